@@ -158,21 +158,6 @@ owners balanced by number instead of cost
 the least load of the wrong rank  <-  assignment::assignment_is_that_of_its_definition
     (load + work, bearer))  =>  (load + work, -bearer))
 
-== distributed/buckets.py
-only the first bucket of a sum is waited for
-  <-  collectives::a_future_is_done_when_the_last_bucket_is
-    [work.get_future() for work, _ in works]  =>  [work.get_future() for work, _ in works[:1]]
-only the first bucket of a sum arrives  <-  collectives::sums_of_any_shape_and_dtype
-    while self.works:  =>  if self.works:
-buckets without a bound  <-  collectives::sums_of_any_shape_and_dtype
-    if key not in open_bucket or filled[key] + size > most:  =>  if key not in open_bucket:
-bfloat16 sums added in bfloat16  <-  collectives::narrow_sums_are_added_wide_in_the_order_of_ranks
-    rows[0].to(wide(rows.dtype))  =>  rows[0].clone()
-
-== distributed/groups.py
-a group of its own for each optimizer  <-  robustness::optimizers_share_their_groups
-    if key not in made:  =>  if True:
-
 == distributed/helper_link.py
 a shutdown that overtakes messages
   <-  helper_link::a_shutdown_is_the_last_thing_that_is_said
@@ -197,18 +182,21 @@ rows of a replica sent by another  <-  fsdp::sharded_trajectories_are_those_of_o
     of[rank], positions[rank] = ranks, i  =>  of[rank], positions[rank] = ranks[::-1], i
 
 == distributed/world.py
+a group of its own for each optimizer  <-  robustness::optimizers_share_their_groups
+    if key not in groups:  =>  if True:
+only the first bucket of a sum arrives  <-  collectives::sums_of_any_shape_and_dtype
+    while self.messages:  =>  if self.messages:
+buckets without a bound  <-  collectives::sums_of_any_shape_and_dtype
+    if key not in open_bucket or filled[key] + size > most:  =>  if key not in open_bucket:
 bfloat16 sent as it is  <-  collectives::half_precision_travels_on_gloo
     in (torch.bfloat16, torch.float16)  =>  in (torch.float16,)
 a group's first rank taken for the world's
   <-  collectives::the_first_rank_is_copied collectives::a_group_has_ranks_of_its_own
-  - dist.broadcast(flat, group=self.group, group_src=0)
-  + dist.broadcast(flat, 0, group=self.group)
-copies by a sum that lose the sign of a zero  <-  collectives::uneven_messages_are_all_reduced
-    staged.new_full((total,), -0.0)  =>  staged.new_full((total,), 0.0)
-narrow sums of many ranks that add up narrow  <-  collectives::uneven_messages_are_all_reduced
-    whole = staged.to(wide(staged.dtype))  =>  whole = staged
-the rows of all ranks for one owner  <-  collectives::sums_reach_their_owners_and_nobody_else
-    return self.size * largest > 2 * total  =>  return False
+  - async_op=True, group_src=owner)
+  + async_op=True, src=owner)
+sums for every rank, whoever owns them
+  <-  collectives::sums_reach_their_owners_and_nobody_else
+    bucket if owner in (None, self.rank) else ()  =>  bucket
 half of the ranks need not agree  <-  collectives::all_agree_only_if_nobody_says_no
     return not bool(noes)  =>  return bool(noes < 2.0)
 what is missing at its source arrives as ones  <-  collectives::parts_arrive_in_their_shapes
@@ -382,8 +370,8 @@ a floor by the arithmetic mean  <-  step_length::damping_has_a_floor_by_all_laye
 steps over adaptive bases that are earned under a schedule
   <-  step_length::over_adaptive_bases_steps_are_twice_as_long_while_the_rate_moves
     least, most = bounds.least_scheduled, SCHEDULED  =>  least, most = bounds.least, SCHEDULED
-each rank's own changes  <-  drift::cosine_and_length_are_those_of_dense_preconditioning
-    if block in local_blocks else (0.0,) * 3  =>  if True else (0.0,) * 3
+each rank's own cosines  <-  drift::cosines_are_those_of_dense_preconditioning
+    if b in reported else 0.0  =>  if True else 0.0
 steps that are scaled by the base's side
   <-  step_length::preconditioned_weights_alone_are_scaled_and_no_base_sees_it
   <-  step_length::what_a_step_did_is_the_next_gradient_along_it
@@ -468,15 +456,12 @@ every gradient worker keeps an inverse of a sharded layer
 == kfac/precondition.py
 a clip of a rank's own layers alone
   <-  dpkfac::all_layers_of_all_owners_are_clipped_by_one_coefficient
-    torch.stack(parts).sum()  =>  parts[ranks.rank]
+    ranks.all_reduce([change]).wait()  =>  pass
 outliers that count in full  <-  usual_change::the_bound_is_four_times_the_running_average
     addcmul_(change, part, value  =>  addcmul_(change, torch.ones_like(part), value
-the hook's means are lost with their owner
-  <-  dpkfac::owners_that_move_after_the_backward_pass_get_the_hooks_means
-    if owners.get(p, rank) != rank]  =>  if False]
 steps without a preconditioned layer that count
   <-  usual_change::steps_without_preconditioned_layers_are_no_usual_change
-    if bound is None or not solved:  =>  if bound is None:
+    if clip is not None and solved:  =>  if clip is not None:
 a resumed run with another usual change  <-  usual_change::a_resumed_run_has_the_usual_change
     self.steps = int(part.number(USUAL_CHANGE[1]))  =>  pass
 a clip in lr, not lr²  <-  solvers::the_clip_takes_each_layers_own_learning_rate
@@ -498,14 +483,14 @@ factors forget by the update, not by the step
 intervals that never fall  <-  drift::intervals_grow_where_nothing_changes_and_fall_where_all_does
     if cosine < bounds.apart:  =>  if False:
 intervals that grow after one refresh alike  <-  drift::what_a_refresh_changes_by_hand
-    if alike < bounds.patience:  =>  if alike < 1:
+    elif alike >= bounds.patience:  =>  elif alike >= 1:
 refreshes as often as the first layer wants
   <-  drift::layers_are_due_at_multiples_and_no_oftener_than_a_quarter_wants
-    known[int(len(known) * WANTED_BY)]  =>  known[0]
+    solved[int(len(solved) * WANTED_BY)]  =>  solved[0]
 
 == kfac/sharded_gradients.py
 the clip of a bucket's own layers  <-  fsdp::one_all_to_all_each_way_for_a_bucket
-    parts += _returned(  =>  parts = _returned(
+    changes.append(clip.change(found))  =>  changes = [clip.change(found)]
 
 == kfac/solve.py
 the damping of the landing  <-  distkfac::an_inverse_has_the_damping_of_its_snapshot

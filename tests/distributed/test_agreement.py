@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, RankMismatchError
 from second_order.distributed import world as worlds
-from second_order.distributed.groups import timeout_of
 from second_order.distributed.roles import assign_roles
 from second_order.optimizers.consistency import fingerprint, first_difference
 
@@ -351,7 +350,7 @@ def limits(rank: int, world_size: int) -> dict[str, Any]:
     }
     seconds = {}
     for name, each in groups.items():
-        limit = timeout_of(each.group)
+        limit = each.timeout
         seconds[name] = None if limit is None else limit.total_seconds()
     return seconds
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from budgeted import LEAST, TIMED, Run, each_system
 from ranks import agreed, vector
 
-from second_order import DPKFAC, KAISA, DistKFAC, PerStep, SecondOrderWarning
+from second_order import DPKFAC, KAISA, DistKFAC, PerStep
 from second_order.kfac.schedule import Bounds
 
 if TYPE_CHECKING:
@@ -55,14 +54,6 @@ def test_statistics_at_a_given_interval_are_of_the_other_steps() -> None:
     assert run.refreshes == [*TIMED_AT, 12, 16]
 
 
-def test_layers_that_drift_wait_and_one_warning_says_so() -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", SecondOrderWarning)
-        drifting(overhead=0.05).go(60)
-    (held,) = [str(w.message) for w in caught if "have drifted so far" in str(w.message)]
-    assert held.startswith("overhead=0.05 leaves a refresh every ")
-
-
 def test_nothing_is_timed_without_an_overhead() -> None:
     run = Run(overhead=None).go(6)
     assert run.throttle is None
@@ -74,11 +65,9 @@ def test_nothing_is_timed_without_an_overhead() -> None:
 def test_the_summary_has_the_interval() -> None:
     run = drifting().go(TIMED - 2)
     assert "overhead 0.1: being measured" in run.optimizer.summary().lines
-    assert run.optimizer.statistics()["inv_update_steps"] == 2
     run.go(2)
     line = "overhead 0.1: 5 steps between refreshes at least"
     assert line in run.optimizer.summary().lines
-    assert run.optimizer.statistics()["inv_update_steps"] == 8
 
 
 def test_the_weight_of_the_past_follows_the_interval() -> None:

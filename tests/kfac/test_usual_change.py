@@ -13,6 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from models import ZOO
 from ranks import shard
+from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 from second_order import KAISA
@@ -136,7 +137,22 @@ def test_a_resumed_run_has_the_usual_change(System: Any) -> None:
 def test_without_a_clip_no_change_is_bounded(base: Any) -> None:
     model = MLP.model()
     optimizer = KAISA(model, lr=0.01, base=base, kl_clip=None)
-    assert optimizer._curvature.clip.usual is None
+    assert optimizer._curvature.clip is None
     for batch in BATCHES[:3]:
         take(model, optimizer, batch)
     assert optimizer.statistics()["clip"] == 1.0
+
+
+@pytest.mark.parametrize("kl_clip", [1e-6, lambda step: 1e-6], ids=["number", "callable"])
+def test_results_are_clipped_before_they_are_rounded(kl_clip: Any) -> None:
+    """Without the clip, these would overflow float16."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).half()
+    newton = {"damping": 1e-9, "relative_damping": False, "preconditioner_scale": "newton"}
+    optimizer = KAISA(model, lr=1e-3, kl_clip=kl_clip, **newton)
+    model(torch.randn(2, 4).half()).square().sum().backward()
+    gradient = model.weight.grad.clone()
+    optimizer.step()
+    assert optimizer.statistics()["clip"] < 0.1
+    assert bool(model.weight.grad.isfinite().all())
+    assert not torch.equal(model.weight.grad, gradient)

@@ -36,10 +36,8 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from second_order.distributed.buckets import elements, scatter
-from second_order.distributed.groups import explained
 from second_order.distributed.roles import Roles
-from second_order.distributed.world import World
+from second_order.distributed.world import World, elements, explained, scatter
 from second_order.errors import SecondOrderError
 
 __all__ = [

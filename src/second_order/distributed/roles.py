@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias
 
-from second_order.distributed.groups import explained, timeout_of
-from second_order.distributed.world import World
+from second_order.distributed.world import World, explained
 
 __all__ = ["Role", "Roles", "assign_roles", "endless", "option_of", "whole_models"]
 
@@ -37,7 +36,7 @@ class Roles:
         limit = None
         if helps and helper_timeout is not None and world.group is not None:
             limit = timedelta(seconds=helper_timeout)
-            limit = min(limit, timeout_of(world.group) or limit)
+            limit = min(limit, world.timeout or limit)
         team = world.subgroup(self.helpers if helps else self.workers, grouped=True, timeout=limit)
         team.aside()  # made now, while every rank calls
         return team

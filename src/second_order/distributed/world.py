@@ -1,54 +1,179 @@
-"""The ranks that an optimizer works with, and the collectives that it uses.
+"""The ranks that an optimizer works with, their process groups, and the collectives that it uses.
 
 Tensors of all layers travel in flat buffers, so the number of collectives does not grow with the
-number of layers. There are three kinds of messages for tensors:
+number of layers.
 
-    all_reduce           sums and maxima for every rank
-    all_to_all_single    sums for one owner each, and tensors that a rank sends to others
-    broadcast            the first rank's tensors
+    all_reduce           sums for every rank
+    reduce               sums for one owner each: half of an all-reduce's traffic
+    broadcast            tensors of one owner each, for every rank
+    all_to_all_single    a flat tensor for each rank
 
-If most of a buffer belongs to a few ranks, a direct exchange would make these send or receive P
-times their part. Such buffers are all-reduced. With one rank, all methods return immediately.
+With one rank, all methods return immediately.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+import time
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
-from typing import Any, TypeAlias, TypeVar, cast
+from functools import cache
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from second_order.distributed.buckets import (
-    PendingReduction,
-    elements,
-    flatten,
-    in_buckets,
-    scatter,
-    sum_in_order,
-    wide,
-)
-from second_order.distributed.groups import (
-    control_group,
-    explained,
-    group_like,
-    shared_group_like,
-    wait_for_gloo_at_exit,
-)
+from second_order.errors import SecondOrderError
 
-__all__ = ["BUCKET_BYTES", "Parts", "PendingReduction", "Shapes", "World", "deliver_parts"]
+__all__ = [
+    "BUCKET_BYTES",
+    "Parts",
+    "PendingReduction",
+    "Shapes",
+    "World",
+    "deliver_parts",
+    "elements",
+    "explained",
+    "flatten",
+    "in_buckets",
+    "scatter",
+]
 
-BUCKET_BYTES = 64 * 2**20
-
+T = TypeVar("T")
+Key = TypeVar("Key", bound=Hashable)
 Parts: TypeAlias = tuple[Tensor, ...]
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
-Key = TypeVar("Key", bound=Hashable)
-Owned: TypeAlias = tuple[Tensor, int | None]
-"""A tensor and the rank that owns it, or None if every rank does."""
+
+BUCKET_BYTES = 64 * 2**20
+EXIT_SECONDS = 0.1
+CONTROL = ("control",)
+
+# One set of groups serves all optimizers: an NCCL group costs hundreds of megabytes.
+_shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+# ---------------------------------------------------------------------------------------- errors
+
+# Gloo and NCCL raise plain RuntimeErrors for some failures of connections.
+BACKENDS = "gloo", "nccl", "pair closure"
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Turn a backend's errors into SecondOrderErrors that name the likely cause.
+
+    Raises:
+        SecondOrderError: Instead of the backend's own error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        message = str(error).strip().split("\n", maxsplit=1)[0]
+        of_backend = dist.is_available() and isinstance(error, dist.DistError)
+        of_backend = of_backend or any(word in message.lower() for word in BACKENDS)
+        if not of_backend or isinstance(error, SecondOrderError):
+            raise
+        raise SecondOrderError(
+            f"Lost contact with the other ranks: one of them exited, raised, or exceeded the "
+            f"process-group timeout. See their logs. ({message})"
+        ) from error
+
+
+@cache
+def _wait_for_gloo_at_exit() -> None:
+    """Give gloo's threads a moment to release tensors when the script has ended.
+
+    A gloo thread releases the tensors of a collective after the collective has returned, and needs
+    the GIL to do so. If the interpreter is already finalizing, torch aborts the process:
+    "terminate called without an active exception". FSDP2's collectives use such threads as well.
+    """
+    atexit.register(time.sleep, EXIT_SECONDS)
+
+
+# --------------------------------------------------------------------------------------- buckets
+
+
+def in_buckets(
+    items: Iterable[T], kind: Callable[[T], Hashable], nbytes: Callable[[T], int], most: int
+) -> list[list[T]]:
+    """Split items into buckets of one kind, each of up to ``most`` bytes or one item.
+
+    Buckets come in the order of the first item of each.
+    """
+    buckets: list[list[T]] = []
+    open_bucket: dict[Hashable, list[T]] = {}
+    filled: dict[Hashable, int] = {}
+    for item in items:
+        key = kind(item)
+        size = nbytes(item)
+        if key not in open_bucket or filled[key] + size > most:
+            open_bucket[key] = []
+            filled[key] = 0
+            buckets.append(open_bucket[key])
+        open_bucket[key].append(item)
+        filled[key] += size
+    return buckets
+
+
+def elements(tensors: Iterable[Tensor]) -> int:
+    """Number of elements of all tensors."""
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate flattened tensors."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def scatter(flat: Tensor, targets: Sequence[Tensor]) -> None:
+    """Copy a flat buffer back to the tensors that were concatenated in it."""
+    pieces = flat.split([target.numel() for target in targets])
+    for target, piece in zip(targets, pieces, strict=True):
+        target.copy_(piece.view(target.shape))
+
+
+class _Bucket(NamedTuple):
+    """Tensors of one owner, dtype and device; the owner is None if every rank is one."""
+
+    owner: int | None
+    tensors: list[Tensor]
+
+
+def _owned_buckets(tensors: Iterable[Tensor], owners: Iterable[int | None]) -> list[_Bucket]:
+    """Tensors in buckets."""
+    found = in_buckets(
+        zip(owners, tensors, strict=True),
+        kind=lambda owned: (owned[0], owned[1].dtype, owned[1].device),
+        nbytes=lambda owned: owned[1].nbytes,
+        most=BUCKET_BYTES,
+    )
+    return [_Bucket(bucket[0][0], [tensor for _, tensor in bucket]) for bucket in found]
+
+
+@dataclass
+class PendingReduction:
+    """Messages in progress: each with its buffer, and the tensors that the buffer is copied to."""
+
+    messages: list[tuple[Any, Tensor, Sequence[Tensor]]] = field(default_factory=list)
+
+    @explained()
+    def wait(self) -> None:
+        """Wait for all messages, and write what they brought."""
+        while self.messages:
+            work, flat, targets = self.messages.pop(0)
+            work.wait()
+            if targets:
+                scatter(flat, targets)
+
+
+# --------------------------------------------------------------------------------------- the ranks
 
 
 class World:
@@ -77,14 +202,12 @@ class World:
         if self.rank < 0:
             raise ValueError("this process is not a member of process_group=; pass one it is in")
         if self.backend == "gloo":
-            wait_for_gloo_at_exit()
+            _wait_for_gloo_at_exit()
 
     @classmethod
     def alone(cls) -> World:
         """Make the world of this process alone."""
         return World(alone=True)
-
-    # ---------------------------------------------------------------------------------- groups
 
     @property
     def global_ranks(self) -> list[int]:
@@ -109,6 +232,35 @@ class World:
         """Name of the backend, or "none" for one process alone."""
         return "none" if self.group is None else str(dist.get_backend(self.group))
 
+    # ---------------------------------------------------------------------------------- groups
+
+    @property
+    def timeout(self) -> timedelta | None:
+        """The timeout of the group's collectives, or None if it is unknown."""
+        # "cpu:gloo,cuda:nccl"
+        config = str(dist.get_backend_config(self.group))
+        devices = [torch.device(part.partition(":")[0]) for part in config.split(",")]
+        # Torch has no public way to read a timeout: each device's backend stores its own.
+        group: Any = self.group
+        with contextlib.suppress(AttributeError, RuntimeError):
+            timeouts: list[timedelta]
+            timeouts = [group._get_backend(device).options._timeout for device in devices]
+            return min(timeouts)
+        return None
+
+    @explained()
+    def equalize_group_counts(self) -> None:
+        """Make unused groups until every rank is in the same number of groups; a collective.
+
+        Torch derives the name of a group that only its members make from the number of groups that
+        a rank is in. If the user made groups of some ranks, these numbers differ, and
+        ``new_group`` would wait for a group of another name until the timeout.
+        """
+        here = len(dist.distributed_c10d._world.pg_names)
+        counts = self.all_gather_object(here)
+        for _ in range(max(counts) - here):
+            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
     @explained()
     def subgroup(
         self, ranks: Sequence[int], *, grouped: bool = False, timeout: timedelta | None = None
@@ -121,37 +273,67 @@ class World:
             return self
         if len(ranks) == 1 and not grouped:
             return World.alone()
-        assert self.group is not None
-        global_ranks = self.global_ranks
-        members = tuple(global_ranks[rank] for rank in ranks)
-        return World(shared_group_like(self.group, members, timeout))
+        members = tuple(self.global_ranks[rank] for rank in ranks)
+        groups = self._shared_groups
+        key = (members, timeout)
+        if key not in groups:
+            groups[key] = self._new_group(members, timeout=timeout)
+        return World(groups[key])
 
     @explained()
     def aside(self) -> World:
         """The same ranks in a gloo group of their own, for small control messages.
 
-        The device is not synchronized for them, and no other collective comes between them.
+        The device is not synchronized for them, and no other collective comes between them. The
+        first call is a collective.
         """
         if self.group is None:
             return self
         if self.backend == "fake":  # there is no other process
             return World.alone()
-        return World(control_group(self.group))
+        groups = self._shared_groups
+        if CONTROL not in groups:
+            _wait_for_gloo_at_exit()
+            self.equalize_group_counts()
+            groups[CONTROL] = self._new_group(self.global_ranks, backend="gloo")
+        return World(groups[CONTROL])
 
     @explained()
     def separate(self) -> World:
         """The same ranks in a new group, for collectives whose order no other sender knows."""
-        if self.group is None:
-            return self
-        return World(group_like(self.group, self.global_ranks))
+        return self if self.group is None else World(self._new_group(self.global_ranks))
 
     def on_cpu(self) -> World:
         """The world of the same ranks for CPU tensors."""
         return self.aside() if self.backend == "nccl" else self
 
-    # ------------------------------------------------------------------------------------ sums
+    @property
+    def _shared_groups(self) -> dict[tuple[Any, ...], dist.ProcessGroup]:
+        """The groups of some of these ranks that have been made."""
+        assert self.group is not None
+        return _shared.setdefault(self.group, {})
 
-    @explained()
+    def _new_group(
+        self,
+        members: Sequence[int],
+        *,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+    ) -> dist.ProcessGroup:
+        """Make a group of some global ranks. Only these ranks call this.
+
+        Backend and timeout are those of the ranks' own group unless they are given.
+        """
+        made = dist.new_group(
+            list(members),
+            timeout=timeout or self.timeout,
+            backend=backend or dist.get_backend_config(self.group),
+            use_local_synchronization=True,
+        )
+        return cast(dist.ProcessGroup, made)
+
+    # ------------------------------------------------------------------------------ collectives
+
     def all_reduce(
         self,
         tensors: Iterable[Tensor],
@@ -163,114 +345,51 @@ class World:
         Every rank passes the same shapes and dtypes in the same order. ``dtype`` is the
         communication dtype, if it is not that of the tensors.
         """
-        pending = PendingReduction()
-        if self.size > 1:
-            for bucket in _buckets(tensors):
-                flat = self._stage(flatten(bucket), dtype)
-                pending.works.append((self._all_reduced(flat, op), partial(scatter, flat, bucket)))
-        return pending
+        tensors = list(tensors)
+        return self._reduce(tensors, [None] * len(tensors), op, dtype)
 
     def all_reduce_max(self, tensors: Iterable[Tensor]) -> PendingReduction:
         """Start to take each element's maximum over the ranks, as :meth:`all_reduce`."""
         return self.all_reduce(tensors, dist.ReduceOp.MAX)
 
-    @explained()
     def reduce(
         self,
-        tensors: Sequence[Tensor],
-        owners: Sequence[int | None],
+        tensors: Iterable[Tensor],
+        owners: Iterable[int | None],
         dtype: torch.dtype | None = None,
     ) -> PendingReduction:
-        """Start to sum tensors over the ranks, each for its owner: half of an all-reduce's traffic.
+        """Start to sum tensors over the ranks, each for its owner, as :meth:`all_reduce`.
 
         If an owner is None, every rank gets the sum. Tensors of other owners stay as they are.
-        Ranks are added in their order, unless the sum is an all-reduce.
         """
+        return self._reduce(tensors, owners, dist.ReduceOp.SUM, dtype)
+
+    @explained()
+    def _reduce(
+        self,
+        tensors: Iterable[Tensor],
+        owners: Iterable[int | None],
+        op: Any,
+        dtype: torch.dtype | None,
+    ) -> PendingReduction:
         pending = PendingReduction()
-        if self.size > 1:
-            items: Iterable[Owned] = zip(tensors, owners, strict=True)
-            for bucket in _owned_buckets(items):
-                pending.works.append(self._reduce_bucket(bucket, dtype))
+        if self.size == 1:
+            return pending
+        for owner, bucket in _owned_buckets(tensors, owners):
+            flat = self._stage(flatten(bucket), dtype)
+            work: Any
+            if owner is None:
+                work = dist.all_reduce(flat, op, group=self.group, async_op=True)
+            else:
+                work = dist.reduce(flat, op=op, group=self.group, async_op=True, group_dst=owner)
+            pending.messages.append((work, flat, bucket if owner in (None, self.rank) else ()))
         return pending
 
-    def _reduce_bucket(
-        self, bucket: Sequence[Owned], dtype: torch.dtype | None
-    ) -> tuple[Any, Callable[[], Any]]:
-        """Start to sum a bucket. Returns the message, and what to call after it."""
-        sizes: dict[int | None, int] = {None: 0}
-        for tensor, owner in bucket:
-            sizes[owner] = sizes.get(owner, 0) + tensor.numel()
-        total = sum(sizes.values())
-        common = sizes.pop(None)
-        largest = common + max(sizes.values(), default=0)
-
-        if self._is_uneven(largest, total):
-            staged = self._stage(flatten([tensor for tensor, _ in bucket]), dtype)
-            whole = staged.to(wide(staged.dtype))
-
-            def take_own_sums() -> None:
-                pieces = whole.split([tensor.numel() for tensor, _ in bucket])
-                for (tensor, owner), piece in zip(bucket, pieces, strict=True):
-                    if owner is None or owner == self.rank:
-                        tensor.copy_(piece.view(tensor.shape))
-
-            return self._all_reduced(whole), take_own_sums
-
-        parts: list[list[Tensor]] = [[] for _ in range(self.size)]
-        for tensor, owner in bucket:
-            for rank in range(self.size) if owner is None else [owner]:
-                parts[rank].append(tensor)
-        flat = self._stage(flatten([tensor for part in parts for tensor in part]), dtype)
-        leaving = [elements(part) for part in parts]
-        own = leaving[self.rank]
-        rows = flat.new_empty(self.size, own)
-        work = self._all_to_all_single(rows.view(-1), flat, [own] * self.size, leaving)
-        return work, lambda: scatter(sum_in_order(rows), parts[self.rank])
-
-    # ------------------------------------------------------------------------------ deliveries
-
     @explained()
-    def swap(
-        self, parts: Sequence[Tensor], sizes: Iterable[int], dtype: torch.dtype | None = None
-    ) -> list[Tensor]:
-        """Send each rank its flat part, and receive one of so many elements from each, by rank."""
-        if self.size == 1:
-            return list(parts)
-        arriving = list(sizes)
-        flat = torch.cat(list(parts))
-        staged = self._stage(flat, dtype)
-        received = staged.new_empty(sum(arriving))
-        leaving = [len(part) for part in parts]
-        self._all_to_all_single(received, staged, arriving, leaving).wait()
-        return list(received.to(flat.device, flat.dtype).split(arriving))
-
-    @explained()
-    def all_gather(
-        self, mine: Tensor, sizes: Sequence[int], dtype: torch.dtype | None = None
-    ) -> list[Tensor]:
-        """Every rank's flat tensor, by rank. ``sizes`` are the same list on every rank."""
-        total = sum(sizes)
-        if self.size == 1 or total == 0:
-            return [mine] * self.size
-        if not self._is_uneven(max(sizes), total):
-            nothing = mine[:0]
-            parts = [nothing if rank == self.rank else mine for rank in range(self.size)]
-            arriving = list(sizes)
-            arriving[self.rank] = 0
-            found = self.swap(parts, arriving, dtype)
-            found[self.rank] = mine
-            return found
-        # -0.0 + x is x bit for bit, whereas 0.0 + -0.0 would be 0.0.
-        staged = self._stage(mine, dtype)
-        whole = staged.new_full((total,), -0.0)
-        whole.split(list(sizes))[self.rank].copy_(staged)
-        self._all_reduced(whole).wait()
-        return list(whole.to(mine.device, mine.dtype).split(list(sizes)))
-
     def broadcast(
         self,
-        tensors: Sequence[Tensor],
-        owners: Sequence[int],
+        tensors: Iterable[Tensor],
+        owners: Iterable[int],
         dtype: torch.dtype | None = None,
     ) -> None:
         """Give every rank the value that each tensor has on its owner, in place, in buckets.
@@ -278,25 +397,32 @@ class World:
         Tensors have the same shapes and dtypes in the same order on every rank. ``dtype`` is the
         communication dtype, if it is not theirs.
         """
-        for bucket in _owned_buckets(zip(tensors, owners, strict=True)) if self.size > 1 else ():
-            owned: dict[int | None, list[Tensor]] = {}
-            for tensor, owner in bucket:
-                owned.setdefault(owner, []).append(tensor)
-            sizes = [elements(owned.get(rank, [])) for rank in range(self.size)]
-            mine = flatten([bucket[0][0].new_empty(0), *owned.get(self.rank, [])])
-            for rank, flat in enumerate(self.all_gather(mine, sizes, dtype)):
-                if rank in owned and rank != self.rank:
-                    scatter(flat, owned[rank])
+        if self.size == 1:
+            return
+        pending = PendingReduction()
+        for owner, bucket in _owned_buckets(tensors, owners):
+            flat = self._stage(flatten(bucket), dtype)
+            work: Any = dist.broadcast(flat, group=self.group, async_op=True, group_src=owner)
+            pending.messages.append((work, flat, () if owner == self.rank else bucket))
+        pending.wait()
 
-    @explained()
     def broadcast_from_first(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank the first rank's values, in place, in buckets."""
-        for bucket in _buckets(tensors) if self.size > 1 else ():
-            flat = self._stage(flatten(bucket))
-            self._broadcast_from_first(flat)
-            scatter(flat, bucket)
+        tensors = list(tensors)
+        self.broadcast(tensors, [0] * len(tensors))
 
-    # ---------------------------------------------------------------------------- torch's verbs
+    @explained()
+    def swap(self, parts: Sequence[Tensor], sizes: Iterable[int]) -> list[Tensor]:
+        """Send each rank its flat part, and receive one of so many elements from each, by rank."""
+        if self.size == 1:
+            return list(parts)
+        arriving = list(sizes)
+        leaving = [len(part) for part in parts]
+        flat = torch.cat(list(parts))
+        staged = self._stage(flat)
+        received = staged.new_empty(sum(arriving))
+        dist.all_to_all_single(received, staged, arriving, leaving, group=self.group)
+        return list(received.to(flat.device, flat.dtype).split(arriving))
 
     def _stage(self, flat: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """A buffer in a form that the backend can send."""
@@ -307,27 +433,7 @@ class World:
             dtype = torch.float32 if half else flat.dtype
         return flat.to("cpu", dtype)
 
-    def _is_uneven(self, largest: int, total: int) -> bool:
-        """Whether a rank would send or receive much more than the whole message."""
-        return self.size * largest > 2 * total
-
-    def _all_reduced(self, flat: Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
-        """Start to all-reduce a flat tensor in place."""
-        return dist.all_reduce(flat, op, group=self.group, async_op=True)
-
-    def _all_to_all_single(
-        self, buffer: Tensor, flat: Tensor, arriving: list[int], leaving: list[int]
-    ) -> Any:
-        """Start to send consecutive parts of a flat tensor to the ranks, and to receive others."""
-        return dist.all_to_all_single(
-            buffer, flat, arriving, leaving, group=self.group, async_op=True
-        )
-
-    def _broadcast_from_first(self, flat: Tensor) -> None:
-        """Give every rank the first rank's values of a flat tensor, in place."""
-        dist.broadcast(flat, group=self.group, group_src=0)
-
-    # --------------------------------------------------------------------------------- answers
+    # -------------------------------------------------------------------------------- agreement
 
     def all_agree(self, mine: bool, device: torch.device) -> bool:
         """Whether ``mine`` is True on all ranks; a collective."""
@@ -395,15 +501,3 @@ def deliver_parts(
             if source != world.rank and world.rank in to:
                 everything[key] = parts[key]
     return everything
-
-
-def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Tensors in buckets of one dtype and device."""
-    return in_buckets(tensors, lambda t: (t.dtype, t.device), lambda t: t.nbytes, BUCKET_BYTES)
-
-
-def _owned_buckets(items: Iterable[Owned]) -> list[list[Owned]]:
-    """Tensors with their owners in buckets of one dtype and device."""
-    return in_buckets(
-        items, lambda o: (o[0].dtype, o[0].device), lambda o: o[0].nbytes, BUCKET_BYTES
-    )

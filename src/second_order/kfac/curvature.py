@@ -28,9 +28,8 @@ from second_order.distributed.world import World
 from second_order.kfac.feedback import (
     ADAPTIVE,
     PLAIN,
-    Observation,
     StepLength,
-    observe,
+    largest_rate,
     share_feedback,
 )
 from second_order.kfac.layers import (
@@ -52,7 +51,6 @@ from second_order.kfac.plan import (
 )
 from second_order.kfac.precondition import (
     Clip,
-    OwnerHook,
     Preconditioning,
     owners_of,
     precondition_gradients,
@@ -130,14 +128,12 @@ class StepInfo:
     Attributes:
         refreshed: The layers that have a new inverse; the same on every rank.
         clip: ν, a scalar; None where nothing was clipped.
-        keeps_step: Whether the weights before the base's step are kept.
         refresh_due: Whether the schedule had a refresh at this step.
         refresh_coming: Whether layers may be refreshed at the next step.
     """
 
     refreshed: Sequence[KroneckerBlock] = ()
     clip: Scalar | None = None
-    keeps_step: bool = False
     refresh_due: bool = False
     refresh_coming: bool = False
 
@@ -171,14 +167,13 @@ class KFAC(OfLayers):
         )
         self.mean_curvature = 0.0  # of all layers, at the last refresh
         self._step = StepPlan({}, World.alone(), World.alone())
-        self._buckets: tuple[Any, list[Bucket]] = (None, [])  # and what they are made of
+        self._buckets: list[Bucket] = []  # of layers whose gradients are sharded
         self._owners: tuple[Any, dict[Tensor, int]] = (None, {})
-        self.hook: OwnerHook | None = None  # DPKFAC's of DistributedDataParallel
         self._pipeline: Pipeline | None = None
         if system.pipelined and training.world.size > 1:
             self._pipeline = Pipeline(training, self.layers, options.factor_dtype)
         lengths = ADAPTIVE if options.adaptive else PLAIN
-        self.step_length = StepLength(lengths if options.follows_steps else None)
+        self.step_length = StepLength(lengths) if options.follows_steps else None
         self._closed = False
         self._last = StepInfo()
         # Between loading a checkpoint and the first step after it: the checkpoint, and the layers
@@ -186,9 +181,10 @@ class KFAC(OfLayers):
         self._loaded: Mapping[Tensor, SavedPart] | None = None
         self._missing: set[KroneckerBlock] = set()
         self.workers = 0  # number of gradient workers that has been chosen; 0 where it is given
-        self.clip = Clip(training, options)
+        self.clip = None if options.kl_clip is None else Clip(training, options)
         # What a checkpoint has with every layer.
-        parts = (self.throttle, self.step_length, self.clip.usual)
+        usual = None if self.clip is None else self.clip.usual
+        parts = (self.throttle, self.step_length, usual)
         self._parts: list[Any] = [part for part in parts if part is not None]
         self.layers.find()
         self._look_at_shards()
@@ -260,10 +256,6 @@ class KFAC(OfLayers):
         self.layers.name_those_left()
         self.watch()
 
-    def use_owner_hook(self, hook: OwnerHook) -> None:
-        """Let DistributedDataParallel send gradients to their owners with this hook."""
-        self.hook = hook
-
     def replan(self) -> None:
         """Look for the model's layers again."""
         if not self._closed:
@@ -282,8 +274,6 @@ class KFAC(OfLayers):
         if self._loaded is not None:
             self._agree_on_loaded(self._loaded)
             self._loaded = None
-        if self.hook is not None:
-            self.hook.share_moved(self.owners())
 
     def precondition(self, pending: PendingAverage) -> StepInfo:  # type: ignore[override]
         """Replace every covered ``p.grad`` by ν P, as at the top of this file; a collective."""
@@ -297,56 +287,42 @@ class KFAC(OfLayers):
 
         # Recompute the inverses that are due, each on its inverse rank.
         layers = self._cadence.due()
-        observed: Observation | None = None
-        alone = self.training.world.size == 1 and pending is ARRIVED and solves.solves_at_once
-        if alone and (layers or solves.wanted):
-            observed = self._observe()  # read with the errors of the decompositions
         refresh = NO_REFRESH
         if layers or solves.wanted or solves.under_way or self.helpers is not None:
             with stage("solve"):
-                refresh = self._refresh(layers, pending, observed)
-
-        # Look at what the last step has done, before gradients are preconditioned.
+                refresh = self._refresh(layers, pending)
         if pending is not ARRIVED:
             with stage("average_gradients"):
                 pending.wait()
-        if refresh.installed and observed is None:
-            observed = self._observe()
+
+        # Look at what the last step has done, before gradients are preconditioned.
+        slopes: list[Tensor] = []
+        if refresh.installed and length is not None:
+            slopes = length.measure(self._step, self.sharded, self.training.groups)
 
         # Precondition on the gradient workers, exchange P, clip, and write p.grad.
         with stage("precondition"):
             result = self._precondition(refresh.previous)
 
         # Adapt the refresh intervals and the step scale to what the refresh has changed.
-        if observed is not None and refresh.installed:
-            self._adapt(refresh, observed, result.changes)
+        if refresh.installed:
+            self._adapt(slopes, result.cosines)
         coming = bool(solves.under_way) or self._cadence.may_come()
-        kept = length.keep(self._step.layers, coming)
-        self._last = StepInfo(refresh.installed, result.clip, kept, bool(layers), coming)
+        if length is not None:
+            length.keep(self._step.layers, wanted=coming)
+        self._last = StepInfo(refresh.installed, result.clip, bool(layers), coming)
         return self._last
 
     def correct(self) -> None:
         """Scale the base's step, and offer the parameters to stats workers."""
-        if self._last.keeps_step:
-            self.step_length.scale(self._last.refresh_coming)
+        if self.step_length is not None:
+            self.step_length.scale(wanted=self._last.refresh_coming)
         if self.helpers is not None:
             self.helpers.offer(self.training, self.solves.inverter.post)
-        if self._last.refreshed:
-            self._cadence.warn_if_held()
         if self.throttle is not None:
             self.throttle.end_step(refreshed=self._last.refresh_due)
 
-    def _observe(self) -> Observation:
-        training, step = self.training, self._step
-        slope = self.step_length.measure(step, self.sharded, training.groups)
-        return observe(training, step, slope, self._options.follows_steps)
-
-    def _refresh(
-        self,
-        due: Sequence[KroneckerBlock],
-        pending: PendingAverage,
-        observed: Observation | None,
-    ) -> Refresh:
+    def _refresh(self, due: Sequence[KroneckerBlock], pending: PendingAverage) -> Refresh:
         """Recompute inverses, and agree with the other workers on the state of the helpers."""
         helpers = self.helpers
         refresh = self.solves.refresh(
@@ -354,51 +330,35 @@ class KFAC(OfLayers):
             pending,
             self.mean_curvature,
             news=[] if helpers is None else helpers.news(),
-            reads=() if observed is None else observed.groups,
         )
         if helpers is not None:
             helpers.hear(refresh.news, self.training)
         return refresh
 
-    def _precondition(self, previous: Mapping[KroneckerBlock, Tensor | Inverse]) -> Preconditioning:
+    def _precondition(self, previous: Mapping[KroneckerBlock, Inverse]) -> Preconditioning:
         """Precondition the mean gradients, by rows if FSDP2 has sharded them."""
         training, step, dtype = self.training, self._step, self._options.inv_dtype
         if self.sharded:
-            key = [id(p) for b in self.plan if b.solved for p in (b, *b.params)]
-            if self._buckets[0] != key:
-                self._buckets = key, buckets_of(step, training.world)
-            return precondition_rows(self._buckets[1], step, training, self.clip, dtype, previous)
-        reduced = training.averages or self.hook is not None
-        owners = self.owners() if reduced and self.only_to_owners else None
-        return precondition_gradients(step, training, self.clip, dtype, previous, owners)
+            return precondition_rows(self._buckets, step, training, self.clip, dtype, previous)
+        owners = self.owners() if training.averages and self.only_to_owners else None
+        return precondition_gradients(step, self.clip, dtype, previous, owners)
 
-    def _adapt(
-        self,
-        refresh: Refresh,
-        observed: Observation,
-        changes: Mapping[KroneckerBlock, Tensor],
-    ) -> None:
+    def _adapt(self, slopes: Sequence[Tensor], cosines: Mapping[KroneckerBlock, Tensor]) -> None:
         """Let γ, the step scale and the refresh intervals follow a refresh, on all ranks alike."""
         training, options, step = self.training, self._options, self._step
-        if self.drift is None and not options.follows_steps and options.floor == 0:
+        if self.drift is None and self.step_length is None and options.floor == 0:
             return
         with stage("solve_exchange"):
-            found = share_feedback(
-                training,
-                step,
-                observed,
-                numbers=refresh.numbers,
-                changes=changes,
-                follows_steps=options.follows_steps,
-                compares=self.drift is not None,
-            )
-        self.step_length.follow(found.slope, found.rate, training.steps)
+            found = share_feedback(training, step, slopes, cosines)
+        if self.step_length is not None:
+            rate = largest_rate(training, step.layers)
+            self.step_length.follow(found.slope, rate, training.steps)
         if found.mean_curvature is not None:
             self.mean_curvature = found.mean_curvature
         if self.drift is not None:
             price = PRICE[options.solver] / training.world.size
             costs = [price * step.costs[block] for block in step.layers]
-            self.drift.hear([*step.layers], found.changes, found.work, costs)
+            self.drift.hear(list(step.layers), found.cosines, found.work, costs)
 
     def watch(self) -> None:
         """Capture during the coming passes only if the coming step wants statistics."""
@@ -535,7 +495,8 @@ class KFAC(OfLayers):
         self._step = compile_step(
             world, plan.grid, self.plan, self._system.exchange_dtype, self._takes
         )
-        self._buckets, self._owners = (None, []), (None, {})
+        self._buckets = buckets_of(self._step, world) if self.sharded else []
+        self._owners = None, {}
         if self._pipeline is not None:
             self._pipeline.follow(self._step.taken)
         move_factors(world, self.plan, before)
@@ -552,6 +513,11 @@ class KFAC(OfLayers):
         if steps > 0:
             self.training.publish()  # frees factors that other ranks keep now
 
+    @property
+    def _step_scale(self) -> float:
+        """τ."""
+        return 1.0 if self.step_length is None else self.step_length.factor
+
     def facts(self) -> list[tuple[str, Any]]:
         """The values, by name, that decide which collectives a step has."""
         return [
@@ -560,7 +526,7 @@ class KFAC(OfLayers):
             ("anew at", self.layers.newcomers_at),
             *scheduled(self._options, SCHEDULES, self.training.steps),
             ("losses", self.layers.reduction),
-            ("length of steps", self.step_length.factor),
+            ("length of steps", self._step_scale),
             *([("intervals", self.drift.intervals(self.layers.active))] if self.drift else []),
             *([("gradient workers", self.workers)] if self.workers else []),
             *([("least interval", self.throttle.interval)] if self.throttle else []),
@@ -606,7 +572,8 @@ class KFAC(OfLayers):
         found: dict[Tensor, dict[str, Any]] = {}
         for block, layer in self.plan.items():
             for p in block.params:
-                found[p] = self.step_length.saved_step(p, room)
+                if self.step_length is not None:
+                    found[p] = self.step_length.saved_step(p, room)
             part = saved_inverse(block, layer, solves, room)
             part[DAMPING] = -1.0 if math.isnan(damping) else damping
             found.setdefault(block.weight, {}).update(part)
@@ -758,11 +725,10 @@ class KFAC(OfLayers):
         last, nu = self.training.steps - 1, self._last.clip
         found = metrics_of(self.layers, self.plan, self.solves, last)
         found["clip"] = 1.0 if nu is None else float(nu)
-        found["step_length"] = self.step_length.factor
+        found["step_length"] = self._step_scale
         if last >= 0 and not self._closed:
             found["age/statistics"] = float(max(last - self._cadence.updated_at, 0))  # 0: loaded
             found |= {} if self.drift is None else self.drift.metrics
-            found |= self._cadence.intervals(last)
         return found
 
     def summary(self) -> Summary:

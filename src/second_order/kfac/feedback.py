@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,12 +34,12 @@ from torch import Tensor
 
 from second_order.checkpoint.saved import SavedPart
 from second_order.distributed.fsdp import is_dtensor, like, local, sharded_like
+from second_order.distributed.world import flatten, in_buckets
 from second_order.kfac.plan import StepPlan
 from second_order.kfac.solve import stacked_means
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.storage import in_groups, numbers_of
+from second_order.kronecker.storage import numbers_of
 from second_order.training.context import Training
-from second_order.utils.checks import Scalar, as_scalar
 
 __all__ = [
     "ADAPTIVE",
@@ -47,23 +47,13 @@ __all__ = [
     "LAST_STEP_KNOWN",
     "PLAIN",
     "STEP_LENGTH",
-    "STEP_SIGN",
     "Feedback",
     "Lengths",
-    "Observation",
+    "ScaleState",
     "StepLength",
-    "observe",
+    "largest_rate",
     "share_feedback",
 ]
-
-STEP_SIGN = "step_sign"
-STEP_LENGTH = (
-    *("step_length", STEP_SIGN, "step_size", "step_weight"),
-    *("step_looked_at", "step_rate", "step_rate_changed"),
-)
-"""The entries of a checkpoint, in the part of every layer: τ, S, Z and the weight of these two;
-when τ was last looked at, the rate at the last refresh, and when that last moved. Step numbers are
-saved plus one, so that 0 means never."""
 
 LAST_STEP, LAST_STEP_KNOWN = "last_step", "last_step_known"
 """The entries of a checkpoint, in the part of each parameter: the last step as scaled by τ, negated
@@ -93,56 +83,102 @@ PLAIN = Lengths(least=0.02, most=5.0, least_scheduled=0.02)
 ADAPTIVE = Lengths(least=0.02, most=2.0, least_scheduled=2.0)
 
 
-def _product(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor | None:
-    """Σ x · y over pairs, a scalar in float32; None of none. On a device many are joined."""
-    keys: list[object] = []
-    for i, (x, y) in enumerate(pairs):
-        alone = i if x.device.type == "cpu" else None  # there a copy costs more than a call
-        keys.append((x.device, x.dtype, y.dtype, alone))
-    sizes = [x.nbytes + y.nbytes for x, y in pairs]
-    found: list[Tensor] = []
-    for group in in_groups(keys, sizes, JOINED_BYTES):
-        x, y = pairs[group[0]][0].flatten(), pairs[group[0]][1].flatten()
-        if len(group) > 1:
-            x = torch.cat([pairs[i][0].flatten() for i in group])
-            y = torch.cat([pairs[i][1].flatten() for i in group])
-        product = torch.vdot(x, y.to(x.dtype)).float()
-        found.append(product.to(found[0].device) if found else product)
-    return torch.stack(found).sum() if found else None
+@dataclass(frozen=True)
+class ScaleState:
+    """τ, and what its next value depends on. A checkpoint has these entries, in every layer's part.
+
+    Step numbers are plus one, so that 0 means never.
+    """
+
+    step_length: float = 1.0  # τ
+    step_sign: float = 0.0  # S
+    step_size: float = 0.0  # Z
+    step_weight: float = 0.0  # of S and Z
+    step_looked_at: float = 0.0  # when S and Z were last updated
+    step_rate: float = 0.0  # the learning rate at the last refresh
+    step_rate_changed: float = 0.0  # when that last moved
+
+    def after(self, s: float, rate: float, step: int, bounds: Lengths) -> ScaleState:
+        """The state after a refresh; ``s`` is NaN if the last step was not kept."""
+        changed = self.step_rate_changed
+        if self.step_rate not in (rate, 0.0):
+            changed = step + 1.0
+        moves = changed > 0 and step + 1 - changed <= RECENT * step
+        least, most = bounds.least, bounds.most
+        if moves:
+            least, most = bounds.least_scheduled, SCHEDULED
+
+        # Update S and Z, and the logarithm of τ.
+        state = replace(self, step_rate=rate, step_rate_changed=changed)
+        change = 0.0
+        if math.isfinite(s):
+            state = state._averaged(s, step)
+            change = state._log_change(s, moves, before=self)
+        scale = min(max(self.step_length * math.exp(change), least), most)
+        return replace(state, step_length=scale)
+
+    def _averaged(self, s: float, step: int) -> ScaleState:
+        """The state with s in the running averages S and Z."""
+        weight = PAST * self.step_weight + 1
+        sign = (s > 0) - (s < 0)
+        return replace(
+            self,
+            step_sign=self.step_sign + (sign - self.step_sign) / weight,
+            step_size=self.step_size + (abs(s) - self.step_size) / weight,
+            step_weight=weight,
+            step_looked_at=step + 1.0,
+        )
+
+    def _log_change(self, s: float, moves: bool, before: ScaleState) -> float:
+        """The change of log τ that follows from s, with the averages ``before`` it."""
+        rises = -s > RISES * before.step_size > 0
+        change = max(s / before.step_size, -4.0) / 2 if rises else 0.0
+        evidence = self.step_sign + (LEVEL if moves or self.step_length <= 1.0 else -LEVEL)
+        if evidence < 0:
+            return change + SHORTER * evidence
+        if rises:
+            return change
+        since = 1.0
+        if before.step_looked_at > 0:
+            since = min(max(self.step_looked_at - before.step_looked_at, 1.0), COUNTED)
+        return LONGER * evidence * since
+
+
+STEP_LENGTH = tuple(each.name for each in fields(ScaleState))
 
 
 class StepLength:
     """The factor τ of the steps of preconditioned weights; the same on every rank."""
 
-    def __init__(self, lengths: Lengths | None = None) -> None:
+    def __init__(self, lengths: Lengths) -> None:
         self._lengths = lengths
-        self.factor = 1.0  # τ
-        self._sign = 0.0  # S
-        self._size = 0.0  # Z
-        self._weight = 0.0
-        self._looked_at = -1
-        self._rate = math.nan
-        self._rate_changed = -1
+        self.state = ScaleState()
         self._before: dict[Tensor, Tensor] = {}  # weights before the base's step
         self._step: dict[Tensor, Tensor] = {}  # -Δ
 
+    @property
+    def factor(self) -> float:
+        """τ."""
+        return self.state.step_length
+
     def measure(
         self, step: StepPlan, rows: bool, groups: Iterable[Mapping[str, Any]]
-    ) -> Tensor | None:
+    ) -> list[Tensor]:
         """The number s of this rank's parameters, before gradients are preconditioned.
 
-        None if the last step was not kept; it is dropped.
+        The list is empty if the last step was not kept; it is dropped.
 
         Args:
             step: The layers, and those that this rank reports.
             rows: Whether FSDP2 has sharded gradients: then each rank reports its rows.
             groups: The parameter groups; some of them may maximize.
         """
-        last, self._step = self._step, {}
+        last = self._step
+        self._step = {}
         if not last:
-            return None
+            return []
         ascending = {p for group in groups if group.get("maximize") for p in group["params"]}
-        reporting = {*step.reporting}
+        reporting = set(step.reporting)
         pairs: list[tuple[Tensor, Tensor]] = []
         for block in step.layers:
             valid = block.solved and not block.lost and not block.state.unverified
@@ -153,75 +189,43 @@ class StepLength:
                         pairs.append((gradient, last[p].to(p.device)))
         return _product(pairs)
 
-    def keep(self, blocks: Iterable[KroneckerBlock], wanted: bool) -> bool:
+    def keep(self, blocks: Iterable[KroneckerBlock], wanted: bool) -> None:
         """Keep weights before the base's step, to scale it, or if :meth:`measure` may want it.
 
-        The step before is dropped. Returns whether any weights are kept.
+        The step before is dropped.
         """
-        self._step, self._before = {}, {}
-        if (self._lengths is not None and wanted) or self.factor != 1.0:
-            params = [p for block in blocks if block.solved for p in block.params]
-            copies = torch._foreach_mul([local(p).detach() for p in params], 1.0) if params else ()
+        self._step = {}
+        self._before = {}
+        params = [p for block in blocks if block.solved for p in block.params]
+        if params and (wanted or self.factor != 1.0):
+            copies = torch._foreach_mul([local(p).detach() for p in params], 1.0)
             self._before = dict(zip(params, copies, strict=True))
-        return bool(self._before)
 
     def scale(self, wanted: bool) -> None:
         """Scale the base's step by τ, if it is kept; it is kept on if it is ``wanted``."""
-        before, self._before = self._before, {}
-        now, old = list(map(local, before)), list(before.values())
-        if self.factor != 1.0:
+        before = self._before
+        self._before = {}
+        now = [local(p) for p in before]
+        old = list(before.values())
+        if now and self.factor != 1.0:
             torch._foreach_lerp_(now, old, 1.0 - self.factor)
-        if wanted and self._lengths is not None:
+        if now and wanted:
             torch._foreach_sub_(old, now)
             self._step = before
 
     def follow(self, s: float, rate: float, step: int) -> None:
         """Change τ at a refresh; ``s`` is NaN where the last step was not kept."""
-        bounds = self._lengths
-        if bounds is None:
-            return
-        if rate != self._rate and not math.isnan(self._rate):
-            self._rate_changed = step
-        self._rate = rate
-        moves = self._rate_changed >= 0 and step - self._rate_changed <= RECENT * step
-        least, most = bounds.least, bounds.most
-        if moves:
-            least, most = bounds.least_scheduled, SCHEDULED
-        change = self._change(s, step, moves) if math.isfinite(s) else 0.0
-        self.factor = min(max(self.factor * math.exp(change), least), most)
-
-    def _change(self, s: float, step: int, moves: bool) -> float:
-        """The change of log τ that follows from s."""
-        rises = -s > RISES * self._size > 0
-        change = max(s / self._size, -4.0) / 2 if rises else 0.0
-        self._weight = PAST * self._weight + 1
-        self._sign += ((s > 0) - (s < 0) - self._sign) / self._weight
-        self._size += (abs(s) - self._size) / self._weight
-        evidence = self._sign + (LEVEL if moves or self.factor <= 1.0 else -LEVEL)
-        if evidence < 0:
-            change += SHORTER * evidence
-        elif not rises:
-            since = 1 if self._looked_at < 0 else step - self._looked_at
-            change += LONGER * evidence * min(max(since, 1), COUNTED)
-        self._looked_at = step
-        return change
+        self.state = self.state.after(s, rate, step, self._lengths)
 
     def saved(self) -> dict[str, float]:
         """What a checkpoint has with every layer."""
-        if self._lengths is None:
-            return {}
-        rate = 0.0 if math.isnan(self._rate) else self._rate
-        steps = self._looked_at + 1, rate, self._rate_changed + 1
-        numbers = self.factor, self._sign, self._size, self._weight, *steps
-        return dict(zip(STEP_LENGTH, numbers, strict=True))
+        return asdict(self.state)
 
     def saved_step(self, p: Tensor, room: bool) -> dict[str, Any]:
         """What a checkpoint has of the last step of a parameter, as it is sharded.
 
         ``room`` asks for zeros where there is nothing.
         """
-        if self._lengths is None:
-            return {}
         step = self._step.get(p)
         found: dict[str, Any] = {LAST_STEP_KNOWN: int(step is not None)}
         if step is None and room:
@@ -232,43 +236,39 @@ class StepLength:
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Take over what a checkpoint has."""
-        self._step, self._before = {}, {}
-        wanted = set(STEP_LENGTH)
-        found = next((part for part in saved.values() if part.keys() >= wanted), None)
-        if self._lengths is None or found is None:
+        self._step = {}
+        self._before = {}
+        found = next((part for part in saved.values() if part.keys() >= set(STEP_LENGTH)), None)
+        if found is None:
             return
-        factor, *averages, looked_at, rate, changed = (found.number(n) for n in STEP_LENGTH)
-        self.factor = min(max(factor, self._lengths.least), self._lengths.most)
-        self._sign, self._size, self._weight = averages
-        self._rate = rate or math.nan
-        self._looked_at = int(looked_at) - 1
-        self._rate_changed = int(changed) - 1
+        state = ScaleState(**{name: found.number(name) for name in STEP_LENGTH})
+        scale = min(max(state.step_length, self._lengths.least), self._lengths.most)
+        self.state = replace(state, step_length=scale)
         for p, part in saved.items():
             if part.get(LAST_STEP_KNOWN, 0) and LAST_STEP in part:
                 step = local(like(p, part[LAST_STEP]))
                 self._step[p] = step.to(p.device, p.dtype, copy=True)
 
 
-@dataclass(frozen=True)
-class Observation:
-    """Numbers on the device that a refresh does not change.
+def _product(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Σ x · y over pairs, a scalar in float32; an empty list if there are no pairs."""
+    buckets = in_buckets(
+        pairs,
+        kind=lambda pair: (pair[0].device, pair[0].dtype, pair[1].dtype),
+        # On the CPU a copy costs more than a call, so that each pair is a bucket.
+        nbytes=lambda pair: JOINED_BYTES if pair[0].is_cpu else pair[0].nbytes + pair[1].nbytes,
+        most=JOINED_BYTES,
+    )
+    products: list[Tensor] = []
+    for bucket in buckets:
+        x = flatten([x for x, _ in bucket]) if len(bucket) > 1 else bucket[0][0].flatten()
+        y = flatten([y for _, y in bucket]) if len(bucket) > 1 else bucket[0][1].flatten()
+        product = torch.vdot(x, y.to(x.dtype)).float()
+        products.append(product.to(products[0].device) if products else product)
+    return [torch.stack(products).sum()] if products else []
 
-    Attributes:
-        rates: The learning rates that are tensors.
-        slope: s of the parameters that this rank reports, if there is any.
-        curvatures: Stacks of the mean curvatures of ``blocks``.
-        blocks: The layers that this rank reports.
-    """
 
-    rates: Sequence[Tensor]
-    slope: Sequence[Tensor]
-    curvatures: Sequence[Tensor]
-    blocks: Sequence[KroneckerBlock]
-
-    @property
-    def groups(self) -> tuple[Sequence[Tensor], ...]:
-        """The tensors to read, in three groups."""
-        return self.rates, self.slope, self.curvatures
+# --------------------------------------------------------------------------- what all ranks learn
 
 
 @dataclass(frozen=True)
@@ -277,100 +277,66 @@ class Feedback:
 
     Attributes:
         slope: s; NaN where the last step was not kept.
-        rate: The largest learning rate of a preconditioned group.
         mean_curvature: The mean curvature of all layers; None where none is known.
         work: Operations of the passes since the last step, of all ranks.
-        changes: P₀ · P, |P₀|² and |P|² of each layer in turn; zeros of what is not known.
+        cosines: Of P by the last and by the new inverse, for each layer in turn; NaN where there
+            was no last one, or no gradient.
     """
 
     slope: float
-    rate: float
     mean_curvature: float | None
     work: float
-    changes: Sequence[float]
-
-
-def observe(
-    training: Training, step: StepPlan, slope: Tensor | None, follows_steps: bool
-) -> Observation:
-    """Collect what is to be read of the device: learning rates, s, layers' mean curvature."""
-    rates = _rates_of(training, step.layers) if follows_steps else []
-    curvatures: list[Tensor] = []
-    blocks: list[KroneckerBlock] = []
-    known = {b: b.factors for b in step.reporting if b.factors is not None}
-    for same_shape, means in stacked_means(known):
-        curvatures.append(means.prod(0).mean(-1))
-        blocks += same_shape
-    return Observation(
-        rates=[rate for rate in rates if isinstance(rate, Tensor)],
-        slope=[] if slope is None else [slope],
-        curvatures=curvatures,
-        blocks=blocks,
-    )
+    cosines: Sequence[float]
 
 
 def share_feedback(
     training: Training,
     step: StepPlan,
-    observed: Observation,
-    numbers: Sequence[Sequence[float]] | None,
-    changes: Mapping[KroneckerBlock, Tensor],
-    follows_steps: bool,
-    compares: bool,
+    slopes: Sequence[Tensor],
+    cosines: Mapping[KroneckerBlock, Tensor],
 ) -> Feedback:
     """Sum over the ranks what each reports after a refresh; a collective.
 
     Args:
-        training: The ranks, and the learning rates.
+        training: The ranks.
         step: All layers, and those that this rank reports.
-        observed: What is on the device.
-        numbers: The numbers of ``observed``, if the device has been read.
-        changes: P₀ · P, |P₀|² and |P|² of layers, on the device.
-        follows_steps: Whether τ follows what steps do to the loss.
-        compares: Whether refresh intervals follow what refreshes change.
+        slopes: s of the parameters that this rank reports, if the last step was kept.
+        cosines: Of P by the last and the new inverse, of layers that this rank preconditions.
     """
-    blocks = list(step.layers)
-    known: Mapping[KroneckerBlock, Sequence[float]] = {}
-    if numbers is None or changes:
-        *read, changed = numbers_of(*observed.groups, list(changes.values()))
-        numbers = read if numbers is None else numbers
-        triples = zip(changed[0::3], changed[1::3], changed[2::3], strict=True)
-        known = dict(zip(changes, triples, strict=True))
-    on_device, slope, curvatures = numbers
-    rates = _rates_of(training, blocks) if follows_steps else []
-    rate = max([0.0, *on_device, *(rate for rate in rates if not isinstance(rate, Tensor))])
-
     reporting = [block for block in step.reporting if block.solved]
-    local_blocks = set(reporting)
-    roots: list[float] = []
-    for block, curvature in zip(observed.blocks, curvatures, strict=True):
-        if block in local_blocks:
-            roots.append(math.sqrt(max(curvature, 0.0)))
-    sums = [float(len(slope)), float(len(roots)), float(sum(b.state.work for b in reporting))]
-    sums += [sum(slope), sum(roots)]
-    for block in blocks if compares else ():
-        sums += known.get(block, (0.0,) * 3) if block in local_blocks else (0.0,) * 3
-    if training.world.size > 1:
-        message = torch.tensor(sums, dtype=torch.float64, device="cpu")
-        training.world.on_cpu().all_reduce([message]).wait()
-        sums = message.tolist()
 
-    slopes, layers, work, total_slope, sum_of_roots, *all_changes = sums
+    # Read what this rank reports from the device, all at once.
+    factors = {block: block.factors for block in reporting if block.factors is not None}
+    curvatures = [means.prod(0).mean(-1) for _, means in stacked_means(factors)]
+    compared = [block for block in reporting if block in cosines]
+    numbers = numbers_of(slopes, curvatures, [cosines[block] for block in compared])
+    slope, curvature, cosine = numbers
+    roots = [math.sqrt(max(each, 0.0)) for each in curvature]
+    known = dict(zip(compared, cosine, strict=True))
+
+    # Sum it over the ranks. Each layer has one rank that reports it.
+    sums = [float(len(slope)), float(len(roots)), sum(slope), sum(roots)]
+    sums.append(float(sum(block.state.work for block in reporting)))
+    reported = set(reporting)
+    sums += [known.get(b, math.nan) if b in reported else 0.0 for b in step.layers]
+    message = torch.tensor(sums, dtype=torch.float64, device="cpu")
+    training.world.on_cpu().all_reduce([message]).wait()
+
+    slopes_known, layers, total_slope, sum_of_roots, work, *all_cosines = message.tolist()
     # A mean of square roots: one layer of huge curvature raises the others' floor less.
-    finite = bool(layers) and math.isfinite(sum_of_roots)
+    finite = layers > 0 and math.isfinite(sum_of_roots)
     return Feedback(
-        slope=total_slope if slopes else math.nan,
-        rate=rate,
+        slope=total_slope if slopes_known else math.nan,
         mean_curvature=(sum_of_roots / layers) ** 2 if finite else None,
         work=work,
-        changes=all_changes,
+        cosines=all_cosines,
     )
 
 
-def _rates_of(training: Training, blocks: Iterable[KroneckerBlock]) -> list[Scalar]:
-    """The learning rates of the groups with parameters of any block."""
+def largest_rate(training: Training, blocks: Iterable[KroneckerBlock]) -> float:
+    """The largest learning rate of the groups with parameters of any layer."""
     params: set[Tensor] = set()
     for block in blocks:
         params.update(block.params)
     groups = [group for group in training.groups if not params.isdisjoint(group["params"])]
-    return [as_scalar(group["lr"]) for group in groups]
+    return max((float(group["lr"]) for group in groups), default=0.0)

@@ -31,8 +31,8 @@ UNNAMED = "(not in the model)"
 
 NAMES = (
     *("clip", "damping", "damping/min", "damping/max", "step_length"),
-    *("age/inverses", "age/statistics", "factor_update_steps", "inv_update_steps"),
-    *("drift/cosine", "drift/cosine/min", "drift/interval", "drift/length"),
+    *("age/inverses", "age/statistics"),
+    *("drift/cosine", "drift/cosine/min", "drift/interval"),
     *("layers", "layers/solved", "layers/failing", "layers/under_way", "failed", "dropped"),
 )
 """The names of the numbers."""

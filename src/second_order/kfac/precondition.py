@@ -15,22 +15,19 @@ Sources: Pauloski et al. 2022, section 5.1; Ba et al. 2017, eq. 14.
 
 from __future__ import annotations
 
-import math
-import weakref
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from second_order.checkpoint.saved import SavedPart
-from second_order.distributed.fsdp import is_dtensor
 from second_order.distributed.world import World
 from second_order.kfac.plan import LayerPlan, StepPlan, gradient_owners
 from second_order.kronecker.block import Bank, Gradients, KroneckerBlock
 from second_order.kronecker.solvers import Inverse
+from second_order.kronecker.storage import as_stack
 from second_order.optimizers.config import KFACOptions, check_clip
 from second_order.training.context import Training
 from second_order.utils.checks import AUTO, PEAK_LR, Scalar
@@ -39,14 +36,12 @@ from second_order.utils.stages import stage
 __all__ = [
     "USUAL_CHANGE",
     "Clip",
-    "OwnerHook",
     "Preconditioned",
     "Preconditioning",
     "UsualChange",
     "compare",
     "kl_change",
     "kl_clip_coefficient",
-    "last_results",
     "owners_of",
     "precondition",
     "precondition_gradients",
@@ -77,15 +72,9 @@ def kl_change(products: Sequence[Tensor], learning_rates: Sequence[Scalar]) -> T
         learning_rates: One rate per layer; layers of one group have the same object.
     """
     stack = torch.cat([each.to(products[0]) for each in products]).abs()
-    squares: dict[int, Tensor] = {}
-    for rate in learning_rates:
-        if id(rate) not in squares:
-            squares[id(rate)] = stack.new_ones(()) * rate**2
-    if len(squares) == 1:
-        stack = stack * squares[id(learning_rates[0])]
-    else:
-        stack = stack * torch.stack([squares[id(rate)] for rate in learning_rates])
-    return stack.nan_to_num(0.0, posinf=0.0).sum()
+    squares = {id(rate): stack.new_ones(()) * rate**2 for rate in learning_rates}
+    weighted = stack * torch.stack([squares[id(rate)] for rate in learning_rates])
+    return weighted.nan_to_num(0.0, posinf=0.0).sum()
 
 
 def kl_clip_coefficient(change: Tensor, kl_clip: Scalar) -> Tensor:
@@ -145,20 +134,7 @@ class Clip:
         # A constant bound is the bound at the schedule's largest lr and shrinks with lr² below it:
         # ν lr P would otherwise not depend on lr at all while the clip is active.
         self._rate = "lr" if callable(options.kl_clip) else PEAK_LR
-
-    def bound(self) -> float | None:
-        """κ, the bound on the change at this step; None for no clip.
-
-        It is infinite if the usual change bounds steps: :meth:`coefficient` has that bound.
-        """
-        if self.usual is not None:
-            return math.inf
-        kl_clip = self._kl_clip
-        if callable(kl_clip):
-            kl_clip = kl_clip(self._training.steps)
-            if kl_clip is not None:
-                check_clip(kl_clip)
-        return cast("float | None", kl_clip)
+        self._dtype = torch.promote_types(options.inv_dtype, torch.float32)  # of messages
 
     def change(self, found: Sequence[Preconditioned]) -> Tensor:
         """Σ lr² |P·∇| over the layers that were preconditioned; without lr for the usual change."""
@@ -176,10 +152,20 @@ class Clip:
         blocks = [block for each in found for block in each.bank.blocks]
         return kl_change(products, [rates[id(block.weight)] for block in blocks])
 
-    def coefficient(self, change: Tensor, bound: float) -> Tensor | None:
-        """ν for the change of all layers; None where nothing is to be scaled."""
+    def coefficient(self, change: Tensor, ranks: World) -> Tensor | None:
+        """ν, from the change of each rank's layers; None if this step is not clipped."""
+        if ranks.size > 1:
+            change = change.to(self._dtype)
+            with stage("precondition_exchange"):
+                ranks.all_reduce([change]).wait()
         if self.usual is not None:
             return self.usual.coefficient(change)
+        bound = self._kl_clip
+        if callable(bound):
+            bound = bound(self._training.steps)
+            if bound is None:
+                return None
+            check_clip(bound)
         return kl_clip_coefficient(change, bound)
 
 
@@ -192,11 +178,12 @@ class Preconditioning:
 
     Attributes:
         clip: ν, a scalar; None where nothing is clipped.
-        changes: P₀ · P, |P₀|² and |P|², ``(3,)``, of layers of this rank that were refreshed.
+        cosines: Of P by the last and by the new inverse, of layers of this rank that were
+            refreshed.
     """
 
     clip: Scalar | None
-    changes: dict[KroneckerBlock, Tensor]
+    cosines: dict[KroneckerBlock, Tensor]
 
 
 class Preconditioned(NamedTuple):
@@ -237,65 +224,40 @@ def precondition(
     return found
 
 
-# ------------------------------------------------------------------ what a refresh changes in P
-
-
-def last_results(
-    bank: Bank, blocks: Iterable[KroneckerBlock], dtype: torch.dtype
-) -> dict[KroneckerBlock, Tensor | Inverse]:
-    """P by the inverses in use of some layers; the inverses where gradients are sharded.
-
-    They are to be compared with what the next inverses give, by :func:`compare`.
-    """
-    found: dict[KroneckerBlock, Tensor | Inverse] = {}
-    whole: list[KroneckerBlock] = []
-    for block in blocks:
-        if block.inverse is not None and is_dtensor(block.weight):
-            found[block] = block.inverse
-        elif block.inverse is not None and block.has_gradient:
-            whole.append(block)
-    if whole:
-        some = bank.some(whole)
-        results = some.by_layer(some.precondition(some.gradient(), dtype))
-        found |= zip(whole, results, strict=True)
-    return found
-
-
 def compare(
     found: Iterable[Preconditioned],
-    previous: Mapping[KroneckerBlock, Tensor | Inverse],
+    previous: Mapping[KroneckerBlock, Inverse],
     dtype: torch.dtype,
 ) -> dict[KroneckerBlock, Tensor]:
-    """P₀ · P, |P₀|² and |P|², ``(3,)``, of the layers of which P₀, or its inverse, is kept."""
-    changes: dict[KroneckerBlock, Tensor] = {}
+    """The cosine of P by the last and by the new inverse, of layers whose last inverse is given."""
+    cosines: dict[KroneckerBlock, Tensor] = {}
     for bank, gradient, results in found:
-        compared: list[KroneckerBlock] = []
-        before: list[Tensor] = []
-        after: list[Tensor] = []
-        gradients, parts = bank.by_layer(gradient), bank.by_layer(results)
-        for block, part, result in zip(bank.blocks, gradients, parts, strict=True):
-            last = previous.get(block)
-            if last is not None:
-                if not isinstance(last, Tensor):
-                    last = last.precondition(part.to(dtype)).to(gradient.dtype)
-                compared.append(block)
-                before.append(last)
-                after.append(result)
-        if compared:
-            old = torch.stack(before).flatten(1)
-            new = torch.stack(after).flatten(1)
-            pairs = (old, new), (old, old), (new, new)
-            rows = torch.stack([torch.linalg.vecdot(*pair) for pair in pairs], 1).unbind()
-            changes |= zip(compared, rows, strict=True)
-    return changes
+        refreshed = [i for i, block in enumerate(bank.blocks) if block in previous]
+        if not refreshed:
+            continue
+        gradients = bank.by_layer(gradient)
+        layers = bank.by_layer(results)
+        last = bank.some(
+            [bank.blocks[i] for i in refreshed],
+            [previous[bank.blocks[i]] for i in refreshed],
+        )
+        stack = as_stack([gradients[i] for i in refreshed]).flatten(0, 1)
+        old = last.precondition(stack, dtype).view(len(refreshed), -1)
+        new = torch.stack([layers[i] for i in refreshed]).flatten(1)
+        lengths = torch.linalg.vector_norm(old, dim=1) * torch.linalg.vector_norm(new, dim=1)
+        cosine = torch.linalg.vecdot(old, new) / lengths
+        cosines |= zip(last.blocks, cosine.unbind(), strict=True)
+    return cosines
 
 
 def write(
-    found: Iterable[Preconditioned],
-    coefficient: Scalar | None = None,
+    found: Sequence[Preconditioned],
+    coefficient: Scalar | None,
     gradient_of: Gradients | None = None,
 ) -> None:
-    """Write P, times a scalar, into the gradients."""
+    """Write ν P into the gradients. P is clipped first: a narrow dtype rounds once."""
+    if coefficient is not None:
+        scale([each.results for each in found], coefficient)
     targets: list[Tensor] = []
     values: list[Tensor] = []
     for bank, _, results in found:
@@ -306,8 +268,6 @@ def write(
                 values.append(piece.reshape(gradient.shape))
     if targets:
         torch._foreach_copy_(targets, values)
-    if coefficient is not None:
-        scale(targets, coefficient)
 
 
 def scale(tensors: Iterable[Tensor], coefficient: Scalar) -> None:
@@ -325,62 +285,41 @@ def scale(tensors: Iterable[Tensor], coefficient: Scalar) -> None:
 
 def precondition_gradients(
     step: StepPlan,
-    training: Training,
-    clip: Clip,
+    clip: Clip | None,
     dtype: torch.dtype,
-    previous: Mapping[KroneckerBlock, Tensor | Inverse],
+    previous: Mapping[KroneckerBlock, Inverse],
     owners: Mapping[Tensor, int] | None = None,
 ) -> Preconditioning:
     """Precondition the layers of this rank, exchange P with the other ranks, and write ν P.
 
     Args:
         step: The layers of this rank, and the ranks that it exchanges P with.
-        training: The gradients; on all ranks that precondition a layer they are the mean.
-        clip: The bound on the change.
+        clip: The bound on the change, if there is one.
         dtype: Dtype of the inverses.
-        previous: P by the last inverses, of layers that have been refreshed.
+        previous: The last inverses of layers that have been refreshed.
         owners: The owner of each gradient, where those that no layer has are at their owners alone
             too; None where they are everywhere.
     """
-    ranks, bound = step.column, clip.bound()
+    ranks = step.column
     found = precondition(step.banks, dtype)
-    changes = compare(found, previous, dtype) if previous else {}
+    cosines = compare(found, previous, dtype) if previous else {}
 
-    # A rank that preconditions everything clips by itself.
-    if ranks.size == 1:
-        coefficient: Scalar | None = None
-        if found and bound is not None:
-            coefficient = clip.coefficient(clip.change(found), bound)
-        write(found, coefficient)
-        return Preconditioning(coefficient, changes)
-
-    # The others get P before it is clipped, with the part that it has in the change.
-    wide = torch.promote_types(dtype, torch.float32)
-    parts = [*torch.zeros(ranks.size, dtype=wide, device=training.device).unbind()]
-    if bound is not None:  # before gradients, of which some are views, are overwritten
-        parts[ranks.rank].copy_(clip.change(found))
-    write(found)
+    # Clip by the change of all layers. A step without P is no usual change.
+    coefficient: Scalar | None = None
     solved = [block for block in step.layers if block.solved]
-    with stage("precondition_exchange"):
-        sent: list[tuple[Tensor, int]] = []
-        if owners is None:
-            for block in solved:
-                for p in block.params:  # zeros where there is none: the others expect a message
-                    gradient = torch.zeros_like(p) if p.grad is None else p.grad
-                    sent.append((gradient, step.rows[block]))
-        else:
-            sent += [(p.grad, rank) for p, rank in owners.items() if p.grad is not None]
-        if bound is not None:
-            sent += zip(parts, range(ranks.size), strict=True)
-        _share(ranks, sent)
+    if clip is not None and solved:
+        coefficient = clip.coefficient(clip.change(found), ranks)
+    write(found, coefficient)
 
-    if bound is None or not solved:  # a step without P is no usual change
-        return Preconditioning(None, changes)
-    coefficient = clip.coefficient(torch.stack(parts).sum(), bound)
-    if coefficient is not None:
-        gradients = [p.grad for block in solved for p in block.params]
-        scale([gradient for gradient in gradients if gradient is not None], coefficient)
-    return Preconditioning(coefficient, changes)
+    # Give the results to the ranks that do not have them.
+    if ranks.size > 1:
+        if owners is None:
+            owners = {p: step.rows[block] for block in solved for p in block.params}
+        # Every rank expects a message, also where a parameter has no gradient.
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in owners]
+        with stage("precondition_exchange"):
+            ranks.broadcast(gradients, owners.values())
+    return Preconditioning(coefficient, cosines)
 
 
 def owners_of(
@@ -391,53 +330,3 @@ def owners_of(
     owners = [owner_of.get(id(p)) for p in params]
     found = gradient_owners([p.numel() for p in params], owners, ranks)
     return dict(zip(params, found, strict=True))
-
-
-def _share(world: World, owned: Sequence[tuple[Tensor, int]]) -> None:
-    """Give all ranks tensors that one has."""
-    if owned and world.size > 1:
-        tensors, owners = zip(*owned, strict=True)
-        world.broadcast(tensors, owners)
-
-
-class OwnerHook:
-    """DPKFAC's hook of DistributedDataParallel: gradients go to their owners during the passes.
-
-    ``owners`` is a bound method that gives the owner of each gradient; it is not kept alive.
-    """
-
-    def __init__(
-        self,
-        world: World,
-        owners: Callable[[], Mapping[Tensor, int]],
-        ddp: DistributedDataParallel,
-    ) -> None:
-        self._world, self._owners = world, weakref.WeakMethod(owners)
-        self._summed_to: dict[Tensor, int] = {}  # since the last step
-
-        def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP wants true classes, or nothing
-            return self._start(bucket)
-
-        ddp.register_comm_hook(None, hook)
-
-    def _start(self, bucket: Any) -> torch.futures.Future[Any]:
-        """Let the means of a bucket come together on their owners."""
-        owners = self._owners()
-        if owners is None:
-            raise RuntimeError("the DPKFAC optimizer of this model's owner hook is gone")
-        known, gradients = owners(), bucket.gradients()
-        torch._foreach_div_(gradients, float(self._world.size))
-        to = {p: known.get(p, 0) for p in bucket.parameters()}  # 0: frozen since DDP was made
-        self._summed_to |= to
-        summed = self._world.reduce(gradients, list(to.values()))
-        if self._world.size == 1:
-            done = torch.futures.Future[Any]()
-            done.set_result(bucket.buffer())
-            return done
-        return summed.future().then(lambda _: bucket.buffer())
-
-    def share_moved(self, owners: Mapping[Tensor, int]) -> None:
-        """Give all ranks the means that have come to ranks that own them no more."""
-        summed, self._summed_to = self._summed_to, {}
-        moved = [(p.grad, rank) for p, rank in summed.items() if owners.get(p, rank) != rank]
-        _share(self._world, [(grad, rank) for grad, rank in moved if grad is not None])

@@ -3,7 +3,7 @@
 Refreshes by drift come as often as each layer changes by them:
 
 at a refresh    P₀ = old inverse ∇, P = new inverse ∇         of the step's own mean gradient
-                c = cos(P₀, P), r = |P₀| / |P|                all ranks hear them
+                c = cos(P₀, P)                                all ranks receive it
 interval        halved where c is low, doubled where it is high; 1 at first, 32 steps at most
 due             every interval-th step, and no oftener than three layers of four want to be
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -42,14 +42,14 @@ __all__ = [
     "Cadence",
     "Change",
     "Drift",
+    "Schedule",
     "least_intervals",
     "past_at",
 ]
 
 DRIFT = ("drift_interval", "drift_alike", "drift_least")
 """The entries of a checkpoint, in the part of every layer: the interval that it has shown to need,
-refreshes in a row that were alike, and the least interval that its cost allows. They are 0 before
-anything has been compared."""
+refreshes in a row that were alike, and the least interval that its cost allows."""
 
 UPDATED_AT = "updated_at"
 """The entry of a checkpoint, the same for all layers: the step of the averages' last update."""
@@ -80,20 +80,21 @@ PLAIN, ADAPTIVE = Bounds(0.95, 0.985, 2), Bounds(0.9, 0.97, 1)
 class Change:
     """What the last refresh of a layer changed."""
 
-    interval: int = 1  # steps from a refresh to the next
+    interval: int = 1  # steps from a refresh to the next, as drift has it
     cosine: float = math.nan  # between P₀ and P
-    length: float = math.nan  # |P₀| / |P|
     alike: int = 0  # number of refreshes in a row after which the two were alike
+    least: int = 1  # the least interval that the layer's cost allows
 
-    def then(self, cosine: float, length: float, bounds: Bounds, least: int = 1) -> Change:
+    def then(self, cosine: float, bounds: Bounds, least: int = 1) -> Change:
         """What the next refresh makes of it, the interval having been ``least`` at least."""
-        alike = self.alike + 1 if cosine > bounds.alike else 0
         interval = max(self.interval, least)
+        alike = self.alike + 1 if cosine > bounds.alike else 0
         if cosine < bounds.apart:
-            return Change(max(interval // 2, 1), cosine, length)
-        if alike < bounds.patience:
-            return Change(interval, cosine, length, alike)
-        return Change(min(2 * interval, max(LONGEST, least)), cosine, length)
+            interval = max(interval // 2, 1)
+        elif alike >= bounds.patience:
+            interval = min(2 * interval, max(LONGEST, least))
+            alike = 0
+        return replace(self, interval=interval, cosine=cosine, alike=alike)
 
 
 def least_intervals(costs: Sequence[float], work: float) -> list[int]:
@@ -105,18 +106,21 @@ def least_intervals(costs: Sequence[float], work: float) -> list[int]:
     """
     if not work:
         return [1] * len(costs)
-    total, found = sum(map(math.sqrt, costs)), []
+    total = sum(map(math.sqrt, costs))
+    found: list[int] = []
     for cost in costs:
         wanted = math.sqrt(cost) * total / (work + SMALL)
         found.append(2 ** min(max(round(math.log2(wanted)), 0), 10) if wanted > 0 else 1)
     return found
 
 
-def least_steps(throttle: Throttle | None) -> int:
-    """Steps between refreshes that a throttle allows at least."""
-    if throttle is None:
-        return 1
-    return throttle.interval or TIMED_INTERVAL
+@dataclass(frozen=True)
+class Schedule:
+    """When layers are due, until their intervals change."""
+
+    least: int  # steps between refreshes that the throttle allows at least
+    tick: int  # steps between refreshes of any layer
+    intervals: tuple[int, ...]  # of each layer
 
 
 class Drift:
@@ -126,99 +130,87 @@ class Drift:
         self._bounds = bounds
         self._throttle = throttle
         self.changes: dict[KroneckerBlock, Change] = {}  # by each layer's last refresh
-        self._affordable: dict[KroneckerBlock, int] = {}
-        # Made anew once anything changes: what it is for, steps between refreshes, intervals.
-        self._schedule: tuple[int, int, tuple[int, ...]] | None = None
+        self._schedule: Schedule | None = None  # as long as it holds
 
     @property
     def least(self) -> int:
         """Steps between refreshes at least, a power of two as all intervals are."""
-        return 1 << (least_steps(self._throttle) - 1).bit_length()
-
-    @property
-    def held(self) -> int:
-        """Number of layers that want to be refreshed more often than that."""
-        least = self.least
-        return sum(change.interval < least for change in self.changes.values())
+        if self._throttle is None:
+            return 1
+        steps = self._throttle.interval or TIMED_INTERVAL
+        return 1 << (steps - 1).bit_length()
 
     def interval(self, block: KroneckerBlock) -> int:
         """Steps from a layer's refresh to the next, as drift, throttle and work allow."""
-        wanted = self.changes.get(block, Change()).interval
-        return max(wanted, self._affordable.get(block, 1), self.least)
+        change = self.changes.get(block, Change())
+        return max(change.interval, change.least, self.least)
 
     def due(self, blocks: Sequence[KroneckerBlock], step: int) -> list[KroneckerBlock]:
         """The layers that are due at a step; those without an inverse are whenever any could be."""
-        tick, intervals = self._scheduled(blocks)
+        schedule = self._current(blocks)
+        tick = schedule.tick
+        if step % tick != 0:
+            return []
         found: list[KroneckerBlock] = []
-        for block, every in zip(blocks, intervals, strict=True) if step % tick == 0 else ():
+        for block, every in zip(blocks, schedule.intervals, strict=True):
             if not block.solved or step % max(every, tick) == 0:
                 found.append(block)
         return found
 
-    def _scheduled(self, blocks: Sequence[KroneckerBlock]) -> tuple[int, tuple[int, ...]]:
-        """Steps between refreshes of any layer, and the layers' intervals; kept while they hold."""
-        if self._schedule is None or self._schedule[0] != self.least:
-            intervals, known = tuple(map(self.interval, blocks)), []
-            for block, every in zip(blocks, intervals, strict=True):
-                if block.solved:
-                    known.append(every)
-            known.sort()
-            tick = known[int(len(known) * WANTED_BY)] if known else 1
-            self._schedule = self.least, tick, intervals
-        return self._schedule[1:]
+    def _current(self, blocks: Sequence[KroneckerBlock]) -> Schedule:
+        """The schedule of the layers; made when intervals have changed."""
+        schedule = self._schedule
+        if schedule is None or schedule.least != self.least:
+            intervals = tuple(map(self.interval, blocks))
+            solved = [n for n, block in zip(intervals, blocks, strict=True) if block.solved]
+            solved.sort()
+            tick = solved[int(len(solved) * WANTED_BY)] if solved else 1
+            schedule = self._schedule = Schedule(self.least, tick, intervals)
+        return schedule
 
     def hear(
         self,
         blocks: Sequence[KroneckerBlock],
-        changes: Sequence[float],
+        cosines: Sequence[float],
         work: float,
         costs: Sequence[float],
     ) -> None:
-        """Follow what a refresh has changed: P₀ · P, |P₀|² and |P|² of each layer; 0 for nothing.
+        """Follow what a refresh has changed: the cosine of each layer, NaN where there is none.
 
         ``work`` and ``costs`` are those of :func:`least_intervals`.
         """
-        for i, block in enumerate(blocks):
-            product, old, new = changes[3 * i : 3 * i + 3]
-            both = math.sqrt(old) * math.sqrt(new)
-            if 0 < both < math.inf:
-                cosine = max(min(product / both, 1.0), -1.0)
-                before, least = self.changes.get(block, Change()), self._affordable.get(block, 1)
-                least = max(least, self.least)
-                self.changes[block] = before.then(cosine, math.sqrt(old / new), self._bounds, least)
-        self._affordable = dict(zip(blocks, least_intervals(costs, work), strict=True))
+        affordable = least_intervals(costs, work)
+        for block, cosine, least in zip(blocks, cosines, affordable, strict=True):
+            change = self.changes.get(block, Change())
+            if math.isfinite(cosine):
+                bounded = max(min(cosine, 1.0), -1.0)
+                change = change.then(bounded, self._bounds, max(change.least, self.least))
+            self.changes[block] = replace(change, least=least)
         self._schedule = None
 
     def follow(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Keep what is known of these layers, and of no others."""
         kept = set(blocks)
-        for known in (self.changes, self._affordable):
-            for block in known.keys() - kept:
-                del known[block]
+        self.changes = {b: change for b, change in self.changes.items() if b in kept}
         self._schedule = None
 
     def intervals(self, blocks: Sequence[KroneckerBlock]) -> tuple[int, ...]:
         """The intervals, which must be equal on all ranks."""
-        return self._scheduled(blocks)[1]
+        return self._current(blocks).intervals
 
     def saved(self, block: KroneckerBlock) -> dict[str, Any]:
         """What a checkpoint keeps of a layer."""
-        change = self.changes.get(block, Change(interval=0))
-        least = self._affordable.get(block, 0)
-        return dict(zip(DRIFT, (change.interval, change.alike, least), strict=True))
+        change = self.changes.get(block, Change())
+        return dict(zip(DRIFT, (change.interval, change.alike, change.least), strict=True))
 
     def load(self, saved: Mapping[Tensor, SavedPart], blocks: Iterable[KroneckerBlock]) -> None:
         """Take over the intervals of a checkpoint."""
         self.follow(())
         for block in blocks:
             part = saved.get(block.weight)
-            if part is None or not part.keys() >= set(DRIFT):
-                continue
-            interval, alike, least = (part.whole(name, 0) for name in DRIFT)
-            if interval:
-                self.changes[block] = Change(interval, alike=alike)
-            if least:
-                self._affordable[block] = least
+            if part is not None and part.keys() >= set(DRIFT):
+                interval, alike, least = (part.whole(name, 0) for name in DRIFT)
+                self.changes[block] = Change(max(interval, 1), alike=alike, least=max(least, 1))
 
     @property
     def said(self) -> str:
@@ -227,18 +219,17 @@ class Drift:
             return ""
         every = sorted(map(self.interval, self.changes))
         first, last = ("step" if n == 1 else f"{n:.0f} steps" for n in (every[0], every[-1]))
-        held = f", {self.held} held back by overhead" if self.held else ""
-        return f"refreshes by drift, every {first} to {last}{held}"
+        return f"refreshes by drift, every {first} to {last}"
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Cosines, lengths and intervals at the layers' last refreshes, to log."""
-        known = [change for change in self.changes.values() if not math.isnan(change.cosine)]
+        """Cosines and intervals at the layers' last refreshes, to log."""
+        cosines = [change.cosine for change in self.changes.values()]
+        cosines = [cosine for cosine in cosines if not math.isnan(cosine)]
         return {
-            "drift/interval": _median([*map(self.interval, self.changes)]),
-            "drift/cosine": _median([change.cosine for change in known]),
-            "drift/cosine/min": min((change.cosine for change in known), default=math.nan),
-            "drift/length": _median([change.length for change in known]),
+            "drift/interval": _median([self.interval(block) for block in self.changes]),
+            "drift/cosine": _median(cosines),
+            "drift/cosine/min": min(cosines, default=math.nan),
         }
 
 
@@ -312,31 +303,6 @@ class Cadence:
         A callable is not called before its step: if it raised on one rank, the others would wait.
         """
         return callable(self._options.refresh_interval) or bool(self.due(coming=1))
-
-    def intervals(self, step: int) -> dict[str, float]:
-        """Both intervals at a step, to log; the median over layers if refreshes follow drift."""
-        refreshes, statistics = self._options.refresh_interval, self._options.statistics_interval
-        if refreshes is not None:
-            every = float(interval_at(refreshes, step, INVERSE_STEPS))
-        else:
-            assert self.drift is not None
-            every = self.drift.metrics["drift/interval"]
-        found = {INVERSE_STEPS: every, FACTOR_STEPS: every}
-        if statistics is not None:
-            found[FACTOR_STEPS] = float(interval_at(statistics, step, FACTOR_STEPS))
-        return found
-
-    def warn_if_held(self) -> None:
-        """Warn, once, that the overhead keeps drifting layers waiting."""
-        training, drift = self._training, self.drift
-        if self.throttle is None or not self.throttle.interval:
-            return
-        if drift is not None and drift.held and training.first_time("drift is held"):
-            training.warn(
-                f"overhead={self._options.overhead} leaves a refresh every {drift.least} steps, "
-                f"and {drift.held} layers have drifted so far that they want one oftener; a larger "
-                f"overhead allows it, and skip_layers=[...] spares wide layers"
-            )
 
     def decay(self, age: int | None = None) -> float:
         """The averages' weight of the past at an update."""

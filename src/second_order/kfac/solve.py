@@ -25,7 +25,6 @@ from second_order.distributed.world import Shapes, deliver_parts
 from second_order.errors import DecompositionError
 from second_order.kfac.layers import Layers, values_by_layer
 from second_order.kfac.plan import Item, StepPlan
-from second_order.kfac.precondition import last_results
 from second_order.kfac.schedule import Drift
 from second_order.kronecker.block import KroneckerBlock, LayerStatus, of_groups
 from second_order.kronecker.factors import KroneckerFactors
@@ -46,7 +45,6 @@ from second_order.utils.checks import as_scalar
 from second_order.utils.stages import stage
 
 __all__ = [
-    "Collected",
     "InverseState",
     "Job",
     "LoadedInverse",
@@ -138,28 +136,18 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Collected:
-    """Finished jobs, and the numbers that were read from the device with them, if any were."""
-
-    results: Sequence[Result]
-    numbers: Sequence[Sequence[float]] | None = None
-
-
-@dataclass(frozen=True)
 class Refresh:
     """What a refresh has changed.
 
     Attributes:
         installed: The layers that have a new inverse; the same on every rank.
-        previous: P by the last inverse, of layers that this rank preconditions; or the last
-            inverse, where the gradient is sharded.
-        numbers: The numbers that were to be read, if a device has been read.
+        previous: The last inverses of layers that this rank preconditions, if refresh intervals
+            follow drift.
         news: The largest of all ranks' news.
     """
 
     installed: Sequence[KroneckerBlock] = ()
-    previous: Mapping[KroneckerBlock, Tensor | Inverse] = field(default_factory=dict)
-    numbers: Sequence[Sequence[float]] | None = None
+    previous: Mapping[KroneckerBlock, Inverse] = field(default_factory=dict)
     news: Sequence[float] = ()
 
 
@@ -195,13 +183,11 @@ class SynchronousInverter:
         ordered = [problems[item] for item in self._items]
         self._attempts = self._solver.decompose(ordered, self._dtype)
 
-    def collect(
-        self, waits: Callable[[KroneckerBlock], bool], reads: Sequence[Sequence[Tensor]]
-    ) -> Collected:
-        """Read the errors, and ``reads``, and decompose what failed in another way."""
+    def collect(self, waits: Callable[[KroneckerBlock], bool]) -> list[Result]:
+        """Read the errors, and decompose what failed in another way."""
         if self._attempts is None:
-            return Collected(())
-        errors, *numbers = numbers_of([self._attempts.errors], *reads)
+            return []
+        (errors,) = numbers_of([self._attempts.errors])
         parts: dict[KroneckerBlock, dict[str, Decomposition]] = {}
         found = self._attempts.finish(errors)
         for (block, letter), decomposition in zip(self._items, found, strict=True):
@@ -209,7 +195,7 @@ class SynchronousInverter:
             if decomposition is not None:
                 of_layer[letter] = decomposition
         self.clear()
-        return Collected([Result(block, each) for block, each in parts.items()], numbers or None)
+        return [Result(block, each) for block, each in parts.items()]
 
     def finish(self) -> None:
         """Do nothing: all is collected at the step at which it is submitted."""
@@ -283,7 +269,6 @@ class Solves:
         pending: PendingAverage,
         mean_curvature: float,
         news: Sequence[float] = (),
-        reads: Sequence[Sequence[Tensor]] = (),
     ) -> Refresh:
         """Compute the inverses that are due, and install what the ranks agree is finished.
 
@@ -295,7 +280,6 @@ class Solves:
             pending: The average of the gradients.
             mean_curvature: Of all layers, at their last refresh.
             news: Numbers of which all ranks get the largest, as many on every rank.
-            reads: Groups of numbers on the device, to read if the device is read anyway.
 
         Raises:
             DecompositionError: On every rank, if a layer could not be decomposed too often.
@@ -307,7 +291,7 @@ class Solves:
                 self._read_damping()
             landing = set(self.under_way)
             self._submit([block for block in due if block not in landing], mean_curvature)
-            numbers = self._collect(reads)
+            self._collect()
             outcomes, news = self._agree(pending, news)
             installed, previous = self._install(outcomes)
             again = [b for b in due if b in landing and b not in self.under_way and b.solved]
@@ -328,7 +312,7 @@ class Solves:
                 f"a row, in float32 or in float64; raise damping, lower lr, or name them in "
                 f"skip_layers"
             )
-        return Refresh(installed, previous, numbers, news)
+        return Refresh(installed, previous, news)
 
     def _read_damping(self) -> None:
         """Read the option γ of this step, on every rank before anything is computed."""
@@ -434,21 +418,20 @@ class Solves:
             )
         return Job(block, problems, self.step.costs[block])
 
-    def _collect(self, reads: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[float]] | None:
-        """Take what is finished; returns the numbers that were to be read, if they were."""
+    def _collect(self) -> None:
+        """Take what is finished."""
         try:
-            collected: Collected = self.inverter.collect(self._must_land, reads)
+            results: Sequence[Result] = self.inverter.collect(self._must_land)
         except Exception as error:
             self._fail([block for block in self.under_way if block in self.step.to_solve], error)
             self.inverter.clear()
-            return None
-        for result in collected.results:
+            return
+        for result in results:
             block = result.block
             if block in self.under_way:  # else ranks have agreed that it has no valid statistics
                 whole = len(result.parts) == len(self.step.to_solve[block])
                 outcome = Outcome.VALID if whole else Outcome.FAILED
                 self._update(block, outcome=outcome, parts=result.parts, error=result.error)
-        return collected.numbers
 
     def _must_land(self, block: KroneckerBlock) -> bool:
         """Whether a layer under way is waited for at this step; the same on every rank."""
@@ -503,10 +486,10 @@ class Solves:
 
     def _install(
         self, outcomes: Mapping[KroneckerBlock, Outcome]
-    ) -> tuple[list[KroneckerBlock], dict[KroneckerBlock, Tensor | Inverse]]:
+    ) -> tuple[list[KroneckerBlock], dict[KroneckerBlock, Inverse]]:
         """Use valid inverses from now on.
 
-        Returns the layers that have a new one, and what the last ones make of the gradients here.
+        Returns the layers that have a new one, and the last ones, if refreshes follow drift.
         """
         installed = [block for block, each in outcomes.items() if each is Outcome.VALID]
         received = self._exchange(installed)
@@ -522,12 +505,13 @@ class Solves:
             else:
                 self._note_failure(block, outcome, solve.error)
 
-        previous: dict[KroneckerBlock, Tensor | Inverse] = {}
+        previous: dict[KroneckerBlock, Inverse] = {}
         for bank in self.step.banks if received else ():
             new = [block for block in bank.blocks if block in received]
             if new:
-                if self.drift is not None:
-                    previous |= last_results(bank, new, self.options.inv_dtype)
+                for block in new if self.drift is not None else ():
+                    if block.inverse is not None:
+                        previous[block] = block.inverse
                 inverse = self._combined({block: received.pop(block) for block in new})
                 for block, own in zip(new, inverse.by_layer(new[0].shape.groups), strict=True):
                     block.use(own)

@@ -27,7 +27,7 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from second_order.kfac.solve import Collected, Job, Result
+from second_order.kfac.solve import Job, Result
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.solvers import Decomposition, Problem, Solver
 from second_order.optimizers.config import DistKFACOptions, KFACOptions
@@ -202,9 +202,7 @@ class ThreadedInverter:
             )
             self._tickets[job.block] = self.pool.submit(work)
 
-    def collect(
-        self, waits: Callable[[KroneckerBlock], bool], reads: Sequence[Sequence[Tensor]]
-    ) -> Collected:
+    def collect(self, waits: Callable[[KroneckerBlock], bool]) -> list[Result]:
         """Return finished layers, and those that are waited for; nothing is read."""
         results: list[Result] = []
         for block, ticket in list(self._tickets.items()):
@@ -223,7 +221,7 @@ class ThreadedInverter:
             for letter, found in ticket.result().items():
                 parts[letter] = retrieve(found, self._training.device)
             results.append(Result(block, parts))
-        return Collected(results)
+        return results
 
     def finish(self) -> None:
         """Wait for all that has been submitted."""

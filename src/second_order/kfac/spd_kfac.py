@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 
-from second_order.distributed.buckets import in_buckets
-from second_order.distributed.world import PendingReduction, World
+from second_order.distributed.world import PendingReduction, World, in_buckets
 from second_order.kfac.layers import Layers
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StagedStatistics, StatisticsSums, sums_of

@@ -533,11 +533,14 @@ class Bank:
             self._parts = parts
         return self._inverse
 
-    def some(self, blocks: Sequence[KroneckerBlock]) -> Bank:
-        """The bank of some of the layers, which have inverses."""
-        if len(blocks) == len(self.blocks):
-            return self
-        inverses = [block.inverse for block in blocks if block.inverse is not None]
+    def some(
+        self, blocks: Sequence[KroneckerBlock], inverses: Sequence[Inverse] | None = None
+    ) -> Bank:
+        """The bank of some of the layers, with their own inverses or with others."""
+        if inverses is None:
+            if len(blocks) == len(self.blocks):
+                return self
+            inverses = [block.inverse for block in blocks if block.inverse is not None]
         columns = zip(*(inverse.tensors for inverse in inverses), strict=True)
         stacks = [as_stack(column).flatten(0, 1) for column in columns]
         return Bank(blocks, inverses[0].of(stacks))

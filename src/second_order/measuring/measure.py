@@ -27,8 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from second_order.distributed.fsdp import sharded_params
-from second_order.distributed.groups import explained
-from second_order.distributed.world import World
+from second_order.distributed.world import World, explained
 from second_order.errors import SecondOrderError, SecondOrderWarning
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.measuring.accumulators import Eigenvalues, Inputs, Pairs

@@ -615,7 +615,7 @@ class DPKFACOptions:
         gradient_exchange: "owner" sums a layer's gradients at its owner alone and sends them back
             preconditioned: the volume of an all-reduce in all. "all_reduce" averages all gradients
             everywhere first, which is half as much again. DistributedDataParallel does so in any
-            case (but see :meth:`register_owner_hook`).
+            case.
     """
 
     assignment: Literal["balanced", "round_robin"] = "balanced"

@@ -16,11 +16,9 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from second_order.kfac.curvature import KFAC
 from second_order.kfac.plan import System, block_rules, dpkfac_plan
-from second_order.kfac.precondition import OwnerHook
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.config import (
     AutoScalar,
@@ -109,37 +107,3 @@ class DPKFAC(KroneckerOptimizer):
             base_kwargs=base_kwargs,
             curvature=lambda training: KFAC(training, options, system),
         )
-
-    def register_owner_hook(self, ddp: DistributedDataParallel) -> None:
-        """Let DistributedDataParallel send each gradient to its owner alone, during backward.
-
-        This takes the place of an average on every process: the volume is that of
-        ``gradient_exchange="owner"``, and hidden behind the backward pass. Until :meth:`step`, a
-        gradient is the mean on its owner and this process's own elsewhere, so that
-        ``clip_grad_norm_`` before it sees other gradients on each process.
-
-        Args:
-            ddp: The wrapper of this optimizer's model, before its first backward.
-
-        Raises:
-            TypeError: If ``ddp`` is no DistributedDataParallel.
-            ValueError: If ``ddp`` wraps another model; with a GradScaler, which would find
-                overflows on some processes only; or with ``gradient_exchange="all_reduce"``.
-        """
-        scaler = self.training.scaler
-        curvature = self._curvature
-        if not isinstance(ddp, DistributedDataParallel):
-            raise TypeError(f"{type(ddp).__name__} is not a DistributedDataParallel model")
-        if ddp.module is not self.training.model:
-            raise ValueError("the DistributedDataParallel model wraps another model than this")
-        if scaler is not None and scaler.is_enabled():
-            raise ValueError(
-                "with the owner hook a GradScaler would find an overflow on one process and not on "
-                "another, and one would skip step() alone; train in bfloat16, or without the hook"
-            )
-        if not curvature.only_to_owners:
-            raise ValueError(
-                "gradient_exchange='all_reduce' averages gradients everywhere, as "
-                "the model does without a hook; use gradient_exchange='owner' with it"
-            )
-        curvature.use_owner_hook(OwnerHook(self.training.world, curvature.owners, ddp))
