@@ -224,11 +224,11 @@ files renamed before they are on the disk  <-  files::a_file_is_there_as_a_whole
 == fosi/accelerator.py
 maximize is forgotten where updates are judged  <-  mrdho2::uphill_on_the_negative_loss_is_downhill
     losses.append(vector.sign * loss)  =>  losses.append(loss)
-vectors that are not finite are sent  <-  mrdho2_use::vectors_that_are_not_finite_are_not_sent
-    finite = bool(found) and all(bool(t.isfinite().all()) for t in found)  =>  finite = bool(found)
+vectors that are not finite are sent  <-  mrdho2_use::pairs_that_are_not_finite_are_not_sent
+    if not pairs.trouble:  =>  if True:
 vectors are rounded under autocast
   <-  mrdho2_accelerator::autocast_around_serve_does_not_round_the_vectors
-    with vector.plain():  =>  if True:
+    with self.vector.plain():  =>  if True:
 
 == fosi/state.py
 room for eigenpairs taken for eigenpairs
@@ -264,7 +264,7 @@ the bound of s is not loaded  <-  dho2_state::a_checkpoint_goes_on_bit_for_bit
 carried momentum is not loaded  <-  dho2_state::a_checkpoint_goes_on_bit_for_bit
     vector.here(pairs.carried_momentum  =>  vector.here(0 * pairs.carried_momentum
 the last Newton step is not loaded  <-  trust::a_checkpoint_goes_on_bit_for_bit_where_it_binds
-    last=pairs.last_step.to(vectors)[mine]  =>  last=subspace.newton.last
+    last=pairs.last_step  =>  last=subspace.newton.last
 endless steps where the curvature has vanished
   <-  found::curvature_that_vanishes_makes_no_endless_steps
     or self._vanished(pairs.values)  =>  or False

@@ -117,4 +117,4 @@ def test_a_final_update_that_is_not_finite_on_one_worker_is_made_by_none(
     for _, applied, warned in results:
         assert applied == [True, False, True]
         (message,) = warned
-        assert message == "the final update of epoch 1 is not finite: it is left out"
+        assert message == "epoch 1 has no final update: the final update is not finite"

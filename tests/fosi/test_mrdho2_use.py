@@ -40,7 +40,6 @@ from scripted import (
 from torch import Tensor, nn
 
 from second_order import SecondOrderError
-from second_order.lanczos.spectrum import Pairs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -139,7 +138,7 @@ def vectors_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
 
 def vectors_accelerator(model: nn.Module, optimizer: Any, rank: int) -> list[tuple[bool, int]]:
     """For each message of pairs, whether it says that they are finite, and how many tensors."""
-    vectors, link, sent = Pairs.vectors, optimizer._curvature.links[0], []
+    link, sent = optimizer._curvature.links[0], []
     sends = link.send
 
     def send(tensors: Sequence[Tensor], to: int, **note: Any) -> None:
@@ -147,19 +146,19 @@ def vectors_accelerator(model: nn.Module, optimizer: Any, rank: int) -> list[tup
             sent.append((note["finite"], len(tensors)))
         sends(tensors, to, **note)
 
-    spoilt = replaced(Pairs, {"vectors": lambda pairs: vectors(pairs) * math.nan})
-    with spoilt, replaced(link, {"send": send}):
-        assert serve(model, optimizer) == 3
+    with replaced(link, {"send": send}):
+        assert serve(model, optimizer, lambda batch: math.nan * loss_of(model, batch)) == 3
     return sent
 
 
-def test_vectors_that_are_not_finite_are_not_sent(world: World) -> None:
-    """Be the eigenvalues as sound as they may; workers would refuse them, but need not get them."""
+def test_pairs_that_are_not_finite_are_not_sent(world: World) -> None:
     results = world.run(play, 3, (vectors_worker, vectors_accelerator))
     assert results[2]["found"] == [(False, 0)] * 6, "three epochs, two workers"
     assert all(map(torch.equal, trajectory_of(results), base_alone(workers=2, **MOMENTUM)))
     for result in results[:2]:
         assert result["reports"] == [(False, UNSOUND)] * 3
+        (line,) = result["warned"]
+        assert line == f"epoch 0 has no final update: {UNSOUND}"
 
 
 # Schedulers, copies, and parameters that change.

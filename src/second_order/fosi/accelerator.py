@@ -3,7 +3,7 @@
     worker 0     ->  every accelerator    compute: the model at c
     accelerators                          Lanczos, all together
     accelerator  ->  every worker         û, residuals, and the accelerator's rows of that worker's
-                                          vectors; in the note, the loss of all batches at c
+                                          vectors
     worker 0     ->  every accelerator    judge: the model, and its parameters with the update
     accelerator  ->  every worker         the losses of all batches without and with the update
     worker 0     ->  every accelerator    step: the number of steps taken
@@ -29,7 +29,7 @@ from second_order.distributed.roles import Role, endless
 from second_order.errors import SecondOrderError
 from second_order.fosi.eigenpairs import Closures, wanted_pairs
 from second_order.fosi.epochs import Divided, Worker, overwrite
-from second_order.lanczos.spectrum import mean_loss
+from second_order.lanczos.spectrum import Pairs, mean_loss
 from second_order.lanczos.vector_space import row_bounds
 from second_order.optimizers.config import EpochOptions
 from second_order.training.context import Training
@@ -152,33 +152,31 @@ class Accelerating(Divided):
 
     def _compute(self, closure_at: ClosureAt, message: Message) -> None:
         """Compute û, V̂ at c, and send them to the workers."""
-        options, vector, epoch = self.options, self.vector, message.note["epoch"]
+        options = self.options
+        epoch = message.note["epoch"]
 
         def prepare() -> Closures:
             self._take(message, moved=True)
             return closure_at(epoch)
 
         self._loss_fn = self._together(prepare)
-        with stage("lanczos"), vector.hessian(self._loss_fn) as space:
+        with stage("lanczos"), self.vector.hessian(self._loss_fn) as space:
             pairs = wanted_pairs(space, space.random(options.seed + epoch, 1.0), options)
-            loss = space.loss()
-
-        def deliver() -> None:
-            """Worker j gets its vectors: of each accelerator the rows that this one has."""
-            found: list[Tensor] = []
-            if not pairs.trouble:
-                with vector.plain():
-                    found = [pairs.values, pairs.bounds(), pairs.vectors()]
-            finite = bool(found) and all(bool(t.isfinite().all()) for t in found)
-            cuts = row_bounds(len(pairs.values), len(self.roles.workers))
-            note = {"finite": finite, "products": pairs.iterations, "loss": loss}
-            for worker in self.roles.workers:
-                rows = slice(cuts[worker], cuts[worker + 1])
-                tensors = [*found[:2], found[2][rows]] if finite else []
-                self._reply(message, worker, tensors, note)
-
-        self._together(deliver)
+        self._together(partial(self._deliver, message, pairs))
         self.answered += 1
+
+    def _deliver(self, message: Message, pairs: Pairs) -> None:
+        """Send each worker its vectors: of each accelerator the rows that this one has."""
+        found: list[Tensor] = []
+        if not pairs.trouble:
+            with self.vector.plain():
+                found = [pairs.values, pairs.bounds(), pairs.vectors()]
+        cuts = row_bounds(len(pairs.values), len(self.roles.workers))
+        note = {"finite": bool(found), "products": pairs.iterations}
+        for worker in self.roles.workers:
+            rows = slice(cuts[worker], cuts[worker + 1])
+            tensors = [*found[:2], *[vectors[rows] for vectors in found[2:]]]
+            self._reply(message, worker, tensors, note)
 
     def _judge(self, message: Message) -> None:
         """Send the losses of the accelerators' batches without and with the update."""

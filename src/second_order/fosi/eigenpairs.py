@@ -234,9 +234,7 @@ class RefreshedPairs:
                 vectors = whole_vectors(vectors, self._vector.size, self._training.world)
             self.subspace = self._subspace(vectors, pairs.values, pairs.bounds(), pairs.largest)
             if trust is not None:
-                self.subspace.newton = self.subspace.newton._replace(trust=trust)
-            if momentum is not None:
-                self.subspace.carry(momentum)
+                self.subspace.carry(momentum, trust)
         self._training.publish()
 
     @property
@@ -320,12 +318,11 @@ class RefreshedPairs:
         values = pairs.eigenvalues.to("cpu", torch.float64)
         residuals = pairs.residuals.to("cpu", torch.float64)
         subspace = self._subspace(vectors, values, residuals, pairs.largest)
-        mine = subspace.basis.mine
-        subspace.newton = subspace.newton._replace(
-            momentum=pairs.subspace_momentum.to(vectors)[mine],
-            last=pairs.last_step.to(vectors)[mine],
-            trust=pairs.trust_region.to(vectors),
+        subspace.resume(
+            momentum=pairs.subspace_momentum,
+            last=pairs.last_step,
+            trust=pairs.trust_region,
+            carried=vector.here(pairs.carried_momentum),
+            decayed=float(pairs.carried_decay),
         )
-        subspace.carried = vector.here(pairs.carried_momentum.to(vectors))
-        subspace.decayed = float(pairs.carried_decay)
         self.subspace = subspace

@@ -247,6 +247,8 @@ class Worker(Divided):
             with stage("final_update"), self.vector.plain():
                 report = self._end()
             self.reports.append(report)
+            if "not finite" in report.reason and self.training.first_time("not finite"):
+                self.training.warn(f"epoch {self.epoch} has no final update: {report.reason}")
             self.sums = None
             self.epoch += 1
             self.epoch_step = 0
@@ -274,11 +276,6 @@ class Worker(Divided):
         first = training.steps + 1 - options.epoch_steps
         self.pairs.count(first, products, failed=not finite)
         if not finite:
-            if training.first_time("unsound"):
-                training.warn(
-                    f"the accelerators' eigenpairs of epoch {self.epoch} are not finite; the base "
-                    f"goes on alone until finite ones come"
-                )
             return replace(report, reason=UNSOUND)
         values, residuals, _ = messages[0].tensors
         self._received = values, residuals
@@ -295,8 +292,7 @@ class Worker(Divided):
             newton_scales(options.newton_scale, training),
         )
         if not bool(sound):  # the same on all workers, as its sums are
-            training.warn(f"the final update of epoch {self.epoch} is not finite: it is left out")
-            return replace(report, reason=UNSOUND)
+            return replace(report, reason="the final update is not finite")
 
         # "guarded": only if the loss of the accelerators' batches halves with it.
         after = before + change

@@ -14,11 +14,12 @@ import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from second_order.distributed.fsdp import is_dtensor, layout_of, local, reshard
 from second_order.distributed.world import World
@@ -51,15 +52,14 @@ ELEMENTWISE = (
 
 @dataclass(frozen=True, eq=False)
 class ParamPiece:
-    """Elements ``start`` to ``stop`` of a flattened parameter, which one process steps."""
+    """``size`` elements from ``start`` on of a flattened parameter, which one process steps."""
 
     param: Tensor
     group: int  # index of the parameter's
-    start: int
-    stop: int
     rank: int  # the process that has the piece
+    start: int
+    size: int
     at: int  # index of its first element in the vector of all parameters
-    rows: slice  # its place among the elements of its process
     whole: bool  # whether it is all of a parameter
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class ParamPiece:
             return tensor.detach()
         if is_dtensor(tensor):  # what is here of it is the piece
             return local(tensor).detach().reshape(-1)
-        return tensor.detach().view(-1)[self.start : self.stop]
+        return tensor.detach().view(-1)[self.start : self.start + self.size]
 
 
 class FlatParams:
@@ -81,6 +81,7 @@ class FlatParams:
         steps_rows: Whether they are spread, and not by FSDP2.
         in_parts: Whether the base's state here is cut to this process's rows.
         pieces: The pieces of all processes, by rank; those here are ``mine``.
+        params_here: The parameters that have a piece here, in order.
         group_spans: The slice of this process's rows that each group has.
     """
 
@@ -111,8 +112,7 @@ class FlatParams:
 
         # Cut parameters where the rows of a process end.
         even = row_bounds(self.size, world.size if self.spread else 1)
-        by_rank: list[list[ParamPiece]] = [[] for _ in even[1:]]
-        filled = [0 for _ in even[1:]]
+        pieces: list[ParamPiece] = []
         at = 0
         for index, group in enumerate(groups):
             for p in group:
@@ -120,25 +120,24 @@ class FlatParams:
                 for rank, (first, last) in enumerate(pairwise(even)):
                     if layout is None:
                         start = max(first - at, 0)
-                        stop = min(last - at, p.numel())
+                        size = min(last - at, p.numel()) - start
                     else:
-                        start, stop = (row * layout.width for row in layout.bounds(rank))
-                    empty = not p.numel() and first == 0  # its state is that of a piece as well
-                    if start < stop or empty:
-                        rows = slice(filled[rank], filled[rank] + stop - start)
-                        whole = stop - start == p.numel() and layout is None
-                        piece = ParamPiece(p, index, start, stop, rank, at + start, rows, whole)
-                        by_rank[rank].append(piece)
-                        filled[rank] = rows.stop
+                        start = layout.bounds(rank)[0] * layout.width
+                        size = layout.size(rank)
+                    if size > 0:
+                        whole = size == p.numel() and layout is None
+                        pieces.append(ParamPiece(p, index, rank, start, size, at + start, whole))
                 at += p.numel()
-        self.pieces = [piece for pieces in by_rank for piece in pieces]
-        self.mine = by_rank[world.rank if self.spread else 0]
-        self.group_spans = [self._rows_of(index) for index in range(len(groups))]
+        self.pieces = sorted(pieces, key=lambda piece: piece.rank)
+        own_rank = world.rank if self.spread else 0
+        self.mine = [piece for piece in self.pieces if piece.rank == own_rank]
+        self.params_here = [piece.param for piece in self.mine]
 
-    def _rows_of(self, group: int) -> slice:
-        """This process's rows of a group of parameters."""
-        rows = [piece.rows for piece in self.mine if piece.group == group]
-        return slice(rows[0].start, rows[-1].stop) if rows else slice(0, 0)
+        # Groups follow each other in the rows here.
+        sizes = [0] * len(groups)
+        for piece in self.mine:
+            sizes[piece.group] += piece.size
+        self.group_spans = [slice(a, b) for a, b in pairwise([0, *accumulate(sizes)])]
 
     def follow(self) -> bool:
         """Cut the vector again if other parameters train than before; returns whether they do.
@@ -190,7 +189,7 @@ class FlatParams:
 
     def here(self, whole: Tensor) -> Tensor:
         """The elements that are here of whole vectors, ``(..., n)``."""
-        parts = [whole[..., piece.at : piece.at + piece.stop - piece.start] for piece in self.mine]
+        parts = [whole[..., piece.at : piece.at + piece.size] for piece in self.mine]
         return torch.cat(parts, -1) if parts else whole[..., :0]
 
     def gathered(self, rows: Tensor) -> Tensor:
@@ -198,11 +197,14 @@ class FlatParams:
         if not self.spread:
             return rows
         whole = rows.new_empty((*rows.shape[:-1], self.size))
-        everybody = gathered(self._training.world, rows)
-        for piece in self.pieces:
-            place = slice(piece.at, piece.at + piece.stop - piece.start)
-            whole[..., place] = everybody[piece.rank][..., piece.rows]
+        everybody = gathered(self._training.world, self._cut(rows))
+        for piece, part in zip(self.pieces, chain(*everybody), strict=True):
+            whole[..., piece.at : piece.at + piece.size] = part
         return whole
+
+    def _cut(self, rows: Tensor) -> list[Tensor]:
+        """The pieces of rows that are here."""
+        return list(rows.split([piece.size for piece in self.mine], -1)) if self.mine else []
 
     def read(self, tensors: Sequence[Tensor | None], buffer: str = "rows") -> Tensor:
         """Copy the pieces that are here of tensors, one for each, to a buffer; zeros for None.
@@ -237,11 +239,12 @@ class FlatParams:
         """A vector of the rows here, and its views that the pieces are copied to."""
         flat, views = self._buffers.get(name, (None, []))
         if flat is None or flat.device != self._training.device:
-            size = sum(piece.stop - piece.start for piece in self.mine)
+            size = sum(piece.size for piece in self.mine)
             flat = torch.empty(size, dtype=self.dtype, device=self._training.device)
-            for piece in self.mine:
-                view = flat[piece.rows]
-                views.append(view.view(piece.param.shape) if piece.whole else view)
+            views = self._cut(flat)
+            for i, piece in enumerate(self.mine):
+                if piece.whole:
+                    views[i] = views[i].view(piece.param.shape)
             self._buffers[name] = flat, views
         return flat, views
 
@@ -321,16 +324,13 @@ class FlatParams:
         state = self._training.base.state
         if not self.in_parts:
             return dict(state) if world.rank in ranks else {}
-        number = {p: i for i, p in enumerate(self.params)}
-        here = [(number[piece.param], dict(state.get(piece.param, {}))) for piece in self.mine]
-        everybody = gathered(world, here)
+        everybody = gathered(world, [dict(state.get(p, {})) for p in self.params_here])
         if world.rank not in ranks:
             return {}
         parts: dict[Tensor, dict[str, list[Any]]] = {p: {} for p in self.params}
-        for rank in everybody:
-            for i, entries in rank:
-                for key, value in entries.items():
-                    parts[self.params[i]].setdefault(key, []).append(value)
+        for piece, entries in zip(self.pieces, chain(*everybody), strict=True):
+            for key, value in entries.items():
+                parts[piece.param].setdefault(key, []).append(value)
         return {
             p: {key: _joined(values, p) for key, values in entries.items()}
             for p, entries in parts.items()
@@ -349,15 +349,8 @@ def gathered(world: World, value: Any) -> list[Any]:
 
     Tensors travel, and arrive, on the CPU.
     """
-    return world.on_cpu().all_gather_object(_to_cpu(value))
-
-
-def _to_cpu(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _to_cpu(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_to_cpu(each) for each in value]
-    return value.cpu() if isinstance(value, Tensor) else value
+    on_cpu = tree_map_only(Tensor, Tensor.cpu, value)
+    return world.on_cpu().all_gather_object(on_cpu)
 
 
 def check_one_vector(training: Training, options: FOSIOptions) -> None:

@@ -132,29 +132,28 @@ def read_pairs(saved: Mapping[Tensor, SavedPart]) -> SavedPairs | None:
 
 def check_saved_pairs(saved: Mapping[Tensor, SavedPart]) -> None:
     """Raise ValueError unless counts and eigenpairs are finite, and fit the parameters."""
-    size = 0
-    for p, part in saved.items():
+    trained = {p: part for p, part in saved.items() if "refreshed_at" in part}
+    for part in saved.values():
         part.check_known((*HEADER, *COUNTS, *PAIRS, START, SUM))
-        if "refreshed_at" not in part:
-            continue
-        size += p.numel()
+    for part in trained.values():
         part.require(["batch_loss", "rest_scale_bound"])
         part.whole("refreshed_at", -1, part["steps"])
         if not isinstance(part["batch_loss"], float):  # infinite before the first refresh
             raise part.wrong("batch_loss", "is no number")
         for key in part.keys() & set(COUNTS) - {"refreshed_at", "batch_loss"}:
             part.number(key, 0.0)
-    for part in saved.values():
-        for key in part.keys() & {START, SUM}:
-            part.tensor(key, (size,))
-        if part.keys().isdisjoint(PAIRS):
-            continue
-        part.require(PAIRS)
-        count = part.tensor("eigenvalues").numel()
-        part.tensor("eigenvectors", (count, size))
-        part.tensor("carried_momentum", (size,))
-        for key in ("eigenvalues", "residuals", "subspace_momentum", "last_step"):
-            part.tensor(key, (count,))
-        part.tensor("trust_region", (len(TrustState._fields),))
-        part.whole("largest", -1, count)
-        part.number("carried_decay", 0.0, 1.0)
+
+    # Vectors are of all parameters that trained.
+    n = sum(p.numel() for p in trained)
+    for part in trained.values():
+        shapes: dict[str, tuple[int, ...]] = {START: (n,), SUM: (n,)}
+        if not part.keys().isdisjoint(PAIRS):
+            part.require(PAIRS)
+            r = part.tensor("eigenvalues").numel()
+            part.whole("largest", -1, r)
+            part.number("carried_decay", 0.0, 1.0)
+            shapes |= dict.fromkeys(("residuals", "subspace_momentum", "last_step"), (r,))
+            shapes |= {"eigenvectors": (r, n), "carried_momentum": (n,)}
+            shapes["trust_region"] = (len(TrustState._fields),)
+        for key in part.keys() & shapes.keys():
+            part.tensor(key, shapes[key])

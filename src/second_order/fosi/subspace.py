@@ -191,8 +191,23 @@ class Subspace:
         """The momentum in R^n, at this process's elements."""
         return self.basis.add(self.carried * self.decayed, [self.newton.momentum])
 
-    def carry(self, vector: Tensor) -> None:
-        """Take over a momentum in R^n, split into its part in V̂ and the rest."""
-        momentum = self.basis.coefficients(vector)
-        self.newton = self.newton._replace(momentum=momentum)
-        self.carried = self.basis.add(vector, [-momentum])
+    def carry(self, vector: Tensor | None, trust: Tensor) -> None:
+        """Take over a trust region, and a momentum in R^n: its part in V̂, and the rest."""
+        self.newton = self.newton._replace(trust=trust)
+        if vector is not None:
+            momentum = self.basis.coefficients(vector)
+            self.newton = self.newton._replace(momentum=momentum)
+            self.carried = self.basis.add(vector, [-momentum])
+
+    def resume(
+        self, momentum: Tensor, last: Tensor, trust: Tensor, carried: Tensor, decayed: float
+    ) -> None:
+        """Take over a checkpoint's last step; momentum and step are ``(r,)``, of all vectors."""
+        mine = self.basis.mine
+        self.newton = self.newton._replace(
+            momentum=momentum[mine].to(self.rates),
+            last=last[mine].to(self.rates),
+            trust=trust.to(self.rates),
+        )
+        self.carried = carried.to(self.rates)
+        self.decayed = decayed

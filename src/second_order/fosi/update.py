@@ -12,6 +12,7 @@ base has moved the parameters by. Without eigenpairs, the base steps alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -25,13 +26,12 @@ from second_order.checkpoint.saved import BASE, CURVATURE, SavedPart
 from second_order.errors import CurvatureError
 from second_order.fosi.eigenpairs import Closures, RefreshedPairs, momentum_rule
 from second_order.fosi.flat_params import FlatParams, check_one_vector
-from second_order.fosi.metrics import pair_metrics, pair_summary
 from second_order.fosi.state import check_saved_pairs, room_for_pairs, whole_pairs
 from second_order.fosi.subspace import Subspace
-from second_order.fosi.trust import larger
+from second_order.fosi.trust import TrustState, larger
 from second_order.lanczos.closure import check_closure
 from second_order.optimizers.config import FOSIOptions, check_newton_scale
-from second_order.reporting.summary import CurvatureReport, Summary
+from second_order.reporting.summary import CurvatureReport, LayerRow, Summary
 from second_order.training.averaging import PendingAverage, Routed
 from second_order.training.context import Training
 from second_order.training.curvature import Curvature
@@ -112,7 +112,7 @@ class FOSICurvature(Curvature):
         if self.subspace is None:
             return
         with stage("split"), self.vector.plain():
-            params = [piece.param for piece in self.vector.mine]
+            params = self.vector.params_here
             gradients = [p.grad for p in params]
             gradient = self.vector.read(gradients)
             if self._gradient_share is None:
@@ -143,7 +143,7 @@ class FOSICurvature(Curvature):
         self._split = None
         if split is not None and self.subspace is not None:
             with stage("newton"), self.vector.plain():
-                params = [piece.param for piece in self.vector.mine]
+                params = self.vector.params_here
                 values = self.vector.read(params)
                 self.subspace.correct(values, split.before, split.scales)
                 # Those without a gradient stay, as with any base.
@@ -278,12 +278,68 @@ class FOSICurvature(Curvature):
         )
 
     def metrics(self) -> dict[str, float]:
-        """Numbers to log: the eigenpairs, their age and cost, and the trust region."""
-        return pair_metrics(self.training, self.options, self.pairs, self.report())
+        """Numbers to log: the eigenpairs, their age and cost, and the trust region.
+
+        One that is not known here is NaN, so that every process has the same names.
+        """
+        report = self.report()
+        values = report.eigenvalues
+        last = self.training.steps - 1
+        trust = TrustState(scale=math.nan, undone=math.nan)
+        if self.options.trust_region and self.subspace is not None:
+            trust = TrustState(*self.subspace.newton.trust.tolist())
+        share = report.gradient_share
+        numbers = {
+            "pairs": len(values),
+            "eigenvalue/largest": values.max() if len(values) else math.nan,
+            "eigenvalue/smallest": values.min() if len(values) else math.nan,
+            "age/pairs": last - report.step if len(values) else math.nan,
+            "lanczos/products": report.products,
+            "lanczos/total_products": report.total_products,
+            "refreshes": report.refreshes,
+            "curvature_interval": self.pairs.interval(max(last, 0)),
+            "failed": report.failures,
+            "rest_scale": report.rest_scale,
+            "gradient_share": math.nan if share is None else share,
+            "trust_scale": trust.scale,
+            "undone": trust.undone,
+        }
+        return {name: float(number) for name, number in numbers.items()}
 
     def summary(self) -> Summary:
         """A table of every parameter: whether the eigenvectors span it, and the bytes here."""
-        return pair_summary(self.training, self.vector, self.options, self.pairs, self.report())
+        training, options = self.training, self.options
+        names = training.names()
+        vectors = None if self.subspace is None else self.subspace.basis.vectors
+        here = {piece.param: piece.size for piece in self.vector.mine}
+        rows = []
+        for p in (p for group in training.groups for p in group["params"]):
+            spanned = p.requires_grad and vectors is not None
+            base = "base" if p.requires_grad else "frozen"
+            row = LayerRow(
+                name=names.get(id(p), "(not in the model)"),
+                kind="x".join(map(str, p.shape)) or "scalar",
+                parameters=p.numel(),
+                status="preconditioned" if spanned else base,
+                detail="spanned by the eigenvectors" if spanned else "",
+                factor_bytes=0 if vectors is None else vectors[:, :1].nbytes * here.get(p, 0),
+            )
+            rows.append(row)
+
+        report = self.report()
+        lines = ["no eigenpairs yet: the base steps alone"]
+        if len(report.eigenvalues):
+            listed = ", ".join(f"{value:.3g}" for value in report.eigenvalues.tolist())
+            lines = [f"eigenvalues at step {report.step}: {listed}"]
+        lines.append(
+            f"refreshes: {report.refreshes}, not finite: {report.failures}; Hessian-vector "
+            f"products: {report.total_products}"
+        )
+        if self.pairs.throttle is not None:
+            lines.append(self.pairs.throttle.said)
+        title = f"{options.largest} largest and {options.smallest} smallest eigenpairs"
+        layout = "row" if self.vector.sharded else options.layout
+        return Summary(training.titled(title, f"layout {layout}"), rows, lines=lines)
 
 
 def newton_scales(option: Schedule, training: Training) -> list[float | Tensor]:
