@@ -1024,8 +1024,7 @@ two bases: special keywords without effect
 == planning/cost.py
 inverses on threads that are free although training uses the cores
   <-  planning_cost::inverses_on_threads_are_free_beside_a_device
-  - if setting.system == "DistKFAC" and machine.device != "cpu":
-  + if setting.system == "DistKFAC":
+    on_idle_host = is_distkfac and machine.device != "cpu"  =>  on_idle_host = is_distkfac
 factors that every rank keeps although their owners do
   <-  planning_cost::memory_of_factors_and_inverses
     owners_keep = is_dpkfac or setting.owned_factors  =>  owners_keep = False

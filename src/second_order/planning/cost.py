@@ -175,70 +175,63 @@ def predict(
     layers: Sequence[Layer], setting: Setting, machine: Machine, network: Interconnect
 ) -> Costs:
     """Predict what the curvature costs, without the model's passes and the base optimizer."""
-    costs = [layer_costs(layer, setting.solver, machine) for layer in layers]
     is_dpkfac = setting.system == "DPKFAC"
+    is_distkfac = setting.system == "DistKFAC"
 
     # Add up what each rank owns, and what each row of ranks preconditions.
+    statistics: dict[int, float] = defaultdict(float)
+    inverses: dict[int, float] = defaultdict(float)
+    factor_bytes: dict[int, int] = defaultdict(int)
+    precondition: dict[int, float] = defaultdict(float)
+    inverse_bytes: dict[int, int] = defaultdict(int)
+    gradient_bytes = 0
     places = assign(layers, setting)
-    owners = [place.a_solver for place in places]
-    rows = [place.row for place in places]
-    factor_bytes = _totals(owners, [each.factor_bytes for each in costs])
-    inverse_bytes = _totals(rows, [each.inverse_bytes for each in costs])
-    inverses = max(_totals(owners, [each.inverses for each in costs]).values())
-    precondition = max(_totals(rows, [each.precondition for each in costs]).values())
-    gradient_bytes = sum(each.gradient_bytes for each in costs)
+    for layer, place in zip(layers, places, strict=True):
+        costs = layer_costs(layer, setting.solver, machine)
+        statistics[place.a_solver] += costs.statistics
+        inverses[place.a_solver] += costs.inverses
+        factor_bytes[place.a_solver] += costs.factor_bytes
+        precondition[place.row] += costs.precondition
+        inverse_bytes[place.row] += costs.inverse_bytes
+        gradient_bytes += costs.gradient_bytes
     all_factors = sum(factor_bytes.values())
 
-    # DPKFAC's owners compute the statistics of their own layers, and send none.
-    statistics = sum(each.statistics for each in costs)
-    if is_dpkfac:
-        statistics = max(_totals(owners, [each.statistics for each in costs]).values())
+    # DPKFAC's owners compute the statistics of their own layers. DistKFAC computes inverses on
+    # threads. They cost nothing if training leaves the host idle.
+    updates = setting.factor_update_steps
+    refreshes = setting.inv_update_steps
+    summed = max(statistics.values()) if is_dpkfac else sum(statistics.values())
+    on_idle_host = is_distkfac and machine.device != "cpu"
+    parts = {
+        "statistics": summed / updates,
+        "inverses": 0.0 if on_idle_host else max(inverses.values()) / refreshes,
+        "precondition": max(precondition.values()),
+    }
 
-    # DistKFAC computes inverses on threads. They cost nothing if training leaves the host idle.
-    if setting.system == "DistKFAC" and machine.device != "cpu":
-        inverses = 0.0
-
-    # An all-reduce of the factors is a reduce-scatter and an all-gather.
+    # An all-reduce of the factors is a reduce-scatter and an all-gather. DPKFAC sends none.
     gathers = 1 if setting.owned_factors else 2
     if is_dpkfac:
         gathers = 0
-    inverses_of_row = max(inverse_bytes.values())
-    grid_rows = setting.ranks // setting.workers
-    updates = setting.factor_update_steps
-    refreshes = setting.inv_update_steps
-    parts = {
-        "statistics": statistics / updates,
-        "statistics exchange": (
-            gathers * network.gather_seconds(all_factors, setting.ranks) / updates
-        ),
-        "inverses": inverses / refreshes,
-        "inverse exchange": network.gather_seconds(inverses_of_row, setting.workers) / refreshes,
-        "precondition": precondition,
-        "gradient exchange": network.gather_seconds(gradient_bytes, grid_rows),
-    }
-    sent = (
-        gathers * bytes_sent(all_factors, setting.ranks) / updates
-        + bytes_sent(inverses_of_row, setting.workers) / refreshes
-        + bytes_sent(gradient_bytes, grid_rows)
-    )
+    workers = setting.workers
+    sent = 0.0
+    for name, nbytes, ranks, times in (
+        ("statistics exchange", all_factors, setting.ranks, gathers / updates),
+        ("inverse exchange", max(inverse_bytes.values()), workers, 1 / refreshes),
+        ("gradient exchange", gradient_bytes, setting.ranks // workers, 1.0),
+    ):
+        parts[name] = times * network.gather_seconds(nbytes, ranks)
+        sent += times * bytes_sent(nbytes, ranks)
 
     # DistKFAC holds the inverses in use and the next ones.
-    copies = 2 if setting.system == "DistKFAC" else 1
+    copies = 2 if is_distkfac else 1
     owners_keep = is_dpkfac or setting.owned_factors
-    curvature_bytes = max(
-        (factor_bytes[owner] if owners_keep else all_factors) + copies * inverse_bytes[row]
-        for owner, row in zip(owners, rows, strict=True)
-    )
-    pending_bytes = max(factor_bytes.values()) if is_dpkfac else all_factors
-    return Costs(parts, sent, curvature_bytes + gradient_bytes, pending_bytes)
-
-
-def _totals(keys: Sequence[int], values: Sequence[Any]) -> dict[int, Any]:
-    """The sum of the values with each key."""
-    totals: dict[int, Any] = defaultdict(int)
-    for key, value in zip(keys, values, strict=True):
-        totals[key] += value
-    return totals
+    kept = [
+        (factor_bytes[each.a_solver] if owners_keep else all_factors)
+        + copies * inverse_bytes[each.row]
+        for each in places
+    ]
+    pending = max(factor_bytes.values()) if is_dpkfac else all_factors
+    return Costs(parts, sent, max(kept) + gradient_bytes, pending)
 
 
 def assign(layers: Sequence[Layer], setting: Setting) -> list[LayerAssignment]:

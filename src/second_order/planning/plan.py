@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
-from second_order.planning.cost import SIMILAR, Costs, Setting, predict, worker_counts
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.model_blocks import BlockRules, find_blocks
+from second_order.optimizers.config import KFACOptions
+from second_order.planning.cost import SIMILAR, Costs, Layer, Setting, predict, worker_counts
 from second_order.planning.machine import (
     ASSUMED_NETWORKS,
     Interconnect,
     Machine,
     bytes_sent,
     calibrate,
+    seconds_of,
 )
-from second_order.planning.passes import run_model
 from second_order.reporting.summary import aligned
 from second_order.utils.checks import check_count
 
-__all__ = ["Choice", "Plan", "plan"]
+__all__ = ["Choice", "Passes", "Plan", "plan", "run_model"]
 
 SYSTEMS = ("KAISA", "DPKFAC", "DistKFAC")
 SOLVERS = ("inverse", "eigen")
@@ -83,36 +91,32 @@ class Plan:
         Args:
             rows: The largest number of rows. None: all rows.
         """
-        header = ["system", "setting", "solver", "ms per step", "over base", "statistics"]
-        header += ["inverses", "precondition", "messages", "memory", "sent", ""]
-        shown = self.choices[:rows]
-        table = [header, *(self._row(choice) for choice in shown)]
+        columns = ("statistics", "inverses", "precondition")
+        header = ["system", "setting", "solver", "ms per step", "over base", *columns]
+        table = [[*header, "messages", "memory", "sent", ""]]
+        for choice in self.choices[:rows]:
+            setting = choice.setting
+            seconds = [choice.costs.parts[name] for name in columns]
+            seconds.append(choice.costs.seconds - sum(seconds))
+            note = "" if choice.fits else "does not fit"
+            table.append(
+                [
+                    *(setting.system, setting.mode, setting.solver),
+                    *(_in_ms(choice.seconds), f"{choice.seconds / self.base - 1:+.0%}"),
+                    *map(_in_ms, seconds),
+                    *(_in_words(choice.memory), _in_words(choice.sent)),
+                    "recommended" if choice is self.recommended else note,
+                ]
+            )
         lines = [
             f"{self.world_size} ranks, {self.machine.name}; network {self.network.origin}; the "
-            f"base optimizer alone takes {1000 * self.base:.3g} ms per step",
+            f"base optimizer alone takes {_in_ms(self.base)} ms per step",
             *aligned(table, set(range(3, 11))),
         ]
-        hidden = len(self.choices) - len(shown)
+        hidden = len(self.choices) + 1 - len(table)
         if hidden:
             lines.append(f"and {hidden} slower settings")
         return "\n".join([*lines, self.reason])
-
-    def _row(self, choice: Choice) -> list[str]:
-        parts = choice.costs.parts
-        columns = [parts[name] for name in ("statistics", "inverses", "precondition")]
-        columns.append(choice.costs.seconds - sum(columns))
-        note = "recommended" if choice is self.recommended else ""
-        return [
-            choice.setting.system,
-            choice.setting.mode,
-            choice.setting.solver,
-            f"{1000 * choice.seconds:,.3g}",
-            f"{choice.seconds / self.base - 1:+.0%}",
-            *(f"{1000 * column:,.3g}" for column in columns),
-            _in_words(choice.memory),
-            _in_words(choice.sent),
-            note if choice.fits else "does not fit",
-        ]
 
     def __str__(self) -> str:
         return self.summary()
@@ -165,6 +169,11 @@ def plan(
         raise ValueError(f"systems={systems!r}; pass a list of some of {', '.join(SYSTEMS)}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
+    if not isinstance(sample_batch, (Tensor, Mapping, list, tuple)):
+        raise TypeError(
+            f"sample_batch is a {type(sample_batch).__name__}; pass the model's arguments: a "
+            f"tensor, a tuple or list of them, or a dictionary by name"
+        )
     device = next((p.device for p in model.parameters() if p.requires_grad), None)
     if device is None:
         raise ValueError("no parameter of the model requires a gradient; set requires_grad")
@@ -204,23 +213,115 @@ def plan(
     return Plan(world_size, tuple(choices), best, reason, base, machine, network, allowed)
 
 
+@dataclass(frozen=True)
+class Passes:
+    """What a forward and a backward pass of the model show.
+
+    Attributes:
+        layers: The layers with factors.
+        flops: Floating point operations of both passes.
+        seconds: Measured seconds of both passes. None: not measured.
+        activation_bytes: Bytes that the forward pass saves for the backward pass.
+        parameter_bytes: Bytes of all parameters.
+        trained_bytes: Bytes of those that require a gradient.
+    """
+
+    layers: list[Layer]
+    flops: int
+    seconds: float | None
+    activation_bytes: int
+    parameter_bytes: int
+    trained_bytes: int
+
+
+def run_model(
+    model: nn.Module,
+    batch: Any,
+    device: torch.device,
+    skip_layers: Sequence[str],
+    *,
+    is_timed: bool,
+) -> Passes:
+    """Run a copy of the model forward and backward; the generators' states stay as they are."""
+    twin = copy.deepcopy(model).train()
+    trained = [p for p in twin.parameters() if p.requires_grad]
+    sizes = {id(p): p.numel() for p in trained}
+    rules = BlockRules(max_factor_dim=KFACOptions.max_factor_dim)
+    blocks, _ = find_blocks(twin, sizes, skip_layers, {}, torch.float32, rules)
+
+    # Count the rows of each layer's output, examples times positions, the bytes that the graph
+    # keeps, and the operations.
+    rows = Counter[KroneckerBlock]()
+    saved: dict[int, int] = {}
+    owned = {p.untyped_storage()._cdata for p in twin.parameters()}
+    block_of = {module: block for block in blocks for module in block.modules}
+
+    def count_rows(module: nn.Module, inputs: Any, output: Any) -> None:
+        shape = block_of[module].shape
+        first = output if isinstance(output, Tensor) else output[0]
+        rows[block_of[module]] += first.numel() // (shape.groups * shape.out_dim)
+
+    def note_saved(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in owned:
+            saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    handles = [module.register_forward_hook(count_rows) for module in block_of]
+    counter = FlopCounterMode(display=False)
+    hooks = torch.autograd.graph.saved_tensors_hooks(note_saved, lambda tensor: tensor)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with counter, hooks:
+            try:
+                output = _forward(twin, batch)
+            except Exception as error:
+                raise ValueError(
+                    f"the model does not take sample_batch: {type(error).__name__}: {error}; pass "
+                    f"the arguments of its forward, without targets that it does not take"
+                ) from error
+            _mean_square(output).backward()
+        for handle in handles:
+            handle.remove()
+        seconds = None
+        if is_timed:
+            seconds = seconds_of(lambda: _mean_square(_forward(twin, batch)).backward(), device)
+
+    most = max(rows.values(), default=1)  # for layers whose own forward is not called
+    return Passes(
+        layers=[Layer(block.shape, rows.get(block, most)) for block in blocks],
+        flops=counter.get_total_flops(),
+        seconds=seconds,
+        activation_bytes=sum(saved.values()),
+        parameter_bytes=sum(p.nbytes for p in twin.parameters()),
+        trained_bytes=sum(p.nbytes for p in trained),
+    )
+
+
+def _forward(model: nn.Module, batch: Any) -> Any:
+    """Run a model on the batch."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, list | tuple) else model(batch)
+
+
+def _mean_square(output: Any) -> Tensor:
+    """The mean square of a model's outputs, in place of a loss; its cost is next to nothing."""
+    outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    if not outputs:
+        raise ValueError("no output of the model depends on a parameter that requires a gradient")
+    return torch.stack([t.float().square().mean() for t in outputs]).sum()
+
+
 def _settings(
-    systems: Sequence[str],
-    ranks: int,
-    factor_update_steps: int,
-    inv_update_steps: int,
+    systems: Sequence[str], ranks: int, factor_update_steps: int, inv_update_steps: int
 ) -> Iterator[Setting]:
     """The settings to compare."""
-    workers_by_system = {
-        "KAISA": worker_counts(ranks),
-        "DPKFAC": [1],
-        "DistKFAC": [ranks],
-    }
+    workers = {"KAISA": worker_counts(ranks), "DPKFAC": [1], "DistKFAC": [ranks]}
     for system in systems:
         for solver in SOLVERS:
-            for workers in workers_by_system[system]:
+            for count in workers[system]:
                 setting = Setting(
-                    system, solver, ranks, workers, factor_update_steps, inv_update_steps
+                    system, solver, ranks, count, factor_update_steps, inv_update_steps
                 )
                 yield setting
                 if system == "KAISA" and ranks > 1:
@@ -243,9 +344,13 @@ def _recommended(choices: Sequence[Choice], memory: float | None) -> tuple[Choic
         (choice for choice in fitting if choice.seconds <= bound), key=lambda choice: choice.memory
     )
     return best, (
-        f"recommended: {best.setting.name}: {1000 * best.seconds:.3g} ms per step. Of the settings "
+        f"recommended: {best.setting.name}: {_in_ms(best.seconds)} ms per step. Of the settings "
         f"that fit and are within {SIMILAR:.0%} of the fastest, it needs the least memory"
     )
+
+
+def _in_ms(seconds: float) -> str:
+    return f"{1000 * seconds:,.3g}"
 
 
 def _in_words(size: float) -> str:
