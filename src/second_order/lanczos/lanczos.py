@@ -99,8 +99,7 @@ def tridiagonalise(
     """
     iterations = min(iterations, space.size)
     D = start.new_empty((iterations, start.numel()))
-    norm = space.total(_square(start)).sqrt()
-    torch.div(start, norm, out=D[0])
+    torch.div(start, space.total(_square(start)).sqrt(), out=D[0])
     diagonal: list[float] = []
     off_diagonal: list[float] = []
     products = 0
@@ -109,7 +108,6 @@ def tridiagonalise(
         ahead = expected or max(ASK_ALWAYS, UNREAD * at_least)
         if finished is None:
             ahead = iterations
-    restarted = False
 
     def matrix(count: int) -> Tensor:
         both = [diagonal[:count], off_diagonal[:count]]
@@ -125,12 +123,9 @@ def tridiagonalise(
         last = min(before + ahead, iterations)
         unread = [_iterate(space, D, j) for j in range(before, last)]
         products += len(unread)
-        *numbers, length = space.read([*unread, norm])
+        numbers = space.read(unread)
         ahead = 1 if start.device.type == "cpu" else ASK_EVERY
-        exhausted = length == 0.0 and not restarted  # a start without a direction
-        finite = True
-        if not exhausted:
-            finite, exhausted = _take(numbers, diagonal, off_diagonal, torch.finfo(D.dtype).eps)
+        finite, exhausted = _take(numbers, diagonal, off_diagonal, torch.finfo(D.dtype).eps)
         count = len(diagonal)
 
         # Stop where all that is wanted has converged, as the first process finds: rounding must
@@ -153,7 +148,6 @@ def tridiagonalise(
             if d is None:
                 return result(count, finite=count > 0)
             D[count] = d
-            restarted = True
     return result(len(diagonal), finite=True)
 
 

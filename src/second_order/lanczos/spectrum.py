@@ -66,9 +66,7 @@ class Pairs:
 
     def vectors(self) -> Tensor:
         """V̂ transposed, ``(r, rows)``: this process's rows of the orthonormal vectors."""
-        if not self.basis.is_cuda:
-            return self.combination.t() @ self.basis
-        # One at a time: a product of matrices may be rounded to TF32 there, whatever we ask for.
+        # One at a time: a product of matrices may be rounded to TF32 on a GPU.
         each = [self.basis.t().mv(column) for column in self.combination.t()]
         return torch.stack(each) if each else self.basis.new_empty((0, self.basis.shape[1]))
 

@@ -50,8 +50,6 @@ class RowSpace:
         bounds = row_bounds(hessian.size, world.size)
         self.rows = slice(bounds[world.rank], bounds[world.rank + 1])
         self.error: Exception | None = None
-        self.told: Sequence[float] = ()  # values of the scalars that `read_along` was given
-        self._along: Sequence[Tensor] = ()
         self._sums: Sequence[float] = ()  # of losses and examples, read with the coefficients
         self._hessian = hessian
         self._world = world
@@ -116,24 +114,18 @@ class RowSpace:
         self._world.reduce([*h.split(self._sizes), summed], owners).wait()
         return h[self.rows] / summed
 
-    def read_along(self, scalars: Sequence[Tensor]) -> None:
-        """Read scalars on a device with the coefficients of the recurrence, into :attr:`told`."""
-        self._along = scalars
-
     def read(self, numbers: Sequence[Tensor]) -> list[float]:
         """The values of small tensors; the host synchronizes with the device once.
 
-        With those of a device comes what else a refresh reads.
+        With those of a device comes the loss, which a refresh reads next.
         """
-        on_host = self.device.type == "cpu"
-        tensors = [*numbers] if on_host else [*numbers, *self._along, self._losses()]
+        on_device = self.device.type != "cpu"
+        tensors = [*numbers, self._losses()] if on_device else numbers
         found: list[float] = torch.cat([x.reshape(-1).double() for x in tensors]).tolist()
-        if on_host:
-            return found
-        count = sum(x.numel() for x in numbers)
-        self.told = found[count:-2]
-        self._sums = found[-2:]
-        return found[:count]
+        if on_device:
+            *found, loss, examples = found
+            self._sums = loss, examples
+        return found
 
     def _losses(self) -> Tensor:
         """The sums of all processes' losses and examples at the last product, ``(2,)``."""
