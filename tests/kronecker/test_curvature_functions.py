@@ -203,11 +203,9 @@ def results(curvature: KroneckerCurvature) -> dict[str, Any]:
     v = {n: torch.randn(s, dtype=torch.float64) for n, s in sizes.items()}
     gammas = {name: 0.1 + i for i, name in enumerate(curvature)}
     some = dict(list(v.items())[1:3])
-    listed = curvature.solve([v.get(name) for name in curvature.names], gammas)
-    solved = zip(curvature.names, listed, strict=True)
     return {
         "apply": curvature.apply(some),
-        "solve": {name: x for name, x in solved if x is not None},
+        "solve": curvature.solve(v, gammas),
         "relative": curvature.solve(v, 0.1, relative=True),
         "sqrt": curvature.sqrt(v),
         "many": curvature.solve({n: torch.stack([x, -x, x * 2]) for n, x in v.items()}, gammas),

@@ -1,8 +1,8 @@
 """The curvature of a trained model: a block for each layer, zero between the layers.
 
-Vectors of a model are dictionaries by parameter name, or lists like the optimizer's parameters; a
-layer's are matrices, as :mod:`second_order.kronecker.layer_curvature` has them. Of layers that
-other processes keep, results are sent and not factors.
+Vectors of a model are dictionaries by parameter name; a layer's are matrices, as
+:mod:`second_order.kronecker.layer_curvature` has them. If other processes store a layer, they send
+results, not factors.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,11 +27,9 @@ from second_order.kronecker.saved_curvature import (
     write_layer,
 )
 
-__all__ = ["KroneckerCurvature", "Vector"]
+__all__ = ["KroneckerCurvature"]
 
-Vector: TypeAlias = Mapping[str, Tensor] | Sequence[Tensor | None]
 Parts: TypeAlias = Mapping[str, Tensor]
-V = TypeVar("V", Mapping[str, Tensor], Sequence[Tensor | None])
 Damping: TypeAlias = float | Mapping[str, float] | None
 
 
@@ -142,16 +140,15 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
     # --------------------------------------------------------------------------------- functions
 
-    def apply(self, vector: V) -> V:
-        """F v, as a dictionary or a list, whichever v is.
+    def apply(self, vector: Parts) -> dict[str, Tensor]:
+        """F v, by parameter name.
 
         Results are on the device of the vector, in the dtype of the factors, float32 at least.
 
         Args:
             vector: By parameter name; names that are left out count as zero, and the result has all
-                parameters of the layers that are named. Or a list with an entry for each of
-                :attr:`names`, None for those without curvature. With one dimension more in
-                front, ``(n, ...)``, the tensors are n vectors, and so are those of the result.
+                parameters of the layers that are named. With one dimension more in front,
+                ``(n, ...)``, the tensors are n vectors, and so are those of the result.
 
         Raises:
             ValueError: For a parameter without curvature, or another shape than the parameter's.
@@ -159,7 +156,9 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         """
         return self._map(vector, LayerCurvature.apply)
 
-    def solve(self, vector: V, damping: Damping = None, *, relative: bool = False) -> V:
+    def solve(
+        self, vector: Parts, damping: Damping = None, *, relative: bool = False
+    ) -> dict[str, Tensor]:
         """(F + γ)⁻¹ v.
 
         Args:
@@ -176,11 +175,11 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
         return self._map(vector, solved)
 
-    def sqrt(self, vector: V) -> V:
+    def sqrt(self, vector: Parts) -> dict[str, Tensor]:
         """F^(1/2) v; ``vector`` as for :meth:`apply`."""
         return self.function(vector, torch.sqrt)
 
-    def function(self, vector: V, f: Callable[[Tensor], Tensor]) -> V:
+    def function(self, vector: Parts, f: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """f(F) v, f of the eigenvalues, element by element.
 
             whitened = curvature.function(v, lambda values: (values + gamma).rsqrt())
@@ -296,28 +295,26 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
     # ------------------------------------------------------------------------------------ layers
 
-    def _map(self, vector: V, f: Callable[[LayerCurvature, Tensor], Tensor]) -> V:
+    def _map(
+        self, vector: Parts, f: Callable[[LayerCurvature, Tensor], Tensor]
+    ) -> dict[str, Tensor]:
         """The results of a function of each layer and its part of the vector, as a matrix."""
 
         def work() -> dict[str, Parts]:
-            named = self._named(vector)
-            device = next((part.device for part in named.values()), None)
-            stacked = any(part.shape != self._sizes[name] for name, part in named.items())
+            is_stack = self._is_stack(vector)
 
             def result(layer: LayerCurvature) -> Parts:
-                parts = {name: named[name] for name in layer.shapes if name in named}
-                to_matrix = torch.vmap(layer.to_matrix) if stacked else layer.to_matrix
-                to_vector = torch.vmap(layer.to_vector) if stacked else layer.to_vector
+                parts = {name: vector[name] for name in layer.shapes if name in vector}
+                device = next(iter(parts.values())).device
+                to_matrix = torch.vmap(layer.to_matrix) if is_stack else layer.to_matrix
+                to_vector = torch.vmap(layer.to_vector) if is_stack else layer.to_vector
                 found = to_vector(f(layer, to_matrix(parts)))
                 return {name: part.to(device) for name, part in found.items()}
 
-            names = [k for k, layer in self._layers.items() if layer.shapes.keys() & named.keys()]
+            names = [k for k, layer in self._layers.items() if layer.shapes.keys() & vector.keys()]
             return self._compute(names, result)
 
-        found = _joined(self._share(work))
-        if isinstance(vector, Mapping):
-            return cast(V, found)
-        return cast(V, [found.get(name) for name in self.names])
+        return _joined(self._share(work))
 
     def _vector(self, f: Callable[[LayerCurvature], Tensor]) -> dict[str, Tensor]:
         """The matrices of all layers as a vector."""
@@ -392,24 +389,18 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         world.broadcast(tensors, owners)
         return dict(arrived)
 
-    def _named(self, vector: Vector) -> Mapping[str, Tensor]:
-        """A vector, or a stack of vectors, by name, of parameters that have curvature."""
+    def _is_stack(self, vector: Parts) -> bool:
+        """Whether these are several vectors; raises unless all parameters have curvature."""
         if not isinstance(vector, Mapping):
-            if len(vector) != len(self.names):
-                raise ValueError(
-                    f"a list of {len(vector)} tensors is no vector of {len(self.names)} "
-                    f"parameters; give one for each of curvature.names, or a dictionary by name"
-                )
-            pairs = zip(self.names, vector, strict=True)
-            vector = {name: tensor for name, tensor in pairs if tensor is not None}
-        numbers: dict[torch.Size, str] = {}  # of vectors in a stack
+            raise TypeError(
+                f"a {type(vector).__name__} is no vector; give a dictionary by parameter name, as "
+                f"dict(zip(curvature.names, tensors))"
+            )
+        numbers: dict[torch.Size, str] = {}
         for name, tensor in vector.items():
             if name not in self._sizes:
                 why = self.uncovered.get(name, "it is no parameter of the optimizer")
-                raise ValueError(
-                    f"{name!r} has no curvature: {why}; leave it out of the vector, or give None "
-                    f"for it in a list"
-                )
+                raise ValueError(f"{name!r} has no curvature: {why}; leave it out of the vector")
             if is_dtensor(tensor):
                 raise ValueError(
                     f"the vector has a DTensor for {name!r}; give whole tensors, as "
@@ -425,7 +416,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         if len(numbers) > 1:
             each = ", ".join(f"{list(n) or 'one'} for {name!r}" for n, name in numbers.items())
             raise ValueError(f"the vectors are not as many for all parameters: {each}")
-        return vector
+        return any(numbers)
 
     def _damping_of(self, layer: LayerCurvature, damping: Damping) -> float | None:
         """The damping that is given for a layer."""
