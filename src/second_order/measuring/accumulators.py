@@ -248,12 +248,15 @@ class Eigenvalues(Pairs):
 
         If there is no multiple of the batch size of rows, each row counts as an example.
         """
-        d = pair.d
+        size = self.batch.size
+        rows = pair.d.numel() // pair.d.shape[-1]
+        leading = pair.d.shape[_batch_dim(layer, pair)]
         in_rows = layer.is_linear(pair.module) or layer.shape.diagonal_a
-        is_flat = in_rows and (d.dim() == 2 or len(d) == 1)
-        count = d.numel() // d.shape[-1] if in_rows else d.shape[_batch_dim(layer, pair)]
-        leading = count if is_flat or not in_rows else len(d)
-        return self.batch.size if self.batch.size and leading % self.batch.size == 0 else count
+        if in_rows and leading == 1:
+            leading = rows
+        if size and leading % size == 0:
+            return size
+        return rows if in_rows else leading
 
 
 def _batch_dim(layer: Layer, pair: Pair) -> int:
