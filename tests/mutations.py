@@ -100,7 +100,7 @@ hooks that stay when their optimizer goes
   -         weakref.finalize(training, handle.remove).atexit = False
   -
 
-== training/averaging.py
+== training/curvature.py
 gradients summed, not averaged  <-  kaisa::micro_batches_on_many_processes_are_one_batch
     torch._foreach_div_(gradients, float(world.size))  =>  pass
 a gradient that is None everywhere becomes zeros
@@ -115,11 +115,6 @@ the schedule's largest learning rate is not looked up
   <-  invariants_steps::a_constant_clip_follows_the_square_of_the_learning_rate
   <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
     RATES = "lr", "initial_lr", "max_lr"  =>  RATES = ("lr",)
-
-== optimizers/step_checks.py
-steps within backward
-  <-  frameworks_with_parameters_only::a_step_from_a_hook_within_backward_is_refused
-    if torch._C._current_graph_task_id() != NO_BACKWARD:  =>  if False:
 
 == training/context.py
 sharded gradients averaged twice  <-  fsdp::layers_that_fsdp_ignores_are_averaged_and_preconditioned
@@ -947,6 +942,9 @@ sums that come after their turn in the last batch are lost
   +         return
 
 == optimizers/base.py
+steps within backward
+  <-  frameworks_with_parameters_only::a_step_from_a_hook_within_backward_is_refused
+    if torch._C._current_graph_task_id() != NO_BACKWARD:  =>  if False:
 collected factors stay  <-  factor_exchange::collected_factors_go_with_the_next_step
   -         if self._collected is not None:
   -             self._collected = None

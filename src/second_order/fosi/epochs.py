@@ -42,8 +42,8 @@ from second_order.fosi.update import FOSICurvature, newton_scales
 from second_order.lanczos.spectrum import lanczos_dtype
 from second_order.optimizers.config import EpochOptions
 from second_order.reporting.summary import EpochReport
-from second_order.training.averaging import PendingAverage
 from second_order.training.context import Training
+from second_order.training.curvature import PendingAverage
 from second_order.training.helpers import take_role
 from second_order.utils.stages import stage
 

@@ -28,8 +28,8 @@ from second_order.lanczos.hvp import Hessian, ShardedHessian
 from second_order.lanczos.spectrum import check_one_device, lanczos_dtype
 from second_order.lanczos.vector_space import RowSpace, row_bounds
 from second_order.optimizers.config import FOSIOptions
-from second_order.training.averaging import Routed
 from second_order.training.context import Training
+from second_order.training.curvature import Routed
 from second_order.utils.stages import stage
 
 __all__ = ["FlatParams", "ParamPiece", "check_one_vector", "gathered"]

@@ -32,9 +32,8 @@ from second_order.fosi.trust import TrustState, larger
 from second_order.lanczos.closure import check_closure
 from second_order.optimizers.config import FOSIOptions, check_newton_scale
 from second_order.reporting.summary import CurvatureReport, LayerRow, Summary
-from second_order.training.averaging import PendingAverage, Routed
 from second_order.training.context import Training
-from second_order.training.curvature import Curvature
+from second_order.training.curvature import Curvature, PendingAverage, Routed
 from second_order.utils.checks import PEAK_LR, Schedule, as_scalar, scheduled, value_at
 from second_order.utils.stages import stage
 

@@ -85,9 +85,8 @@ from second_order.optimizers.config import SCHEDULES, KFACOptions
 from second_order.planning.cost import cheapest_workers
 from second_order.planning.machine import calibrate
 from second_order.reporting.summary import Summary
-from second_order.training.averaging import ARRIVED, PendingAverage, Routed
 from second_order.training.context import Training
-from second_order.training.curvature import Curvature
+from second_order.training.curvature import ARRIVED, Curvature, PendingAverage, Routed
 from second_order.utils.checks import AUTO, Scalar, scheduled, value_at
 from second_order.utils.stages import stage
 

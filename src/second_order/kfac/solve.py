@@ -39,8 +39,8 @@ from second_order.kronecker.solvers import (
 )
 from second_order.kronecker.storage import as_stack, numbers_of, shared_number
 from second_order.optimizers.config import KFACOptions, check_damping
-from second_order.training.averaging import PendingAverage
 from second_order.training.context import Training
+from second_order.training.curvature import PendingAverage
 from second_order.utils.checks import as_scalar
 from second_order.utils.stages import stage
 

@@ -24,7 +24,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from second_order.checkpoint.caller import is_checkpointing
+from second_order.checkpoint.caller import caller, is_checkpointing
 from second_order.checkpoint.saved import BASE, CURVATURE, BaseState, SavedPart
 from second_order.distributed.fsdp import (
     DTENSORS,
@@ -59,12 +59,10 @@ from second_order.optimizers.config import ScriptOptions
 from second_order.optimizers.consistency import Consistency
 from second_order.optimizers.find_model import find_model
 from second_order.optimizers.keywords import Rate, check_base, keywords_of, split_base_keywords
-from second_order.optimizers.step_checks import check_step
 from second_order.optimizers.two_bases import REST, TwoBases, base_of, group_lines, switch_of
 from second_order.reporting.summary import Summary
-from second_order.training.averaging import ARRIVED, start_average
 from second_order.training.context import Training, unhooked
-from second_order.training.curvature import Curvature
+from second_order.training.curvature import ARRIVED, Curvature, start_average
 from second_order.training.groups import (
     NAMES,
     follow_peak_rates,
@@ -89,6 +87,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 ParamsOrModel: TypeAlias = nn.Module | Iterable[Any]
 Self = TypeVar("Self", bound="SecondOrderOptimizer")
+
+
+NO_BACKWARD = -1  # the id of the running backward pass, if none runs
 
 
 def between_graphs(method: Callable[P, R]) -> Callable[P, R]:
@@ -273,7 +274,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         curvature = self._curvature
 
         # Run the closure, and check that this step can be taken, and that all ranks take it.
-        check_step(training, curvature.scaler_matters, self._unwatched)
+        _check_step(training, curvature.scaler_matters, self._unwatched)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -657,3 +658,45 @@ def _share_state_of(optimizer: weakref.ref[SecondOrderOptimizer]) -> None:
     alive = optimizer()
     if alive is not None and alive.state:
         alive._share_state()
+
+
+def _check_step(training: Training, scaler_matters: str, unwatched: bool) -> None:
+    """Raise an error if a step cannot be taken now; nothing has changed then.
+
+    Args:
+        training: The model, the groups and the ranks.
+        scaler_matters: Why the optimizer needs to know the GradScaler; "" if it does not.
+        unwatched: Whether the hooks are off the model.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{training.name}.step() cannot be recorded in a CUDA graph, because Python decides at "
+            f"each step what is due: call it outside of torch.cuda.graph(). torch.compile(model) "
+            f"saves launches in the forward and backward pass"
+        )
+    if torch._C._current_graph_task_id() != NO_BACKWARD:
+        raise RuntimeError(
+            f"{training.name}.step() is called while backward() runs, from a parameter's hook, "
+            f"perhaps: a layer's curvature is of its weight and bias together, and complete once "
+            f"backward() has returned. Make one optimizer of the model, {training.name}(model, "
+            f"lr=...), and call step() after backward()"
+        )
+    training.require_group("step()")
+    if any(group.get("train_mode") is False for group in training.groups):
+        raise RuntimeError(
+            f"{training.name}.step() with a schedule-free base that is not in train mode: call "
+            f"optimizer.train() before training, and optimizer.eval() before evaluation"
+        )
+    if unwatched:
+        raise RuntimeError(
+            f"{training.name}.step() inside hooks_removed(): the passes in there leave no "
+            f"statistics; train after the block"
+        )
+    # If the GradScaler is unknown, captured gradients are not unscaled. The factors would be too
+    # large by the square of the scale, and training would stall.
+    may_be_scaled = training.steps == 0 and training.scaler is None and scaler_matters
+    if may_be_scaled and caller(function="_maybe_opt_step") is not None:
+        raise ValueError(
+            f"{training.name}.step() is called by a GradScaler that it does not know: "
+            f"{scaler_matters}; write {training.name}(..., grad_scaler=scaler)"
+        )
