@@ -674,7 +674,7 @@ a penalty on the weight's length counted as unexplained
     if first.weight is not None:  =>  if False:
 gradients of torch.autograd.grad counted as the weight's
   <-  explained::gradients_that_are_taken_beside_count_for_nothing
-    leaf is not None and is_reached(leaf)  =>  leaf is not None
+    if not is_reached(weight):  =>  if False:
 
 == kronecker/layers.py
 padding tokens count
@@ -809,11 +809,11 @@ examples beyond a hinge leave A
     if not self._positions:  =>  if False:
 a row without a gradient at one layer leaves its A
   <-  rows::padding_leaves_a_and_prompts_stay
-  - self.alive = live.mask if before is None else before | live.mask.to(before.device)
+  - self.alive = _either(self.alive, live.mask)
   + self.alive = live.mask
 passes that have nothing in common count together
   <-  rows::separate_losses_of_layers_without_anything_in_common_are_of_their_own_terms
-    known = [p for p in known if not layers.isdisjoint(p.layers)]  =>  pass
+    known = [each for each in known if not layers.isdisjoint(each.layers)]  =>  pass
 
 == kronecker/solvers.py
 an inverse by Cholesky without its scale

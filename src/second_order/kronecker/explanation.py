@@ -14,9 +14,9 @@ c leaves room for a penalty on the weight's length in the loss, whose curvature 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable, Sequence
 from functools import lru_cache, partial
+from itertools import chain
 from typing import NamedTuple, cast
 
 import torch
@@ -94,12 +94,13 @@ class Explanation:
         self.elements = weight.numel()
         self.dtype = d.dtype
         if self._hook is None:
-            hook = partial(_arrive, weakref.ref(self), weakref.ref(weight))
-            self._hook = weight.register_hook(hook)
-            weakref.finalize(self, self._hook.remove).atexit = False
+            self._hook = weight.register_hook(partial(self.take, weight))
 
-    def take(self, gradient: Tensor, weight: Tensor) -> None:
+    @torch.no_grad()
+    def take(self, weight: Tensor, gradient: Tensor) -> None:
         """Add a pass's gradient, as it arrives at the weight."""
+        if not is_reached(weight):  # torch.autograd.grad also comes by here
+            return
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -110,24 +111,13 @@ class Explanation:
             self.weight = _sketch(weight.detach().to(wide))
 
 
-def _arrive(
-    explanation: weakref.ref[Explanation], weight: weakref.ref[Tensor], gradient: Tensor
-) -> None:
-    alive, leaf = explanation(), weight()
-    # torch.autograd.grad also comes by here.
-    if alive is not None and leaf is not None and is_reached(leaf):
-        with torch.no_grad():
-            alive.take(gradient.detach(), leaf)
-
-
 def residuals(explanations: Sequence[Explanation]) -> list[float]:
     """The residuals of explanations that are known; a device is read once."""
     groups = in_groups([each.key for each in explanations])
-    values = numbers_of(*([_residuals([explanations[i] for i in group])] for group in groups))
+    (values,) = numbers_of([_residuals([explanations[i] for i in group]) for group in groups])
     found = [0.0] * len(explanations)
-    for group, numbers in zip(groups, values, strict=True):
-        for i, number in zip(group, numbers, strict=True):
-            found[i] = number
+    for i, value in zip(chain(*groups), values, strict=True):
+        found[i] = value
     return found
 
 

@@ -178,8 +178,7 @@ def _ready(pairs: Sequence[QueuedPair], ended: bool) -> list[_Ready]:
                 pair.partly(pair.rows.of.alive(group))
                 continue
             if id(group) not in masks:
-                mask = pair.rows.of.mask(group)
-                masks[id(group)] = all_rows(group.number) if mask is None else rows_in(mask)
+                masks[id(group)] = pair.rows.of.live(group)
             live = masks[id(group)]
         if callable(what):
             what = what(all_rows(0) if live is None else live)

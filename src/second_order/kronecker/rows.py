@@ -78,14 +78,18 @@ class RowGroup:
 
     def add(self, live: LiveRows) -> None:
         """Take in which rows have a gradient at another layer."""
-        if self.everything:
-            return
-        if live.mask is not None:
-            before = self.alive
-            self.alive = live.mask if before is None else before | live.mask.to(before.device)
-        if live.mask is None or (self.alive.device.type == "cpu" and bool(self.alive.all())):  # type: ignore[union-attr]
+        if live.mask is not None and not self.everything:
+            self.alive = _either(self.alive, live.mask)
+            if self.alive.device.type == "cpu":
+                live = rows_in(self.alive)
+        if live.mask is None:
             self.everything = True
             self.alive = None
+
+
+def _either(first: Tensor | None, second: Tensor) -> Tensor:
+    """The rows of one mask or the other."""
+    return second if first is None else first | second.to(first.device)
 
 
 class _Call(NamedTuple):
@@ -106,15 +110,16 @@ class LateRows:
 
     def settle(self, ended: BackwardPass) -> None:
         """Add those that take part after all."""
-        mask = ended.mask(self.group)
-        if self.index is None:
-            self.add(all_rows(self.group.number) if mask is None else rows_in(mask))
-            return
-        live = all_rows(len(self.index))
-        if mask is not None:
-            live = rows_in(mask.to(self.index.device)[self.index])
-        if isinstance(live.count, Tensor) or live.count > 0:
-            self.add(live)
+        live = ended.live(self.group)
+        if self.index is not None:
+            index = self.index
+            if live.mask is None:
+                live = all_rows(len(index))
+            else:
+                live = rows_in(live.mask.to(index.device)[index])
+            if not isinstance(live.count, Tensor) and live.count == 0:
+                return
+        self.add(live)
 
 
 _serials = itertools.count(1)
@@ -185,7 +190,8 @@ class BackwardPass:
         if not group.examples and (module is self._first or (reads and not group.everything)):
             live = live_rows(rows.gradient)
         if reads and not group.certain:
-            live = _read(live)
+            if live.mask is not None and bool(live.mask.all()):
+                live = all_rows(group.number)
             group.add(live)
         if module is self._first:
             self._calls.append(_Call(group, live, drawn))
@@ -249,8 +255,13 @@ class BackwardPass:
         alive: Tensor | None = None
         for each in same:
             if each.alive is not None:
-                alive = each.alive if alive is None else alive | each.alive.to(alive.device)
+                alive = _either(alive, each.alive)
         return alive
+
+    def live(self, group: RowGroup) -> LiveRows:
+        """The rows that take part, as the pass is over."""
+        mask = self.mask(group)
+        return all_rows(group.number) if mask is None else rows_in(mask)
 
     def _same_rows(self, group: RowGroup) -> list[RowGroup]:
         """The groups whose rows are those of a group, flattened or not."""
@@ -269,13 +280,11 @@ class BackwardPass:
             seen = _sum_of([self._count(call, call.live, call.all_terms) for call in calls])
             if isinstance(seen, Tensor) or seen == 0.0:
                 # The layer called last has no gradient: its terms are the rows that take part.
-                masks = [(call, self.mask(call.group)) for call in calls]
-                rows = [
-                    (call, all_rows(call.group.number) if mask is None else rows_in(mask))
-                    for call, mask in masks
-                ]
-                other = _sum_of([self._count(call, live) for call, live in rows])
-                seen = _first_positive(seen, other)
+                other = _sum_of([self._count(call, self.live(call.group)) for call in calls])
+                if isinstance(seen, Tensor):
+                    seen = torch.where(seen > 0, seen, torch.as_tensor(other, device=seen.device))
+                else:
+                    seen = other
             self._terms = seen
         return self._terms
 
@@ -311,18 +320,16 @@ class BackwardPass:
         self.late.clear()
 
 
-def _first_positive(first: float | Tensor, second: float | Tensor) -> float | Tensor:
-    """The first of two numbers unless it is zero."""
-    if isinstance(first, Tensor):
-        return torch.where(first > 0, first, torch.as_tensor(second, device=first.device))
-    return first if first > 0 else second
-
-
-def _read(live: LiveRows) -> LiveRows:
-    """Live rows without a mask, if the host finds that all rows on a device count."""
-    if live.mask is None or live.mask.device.type == "cpu":
-        return live
-    return LiveRows(None, len(live.mask)) if bool(live.mask.all()) else live
+def _sum_of(numbers: Iterable[float | Tensor]) -> float | Tensor:
+    total: float | Tensor = 0.0
+    for number in numbers:
+        if not isinstance(total, Tensor) and total == 0.0:
+            total = number
+        elif isinstance(total, Tensor) and isinstance(number, Tensor):
+            total = total + number.to(total.device)
+        else:
+            total = total + number
+    return total
 
 
 # ------------------------------------------------------------------------------ passes of a step
@@ -348,12 +355,17 @@ class Ledger:
         same calls again has terms that were counted before. It is left out unless there is no
         other pass.
         """
-        own = [p for p in self.passes.values() if staged.knows(p.number)]
-        known = [p for p in self.passes.values() if p in own or p.serial > staged.since]
-        if own:
-            layers = set().union(*(p.layers for p in own))
-            known = [p for p in known if not layers.isdisjoint(p.layers)]
-        first = [p for p in known if not p.again]
+        layers: set[int] = set()
+        known: list[BackwardPass] = []
+        for each in self.passes.values():
+            reaches = staged.knows(each.number)
+            if reaches:
+                layers |= each.layers.keys()
+            if reaches or each.serial > staged.since:
+                known.append(each)
+        if layers:
+            known = [each for each in known if not layers.isdisjoint(each.layers)]
+        first = [each for each in known if not each.again]
         return first or known[:1]
 
     def terms(self, layers: Iterable[Any]) -> list[Terms]:
@@ -362,19 +374,8 @@ class Ledger:
         found: list[Terms] = []
         for staged in layers:
             passes = self.of(staged)
-            key = tuple(p.serial for p in passes)
+            key = tuple([each.serial for each in passes])
             if key not in totals:
-                totals[key] = Terms(_sum_of([p.terms() for p in passes]), key)
+                totals[key] = Terms(_sum_of([each.terms() for each in passes]), key)
             found.append(totals[key])
         return found
-
-
-def _sum_of(numbers: list[float | Tensor]) -> float | Tensor:
-    tensors = [n for n in numbers if isinstance(n, Tensor)]
-    plain = sum(n for n in numbers if not isinstance(n, Tensor))
-    if not tensors:
-        return float(plain)
-    total = tensors[0]
-    for other in tensors[1:]:
-        total = total + other.to(total.device)
-    return total + plain if plain else total
