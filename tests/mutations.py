@@ -501,7 +501,7 @@ decompositions that their solver has not rounded
 a failed G is not told  <-  failures::one_factor_that_fails_is_told
     outcome = Outcome.VALID if whole else Outcome.FAILED  =>  outcome = Outcome(2 if whole else 1)
 verdicts are added up  <-  failures::one_factor_that_fails_is_told
-    world.on_cpu().all_reduce_max([message])  =>  world.on_cpu().all_reduce([message])
+    all_reduce_max([message] if layers  =>  all_reduce([message] if layers
 a dead layer is called unused where it is called
   <-  kaisa::a_dead_layer_is_called_unused_where_it_is_not_called
     silent=block.state.status is LayerStatus.NOT_CAPTURED  =>  silent=True
@@ -545,8 +545,8 @@ of a thread's decompositions one is enough  <-  distkfac::one_factor_that_fails_
 == kfac/solve_async.py
 deterministic without effect  <-  distkfac::deterministic_beside_a_layer_without_statistics
     elif self.deterministic or not ticket.done():  =>  elif not ticket.done():
-a snapshot that changes  <-  background::a_snapshot_does_not_see_what_comes_later
-    [[torch.empty_like(t) for t in group] for group in groups]  =>  [*map(list, groups)]
+a snapshot that changes  <-  distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age
+    [torch.empty_like(factor) for factor in factors]  =>  factors
 a solve with all cores  <-  background::one_core_in_the_work_and_as_many_as_before_elsewhere
     torch.set_num_threads(1)  =>  pass
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from second_order.kfac.solve_async import WorkerPool, retrieve, take_snapshots
+from second_order.kfac.solve_async import WorkerPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from conftest import Launcher
 
-CPU = torch.device("cpu")
 SOON = 20.0  # seconds in which a loaded machine gets round to anything
 
 
@@ -159,14 +158,3 @@ def test_a_forked_child_has_no_threads_of_its_parents() -> None:
     assert in_child(child)
     assert pool.submit(lambda: 4).result() == 4
     pool.close()
-
-
-def test_a_snapshot_does_not_see_what_comes_later() -> None:
-    tensors = [torch.arange(3.0), torch.ones(2, dtype=torch.float64)]
-    (fetch,) = take_snapshots([tensors], CPU, None)
-    for t in tensors:
-        t.add_(1)
-    found = fetch()
-    assert torch.equal(found[0], torch.arange(3.0))
-    assert torch.equal(found[1], torch.ones(2, dtype=torch.float64))
-    assert retrieve(found, CPU)[1] is found[1]

@@ -158,9 +158,9 @@ def test_deterministic_ranks_agree_only_where_a_solve_is_waited_for() -> None:
         agree = solves._agree
 
         def counting(*now: Any) -> Any:
-            verdicts, news = agree(*now)
-            agreed.extend([optimizer.training.steps] * bool(verdicts))
-            return verdicts, news
+            outcomes = agree(*now)
+            agreed.extend([optimizer.training.steps] * bool(outcomes))
+            return outcomes
 
         solves._agree = counting
         go(model, optimizer, CASE, BATCHES[:1] * 11)

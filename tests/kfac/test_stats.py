@@ -142,7 +142,7 @@ def test_own_passes_come_back_when_sound_statistics_stay_away() -> None:
         mine = {block.name: block for block in worker._curvature.layers.blocks}
         with noted():
             list(helpers.statistics(mine, worker._training))
-        helpers.hear(helpers.news(), worker._training)
+        helpers.agree(worker._training)
         own.append(helpers.own_passes)
     assert own == [False, True, False]
 

@@ -287,12 +287,14 @@ class KFAC(OfLayers):
         # Recompute the inverses that are due, each on its inverse rank.
         layers = self._cadence.due()
         refresh = NO_REFRESH
-        if layers or solves.wanted or solves.under_way or self.helpers is not None:
+        if layers or solves.wanted or solves.under_way:
             with stage("solve"):
-                refresh = self._refresh(layers, pending)
+                refresh = solves.refresh(layers, pending, self.mean_curvature)
         if pending is not ARRIVED:
             with stage("average_gradients"):
                 pending.wait()
+        if self.helpers is not None:
+            self.helpers.agree(self.training)
 
         # Look at what the last step has done, before gradients are preconditioned.
         slopes: list[Tensor] = []
@@ -320,19 +322,6 @@ class KFAC(OfLayers):
             self.helpers.offer(self.training, self.solves.inverter.post)
         if self.throttle is not None:
             self.throttle.end_step(refreshed=self._last.refresh_due)
-
-    def _refresh(self, due: Sequence[KroneckerBlock], pending: PendingAverage) -> Refresh:
-        """Recompute inverses, and agree with the other workers on the state of the helpers."""
-        helpers = self.helpers
-        refresh = self.solves.refresh(
-            due,
-            pending,
-            self.mean_curvature,
-            news=[] if helpers is None else helpers.news(),
-        )
-        if helpers is not None:
-            helpers.hear(refresh.news, self.training)
-        return refresh
 
     def _precondition(self, previous: Mapping[KroneckerBlock, Inverse]) -> Preconditioning:
         """Precondition the mean gradients, by rows if FSDP2 has sharded them."""

@@ -143,12 +143,10 @@ class Refresh:
         installed: The layers that have a new inverse; the same on every rank.
         previous: The last inverses of layers that this rank preconditions, if refresh intervals
             follow drift.
-        news: The largest of all ranks' news.
     """
 
     installed: Sequence[KroneckerBlock] = ()
     previous: Mapping[KroneckerBlock, Inverse] = field(default_factory=dict)
-    news: Sequence[float] = ()
 
 
 class SynchronousInverter:
@@ -268,7 +266,6 @@ class Solves:
         due: Sequence[KroneckerBlock],
         pending: PendingAverage,
         mean_curvature: float,
-        news: Sequence[float] = (),
     ) -> Refresh:
         """Compute the inverses that are due, and install what the ranks agree is finished.
 
@@ -279,7 +276,6 @@ class Solves:
             due: The layers that are due.
             pending: The average of the gradients.
             mean_curvature: Of all layers, at their last refresh.
-            news: Numbers of which all ranks get the largest, as many on every rank.
 
         Raises:
             DecompositionError: On every rank, if a layer could not be decomposed too often.
@@ -292,7 +288,7 @@ class Solves:
             landing = set(self.under_way)
             self._submit([block for block in due if block not in landing], mean_curvature)
             self._collect()
-            outcomes, news = self._agree(pending, news)
+            outcomes = self._agree(pending)
             installed, previous = self._install(outcomes)
             again = [b for b in due if b in landing and b not in self.under_way and b.solved]
             self._submit(again, mean_curvature)
@@ -312,7 +308,7 @@ class Solves:
                 f"a row, in float32 or in float64; raise damping, lower lr, or name them in "
                 f"skip_layers"
             )
-        return Refresh(installed, previous, news)
+        return Refresh(installed, previous)
 
     def _read_damping(self) -> None:
         """Read the option γ of this step, on every rank before anything is computed."""
@@ -435,7 +431,7 @@ class Solves:
 
     def _must_land(self, block: KroneckerBlock) -> bool:
         """Whether a layer under way is waited for at this step; the same on every rank."""
-        if self.solves_at_once or not block.solved:
+        if not block.solved:
             return True
         age, most = self.training.steps - self.under_way[block].step, self.inverter.staleness
         late = self.drift is not None and age >= self.drift.interval(block) - 1
@@ -443,35 +439,26 @@ class Solves:
 
     # ------------------------------------------------------------------------------------ agree
 
-    def _agree(
-        self, pending: PendingAverage, news: Sequence[float]
-    ) -> tuple[dict[KroneckerBlock, Outcome], Sequence[float]]:
-        """Agree with all ranks, on the CPU: a device need not be read.
+    def _agree(self, pending: PendingAverage) -> dict[KroneckerBlock, Outcome]:
+        """Agree with all ranks on finished layers, on the CPU: a device need not be read.
 
-        Returns the outcomes of finished layers, and the largest news. Gradients have arrived then.
+        Gradients have arrived then.
         """
         world = self.training.world
         name = "solve_exchange" if self.waits else "wait"
-        # Exactly so many steps later: before, there is nothing to agree on.
-        possible = not self.inverter.deterministic or any(map(self._must_land, self.under_way))
-        agrees = bool(news) or (possible and bool(self.under_way))
-        layers = [block for block in self.plan if block in self.under_way] if agrees else []
-        numbers = [*map(float, map(self._outcome, layers)), *news]
-        if agrees and world.size > 1:
-            with stage(name):
-                message = torch.tensor(numbers, dtype=torch.float32, device="cpu")
-                agreement = world.on_cpu().all_reduce_max([message])
+        layers = [block for block in self.plan if block in self.under_way]
+        if self.inverter.deterministic and not any(map(self._must_land, layers)):
+            layers = []  # exactly so many steps later: before, there is nothing to agree on
+        outcomes = [float(self._outcome(block)) for block in layers]
+        message = torch.tensor(outcomes, dtype=torch.float32, device="cpu")
+        with stage(name):
+            agreement = world.on_cpu().all_reduce_max([message] if layers else [])
         with stage("average_gradients"):
             pending.wait()
-        if agrees and world.size > 1:
-            with stage(name):
-                agreement.wait()
-                numbers = message.tolist()
-        finished: dict[KroneckerBlock, Outcome] = {}
-        for block, number in zip(layers, numbers, strict=False):
-            if number != Outcome.PENDING:
-                finished[block] = Outcome(int(number))
-        return finished, numbers[len(layers) :]
+        with stage(name):
+            agreement.wait()
+        agreed = zip(layers, message.tolist(), strict=True)
+        return {block: Outcome(int(number)) for block, number in agreed if number > Outcome.PENDING}
 
     def _outcome(self, block: KroneckerBlock) -> Outcome:
         """What this rank knows of a layer under way."""

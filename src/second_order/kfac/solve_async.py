@@ -1,8 +1,7 @@
 """DistKFAC's inverses: computed on threads beside training, put to use when all ranks have them.
 
-submit    copies of a layer's factors, and of what is added to them, are handed to a thread
-          the thread decomposes the copies
-collect   finished results are moved to the device of the training
+submit    copies of a layer's factors are handed to a thread, which decomposes them
+collect   finished results are taken from the threads
 
 A layer is under way from the step that submits a snapshot of its factors until it is installed, and
 is not submitted again before: at that step if it is due. One without an inverse is waited for.
@@ -18,9 +17,9 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, thread, wait
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import TypeAlias, TypeVar
 
@@ -81,65 +80,6 @@ def _unless_at_the_end(work: Callable[[], T]) -> T:
     return work()
 
 
-@dataclass(frozen=True)
-class Streams:
-    """CUDA streams next to the one that trains."""
-
-    copies: torch.cuda.Stream  # to the CPU
-    solves: torch.cuda.Stream
-
-
-def take_snapshots(
-    groups: Sequence[Sequence[Tensor]], device: torch.device, streams: Streams | None
-) -> list[Callable[[], list[Tensor]]]:
-    """Begin to copy tensors of one device, which may change as soon as this returns, to a device.
-
-    Returns, for each group, a function for the thread that needs the copies: it waits for them.
-    ``streams`` are for tensors on CUDA.
-    """
-    copies = [[torch.empty_like(t) for t in group] for group in groups]
-    torch._foreach_copy_(list(chain(*copies)), list(chain(*groups)))
-    return [_arriving(group, device, streams) for group in copies]
-
-
-def _arriving(
-    copies: list[Tensor], device: torch.device, streams: Streams | None
-) -> Callable[[], list[Tensor]]:
-    if streams is None:
-        return lambda: [copy.to(device) for copy in copies]
-    to_cpu = device.type == "cpu"
-    stream = streams.copies if to_cpu else streams.solves
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    arrived: list[Tensor] = []
-    with torch.cuda.stream(stream):
-        for copy in copies:
-            copy.record_stream(stream)
-            if to_cpu:
-                pinned = torch.empty_like(copy, device="cpu", pin_memory=True)
-                arrived.append(pinned.copy_(copy, non_blocking=True))
-            else:
-                arrived.append(copy)
-    event = stream.record_event()
-
-    def fetch() -> list[Tensor]:
-        event.synchronize()
-        return arrived
-
-    return fetch
-
-
-def retrieve(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """Move a thread's results to a device without waiting for it.
-
-    Results are in pinned memory if they are to be copied, otherwise complete.
-    """
-    moved = tuple(part.to(device, non_blocking=True) for part in parts)
-    if device.type == "cuda":
-        for part in moved:  # the memory may be that of another stream
-            part.record_stream(torch.cuda.current_stream(device))
-    return moved
-
-
 def half_the_cores() -> int:
     """Number of threads that leave half of this process's share of the cores to others; 1 to 4."""
     cores = os.cpu_count() or 1
@@ -163,20 +103,12 @@ class ThreadedInverter:
             )
         self.staleness = own.staleness
         self.deterministic = own.deterministic
-        self._training = training
-        self._on_cuda = own.inverse_device == "cuda"
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._inverse_device = device if own.inverse_device == "cuda" else torch.device("cpu")
         self._solver = solver
         self._dtype = options.inv_dtype
         self.pool = WorkerPool(own.inverse_threads or half_the_cores())
         self.clear()
-
-    @cached_property
-    def _streams(self) -> Streams | None:
-        """The CUDA streams that copy and solve beside training; None without CUDA."""
-        device = self._training.device
-        if device.type != "cuda":
-            return None
-        return Streams(torch.cuda.Stream(device), torch.cuda.Stream(device))
 
     def clear(self) -> None:
         """Forget what has been submitted."""
@@ -184,23 +116,39 @@ class ThreadedInverter:
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Hand snapshots of factors to threads, the largest first, so that they end together."""
-        if not jobs:
-            return
         jobs = sorted(jobs, key=lambda job: job.cost, reverse=True)
-        device = self._training.device if self._on_cuda else torch.device("cpu")
-        tensors: list[list[Tensor]] = []
+        factors = [each.stored for job in jobs for each in job.problems.values()]
+        copies = [torch.empty_like(factor) for factor in factors]
+        if copies:
+            torch._foreach_copy_(copies, factors)
+        remaining = iter(copies)
         for job in jobs:
-            pairs = [(each.stored, each.added) for each in job.problems.values()]
-            tensors.append([tensor for pair in pairs for tensor in pair if tensor is not None])
-        snapshots = take_snapshots(tensors, device, self._streams)
-        for job, fetch in zip(jobs, snapshots, strict=True):
-            problems = dict(job.problems)
-            if self._on_cuda:  # where float32 products obey a setting of the whole process
-                problems = {k: replace(each, dtype=torch.float64) for k, each in problems.items()}
+            problems: dict[str, Problem] = {}
+            for letter, each in job.problems.items():
+                problems[letter] = replace(each, stored=next(remaining))
             work = partial(
-                decompose_snapshot, fetch, problems, self._solver, self._dtype, self._streams
+                decompose_snapshot, problems, self._solver, self._dtype, self._inverse_device
             )
-            self._tickets[job.block] = self.pool.submit(work)
+            self._tickets[job.block] = self._on_thread(work)
+
+    def _on_thread(self, work: Callable[[], T]) -> Future[T]:
+        """Start work on a thread, once the device has computed what it works on.
+
+        On CUDA the work has a stream of its own, and its results are complete.
+        """
+        stream = self._stream
+        if stream is None:
+            return self.pool.submit(work)
+        event = torch.cuda.current_stream(stream.device).record_event()
+
+        def in_stream() -> T:
+            event.synchronize()
+            with torch.cuda.stream(stream):
+                result = work()
+            stream.synchronize()
+            return result
+
+        return self.pool.submit(in_stream)
 
     def collect(self, waits: Callable[[KroneckerBlock], bool]) -> list[Result]:
         """Return finished layers, and those that are waited for; nothing is read."""
@@ -217,9 +165,10 @@ class ThreadedInverter:
             if error is not None:
                 results.append(Result(block, {}, f"{type(error).__name__}: {error}"))
                 continue
-            parts: Parts = {}
-            for letter, found in ticket.result().items():
-                parts[letter] = retrieve(found, self._training.device)
+            parts = ticket.result()
+            if self._stream is not None:
+                for part in chain(*parts.values()):  # it is memory of that stream
+                    part.record_stream(torch.cuda.current_stream(part.device))
             results.append(Result(block, parts))
         return results
 
@@ -232,36 +181,28 @@ class ThreadedInverter:
         self.pool.close()
 
     def post(self, copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
-        """Send copies of tensors from the CPU; copies on CUDA by a thread that waits for them."""
-        if self._streams is None:
+        """Send tensors from the CPU; a thread waits for those on CUDA."""
+        if self._stream is None:
             send(copies)
-            return
-        (fetch,) = take_snapshots([copies], torch.device("cpu"), self._streams)
-        self.pool.submit(lambda: send(fetch()))
+        else:
+            self._on_thread(lambda: send([copy.cpu() for copy in copies]))
 
 
 def decompose_snapshot(
-    fetch: Callable[[], list[Tensor]],
-    problems: Mapping[str, Problem],
-    solver: Solver,
-    dtype: torch.dtype,
-    streams: Streams | None,
+    problems: Mapping[str, Problem], solver: Solver, dtype: torch.dtype, device: torch.device
 ) -> Parts:
-    """Decompose a layer's factors from a snapshot; runs on a thread."""
-    tensors = iter(fetch())
-    copies: list[Problem] = []
-    for problem in problems.values():
-        stored = next(tensors)
-        added = None if problem.added is None else next(tensors)
-        copies.append(replace(problem, stored=stored, added=added))
-    on_cuda = copies[0].stored.device.type == "cuda"
-    stream = streams.solves if streams is not None and on_cuda else None
-    beside = nullcontext() if stream is None else torch.cuda.stream(stream)
-    with torch.no_grad(), beside:
-        found = solver.decompose(copies, dtype).finish()
-    parts = {letter: each for letter, each in zip(problems, found, strict=True) if each}
-    if stream is not None:
-        stream.synchronize()
-    elif streams is not None:  # pinned, to be fetched without waiting
-        parts = {k: tuple(part.pin_memory() for part in each) for k, each in parts.items()}
+    """Decompose a layer's factors, of which these are copies, on a device; runs on a thread."""
+    moved: list[Problem] = []
+    for each in problems.values():
+        added = None if each.added is None else each.added.to(device)
+        here = replace(each, stored=each.stored.to(device), added=added)
+        if device.type == "cuda":  # where float32 products obey a setting of the whole process
+            here = replace(here, dtype=torch.float64)
+        moved.append(here)
+    with torch.no_grad():
+        found = solver.decompose(moved, dtype).finish()
+    parts: Parts = {}
+    for (letter, each), decomposition in zip(problems.items(), found, strict=True):
+        if decomposition is not None:
+            parts[letter] = tuple(part.to(each.stored.device) for part in decomposition)
     return parts

@@ -40,6 +40,7 @@ from second_order.reporting.summary import Summary
 from second_order.training.context import Training
 from second_order.training.curvature import Curvature
 from second_order.training.helpers import take_role
+from second_order.utils.stages import stage
 
 __all__ = ["StatsWorker", "StatsWorkers", "with_stats_workers"]
 
@@ -143,16 +144,15 @@ class StatsWorkers:
             self.needs_statistics = True
             self.plan_version += 1
 
-    def news(self) -> list[float]:
-        """Numbers for all workers to agree on: does one need statistics; which links are lost."""
-        gone = [float(link.lost or link.closed_there) for link in self.active]
-        return [float(self.needs_statistics), *gone] if self.active else []
-
-    def hear(self, news: Sequence[float], training: Training) -> None:
-        """Act on the agreed numbers, in the same way on every worker."""
-        if not news:
+    def agree(self, training: Training) -> None:
+        """Agree with the other workers: does one need statistics; which links are lost."""
+        if not self.active:
             return
-        needs_statistics, *gone = news
+        gone = [float(link.lost or link.closed_there) for link in self.active]
+        flags = torch.tensor([float(self.needs_statistics), *gone], device="cpu")
+        with stage("wait"):
+            training.world.on_cpu().all_reduce_max([flags]).wait()
+        needs_statistics, *gone = flags.tolist()
         lost = [link for link, flag in zip(self.active, gone, strict=True) if flag]
         if lost:
             names = ", ".join(f"stats worker {link.peer}" for link in lost)
