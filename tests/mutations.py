@@ -154,12 +154,9 @@ the least load of the wrong rank  <-  assignment::assignment_is_that_of_its_defi
     (load + work, bearer))  =>  (load + work, -bearer))
 
 == distributed/helper_link.py
-a shutdown that overtakes messages
+a shutdown without the messages before it
   <-  helper_link::a_shutdown_is_the_last_thing_that_is_said
-  -         while not self._outgoing.empty():
-  -             self._send(
-  +         while not (left or self._outgoing.empty()):
-  +             self._send(
+    while item is not None:  =>  while False:
 a helper that keeps a model of its own
   <-  mrdho2_accelerator::accelerators_compute_with_the_workers_whole_model
     scatter(flat, same_dtype)  =>  pass

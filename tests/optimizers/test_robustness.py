@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from contract import SYSTEMS, each_of_five, each_system, hook_count, make, take
 from models import ZOO
-from ranks import vector
+from ranks import shard, vector
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -81,6 +81,25 @@ def groups_of_many(rank: int, world_size: int) -> int:
 def test_optimizers_share_their_groups(world: World) -> None:
     """A row, a column and what they compare in, for as many optimizers as there are."""
     assert world.run(groups_of_many, 4) == [3, 3, 3, 3]
+
+
+def groups_of_the_users(rank: int, world_size: int) -> float:
+    """The user makes a group of some ranks between two optimizers; the second makes groups too."""
+    KAISA(MLP.model(), lr=0.1, process_group=dist.new_group(range(world_size)))
+    dist.new_group([0, 1])
+    model = MLP.model()
+    optimizer = KAISA(
+        model,
+        lr=0.1,
+        grad_worker_fraction=0.5,
+        process_group=dist.new_group(range(world_size)),
+    )
+    take(model, optimizer, shard(BATCHES[0], rank, world_size), MLP.loss)
+    return float(vector(model).sum())
+
+
+def test_groups_of_the_users_between_two_optimizers_do_no_harm(world: World) -> None:
+    assert len(set(world.run(groups_of_the_users, 4, timeout=60))) == 1
 
 
 def warm_up_from_zero(rank: int, world_size: int, system: int, zeros: bool) -> list[Tensor]:

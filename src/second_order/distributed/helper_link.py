@@ -26,8 +26,8 @@ import socket
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -53,8 +53,7 @@ __all__ = [
 T = TypeVar("T")
 Address: TypeAlias = tuple[str, int]
 
-POLL_SECONDS = 0.002  # between two looks while messages travel or a call waits
-IDLE_SECONDS = 0.05  # at most, between two looks otherwise
+POLL_SECONDS = 0.005  # between two looks: the thread that trains needs the interpreter
 BEATS_PER_TIMEOUT = 8
 CLOSE_SECONDS = 5.0  # at most, until a shutdown stops waiting for the other end
 PART_BYTES = 4 * 2**20  # heartbeats go between the parts of a message; the store takes 8 MiB
@@ -125,16 +124,12 @@ class HelperLink:
         with explained():
             limit = timedelta(seconds=max(timeout, 1.0))
             self._store = TCPStore(*address, wait_for_workers=False, timeout=limit)
-        self._outgoing = queue.SimpleQueue[tuple[int, Message]]()
-        self._sent = dict[int, int]()  # number of messages, by rank
+        # No lock: leave() may be called by the garbage collector, in the middle of the thread.
+        self._outgoing = queue.SimpleQueue[tuple[int, Message] | None]()  # None to shut down
+        self._sent = Counter[int]()  # number of messages, by rank
         self._incoming = deque[Message]()
         self._fetched = 0
         self._arrival = threading.Event()
-        # No lock: leave() may be called by the garbage collector, in the middle of the thread.
-        self._wake = queue.SimpleQueue[None]()
-        self._is_waiting = False
-        self._left = 0.0  # when leave() was called
-        self._pause = POLL_SECONDS
         self._beats = 0
         self._next_beat = 0.0
         self._peer_beat = ""
@@ -153,7 +148,6 @@ class HelperLink:
         if self._thread.is_alive():
             copies = [tensor.detach().cpu() for tensor in tensors]
             self._outgoing.put((self.peer if to is None else to, Message(copies, note)))
-            self._wake.put(None)
 
     def receive(self) -> Message | None:
         """Take the peer's next message, or return None if it is not here yet."""
@@ -161,17 +155,12 @@ class HelperLink:
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> Message | None:
         """Wait for the peer's next message; None if it is lost or closed, or ``until`` is true."""
-        self._is_waiting = True
-        self._wake.put(None)
-        try:
-            while not self._incoming:
-                if self.closed_there or self.lost or until() or not self._thread.is_alive():
-                    break
-                self._arrival.wait(POLL_SECONDS)
-                self._arrival.clear()
-            return self.receive()
-        finally:
-            self._is_waiting = False
+        while not self._incoming:
+            if self.closed_there or self.lost or until() or not self._thread.is_alive():
+                break
+            self._arrival.wait(POLL_SECONDS)
+            self._arrival.clear()
+        return self.receive()
 
     @property
     def lost(self) -> bool:
@@ -185,19 +174,17 @@ class HelperLink:
 
     def leave(self) -> None:
         """Shut down without waiting; :meth:`close` is still to be called."""
-        self._left = self._left or time.monotonic()
-        self._wake.put(None)
+        self._outgoing.put(None)
 
     def close(self, patience: float = CLOSE_SECONDS) -> None:
         """Shut down once all messages have been sent, and end the thread.
 
-        This waits for at most ``patience`` seconds, 5 at most, since :meth:`leave` if that was
-        called. A thread that hangs in a connection is left. A host keeps its store until the
-        workers have shut down: if it leaves before them, they still read what it sent. Messages
-        that were not received are dropped.
+        This waits for at most ``patience`` seconds, 5 at most. A thread that hangs in a connection
+        is left. A host keeps its store until the workers have shut down: if it leaves before them,
+        they still read what it sent. Messages that were not received are dropped.
         """
+        end = time.monotonic() + min(max(patience, 0.0), CLOSE_SECONDS)
         self.leave()
-        end = self._left + min(patience, CLOSE_SECONDS)
         self._thread.join(max(end - time.monotonic(), 0.0))
         self._incoming.clear()
         if self._hosted is not None and not self.lost:
@@ -210,11 +197,10 @@ class HelperLink:
 
     def _run(self) -> None:
         try:
-            while self._exchange():
-                with suppress(queue.Empty):
-                    self._wake.get(timeout=self._pause)
-                while not self._wake.empty():  # only this thread takes from it
-                    self._wake.get()
+            while self._send_all():
+                self._beat()
+                self._fetch_all()
+            self._store.set(f"{self._rank}/closed", "1")
         except Exception as error:  # whatever it is, the other end cannot be reached any more
             self.failure = f"{type(error).__name__}: {error}".split("\n", maxsplit=1)[0]
         finally:
@@ -223,32 +209,27 @@ class HelperLink:
             self._arrival.set()
             _open.discard(self)
 
-    def _exchange(self) -> bool:
-        """Send and fetch all messages there are; False after a shutdown."""
-        left = self._left  # read first: what was sent before leave() still goes out
-        busy = False
-        while not self._outgoing.empty():
-            self._send(*self._outgoing.get())
-            busy = True
-        if left:
-            self._store.set(f"{self._rank}/closed", "1")
+    def _send_all(self) -> bool:
+        """Send what is queued, after a pause if that is nothing; False once the end is reached."""
+        with suppress(queue.Empty):
+            item = self._outgoing.get(timeout=POLL_SECONDS)
+            while item is not None:
+                self._send(*item)
+                item = self._outgoing.get_nowait()
             return False
-        self._beat()
+        return True
+
+    def _fetch_all(self) -> None:
+        """Fetch what has arrived."""
         closed = self._store.check([f"{self.peer}/closed"])
         while self._store.check([f"{self.peer}>{self._rank}/{self._fetched}"]):
             self._incoming.append(self._fetch())
             self._arrival.set()
-            busy = True
         self.closed_there = closed  # last: by now, all messages before the shutdown are here
-        # Rarely while nothing travels: the thread that trains needs the interpreter.
-        short = busy or self._is_waiting
-        self._pause = POLL_SECONDS if short else min(2 * self._pause, IDLE_SECONDS)
-        return True
 
     def _send(self, to: int, message: Message) -> None:
-        number = self._sent.get(to, 0)
-        self._sent[to] = number + 1
-        name = f"{self._rank}>{to}/{number}"
+        name = f"{self._rank}>{to}/{self._sent[to]}"
+        self._sent[to] += 1
         file = io.BytesIO()
         # Clones, because a view would be saved with all of its storage.
         torch.save(([tensor.clone() for tensor in message.tensors], message.note), file)
@@ -290,18 +271,20 @@ class HelperLink:
 _open: set[HelperLink] = set()
 
 
-def close_links(links: Sequence[HelperLink], patience: float = CLOSE_SECONDS) -> None:
+def close_links(links: Iterable[HelperLink], patience: float = CLOSE_SECONDS) -> None:
     """Shut down links. All leave before this waits for any."""
+    links = list(links)
+    end = time.monotonic() + patience
     for link in links:
         link.leave()
     for link in links:
-        link.close(patience)
+        link.close(end - time.monotonic())
 
 
 @atexit.register
 def _close_all() -> None:
     """Cut off no thread in the middle of a message."""
-    close_links(list(_open))
+    close_links(_open)
 
 
 # ----------------------------------------------------------------------------------- construction
@@ -337,18 +320,17 @@ def connect(world: World, roles: Roles, timeout: float, owner: object = None) ->
     links: list[HelperLink] = []
     try:
         if rank in roles.helpers:
-            own = HelperLink(address, rank, 0, timeout, owner, store, roles.workers)
-            links.append(own)
-        for helper in roles.helpers if not links else ():
-            link = HelperLink(addresses[helper], rank, helper, timeout, owner)
-            links.append(link)
+            links.append(HelperLink(address, rank, 0, timeout, owner, store, roles.workers))
+        else:
+            for helper in roles.helpers:
+                link = HelperLink(addresses[helper], rank, helper, timeout, owner)
+                links.append(link)
     except (OSError, RuntimeError) as caught:
         error = f"rank {rank} cannot reach a store for messages: {caught}"
     try:
         _gather_or_raise(world, None, error)
     except SecondOrderError:
-        for link in links:
-            link.leave()
+        close_links(links, 0.0)
         raise
     return links
 

@@ -72,6 +72,7 @@ class Consistency:
             remedy="build the same model with the same options on every rank; if another module "
             "contains it on some ranks alone, pass model=",
         )
+        training.world.equalize_group_counts()  # the user may have made groups of some ranks
 
     def check(
         self,
