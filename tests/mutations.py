@@ -501,10 +501,10 @@ verdicts are added up  <-  failures::one_factor_that_fails_is_told
     all_reduce_max([message] if layers  =>  all_reduce([message] if layers
 a dead layer is called unused where it is called
   <-  kaisa::a_dead_layer_is_called_unused_where_it_is_not_called
-    silent=block.state.status is LayerStatus.NOT_CAPTURED  =>  silent=True
+    silent=block.status is LayerStatus.NOT_CAPTURED  =>  silent=True
 one refresh too many before an error
   <-  failures::too_many_failures_in_a_row_are_an_error_on_every_rank
-    block.state.failures >= most  =>  block.state.failures > most
+    block.failures >= most  =>  block.failures > most
 relative damping without the mean curvature
   <-  invariants_steps::relative_damping_is_in_units_of_a_layers_mean_curvature
     damping = damping * positive  =>  damping = damping * torch.ones_like(positive)
@@ -519,7 +519,7 @@ stale inverses after a change of layers
     if self.wanted:  =>  if False:
 an unexplained layer not told of to the other ranks
   <-  explained::a_layer_that_one_rank_cannot_verify_is_left_on_all
-    if block.state.unverified:  =>  if False:
+    if block.unverified:  =>  if False:
 decompositions of threads arrive with another damping
   <-  distkfac_ranks::without_staleness_it_is_kaisa
     torch.as_tensor(n, dtype=dtype, device=device)  =>  torch.ones((), dtype=dtype)

@@ -285,7 +285,7 @@ def test_experts_that_compute_something_else_are_left_to_the_base(told: bool) ->
     optimizer = make(KAISA, model, lr=0.0)
     step(model, optimizer, *given)
     optimizer.refresh() if hasattr(optimizer, "refresh") else step(model, optimizer, *given)
-    found = {b.name: b.state.unverified for b in optimizer._curvature.layers.blocks}
+    found = {b.name: b.unverified for b in optimizer._curvature.layers.blocks}
     assert found["experts.gate_up_proj"] is not told
     assert not found["first"]
 
@@ -372,7 +372,7 @@ def test_models_of_transformers_train_alike_in_each_implementation(name: str) ->
         covered = sum(block.size for block in optimizer._curvature.layers.blocks)
         norms = sum(p.numel() for key, p in model.named_parameters() if p.dim() == 1)
         assert covered >= sum(map(torch.numel, model.parameters())) - norms
-        assert not any(b.state.unverified for b in optimizer._curvature.layers.blocks)
+        assert not any(b.unverified for b in optimizer._curvature.layers.blocks)
         found.append(of_experts)
     assert found[0]
     for other in found[1:]:

@@ -74,7 +74,7 @@ def test_every_layer_of_the_zoo_explains_its_gradient(name: str, exact_blocks: b
         optimizer.step()
     expected = {b.name for b in optimizer._curvature.layers.active if b.has_gradient}
     for block in optimizer._curvature.layers.active:
-        if block.state.status is not LayerStatus.CAPTURED:
+        if block.status is not LayerStatus.CAPTURED:
             expected.discard(block.name)
     assert found.keys() == expected
     assert max(found.values()) < 1e-9

@@ -539,7 +539,7 @@ class KFAC(OfLayers):
         for block in self.layers.blocks:
             if block not in self.plan and block.factors is None:
                 continue
-            entries = found[block.weight] = {**common, **block.state.agreed()}
+            entries = found[block.weight] = {**common, **block.agreed_entries()}
             if fresh or (block.factors is not None and self._takes(block)):
                 entries |= block.saved_factors()
             for each in (self.traces, self.drift):
@@ -602,7 +602,7 @@ class KFAC(OfLayers):
         solves.take_over(loaded.inverses, damping if damping >= 0 else math.nan)
         for block, layer in self.plan.items():
             part: Mapping[str, Any] = saved.get(block.weight, {})
-            block.state.load(part, layer.contributors(self.training.world.size))
+            block.load_history(part, layer.contributors(self.training.world.size))
         if self.traces is not None:
             self.traces.load(saved, self.layers.blocks)
         solves.resubmit(loaded.snapshots)

@@ -181,7 +181,7 @@ class StepLength:
         reporting = set(step.reporting)
         pairs: list[tuple[Tensor, Tensor]] = []
         for block in step.layers:
-            valid = block.solved and not block.lost and not block.state.unverified
+            valid = block.solved and not block.lost and not block.unverified
             if valid and (block in reporting or (rows and is_dtensor(block.weight))):
                 for p in block.params:
                     if p.grad is not None and p in last:
@@ -316,7 +316,7 @@ def share_feedback(
 
     # Sum it over the ranks. Each layer has one rank that reports it.
     sums = [float(len(slope)), float(len(roots)), sum(slope), sum(roots)]
-    sums.append(float(sum(block.state.work for block in reporting)))
+    sums.append(float(sum(block.work for block in reporting)))
     reported = set(reporting)
     sums += [known.get(b, math.nan) if b in reported else 0.0 for b in step.layers]
     message = torch.tensor(sums, dtype=torch.float64, device="cpu")

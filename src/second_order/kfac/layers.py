@@ -174,7 +174,7 @@ class Layers:
         new = [row for row in self._left_training() if training.first_time(f"left:{row}")]
         if not new:
             return
-        heard = [block for block in self.blocks if block.trainable and not block.state.silent]
+        heard = [block for block in self.blocks if block.trainable and not block.silent]
         total = sum(p.numel() for p in training.training_params())
         share = sum(block.size for block in heard) / max(total, 1)
         # FSDP2 leaves no rank the whole gradients that other_matrices='gradient' needs.
@@ -399,7 +399,7 @@ class Layers:
 
     def tell_of_silence(self, agreed: Sequence[KroneckerBlock]) -> None:
         """Warn, once each, of those of some layers of which no statistic has ever come."""
-        silent = [block for block in agreed if block.state.silent]
+        silent = [block for block in agreed if block.silent]
         training = self._training
         if silent and len(silent) == len(self.active):
             if training.first_time("no statistics"):
@@ -425,7 +425,7 @@ class Layers:
 
     def _why_silent(self, block: KroneckerBlock) -> str:
         """Why no pair of a layer has come, or is of any use; "" if that is not known."""
-        if block.state.unverified:
+        if block.unverified:
             return UNEXPLAINED
         reasons = (self.capture.missed.get(module, "") for module in block.modules)
         return next(filter(None, reasons), "")
@@ -442,11 +442,11 @@ class Layers:
         for block in self.blocks:
             status = "preconditioned" if block.trainable else "frozen"
             detail = _factors(block.shape)
-            if block.state.silent:
+            if block.silent:
                 status = "base" if block.trainable else "frozen"
                 detail = self._why_silent(block) or SILENT
-            if block.state.silent and block.state.unverified:
-                detail = f"{block.state.residual:.0%} of its gradient unexplained: {detail}"
+            if block.silent and block.unverified:
+                detail = f"{block.residual:.0%} of its gradient unexplained: {detail}"
             row = LayerRow(
                 name=block.name,
                 kind=plain_type(block.modules[0]).__name__,
@@ -466,7 +466,7 @@ class Layers:
             self._training.titled(self._options.solver),
             rows,
             dropped=sum(int(block.staged.dropped) for block in self.blocks),
-            failed=sum(block.state.failures > 0 for block in self.blocks),
+            failed=sum(block.failures > 0 for block in self.blocks),
         )
 
     def close(self) -> None:

@@ -53,7 +53,7 @@ def metrics_of(
         "age/inverses": step - min((state.step for state in states), default=math.nan),
         "layers": float(len(plan)),
         "layers/solved": float(len(solved)),
-        "layers/failing": float(sum(block.state.failures > 0 for block in plan)),
+        "layers/failing": float(sum(block.failures > 0 for block in plan)),
         "layers/under_way": float(len(solves.under_way)),
         "failed": float(solves.failed),
         "dropped": float(sum(int(block.staged.dropped) for block in layers.blocks)),

@@ -301,7 +301,7 @@ class Solves:
 
         self.layers.tell_of_silence(list(outcomes))
         most = MAX_CONSECUTIVE_FAILURES
-        hopeless = [repr(block.name) for block in outcomes if block.state.failures >= most]
+        hopeless = [repr(block.name) for block in outcomes if block.failures >= most]
         if hopeless:
             raise DecompositionError(
                 f"the factors of {', '.join(hopeless)} could not be decomposed {most} refreshes in "
@@ -462,7 +462,7 @@ class Solves:
 
     def _outcome(self, block: KroneckerBlock) -> Outcome:
         """What this rank knows of a layer under way."""
-        if block.state.unverified:
+        if block.unverified:
             return Outcome.UNVERIFIED
         elsewhere = block not in self.step.to_solve
         if elsewhere and self.training.world.backend == "fake":  # no other rank sends its result
@@ -596,7 +596,7 @@ class Solves:
             return
         self.inverses.pop(block, None)
         if outcome is Outcome.NO_STATISTICS:
-            block.lost_inverse(silent=block.state.status is LayerStatus.NOT_CAPTURED)
+            block.lost_inverse(silent=block.status is LayerStatus.NOT_CAPTURED)
             return
         self.layers.unexplained_elsewhere(block)
         had_inverse = block.solved

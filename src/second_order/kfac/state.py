@@ -172,8 +172,7 @@ def saved_inverse(
         DELAY: state.installed_at - state.step,
         WANTED: int(block in solves.wanted),
     }
-    passes = block.state.history(layer.contributors(world.size))
-    tensors = {PASS_HISTORY: block.numbers(passes)}
+    tensors = {PASS_HISTORY: block.pass_history(layer.contributors(world.size))}
     if block.inverse is not None:
         numbers = [state.damping, state.trace, state.option, solves.scaled]
         tensors |= block.inverse.entries

@@ -56,7 +56,7 @@ class TraceRefresh:
         A layer without an inverse is computed, and one whose last refresh failed.
         """
         self.settled -= {block for block in due if not block.solved}
-        judged = [block for block in due if block.solved and not block.state.failures]
+        judged = [block for block in due if block.solved and not block.failures]
         flags = self._flags(solves, {block: due[block] for block in judged})
         if judged and solves.training.world.size > 1:
             message = torch.tensor(flags, dtype=torch.float32, device="cpu")

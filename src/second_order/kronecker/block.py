@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
 from typing import Any, TypeAlias, cast
@@ -45,7 +44,6 @@ __all__ = [
     "Bank",
     "Gradients",
     "KroneckerBlock",
-    "LayerState",
     "LayerStatus",
     "as_matrices",
     "banks_of",
@@ -71,81 +69,6 @@ class LayerStatus(Enum):
     UNVERIFIED = 3  # the captured pairs do not reproduce the weight's gradient
 
 
-@dataclass
-class LayerState:
-    """The history of a layer's statistics and refreshes."""
-
-    status: LayerStatus = LayerStatus.WAITING
-    silent: bool = False  # the last refresh found no statistics, on any process
-    failures: int = 0  # refreshes in a row that gave no valid decomposition
-    comparisons: int = 0  # of pairs with the gradient
-    residual: float = 0.0  # share of the gradient that the pairs left over at the last of these
-    work: int = 0  # operations of the passes in the last step with statistics, on this process
-
-    def note_pair(self, work: int) -> None:
-        """Note a captured pair, and the operations of the step's passes so far."""
-        self.status = LayerStatus.CAPTURED
-        self.work = work
-
-    @property
-    def unverified(self) -> bool:
-        """Whether the pairs do not reproduce the gradient, so that they are not used."""
-        return self.status is LayerStatus.UNVERIFIED
-
-    def note_due(self) -> None:
-        """Note that a step needs statistics."""
-        if self.status is LayerStatus.WAITING:
-            self.status = LayerStatus.NOT_CAPTURED
-
-    def note_comparison(self, residual: float | None) -> None:
-        """Note what a step's pairs leave over of the gradient; None if that cannot be known."""
-        self.comparisons += 1
-        if residual is None:
-            return
-        self.residual = residual
-        if residual > TOLERANCE:
-            self.status = LayerStatus.UNVERIFIED
-        elif self.unverified:
-            self.status = LayerStatus.NOT_CAPTURED
-
-    def note_refresh(self, *, failed: bool = False) -> None:
-        """Note how a refresh with statistics has ended; a failed one gave no valid inverse."""
-        self.silent = False
-        self.failures = self.failures + 1 if failed else 0
-
-    def note_silence(self, silent: bool) -> None:
-        """Note a refresh without statistics."""
-        self.silent = silent
-
-    def forget_factors(self) -> None:
-        """Note that the running averages start again."""
-        self.failures = 0
-        if self.status is LayerStatus.NOT_CAPTURED:
-            self.status = LayerStatus.WAITING
-
-    def agreed(self) -> dict[str, Any]:
-        """The entries of a checkpoint that are the same on all ranks."""
-        due = self.status is not LayerStatus.WAITING
-        return dict(zip(AGREED_STATE, (int(self.silent), int(due), self.failures), strict=True))
-
-    def history(self, ranks: int) -> list[float]:
-        """The numbers of captured passes that a checkpoint has; work is that of all ``ranks``."""
-        work = float(self.work * ranks)
-        return [float(self.status.value), float(self.comparisons), self.residual, work]
-
-    def load(self, saved: Mapping[str, Any], ranks: int) -> None:
-        """Take over the entries that a checkpoint has; work is shared by so many ``ranks``."""
-        if saved.keys() >= {*AGREED_STATE}:
-            silent, due, self.failures = (saved[name] for name in AGREED_STATE)
-            self.silent = bool(silent)
-            self.status = LayerStatus.NOT_CAPTURED if due else LayerStatus.WAITING
-        if PASS_HISTORY in saved:
-            status, comparisons, self.residual, work = saved[PASS_HISTORY].tolist()
-            self.status = LayerStatus(int(status))
-            self.comparisons = int(comparisons)
-            self.work = int(work / ranks)
-
-
 class KroneckerBlock:
     """A weight, the bias that goes with it, and the curvature of the two.
 
@@ -161,9 +84,14 @@ class KroneckerBlock:
         inverse: The damped inverse, on the layer's gradient workers once it is solved.
         solved: Whether the layer's gradient workers, whichever ranks, hold an inverse.
         shape: The sizes of the factors, by which parameters train.
-        stored_shapes: By letter, the shape of a factor as stored here or on another process.
         trains_bias: Whether A has the homogeneous coordinate.
         work_dtype: The dtype in which gradients are clipped and exchanged: float32 at least.
+        status: What this process knows of the statistics.
+        silent: Whether the last refresh found no statistics, on any process.
+        failures: Refreshes in a row that gave no valid decomposition.
+        comparisons: Steps at which pairs were compared with the gradient.
+        residual: Share of the gradient that the pairs left over at the last of these.
+        work: Operations of the passes in the last step with statistics, on this process.
     """
 
     def __init__(
@@ -189,7 +117,12 @@ class KroneckerBlock:
         self.factor_dtype = factor_dtype
         self.held = (True, True)
         self.inverse: Inverse | None = None
-        self.state = LayerState()
+        self.status = LayerStatus.WAITING
+        self.silent = False
+        self.failures = 0
+        self.comparisons = 0
+        self.residual = 0.0
+        self.work = 0
         self._last_backward = -1  # the number of the pass that brought the last pair
         self._reset(dropped=0)
 
@@ -199,9 +132,6 @@ class KroneckerBlock:
         self.shape: FactorShape = self._current_shape()
         self.trains_bias = self.bias is not None and self.bias.requires_grad
         self.work_dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        self.stored_shapes: dict[str, tuple[int, ...]] = {}
-        for letter in self.shape.letters:
-            self.stored_shapes[letter] = self.shape.stored_shape(letter)
         self.staged = StagedStatistics(self.shape, device, self.factor_dtype)
         self.staged.dropped.add_(dropped)
         self.factors: KroneckerFactors | None = None
@@ -241,6 +171,11 @@ class KroneckerBlock:
     def size(self) -> int:
         """Number of scalar parameters that train."""
         return sum(p.numel() for p in self.params)
+
+    @property
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """By letter, the shape of a factor as stored here or on another process."""
+        return {letter: self.shape.stored_shape(letter) for letter in self.shape.letters}
 
     @property
     def layout(self) -> Layout:
@@ -297,7 +232,7 @@ class KroneckerBlock:
     @property
     def looks(self) -> bool:
         """Whether the pairs of these passes are compared with the gradient."""
-        return self.state.comparisons < VERIFIED_STEPS
+        return self.comparisons < VERIFIED_STEPS
 
     def looked_at(self, module: nn.Module) -> str:
         """The name, in a module, of the parameter whose gradient is compared."""
@@ -318,21 +253,37 @@ class KroneckerBlock:
         product = self.product(module, inputs, d.to(wide))
         self.staged.explain().add(product, rows, d, weight)
 
+    def note_pair(self, work: int) -> None:
+        """Note a captured pair, and the operations of the step's passes so far."""
+        self.status = LayerStatus.CAPTURED
+        self.work = work
+
+    @property
+    def unverified(self) -> bool:
+        """Whether the pairs do not reproduce the gradient, so that they are not used."""
+        return self.status is LayerStatus.UNVERIFIED
+
     def judge(self, residual: float | None) -> None:
         """Note how much of the gradient the step's pairs leave over; drop pairs that leave much.
 
         None: a hook of the user's on the weight makes the comparison impossible.
         """
-        self.state.note_comparison(residual)
-        if self.state.unverified:
+        self.comparisons += 1
+        if residual is not None:
+            self.residual = residual
+            if residual > TOLERANCE:
+                self.status = LayerStatus.UNVERIFIED
+            elif self.unverified:
+                self.status = LayerStatus.NOT_CAPTURED
+        if self.unverified:
             self.staged.clear()
 
     # ------------------------------------------------------------------------------------ factors
 
     def ensure_factors(self, asked: bool = False) -> KroneckerFactors:
         """The running averages, made on first use; ``asked``: as statistics are due."""
-        if asked:
-            self.state.note_due()
+        if asked and self.status is LayerStatus.WAITING:
+            self.status = LayerStatus.NOT_CAPTURED
         if self.factors is None:
             self.factors = self._new_factors()
         return self.factors
@@ -378,7 +329,9 @@ class KroneckerBlock:
     def forget(self) -> None:
         """Start the running averages again: the layer runs on its base gradient until then."""
         self.factors = None
-        self.state.forget_factors()
+        self.failures = 0
+        if self.status is LayerStatus.NOT_CAPTURED:
+            self.status = LayerStatus.WAITING
         self.drop_inverse()
 
     # -------------------------------------------------------------------------------- checkpoints
@@ -388,6 +341,27 @@ class KroneckerBlock:
         device = self.weight.device
         wide = torch.float32 if device.type == "mps" else torch.float64
         return torch.tensor(values, dtype=wide, device=device)
+
+    def agreed_entries(self) -> dict[str, int]:
+        """The entries of a checkpoint that are the same on all ranks."""
+        due = self.status is not LayerStatus.WAITING
+        return dict(zip(AGREED_STATE, (int(self.silent), int(due), self.failures), strict=True))
+
+    def pass_history(self, ranks: int) -> Tensor:
+        """The entry of the captured passes; its work is that of all ``ranks``."""
+        return self.numbers([self.status.value, self.comparisons, self.residual, self.work * ranks])
+
+    def load_history(self, saved: Mapping[str, Any], ranks: int) -> None:
+        """Take over these entries of a checkpoint; work is shared by so many ``ranks``."""
+        if saved.keys() >= {*AGREED_STATE}:
+            silent, due, self.failures = (saved[name] for name in AGREED_STATE)
+            self.silent = bool(silent)
+            self.status = LayerStatus.NOT_CAPTURED if due else LayerStatus.WAITING
+        if PASS_HISTORY in saved:
+            status, comparisons, self.residual, work = saved[PASS_HISTORY].tolist()
+            self.status = LayerStatus(int(status))
+            self.comparisons = int(comparisons)
+            self.work = int(work / ranks)
 
     def saved_factors(self) -> dict[str, Tensor]:
         """The factors kept here, as a checkpoint has them; tensors are shared, not copied.
@@ -444,15 +418,17 @@ class KroneckerBlock:
     def installed(self) -> None:
         """Mark the layer as solved by its gradient workers, this process or others."""
         self.solved = True
-        self.state.note_refresh()
+        self.silent = False
+        self.failures = 0
 
     def refresh_failed(self) -> None:
         """Count a refresh without a valid decomposition; a last inverse stays."""
-        self.state.note_refresh(failed=True)
+        self.silent = False
+        self.failures += 1
 
     def lost_inverse(self, silent: bool) -> None:
         """Drop the inverse at a refresh that found no statistics; ``silent``: on any process."""
-        self.state.note_silence(silent)
+        self.silent = silent
         self.drop_inverse()
 
     def drop_inverse(self) -> None:

@@ -601,14 +601,14 @@ class StatisticsCollector:
         # Its sums, now or at the end of the pass.
         pair = _Pair(module, x, d, SeenRows(current, group, rows.gradient))
         for block in fitting:
-            if block.state.unverified:
+            if block.unverified:
                 continue
             current.layers[id(block.staged)] = block.staged
             inputs = 1 if block.shape.diagonal_a else block.shape.in_dim
             block.staged.expect(current.number, again=again, work=6 * d.numel() * inputs)
             if block is self._rows_only:
                 continue
-            block.state.note_pair(block.staged.work)
+            block.note_pair(block.staged.work)
             if on_host:
                 self._add(block, pair, current.alive(group))
             else:

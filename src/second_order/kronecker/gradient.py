@@ -83,7 +83,7 @@ def gradient_sums(
         if block.has_gradient:
             device = block.weight.device
             sums[block] = _sums_of(block, examples.to(device), scale.to(device))
-            block.state.note_pair(work=0)
+            block.note_pair(work=0)
     return sums
 
 
