@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from measured import F64, close, data_of, model_of
 from second_order import SecondOrderError, SecondOrderWarning, measure
-from second_order.measuring.batches import batch_size_of
+from second_order.measuring.batches import batch_size_of, entries_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -348,10 +348,10 @@ def test_how_many_entries_a_batch_has() -> None:
         ([(4,)], 4),
         ([()], 0),
     ):
-        assert batch_size_of(zeros(*shapes)) == number, shapes
+        assert batch_size_of(entries_of(zeros(*shapes))) == number, shapes
         named = dict(zip("abc", zeros(*shapes), strict=False))
         if shapes[0] != (5, 8, 4):
-            assert batch_size_of(named) == number, shapes
+            assert batch_size_of(entries_of(named)) == number, shapes
 
 
 class Scaled(nn.Module):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -32,6 +32,7 @@ __all__ = [
     "Rows",
     "batch_size_of",
     "call_model",
+    "entries_of",
     "loss_terms",
     "move",
     "read_batch",
@@ -159,11 +160,12 @@ class Batch:
 
 def read_batch(batch: Any, model: nn.Module, mask: Mask | None, device: torch.device) -> Batch:
     """Read the size, masks and labels of a batch that is still on the host."""
-    targets = _targets_of(batch)
+    entries = entries_of(batch)
+    targets = entries.get("labels" if isinstance(batch, Mapping) else 1)
     counted = _label_mask(targets)
     if mask is None:
-        masks = _masks_of(batch, counted, model)
-        size = batch_size_of(batch)
+        masks = _masks_of(entries, counted, model)
+        size = batch_size_of(entries)
     else:
         given = torch.as_tensor(mask(batch), device="cpu").detach().bool()
         if given.dim() == 0:
@@ -198,7 +200,7 @@ def read_batch(batch: Any, model: nn.Module, mask: Mask | None, device: torch.de
         numbers = set()  # any
     return Batch(
         size=size,
-        shapes=frozenset(tensor.shape for tensor in _tensors_of(batch)),
+        shapes=frozenset(tensor.shape for tensor in entries.values()),
         rows=rows,
         targets=targets,
         counted=counted,
@@ -207,36 +209,23 @@ def read_batch(batch: Any, model: nn.Module, mask: Mask | None, device: torch.de
     )
 
 
-def _tensors_of(batch: Any) -> list[Tensor]:
-    """A batch's tensors that have a dimension, in their order."""
-    values: Iterable[Any] = ()
-    if isinstance(batch, Tensor):
-        values = [batch]
-    elif isinstance(batch, Mapping):
-        values = batch.values()
-    elif isinstance(batch, (tuple, list)):
-        values = batch
-    return [value for value in values if isinstance(value, Tensor) and value.dim() > 0]
+def entries_of(batch: Any) -> dict[Any, Tensor]:
+    """A batch's tensors that have a dimension, by their keys or positions."""
+    if not isinstance(batch, Mapping):
+        batch = dict(enumerate([batch] if isinstance(batch, Tensor) else batch))
+    return {
+        key: value for key, value in batch.items() if isinstance(value, Tensor) and value.dim() > 0
+    }
 
 
-def batch_size_of(batch: Any) -> int:
+def batch_size_of(entries: Mapping[Any, Tensor]) -> int:
     """The number of a batch's examples: the first dimension of most of its tensors.
 
     If two are equally frequent, it is the larger one, as of ``(1, positions)`` next to
     ``(examples, positions)``.
     """
-    votes = Counter(map(len, _tensors_of(batch)))
+    votes = Counter(map(len, entries.values()))
     return max(votes, key=lambda size: (votes[size], size), default=0)
-
-
-def _targets_of(batch: Any) -> Tensor | None:
-    """The targets in a batch: a mapping's "labels", the second entry of a tuple or list."""
-    found = None
-    if isinstance(batch, Mapping):
-        found = batch.get("labels")
-    elif isinstance(batch, (tuple, list)) and len(batch) > 1:
-        found = batch[1]
-    return found if isinstance(found, Tensor) and found.dim() > 0 else None
 
 
 def _label_mask(targets: Tensor | None) -> Tensor | None:
@@ -246,7 +235,9 @@ def _label_mask(targets: Tensor | None) -> Tensor | None:
     return (targets.detach() != IGNORED).cpu()
 
 
-def _masks_of(batch: Any, has_label: Tensor | None, model: nn.Module) -> list[Tensor]:
+def _masks_of(
+    entries: Mapping[Any, Tensor], has_label: Tensor | None, model: nn.Module
+) -> list[Tensor]:
     """The masks of a batch, ``(examples, ...)``, by its attention masks and its labels.
 
     Raises:
@@ -255,10 +246,12 @@ def _masks_of(batch: Any, has_label: Tensor | None, model: nn.Module) -> list[Te
             either.
     """
     of_labels = [] if has_label is None else [has_label]
-    if not isinstance(batch, Mapping):
-        return of_labels
-    of_encoder = _attention_masks(batch, "attention_mask")
-    of_decoder = _attention_masks(batch, "decoder_attention_mask") + of_labels
+    of_encoder = []
+    of_decoder = of_labels
+    if "attention_mask" in entries:
+        of_encoder = [_attention_mask(entries["attention_mask"])]
+    if "decoder_attention_mask" in entries:
+        of_decoder = [_attention_mask(entries["decoder_attention_mask"]), *of_labels]
     if not _has_decoder(model):
         return of_encoder + of_decoder
     for one in of_encoder:
@@ -271,15 +264,12 @@ def _masks_of(batch: Any, has_label: Tensor | None, model: nn.Module) -> list[Te
     return of_decoder + of_encoder
 
 
-def _attention_masks(batch: Mapping[str, Any], key: str) -> list[Tensor]:
-    """The attention mask of a name, as booleans on the host; none if the batch has none."""
-    mask = batch.get(key)
-    if not isinstance(mask, Tensor):
-        return []
+def _attention_mask(mask: Tensor) -> Tensor:
+    """An attention mask as booleans on the host."""
     is_added_to_scores = mask.is_floating_point() and not bool((mask > 0).any())
     if mask.dim() != 2 or is_added_to_scores:
         raise ValueError(MASK_OF_POSITIONS.format(shape=tuple(mask.shape)))
-    return [(mask.detach() != 0).cpu()]
+    return (mask.detach() != 0).cpu()
 
 
 # -------------------------------------------------------------------------------------- the rows

@@ -307,12 +307,10 @@ def sums_of(
     run: Run, layers: Sequence[Layer], shapes_of: Callable[[Layer], Mapping[str, torch.Size]]
 ) -> Sums:
     """Sums of the matrices of layers that have these shapes, sent in the order of layers."""
-    sizes = {(x.name, key): shape for x in layers for key, shape in shapes_of(x).items()}
-    owners = {layer.name: layer.owner for layer in layers}
     return Sums(
+        layers,
+        shapes_of,
         keep=run.keep,
-        sizes=sizes,
-        owners={key: owners[key[0]] for key in sizes},
         # FSDP2's collectives come between, in an order that ranks do not share.
         world=run.control if run.is_sharded or run.keep == "cpu" else run.world,
         device=run.device,

@@ -11,7 +11,7 @@ the layer was not called. What a layer adds later is sent with the next batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
@@ -23,6 +23,7 @@ from second_order.distributed.world import World
 from second_order.kronecker.layers import gram
 from second_order.kronecker.solvers import ieee_matmul
 from second_order.kronecker.storage import pack_upper_triangular
+from second_order.measuring.layers import Layer
 
 __all__ = ["WIDENING", "Keep", "Key", "Sums", "full_precision"]
 
@@ -39,10 +40,10 @@ class Sums:
     """Sums of the matrices of layers.
 
     Args:
+        layers: The layers, in the order in which their sums are sent to their owners.
+        shapes_of: The shapes of a layer's matrices as its owner stores them, by name:
+            ``(groups, n (n + 1) / 2)``, ``(groups, n)`` or ``(groups, n, m)``.
         keep: Where they are stored.
-        sizes: The shape of each as it is stored by its owner, ``(groups, n (n + 1) / 2)``,
-            ``(groups, n)`` or ``(groups, n, m)``, in the order in which they are sent.
-        owners: The rank that gets each sum.
         world: The ranks.
         device: The device of the model.
         dtype: The dtype of the sums.
@@ -52,9 +53,9 @@ class Sums:
 
     def __init__(
         self,
+        layers: Sequence[Layer],
+        shapes_of: Callable[[Layer], Mapping[str, torch.Size]],
         keep: Keep,
-        sizes: Mapping[Key, torch.Size],
-        owners: Mapping[Key, int],
         world: World,
         device: torch.device,
         dtype: torch.dtype,
@@ -65,12 +66,12 @@ class Sums:
         self._by_owner = keep == "owner" and world.size > 1
         self._packed = keep != "device"
         self._on_host = keep == "cpu"
-        self._sizes = sizes
-        self._owners = owners
+        self._sizes = {(x.name, key): size for x in layers for key, size in shapes_of(x).items()}
+        self._owners = {layer.name: layer.owner for layer in layers}
         self._world = world
         self._at_once = at_once
-        self._order = list(sizes)
-        self._turns = {key: turn for turn, key in enumerate(sizes)}
+        self._order = list(self._sizes)
+        self._turns = {key: turn for turn, key in enumerate(self._order)}
         self._next_turn = 0  # the number of sums that have been sent in this batch
         self._local: dict[Key, Tensor] = {}
         self._owned: dict[Key, Tensor] = {}
@@ -122,7 +123,7 @@ class Sums:
             part = torch.zeros(self._sizes[key], dtype=self.dtype, device=place)
         if part.shape != self._sizes[key]:
             part = pack_upper_triangular(part)
-        owner = self._owners[key]
+        owner = self._owners[key[0]]
         device = part.device
         if self._world.size > 1:
             part = part.cpu() if self._world.backend == "gloo" else part
