@@ -287,7 +287,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if curvature.helps:
             curvature.prepare()
             return loss
-        self._drop_collected()
+        if self._collected is not None:  # by consolidate(), before this step
+            self._collected = None
+            self._share_state()
         if training.world.size > 1:
             with stage("compare"):
                 doing = f"take a step of {training.name}"
@@ -309,10 +311,12 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         curvature.correct()
 
         # Count the step, and look ahead to the coming passes.
-        self._has_loaded = False
+        if self._has_loaded:
+            self._has_loaded = False
         training.steps += 1
-        if training.steps == 1:
-            self._make_curvature_parts()
+        if training.steps == 1:  # checkpoints need an entry for each parameter
+            for p in members_of(self.param_groups):
+                self.state[p].setdefault(CURVATURE, {})
         curvature.watch()
         return loss
 
@@ -328,18 +332,6 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 p.grad = torch.zeros_like(p) if p.requires_grad else None
         self._share_state()
         self._step_base()
-
-    def _make_curvature_parts(self) -> None:
-        """Give each parameter a part for the curvature, which checkpoints fill."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p].setdefault(CURVATURE, {})
-
-    def _drop_collected(self) -> None:
-        """Drop the state that :meth:`consolidate` has collected."""
-        if self._collected is not None:
-            self._collected = None
-            self._share_state()
 
     def take_shards(self) -> bool:
         """Adopt the DTensor parameters that ``fully_shard`` created since the last call.
