@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from second_order import DistKFAC
 from second_order.kfac import plan
-from second_order.kronecker.exact import ExactBlock, normalised
+from second_order.kronecker.exact import ExactBlock, gain_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -166,7 +166,9 @@ def test_a_gain_multiplies_what_is_normalised(name: str) -> None:
     gain = module.weight.view(shape)
     bias = getattr(module, "bias", None)
     expected = module(x) if bias is None else module(x) - bias.view(shape)
-    close(normalised(module, x) * gain, expected.detach())
+    rule = gain_of(module)
+    assert rule is not None
+    close(rule.factor(module, x) * gain, expected.detach())
 
 
 # Positions of a sequence.

@@ -56,24 +56,19 @@ LONGEST_SUM = 2**14
 # ------------------------------------------------------------------------------------------ patches
 
 
-def padding_per_side(conv: Convolution) -> list[tuple[int, int]]:
-    """``(before, after)`` for every spatial dimension, first dimension first."""
-    if conv.padding == "valid":
-        return [(0, 0)] * len(conv.kernel_size)
-    if conv.padding == "same":
-        totals = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-        return [(total // 2, total - total // 2) for total in totals]
-    return [(int(p), int(p)) for p in conv.padding]
-
-
 def pad_input(x: Tensor, conv: Convolution) -> Tensor:
     """Pad ``x`` of shape ``(N, C, *spatial)`` the way ``conv`` does."""
-    sides = padding_per_side(conv)
-    if not any(before or after for before, after in sides):
+    sides: list[int] = []  # before and after, last dimension first
+    for i in reversed(range(len(conv.kernel_size))):
+        if conv.padding == "same":
+            total = conv.dilation[i] * (conv.kernel_size[i] - 1)
+            sides += (total // 2, total - total // 2)
+        elif conv.padding != "valid":
+            sides += (int(conv.padding[i]), int(conv.padding[i]))
+    if not any(sides):
         return x
-    flat = [amount for side in reversed(sides) for amount in side]
     mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-    return nn.functional.pad(x, flat, mode=mode)
+    return nn.functional.pad(x, sides, mode=mode)
 
 
 def extract_patches(x: Tensor, conv: Convolution) -> Tensor:
@@ -216,8 +211,8 @@ def _shift_rows(blocks: Tensor, change: Tensor) -> None:
 # --------------------------------------------------------------------------------------- statistics
 
 
-def _spares_patches(conv: Convolution, x: Tensor) -> bool:
-    """Whether the second moment of the patches is taken without them.
+def _spares_patches(conv: Convolution, d: Tensor) -> bool:
+    """Whether the second moment of the patches is taken without them, by the output's gradient.
 
     At stride 1, as larger ones share next to nothing between taps, and on the CPU; on CUDA nothing
     is measured, and float32 convolutions round to TF32. On one core, float32, 3 x 3, it is 2.4 to
@@ -225,18 +220,14 @@ def _spares_patches(conv: Convolution, x: Tensor) -> bool:
     million patch elements, or with a window of less than twice the kernel's reach, it is slower.
     """
     plain = isinstance(conv, nn.Conv1d | nn.Conv2d) and conv.groups == 1
-    if not plain or x.device.type != "cpu" or any(n > 1 for n in (*conv.stride, *conv.dilation)):
+    if not plain or d.device.type != "cpu" or any(n > 1 for n in (*conv.stride, *conv.dilation)):
         return False
-    positions = len(x)
-    for size, sides, kernel in zip(
-        x.shape[2:], padding_per_side(conv), conv.kernel_size, strict=True
-    ):
-        output = size + sum(sides) - kernel + 1
+    for output, kernel in zip(d.shape[2:], conv.kernel_size, strict=True):
         if output <= 2 * (kernel - 1):
             return False
-        positions *= output
     taps = math.prod(conv.kernel_size)
-    return taps > 1 and positions * min(x.shape[1] * taps, 1024) >= AUTOCORRELATION_ELEMENTS
+    elements = len(d) * d.shape[2:].numel() * min(conv.in_channels * taps, 1024)
+    return taps > 1 and elements >= AUTOCORRELATION_ELEMENTS
 
 
 def _gram_without_patches(x: Tensor, conv: Convolution, homogeneous: bool) -> Tensor:
@@ -293,21 +284,22 @@ class ConvolutionKind(LayerKind):
         x, d = _batched(x, d, dims)
 
         # Maps of inputs and of gradients, (N, groups, *features, *locations).
+        reduces = form.approximation == "reduce"
+        spared = not (reduces or self.transposed) and _spares_patches(conv, d)
         if self.transposed:
             inputs = x.unflatten(1, (conv.groups, -1))
             outputs = extract_patches(d, conv)
             for dim in spatial:  # output padding can make room for more
                 outputs = outputs.narrow(dim, 0, x.shape[dim])
         else:
-            inputs = None if _spares_patches(conv, x) else extract_patches(x, conv)
+            inputs = x if spared else extract_patches(x, conv)
             outputs = d.unflatten(1, (conv.groups, -1))
 
-        if form.approximation == "reduce":
-            inputs = extract_patches(x, conv) if inputs is None else inputs
+        if reduces:
             a = gram(inputs.mean(spatial).flatten(2).transpose(0, 1), form.bias)
             g = gram(outputs.sum(spatial).flatten(2).transpose(0, 1))
             return PairStatistics({"A": a, "G": g}, len(d))
-        if inputs is None:
+        if spared:
             a = _gram_without_patches(x, conv, form.bias)
         else:
             a = gram(_rows(inputs, dims), form.bias)

@@ -30,11 +30,10 @@ from second_order.kronecker.layers import (
     rows_of_images,
 )
 
-__all__ = ["GAINS", "NORMALISATIONS", "ExactBlock", "Gain", "gain_of"]
+__all__ = ["GAINS", "ExactBlock", "Gain", "gain_of"]
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-NORMALISATIONS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *BATCH_NORMS, nn.SyncBatchNorm)
 CHANNELS_SECOND = (*CONVOLUTIONS, *BATCH_NORMS, nn.GroupNorm)
 """Layers with channels in dimension 1. Their rows are whole examples."""
 
@@ -43,13 +42,51 @@ CHANNELS_SECOND = (*CONVOLUTIONS, *BATCH_NORMS, nn.GroupNorm)
 class Gain:
     """The rule of a class whose output is a gain times a factor, and perhaps a bias more."""
 
-    factor: Callable[[nn.Module, Tensor], Tensor]  # from the module and its input
+    factor: Callable[[Any, Tensor], Tensor]  # from the module and its input
     weight: str = "weight"  # name of the gain, which is along the last dimensions of the output
     bias: str | None = "bias"  # name of the bias, of the gain's shape; None if there is none
+    same_shape: bool = True  # input and output have one shape
 
 
-GAINS: dict[type[nn.Module], Gain] = {}
-"""The rules that users have registered."""
+def _layer_normalized(module: nn.LayerNorm, x: Tensor) -> Tensor:
+    return layer_norm(x, module.normalized_shape, eps=module.eps)
+
+
+def _rms_normalized(module: nn.RMSNorm, x: Tensor) -> Tensor:
+    return rms_norm(x, list(module.normalized_shape), eps=module.eps)
+
+
+def _group_normalized(module: nn.GroupNorm, x: Tensor) -> Tensor:
+    return group_norm(x, module.num_groups, eps=module.eps)
+
+
+def _batch_normalized(module: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    if module.training or module.running_mean is None:
+        return batch_norm(x, None, None, training=True, eps=module.eps)
+    mean = module.running_mean.to(x)
+    variance = cast(Tensor, module.running_var).to(x)
+    return batch_norm(x, mean, variance, eps=module.eps)
+
+
+def _normalized_as_supposed(module: nn.Module, x: Tensor) -> Tensor:
+    """As by a LayerNorm if the module has a bias, by an RMSNorm if it has none."""
+    found = (getattr(module, name, None) for name in ("variance_epsilon", "eps", "epsilon"))
+    eps = next((value for value in found if isinstance(value, float)), 1e-6)
+    plain = module._parameters.get("bias") is None
+    return (rms_norm if plain else layer_norm)(x, x.shape[-1:], eps=eps)
+
+
+SUPPOSED = Gain(_normalized_as_supposed)
+
+GAINS: dict[type[nn.Module], Gain | None] = {
+    nn.LayerNorm: Gain(_layer_normalized),
+    nn.RMSNorm: Gain(_rms_normalized),
+    nn.GroupNorm: Gain(_group_normalized),
+    **dict.fromkeys(BATCH_NORMS, Gain(_batch_normalized)),
+    # The variance that SyncBatchNorm divides by is known to all processes together only.
+    **dict.fromkeys((nn.SyncBatchNorm, *INSTANCE_NORMS)),
+}
+"""The rules by class, those of users among them; None for a norm without one."""
 
 
 def gain_of(module: nn.Module) -> Gain | None:
@@ -59,48 +96,15 @@ def gain_of(module: nn.Module) -> Gain | None:
     its first statistics, which show whether it is.
     """
     kind = type(module)
-    registered = next((each for each in kind.__mro__ if each in GAINS), None)
-    if registered is not None and kind.forward is registered.forward:
-        return GAINS[registered]
-    if isinstance(module, (torch.jit.ScriptModule, *INSTANCE_NORMS)):
-        return None
+    known = next((each for each in kind.__mro__ if each in GAINS), None)
+    if known is not None:
+        return GAINS[known] if kind.forward is known.forward else None
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
-    if weight is None or isinstance(weight, nn.parameter.UninitializedParameter):
+    if weight is None or isinstance(module, torch.jit.ScriptModule):
         return None
-    if isinstance(module, NORMALISATIONS):
-        # The variance that SyncBatchNorm divides by is known to all processes together only.
-        known = next(each for each in kind.__mro__ if each.__module__.startswith("torch.nn"))
-        plain = kind.forward is cast(Any, known).forward
-        return NORM if plain and not isinstance(module, nn.SyncBatchNorm) else None
     vectors = weight.dim() == 1 and (bias is None or bias.shape == weight.shape)
     named_so = "norm" in kind.__name__.lower()
     return SUPPOSED if named_so and vectors and len(weight) > 1 else None
-
-
-def normalised(module: nn.Module, x: Tensor) -> Tensor:
-    """x̂, the normalised input, which is multiplied by the gain; of the shape of ``x``."""
-    if isinstance(module, nn.LayerNorm):
-        return layer_norm(x, module.normalized_shape, eps=module.eps)
-    if isinstance(module, nn.RMSNorm):
-        return rms_norm(x, list(module.normalized_shape), eps=module.eps)
-    if isinstance(module, nn.GroupNorm):
-        return group_norm(x, module.num_groups, eps=module.eps)
-    norm = cast(nn.BatchNorm2d, module)
-    if norm.training or norm.running_mean is None:
-        return batch_norm(x, None, None, training=True, eps=norm.eps)
-    mean, variance = norm.running_mean.to(x), cast(Tensor, norm.running_var).to(x)
-    return batch_norm(x, mean, variance, eps=norm.eps)
-
-
-def _normalised_as_supposed(module: nn.Module, x: Tensor) -> Tensor:
-    """As by a LayerNorm if the module has a bias, by an RMSNorm if it has none."""
-    found = (getattr(module, name, None) for name in ("variance_epsilon", "eps", "epsilon"))
-    eps = next((value for value in found if isinstance(value, float)), 1e-6)
-    plain = module._parameters.get("bias") is None
-    return (rms_norm if plain else layer_norm)(x, x.shape[-1:], eps=eps)
-
-
-NORM, SUPPOSED = Gain(normalised), Gain(_normalised_as_supposed)
 
 
 class ExactBlock(KroneckerBlock):
@@ -161,7 +165,7 @@ class ExactBlock(KroneckerBlock):
         """Whether a pair's sizes can be those of the layer; a registered gain takes all."""
         if self.gain is SUPPOSED and x.shape[-1:] != cast(Tensor, module.weight).shape:
             return False
-        return self.gain not in (NORM, SUPPOSED) or x.shape == d.shape
+        return self.gain is None or not self.gain.same_shape or x.shape == d.shape
 
     def _current_shape(self) -> FactorShape:
         size = sum(p.numel() for p in self.params or self.owned)

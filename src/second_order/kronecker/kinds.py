@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 import second_order.kronecker.convolutions  # noqa: F401 - whose kinds come before a user's
-from second_order.kronecker.exact import GAINS, NORMALISATIONS, Gain
+from second_order.kronecker.exact import GAINS, Gain
 from second_order.kronecker.experts import is_router
 from second_order.kronecker.layers import (
     ATTENTION,
@@ -264,7 +264,7 @@ def register_layer(
         raise TypeError(
             f"register_layer: {kind!r} is not a class of modules; pass the class itself"
         )
-    ruled = kind in KINDS or issubclass(kind, NORMALISATIONS)
+    ruled = kind in KINDS or GAINS.get(kind) is not None
     if ruled and kind.__module__.startswith("torch."):
         raise ValueError(
             f"register_layer: torch's {kind.__name__} has a rule, which every optimizer of this "
@@ -278,6 +278,6 @@ def register_layer(
     KINDS.pop(kind, None)
     GAINS.pop(kind, None)
     if gain is not None:
-        GAINS[kind] = Gain(gain, weight, bias)
+        GAINS[kind] = Gain(gain, weight, bias, same_shape=False)
         return
     KINDS[kind] = Linear(weight, bias or "", transposed=transposed, rows=rows)
