@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from second_order import KAISA
 from second_order.kronecker import rows as pass_rows
-from second_order.kronecker.factors import KroneckerFactors
+from second_order.kronecker.factors import KroneckerFactors, StagedStatistics, put
 from second_order.kronecker.kinds import match
 from second_order.kronecker.layers import (
     FactorShape,
@@ -26,6 +26,7 @@ from second_order.kronecker.layers import (
     all_rows,
     live_rows,
 )
+from second_order.kronecker.storage import pack_upper_triangular
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,6 +56,21 @@ def kind_of(module: nn.Module) -> LayerKind:
     kind = match(module).kind
     assert kind is not None
     return kind
+
+
+def bring(staged: StagedStatistics, pair: PairStatistics, scale: Any, pass_id: int) -> None:
+    """Add a pair's sums, of matrices that are not packed, to a layer's statistics."""
+    sums = dict(pair.factors)
+    letters = "AG" if staged.shape.marginal else "G"
+    sums |= {letter: sums[letter] * scale**2 for letter in letters}
+    means = [factor.diagonal(dim1=-2, dim2=-1).mean(-1) for factor in sums.values()]
+    record = torch.cat([torch.as_tensor(pair.examples).view(1), *means]).to(staged.dtype)
+    packed = {letter: pack_upper_triangular(factor) for letter, factor in sums.items()}
+    if not bool(record.isfinite().all()):
+        record = torch.zeros_like(record)
+        packed = {letter: torch.zeros_like(factor) for letter, factor in packed.items()}
+        staged.dropped.add_(1)
+    put([(staged, pass_id, packed, record)])
 
 
 def factor_shape(module: nn.Module, bias: bool) -> FactorShape:

@@ -609,7 +609,7 @@ a checkpoint of any shape is accepted
 == kronecker/capture.py
 forwards that checkpoints repeat are new ones
   <-  examples::two_losses_of_one_forward_are_no_micro_batches
-    metadata.setdefault(mark, pass_id) != pass_id  =>  False
+    self._outer_pass != autograd.NO_PASS and autograd.passed_before(  =>  False and bool(
 gradients beside the loss as examples  <-  examples::gradients_beside_the_loss_are_no_examples
     if self._accumulated and not autograd.reaches_parameters(module, self.fsdp):  =>  if False:
 the view of a layer's output hooked, which an operation in place replaces
@@ -619,9 +619,20 @@ gradients beside the loss as examples, in a graph
   <-  compiled::evaluation_attacks_and_frozen_layers_give_nothing
   - if not autograd.reaches_parameters(module, self.fsdp):
   + if False:
-no scale of the loss  <-  invariants_factors::11_a_grad_scaler_changes_nothing
-  - return 1.0 / scale
-  + return 1.0 / torch.ones_like(scale)
+steps without statistics have the operators in their graph
+  <-  compiled::a_closed_gate_leaves_nothing_in_the_graph_and_no_graph_is_made_twice
+  -             if not self.gate.open:
+  -                 return None
+  -
+a graph's pairs of the data's labels beside those of drawn ones
+  <-  compiled_drawn::what_a_graph_cannot_have_is_refused
+  -                 if self.sampled:
+  -                     _refuse()
+  -
+exports with hooks  <-  compiled::exports_and_traces_have_nothing_of_the_hooks
+  -         if is_exporting():
+  -             return None
+  -
 
 == kronecker/convolutions.py
 a convolution's G without the number of locations
@@ -698,14 +709,6 @@ an average that starts from zero  <-  invariants_factors::13_running_average_is_
 a step without examples forgets
   <-  invariants_factors::13_a_step_without_examples_leaves_the_average_bit_for_bit
     torch.where(present, weight * decay + 1.0, weight, out=weight)  =>  weight.mul_(decay).add_(1.0)
-dropped statistics are not counted
-  <-  failures::what_is_not_finite_anywhere_leaves_the_averages_as_they_were
-  - sums = {letter: torch.zeros_like(total) for letter, total in sums.items()}
-  -             self.dropped.add_(1)
-  + sums = {letter: torch.zeros_like(total) for letter, total in sums.items()}
-a gradient's scale once instead of squared
-  <-  invariants_factors::11_k_micro_batches_of_the_optimizer_are_one_batch
-    sums[letter].mul_(gradient_scale**2)  =>  sums[letter].mul_(gradient_scale)
 a second pass through a forward as a micro-batch
   <-  examples::two_losses_of_one_forward_are_no_micro_batches
     or not again  =>  or True
@@ -734,20 +737,6 @@ a coin that falls the other way
 factors of gradients on the scale of their mean
   <-  gradient_factors::factors_are_the_averages_of_those_of_gradients
     whole * (scale * examples)  =>  whole * examples
-
-== kronecker/hooks.py
-steps without statistics have the operators in their graph
-  <-  compiled::a_closed_gate_leaves_nothing_in_the_graph_and_no_graph_is_made_twice
-    if watch.gate.open and _is_watchable(  =>  if _is_watchable(
-a graph's pairs of the data's labels beside those of drawn ones
-  <-  compiled_drawn::what_a_graph_cannot_have_is_refused
-  -             if watch.drawn:
-  -                 _refuse()
-  -
-exports with hooks  <-  compiled::exports_and_traces_have_nothing_of_the_hooks
-  -         if is_exporting():
-  -             return None
-  -
 
 == kronecker/kinds.py
 keys counted as queries are  <-  attention::factors_are_those_of_separate_linears
@@ -787,16 +776,25 @@ an index that is there before its layers
   <-  curvature_functions::a_folder_that_is_not_whole_is_refused
     remove_index(folder)  =>  pass
 
-== kronecker/queued.py
+== kronecker/statistics.py
+no scale of the loss  <-  invariants_factors::11_a_grad_scaler_changes_nothing
+  - return 1.0 / scale
+  + return 1.0 / torch.ones_like(scale)
 a pair that is kept over zero_grad
   <-  queued::a_pair_that_is_kept_is_of_the_step_that_brought_it
-    if self._cleared != self.staged.since:  =>  if False:
+    if pair.since == pair.staged.since]  =>  ]
 a slice that counts by its own size
   <-  queued::pairs_are_kept_until_their_pass_ends_or_to_a_number_of_bytes
-    max(4 * pair.size, held)  =>  4 * pair.size
-rows without an example in a device's A
+    max(4 * self.size, held)  =>  4 * self.size
+rows without an example in the A of equal Linears
   <-  queued::pairs_that_are_kept_make_the_sums_of_pairs_one_by_one
-    x = x * mask.to(x.device).unsqueeze(-1)  =>  pass
+    x = x * live.mask.to(x.device).unsqueeze(-1)  =>  pass
+statistics that are not finite are not counted as dropped
+  <-  queued::pairs_that_are_kept_make_the_sums_of_pairs_one_by_one
+    count_dropped([each.pair.staged for each in ready], bad)  =>  pass
+a gradient's scale once instead of squared
+  <-  queued::pairs_that_are_kept_make_the_sums_of_pairs_one_by_one
+    factors["G"].mul_(scale**2)  =>  factors["G"].mul_(scale)
 
 == kronecker/rows.py
 padded rows in N  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one

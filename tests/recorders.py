@@ -29,10 +29,6 @@ class Recorder:
     pairs: list[Pair] = field(default_factory=list)
     grad_enabled: list[bool] = field(default_factory=list)
     autocast: list[bool] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
-
-    def warn(self, message: str) -> None:
-        self.told.append(message)
 
     def wants(self, module: nn.Module) -> bool:
         return bool(module.weight.requires_grad)

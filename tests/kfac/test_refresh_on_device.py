@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from second_order import KAISA
-from second_order.kronecker import queued
+from second_order.kronecker import statistics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -143,16 +143,16 @@ def row_factors(device: str, net: Any, y: Tensor | None, options: dict[str, Any]
 
 
 def rows_apart(net: Any, y: Tensor | None, options: dict[str, Any]) -> float:
-    """How far factors of a device are from the CPU's; also where queues are brought early."""
+    """How far factors of a device are from the CPU's; also where pairs are added up early."""
     found = []
-    for device, most in ((NAME, 2**26), (NAME, 2000), ("cpu", 0)):
+    for device, most in ((NAME, 2**26), (NAME, 2000), ("cpu", 0), ("cpu", 2**22)):
         there = pretend_device() if device == NAME else nullcontext()
-        with patch.object(queued, "QUEUED_BYTES", most), there:
+        with patch.object(statistics, "kept_bytes", lambda _, most=most: most), there:
             found.append(row_factors(device, net, y, options))
     return max(
         float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
-        for other in found[:2]
-        for a, b in zip(other, found[2], strict=True)
+        for other in found[:3]
+        for a, b in zip(other, found[3], strict=True)
     )
 
 
@@ -163,7 +163,7 @@ def found() -> dict[str, Any]:
 
 
 def test_rows_that_take_part_are_the_same_on_a_device(found: dict[str, Any]) -> None:
-    """Until a pass ends no device is read, and a queue that is full is brought before."""
+    """Until a pass ends no device is read, and pairs of many bytes are added up before."""
     assert max(found[ROWS].values()) < 1e-12, found[ROWS]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -126,21 +125,17 @@ def test_captures_that_come_and_go_after_the_first_run() -> None:
     recorder.clear()
     capture.attach(model, linears(model))
     backward(compiled)
-    other, second = watched(model)
+    assert len(recorder.pairs) == 3
+    with capture.unhooked():
+        assert hook_count(model) == 0
     backward(compiled)
-    assert (len(recorder.pairs), len(second.pairs)) == (6, 3)
+    assert len(recorder.pairs) == 6
     capture.gate.open = False
     backward(compiled)
-    assert (len(recorder.pairs), len(second.pairs)) == (6, 6)
-    other.attach(model, [model[2]])
-    backward(compiled)
-    assert (len(recorder.pairs), len(second.pairs)) == (6, 7)
-    del other
-    gc.collect()
     capture.detach()
     assert hook_count(model) == 0
     backward(compiled)
-    assert (len(recorder.pairs), len(second.pairs)) == (6, 7)
+    assert len(recorder.pairs) == 6
 
 
 def test_evaluation_attacks_and_frozen_layers_give_nothing() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import reference as ref
 import torch
-from blocks import block, close, empirical, factor_shape, mean_eigenvalue, pair_statistics
+from blocks import block, bring, close, empirical, factor_shape, mean_eigenvalue, pair_statistics
 from contract import assert_same_factors, factors, make, matrices
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,7 +114,7 @@ def staging(module: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]]) -> Staged
             module, x, gradients / terms, bias=bias, approximation="expand", dtype=F64
         )
         staged.expect(index)
-        staged.bring(pair, pair.examples, index)
+        bring(staged, pair, pair.examples, index)
     return staged
 
 

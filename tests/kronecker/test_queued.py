@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from blocks import close, factor_shape, pair_statistics
+from blocks import bring, close, factor_shape, pair_statistics
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from second_order import KAISA
+from second_order import KAISA, SecondOrderError
+from second_order.kronecker import autograd, statistics
+from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import (
     KroneckerFactors,
     StagedStatistics,
@@ -22,9 +23,9 @@ from second_order.kronecker.factors import (
     sums_of,
     update_averages,
 )
-from second_order.kronecker.layers import FactorShape, PairRows, all_rows, rows_in
-from second_order.kronecker.queued import LinearPair, PairQueue, QueuedPair, SeenRows
+from second_order.kronecker.layers import FactorShape, all_rows, rows_in
 from second_order.kronecker.rows import BackwardPass
+from second_order.kronecker.statistics import Pair, StatisticsCollector
 from second_order.kronecker.storage import as_stack, in_groups, own_stack
 
 if TYPE_CHECKING:
@@ -53,13 +54,53 @@ def pair(layer: int, kind: str) -> tuple[Tensor, Tensor]:
     return x, d
 
 
+def layers_of(bias: bool) -> list[KroneckerBlock]:
+    found = []
+    for index, size in enumerate(SIZES):
+        layer = nn.Linear(*size, bias=bias, dtype=F64)
+        found.append(KroneckerBlock([str(index)], [layer], layer.bias, F64))
+    return found
+
+
+def collector(layers: Sequence[KroneckerBlock], **options: Any) -> StatisticsCollector:
+    given: dict[str, Any] = {
+        "approximation": "expand",
+        "reduction": lambda: "sum",
+        "gradient_scale": lambda _: 1.0,
+    }
+    made = StatisticsCollector(factor_dtype=F64, **{**given, **options})
+    made.watch(layers)
+    return made
+
+
+def keep(
+    made: StatisticsCollector, block: KroneckerBlock, x: Tensor, d: Tensor, rows: BackwardPass
+) -> Pair:
+    """Keep a pair of a pass, as `consume` does."""
+    seen = block.rows_of(block.modules[0], x, d)
+    pair = Pair(
+        block=block,
+        module=block.modules[0],
+        x=x,
+        d=d,
+        pass_rows=rows,
+        group=rows.group_of(seen),
+        gradient=seen.gradient,
+        since=block.staged.since,
+        versions=(x._version, d._version),
+    )
+    block.staged.expect(rows.number)
+    made._pairs.append(pair)
+    return pair
+
+
 @given(
     calls=CALLS,
     bias=st.booleans(),
     approximation=st.sampled_from(["expand", "reduce"]),
     terms=st.sampled_from([None, 5.0, "tensor"]),
     scale=st.sampled_from([1.0, 2.0, "tensor"]),
-    formed=st.booleans(),
+    together=st.booleans(),
     seed=SEEDS,
 )
 def test_pairs_that_are_kept_make_the_sums_of_pairs_one_by_one(
@@ -68,41 +109,33 @@ def test_pairs_that_are_kept_make_the_sums_of_pairs_one_by_one(
     approximation: Any,
     terms: Any,
     scale: Any,
-    formed: bool,
+    together: bool,
     seed: int,
 ) -> None:
     """Layers called again, passes of a step, rows and whole pairs without a gradient, NaN."""
     torch.manual_seed(seed)
     scale = torch.tensor(0.5, dtype=F64) if scale == "tensor" else scale
     terms = torch.tensor(7, dtype=torch.int64) if terms == "tensor" else terms
-    expected, found = (staged_layers(bias) for _ in range(2))
-    queue = PairQueue()
+    blocks = layers_of(bias)
+    found = [block.staged for block in blocks]
+    expected = staged_layers(bias)
+    made = collector(blocks, approximation=approximation, gradient_scale=lambda _: scale)
     passes = {0: BackwardPass(0), 1: BackwardPass(1)}
-    # A pass has ended before its pairs are formed one by one: so does the mask that they share.
-    seen: list[tuple[int, int, Tensor, Tensor, SeenRows]] = []
+    seen: list[tuple[int, int, Pair]] = []
     for layer, pass_id, kind in calls:
-        x, d = pair(layer, kind)
-        rows = PairRows("", tuple(d.shape[:-1]), d.flatten(0, 1))
-        group = passes[pass_id].group_of(rows)
-        of = SeenRows(passes[pass_id], group, rows.gradient)
-        seen.append((layer, pass_id, x, d, of))
-        found[layer].expect(pass_id)
-        form = partial(pair_statistics, nn.Linear(*SIZES[layer], bias=bias), x, d, dtype=F64)
-        form = partial(form, bias=bias, approximation=approximation)
-        what: Any = LinearPair(x, d, bias, approximation)
-        if formed:
-            what = lambda live, form=form: form(rows=live)  # noqa: E731
-        queued = QueuedPair(what, (x, d), found[layer], pass_id, lambda _: scale, layer, of)
-        queue._pairs.append(queued)
-    queue.flush()
-    for layer, pass_id, x, d, of in seen:
-        module = nn.Linear(*SIZES[layer], bias=bias)
-        mask = of.of.mask(of.group)
-        live = all_rows(of.group.number) if mask is None else rows_in(mask)
+        kept = keep(made, blocks[layer], *pair(layer, kind), passes[pass_id])
+        seen.append((layer, pass_id, kept))
+    with pytest.MonkeyPatch.context() as patch:
+        if not together:
+            patch.setattr(statistics, "most_elements", lambda _: 0)
+        made.add_up()
+    for layer, pass_id, kept in seen:
+        mask = kept.pass_rows.mask(kept.group)
+        live = all_rows(kept.group.number) if mask is None else rows_in(mask)
         options = {"bias": bias, "approximation": approximation}
-        each = pair_statistics(module, x, d, dtype=F64, rows=live, **options)
+        each = pair_statistics(kept.module, kept.x, kept.d, dtype=F64, rows=live, **options)
         expected[layer].expect(pass_id)
-        expected[layer].bring(each, scale, pass_id)
+        bring(expected[layer], each, scale, pass_id)
     for pass_id in passes:
         for layers in (found, expected):
             end_pass(layers, pass_id, terms)
@@ -113,39 +146,41 @@ def test_pairs_that_are_kept_make_the_sums_of_pairs_one_by_one(
 
 
 def test_a_pair_that_is_kept_is_of_the_step_that_brought_it() -> None:
-    """What is cleared meanwhile is not put in; what is changed is dropped, and never kept again."""
-    layers = staged_layers(True)[:3]
-    queue = PairQueue()
-    pairs = [pair(i, "plain") for i in range(3)]
-    for i, (staged, (x, d)) in enumerate(zip(layers, pairs, strict=True)):
-        staged.expect(0)
-        what = LinearPair(x, d, True, "expand")
-        queue._pairs.append(QueuedPair(what, (x, d), staged, 0, lambda _: 1.0, i))
-    layers[0].clear()
-    pairs[1][0].zero_()
-    queue.flush()
-    heads = [each.head[1] for each in sums_of(layers)]
-    assert list(map(float, heads)) == [0.0, 0.0, 6.0]
-    assert [int(each.dropped) for each in layers] == [0, 1, 0]
-    assert [each.keeps for each in layers] == [True, False, True]
+    """What is cleared meanwhile is not put in; what is changed in place is refused."""
+    blocks = layers_of(True)[:2]
+    made, rows = collector(blocks), BackwardPass(0)
+    for i, block in enumerate(blocks):
+        keep(made, block, *pair(i, "plain"), rows)
+    blocks[0].staged.clear()
+    made.add_up()
+    heads = [each.head[1] for each in sums_of([block.staged for block in blocks])]
+    assert list(map(float, heads)) == [0.0, 5.0]
+    x, d = pair(0, "plain")
+    keep(made, blocks[0], x, d, rows)
+    x.zero_()
+    with pytest.raises(SecondOrderError, match=r"layer '0'.* in place.*skip_layers"):
+        made.add_up()
 
 
 def test_pairs_are_kept_until_their_pass_ends_or_to_a_number_of_bytes() -> None:
-    staged, queue = staged_layers(False)[0], PairQueue()
+    (block, *_) = layers_of(False)
+    made = collector([block], sampled=True)
 
     def add(x: Tensor) -> int:
-        staged.expect(0)
-        what = LinearPair(x, torch.ones(1, 2), False, "expand")
-        queue.add(QueuedPair(what, (what.x, what.d), staged, 0, lambda _: 1.0, 0))
-        return len(queue._pairs)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(autograd, "after_pass", lambda work: None)
+            made.consume(block.modules[0], x, torch.ones(1, 2, dtype=F64), 0)
+        return len(made._pairs)
 
-    assert [add(torch.ones(1, 3)) for _ in range(2)] == [1, 2]
-    assert add(torch.ones(2**22, 2, 3)[:1, 0]) == 0  # whose memory is not its own
-    assert add(torch.ones(1, 3)) == 1
+    ones = torch.ones(1, 3, dtype=F64)
+    assert [add(ones) for _ in range(2)] == [1, 2]
+    # The rows' gradients are all there. A slice's memory is not its own.
+    assert add(torch.ones(2**19, 2, 3, dtype=F64)[:1, 0]) == 0
+    assert add(ones) == 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("second_order.kronecker.queued.QUEUED_BYTES", 0)
-        assert add(torch.ones(1, 3)) == 0
-    assert float(sums_of([staged])[0].head[0]) == 5
+        patch.setattr(statistics, "kept_bytes", lambda _: 0)
+        assert add(ones) == 0
+    assert float(sums_of([block.staged])[0].head[0]) == 5
 
 
 def averages(shapes: Sequence[FactorShape], dtype: torch.dtype) -> list[KroneckerFactors]:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from second_order.kronecker import storage
 from second_order.kronecker.storage import (
     pack_upper_triangular,
-    packed_trace,
     unpack_upper_triangular,
 )
 
@@ -47,10 +46,3 @@ def test_packing_and_back_is_the_identity(
     assert packed.dtype == dtype
     assert packed.is_contiguous()
     assert torch.equal(unpack_upper_triangular(packed, n), matrix)
-
-
-@given(BATCHES, st.integers(1, 17), DTYPES)
-def test_the_trace_needs_no_unpacking(batch: tuple[int, ...], n: int, dtype: torch.dtype) -> None:
-    matrix = symmetric(batch, n, dtype)
-    expected = matrix.diagonal(dim1=-2, dim2=-1).sum(-1)
-    assert torch.equal(packed_trace(pack_upper_triangular(matrix), n), expected)

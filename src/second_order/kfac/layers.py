@@ -34,7 +34,7 @@ from second_order.kfac.losses import (
     watch_items,
 )
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.capture import Capture, GradientScale, StatisticsCollector
+from second_order.kronecker.capture import Capture
 from second_order.kronecker.explanation import Explanation, residuals
 from second_order.kronecker.factors import (
     Reduction,
@@ -48,8 +48,8 @@ from second_order.kronecker.fisher import LabelSampler
 from second_order.kronecker.gradient import GradientBlock, gradient_sums
 from second_order.kronecker.layers import Approximation, FactorShape
 from second_order.kronecker.model_blocks import BlockRules, LeftToBase, find_blocks
-from second_order.kronecker.queued import PairQueue
 from second_order.kronecker.rows import Terms
+from second_order.kronecker.statistics import GradientScale, StatisticsCollector
 from second_order.optimizers.config import KFACOptions
 from second_order.reporting.summary import LayerRow, Summary
 from second_order.training.context import Training, warn
@@ -226,10 +226,10 @@ class Layers:
 
     # -------------------------------------------------------------------------------- statistics
 
-    def connect(self, heard: Callable[[KroneckerBlock], None] | None = None) -> None:
+    def connect(self, heard: Callable[[], None] | None = None) -> None:
         """Make the capture that turns the model's passes into statistics.
 
-        ``heard`` is called in a backward pass with each layer whose statistics have grown.
+        ``heard`` is called in a backward pass when statistics of layers have grown.
 
         Raises:
             ValueError: If labels are to be sampled from a model that may not be the whole one.
@@ -260,7 +260,6 @@ class Layers:
             sampled=sampled,
             drawn_rows=sampled and not callable(likelihood),
             heard=heard,
-            queue=PairQueue(),
         )
         self.collector.watch(self.blocks)
         rank = self._training.world.rank

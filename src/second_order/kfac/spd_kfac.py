@@ -104,8 +104,8 @@ class Pipeline:
             self._wire = wire
         self._expected = True
 
-    def send_complete(self, _: KroneckerBlock) -> None:
-        """Send complete buckets; called in a backward pass when a layer's statistics have grown."""
+    def send_complete(self) -> None:
+        """Send complete buckets; called in a backward pass when layers' statistics have grown."""
         pairs = self._pairs
         if not self._expected or pairs is None:
             return

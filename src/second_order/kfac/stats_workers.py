@@ -33,8 +33,8 @@ from second_order.kfac.layers import Layers
 from second_order.kfac.metrics import NAMES
 from second_order.kfac.plan import System, dims_of, distkfac_plan
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.capture import GradientScale
 from second_order.kronecker.factors import StatisticsSums
+from second_order.kronecker.statistics import GradientScale
 from second_order.optimizers.config import DistKFACOptions, KFACOptions
 from second_order.reporting.summary import Summary
 from second_order.training.context import Training

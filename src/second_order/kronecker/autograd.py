@@ -30,6 +30,8 @@ __all__ = ["is_attention", "is_reached", "projections", "set_eval_frame", "skip_
 NO_PASS = -1
 """The number of the running backward pass, where none is running."""
 
+_FIRST_PASS = "second_order: the first backward pass that came through"
+
 current_pass = torch._C._current_graph_task_id  # which passes' gradients add up to one statistic
 current_node = torch._C._current_autograd_node  # whose saved input is read, and for the first time
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # whether inputs may go
@@ -50,6 +52,12 @@ class _SavedInput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise AssertionError("this node is not part of any graph")
+
+
+def passed_before(pass_id: int) -> bool:
+    """Whether another backward pass has come through the node that runs now, which gets a mark."""
+    first: int = current_node().metadata.setdefault(_FIRST_PASS, pass_id)
+    return first != pass_id
 
 
 def after_pass(work: Callable[[], None]) -> None:
@@ -176,12 +184,12 @@ def _weight_of(product: Any) -> tuple[Tensor | None, int]:
     return None, 0
 
 
-def input_of(node: Any = None) -> Tensor:
-    """The input of a product, as long as autograd has it; of that whose hook is running if None.
+def input_of() -> Tensor:
+    """The input of the product whose node's hook is running, as long as autograd has it.
 
     A hook of a node must not hold it: nothing would free the two.
     """
-    node = current_node() if node is None else node
+    node = current_node()
     return cast(Tensor, getattr(node, PRODUCTS[node.name()]))
 
 

@@ -1,23 +1,23 @@
-"""Pairs of (layer input, gradient of the layer's output), caught as they come into being.
+"""Pairs of (layer input, gradient of the layer's output), captured during training passes.
 
-The gradient is taken by a hook on the *node* that makes the output. A hook on the module's backward
-would wrap the output in a view and break in-place activations; the node's hook sees the gradient
-with respect to the value the layer produced, whatever happens to that tensor afterwards, and it
-fires once however often a checkpointed forward is repeated. A pair exists only when its gradient
-arrives, in a backward pass that goes on to accumulate into the ``.grad`` of the layer's own
-parameters: a forward that never sees a backward (validation, batch-norm updates) leaves nothing,
-and neither does ``torch.autograd.grad`` (gradient penalties, derivatives in a loss, attacks on
-inputs), whose gradients are no loss's.
+A forward hook on the layer registers a hook on the *node* that makes the output. A hook on the
+module's backward would wrap the output in a view and break in-place activations. The node's hook
+sees the gradient with respect to the value that the layer produced, whatever happens to that tensor
+afterwards, and it fires once however often a checkpointed forward is repeated.
+
+A pair exists only when its gradient arrives, in a backward pass that accumulates into the ``.grad``
+of the layer's own parameters. A forward without a backward (validation, batch-norm updates) leaves
+nothing, and neither does ``torch.autograd.grad`` (gradient penalties, derivatives in a loss,
+attacks on inputs), whose gradients are no loss's.
 
 The input is kept the way autograd keeps its own inputs, through the saved-tensor hooks in force, so
 activation checkpointing and offloading keep their memory savings.
 
-In a model under ``torch.compile`` the hooks are traced with it, and the graph's backward hands the
-pairs over (:mod:`second_order.kronecker.hooks`). Drawn labels need another backward pass before the
-user's, which graphs do not allow: where they are due, the model runs without the compiler.
+In a model under ``torch.compile`` the hooks are traced with it, and the graph's backward delivers
+the pairs (:mod:`second_order.kronecker.compiled_capture`).
 
-Hooks find their :class:`Capture` through weak references. A model that is exported or traced is not
-watched meanwhile.
+The sampled Fisher needs another backward pass before the user's, which graphs do not allow. When
+its statistics are due, the graph ends before the model, and the model runs without the compiler.
 """
 
 from __future__ import annotations
@@ -26,37 +26,31 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from second_order.distributed.fsdp import FSDPParams
-from second_order.kronecker import autograd, hooks
-from second_order.kronecker.autograd import Assembly, input_of, is_attention, projections
-from second_order.kronecker.block import KroneckerBlock
+from second_order.errors import SecondOrderError, SecondOrderWarning
+from second_order.kronecker import autograd, compiled_capture
+from second_order.kronecker.autograd import Assembly, is_attention, projections
+from second_order.kronecker.compiled_capture import is_exporting, is_hidden
 from second_order.kronecker.experts import Routed, is_experts
-from second_order.kronecker.factors import Reduction, StagedStatistics, end_pass
-from second_order.kronecker.hooks import Gate, Watch, WatchHook, hook_of, input_in, release
-from second_order.kronecker.layers import (
-    CONVOLUTIONS,
-    Approximation,
-    Form,
-    LiveRows,
-    PairStatistics,
-    all_rows,
-)
-from second_order.kronecker.queued import LinearPair, PairQueue, QueuedPair, SeenRows
-from second_order.kronecker.rows import BackwardPass, LateRows, Ledger, Terms
-from second_order.kronecker.solvers import ieee_matmul
 from second_order.utils.stages import stage
 
-__all__ = ["Capture", "GradientScale", "StatisticsCollector"]
+__all__ = ["Capture", "Gate", "input_in"]
 
 Sampler = Callable[[Any, int], Tensor]
+
+SCRIPTED = (
+    "torch.jit.script cannot compile the hooks by which an optimizer of second_order watches this "
+    "model; script it inside `with optimizer.hooks_removed():`, or after optimizer.close()"
+)
 TRANSFORMED = (
     "torch.func transforms (vmap, grad) show a layer's hooks no gradients; call the module outside "
     "of them, and backward() on its loss"
@@ -75,11 +69,6 @@ NOT_DRAWN = (
     "a fisher that samples labels cannot differentiate through a reentrant checkpoint; use "
     "checkpoint(..., use_reentrant=False), or fisher='empirical'"
 )
-LOSSES_APART = (
-    "several backward passes of a step come through one forward pass: curvature is that of each "
-    "loss alone, without what the losses have in common; add the losses up, and call backward() "
-    "on their sum"
-)
 RUNS_EAGERLY = (
     "fisher samples labels, for which the model runs without torch.compile at steps with "
     "statistics; fisher='empirical' has them from the compiled graph"
@@ -89,90 +78,238 @@ COMPILED = (
     "attention, of fused experts or of their router to be seen: keep it out of the graph, "
     "module.forward = torch.compiler.disable(module.forward), or name it in skip_layers"
 )
+FULL_GRAPH = (
+    "a fisher that samples labels runs the model without torch.compile at steps with statistics, "
+    "where its graph ends: leave fullgraph off, or use fisher='empirical'"
+)
+COMPILED_PART = (
+    "a fisher that samples labels runs the model without torch.compile at steps with statistics, "
+    "and does not know of parts compiled by themselves, as by block.compile(), or called by "
+    "themselves: compile the whole model that the optimizer was given, and call that, or use "
+    "fisher='empirical'"
+)
 
-_FIRST_REPEATED = "second_order: the first backward pass that repeated a forward"
-_FIRST_PASS = "second_order: the first backward pass through a compiled graph"
+
+@dataclass
+class Gate:
+    """Whether pairs are wanted now; a condition of every graph that has the hooks in it."""
+
+    open: bool = True
+
+    def set(self, is_open: bool) -> None:
+        """Open or close it for the passes to come."""
+        self.open = is_open
+
+
+# ------------------------------------------------------------------------------ hooks on modules
+
+
+def _none() -> None:
+    """What a copy of a hook has in place of weak references."""
+
+
+class CaptureHook:
+    """A hook of a capture on a module.
+
+    It holds weak references, and its copies, pickled ones too, do nothing: a pickled or
+    deep-copied model takes no optimizer along.
+    """
+
+    def __init__(self, capture: Capture | None = None, module: nn.Module | None = None) -> None:
+        self.capture = _none if capture is None else weakref.ref(capture)
+        self.module = _none if module is None else weakref.ref(module)
+        self.gate = Gate(False) if capture is None else capture.gate
+
+    @property
+    def __name__(self) -> str:
+        """Not there: torch.jit.script asks for it first, and shows this message."""
+        raise AttributeError(SCRIPTED)
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+
+class LayerHook(CaptureHook):
+    """The hook on a layer, or on an ``nn.MultiheadAttention``, which calls none of its layers."""
+
+    def __init__(self, capture: Capture | None = None, module: nn.Module | None = None) -> None:
+        super().__init__(capture, module)
+        self.sampled = capture is not None and capture.sampled
+        self.anchor = compiled_capture.anchor_of(self)
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """See a call; inside a graph, return the output as a watched one."""
+        if is_exporting():
+            return None
+        if torch.compiler.is_dynamo_compiling():
+            if not self.gate.open:
+                return None
+            if not is_hidden(module):
+                x = input_in(args, kwargs)
+                if not compiled_capture.is_watchable(module, x, output):
+                    return None
+                if self.sampled:
+                    _refuse()
+                return compiled_capture.watched(x, output, self.anchor)
+            if "forward" in vars(module):  # a disabled forward, whose products can be seen
+                _outside(self, module, args, kwargs, output)
+            return None
+        capture = self.capture()
+        if capture is not None:
+            capture.observe(module, args, kwargs, output)
+        return None
+
+    def receive(self, x: Tensor, gradient: Tensor) -> None:
+        """Take a pair that the backward of a compiled graph delivers."""
+        capture = self.capture()
+        module = self.module()
+        if capture is not None and module is not None:
+            capture.receive(module, x, gradient)
+
+
+class BeforeModelHook(CaptureHook):
+    """The hook before the model's forward, for sampled labels."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """See the beginning; a graph ends here, so that Python calls the model."""
+        if is_exporting():
+            return
+        if torch.compiler.is_dynamo_compiling():
+            if torch.is_grad_enabled() and self.gate.open:
+                _end_graph()
+            return
+        capture = self.capture()
+        if capture is not None:
+            capture.enter_model()
+
+
+class AfterModelHook(CaptureHook):
+    """The hook on the model's output, for sampled labels."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """See the output."""
+        if is_exporting() or torch.compiler.is_dynamo_compiling():
+            return
+        capture = self.capture()
+        if capture is not None:
+            capture.leave_model(module, output)
+
+
+@partial(torch.compiler.disable, reason="the attention's forward is kept out of the graph")
+def _outside(hook: LayerHook, *call: Any) -> None:
+    """See a call outside of the graph, where a disabled forward has been, too."""
+    hook(*call)
+
+
+@partial(torch.compiler.disable, reason=FULL_GRAPH)
+def _end_graph() -> None:
+    pass
+
+
+@partial(torch.compiler.disable, reason=COMPILED_PART)
+def _refuse() -> None:
+    raise SecondOrderError(COMPILED_PART)
+
+
+def input_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A layer's input among the arguments of its call, by keyword whatever its name is."""
+    return args[0] if args else next((t for t in kwargs.values() if isinstance(t, Tensor)), None)
+
+
+# ------------------------------------------------------------------------------- hooks on nodes
 
 
 class _Product(NamedTuple):
-    """A product of a layer's call."""
+    """A product with a weight in a layer's call."""
 
     module: nn.Module
-    x: Any = None  # the input; None where autograd alone has it
+    edge: GradientEdge  # of its output
+    x: Any = None  # the input; None if autograd alone has it
     shape: torch.Size | None = None  # of the output; the gradient of its node need not have it
     thirds: tuple[int, ...] = ()  # of an attention, which of queries, keys and values
     assembly: Assembly | None = None  # puts an attention's pair together
 
 
 class _Call:
-    """What waits for the gradient of a product: a hook of its node, which must not hold the node.
+    """Waits for the gradient of a product: a hook of its node, which must not hold the node.
 
     It keeps the input as autograd keeps its own.
     """
 
-    def __init__(self, capture: Capture, product: _Product, output: int, sampled: bool) -> None:
+    def __init__(self, capture: Capture, product: _Product) -> None:
         self._capture = weakref.ref(capture)
-        self._output = output  # of the node
-        self._outer, self._repeated = _repeated_in()
-        self._drawn: tuple[Tensor, Tensor, int] | None = None  # pair of drawn labels, its number
-        self._read: Callable[[], Any] | None = None  # the input; None: autograd alone has it
+        self._output = product.edge.output_nr
+        # A reentrant checkpoint repeats its forward in every backward pass that comes through.
+        self._outer_pass = autograd.current_pass()
+        self._repeated = self._outer_pass != autograd.NO_PASS and autograd.passed_before(
+            self._outer_pass
+        )
+        self._sampled: tuple[Tensor, int] | None = None
+        self._read: Callable[[], Any] = autograd.input_of
         x = product.x
-        if x is not None:
+        if capture.sampled and x is not None:
             # Detached, as x may be changed in place and have the node behind it.
-            keep = x.kept if isinstance(x, Routed) else partial(autograd.keep, x)
-            self._read = x.detach().detach if sampled else keep()
-        self._product: _Product | None = product._replace(x=None)
+            self._read = x.detach().detach
+        elif x is not None:
+            self._read = x.kept() if isinstance(x, Routed) else autograd.keep(x)
+        self.module = product.module
+        self._shape = product.shape
+        self._thirds = product.thirds
+        self._assembly = product.assembly
+        self._freed = False
 
     def __call__(self, gradients: tuple[Any, ...]) -> None:
         """Take the gradients of the node's outputs."""
-        capture, gradient = self._capture(), gradients[self._output]
-        product = self._product
-        if capture is None or product is None or gradient is None:
+        capture = self._capture()
+        gradient = gradients[self._output]
+        if capture is None or gradient is None or self._freed:
             return
         with stage("statistics"):
-            capture.take(self, product.module, gradient)
-            if not autograd.keeps_graph():
-                # Autograd frees its own inputs now, however long the loss is kept.
-                self._product = self._read = None
+            capture.take(self, gradient)
+        if not autograd.keeps_graph():
+            # Autograd frees its own inputs now, however long the loss is kept.
+            self._freed = True
+            self._read = autograd.input_of
 
-    def pair(self, gradient: Tensor, node: Any = None) -> tuple[Any, Tensor] | None:
+    def pair(self, gradient: Tensor) -> tuple[Any, Tensor] | None:
         """The pair of the call; None if others of its products are awaited."""
-        assert self._product is not None
-        _, _, shape, thirds, assembly = self._product
-        x = (input_of(node) if self._read is None else self._read()).detach()
+        x = self._read().detach()
         d = gradient.detach()
-        if assembly is not None:
-            return assembly.add(thirds, x, d)
-        return x, d if shape is None else d.reshape(shape)
+        if self._assembly is not None:
+            return self._assembly.add(self._thirds, x, d)
+        return x, d if self._shape is None else d.reshape(self._shape)
 
-    def begin_pass(self) -> tuple[int, bool]:
+    def number_of_pass(self) -> tuple[int, bool]:
         """The number of the pass that has come, and whether another came through before.
 
         A reentrant checkpoint runs a backward pass inside another, in which the forward was
         repeated: the outer one is meant.
         """
-        again, self._repeated = self._repeated, True
-        inner = self._outer == autograd.NO_PASS
-        return (autograd.current_pass() if inner else self._outer), again
+        if self._outer_pass != autograd.NO_PASS:
+            return self._outer_pass, self._repeated
+        number = autograd.current_pass()
+        return number, autograd.passed_before(number)
 
     @property
     def is_whole(self) -> bool:
         """Whether the call has no other product."""
-        return self._product is not None and self._product.assembly is None
+        return self._assembly is None
 
-    def keep_drawn(self, gradient: Tensor, node: Any, number: int) -> None:
-        """Keep the pair of drawn labels until the user's own pass comes by."""
-        pair = self.pair(gradient, node)
-        self._drawn = None if pair is None else (*pair, number)
+    def keep_sampled(self, gradient: Tensor, number: int) -> None:
+        """Keep the gradient for sampled labels until the user's own pass comes by."""
+        self._sampled = (gradient, number)
 
-    def pop_drawn(self) -> tuple[Tensor, Tensor, int] | None:
-        """The pair of drawn labels, and the number of their pass; once."""
-        drawn, self._drawn = self._drawn, None
-        return drawn
+    def pop_sampled(self) -> tuple[Tensor, int] | None:
+        """That gradient, and the number of its pass; once."""
+        sampled = self._sampled
+        self._sampled = None
+        return sampled
 
 
-def _node_of(output: Tensor) -> GradientEdge:
-    """The node that makes an output's values, which operations in place leave in the graph.
+def _edge_of(output: Tensor) -> GradientEdge:
+    """The edge to an output's values, which operations in place leave in the graph.
 
     A biased Linear's output on three or more dimensions is a view of a product. An operation in
     place changes the product's history and gives the view another node.
@@ -186,22 +323,7 @@ def _node_of(output: Tensor) -> GradientEdge:
     return GradientEdge(node, number)
 
 
-def _repeated_in() -> tuple[int, bool]:
-    """The id of the backward pass that repeats this forward, and if an earlier pass has.
-
-    A reentrant checkpoint repeats its forward in each pass that comes through; its node is the
-    same.
-    """
-    outer = autograd.current_pass()
-    if outer == autograd.NO_PASS:
-        return outer, False
-    return outer, _seen_before(_FIRST_REPEATED, outer)
-
-
-def _seen_before(mark: str, pass_id: int) -> bool:
-    """Whether another backward pass has come through the node that runs now, which gets a mark."""
-    metadata = getattr(autograd.current_node(), "metadata", {})
-    return bool(metadata.setdefault(mark, pass_id) != pass_id)
+# ------------------------------------------------------------------------------------- captures
 
 
 class Capture:
@@ -211,13 +333,15 @@ class Capture:
     what FSDP2 does with parameters; ``accumulated``: passes count that accumulate into the layer's
     parameters, and no others.
 
-    ``sampler(model_output, call)`` is the sampled Fisher's: it draws labels from the model's output
-    and returns the summed negative log-likelihood. The pairs then carry that loss's gradients,
-    taken as soon as the root module's forward returns and delivered when the user's backward comes
-    by; no parameter's ``.grad`` is touched.
+    ``sampler(model_output, call)`` is the sampled Fisher's: it samples labels from the model's
+    output and returns the summed negative log-likelihood. The pairs then carry that loss's
+    gradients, taken as soon as the root module's forward returns and delivered when the user's
+    backward comes by; no parameter's ``.grad`` is touched.
 
-    ``gate.open`` tells whether pairs of the passes to come are captured, by compiled graphs, too;
-    ``missed`` has, by layer, why its last lost pair did not count.
+    Attributes:
+        gate: Whether pairs of the passes to come are captured, by compiled graphs, too.
+        missed: By layer, why its last lost pair did not count.
+        root_calls: The calls of the model for which labels were sampled.
     """
 
     def __init__(
@@ -227,64 +351,78 @@ class Capture:
         fsdp: FSDPParams | None = None,
         accumulated: bool = True,
     ) -> None:
-        self.gate, self.fsdp = Gate(), fsdp
+        self.gate = Gate()
+        self.fsdp = fsdp
         self._accumulated = accumulated
-        self._consumer, self._sampler = consumer, sampler
+        self._consumer = consumer
+        self._sampler = sampler
         self.missed: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._observed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._model: weakref.ref[nn.Module] | None = None  # whose layers are observed
         self.root_calls = 0
-        self._inside_root = self._told = False
+        self._observed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._hooks: list[CaptureHook] = []
+        self._handles: list[RemovableHandle] = []
+        weakref.finalize(self, _remove, self._handles)
+        # For sampled labels:
+        self._inside_model = False
         self._pending: list[tuple[_Call, GradientEdge]] = []
         self._compiler: Any = None  # what compiles where the model is called, while it runs eagerly
-        self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        weakref.finalize(self, release, self._hooked)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the pairs are those of sampled labels."""
+        return self._sampler is not None
 
     def attach(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
-        """Watch exactly these layers, and no longer those from before, whose hooks stay.
+        """Watch exactly these layers. The hooks on others stay, because compiled graphs have them.
 
-        A graph that has been compiled meets no new hooks, but looks who watches by those it has.
+        A graph that has been compiled does not look for new hooks.
         """
         layers = list(layers)
-        if layers and set(layers) == set(self._observed):
-            return
-        self.detach(keep=True)
-        self._observed, self._model = weakref.WeakSet(layers), weakref.ref(root)
+        self._observed = weakref.WeakSet(layers)
+        self._pending.clear()
         # The calls of an attention are those of its `out_proj`, too.
         attention = filter(is_attention, root.modules())
         within = {cast(nn.Module, module.out_proj): module for module in attention}
-        for layer in (*within, *within.values(), *filter(hooks.is_hidden, layers)):
+        for layer in (*within, *within.values(), *filter(is_hidden, layers)):
             self.missed.setdefault(layer, COMPILED)
         called = dict.fromkeys(within.get(layer, layer) for layer in layers)
-        kinds: list[tuple[nn.Module, type[WatchHook]]] = [(m, hooks.LayerHook) for m in called]
-        if self._sampler is not None and layers:
-            kinds += [(root, hooks.RootPreHook), (root, hooks.RootHook)]
-        for module, kind in kinds:
-            watch = Watch(self, module, self.gate, self._sampler is not None)
-            hook_of(module, kind).watches.append(watch)
-            self._hooked.add(module)
+        wanted: list[tuple[nn.Module, type[CaptureHook]]] = [(m, LayerHook) for m in called]
+        if self.sampled and layers:
+            wanted += [(root, BeforeModelHook), (root, AfterModelHook)]
+        hooked = {(hook.module(), type(hook)) for hook in self._hooks}
+        hooks = [kind(self, module) for module, kind in wanted if (module, kind) not in hooked]
+        self._register(hooks)
+        self._hooks += hooks
 
-    def detach(self, keep: bool = False) -> None:
-        """Watch nothing any more, forget pairs in flight, and remove every hook, or keep them."""
-        release(self._hooked, self, keep=keep)
+    def _register(self, hooks: Iterable[CaptureHook]) -> None:
+        for hook in hooks:
+            module = hook.module()
+            function: Any = hook
+            if module is None:
+                continue
+            if isinstance(hook, BeforeModelHook):
+                handle = module.register_forward_pre_hook(function)
+            else:
+                with_kwargs = isinstance(hook, LayerHook)
+                handle = module.register_forward_hook(function, with_kwargs=with_kwargs)
+            self._handles.append(handle)
+
+    def detach(self) -> None:
+        """Watch nothing any more, forget pairs in flight, and remove every hook."""
+        _remove(self._handles)
+        self._hooks.clear()
         self._observed = weakref.WeakSet()
         self._pending.clear()
-        if not keep:
-            self._hooked.clear()
-            self._model = None
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:
         """Take the hooks off the watched modules for a block."""
-        model, layers = self._model, list(self._observed)
-        self.detach()
-        self._model = model
+        _remove(self._handles)
         try:
             yield
         finally:
-            # Unless it was detached, or attached to others, meanwhile.
-            if self._model is model and not self._observed and model is not None:
-                self.attach(cast(nn.Module, model()), layers)
+            _remove(self._handles)
+            self._register(self._hooks)
 
     # --------------------------------------------------------------------------- what hooks see
 
@@ -300,9 +438,8 @@ class Capture:
         if autograd.transformed():
             self.missed.update(dict.fromkeys(layers, TRANSFORMED))
             return
-        if self._sampler is not None and not self._inside_root:
-            return
-        if not layers or not torch.is_grad_enabled():
+        unseen = self.sampled and not self._inside_model
+        if not layers or unseen or not torch.is_grad_enabled():
             return
         if isinstance(output, tuple) and output:  # a router's logits, an attention's output
             output = output[0]
@@ -311,22 +448,19 @@ class Capture:
                 products = self._of_attention(module, args, kwargs, output)
             else:
                 products = self._of_layer(module, args, kwargs, output)
-            for product, edge in products:
+            for product in products:
                 if product.module not in layers:
                     continue
-                sampled = self._sampler is not None
-                call = _Call(self, product, edge.output_nr, sampled)
-                if sampled:
-                    self._pending.append((call, edge))
-                cast(Any, edge.node).register_prehook(call)
+                call = _Call(self, product)
+                if self.sampled:
+                    self._pending.append((call, product.edge))
+                cast(Any, product.edge.node).register_prehook(call)
 
     def _of_layer(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
-    ) -> list[tuple[_Product, GradientEdge]]:
-        """The product of a layer whose output is that of its product, and its node."""
-        x: Any = input_in(args, kwargs)
-        if is_experts(module):
-            x = Routed.of_call(args, kwargs)
+    ) -> list[_Product]:
+        """The product of a layer whose output is that of its product."""
+        x: Any = Routed.of_call(args, kwargs) if is_experts(module) else input_in(args, kwargs)
         if not isinstance(x, (Tensor, Routed)) or not isinstance(output, Tensor):
             self.missed[module] = NOT_TENSORS
             return []
@@ -338,43 +472,45 @@ class Capture:
                 # A router's input is of shape (batch, positions, in).
                 shape = torch.Size([*x.shape[:-1], shape[-1]])
             x = autograd.as_used(x)
-        return [(_Product(module, x, shape), _node_of(output))]
+        return [_Product(module, _edge_of(output), x, shape)]
 
     def _of_attention(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Tensor
-    ) -> list[tuple[_Product, GradientEdge]]:
-        """The products of an attention, and their nodes."""
+    ) -> list[_Product]:
+        """The products of an attention."""
         if not output.requires_grad:
             return []
         inputs, found = projections(module, args, kwargs, output, self.fsdp)
-        whole, apart = Assembly(len(inputs[0])), Assembly(len(inputs[0]))
+        assembly = Assembly(len(inputs[0]))
         saving: Any = autograd.saving_hooks(True)  # a checkpoint's save nothing
         checkpointed = bool(saving) and saving[0].__module__ == "torch.utils.checkpoint"
         products = []
         for owner, node, thirds in found:
-            product = _Product(owner, None, None, thirds, apart)
+            edge = GradientEdge(node, 0)
             if owner is module:
                 x = autograd.as_used(inputs[thirds[0]])
-                product = product._replace(x=x, assembly=whole)
+                product = _Product(owner, edge, x, thirds=thirds, assembly=assembly)
+                products.append(product)
             elif checkpointed:
                 # Of the output's projection autograd alone has the input.
                 self.missed[owner] = CHECKPOINTED
-                continue
-            products.append((product, GradientEdge(node, 0)))
+            else:
+                products.append(_Product(owner, edge, assembly=assembly))
         return products
 
     # --------------------------------------------------------------------------------- gradients
 
-    def take(self, call: _Call, module: nn.Module, gradient: Tensor) -> None:
-        """Take the gradient that a call has waited for; with drawn labels, deliver their pair."""
+    def take(self, call: _Call, gradient: Tensor) -> None:
+        """Take the gradient that a call has waited for; with sampled labels, deliver their pair."""
+        module = call.module
         if self._accumulated and not autograd.reaches_parameters(module, self.fsdp):
-            if self._sampler is None:  # else it may be the pass of drawn labels
+            if not self.sampled:  # else it may be the pass of sampled labels
                 self.missed[module] = NOT_ACCUMULATED
             return
-        if self._sampler is not None:
-            drawn = call.pop_drawn()
-            if drawn is not None:
-                self.emit(module, *drawn, False)
+        if self.sampled:
+            sampled = call.pop_sampled()
+            if sampled is not None:
+                self._emit(module, call.pair(sampled[0]), sampled[1], False)
             if call.is_whole:
                 with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
                     self._consumer.look(module, *cast(Any, call.pair(gradient)))
@@ -387,60 +523,62 @@ class Capture:
             # Legal where the layer worked on a copy, as of a transposed input; ours is gone.
             self.missed[module] = CHANGED
             return
-        pass_id, again = call.begin_pass()
-        if pair is not None:
-            self.emit(module, *pair, pass_id, again)
+        self._emit(module, pair, *call.number_of_pass())
 
     def receive(self, module: nn.Module, x: Tensor, gradient: Tensor) -> None:
         """Take a pair that the backward of a compiled graph delivers; its memory is the graph's."""
+        if not autograd.reaches_parameters(module, self.fsdp):
+            self.missed[module] = NOT_ACCUMULATED
+            return
+        # The node is the whole graph's; a forward makes a new one, a second backward does not.
+        number = autograd.current_pass()
         with stage("statistics"):
-            if not autograd.reaches_parameters(module, self.fsdp):
-                self.missed[module] = NOT_ACCUMULATED
-                return
-            # The node is the whole graph's; a forward makes a new one, a second backward does not.
-            pass_id = autograd.current_pass()
-            again = _seen_before(_FIRST_PASS, pass_id)
-            self.emit(module, x.clone(), gradient.clone(), pass_id, again)
+            again = autograd.passed_before(number)
+            self._emit(module, (x.clone(), gradient.clone()), number, again)
 
-    def emit(self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, again: bool) -> None:
+    def _emit(
+        self, module: nn.Module, pair: tuple[Any, Tensor] | None, pass_id: int, again: bool
+    ) -> None:
         """Hand a pair to the consumer, unless its layer was let go while it was in flight."""
-        if module in self._observed:
+        if pair is not None and module in self._observed:
+            x, d = pair
             with torch.no_grad(), torch.autocast(d.device.type, enabled=False):
                 self._consumer.consume(module, x, d.detach(), pass_id, again=again)
 
-    # ------------------------------------------------------------------------------ drawn labels
+    # ---------------------------------------------------------------------------- sampled labels
 
-    def enter_root(self, module: nn.Module) -> None:
+    def enter_model(self) -> None:
         """See the beginning of the model's forward, and let it run without a compiler."""
         self._pending.clear()
-        self._inside_root, self._compiler = True, None
+        self._inside_model = True
+        self._compiler = None
         if self.gate.open and torch.is_grad_enabled():
             # A compiler puts itself back, too, where the forward raises.
             self._compiler = autograd.set_eval_frame(None)
-            if self._compiler and not self._told:
-                self._told = True
-                self._consumer.warn(RUNS_EAGERLY)
+            if self._compiler:
+                warnings.warn(RUNS_EAGERLY, SecondOrderWarning, stacklevel=2)
 
-    def leave_root(self, module: nn.Module, output: Any) -> None:
-        """See the model's output: draw labels from it, and take the gradients of their loss."""
-        self._inside_root = False
-        pending, self._pending = self._pending, []
+    def leave_model(self, model: nn.Module, output: Any) -> None:
+        """See the model's output: sample labels from it, and take the gradients of their loss."""
+        self._inside_model = False
+        pending = self._pending
+        self._pending = []
         if self._sampler is not None and pending:
             with stage("statistics"):
-                self._draw(self._sampler, module, pending, output)
+                self._sample(self._sampler, model, pending, output)
         if self._compiler is not None:
             autograd.set_eval_frame(self._compiler)
             self._compiler = None
 
-    def _draw(
+    def _sample(
         self,
         sampler: Sampler,
-        root: nn.Module,
+        model: nn.Module,
         pending: Sequence[tuple[_Call, GradientEdge]],
         output: Any,
     ) -> None:
-        """Take the gradients of the loss on labels drawn from the root's output."""
-        with torch.autocast(next(root.parameters()).device.type, enabled=False):
+        """Take the gradients of the loss on labels sampled from the model's output."""
+        with torch.autocast(next(model.parameters()).device.type, enabled=False):
             loss = sampler(output, self.root_calls)
         if not loss.requires_grad:
             return
@@ -454,287 +592,24 @@ class Capture:
                 raise
             raise RuntimeError(NOT_DRAWN) from error
         # These pairs count once the user's own backward comes by, and not before.
-        for (call, edge), gradient in zip(pending, gradients, strict=True):
+        for (call, _), gradient in zip(pending, gradients, strict=True):
             if gradient is not None:
-                call.keep_drawn(gradient, edge.node, self.root_calls)
+                call.keep_sampled(gradient, self.root_calls)
         self.root_calls += 1
 
 
-for _function in (Capture.enter_root, Capture.leave_root):
+def _remove(handles: list[RemovableHandle]) -> None:
+    """Remove hooks."""
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+
+
+# Python runs them, as what they do to the compiler is to last beyond their calls.
+for _function in (
+    BeforeModelHook.__call__,
+    AfterModelHook.__call__,
+    Capture.enter_model,
+    Capture.leave_model,
+):
     autograd.skip_code(_function.__code__)
-
-
-# ------------------------------------------------------------------------ from pairs to statistics
-
-
-@dataclass(frozen=True)
-class GradientScale:
-    """The factor for captured gradients that undoes a GradScaler."""
-
-    scaler: Any
-
-    def __call__(self, gradient: Tensor) -> Tensor | float:
-        """The factor, as a number or as a scalar on the gradient's device."""
-        if self.scaler is None or not self.scaler.is_enabled():
-            return 1.0
-        # scale(1) is the scale as a tensor: get_scale() would wait for the device.
-        one = torch.ones((), dtype=torch.float32, device=gradient.device)
-        scale: Tensor = self.scaler.scale(one)
-        return 1.0 / scale
-
-
-@dataclass
-class StatisticsCollector:
-    """Turns captured pairs into staged statistics.
-
-    A pair's sums are made at once on the CPU, and at the end of its pass on a device. Rows without
-    a gradient so far wait for the end: another layer may have one for them.
-
-    Attributes:
-        approximation: Of dimensions that share a weight.
-        factor_dtype: In which statistics are formed, or float32 if that is wider.
-        reduction: What the loss of a pass is.
-        gradient_scale: A further factor of captured gradients.
-        conv_approximation: For convolutions; None for the same.
-        heard: Called as the statistics of a layer have grown, in passes: so the host reads from
-            the device which rows count.
-        sampled: The pairs are of drawn labels, and say nothing of the gradient.
-        drawn_rows: A label is drawn for each row of the layer called last.
-        queue: Pairs on devices.
-        ledger: The passes since the last step.
-    """
-
-    approximation: Approximation
-    factor_dtype: torch.dtype
-    reduction: Callable[[], Reduction]
-    gradient_scale: Callable[[Tensor], Tensor | float]
-    conv_approximation: Approximation | None = None
-    warn: Callable[[str], None] = warnings.warn
-    fsdp: FSDPParams | None = None
-    heard: Callable[[KroneckerBlock], None] | None = None
-    verifies_always: bool = False  # compares the pairs of all steps with the gradient
-    sampled: bool = False
-    drawn_rows: bool = False
-    queue: PairQueue = field(default_factory=PairQueue)
-    ledger: Ledger = field(default_factory=Ledger)
-    _blocks: dict[nn.Module, list[KroneckerBlock]] = field(default_factory=dict)
-    _rows_only: KroneckerBlock | None = None  # whose rows are seen, and no statistics taken
-    _places: dict[KroneckerBlock, int] = field(default_factory=dict)  # in the model
-    _told: bool = False  # of losses that go back apart
-    _unheard: list[KroneckerBlock] = field(default_factory=list)  # whose passes are still running
-
-    def watch(
-        self, blocks: Iterable[KroneckerBlock], rows_only: KroneckerBlock | None = None
-    ) -> None:
-        """Set the blocks that get the pairs of their modules from now on.
-
-        ``rows_only`` is one of them whose statistics another process takes.
-        """
-        self._rows_only = rows_only
-        self._blocks.clear()
-        self._places.clear()
-        for place, block in enumerate(blocks):
-            self._places[block] = place
-            for module in block.watched:
-                self._blocks.setdefault(module, []).append(block)
-
-    def _training(self, module: nn.Module) -> list[KroneckerBlock]:
-        return [block for block in self._blocks.get(module, ()) if block.trainable]
-
-    def wants(self, module: nn.Module) -> bool:
-        """Whether any block of a module trains now."""
-        return bool(self._training(module))
-
-    def look(self, module: nn.Module, x: Tensor, d: Tensor) -> None:
-        """Compare a pair of the user's own loss with the gradient, if that is due."""
-        for block in self._training(module):
-            if (self.verifies_always or block.looks) and block.fits_pair(module, x, d):
-                with ieee_matmul(d.device):
-                    block.look(module, x, d, self.fsdp)
-
-    def consume(
-        self,
-        module: nn.Module,
-        x: Tensor,
-        d: Tensor,
-        pass_id: int,
-        again: bool = False,
-    ) -> None:
-        """Add one pair to the staged statistics of its blocks.
-
-        ``pass_id`` is one number for all pairs of a backward pass. ``again``: a backward pass has
-        come through this call of the layer before.
-        """
-        blocks = self._training(module)
-
-        # Statistics go where gradients have been set to zero.
-        # With drawn labels one backward pass brings pairs of several calls of the model.
-        backward = autograd.current_pass() if self.sampled else pass_id
-        unreduced = self.fsdp is not None and self.fsdp.unreduced(module)
-        for block in blocks:
-            block.begin_pass(backward, pass_id, unreduced)
-
-        # Whether the pair can be the layer's.
-        if not self.sampled:
-            self.look(module, x, d)
-        fitting = []
-        for block in blocks:
-            if block.fits_pair(module, x, d):
-                fitting.append(block)
-            else:
-                block.judge(1.0)
-        if not fitting:
-            return
-
-        # The rows of the pair, among those of the whole pass.
-        current = self._pass_of(pass_id)
-        repeats = again and any(block.staged.knows_others(pass_id) for block in fitting)
-        if repeats and current.repeat() and not self._told:
-            self._told = True
-            self.warn(LOSSES_APART)
-        rows = fitting[0].rows_of(module, x, d)
-        group = current.group_of(rows)
-        on_host = d.device.type == "cpu"
-        reads = on_host or self.heard is not None
-        current.see(rows, group, module, drawn=self.drawn_rows, reads=reads)
-
-        # Its sums, now or at the end of the pass.
-        pair = _Pair(module, x, d, SeenRows(current, group, rows.gradient))
-        for block in fitting:
-            if block.unverified:
-                continue
-            current.layers[id(block.staged)] = block.staged
-            inputs = 1 if block.shape.diagonal_a else block.shape.in_dim
-            block.staged.expect(current.number, again=again, work=6 * d.numel() * inputs)
-            if block is self._rows_only:
-                continue
-            block.note_pair(block.staged.work)
-            if on_host:
-                self._add(block, pair, current.alive(group))
-            else:
-                self._keep(block, pair)
-            self._unheard.append(block)
-        if self.heard is not None and current.decided:
-            self._tell()
-
-    # ------------------------------------------------------------------- passes begin and end
-
-    def _pass_of(self, pass_id: int) -> BackwardPass:
-        """The pass of a number, which is settled as it ends."""
-        passes = self.ledger.passes
-        found = passes.get(pass_id)
-        if found is None:
-            found = passes[pass_id] = BackwardPass(pass_id, self.approximation == "reduce")
-        # Within a reentrant checkpoint another pass runs.
-        runs = self.sampled or autograd.current_pass() == pass_id
-        if runs and found.will_end():
-            autograd.after_pass(partial(self._end, found))
-        return found
-
-    def _end(self, ended: BackwardPass) -> None:
-        """Settle a pass: all its layers have been seen."""
-        with torch.no_grad(), stage("statistics"):
-            self.queue.flush()
-            for late in ended.late:
-                late.settle(ended)
-            terms = ended.terms()
-            mean = self.reduction() == "mean"
-            end_pass(ended.layers.values(), ended.number, terms if mean else None)
-        ended.end()
-        self._tell()
-
-    def settle(self) -> None:
-        """Add the pending pairs of passes that are still running or that nothing has ended."""
-        for each in [*self.ledger.passes.values()]:
-            if each.unsettled:
-                self._end(each)
-
-    def terms(self, layers: Iterable[StagedStatistics]) -> list[Terms]:
-        """N of the passes since the last step, by layer."""
-        self.settle()
-        return self.ledger.terms(layers)
-
-    def _tell(self) -> None:
-        """Tell of layers whose statistics have grown, and are sums that only grow."""
-        blocks, self._unheard = self._unheard, []
-        if self.heard is not None:
-            for block in blocks:
-                self.heard(block)
-
-    # --------------------------------------------------------------------- from pairs to sums
-
-    def _add(self, block: KroneckerBlock, pair: _Pair, live: LiveRows) -> None:
-        """Add a pair while its pass goes on; rows without a gradient so far are left to the end."""
-        current, group = pair.seen.of, pair.seen.group
-        scale, staged = self.gradient_scale(pair.d), block.staged
-        cleared = staged.since
-
-        def add(x: Any, d: Tensor, rows: LiveRows) -> None:
-            if staged.since == cleared:
-                staged.bring(
-                    self._statistics(block, pair.module, x, d, rows), scale, current.number
-                )
-
-        if live.mask is None or group.selected:
-            add(pair.x, pair.d, live)
-        elif not self._has_single_rows(block, pair):
-            current.late.append(LateRows(group, None, partial(add, pair.x, pair.d)))
-        else:
-            add(pair.x, pair.d, live)
-            index = (~live.mask).nonzero().squeeze(1)
-            leading = len(group.shape)
-            x = pair.x.reshape(group.number, *pair.x.shape[leading:])[index]
-            zeros = pair.d.new_zeros(()).expand(len(index), *pair.d.shape[leading:])
-            current.late.append(LateRows(group, index, partial(add, x, zeros)))
-
-    def _has_single_rows(self, block: KroneckerBlock, pair: _Pair) -> bool:
-        """Whether some rows of a pair are a pair of the layer."""
-        rows = pair.seen.group.shape
-        if not isinstance(pair.x, Tensor) or is_attention(pair.module):
-            return False
-        if self.approximation == "reduce" and len(rows) > 1:
-            return False
-        kind = block.kinds.get(pair.module)
-        fits = pair.x.shape[: len(rows)] == pair.d.shape[: len(rows)] == rows
-        return fits and (kind is None or kind.rows is None)
-
-    def _keep(self, block: KroneckerBlock, pair: _Pair) -> None:
-        """Keep a pair on a device until its pass ends, or many have come."""
-        x, d, group = pair.x, pair.d, pair.seen.group
-        rows = None if group.certain else pair.seen
-        form = partial(self._statistics, block, pair.module, x, d)
-        plain = type(block) is KroneckerBlock
-        what: Any = form
-        tensors = (x, d) if isinstance(x, Tensor) else (x.hidden, x.index, x.weights, d)
-        if plain and block.kinds[pair.module].multiplies_rows:
-            what = LinearPair(x, d, block.trains_bias, self.approximation)
-        elif group.certain:
-            what = form(all_rows(group.number))
-            tensors = tuple(what.factors.values())
-        staged, number = block.staged, pair.seen.of.number
-        place, partly = self._places[block], partial(self._add, block, pair)
-        queued = QueuedPair(what, tensors, staged, number, self.gradient_scale, place, rows, partly)
-        self.queue.add(queued, keep=staged.keeps)
-
-    def _statistics(
-        self, block: KroneckerBlock, module: nn.Module, x: Any, d: Tensor, rows: LiveRows
-    ) -> PairStatistics:
-        """The sums of a pair, of the rows that take part."""
-        approximation = self.approximation
-        if self.conv_approximation is not None and isinstance(module, CONVOLUTIONS):
-            approximation = self.conv_approximation
-        wide = torch.promote_types(self.factor_dtype, torch.float32)
-        form = Form(block.trains_bias, approximation, rows)
-        x = x.to(wide) if isinstance(x, Tensor) and x.is_floating_point() else x
-        plain = torch.autocast(d.device.type, enabled=False)
-        with torch.no_grad(), plain, ieee_matmul(d.device):
-            return block.statistics(module, x, d.to(wide), form)
-
-
-class _Pair(NamedTuple):
-    """A captured pair, and its rows."""
-
-    module: nn.Module
-    x: Any
-    d: Tensor
-    seen: SeenRows

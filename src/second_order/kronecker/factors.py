@@ -7,7 +7,6 @@ Everything is decided on the device, so that no update waits for the host.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,15 +16,13 @@ import torch
 from torch import Tensor
 
 from second_order.kronecker.explanation import Explanation
-from second_order.kronecker.layers import FactorShape, PairStatistics
+from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.rows import next_serial
 from second_order.kronecker.storage import (
     as_stack,
     in_groups,
     most_elements,
     own_stack,
-    pack_upper_triangular,
-    packed_trace,
     shared_number,
 )
 
@@ -36,7 +33,6 @@ __all__ = [
     "StatisticsSums",
     "count_dropped",
     "end_pass",
-    "mean_eigenvalue",
     "of_examples",
     "put",
     "sums_of",
@@ -81,11 +77,9 @@ class StagedStatistics:
         work: Operations of their passes.
         explanation: The gradient in these passes beside the pairs, where they are compared.
         since: A number that is larger than those of all passes before the last :meth:`clear`.
-        keeps: Whether pairs may be kept until their pass ends.
     """
 
     explanation: Explanation | None = None
-    keeps = True
 
     def __init__(self, shape: FactorShape, device: torch.device, factor_dtype: torch.dtype) -> None:
         self.shape = shape
@@ -143,32 +137,6 @@ class StagedStatistics:
         self._passes[pass_id] = self._passes.get(pass_id, False) or not again
         self.work += work
         self.pairs += 1
-
-    def bring(self, pair: PairStatistics, gradient_scale: Tensor | float, pass_id: int) -> None:
-        """Add a pair that is expected, on the CPU.
-
-        ``gradient_scale`` turns the captured gradient into that of the pass's loss.
-        """
-        sums = {letter: _stored(factor) for letter, factor in pair.factors.items()}
-        if isinstance(gradient_scale, Tensor) or gradient_scale != 1:
-            for letter in _letters_of_gradients(self.shape):
-                sums[letter].mul_(gradient_scale**2)
-
-        # The record of the sums; those that are not finite count nothing.
-        means = [mean_eigenvalue(sums[letter], n) for letter, n in self.shape.dims.items()]
-        rows = means[0].new_empty(1).fill_(pair.examples)
-        routed = [] if pair.routed is None else [pair.routed]
-        record = torch.cat([rows, *means, *routed]).to(self.dtype)
-        if not math.isfinite(record.sum()):
-            record.zero_()
-            sums = {letter: torch.zeros_like(total) for letter, total in sums.items()}
-            self.dropped.add_(1)
-        put([(self, pass_id, sums, record)])
-
-    def drop_changed(self) -> None:
-        """Drop a pair that was changed while it was kept; none is to be kept again."""
-        self.keeps = False
-        self.dropped.add_(1)
 
     def open_sums(self, pass_id: int, sums: PassSums) -> PassSums:
         """The sums of a pass that is not over: those given, if they are its first."""
@@ -475,15 +443,3 @@ def _own_means(shares: Tensor, news: Tensor, step: Tensor) -> tuple[Tensor, Tens
     seen = news > 0
     own = torch.where(seen, 1.0 / news.where(seen, 1.0), 0.0)
     return own, torch.where(seen, step * news / after.where(seen, 1.0), 0.0)
-
-
-def mean_eigenvalue(factor: Tensor, dim: int) -> Tensor:
-    """Trace over size, ``(groups,)``, of matrices, triangles, or diagonals of the size ``dim``."""
-    if factor.dim() == 3:
-        return factor.diagonal(dim1=-2, dim2=-1).mean(-1)
-    return factor.mean(-1) if factor.shape[-1] == dim else packed_trace(factor, dim) / dim
-
-
-def _stored(matrix: Tensor) -> Tensor:
-    """Symmetric matrices as triangles; triangles and diagonals as they are."""
-    return pack_upper_triangular(matrix) if matrix.dim() == 3 else matrix

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -47,7 +47,6 @@ from second_order.kronecker.layers import (
 
 __all__ = [
     "BackwardPass",
-    "LateRows",
     "Ledger",
     "RowGroup",
     "Terms",
@@ -100,28 +99,6 @@ class _Call(NamedTuple):
     all_terms: bool  # whether labels were drawn for all its rows
 
 
-@dataclass(frozen=True)
-class LateRows:
-    """Rows of a pair without a gradient so far. The end of the pass decides if A has them."""
-
-    group: RowGroup
-    index: Tensor | None  # of the rows in the group; None for the pair as a whole
-    add: Callable[[LiveRows], None]
-
-    def settle(self, ended: BackwardPass) -> None:
-        """Add those that take part after all."""
-        live = ended.live(self.group)
-        if self.index is not None:
-            index = self.index
-            if live.mask is None:
-                live = all_rows(len(index))
-            else:
-                live = rows_in(live.mask.to(index.device)[index])
-            if not isinstance(live.count, Tensor) and live.count == 0:
-                return
-        self.add(live)
-
-
 _serials = itertools.count(1)
 
 
@@ -139,7 +116,6 @@ class BackwardPass:
         number: The number of the pass, which all its pairs share.
         again: Whether an earlier pass went through the same calls of layers.
         layers: The staged statistics that it has pairs of.
-        late: What waits for the end of the pass.
     """
 
     def __init__(self, number: int, reduce: bool = False) -> None:
@@ -147,7 +123,6 @@ class BackwardPass:
         self.serial = next_serial()
         self.again = False
         self.layers: dict[int, Any] = {}
-        self.late: list[LateRows] = []
         self._first: nn.Module | None = None  # the layer called last
         self._reduce = reduce
         self._ends = False  # autograd settles it as its pass ends
@@ -221,7 +196,7 @@ class BackwardPass:
     def decided(self) -> bool:
         """Whether layers that are still to come can, as a rule, change nothing."""
         certain = all(group.certain for group in self._groups.values())
-        return bool(self._calls) and certain and not self.late
+        return bool(self._calls) and certain
 
     # ------------------------------------------------------------------------------ as a whole
 
@@ -317,7 +292,6 @@ class BackwardPass:
         self._positions.clear()
         self._batches.clear()
         self._calls.clear()
-        self.late.clear()
 
 
 def _sum_of(numbers: Iterable[float | Tensor]) -> float | Tensor:

@@ -32,7 +32,6 @@ __all__ = [
     "own_stack",
     "pack_upper_triangular",
     "packed_length",
-    "packed_trace",
     "shared_number",
     "unpack_upper_triangular",
 ]
@@ -131,11 +130,10 @@ def pack_upper_triangular(matrix: Tensor) -> Tensor:
 
 
 class _Gathers(NamedTuple):
-    """Indices of a triangle's elements in its matrix, the reverse, and of the diagonal."""
+    """Indices of a triangle's elements in its matrix, and the reverse."""
 
     pack: Tensor
     unpack: Tensor
-    diagonal: Tensor
 
 
 @lru_cache(maxsize=256)
@@ -144,7 +142,7 @@ def _gathers(dim: int, device: torch.device) -> _Gathers:
         places = torch.arange(dim * dim, device="cpu").view(dim, dim)
         pack = _pack_by_blocks(torch.minimum(places, places.T))
         unpack = _unpack_by_blocks(torch.arange(packed_length(dim), device="cpu"), dim)
-        found = (pack, unpack.flatten(), unpack.diagonal())
+        found = (pack, unpack.flatten())
         return _Gathers(*(i.to(device, torch.int32) for i in found))
 
 
@@ -174,15 +172,6 @@ def _blocks_of(packed: Tensor, dim: int) -> _Blocks:
     first = packed[..., : h * m].view(*batch, h, m)
     second = packed[..., h * m :].view(*batch, m, h + 1)
     return _Blocks(first, second[..., :h, 1:], second[..., :m])
-
-
-def packed_trace(packed: Tensor, dim: int) -> Tensor:
-    """Traces, shape ``(...)``, of packed matrices of shape ``(..., dim (dim + 1) / 2)``."""
-    if dim <= GATHERED_UP_TO:
-        return packed.index_select(-1, _gathers(dim, packed.device).diagonal).sum(-1)
-    _, upper, lower = _blocks_of(packed, dim)
-    traces: Tensor = upper.diagonal(dim1=-2, dim2=-1).sum(-1)
-    return traces + lower.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
 def unpack_upper_triangular(packed: Tensor, dim: int) -> Tensor:

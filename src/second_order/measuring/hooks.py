@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from second_order.distributed.fsdp import FSDPParams, reshard
 from second_order.errors import SecondOrderError
 from second_order.kronecker.autograd import NO_PASS, current_pass, is_attention
-from second_order.kronecker.capture import Capture
+from second_order.kronecker.capture import Capture, input_in
 from second_order.kronecker.experts import Routed, is_experts
-from second_order.kronecker.hooks import input_in
 
 __all__ = [
     "capturing_inputs",
