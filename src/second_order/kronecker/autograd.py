@@ -56,8 +56,8 @@ class _SavedInput(torch.autograd.Function):
 
 def passed_before(pass_id: int) -> bool:
     """Whether another backward pass has come through the node that runs now, which gets a mark."""
-    first: int = current_node().metadata.setdefault(_FIRST_PASS, pass_id)
-    return first != pass_id
+    metadata: Any = current_node().metadata
+    return bool(metadata.setdefault(_FIRST_PASS, pass_id) != pass_id)
 
 
 def after_pass(work: Callable[[], None]) -> None:
