@@ -833,8 +833,6 @@ tensors out of order taken for a stack
     part.storage_offset() != at  =>  False
 
 == kronecker/storage.py
-a trace without the second block  <-  triangles::the_trace_needs_no_unpacking
-    return traces + lower.diagonal(dim1=-2, dim2=-1).sum(-1)  =>  return traces
 a triangle mirrored from the wrong side  <-  triangles::packing_and_back_is_the_identity
     upper.triu() + upper.triu(1).mT  =>  upper.tril() + upper.tril(-1).mT
 

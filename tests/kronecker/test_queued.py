@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from blocks import bring, close, factor_shape, pair_statistics
+from blocks import bring, close, factor_shape, kind_of, pair_statistics
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -58,7 +58,7 @@ def layers_of(bias: bool) -> list[KroneckerBlock]:
     found = []
     for index, size in enumerate(SIZES):
         layer = nn.Linear(*size, bias=bias, dtype=F64)
-        found.append(KroneckerBlock([str(index)], [layer], layer.bias, F64))
+        found.append(KroneckerBlock([str(index)], [layer], layer.bias, F64, [kind_of(layer)]))
     return found
 
 
