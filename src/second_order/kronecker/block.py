@@ -302,18 +302,13 @@ class KroneckerBlock:
         Those that are get a place of their own: a slice would keep the memory of all its stack.
         """
         self.held = held
-        for letter in self.shape.letters:
-            factor = self.stored(letter)
-            if factor is None or self.factors is None:
-                continue
-            if not self._holds(letter):
+        if self.factors is None:
+            return
+        for letter, factor in self.factors.stored.items():
+            if not held[letter == "G"]:
                 del self.factors.entries[letter]
             elif factor.untyped_storage().nbytes() > factor.nbytes:
                 self.factors.entries[letter] = factor.clone()
-
-    def _holds(self, letter: str) -> bool:
-        """Whether a factor is kept on this process."""
-        return self.held[letter == "G"]
 
     def stored(self, letter: str) -> Tensor | None:
         """The factor of a letter, as stored; None if it is not kept here, or is lost."""
@@ -322,9 +317,8 @@ class KroneckerBlock:
     @property
     def lost(self) -> bool:
         """Whether a factor that is kept here is missing, though there have been statistics."""
-        if self.factors is None:
-            return False
-        return any(self._holds(k) and self.stored(k) is None for k in self.shape.letters)
+        held = sum(self.held[letter == "G"] for letter in self.shape.letters)
+        return self.factors is not None and len(self.factors.stored) < held
 
     def forget(self) -> None:
         """Start the running averages again: the layer runs on its base gradient until then."""

@@ -50,17 +50,16 @@ def in_groups(
 ) -> list[list[int]]:
     """The positions of equal keys, together; of those with ``sizes`` no more than ``most``."""
     groups: list[list[int]] = []
-    at: dict[Hashable, int] = {}
-    filled: list[float] = []
+    newest: dict[Hashable, list[int]] = {}  # group of each key
+    filled: dict[Hashable, float] = {}  # its size
     for i, key in enumerate(keys):
         size = 0 if sizes is None else sizes[i]
-        place = at.get(key)
-        if place is None or filled[place] + size > most:
-            at[key] = place = len(groups)
-            groups.append([])
-            filled.append(0)
-        groups[place].append(i)
-        filled[place] += size
+        filled[key] = filled.get(key, 0.0) + size
+        if key not in newest or filled[key] > most:
+            newest[key] = []
+            filled[key] = size
+            groups.append(newest[key])
+        newest[key].append(i)
     return groups
 
 
