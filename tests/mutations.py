@@ -381,21 +381,20 @@ groups that are preconditioned all the same
 == kfac/layers.py
 a group's factor_decay that does nothing
   <-  group_options::the_decay_of_a_group_is_that_of_its_layers
-    own_decays.get(block, decay)  =>  decay
+    if own_decays.get(block, decay) == past]  =>  if past == decay]
 zero_grad keeps statistics  <-  contract_steps::a_step_after_zero_grad_alone_takes_nothing_in
-  - if not block.staged.empty:
-  -                 block.staged.clear()
-  + if not block.staged.empty:
-  +                 pass
+  - block.staged.clear()
+  -         self.collector.ledger.passes.clear()
+  + self.collector.ledger.passes.clear()
 a state of averages that are slices by now
   <-  queued::state_and_memory_follow_averages_into_their_stacks
-    if any(map(operator.is_not, before, after)):  =>  if False:
+    if before != [id(x) for each in averages.values() for x in each.stored.values()]:  =>  if False:
 passes of a layer for those of a step
   <-  examples::a_layer_that_some_micro_batches_pass_by_is_counted_with_the_others
-    max([1, *(b.staged.micro_batches for b in blocks)])  =>  blocks[-1].staged.micro_batches
+    max([1, *(block.staged.micro_batches for block in blocks)])  =>  blocks[-1].staged.micro_batches
 G of a step's losses without their number
   <-  loss_reduction::unequal_shares_train_as_the_whole_batch
-    shapes, more / processes)  =>  shapes, more)
+    for block in sums], share)  =>  for block in sums], 1.0)
 statistics of micro-batches with the square of their number
   <-  stats::micro_batches_of_a_stats_worker_are_counted
     sums_of(staged, micro_batches, terms)  =>  sums_of(staged, 1, terms)
@@ -423,27 +422,23 @@ DistKFAC's owners by number  <-  distkfac_ranks::owners_are_spread_by_cost
   - spread_costs([layer.cost for layer in layers], ranks)
   + spread_costs([1.0 for layer in layers], ranks)
 gradients from the wrong row  <-  kaisa::a_smaller_fraction_keeps_fewer_inverses
-    {block: layer.workers[0] // len(layer.workers) for  =>  {block: 0 for
+    return self.workers[0] // len(self.workers)  =>  return 0
 owners' gradients balanced by number
   <-  dpkfac::parameters_of_no_layer_go_where_the_least_is_to_be_sent
     load[owner] += size  =>  load[owner] += 1
 heads are not summed
   <-  distkfac_ranks::all_workers_know_the_weights_and_traces_of_all_layers
   <-  factor_exchange::shards_are_weighted_by_their_examples
-    heads.append((each.head, None))  =>  heads.append((each.head.clone(), None))
+    heads.append(each.head)  =>  heads.append(each.head.clone())
 A kept by the solver of G, and G by that of A
   <-  factor_exchange::each_factor_is_on_one_rank_and_its_trace_on_all
-    keepers = None if keeps_all else solvers  =>  keepers = None if keeps_all else solvers[::-1]
-DistKFAC's factors all kept by the first worker
-  <-  distkfac_ranks::all_workers_know_the_weights_and_traces_of_all_layers
-  - None if keeps_all else (o, o), (o, o), everybody
-  + None if keeps_all else (0, 0), (o, o), everybody
+    None if self.keeps_all else self.solver(letter)  =>  self.solvers[letter == "A"]
 an owner's layers have statistics of all batches
   <-  dpkfac::a_layers_factors_are_those_of_its_owners_batches
-    plans = (LayerPlan(o, (o, o)  =>  plans = (LayerPlan(None, (o, o)
+    keeps_all=False, source=owner)  =>  keeps_all=False)
 every gradient worker keeps an inverse of a sharded layer
   <-  fsdp::ranks_keep_their_rows_and_the_factors_of_their_layers
-    (rank, rank), _one(rank), said  =>  (rank, rank), layer.workers, said
+    workers=range(rank, rank + 1)))  =>  workers=layer.workers))
 
 == kfac/precondition.py
 a clip of a rank's own layers alone
@@ -550,7 +545,7 @@ a solve with all cores  <-  background::one_core_in_the_work_and_as_many_as_befo
 == kfac/stats_workers.py
 a stats worker's losses of a step as sums
   <-  stats::micro_batches_of_a_stats_worker_are_counted
-    sums = self.layers.whole_steps(sums, 1)  =>  pass
+    sums = self.layers.whole_steps(sums, share=1.0)  =>  pass
 a stats worker's gradients pile up  <-  stats::a_stats_workers_gradients_do_not_pile_up
     p.grad = None  =>  pass
 statistics to the first worker, whoever owns the layer

@@ -11,7 +11,7 @@ from contract import each_kronecker, make
 from models import ZOO
 from torch import Tensor, nn
 
-from second_order import DPKFAC, DistKFAC, LayerRow, SecondOrderWarning
+from second_order import DPKFAC, LayerRow, SecondOrderWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 
@@ -31,8 +31,7 @@ def test_a_row_for_every_layer_with_its_kind_parameters_and_sizes(System: Any) -
     assert rows["5"].detail == f"A {model[5].in_features + 1}², G 3²"
     for name, row in rows.items():
         assert row.parameters == sum(p.numel() for p in model.get_submodule(name).parameters())
-        everybody = "all" if System is DistKFAC else "0"
-        expected = "owner 0" if System is DPKFAC else f"solve 0, precondition {everybody}"
+        expected = "owner 0" if System is DPKFAC else "solve 0, precondition 0"
         assert row.computed_by == expected
 
 

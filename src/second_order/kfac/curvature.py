@@ -12,7 +12,7 @@ p.grad        <- ν P, everywhere
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -78,7 +78,6 @@ from second_order.kfac.state import (
 )
 from second_order.kfac.thor import TraceRefresh
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.kronecker.solvers import Inverse
 from second_order.optimizers.config import SCHEDULES, KFACOptions
@@ -366,8 +365,9 @@ class KFAC(OfLayers):
         if due and (helpers is None or (helpers.own_passes and layers.capture.gate.open)):
             decay = cadence.decay()
             sums = self._sum_statistics()
-            if step.of_gradients and helpers is None:  # helpers have batches of their own
-                terms = _most_terms(sums.values(), self.training.device)
+            if step.of_gradients and sums and helpers is None:  # helpers have their own batches
+                numbers = [each.head[0].to(self.training.device) for each in sums.values()]
+                terms = torch.stack(numbers).max()
             self._take_in(sums, decay)
         elif self._pipeline is not None:
             self._pipeline.drain()
@@ -397,13 +397,11 @@ class KFAC(OfLayers):
         if layers.reduction != "step_mean":
             return sums
         # Owners have the terms of their own batches alone: other ranks are taken to have as many.
-        owned = self._system.owners is not None
-        return layers.whole_steps(sums, world.size, world.size if owned else 1)
+        share = 1.0 / world.size if self._system.owners is None else 1.0
+        return layers.whole_steps(sums, share)
 
     def _take_in(self, sums: Sums, decay: float) -> None:
         """Update the running averages; layers under way keep the factors that they started from."""
-        for block in sums:
-            block.ensure_factors(asked=True)
         if self.solves.under_way:
             self.solves.keep_snapshots(sums)
         self.layers.take_in(sums, decay)
@@ -480,9 +478,7 @@ class KFAC(OfLayers):
             layers.take_all_at(steps + 1)
 
         # Hooks, factors and inverses follow.
-        self._step = compile_step(
-            world, plan.grid, self.plan, self._system.exchange_dtype, self._takes
-        )
+        self._step = compile_step(world, plan.grid, self.plan, self._system.exchange_dtype)
         self._buckets = buckets_of(self._step, world) if self.sharded else []
         self._owners = None, {}
         if self._pipeline is not None:
@@ -645,7 +641,7 @@ class KFAC(OfLayers):
 
         Before the first step there are none: Accelerate asks for the state of each new optimizer.
         """
-        spread = any(layer.keepers is not None for layer in self.known.values())
+        spread = not all(layer.keeps_all for layer in self.known.values())
         return self.training.world.size > 1 and self.training.steps > 0 and spread
 
     @property
@@ -690,6 +686,7 @@ class KFAC(OfLayers):
         self._closed = True
         self.plan, self.known = {}, {}
         self._step = StepPlan({}, self._step.row, self._step.column)
+        self._buckets = []
         self._owners = None, {}
         self._last = StepInfo()
         self._loaded = None
@@ -721,7 +718,7 @@ class KFAC(OfLayers):
 
     def summary(self) -> Summary:
         """A table of every layer: its factors, who computes what, what is left to the base."""
-        said = {block.name: layer.said for block, layer in self.plan.items()}
+        said = {block.name: str(layer) for block, layer in self.plan.items()}
         of_layers = (each.said for each in (self.traces, self.drift) if each is not None)
         settings = [
             self._options.describe(),
@@ -751,9 +748,3 @@ class KFAC(OfLayers):
             f"inverses are {ages[0]} to {ages[-1]} steps old; "
             f"{len(self.solves.under_way)} under way"
         )
-
-
-def _most_terms(sums: Iterable[StatisticsSums], device: torch.device) -> Tensor | None:
-    """The largest number of loss terms of a step's layers."""
-    numbers = [each.head[0].to(device) for each in sums]
-    return torch.stack(numbers).max() if numbers else None

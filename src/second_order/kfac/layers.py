@@ -16,7 +16,6 @@ update. ``precondition`` is read when layers are found: at construction, and whe
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -264,8 +263,6 @@ class Layers:
         self.collector.watch(self.blocks)
         rank = self._training.world.rank
         self._sampler = None if likelihood is None else LabelSampler(likelihood, rank)
-        seen = self._items is not None and options.loss_reduction == AUTO and not sampled
-        self._reduction = None if seen else reduction_of(options, None)
         self.expecting = True
         self.capture = Capture(self.collector, self._sampler, fsdp)
 
@@ -294,7 +291,7 @@ class Layers:
     @property
     def reduction(self) -> Reduction:
         """What the losses are taken to be whose gradients are captured."""
-        return self._reduction or reduction_of(self._options, self._items)
+        return reduction_of(self._options, self._items)
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
@@ -311,8 +308,7 @@ class Layers:
     def drop_pending(self) -> None:
         """Drop the statistics of backward passes already completed."""
         for block in self.blocks:
-            if not block.staged.empty:
-                block.staged.clear()
+            block.staged.clear()
         self.collector.ledger.passes.clear()
 
     def look(self, blocks: Iterable[KroneckerBlock]) -> None:
@@ -332,38 +328,28 @@ class Layers:
         self, blocks: Sequence[KroneckerBlock], micro_batches: int | None = None
     ) -> dict[KroneckerBlock, StatisticsSums]:
         """The statistics of some layers since the last step; those of all layers are cleared."""
-        parts = self.micro_batches(blocks) if micro_batches is None else micro_batches
-        found = self._sums_of(blocks, parts)
-        for block in self.active:
-            block.staged.clear()
-        self.collector.ledger.passes.clear()
+        if micro_batches is None:
+            micro_batches = self.micro_batches(blocks)
+        staged = [block.staged for block in blocks]
+        terms = [each.number for each in self.collector.terms(staged)]
+        found = sums_of(staged, micro_batches, terms)
+        self.drop_pending()
         return dict(zip(blocks, found, strict=True))
 
     def terms_so_far(self, staged: StagedStatistics) -> Terms:
         """The terms of a layer's passes since the last step; a pass may still be running."""
-        self.collector.settle()
-        return self.collector.ledger.terms([staged])[0]
-
-    def _sums_of(
-        self, blocks: Sequence[KroneckerBlock], micro_batches: int
-    ) -> list[StatisticsSums]:
-        staged = [block.staged for block in blocks]
-        terms = [each.number for each in self.collector.terms(staged)]
-        return sums_of(staged, micro_batches, terms)
+        return self.collector.terms([staged])[0]
 
     def whole_steps(
-        self,
-        sums: Mapping[KroneckerBlock, StatisticsSums],
-        processes: int,
-        more: float = 1.0,
+        self, sums: Mapping[KroneckerBlock, StatisticsSums], share: float
     ) -> dict[KroneckerBlock, StatisticsSums]:
         """The sums over all processes, with G that of one term whatever the losses' reduction.
 
         Of losses divided by the N terms of the whole step a gradient d is 1 / N of a term's,
-        times the number of processes, over which the sums of gradients are averaged.
+        times the number of processes, over which the sums of gradients are averaged. The ``share``
+        of N in the numbers of ``sums``, over that number of processes.
         """
-        shapes = [block.shape for block in sums]
-        found = of_examples(list(sums.values()), shapes, more / processes)
+        found = of_examples(list(sums.values()), [block.shape for block in sums], share)
         return dict(zip(sums, found, strict=True))
 
     def take_in(self, sums: dict[KroneckerBlock, StatisticsSums], decay: float) -> None:
@@ -371,17 +357,13 @@ class Layers:
 
         ``decay`` is the weight of the past of layers whose groups have none of their own.
         """
-        averages = [block.ensure_factors() for block in sums]
-        before = [factor for each in averages for factor in each.stored.values()]
+        averages = {block: block.ensure_factors(asked=True) for block in sums}
+        before = [id(x) for each in averages.values() for x in each.stored.values()]
         own_decays = values_by_layer(self._training.groups, sums, "factor_decay")
-        by_decay: dict[float, list[KroneckerBlock]] = {}
-        for block in sums:
-            by_decay.setdefault(own_decays.get(block, decay), []).append(block)
-        for past, blocks in by_decay.items():
-            parts = [block.ensure_factors() for block in blocks], [sums[block] for block in blocks]
-            update_averages(*parts, past)
-        after = (factor for each in averages for factor in each.stored.values())
-        if any(map(operator.is_not, before, after)):
+        for past in {decay, *own_decays.values()}:
+            blocks = [block for block in sums if own_decays.get(block, decay) == past]
+            update_averages([averages[b] for b in blocks], [sums[b] for b in blocks], past)
+        if before != [id(x) for each in averages.values() for x in each.stored.values()]:
             self._training.publish()  # frees those that have become slices of a stack
 
     def micro_batches(self, blocks: Sequence[KroneckerBlock]) -> int:
@@ -389,7 +371,7 @@ class Layers:
         options, training, reduction = self._options, self._training, self.reduction
         if options.loss_reduction in ("pass_mean", "step_mean") or reduction == "sum":
             return 1
-        found = max([1, *(b.staged.micro_batches for b in blocks)])
+        found = max([1, *(block.staged.micro_batches for block in blocks)])
         if found > 1 and training.first_time("micro-batches"):
             training.warn(f"{found} backward passes in a step: {SAID[reduction]}")
         return found if reduction == "mean" else 1

@@ -15,7 +15,7 @@ data, which steps loop over.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -74,9 +74,6 @@ def block_rules(
     )
 
 
-Pair: TypeAlias = tuple[int, int]
-"""A rank for A, and for G."""
-
 Item: TypeAlias = tuple[KroneckerBlock, str]
 """A factor of a layer, by its letter."""
 
@@ -85,11 +82,10 @@ Item: TypeAlias = tuple[KroneckerBlock, str]
 class LayerPlan:
     """The ranks that work on a layer."""
 
-    source: int | None  # the rank whose batches alone make the statistics; None if all ranks' do
-    keepers: Pair | None  # the ranks that keep A and G; None if every rank keeps both
-    solvers: Pair  # the ranks that decompose A and G
+    solvers: tuple[int, int]  # the ranks that decompose A and G
     workers: range  # the gradient workers: the ranks that precondition the layer's gradient
-    said: str  # the ranks in words
+    keeps_all: bool  # whether every rank keeps A and G, and not the ranks alone that decompose them
+    source: int | None = None  # the rank whose batches alone make the statistics; None if all do
 
     def solver(self, letter: str) -> int:
         """The rank that decomposes a factor, by its letter."""
@@ -97,20 +93,25 @@ class LayerPlan:
 
     def keeper(self, letter: str) -> int | None:
         """The rank that keeps a factor, by its letter; None if every rank does."""
-        return None if self.keepers is None else self.keepers[letter == "G"]
+        return None if self.keeps_all else self.solver(letter)
 
     @property
-    def owner(self) -> int:
-        """The rank that keeps A, or decomposes it if every rank keeps it."""
-        return self.solvers[0] if self.keepers is None else self.keepers[0]
+    def row(self) -> int:
+        """The number of the gradient workers' row in the grid of ranks."""
+        return self.workers[0] // len(self.workers)
 
     def contributors(self, ranks: int) -> int:
         """Of so many ranks, the number whose batches make the statistics."""
         return ranks if self.source is None else 1
 
-    def keeps(self, rank: int) -> tuple[bool, bool]:
-        """Whether a rank keeps A and G."""
-        return self.keeper("A") in (None, rank), self.keeper("G") in (None, rank)
+    def __str__(self) -> str:
+        if self.source is not None:
+            return f"owner {self.source}"
+        solvers = "+".join(map(str, dict.fromkeys(self.solvers)))
+        workers = "+".join(map(str, self.workers))
+        if len(self.workers) > 2:
+            workers = f"{self.workers[0]}-{self.workers[-1]}"
+        return f"solve {solvers}, precondition {workers}"
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class Plan:
     """The ranks, a row of whose grid preconditions a layer, and the plan of each layer in order."""
 
     grid: Grid
-    layers: tuple[LayerPlan, ...]
+    layers: Sequence[LayerPlan]
 
 
 Planner: TypeAlias = Callable[[Sequence[LayerDims], int], Plan]
@@ -139,30 +140,25 @@ def kaisa_plan(
     grid = Grid(ranks // columns, columns)
     plans = []
     for each in assign_layers(layers, grid, cost=cost, colocate_factors=colocate):
-        solvers, workers = (each.a_solver, each.g_solver), grid.row(each.row)
-        said = f"solve {_ranks(sorted(set(solvers), key=solvers.index))}, precondition "
-        keepers = None if keeps_all else solvers
-        plans.append(LayerPlan(None, keepers, solvers, workers, said + _ranks(workers)))
-    return Plan(grid, tuple(plans))
+        solvers = (each.a_solver, each.g_solver)
+        plans.append(LayerPlan(solvers, grid.row(each.row), keeps_all))
+    return Plan(grid, plans)
 
 
 def dpkfac_plan(layers: Sequence[LayerDims], ranks: int, *, assignment: OwnerAssignment) -> Plan:
     """Plan as DPKFAC does: a layer's owner does all the work on it."""
-    owners = assign_owners(layers, ranks, assignment)
-    plans = (LayerPlan(o, (o, o), (o, o), _one(o), f"owner {o}") for o in owners)
-    return Plan(Grid(ranks, 1), tuple(plans))
+    plans = []
+    for owner in assign_owners(layers, ranks, assignment):
+        workers = range(owner, owner + 1)
+        plans.append(LayerPlan((owner, owner), workers, keeps_all=False, source=owner))
+    return Plan(Grid(ranks, 1), plans)
 
 
 def distkfac_plan(layers: Sequence[LayerDims], ranks: int, *, keeps_all: bool) -> Plan:
     """Plan as DistKFAC does: solves spread over the ranks, all of which precondition everything."""
-    everybody = range(ranks)
-    plans = (
-        LayerPlan(
-            None, None if keeps_all else (o, o), (o, o), everybody, f"solve {o}, precondition all"
-        )
-        for o in spread_costs([layer.cost for layer in layers], ranks)
-    )
-    return Plan(Grid(1, ranks), tuple(plans))
+    solvers = spread_costs([layer.cost for layer in layers], ranks)
+    plans = [LayerPlan((rank, rank), range(ranks), keeps_all) for rank in solvers]
+    return Plan(Grid(1, ranks), plans)
 
 
 def with_one_worker(plan: Plan) -> Plan:
@@ -174,10 +170,8 @@ def with_one_worker(plan: Plan) -> Plan:
     layers = []
     for layer in plan.layers:
         rank = layer.solver("A")
-        keepers = None if layer.keepers is None else (rank, rank)
-        said = layer.said if layer.workers == _one(rank) else f"solve and precondition {rank}"
-        layers.append(LayerPlan(layer.source, keepers, (rank, rank), _one(rank), said))
-    return Plan(Grid(plan.grid.rows * plan.grid.columns, 1), tuple(layers))
+        layers.append(replace(layer, solvers=(rank, rank), workers=range(rank, rank + 1)))
+    return Plan(Grid(plan.grid.rows * plan.grid.columns, 1), layers)
 
 
 def gradient_owners(sizes: Sequence[int], owners: Sequence[int | None], ranks: int) -> list[int]:
@@ -207,16 +201,6 @@ def dims_of(block: KroneckerBlock) -> LayerDims:
     for k in shape.letters:
         cost += shape.groups * shape.dims[k] ** (1 if k in shape.diagonals else 3)
     return LayerDims(shape.groups, shape.in_dim, shape.out_dim, shape.diagonal_a, cost)
-
-
-def _one(rank: int) -> range:
-    return range(rank, rank + 1)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) > 2 and ranks == range(ranks[0], ranks[-1] + 1):
-        return f"{ranks[0]}-{ranks[-1]}"
-    return "+".join(map(str, ranks))
 
 
 @dataclass(frozen=True)
@@ -253,7 +237,6 @@ class StepPlan:
     to_solve: Mapping[KroneckerBlock, Sequence[str]] = field(default_factory=dict)
     # Of the layers that this row preconditions, the position in it of the factor's solver.
     to_send: Mapping[Item, int] = field(default_factory=dict)
-    rows: Mapping[KroneckerBlock, int] = field(default_factory=dict)  # that precondition each layer
     costs: Mapping[KroneckerBlock, float] = field(default_factory=dict)  # of the layers' solves
     banks: Sequence[Bank] = ()  # of layers that this rank preconditions, those alike in one
 
@@ -263,30 +246,31 @@ def compile_step(
     grid: Grid,
     layers: Mapping[KroneckerBlock, LayerPlan],
     wire: torch.dtype | None,
-    takes: Callable[[KroneckerBlock], bool],
 ) -> StepPlan:
     """List what this rank does; a collective, for the groups of its row and its column."""
     rank = world.rank
     row = grid.row(grid.row_of(rank))
+    taken: list[KroneckerBlock] = []
     to_solve: dict[KroneckerBlock, list[str]] = {}
     to_send: dict[Item, int] = {}
     for block, layer in layers.items():
+        letters = block.shape.letters
+        if block.watched and layer.source in (None, rank):
+            taken.append(block)
         if rank in layer.solvers:
-            to_solve[block] = [k for k in block.shape.letters if layer.solver(k) == rank]
+            to_solve[block] = [k for k in letters if layer.solver(k) == rank]
         if layer.workers == row:
-            for letter in block.shape.letters:
-                to_send[block, letter] = row.index(layer.solver(letter))
+            to_send |= {(block, k): row.index(layer.solver(k)) for k in letters}
     return StepPlan(
         layers=layers,
         row=world.subgroup(row),
         column=world.subgroup(grid.column(grid.column_of(rank))),
         wire=wire,
-        taken=[block for block in layers if block.watched and takes(block)],
+        taken=taken,
         of_gradients=[block for block in layers if isinstance(block, GradientBlock)],
         reporting=[block for block, layer in layers.items() if layer.workers[0] == rank],
         to_solve=to_solve,
         to_send=to_send,
-        rows={block: layer.workers[0] // len(layer.workers) for block, layer in layers.items()},
         costs={block: dims_of(block).cost for block in layers},
         banks=banks_of(block for block, layer in layers.items() if rank in layer.workers),
     )
@@ -299,19 +283,22 @@ def sum_statistics(
     wire: torch.dtype | None = None,
 ) -> None:
     """Add statistics over the ranks that contribute, in place."""
-    heads: list[tuple[Tensor, int | None]] = []
-    factors = heads if wire is None else []  # numbers of examples are not rounded
+    heads: list[Tensor] = []
+    factors: list[Tensor] = []
+    keepers: list[int | None] = []
     for block, each in sums.items():
         if layers[block].source is None:
-            heads.append((each.head, None))
-            factors += [(t, layers[block].keeper(k)) for k, t in each.factors.items()]
+            heads.append(each.head)
+            factors += each.factors.values()
+            keepers += [layers[block].keeper(letter) for letter in each.factors]
     pending = []
-    for dtype, pairs in [(None, heads)] + [(wire, factors)] * (wire is not None):
-        tensors = [tensor for tensor, _ in pairs]
-        keepers = [keeper for _, keeper in pairs]
-        if any(keeper is not None for keeper in keepers):
-            pending.append(world.reduce(tensors, keepers, dtype))
-        else:
-            pending.append(world.all_reduce(tensors, dtype=dtype))
+    if wire is not None:  # numbers of examples are not rounded
+        pending.append(world.all_reduce(heads))
+        heads = []
+    everyone: list[int | None] = [None] * len(heads)
+    if any(keeper is not None for keeper in keepers):
+        pending.append(world.reduce([*heads, *factors], everyone + keepers, wire))
+    else:
+        pending.append(world.all_reduce([*heads, *factors], dtype=wire))
     for message in pending:
         message.wait()

@@ -314,7 +314,7 @@ def precondition_gradients(
     # Give the results to the ranks that do not have them.
     if ranks.size > 1:
         if owners is None:
-            owners = {p: step.rows[block] for block in solved for p in block.params}
+            owners = {p: step.layers[block].row for block in solved for p in block.params}
         # Every rank expects a message, also where a parameter has no gradient.
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in owners]
         with stage("precondition_exchange"):

@@ -148,7 +148,7 @@ def inverse_entries(block: KroneckerBlock, layer: LayerPlan | None, solves: Solv
     ]
     for name, shape in solves.solver.saved_shapes(block.shape).items():
         found.append(Entry(name, shape, solves.options.inv_dtype, workers))
-    if not solves.waits and (layer is None or layer.keepers is None):
+    if not solves.waits and (layer is None or layer.keeps_all):
         factors = factor_entries(block, None)
         found += [replace(entry, name=SNAPSHOT + entry.name) for entry in factors]
     return found
@@ -179,7 +179,7 @@ def saved_inverse(
         tensors[INVERSE_DAMPING] = block.numbers([float(number) for number in numbers])
 
     # The inverse that is being computed.
-    if layer.keepers is not None:  # its owner alone has what it is computed from
+    if not layer.keeps_all:  # its owner alone has what it is computed from
         found[WANTED] = int(found[WANTED] or block in solves.under_way)
     elif not solves.waits:
         solves.keep_snapshots([block])
@@ -242,17 +242,17 @@ def move_factors(
     for block, layer in plan.items():
         old = before.get(block, layer)
         received: dict[str, Tensor | None] = {}
-        if old.keepers is not None and layer.keepers is not None and old.keepers != layer.keepers:
+        if not layer.keeps_all and old.solvers != layer.solvers:
+            saved = {} if block.factors is None else block.saved_factors()
             for entry in factor_entries(block, old):
                 letter = entry.name in block.shape.letters
-                new = [layer.keepers[entry.name == "G"]] if letter else layer.keepers
-                found = deliver(world, block, [entry], block.saved_factors(), new)
-                if letter and world.rank in new:
+                new = [layer.solver(entry.name)] if letter else layer.solvers
+                found = deliver(world, block, [entry], saved, new)
+                if world.rank in new and (letter or entry.name in found):
                     received[entry.name] = found.get(entry.name)  # None if it is lost
-                else:
-                    received |= found
-        block.keep(layer.keeps(world.rank))
-        if received:
+        here = (None, world.rank)
+        block.keep((layer.keeper("A") in here, layer.keeper("G") in here))
+        if received and block.factors is not None:
             block.take_factors(received)
 
 
@@ -377,7 +377,7 @@ def load_inverses(
                 if inverse.inverse is None:
                     loaded.missing.add(block)
             loaded.inverses[block] = inverse
-        if part.get(SNAPSHOT_STEP, -1) >= 0 and not solves.waits and layer.keepers is None:
+        if part.get(SNAPSHOT_STEP, -1) >= 0 and not solves.waits and layer.keeps_all:
             names = {SNAPSHOT + name: name for name in (*HEADS, *block.shape.letters)}
             if part.keys() >= names.keys():
                 factors = block.read_factors({names[name]: part[name] for name in names})

@@ -286,7 +286,7 @@ class StatsWorker(OfLayers):
         self.layers.look(active)
         sums = self.layers.sums([block for block in active if not block.staged.empty])
         if self.layers.reduction == "step_mean":
-            sums = self.layers.whole_steps(sums, 1)
+            sums = self.layers.whole_steps(sums, share=1.0)
         plan = self._system.plan(list(map(dims_of, active)), self._workers)
         owned: list[list[KroneckerBlock]] = [[] for _ in range(self._workers)]
         for block, layer in zip(active, plan.layers, strict=True):
