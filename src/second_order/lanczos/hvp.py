@@ -174,6 +174,7 @@ class Hessian:
         self.products = 0
         self.constant: bool | None = None
         self._graphs: list[tuple[float, Graph]] = []
+        self._world = World.alone()  # the processes that have parts of the parameters
         self._rewind: Callable[[], None]
         self._inside = ExitStack()
 
@@ -270,7 +271,10 @@ class Hessian:
 
     def _length(self, parts: Sequence[Tensor]) -> float:
         """The length of a whole vector, of which these are the parts here."""
-        return float(torch.stack([v.double().norm() for v in parts]).norm())
+        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+        square = torch.stack(norms).square().sum()
+        self._world.all_reduce([square]).wait()
+        return math.sqrt(float(square))
 
     def evaluate(self) -> None:
         """Evaluate the loss alone, into :attr:`loss` and :attr:`examples`."""
@@ -323,13 +327,6 @@ class ShardedHessian(Hessian):
             self._dtypes |= dtypes_of_passes(self._model)
         super().__enter__()
         return self
-
-    def _length(self, parts: Sequence[Tensor]) -> float:
-        squares = torch.zeros((), dtype=torch.float64, device=self._device)
-        for part in parts:
-            squares += torch.linalg.vector_norm(part, dtype=torch.float64).square()
-        self._world.all_reduce([squares]).wait()
-        return math.sqrt(float(squares))
 
     def _add_gradients(self, total: Tensor | None, factor: float, dtype: torch.dtype) -> Tensor:
         """The sum total + factor · the mean gradient over all processes' examples."""
