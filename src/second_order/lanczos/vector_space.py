@@ -89,10 +89,7 @@ class RowSpace:
         """The whole vector, gathered from all processes' rows."""
         if self._world.size == 1:
             return rows
-        whole = rows.new_empty(self.size)
-        whole[self.rows] = rows
-        self._world.broadcast(whole.split(self._sizes), range(self._world.size))
-        return whole
+        return torch.cat(self._world.swap([rows] * self._world.size, self._sizes))
 
     def apply(self, d: Tensor) -> Tensor:
         """This process's rows of the Hessian of all processes' batches times d.
@@ -109,10 +106,11 @@ class RowSpace:
         weight = self._sign * self._hessian.examples
         if self._world.size == 1:
             return h if weight == 1.0 else h.div_(weight)
-        summed = h.new_full((1,), weight)
-        owners = [*range(self._world.size), None]
-        self._world.reduce([*h.split(self._sizes), summed], owners).wait()
-        return h[self.rows] / summed
+        # Send every process its rows, with the weight, and add up what arrives.
+        parts = [torch.cat([rows, rows.new_full((1,), weight)]) for rows in h.split(self._sizes)]
+        arriving = [len(parts[self._world.rank])] * self._world.size
+        total = torch.stack(self._world.swap(parts, arriving)).sum(0)
+        return total[:-1] / total[-1]
 
     def read(self, numbers: Sequence[Tensor]) -> list[float]:
         """The values of small tensors; the host synchronizes with the device once.
