@@ -16,7 +16,7 @@ Before a collective, all accelerators agree on whether one of them has failed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sized
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -172,11 +172,15 @@ class Accelerating(Divided):
             with self.vector.plain():
                 found = [pairs.values, pairs.bounds(), pairs.vectors()]
         cuts = row_bounds(len(pairs.values), len(self.roles.workers))
-        note = {"finite": bool(found), "products": pairs.iterations}
+        note = {
+            "request": message.note["request"],
+            "finite": bool(found),
+            "products": pairs.iterations,
+        }
         for worker in self.roles.workers:
             rows = slice(cuts[worker], cuts[worker + 1])
             tensors = [*found[:2], *[vectors[rows] for vectors in found[2:]]]
-            self._reply(message, worker, tensors, note)
+            self.links[0].send(tensors, worker, **note)
 
     def _judge(self, message: Message) -> None:
         """Send the losses of the accelerators' batches without and with the update."""
@@ -189,13 +193,7 @@ class Accelerating(Divided):
                 loss = mean_loss(self._loss_fn, vector.params, self.training.world, vector.model)
             losses.append(vector.sign * loss)
         for worker in self.roles.workers:
-            self._reply(message, worker, [], {"losses": losses})
-
-    def _reply(
-        self, message: Message, worker: int, tensors: Sequence[Tensor], note: dict[str, Any]
-    ) -> None:
-        (link,) = self.links
-        link.send(tensors, worker, request=message.note["request"], **note)
+            self.links[0].send([], worker, request=message.note["request"], losses=losses)
 
 
 def loss_by_epoch(batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> ClosureAt:

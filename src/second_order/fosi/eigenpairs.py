@@ -230,17 +230,12 @@ class RefreshedPairs:
             self.subspace = None
             self._training.publish()  # frees the old vectors before there are new ones
             vectors = pairs.vectors()
-            if not self.by_rows:
+            if not self._vector.by_rows:
                 vectors = whole_vectors(vectors, self._vector.size, self._training.world)
             self.subspace = self._subspace(vectors, pairs.values, pairs.bounds(), pairs.largest)
             if trust is not None:
                 self.subspace.carry(momentum, trust)
         self._training.publish()
-
-    @property
-    def by_rows(self) -> bool:
-        """Whether this process has rows of all vectors, and not all rows of some."""
-        return self._vector.spread or self._training.world.size == 1
 
     def _subspace(
         self, vectors: Tensor, values: Tensor, residuals: Tensor, largest: int
@@ -258,16 +253,28 @@ class RefreshedPairs:
             ratio = abs(float(values[0] / values[largest - 1]))
             scale = min(max(ratio, 1.0), self._bound if options.lr_scale_guard else clip)
 
-        world, spans = self._training.world, self._vector.group_spans
-        basis = Basis(vectors, len(values), self.by_rows, world, spans)
+        vector = self._vector
+        basis = Basis(
+            vectors=vectors,
+            count=len(values),
+            by_rows=vector.by_rows,
+            world=self._training.world,
+            group_spans=vector.group_spans,
+        )
         rates = newton_rates(values, options.eigenvalue_floor)[basis.mine].to(vectors)
         return Subspace(basis, values, residuals, largest, rates, scale)
 
-    def drop(self, why: str) -> None:
-        """Drop the eigenpairs, and warn of the reason."""
-        self.subspace = None
-        self._training.publish()
-        self._training.warn(why)
+    def drop(self) -> None:
+        """Drop the eigenpairs, because other parameters train, and measure what refreshes cost."""
+        if self.throttle is not None:
+            self.throttle.restart()
+        if self.subspace is not None:
+            self.subspace = None
+            self._training.publish()
+            self._training.warn(
+                "the parameters that train have changed: the eigenpairs are dropped, and "
+                f"{self._training.base_name} goes on alone until the next refresh"
+            )
 
     def close(self) -> None:
         """Drop the eigenpairs, and refresh no more."""
@@ -309,7 +316,7 @@ class RefreshedPairs:
             )
             return
         vectors = pairs.eigenvectors.to(self._training.device, vector.dtype)
-        if self.by_rows:
+        if vector.by_rows:
             vectors = vector.here(vectors)
         else:
             world = self._training.world

@@ -30,7 +30,6 @@ from second_order.lanczos.vector_space import RowSpace, row_bounds
 from second_order.optimizers.config import FOSIOptions
 from second_order.training.context import Training
 from second_order.training.curvature import Routed
-from second_order.utils.stages import stage
 
 __all__ = ["FlatParams", "ParamPiece", "check_one_vector", "gathered"]
 
@@ -77,6 +76,7 @@ class FlatParams:
     Attributes:
         params: The parameters that train, group by group, in order: n elements, the ``size``.
         spread: Whether rows are spread over the processes.
+        by_rows: Whether eigenvectors are kept in rows here, and not as whole vectors.
         sharded: Whether FSDP2 has spread them: it averages gradients, and gathers rows.
         steps_rows: Whether they are spread, and not by FSDP2.
         in_parts: Whether the base's state here is cut to this process's rows.
@@ -108,6 +108,7 @@ class FlatParams:
         self.dtype = self._options.lanczos_dtype or lanczos_dtype(self.params)
         self.sharded = any(is_dtensor(p) for p in self.params)
         self.spread = (self._options.layout == "row" or self.sharded) and world.size > 1
+        self.by_rows = self.spread or world.size == 1
         self.steps_rows = self.spread and not self.sharded
 
         # Cut parameters where the rows of a process end.
@@ -312,11 +313,9 @@ class FlatParams:
         self.in_parts = True
 
     def share(self) -> None:
-        """Give every process all rows of the parameters; a collective if they are stepped apart."""
-        if self.steps_rows:
-            with stage("exchange"):
-                parts = [piece.of(piece.param) for piece in self.pieces]
-                self._training.world.broadcast(parts, [piece.rank for piece in self.pieces])
+        """Give every process all rows of the parameters, which processes have stepped apart."""
+        parts = [piece.of(piece.param) for piece in self.pieces]
+        self._training.world.broadcast(parts, [piece.rank for piece in self.pieces])
 
     def base_state(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, Any]]:
         """The base's whole state on some ranks; a collective where it is in parts."""

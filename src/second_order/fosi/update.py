@@ -147,7 +147,9 @@ class FOSICurvature(Curvature):
                 self.subspace.correct(values, split.before, split.scales)
                 # Those without a gradient stay, as with any base.
                 self.vector.write([None if p.grad is None else p for p in params])
-        self.vector.share()
+        if self.vector.steps_rows:
+            with stage("exchange"):
+                self.vector.share()
         if self.pairs.throttle is not None:
             refreshed = self.pairs.tally.step == self.training.steps
             self.pairs.throttle.end_step(refreshed=refreshed)
@@ -196,13 +198,7 @@ class FOSICurvature(Curvature):
 
     def parameters_changed(self) -> None:
         """Drop the eigenpairs: they are of other parameters than train now."""
-        if self.pairs.throttle is not None:
-            self.pairs.throttle.restart()
-        if self.subspace is not None:
-            self.pairs.drop(
-                "the parameters that train have changed: the eigenpairs are dropped, and "
-                f"{self.training.base_name} goes on alone until the next refresh"
-            )
+        self.pairs.drop()
 
     def close(self) -> None:
         """Drop the eigenpairs and refresh no more: the base trains alone from now on."""
