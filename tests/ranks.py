@@ -205,6 +205,7 @@ def elements_sent(rank: int, world_size: int) -> Iterator[Counter[str]]:
     """Elements that leave this rank, by collective; an all-reduce counted P times over."""
     elements: Counter[str] = Counter()
     all_reduce, all_to_all = dist.all_reduce, dist.all_to_all_single
+    reduce, broadcast = dist.reduce, dist.broadcast
 
     def reducing(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         elements["all_reduce"] += 2 * (world_size - 1) * tensor.numel()
@@ -216,5 +217,19 @@ def elements_sent(rank: int, world_size: int) -> Iterator[Counter[str]]:
         elements["all_to_all_single"] += sum(n for to, n in enumerate(gone) if to != rank)
         return all_to_all(output, tensor, got, gone, **kwargs)
 
-    with replaced(dist, {"all_reduce": reducing, "all_to_all_single": sending}):
+    def reducing_to(tensor: Tensor, *args: Any, group_dst: int, **kwargs: Any) -> Any:
+        elements["reduce"] += tensor.numel() * (rank != group_dst)
+        return reduce(tensor, *args, group_dst=group_dst, **kwargs)
+
+    def broadcasting(tensor: Tensor, *args: Any, group_src: int, **kwargs: Any) -> Any:
+        elements["broadcast"] += (world_size - 1) * tensor.numel() * (rank == group_src)
+        return broadcast(tensor, *args, group_src=group_src, **kwargs)
+
+    verbs = {
+        "all_reduce": reducing,
+        "all_to_all_single": sending,
+        "reduce": reducing_to,
+        "broadcast": broadcasting,
+    }
+    with replaced(dist, verbs):
         yield elements

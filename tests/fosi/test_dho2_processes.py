@@ -249,6 +249,9 @@ def test_a_closure_that_fails_on_one_rank_fails_on_all_and_training_goes_on(worl
 # What each keeps, and what it sends.
 
 
+SENDING = ("all_reduce", "all_to_all_single", "reduce", "broadcast")
+
+
 def sent(rank: int, world_size: int, layout: str, wrap: bool) -> list[Counter[str]]:
     """Elements that leave this rank in each step, an all-reduce counted P times over."""
     model: nn.Module = network()
@@ -259,8 +262,8 @@ def sent(rank: int, world_size: int, layout: str, wrap: bool) -> list[Counter[st
     for batch in shards(BATCHES[:6], rank, world_size):
         with elements_sent(rank, world_size) as elements, counted() as counts:
             take(model, optimizer, batch)
-        both = ("all_reduce", "all_to_all_single")
-        found.append(elements | (counts - Counter(dict.fromkeys(both, 10**9))))
+        known = dict.fromkeys(SENDING, 10**9)
+        found.append(elements | (counts - Counter(known)))
     return found
 
 
@@ -279,9 +282,10 @@ def test_a_step_sends_what_it_must(world: World, world_size: int) -> None:
 
     def volume(choice: int, step: int) -> float:
         each = [rank[choice][step] for rank in results]
-        assert step == 2 or all(set(e) <= {"all_reduce", "all_to_all_single"} for e in each)
+        assert step == 2 or all(set(e) <= {*SENDING} for e in each)
+        sums = sum(e["all_reduce"] for e in each) / world_size
         words = 2 * once
-        return sum(e["all_reduce"] / world_size + e["all_to_all_single"] for e in each) - words
+        return sums + sum(e[verb] for e in each for verb in SENDING[1:]) - words
 
     flags = once * 6  # whether each of the six parameters has a gradient
     terms = 3  # of the trust region
