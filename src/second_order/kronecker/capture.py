@@ -258,6 +258,7 @@ class _Call:
         self._shape = product.shape
         self._thirds = product.thirds
         self._assembly = product.assembly
+        self.is_whole = product.assembly is None  # the call has no other product
         self._freed = False
 
     def __call__(self, gradients: tuple[Any, ...]) -> None:
@@ -291,11 +292,6 @@ class _Call:
             return self._outer_pass, self._repeated
         number = autograd.current_pass()
         return number, autograd.passed_before(number)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the call has no other product."""
-        return self._assembly is None
 
     def keep_sampled(self, gradient: Tensor, number: int) -> None:
         """Keep the gradient for sampled labels until the user's own pass comes by."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -160,13 +159,6 @@ def find_blocks(
     return blocks, search.left_by(blocks)
 
 
-class _Member(NamedTuple):
-    """A module with a weight that it may share with others."""
-
-    name: str
-    module: nn.Module
-
-
 class _Search:
     """What is found of a model's modules, one after the other."""
 
@@ -181,8 +173,8 @@ class _Search:
     ) -> None:
         self._model, self._owned, self._known = model, owned, known
         self._factor_dtype, self._rules = factor_dtype, rules
-        # By weight, in the order of the modules: a block, or the modules that have it.
-        self._places: dict[int, KroneckerBlock | list[_Member]] = {}
+        # By weight, in the order of the modules: a block, or the names of the modules that have it.
+        self._places: dict[int, KroneckerBlock | dict[nn.Module, str]] = {}
         self._in_exact: set[int] = set()
         self._rows: list[tuple[LeftToBase, list[int]]] = []  # and the parameters each may have
         self._left: set[nn.Module] = set()
@@ -226,9 +218,9 @@ class _Search:
         letter = self._kinds[module].weight if module in self._kinds else "weight"
         weight = dict(module.named_parameters(recurse=False)).get(letter)  # TorchScript's, too
         if weight is not None and id(weight) in self._owned:
-            place = self._places.setdefault(id(weight), [])
-            if isinstance(place, list):
-                place.append(_Member(name, module))
+            place = self._places.setdefault(id(weight), {})
+            if isinstance(place, dict):
+                place[module] = name
 
     def sort(self, name: str, module: nn.Module, fed_by: int | None) -> None:
         """Find out what a module is: a layer, the place of an exact block, or the base's."""
@@ -317,21 +309,21 @@ class _Search:
                 found += self._blocks_of(key, place)
         return found
 
-    def _blocks_of(self, key: int, members: Sequence[_Member]) -> list[KroneckerBlock]:
+    def _blocks_of(self, key: int, members: Mapping[nn.Module, str]) -> list[KroneckerBlock]:
         """The blocks of a weight and its bias."""
-        names, modules = [m.name for m in members], [m.module for m in members]
+        modules = list(members)
         reason = None if self._left.isdisjoint(modules) else TIED
         if reason is None and not self._alike(modules):
             reason = "tied weights with separate biases or types"
         if reason is not None:
-            for name, module in members:
+            for module, name in members.items():
                 if module not in self._left:
                     self.leave(name, module, reason)
             return []
         kinds = [self._kinds[module] for module in modules]
         blocks: list[KroneckerBlock] = []
         bias: nn.Parameter | None = None
-        for (name, module), kind in zip(members, kinds, strict=True):
+        for (module, name), kind in zip(members.items(), kinds, strict=True):
             own = module._parameters.get(kind.bias)
             if not kind.bias_apart:
                 bias = own if id(own) in self._owned else None
@@ -347,7 +339,7 @@ class _Search:
         if block is not None and (block.modules != modules or block.bias is not bias):
             block = None
         if block is None or [*block.kinds.values()] != kinds:
-            block = KroneckerBlock(names, modules, bias, self._factor_dtype, kinds)
+            block = KroneckerBlock([*members.values()], modules, bias, self._factor_dtype, kinds)
         return [*blocks, block]
 
     def _alike(self, modules: Sequence[nn.Module]) -> bool:
