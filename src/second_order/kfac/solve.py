@@ -30,7 +30,6 @@ from second_order.kronecker.block import KroneckerBlock, LayerStatus, of_groups
 from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.solvers import (
     SOLVERS,
-    Attempts,
     Damping,
     Decomposition,
     Inverse,
@@ -166,34 +165,26 @@ class SynchronousInverter:
 
     def clear(self) -> None:
         """Forget what has been submitted."""
-        self._items: list[Item] = []
-        self._attempts: Attempts | None = None
+        self._results: list[Result] = []
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue one attempt at each factor on the device."""
-        self.clear()
-        if not jobs:
-            return
+        """Decompose the factors of some layers."""
         # Factors of equal layers lie next to each other, so that they are equal in their batches.
         shapes = list(dict.fromkeys(job.block.shape for job in jobs))
         problems = {(job.block, k): each for job in jobs for k, each in job.problems.items()}
-        self._items = sorted(problems, key=lambda item: (shapes.index(item[0].shape), item[1]))
-        ordered = [problems[item] for item in self._items]
-        self._attempts = self._solver.decompose(ordered, self._dtype)
+        items = sorted(problems, key=lambda item: (shapes.index(item[0].shape), item[1]))
+        attempts = self._solver.decompose([problems[item] for item in items], self._dtype)
+        parts: dict[KroneckerBlock, dict[str, Decomposition]] = {job.block: {} for job in jobs}
+        for (block, letter), decomposition in zip(items, attempts.finish(), strict=True):
+            if decomposition is not None:
+                parts[block][letter] = decomposition
+        self._results = [Result(block, each) for block, each in parts.items()]
 
     def collect(self, waits: Callable[[KroneckerBlock], bool]) -> list[Result]:
-        """Read the errors, and decompose what failed in another way."""
-        if self._attempts is None:
-            return []
-        (errors,) = numbers_of([self._attempts.errors])
-        parts: dict[KroneckerBlock, dict[str, Decomposition]] = {}
-        found = self._attempts.finish(errors)
-        for (block, letter), decomposition in zip(self._items, found, strict=True):
-            of_layer = parts.setdefault(block, {})
-            if decomposition is not None:
-                of_layer[letter] = decomposition
+        """Return all that has been submitted."""
+        results = self._results
         self.clear()
-        return [Result(block, each) for block, each in parts.items()]
+        return results
 
     def finish(self) -> None:
         """Do nothing: all is collected at the step at which it is submitted."""
@@ -345,17 +336,16 @@ class Solves:
             jobs = [self._job(block, factors[block]) for block in self._with_statistics(local)]
             self.inverter.submit(jobs)
         except Exception as error:  # an exception must not separate this rank from the others
-            self._fail([b for b in solves if b in local or self.under_way[b].damped is None], error)
+            said = f"{type(error).__name__}: {error}"
+            for block in solves:
+                solve = self.under_way[block]
+                unknown = solve.damped is None or block in local
+                if unknown and solve.outcome is Outcome.PENDING:
+                    self._update(block, outcome=Outcome.FAILED, error=said)
 
     def _works_on(self, block: KroneckerBlock) -> bool:
         """Whether this rank preconditions a layer; inverse ranks do."""
         return self.training.world.rank in self.plan[block].workers
-
-    def _fail(self, blocks: Iterable[KroneckerBlock], error: Exception) -> None:
-        for block in blocks:
-            if self.under_way[block].outcome is Outcome.PENDING:
-                said = f"{type(error).__name__}: {error}"
-                self._update(block, outcome=Outcome.FAILED, error=said)
 
     def _update(self, block: KroneckerBlock, **changed: Any) -> None:
         self.under_way[block] = replace(self.under_way[block], **changed)
@@ -392,11 +382,8 @@ class Solves:
                 each = damping
                 if isinstance(damping, Tensor):
                     each = damping.expand(len(blocks), 1)[i, 0]
-                found[block] = Damped(
-                    damping=each,
-                    trace=traces[i],
-                    added=[None if x is None else x[i] for x in added],
-                )
+                own = [None if x is None else x[i] for x in added]
+                found[block] = Damped(each, traces[i], own)
         return found
 
     def _job(self, block: KroneckerBlock, factors: KroneckerFactors) -> Job:
@@ -416,12 +403,7 @@ class Solves:
 
     def _collect(self) -> None:
         """Take what is finished."""
-        try:
-            results: Sequence[Result] = self.inverter.collect(self._must_land)
-        except Exception as error:
-            self._fail([block for block in self.under_way if block in self.step.to_solve], error)
-            self.inverter.clear()
-            return
+        results: Sequence[Result] = self.inverter.collect(self._must_land)
         for result in results:
             block = result.block
             if block in self.under_way:  # else ranks have agreed that it has no valid statistics
@@ -529,54 +511,51 @@ class Solves:
         γ and the trace travel as well. If the communication dtype is narrower, inverse ranks round
         their own, so that all have the same.
         """
-        local: dict[Item, Decomposition] = {}
-        for block in valid:
-            for letter, parts in self.under_way[block].parts.items():
-                local[block, letter] = parts
         preconditioned = [block for block in valid if self._works_on(block)]
-        if self.step.row.size > 1 and valid:
-            with stage("solve_exchange"):
-                local = self._delivered(preconditioned, local)
-
-        received: dict[KroneckerBlock, dict[str, Decomposition]] = {}
-        for block in preconditioned:
-            received[block] = {letter: local.pop((block, letter)) for letter in block.shape.letters}
-        return received
+        if self.step.row.size == 1 or not valid:
+            return {block: dict(self.under_way[block].parts) for block in preconditioned}
+        with stage("solve_exchange"):
+            return self._delivered(preconditioned)
 
     def _delivered(
-        self, blocks: Sequence[KroneckerBlock], local: dict[Item, Decomposition]
-    ) -> dict[Item, Decomposition]:
+        self, blocks: Sequence[KroneckerBlock]
+    ) -> dict[KroneckerBlock, dict[str, Decomposition]]:
         """Send the decompositions of this rank to the ranks of its row, and receive theirs."""
         plan, solver = self.step, self.solver
         dtype, device = self.options.inv_dtype, self.training.device
         ranks = range(plan.row.size)
         shapes: dict[Item, Shapes] = {}
         routes: dict[Item, tuple[int, Sequence[int]]] = {}
+        local: dict[Item, Decomposition] = {}
         for block in blocks:
-            shape = block.shape
-            for letter in shape.letters:
+            solve = self.under_way[block]
+            for letter in block.shape.letters:
                 item = block, letter
-                shapes[item] = solver.sent_shapes(shape, letter)
+                shapes[item] = solver.sent_shapes(block.shape, letter)
                 routes[item] = plan.to_send[item], ranks
-                if item in local:
-                    local[item] = solver.to_send(local[item], plan.wire)
+                if letter in solve.parts:
+                    local[item] = solver.to_send(solve.parts[letter], plan.wire)
             if not self.solves_at_once:
-                shapes[block, NUMBERS] = ((2,),)
-                routes[block, NUMBERS] = routes[block, "A"]
-                damped = self.under_way[block].damped
-                if (block, "A") in local and damped is not None:
-                    numbers = [damped.damping, damped.trace]
+                item = block, NUMBERS
+                shapes[item] = ((2,),)
+                routes[item] = routes[block, "A"]
+                if "A" in solve.parts and solve.damped is not None:
+                    numbers = [solve.damped.damping, solve.damped.trace]
                     each = [torch.as_tensor(n, dtype=dtype, device=device) for n in numbers]
-                    local[block, NUMBERS] = (torch.stack(each),)
+                    local[item] = (torch.stack(each),)
+
         found = deliver_parts(plan.row, shapes, routes, local, dtype, device, plan.wire)
+        received: dict[KroneckerBlock, dict[str, Decomposition]] = {}
         for block in blocks:
-            for letter, dim in block.shape.dims.items():
-                found[block, letter] = solver.received(found[block, letter], dim)
+            parts = received[block] = {}
+            for letter in block.shape.letters:
+                sent = found.pop((block, letter))
+                parts[letter] = solver.received(sent, block.shape.dims[letter])
             if not self.solves_at_once:
                 # A copy: a view would keep the whole message as long as the inverse.
                 damping, trace = found.pop((block, NUMBERS))[0].clone().unbind()
                 self._update(block, damped=Damped(damping, trace))
-        return found
+        return received
 
     def _note_failure(self, block: KroneckerBlock, outcome: Outcome, error: str) -> None:
         """Treat a layer that has no new inverse."""
