@@ -489,7 +489,7 @@ layers under way are launched again  <-  distkfac::never_more_than_so_many_steps
     [block for block in due if block not in landing]  =>  list(due)
 decompositions that their solver has not rounded
   <-  exchange_dtype::every_rank_has_the_same_numbers
-    solver.to_send(local[item], plan.wire)  =>  solver.to_send(local[item], None)
+    solver.to_send(solve.parts[letter], plan.wire)  =>  solver.to_send(solve.parts[letter], None)
 a failed G is not told  <-  failures::one_factor_that_fails_is_told
     outcome = Outcome.VALID if whole else Outcome.FAILED  =>  outcome = Outcome(2 if whole else 1)
 verdicts are added up  <-  failures::one_factor_that_fails_is_told
@@ -508,7 +508,7 @@ a gradient's scale without the damping
     traces = (curvature + damping)  =>  traces = (curvature + 0 * damping)
 damping for scale, from another process
   <-  distkfac_ranks::all_have_the_same_parameters_however_the_threads_are_scheduled
-    [damped.damping, damped.trace]  =>  [damped.damping, damped.damping]
+    [solve.damped.damping, solve.damped.trace]  =>  [solve.damped.damping] * 2
 stale inverses after a change of layers
   <-  kaisa::a_layer_without_an_inverse_gets_one_at_the_next_step
     if self.wanted:  =>  if False:

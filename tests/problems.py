@@ -38,7 +38,7 @@ def damped(name: str, A: Tensor, G: Tensor, damping: Any) -> list[Problem]:
 
 def solve(name: str, A: Tensor, G: Tensor, gradient: Tensor, damping: Any) -> Tensor:
     solver = SOLVERS[name]
-    a, g = solver.decompose(damped(name, A, G, damping), A.dtype).finish()
+    a, g = solver.decompose(damped(name, A, G, damping), A.dtype)
     assert a is not None
     assert g is not None
     return solver.combine({"A": a, "G": g}, damping).precondition(gradient)
@@ -46,7 +46,7 @@ def solve(name: str, A: Tensor, G: Tensor, gradient: Tensor, damping: Any) -> Te
 
 def decompose(name: str, *matrices: Tensor, dtype: torch.dtype | None = None) -> list[Any]:
     kept = dtype or next((matrix.dtype for matrix in matrices), torch.float32)
-    return SOLVERS[name].decompose([problem(m) for m in matrices], kept).finish()
+    return SOLVERS[name].decompose([problem(m) for m in matrices], kept)
 
 
 def restored(name: str, decomposition: tuple[Tensor, ...]) -> Tensor:

@@ -166,7 +166,7 @@ def inverse_of(solver: str, A: Tensor, G: Tensor, L: Tensor, damping: float) -> 
         Problem(f[None], len(f), F64, added)
         for f, added in zip((A, G, L), SOLVERS[solver].dampings(means, damping), strict=True)
     ]
-    found = SOLVERS[solver].decompose(problems, F64).finish()
+    found = SOLVERS[solver].decompose(problems, F64)
     parts = {k: part for k, part in zip("AGL", found, strict=True) if part is not None}
     return SOLVERS[solver].combine(parts, damping)
 

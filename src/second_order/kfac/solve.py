@@ -173,9 +173,9 @@ class SynchronousInverter:
         shapes = list(dict.fromkeys(job.block.shape for job in jobs))
         problems = {(job.block, k): each for job in jobs for k, each in job.problems.items()}
         items = sorted(problems, key=lambda item: (shapes.index(item[0].shape), item[1]))
-        attempts = self._solver.decompose([problems[item] for item in items], self._dtype)
+        found = self._solver.decompose([problems[item] for item in items], self._dtype)
         parts: dict[KroneckerBlock, dict[str, Decomposition]] = {job.block: {} for job in jobs}
-        for (block, letter), decomposition in zip(items, attempts.finish(), strict=True):
+        for (block, letter), decomposition in zip(items, found, strict=True):
             if decomposition is not None:
                 parts[block][letter] = decomposition
         self._results = [Result(block, each) for block, each in parts.items()]

@@ -200,7 +200,7 @@ def decompose_snapshot(
             here = replace(here, dtype=torch.float64)
         moved.append(here)
     with torch.no_grad():
-        found = solver.decompose(moved, dtype).finish()
+        found = solver.decompose(moved, dtype)
     parts: Parts = {}
     for (letter, each), decomposition in zip(problems.items(), found, strict=True):
         if decomposition is not None:

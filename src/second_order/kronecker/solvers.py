@@ -20,6 +20,7 @@ from torch import Tensor
 from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.storage import (
     in_groups,
+    numbers_of,
     pack_upper_triangular,
     packed_length,
     unpack_upper_triangular,
@@ -29,7 +30,6 @@ __all__ = [
     "INVERSE_ENTRIES",
     "RESIDUAL_TOLERANCE",
     "SOLVERS",
-    "Attempts",
     "Damping",
     "Decompose",
     "Decomposition",
@@ -39,6 +39,7 @@ __all__ = [
     "Problem",
     "Solver",
     "cholesky_inverse",
+    "decompose_all",
     "diagonal",
     "eigh",
     "ieee_matmul",
@@ -179,67 +180,49 @@ def _probe(dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, 
         return wave, _norm(wave)
 
 
-class Attempts:
-    """Many factors, decomposed together as size, dtype and device allow, by one attempt each.
+def decompose_all(problems: Sequence[Problem], decompose: Decompose) -> list[Decomposition | None]:
+    """Decompose many factors, together as size, dtype and device allow.
 
-    The host has not waited for a device yet.
-
-    Attributes:
-        errors: One number for each group of each problem, in the order of the batches.
-        parts: What :meth:`finish` returns if all are valid; ``()`` for a problem of a batch whose
-            routine raised.
+    Returns the parts of each problem, with leading ``groups``, as views of their batch's; None if
+    not all groups are valid. The errors of all batches are read at once.
     """
-
-    def __init__(self, problems: Sequence[Problem], decompose: Decompose) -> None:
-        self._problems = problems
-        self._decompose = decompose
-        self._order: list[int] = []  # of the problems in the batches
-        self.parts: list[Decomposition] = [()] * len(problems)
-        errors: list[Tensor] = []
-        for batch in _batches(problems):
-            self._order += batch
-            errors.append(self._attempt(batch))
-        if not errors:
-            errors.append(torch.zeros(0, device="cpu"))
-        self.errors = torch.cat([each.to(errors[0].device) for each in errors])
-
-    def _attempt(self, batch: Sequence[int]) -> Tensor:
-        """Decompose a batch's factors; returns their errors, infinite if the routine raises."""
-        matrices = _damped([self._problems[i] for i in batch])
+    found: list[Decomposition | None] = [None] * len(problems)
+    order: list[int] = []
+    errors: list[Tensor] = []
+    for batch in _batches(problems):
+        order += batch
+        members = [problems[i] for i in batch]
+        matrices = _damped(members)
         try:
             with ieee_matmul(matrices.device, matrices.dtype):
-                parts, errors = self._decompose(matrices)
+                parts, each = decompose(matrices)
         except RuntimeError:  # torch.linalg.LinAlgError, solver errors, out of memory
-            return matrices.new_full((len(matrices),), torch.inf)
-        sizes = [len(self._problems[i].stored) for i in batch]
+            errors.append(matrices.new_full((len(matrices),), torch.inf))
+            continue
+        errors.append(each)
+        sizes = [len(problem.stored) for problem in members]
         for i, *pieces in zip(batch, *(part.split(sizes) for part in parts), strict=True):
-            self.parts[i] = tuple(pieces)
-        return errors
+            found[i] = tuple(pieces)
 
-    def finish(self, errors: Sequence[float] | None = None) -> list[Decomposition | None]:
-        """The parts of each problem, with leading ``groups``; None if not all groups are valid.
+    (listed,) = numbers_of(errors)
+    known = iter(listed)
+    for i in order:
+        if not _are_small(list(islice(known, len(problems[i].stored)))):
+            found[i] = _retried(problems[i], decompose)
+    return found
 
-        The ``errors`` are read if that has not been done. Parts are views of their batch's.
-        """
-        known = iter(self.errors.tolist() if errors is None else errors)
-        found: list[Decomposition | None] = list(self.parts)
-        for i in self._order:
-            problem = self._problems[i]
-            if not _are_small(list(islice(known, len(problem.stored)))):
-                found[i] = self._retry(problem)
-        return found
 
-    def _retry(self, problem: Problem) -> Decomposition | None:
-        """Decompose a factor alone, in float64, then on the CPU; None if both fail."""
-        matrices = _damped([problem])
-        if problem.is_diagonal or not bool(matrices.isfinite().all()):
-            return None
-        for device in dict.fromkeys([matrices.device, torch.device("cpu")]):
-            with suppress(RuntimeError):
-                parts, errors = self._decompose(matrices.to(device, torch.float64))
-                if _are_small(errors.tolist()):
-                    return tuple(part.to(matrices.device) for part in parts)
+def _retried(problem: Problem, decompose: Decompose) -> Decomposition | None:
+    """Decompose a factor alone, in float64, then on the CPU; None if both fail."""
+    matrices = _damped([problem])
+    if problem.is_diagonal or not bool(matrices.isfinite().all()):
         return None
+    for device in dict.fromkeys([matrices.device, torch.device("cpu")]):
+        with suppress(RuntimeError):
+            parts, errors = decompose(matrices.to(device, torch.float64))
+            if _are_small(errors.tolist()):
+                return tuple(part.to(matrices.device) for part in parts)
+    return None
 
 
 def _are_small(errors: Sequence[float]) -> bool:
@@ -317,7 +300,7 @@ class Inverse:
     dampings      what each factor's diagonal gets before it is decomposed, ``(..., groups)`` or
                   None, of the mean eigenvalues of A, G, and L if there is one, ``(2 or 3, ...,
                   groups)``; ``exact`` if G is the whole curvature
-    decompose     attempts at the parts of each damped factor, in the dtype in which they are kept
+    decompose     the parts of each damped factor, in the dtype in which they are kept, or None
     sent_shapes   the shapes of these parts as they are sent
     to_send       the parts as they are sent; with numbers that a narrower dtype has, of which
                   ``combine`` still makes a positive definite inverse
@@ -339,14 +322,16 @@ class Inverse:
         return (None,) * len(means)
 
     @classmethod
-    def decompose(cls, problems: Sequence[Problem], dtype: torch.dtype) -> Attempts:
+    def decompose(
+        cls, problems: Sequence[Problem], dtype: torch.dtype
+    ) -> list[Decomposition | None]:
         """Decompose each factor by :attr:`routine`; the parts are kept in a dtype."""
 
         def in_dtype(matrices: Tensor) -> tuple[Decomposition, Tensor]:
             parts, errors = cls.routine(matrices)
             return tuple(part.to(dtype).contiguous() for part in parts), errors
 
-        return Attempts(problems, in_dtype)
+        return decompose_all(problems, in_dtype)
 
     @staticmethod
     def to_send(parts: Decomposition, dtype: torch.dtype | None) -> Decomposition:
