@@ -230,9 +230,10 @@ def counted(training: Training) -> dict[str, int]:
 def waits(tiny: bool) -> dict[str, Any]:
     """Waits and launches of each kind of step: a GPU's, or a pretended device's."""
     rows: dict[str, Any] = {}
-    for workload in workloads(tiny):
+    models = workloads(tiny)[:1] if tiny else workloads(tiny)  # test_launches.py has the others
+    for workload in models:
         row = rows[workload.name] = {}
-        for name in (*OURS, "DHO2") if tiny else ("KAISA inverse", "DPKFAC inverse"):
+        for name in ("KAISA inverse", "DHO2" if tiny else "DPKFAC inverse"):
             row[name] = pretended(workload, name) if tiny else profiled(workload, name)
         print(json.dumps(rows), flush=True)
     return rows

