@@ -97,8 +97,7 @@ a DDP over helpers goes unnoticed
   + if mixed_in and not set(ranks).intersection(workers):
 hooks that stay when their optimizer goes
   <-  wrapped_late::hooks_go_with_an_optimizer_that_nobody_has
-  -         weakref.finalize(training, handle.remove).atexit = False
-  -
+    weakref.finalize(training, guard.remove).atexit = False  =>  pass
 
 == training/curvature.py
 gradients summed, not averaged  <-  kaisa::micro_batches_on_many_processes_are_one_batch
@@ -934,10 +933,7 @@ steps within backward
   <-  frameworks_with_parameters_only::a_step_from_a_hook_within_backward_is_refused
     if torch._C._current_graph_task_id() != NO_BACKWARD:  =>  if False:
 collected factors stay  <-  factor_exchange::collected_factors_go_with_the_next_step
-  -         if self._collected is not None:
-  -             self._collected = None
-  +         if self._constructed is None:
-  +             self._collected = None
+    if self._collected is not None:  # by  =>  if self._constructed is None:  # by
 a first zero step taken for a checkpoint's
   <-  contract_state::a_first_step_with_zero_gradients_is_a_step
     not self.state and is_checkpointing()  =>  not self.state
