@@ -85,15 +85,11 @@ def test_optimizers_share_their_groups(world: World) -> None:
 
 def groups_of_the_users(rank: int, world_size: int) -> float:
     """The user makes a group of some ranks between two optimizers; the second makes groups too."""
-    KAISA(MLP.model(), lr=0.1, process_group=dist.new_group(range(world_size)))
+    everyone = dist.new_group(range(world_size))
+    KAISA(MLP.model(), lr=0.1, process_group=everyone)
     dist.new_group([0, 1])
     model = MLP.model()
-    optimizer = KAISA(
-        model,
-        lr=0.1,
-        grad_worker_fraction=0.5,
-        process_group=dist.new_group(range(world_size)),
-    )
+    optimizer = KAISA(model, lr=0.1, grad_worker_fraction=0.5, process_group=everyone)
     take(model, optimizer, shard(BATCHES[0], rank, world_size), MLP.loss)
     return float(vector(model).sum())
 
