@@ -72,7 +72,8 @@ def kl_change(products: Sequence[Tensor], learning_rates: Sequence[Scalar]) -> T
         learning_rates: One rate per layer; layers of one group have the same object.
     """
     stack = torch.cat([each.to(products[0]) for each in products]).abs()
-    squares = {id(rate): stack.new_ones(()) * rate**2 for rate in learning_rates}
+    distinct = {id(rate): rate for rate in learning_rates}
+    squares = {key: stack.new_ones(()) * rate**2 for key, rate in distinct.items()}
     weighted = stack * torch.stack([squares[id(rate)] for rate in learning_rates])
     return weighted.nan_to_num(0.0, posinf=0.0).sum()
 
@@ -256,8 +257,6 @@ def write(
     gradient_of: Gradients | None = None,
 ) -> None:
     """Write ν P into the gradients. P is clipped first: a narrow dtype rounds once."""
-    if coefficient is not None:
-        scale([each.results for each in found], coefficient)
     targets: list[Tensor] = []
     values: list[Tensor] = []
     for bank, _, results in found:
@@ -266,6 +265,8 @@ def write(
             if gradient is not None:
                 targets.append(gradient)
                 values.append(piece.reshape(gradient.shape))
+    if coefficient is not None:
+        scale(values, coefficient)
     if targets:
         torch._foreach_copy_(targets, values)
 
