@@ -461,7 +461,7 @@ class StatisticsCollector:
             formed = [self._statistics(*each) for each in ready]
             factors = {}
             for letter in formed[0].factors:
-                factors[letter] = torch.stack([each.factors[letter] for each in formed])
+                factors[letter] = as_stack([each.factors[letter] for each in formed])
             records[:, 0] = shared_number([each.examples for each in formed], records)
             routed = [each.routed for each in formed if each.routed is not None]
             if routed:
