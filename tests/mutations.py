@@ -181,13 +181,18 @@ buckets without a bound  <-  collectives::sums_of_any_shape_and_dtype
     if key not in open_bucket or filled[key] + size > most:  =>  if key not in open_bucket:
 bfloat16 sent as it is  <-  collectives::half_precision_travels_on_gloo
     in (torch.bfloat16, torch.float16)  =>  in (torch.float16,)
+bfloat16 sums added in bfloat16  <-  collectives::narrow_sums_are_added_wide_in_the_order_of_ranks
+    addends[0].to(wide(addends.dtype))  =>  addends[0].clone()
 a group's first rank taken for the world's
   <-  collectives::the_first_rank_is_copied collectives::a_group_has_ranks_of_its_own
-  - async_op=True, group_src=owner)
-  + async_op=True, src=owner)
-sums for every rank, whoever owns them
-  <-  collectives::sums_reach_their_owners_and_nobody_else
-    bucket if owner in (None, self.rank) else ()  =>  bucket
+  - dist.broadcast(flat, group=self.group, group_src=0)
+  + dist.broadcast(flat, 0, group=self.group)
+copies by a sum that lose the sign of a zero  <-  collectives::uneven_messages_are_all_reduced
+    staged.new_full((total,), -0.0)  =>  staged.new_full((total,), 0.0)
+narrow sums of many ranks that add up narrow  <-  collectives::uneven_messages_are_all_reduced
+    whole = staged.to(wide(staged.dtype))  =>  whole = staged
+the rows of all ranks for one owner  <-  collectives::sums_reach_their_owners_and_nobody_else
+    return self.size * max(sizes) > 2 * total  =>  return False
 half of the ranks need not agree  <-  collectives::all_agree_only_if_nobody_says_no
     return not bool(noes)  =>  return bool(noes < 2.0)
 what is missing at its source arrives as ones  <-  collectives::parts_arrive_in_their_shapes

@@ -147,7 +147,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-SENDING = ("all_reduce", "reduce", "broadcast", "all_to_all_single", "all_gather_object")
+SENDING = ("all_reduce", "broadcast", "all_to_all_single", "all_gather_single", "all_gather_object")
 
 
 @contextmanager
@@ -159,7 +159,7 @@ def handed_over() -> Iterator[tuple[Counter[str], Counter[str]]]:
     def wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             calls[name] += 1
-            position = 1 if name == "all_to_all_single" else 0
+            position = 1 if name in ("all_to_all_single", "all_gather_single") else 0
             if isinstance(args[position], Tensor):
                 sent[name] += args[position].nbytes
             return function(*args, **kwargs)

@@ -39,7 +39,7 @@ class OfTwo(World):
 WAYS: dict[str, Callable[[World], object]] = {
     "a sum": lambda world: world.all_reduce([torch.ones(3)]).wait(),
     "a sum to one": lambda world: world.reduce([torch.ones(3)], [0]).wait(),
-    "a delivery": lambda world: world.broadcast([torch.ones(3)], [1]),
+    "a delivery": lambda world: world.swap([torch.ones(3), torch.ones(3)], [3, 3]),
     "words": lambda world: world.same(7),
     "objects": lambda world: world.all_gather_object("here"),
 }
@@ -51,7 +51,7 @@ def test_who_is_left_alone_is_told_why(
     way: str, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gloo itself raises a RuntimeError of sockets and buffers."""
-    for name in "all_reduce", "reduce", "broadcast":
+    for name in "all_reduce", "all_to_all_single", "broadcast":
         monkeypatch.setattr(dist, name, (lambda *_, **__: Work()) if late else raises)
     monkeypatch.setattr(dist, "all_gather_object", raises)
     with pytest.raises(SecondOrderError, match="one of them exited, raised, or") as caught:

@@ -9,11 +9,13 @@ import time
 import tracemalloc
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 import many_ranks
 from second_order.distributed.assignment import LayerDims
+from second_order.distributed.world import World
 from second_order.kfac.plan import Plan, distkfac_plan, dpkfac_plan, kaisa_plan
 
 LAYERS = [LayerDims(1, 65 + i % 7 * 64, 64 + i % 5 * 64, cost=float(i % 11)) for i in range(1000)]
@@ -70,7 +72,7 @@ def test_memory_and_messages_are_those_of_64_ranks(system: many_ranks.System, ra
     few, many = (step(system, ranks, rank) for ranks in (64, most))
     assert many["groups"] == few["groups"] <= 2
     if not system.closure:  # Lanczos stops where the pretended products make it
-        assert many["collectives"] <= few["collectives"] + 800, "two for each layer that moves"
+        assert many["collectives"] <= few["collectives"]
         assert many["state_mb"] == pytest.approx(few["state_mb"], rel=0.02)
         assert few["state_mb"] > 0
     # Each rank says a word of itself, and its part of the clip's sum: some dozen bytes.
@@ -78,3 +80,14 @@ def test_memory_and_messages_are_those_of_64_ranks(system: many_ranks.System, ra
         assert many[name] <= 1.05 * few[name] + 100e-6 * most, name
     # A list of the ranks is some dozen bytes for each; one for each layer would be megabytes.
     assert many["step_python_mb"] <= few["step_python_mb"] + 1.5
+
+
+def test_large_messages_by_number_of_ranks_alone_would_be_noticed() -> None:
+    """Directly, the largest owner's memory does grow."""
+    task = partial(many_ranks.narrow_task, 6, 16, 400)
+    with patch.object(World, "_is_uneven", lambda *_: False):
+        few, many = (
+            many_ranks.run(many_ranks.SYSTEMS[0], task, ranks, 0, counts_memory=True)
+            for ranks in (64, 1024)
+        )
+    assert many["step_mb"] > 2 * few["step_mb"] + 10

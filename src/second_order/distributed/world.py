@@ -3,12 +3,12 @@
 Tensors of all layers travel in flat buffers, so the number of collectives does not grow with the
 number of layers.
 
-    all_reduce           sums for every rank
-    reduce               sums for one owner each: half of an all-reduce's traffic
-    broadcast            tensors of one owner each, for every rank
-    all_to_all_single    a flat tensor for each rank
+    all_reduce           sums and maxima for every rank
+    all_to_all_single    sums for one owner each, and tensors that a rank sends to others
+    broadcast            the first rank's tensors
 
-With one rank, all methods return immediately.
+If most of a buffer belongs to a few ranks, a direct exchange would make these send or receive P
+times their part. Such buffers are all-reduced. With one rank, all methods return immediately.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
@@ -42,6 +42,7 @@ __all__ = [
     "flatten",
     "in_buckets",
     "scatter",
+    "sum_in_order",
 ]
 
 T = TypeVar("T")
@@ -100,6 +101,13 @@ def _wait_for_gloo_at_exit() -> None:
 # --------------------------------------------------------------------------------------- buckets
 
 
+class Owned(NamedTuple):
+    """A tensor and the rank that owns it, or None if every rank does."""
+
+    tensor: Tensor
+    owner: int | None = None
+
+
 def in_buckets(
     items: Iterable[T], kind: Callable[[T], Hashable], nbytes: Callable[[T], int], most: int
 ) -> list[list[T]]:
@@ -132,6 +140,19 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
+def sum_in_order(addends: Tensor) -> Tensor:
+    """Sum ``(ranks, n)`` over the ranks, in the order of ranks and at least in float32."""
+    total = addends[0].to(wide(addends.dtype))
+    for row in addends[1:]:
+        total += row
+    return total
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which numbers of a dtype are summed: at least float32 for floating point."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+
+
 def scatter(flat: Tensor, targets: Sequence[Tensor]) -> None:
     """Copy a flat buffer back to the tensors that were concatenated in it."""
     pieces = flat.split([target.numel() for target in targets])
@@ -139,38 +160,29 @@ def scatter(flat: Tensor, targets: Sequence[Tensor]) -> None:
         target.copy_(piece.view(target.shape))
 
 
-class _Bucket(NamedTuple):
-    """Tensors of one owner, dtype and device; the owner is None if every rank is one."""
-
-    owner: int | None
-    tensors: list[Tensor]
-
-
-def _owned_buckets(tensors: Iterable[Tensor], owners: Iterable[int | None]) -> list[_Bucket]:
-    """Tensors in buckets."""
-    found = in_buckets(
-        zip(owners, tensors, strict=True),
-        kind=lambda owned: (owned[0], owned[1].dtype, owned[1].device),
-        nbytes=lambda owned: owned[1].nbytes,
+def _buckets(tensors: Iterable[Owned]) -> list[list[Owned]]:
+    """Tensors with their owners, in buckets of one dtype and device."""
+    return in_buckets(
+        tensors,
+        kind=lambda owned: (owned.tensor.dtype, owned.tensor.device),
+        nbytes=lambda owned: owned.tensor.nbytes,
         most=BUCKET_BYTES,
     )
-    return [_Bucket(bucket[0][0], [tensor for _, tensor in bucket]) for bucket in found]
 
 
 @dataclass
 class PendingReduction:
-    """Messages in progress: each with its buffer, and the tensors that the buffer is copied to."""
+    """Messages in progress, each with a function to call after it."""
 
-    messages: list[tuple[Any, Tensor, Sequence[Tensor]]] = field(default_factory=list)
+    messages: list[tuple[Any, Callable[[], None]]] = field(default_factory=list)
 
     @explained()
     def wait(self) -> None:
         """Wait for all messages, and write what they brought."""
         while self.messages:
-            work, flat, targets = self.messages.pop(0)
+            work, finish = self.messages.pop(0)
             work.wait()
-            if targets:
-                scatter(flat, targets)
+            finish()
 
 
 # --------------------------------------------------------------------------------------- the ranks
@@ -334,6 +346,7 @@ class World:
 
     # ------------------------------------------------------------------------------ collectives
 
+    @explained()
     def all_reduce(
         self,
         tensors: Iterable[Tensor],
@@ -345,45 +358,67 @@ class World:
         Every rank passes the same shapes and dtypes in the same order. ``dtype`` is the
         communication dtype, if it is not that of the tensors.
         """
-        tensors = list(tensors)
-        return self._reduce(tensors, [None] * len(tensors), op, dtype)
+        pending = PendingReduction()
+        if self.size == 1:
+            return pending
+        for bucket in _buckets(map(Owned, tensors)):
+            targets = [tensor for tensor, _ in bucket]
+            flat = self._stage(flatten(targets), dtype)
+            work = self._all_reduce(flat, op)
+            pending.messages.append((work, partial(scatter, flat, targets)))
+        return pending
 
     def all_reduce_max(self, tensors: Iterable[Tensor]) -> PendingReduction:
         """Start to take each element's maximum over the ranks, as :meth:`all_reduce`."""
         return self.all_reduce(tensors, dist.ReduceOp.MAX)
 
+    @explained()
     def reduce(
         self,
         tensors: Iterable[Tensor],
         owners: Iterable[int | None],
         dtype: torch.dtype | None = None,
     ) -> PendingReduction:
-        """Start to sum tensors over the ranks, each for its owner, as :meth:`all_reduce`.
+        """Start to sum tensors over the ranks, each for its owner: half of an all-reduce's traffic.
 
-        If an owner is None, every rank gets the sum. Tensors of other owners stay as they are.
+        If an owner is None, every rank gets the sum. Tensors of other owners stay as they are. All
+        owners add in the order of ranks, unless the sum is an all-reduce. Otherwise as
+        :meth:`all_reduce`.
         """
-        return self._reduce(tensors, owners, dist.ReduceOp.SUM, dtype)
-
-    @explained()
-    def _reduce(
-        self,
-        tensors: Iterable[Tensor],
-        owners: Iterable[int | None],
-        op: Any,
-        dtype: torch.dtype | None,
-    ) -> PendingReduction:
         pending = PendingReduction()
-        if self.size == 1:
-            return pending
-        for owner, bucket in _owned_buckets(tensors, owners):
-            flat = self._stage(flatten(bucket), dtype)
-            work: Any
-            if owner is None:
-                work = dist.all_reduce(flat, op, group=self.group, async_op=True)
-            else:
-                work = dist.reduce(flat, op=op, group=self.group, async_op=True, group_dst=owner)
-            pending.messages.append((work, flat, bucket if owner in (None, self.rank) else ()))
+        if self.size > 1:
+            for bucket in _buckets(map(Owned, tensors, owners)):
+                pending.messages.append(self._reduce_bucket(bucket, dtype))
         return pending
+
+    def _reduce_bucket(
+        self, bucket: Sequence[Owned], dtype: torch.dtype | None
+    ) -> tuple[Any, Callable[[], None]]:
+        """Start to sum a bucket. Returns the message, and a function to call after it."""
+        parts: list[list[Tensor]] = [[] for _ in range(self.size)]
+        for tensor, owner in bucket:
+            for rank in range(self.size) if owner is None else [owner]:
+                parts[rank].append(tensor)
+        sizes = [elements(part) for part in parts]
+        total = elements(tensor for tensor, _ in bucket)
+
+        if self._is_uneven(sizes, total):
+            staged = self._stage(flatten([tensor for tensor, _ in bucket]), dtype)
+            whole = staged.to(wide(staged.dtype))
+
+            def take_own_sums() -> None:
+                pieces = whole.split([tensor.numel() for tensor, _ in bucket])
+                for (tensor, owner), piece in zip(bucket, pieces, strict=True):
+                    if owner is None or owner == self.rank:
+                        tensor.copy_(piece.view(tensor.shape))
+
+            return self._all_reduce(whole), take_own_sums
+
+        flat = self._stage(flatten([tensor for part in parts for tensor in part]), dtype)
+        addends = flat.new_empty(self.size, sizes[self.rank])
+        arriving = [sizes[self.rank]] * self.size
+        work = self._all_to_all(addends.view(-1), flat, arriving, sizes)
+        return work, lambda: scatter(sum_in_order(addends), parts[self.rank])
 
     @explained()
     def broadcast(
@@ -399,30 +434,80 @@ class World:
         """
         if self.size == 1:
             return
-        pending = PendingReduction()
-        for owner, bucket in _owned_buckets(tensors, owners):
-            flat = self._stage(flatten(bucket), dtype)
-            work: Any = dist.broadcast(flat, group=self.group, async_op=True, group_src=owner)
-            pending.messages.append((work, flat, () if owner == self.rank else bucket))
-        pending.wait()
+        for bucket in _buckets(map(Owned, tensors, owners)):
+            parts: list[list[Tensor]] = [[] for _ in range(self.size)]
+            for tensor, owner in bucket:
+                assert owner is not None
+                parts[owner].append(tensor)
+            sizes = [elements(part) for part in parts]
+            own = bucket[0].tensor.new_empty(0)
+            if parts[self.rank]:
+                own = flatten(parts[self.rank])
+            for rank, flat in enumerate(self._gather(own, sizes, dtype)):
+                if rank != self.rank:
+                    scatter(flat, parts[rank])
 
-    def broadcast_from_first(self, tensors: Iterable[Tensor]) -> None:
-        """Give every rank the first rank's values, in place, in buckets."""
-        tensors = list(tensors)
-        self.broadcast(tensors, [0] * len(tensors))
+    def _gather(
+        self, own: Tensor, sizes: Sequence[int], dtype: torch.dtype | None
+    ) -> Sequence[Tensor]:
+        """Every rank's flat tensor, by rank; ``sizes`` are their lengths."""
+        total = sum(sizes)
+        if total == 0:
+            return [own] * self.size
+        if not self._is_uneven(sizes, total):
+            parts = [own] * self.size
+            parts[self.rank] = own[:0]
+            arriving = list(sizes)
+            arriving[self.rank] = 0
+            return self.swap(parts, arriving, dtype)
+        # -0.0 + x is x bit for bit, whereas 0.0 + -0.0 would be 0.0.
+        staged = self._stage(own, dtype)
+        whole = staged.new_full((total,), -0.0)
+        whole.split(list(sizes))[self.rank].copy_(staged)
+        self._all_reduce(whole).wait()
+        return list(whole.to(own.device, own.dtype).split(list(sizes)))
 
     @explained()
-    def swap(self, parts: Sequence[Tensor], sizes: Iterable[int]) -> list[Tensor]:
+    def broadcast_from_first(self, tensors: Iterable[Tensor]) -> None:
+        """Give every rank the first rank's values, in place, in buckets."""
+        if self.size == 1:
+            return
+        for bucket in _buckets(map(Owned, tensors)):
+            targets = [tensor for tensor, _ in bucket]
+            flat = self._stage(flatten(targets))
+            dist.broadcast(flat, group=self.group, group_src=0)
+            scatter(flat, targets)
+
+    @explained()
+    def swap(
+        self, parts: Sequence[Tensor], sizes: Iterable[int], dtype: torch.dtype | None = None
+    ) -> list[Tensor]:
         """Send each rank its flat part, and receive one of so many elements from each, by rank."""
         if self.size == 1:
             return list(parts)
         arriving = list(sizes)
         leaving = [len(part) for part in parts]
         flat = torch.cat(list(parts))
-        staged = self._stage(flat)
+        staged = self._stage(flat, dtype)
         received = staged.new_empty(sum(arriving))
-        dist.all_to_all_single(received, staged, arriving, leaving, group=self.group)
+        self._all_to_all(received, staged, arriving, leaving).wait()
         return list(received.to(flat.device, flat.dtype).split(arriving))
+
+    def _is_uneven(self, sizes: Sequence[int], total: int) -> bool:
+        """Whether a rank would send or receive more than twice the whole buffer."""
+        return self.size * max(sizes) > 2 * total
+
+    def _all_reduce(self, flat: Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
+        """Start to all-reduce a flat tensor in place."""
+        return dist.all_reduce(flat, op, group=self.group, async_op=True)
+
+    def _all_to_all(
+        self, received: Tensor, sent: Tensor, arriving: list[int], leaving: list[int]
+    ) -> Any:
+        """Start to send consecutive parts of a flat tensor to the ranks, and to receive others."""
+        return dist.all_to_all_single(
+            received, sent, arriving, leaving, group=self.group, async_op=True
+        )
 
     def _stage(self, flat: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """A buffer in a form that the backend can send."""
