@@ -99,8 +99,11 @@ def gain_of(module: nn.Module) -> Gain | None:
     known = next((each for each in kind.__mro__ if each in GAINS), None)
     if known is not None:
         return GAINS[known] if kind.forward is known.forward else None
-    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
-    if weight is None or isinstance(module, torch.jit.ScriptModule):
+    if isinstance(module, torch.jit.ScriptModule):
+        return None
+    weight = module._parameters.get("weight")
+    bias = module._parameters.get("bias")
+    if weight is None:
         return None
     vectors = weight.dim() == 1 and (bias is None or bias.shape == weight.shape)
     named_so = "norm" in kind.__name__.lower()
