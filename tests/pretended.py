@@ -210,7 +210,8 @@ def _leaves(value: Any) -> Iterator[Any]:
 def _each(change: Callable[[Any], Any], value: Any) -> Any:
     """A value with a change of each leaf."""
     if isinstance(value, list | tuple):
-        return type(value)([_each(change, each) for each in value])
+        found = [_each(change, each) for each in value]
+        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
     if isinstance(value, dict):
         return {key: _each(change, each) for key, each in value.items()}
     return change(value)

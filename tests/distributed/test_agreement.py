@@ -174,6 +174,8 @@ def test_a_rank_out_of_line_is_told_of_on_all(world: World, name: str) -> None:
         here, there = text.split(" rank 1 has [")
         here_told, there_told = values.get(deed, HOW.get(deed, (False, True)))
         template = TOLD.get(deed, f"{deed}: {{}}")
+        if deed == "close" and name == "MRDHO2":  # its workers go on without accelerators
+            template, here_told, there_told = "accelerators at work: {}", 1, 0
         if deed == "load" and "the base's state in parts" in text:
             continue  # a load gives DHO2 its whole state, which is named first
         assert template.format(here_told) in here, deed

@@ -95,8 +95,11 @@ class Divided(FOSICurvature):
 
     def facts(self) -> list[tuple[str, Any]]:
         """The values, by name, that decide which collectives a step has."""
-        place = self.epoch, self.epoch_step, len(self.links)
-        return [*super().facts(), ("epoch, its steps, accelerators at work", place)]
+        return [
+            *super().facts(),
+            ("epoch and its steps", (self.epoch, self.epoch_step)),
+            ("accelerators at work", len(self.links)),
+        ]
 
     def counts(self) -> dict[str, float]:
         """The counts that are saved with each parameter."""

@@ -149,11 +149,15 @@ def check_saved_pairs(saved: Mapping[Tensor, SavedPart]) -> None:
         shapes: dict[str, tuple[int, ...]] = {START: (n,), SUM: (n,)}
         if not part.keys().isdisjoint(PAIRS):
             part.require(PAIRS)
-            r = part.tensor("eigenvalues").numel()
-            part.whole("largest", -1, r)
+            # The eigenvalues tell how many pairs there are, so they are checked before the others.
+            counted = tuple(part.tensor("eigenvalues").shape[:1])
+            part.tensor("eigenvalues", counted or (1,))
+            part.whole("largest", -1, *counted)
             part.number("carried_decay", 0.0, 1.0)
-            shapes |= dict.fromkeys(("residuals", "subspace_momentum", "last_step"), (r,))
-            shapes |= {"eigenvectors": (r, n), "carried_momentum": (n,)}
+            each = ("residuals", "subspace_momentum", "last_step")
+            shapes |= dict.fromkeys(each, counted)
+            shapes["eigenvectors"] = (*counted, n)
+            shapes["carried_momentum"] = (n,)
             shapes["trust_region"] = (len(TrustState._fields),)
         for key in part.keys() & shapes.keys():
             part.tensor(key, shapes[key])

@@ -80,7 +80,9 @@ class FOSICurvature(Curvature):
 
     def closure_now(self) -> Closures:
         """The curvature closure; without any, a function that raises CurvatureError."""
-        return self.closure or partial(_no_closure, self.training.name, self.training.steps)
+        if self.closure is None:
+            return partial(_no_closure, self.training.name, self.training.steps)
+        return self.closure
 
     def description(self) -> list[str]:
         """The options in lines, which must be equal on all ranks."""
@@ -339,9 +341,10 @@ class FOSICurvature(Curvature):
 
 def newton_scales(option: Schedule, training: Training) -> list[float | Tensor]:
     """α of each group of parameters at a step, negative where the loss is maximized."""
-    alpha = float(value_at(option, training.steps))
+    alpha = value_at(option, training.steps)
     if callable(option):  # a number has been checked
         check_newton_scale(alpha)
+    alpha = float(alpha)
     scales = []
     for group in training.groups:
         scale: float | Tensor = -alpha if group.get("maximize") else alpha
