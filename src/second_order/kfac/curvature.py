@@ -690,6 +690,7 @@ class KFAC(OfLayers):
         self._owners = None, {}
         self._last = StepInfo()
         self._loaded = None
+        self._missing = set()
 
     def fitted(self, dtype: torch.dtype, gather: bool) -> KroneckerCurvature:
         """The factors as an object of their own; a collective if some are kept elsewhere."""

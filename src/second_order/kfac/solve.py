@@ -415,7 +415,11 @@ class Solves:
         """Whether a layer under way is waited for at this step; the same on every rank."""
         if not block.solved:
             return True
-        age, most = self.training.steps - self.under_way[block].step, self.inverter.staleness
+        solve = self.under_way.get(block)
+        if solve is None:  # ranks have agreed that it failed, but a thread still works on it
+            return False
+        age = self.training.steps - solve.step
+        most = self.inverter.staleness
         late = self.drift is not None and age >= self.drift.interval(block) - 1
         return late or (most is not None and age >= most)
 

@@ -85,8 +85,9 @@ def half_the_cores() -> int:
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min(max(cores // ranks // 2, 1), 4)
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    ranks_here = max(int(ranks), 1) if ranks.isdigit() else 1
+    return min(max(cores // ranks_here // 2, 1), 4)
 
 
 class ThreadedInverter:

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, nn
 
 from second_order.distributed.fsdp import FSDPParams
-from second_order.errors import SecondOrderError
 from second_order.kronecker import autograd
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.experts import Routed
@@ -67,6 +66,13 @@ LOSSES_APART = (
     "several backward passes of a step come through one forward pass: curvature is that of each "
     "loss alone, without what the losses have in common; add the losses up, and call backward() "
     "on their sum"
+)
+
+
+CHANGED_IN_PLACE = (
+    "an operation of the backward pass changes the input of layer {!r}, or the gradient of its "
+    "output, in place: its statistics lack this pass; let the operation work on a copy, or name "
+    "the layer in skip_layers"
 )
 
 
@@ -337,7 +343,7 @@ class StatisticsCollector:
             pairs, self._pairs, self._bytes = self._pairs, [], 0
             # Those of a layer whose statistics have been cleared meanwhile are dropped.
             pairs = [pair for pair in pairs if pair.since == pair.staged.since]
-            _check_unchanged(pairs)
+            pairs = self._unchanged(pairs)
             look_at_rows(pairs, ended)
             known: dict[int, LiveRows] = {}  # by group
             ready: list[ReadyPair] = []
@@ -355,6 +361,16 @@ class StatisticsCollector:
                     ready.append(whole)
                     self._pairs += rest
             self._add(ready)
+
+    def _unchanged(self, pairs: Sequence[Pair]) -> list[Pair]:
+        """The pairs that the backward pass has not changed in place while they were kept."""
+        unchanged: list[Pair] = []
+        for pair in pairs:
+            if pair.versions == _versions(pair.x, pair.d):
+                unchanged.append(pair)
+            else:
+                self.warn(CHANGED_IN_PLACE.format(pair.block.name))
+        return unchanged
 
     def _can_split(self, pair: Pair) -> bool:
         """Whether some rows of a pair are a pair of the layer."""
@@ -596,14 +612,3 @@ def _tensors(x: Any, d: Tensor) -> tuple[Tensor, ...]:
 
 def _versions(x: Any, d: Tensor) -> tuple[int, ...]:
     return tuple(tensor._version for tensor in _tensors(x, d))
-
-
-def _check_unchanged(pairs: Iterable[Pair]) -> None:
-    """Raise SecondOrderError if the backward pass has changed a pair while it was kept."""
-    for pair in pairs:
-        if pair.versions != _versions(pair.x, pair.d):
-            raise SecondOrderError(
-                f"an operation of the backward pass has changed the input of layer "
-                f"{pair.block.name!r}, or the gradient of its output, in place: let it work on a "
-                f"copy, or name the layer in skip_layers"
-            )

@@ -28,7 +28,7 @@ from torch import nn
 
 from second_order.fosi.eigenpairs import Closures
 from second_order.fosi.update import FOSICurvature
-from second_order.lanczos.closure import check_curvature
+from second_order.lanczos.closure import check_closure, check_curvature
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
 from second_order.optimizers.config import FOSIOptions, ScriptOptions
 from second_order.optimizers.keywords import Rate, documented
@@ -66,7 +66,7 @@ class EigenpairOptimizer(SecondOrderOptimizer):
         Args:
             closure: Evaluates the model, calls ``backward`` and returns the loss. Called once.
             curvature_closure: Evaluates the loss on the curvature batch, and does not call
-                ``backward``; called if this step refreshes. It becomes the optimizer's own.
+                ``backward``; called at this step instead of the optimizer's own, if it refreshes.
 
         Returns:
             What the closure returned, or None.
@@ -76,9 +76,16 @@ class EigenpairOptimizer(SecondOrderOptimizer):
                 closure, or its loss cannot be evaluated or differentiated twice. Nothing has
                 changed then, but that eigenpairs of other parameters than train now are dropped.
         """
-        if curvature_closure is not None:
-            self._curvature.closure = curvature_closure  # checked by all together, once due
-        return super().step(closure)
+        if curvature_closure is None:
+            return super().step(closure)
+        if self.training.world.size == 1:
+            check_closure(curvature_closure)  # several processes check it together, once it is due
+        own = self._curvature.closure
+        self._curvature.closure = curvature_closure
+        try:
+            return super().step(closure)
+        finally:
+            self._curvature.closure = own
 
     @property
     def curvature(self) -> CurvatureReport:
