@@ -429,8 +429,10 @@ class StatisticsCollector:
         news = []
         for group, stacks in zip(groups, sums, strict=True):
             dropped = bad[start : start + len(group)]
-            for stack in stacks.values():
-                stack.masked_fill_(dropped.view(-1, *[1] * (stack.dim() - 1)), 0.0)
+            # Reading a CPU costs less than a pass over the sums. A device is not read.
+            if dropped.device.type != "cpu" or dropped.any():
+                for stack in stacks.values():
+                    stack.masked_fill_(dropped.view(-1, *[1] * (stack.dim() - 1)), 0.0)
             parts = {letter: stack.unbind() for letter, stack in stacks.items()}
             for i in range(len(group)):
                 pair = ready[start + i].pair
