@@ -179,21 +179,30 @@ def gram(x: Tensor, homogeneous: bool = False, ones: int | Tensor | None = None)
     the others are zero. Of shape ``(groups, n, n)``.
     """
     groups, rows, dim = x.shape
+    total = dim + int(homogeneous)
     # On one core, 128 rows of the upper triangle at a time are wide enough to be as fast as the
     # whole product: 576 and 1152 dimensions took 0.65 of the time. A GPU would see many small
     # kernels instead.
     strip = 128 if x.device.type == "cpu" else dim
     if dim <= strip:
         matrix = torch.bmm(x.mT, x)  # `@` without the views that it takes around it
-    else:
-        matrix = x.new_empty(groups, dim, dim)
-        for start in range(0, dim, strip):
-            stop = min(start + strip, dim)
-            band = torch.bmm(x[..., start:stop].mT, x[..., start:])
-            matrix[:, start:stop, start:] = band
-            matrix[:, stop:, start:stop] = band[..., stop - start :].mT
+        if homogeneous:
+            matrix = with_ones(matrix, x.sum(1), rows if ones is None else ones)
+        return matrix
+    matrix = x.new_empty(groups, total, total)
+    for start in range(0, dim, strip):
+        stop = min(start + strip, dim)
+        band = matrix[:, start:stop, start:dim]
+        torch.bmm(x[..., start:stop].mT, x[..., start:], out=band)
     if homogeneous:
-        matrix = with_ones(matrix, x.sum(1), rows if ones is None else ones)
+        matrix[:, :dim, dim] = x.sum(1)
+        matrix[:, dim, dim] = rows if ones is None else ones
+    # The lower triangle. A transposed copy of more rows misses the cache at every element.
+    for start in range(0, total, 64):
+        stop = start + 64
+        matrix[:, stop:, start:stop] = matrix[:, start:stop, stop:].mT
+    if homogeneous:
+        matrix[:, dim, :dim] = matrix[:, :dim, dim]
     return matrix
 
 

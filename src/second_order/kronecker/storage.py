@@ -148,11 +148,13 @@ def _gathers(dim: int, device: torch.device) -> _Gathers:
 def _pack_by_blocks(matrix: Tensor) -> Tensor:
     *batch, n, _ = matrix.shape
     h = n // 2
-    packed = matrix.new_zeros(*batch, packed_length(n))
+    packed = matrix.new_empty(*batch, packed_length(n))
     first, upper, lower = _blocks_of(packed, n)
     first.copy_(matrix[..., :h, h:])
-    lower.copy_(matrix[..., h:, h:].tril())
-    upper.add_(matrix[..., :h, :h].triu())
+    # Of a square, its lower triangle stays: X11 is written over the rest.
+    lower.copy_(matrix[..., h:, h:])
+    mask = torch.ones(h, h, dtype=torch.bool, device=matrix.device).triu_()
+    upper.copy_(torch.where(mask, matrix[..., :h, :h], upper))
     return packed
 
 
