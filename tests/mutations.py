@@ -97,7 +97,7 @@ a DDP over helpers goes unnoticed
   + if mixed_in and not set(ranks).intersection(workers):
 hooks that stay when their optimizer goes
   <-  wrapped_late::hooks_go_with_an_optimizer_that_nobody_has
-    weakref.finalize(training, guard.remove).atexit = False  =>  pass
+    weakref.finalize(training, handle.remove).atexit = False  =>  pass
 
 == training/curvature.py
 gradients summed, not averaged  <-  kaisa::micro_batches_on_many_processes_are_one_batch

@@ -197,6 +197,8 @@ class KFAC(OfLayers):
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
         """Go on with FSDP2's shards of parameters; beside stats workers raise ValueError."""
+        if self._closed:
+            return
         if self.helpers is not None:
             raise ValueError(whole_models(self.training.name, "stats"))
         self.layers.replace_params(others)
@@ -622,6 +624,7 @@ class KFAC(OfLayers):
         missing = {block for i, block in enumerate(blocks) if listed[2 * i]}
         lost = [block for i, block in enumerate(blocks) if listed[2 * i + 1]]
         self.solves.drop_missing([*missing, *lost])
+        self._missing = set()
         for block in lost:
             training.warn(
                 f"a factor of layer {block.name!r} is lost: the process that should keep it has "
@@ -681,6 +684,8 @@ class KFAC(OfLayers):
         self.layers.close()
         if self.drift is not None:
             self.drift.follow(())
+        if self.traces is not None:
+            self.traces.settled.clear()
         if self._pipeline is not None:
             self._pipeline.close()
         self._closed = True

@@ -7,7 +7,7 @@ lower <= Δ <= upper  spared: its inverse is kept until the next refresh
 Δ < lower            settled: its inverse is kept, and its trace is not compared any more
 
 A layer's inverse ranks know its traces. All ranks agree on what these find, by one message at each
-refresh. If two inverse ranks of a layer differ, it is spared.
+refresh: the largest number below decides if the two inverse ranks of a layer differ.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ __all__ = ["SETTLED", "TraceRefresh", "moved"]
 SETTLED = "settled"
 """The entry of a checkpoint, in the part of every layer: 1 if it has settled."""
 
-COMPUTED, SPARED, NOW_SETTLED = 0.0, 1.0, 2.0
+COMPUTED = 0.0
+NOW_SETTLED = 1.0
+SPARED = 2.0
 
 
 def moved(now: float, before: float) -> float:

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from second_order.errors import CurvatureError
 from second_order.utils.checks import check_choice
@@ -131,7 +132,10 @@ def evaluated(value: Any, curvature: CurvatureKind) -> Evaluation:
     leaves: list[Tensor] = []
     if curvature == "gauss-newton":
         copies = [z.detach().requires_grad_(z.requires_grad) for z in tensors]
-        outputs = copies[0] if isinstance(outputs, Tensor) else tuple(copies)
+        if isinstance(outputs, Tensor):
+            outputs = copies[0]
+        else:
+            outputs = copies if isinstance(outputs, list) else tuple(copies)
         roots = [z for z in tensors if z.requires_grad]
         leaves = [z for z in copies if z.requires_grad]
         if not roots:
@@ -255,4 +259,5 @@ def _loss(
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
+    """A batch with all of its tensors on a device, nested ones included."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)

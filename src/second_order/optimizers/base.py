@@ -617,16 +617,11 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """
         outer = self._unwatched
         self._unwatched = True
-        guards = list(self._training.guards) if not outer else []
-        for guard in guards:
-            guard.remove()
         try:
             with self._curvature.unwatched():
                 yield
         finally:
             self._unwatched = outer
-            for guard in guards:
-                guard.attach()
 
     def close(self) -> None:
         """Stop threads, remove hooks, and train with the base alone from now on."""

@@ -55,7 +55,6 @@ class Training:
     debug: bool = False  # verify at every step what is else verified at the first ones
     steps: int = 0  # number of steps taken
     at_close: list[Callable[[], None]] = field(default_factory=list)  # run as the optimizer closes
-    guards: list[Any] = field(default_factory=list)  # of a model next to helpers
     warned: set[str] = field(default_factory=set)  # keys of warnings that appeared
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from second_order.distributed.helper_link import HelperLink, connect
 from second_order.distributed.roles import Roles, option_of
 from second_order.training.context import Training
 
-__all__ = ["ModelGuard", "take_role"]
+__all__ = ["take_role"]
 
 
 def take_role(training: Training, roles: Roles, timeout: float) -> list[HelperLink]:
@@ -33,31 +33,11 @@ def take_role(training: Training, roles: Roles, timeout: float) -> list[HelperLi
         workers = [places[rank] for rank in roles.workers]
         helpers = [places[rank] for rank in roles.helpers]
         option = f"{option_of(roles.helper_role)}={len(helpers)}"
-        guard = ModelGuard(training.model, partial(_look_who_runs, workers, helpers, option))
-        training.guards.append(guard)
-        training.at_close.append(training.guards.clear)
-        training.at_close.append(guard.remove)
-        weakref.finalize(training, guard.remove).atexit = False
+        hook = partial(_look_who_runs, workers, helpers, option)
+        handle = training.model.register_forward_pre_hook(hook)
+        training.at_close.append(handle.remove)
+        weakref.finalize(training, handle.remove).atexit = False
     return links
-
-
-class ModelGuard:
-    """A hook before the model's forward, which raises where a pass must not run."""
-
-    def __init__(self, model: nn.Module, hook: Callable[[nn.Module, Any], None]) -> None:
-        self._model = weakref.ref(model)
-        self._hook = hook
-        self.attach()
-
-    def attach(self) -> None:
-        """Put the hook on the model."""
-        model = self._model()
-        if model is not None:
-            self._handle = model.register_forward_pre_hook(self._hook)
-
-    def remove(self) -> None:
-        """Take the hook off the model."""
-        self._handle.remove()
 
 
 def _look_who_runs(
