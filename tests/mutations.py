@@ -620,13 +620,13 @@ gradients beside the loss as examples, in a graph
   + if False:
 steps without statistics have the operators in their graph
   <-  compiled::a_closed_gate_leaves_nothing_in_the_graph_and_no_graph_is_made_twice
-  -             if not self.gate.open:
-  -                 return None
+  -         if not self.gate.open:
+  -             return None
   -
 a graph's pairs of the data's labels beside those of drawn ones
   <-  compiled_drawn::what_a_graph_cannot_have_is_refused
-  -                 if self.sampled:
-  -                     _refuse()
+  -         if self.sampled:
+  -             _refuse_compiled_part()
   -
 exports with hooks  <-  compiled::exports_and_traces_have_nothing_of_the_hooks
   -         if is_exporting():

@@ -1,23 +1,29 @@
-"""Pairs of (layer input, gradient of the layer's output), captured during training passes.
+"""Capture pairs of a layer's input and the gradient of the layer's output in training passes.
 
-A forward hook on the layer registers a hook on the *node* that makes the output. A hook on the
-module's backward would wrap the output in a view and break in-place activations. The node's hook
-sees the gradient with respect to the value that the layer produced, whatever happens to that tensor
-afterwards, and it fires once however often a checkpointed forward is repeated.
+    forward     ``Capture.observe``, called by a forward hook on the layer, finds the autograd node
+                of the layer's product and registers a ``_NodeHook``, which keeps the input.
+    backward    The node runs its ``_NodeHook``, which passes the gradient to ``Capture.take``.
+                ``Capture.take`` hands the pair to the consumer, which adds it to A and G.
 
-A pair exists only when its gradient arrives, in a backward pass that accumulates into the ``.grad``
+The gradient is read on the node and not by a backward hook on the module, because such a hook wraps
+the output in a view, which in-place activations cannot modify. The node's hook sees the gradient
+with respect to the value that the layer returned, even if that tensor is changed in place later. It
+fires once, however often a checkpoint repeats the forward.
+
+A pair exists only once its gradient arrives, in a backward pass that accumulates into the ``.grad``
 of the layer's own parameters. A forward without a backward (validation, batch-norm updates) leaves
-nothing, and neither does ``torch.autograd.grad`` (gradient penalties, derivatives in a loss,
-attacks on inputs), whose gradients are no loss's.
+no pair. ``torch.autograd.grad`` leaves none either: it computes gradient penalties, derivatives
+inside a loss or attacks on inputs, and these are not gradients of the training loss.
 
-The input is kept the way autograd keeps its own inputs, through the saved-tensor hooks in force, so
-activation checkpointing and offloading keep their memory savings.
+The input is kept as autograd keeps its own inputs, through the saved-tensor hooks that are active.
+Activation checkpointing and offloading therefore keep their memory savings.
 
-In a model under ``torch.compile`` the hooks are traced with it, and the graph's backward delivers
-the pairs (:mod:`second_order.kronecker.compiled_capture`).
+If the model is compiled with ``torch.compile``, the hooks are traced with it, and the backward of
+the compiled graph delivers the pairs (:mod:`second_order.kronecker.compiled_capture`).
 
-The sampled Fisher needs another backward pass before the user's, which graphs do not allow. When
-its statistics are due, the graph ends before the model, and the model runs without the compiler.
+The sampled Fisher needs its own backward pass before the user's, which a compiled graph does not
+allow. If its statistics are due, the hooks break the graph before the model, and the model runs
+eagerly.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,82 +53,101 @@ __all__ = ["Capture", "Gate", "input_in"]
 
 Sampler = Callable[[Any, int], Tensor]
 
+# Errors and warnings.
 SCRIPTED = (
-    "torch.jit.script cannot compile the hooks by which an optimizer of second_order watches this "
-    "model; script it inside `with optimizer.hooks_removed():`, or after optimizer.close()"
+    "torch.jit.script cannot compile the hooks that an optimizer of second_order registered on "
+    "this model; script the model inside `with optimizer.hooks_removed():`, or after "
+    "optimizer.close()"
 )
-TRANSFORMED = (
-    "torch.func transforms (vmap, grad) show a layer's hooks no gradients; call the module outside "
-    "of them, and backward() on its loss"
-)
-NOT_ACCUMULATED = (
-    "gradients that torch.autograd.grad gives back end in no parameter's .grad and count for "
-    "nothing, and backward() sends none through their outputs"
-)
-NOT_TENSORS = "it is not called with one tensor, or does not return one, alone or first of all"
-CHANGED = "its input was changed in place after its forward"
-CHECKPOINTED = (
-    "inside checkpoint(..., use_reentrant=False) the input of an attention's out_proj cannot be "
-    "read beside autograd; use use_reentrant=True, or leave the attention out of the checkpoint"
-)
-NOT_DRAWN = (
-    "a fisher that samples labels cannot differentiate through a reentrant checkpoint; use "
+REENTRANT = (
+    "the sampled Fisher cannot differentiate through a reentrant checkpoint; use "
     "checkpoint(..., use_reentrant=False), or fisher='empirical'"
 )
 RUNS_EAGERLY = (
-    "fisher samples labels, for which the model runs without torch.compile at steps with "
-    "statistics; fisher='empirical' has them from the compiled graph"
-)
-COMPILED = (
-    "it is not called, or within torch.compile, which leaves nothing of the products of an "
-    "attention, of fused experts or of their router to be seen: keep it out of the graph, "
-    "module.forward = torch.compiler.disable(module.forward), or name it in skip_layers"
+    "the sampled Fisher runs the model without torch.compile at steps with statistics; with "
+    "fisher='empirical' the compiled graph computes the statistics"
 )
 FULL_GRAPH = (
-    "a fisher that samples labels runs the model without torch.compile at steps with statistics, "
-    "where its graph ends: leave fullgraph off, or use fisher='empirical'"
+    "the sampled Fisher runs the model without torch.compile at steps with statistics, which "
+    "breaks the graph before the model; leave fullgraph off, or use fisher='empirical'"
 )
 COMPILED_PART = (
-    "a fisher that samples labels runs the model without torch.compile at steps with statistics, "
-    "and does not know of parts compiled by themselves, as by block.compile(), or called by "
-    "themselves: compile the whole model that the optimizer was given, and call that, or use "
-    "fisher='empirical'"
+    "the sampled Fisher runs the model without torch.compile at steps with statistics, but a part "
+    "of the model was compiled separately, as by block.compile(), or called separately; compile "
+    "the whole model that you passed to the optimizer and call that, or use fisher='empirical'"
 )
+
+# Reasons in `Capture.missed`. The warning that shows one begins with the layer's name.
+TRANSFORMED = (
+    "torch.func transforms (vmap, grad) show a layer's hooks no gradients; call the model outside "
+    "of the transform, and call backward() on its loss"
+)
+NOT_ACCUMULATED = (
+    "its output received gradients from torch.autograd.grad, which do not accumulate into any "
+    "parameter's .grad, and none from backward()"
+)
+NOT_TENSORS = (
+    "its input is not a tensor (for fused experts: hidden states, expert indices and weights), or "
+    "it returns neither a tensor nor a tuple that starts with one"
+)
+CHANGED = "its input was changed in place after its forward"
+CHECKPOINTED = (
+    "inside checkpoint(..., use_reentrant=False) only autograd can read the input of an "
+    "attention's out_proj; use use_reentrant=True, or leave the attention out of the checkpoint"
+)
+COMPILED = (
+    "it is not called, or torch.compile hides its matrix products (as those of attention, fused "
+    "experts and their router); keep it out of the graph with "
+    "module.forward = torch.compiler.disable(module.forward), or name it in skip_layers"
+)
+
+
+class Consumer(Protocol):
+    """What a capture needs of the object that receives its pairs."""
+
+    def wants(self, module: nn.Module) -> bool:
+        """Whether to capture pairs of a module in this forward pass."""
+
+    def consume(self, module: nn.Module, x: Any, d: Tensor, pass_id: int, again: bool) -> None:
+        """Receive a pair. ``again``: an earlier backward pass came through the same forward."""
+
+    def look(self, module: nn.Module, x: Any, d: Tensor) -> None:
+        """With sampled labels: receive the pair of the user's own loss, to verify the layer."""
 
 
 @dataclass
 class Gate:
-    """Whether pairs are wanted now; a condition of every graph that has the hooks in it."""
+    """Whether pairs are captured now. Compiled graphs with hooks in them guard on it."""
 
     open: bool = True
 
     def set(self, is_open: bool) -> None:
-        """Open or close it for the passes to come."""
+        """Open or close the gate for the passes that follow."""
         self.open = is_open
 
 
 # ------------------------------------------------------------------------------ hooks on modules
 
 
-def _none() -> None:
-    """What a copy of a hook has in place of weak references."""
+def _no_reference() -> None:
+    """Stands for a weak reference whose object is gone, in copies of a hook."""
 
 
 class CaptureHook:
-    """A hook of a capture on a module.
+    """A hook that a capture registers on a module.
 
-    It holds weak references, and its copies, pickled ones too, do nothing: a pickled or
-    deep-copied model takes no optimizer along.
+    It holds weak references, and its copies (pickled ones as well) do nothing: a pickled or
+    deep-copied model does not include the optimizer.
     """
 
     def __init__(self, capture: Capture | None = None, module: nn.Module | None = None) -> None:
-        self.capture = _none if capture is None else weakref.ref(capture)
-        self.module = _none if module is None else weakref.ref(module)
+        self.capture_ref = _no_reference if capture is None else weakref.ref(capture)
+        self.module_ref = _no_reference if module is None else weakref.ref(module)
         self.gate = Gate(False) if capture is None else capture.gate
 
     @property
     def __name__(self) -> str:
-        """Not there: torch.jit.script asks for it first, and shows this message."""
+        """Raise. torch.jit.script reads a hook's name first, and so shows this message."""
         raise AttributeError(SCRIPTED)
 
     def __reduce__(self) -> Any:
@@ -130,7 +155,11 @@ class CaptureHook:
 
 
 class LayerHook(CaptureHook):
-    """The hook on a layer, or on an ``nn.MultiheadAttention``, which calls none of its layers."""
+    """The forward hook on a layer.
+
+    ``nn.MultiheadAttention`` does not call its ``out_proj``, so the hook on the attention serves
+    both modules.
+    """
 
     def __init__(self, capture: Capture | None = None, module: nn.Module | None = None) -> None:
         super().__init__(capture, module)
@@ -140,209 +169,247 @@ class LayerHook(CaptureHook):
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        """See a call; inside a graph, return the output as a watched one."""
+        """Observe a call. Inside a graph, return an output whose backward delivers the pair."""
         if is_exporting():
             return None
-        if torch.compiler.is_dynamo_compiling():
-            if not self.gate.open:
-                return None
-            if not is_hidden(module):
-                x = input_in(args, kwargs)
-                if not compiled_capture.is_watchable(module, x, output):
-                    return None
-                if self.sampled:
-                    _refuse()
-                return compiled_capture.watched(x, output, self.anchor)
-            if "forward" in vars(module):  # a disabled forward, whose products can be seen
-                _outside(self, module, args, kwargs, output)
+        if not torch.compiler.is_dynamo_compiling():
+            capture = self.capture_ref()
+            if capture is not None:
+                capture.observe(module, args, kwargs, output)
             return None
-        capture = self.capture()
-        if capture is not None:
-            capture.observe(module, args, kwargs, output)
-        return None
+
+        # From here on, Dynamo traces this hook into a graph.
+        if not self.gate.open:
+            return None
+        if is_hidden(module):
+            # torch.compiler.disable(module.forward) sets an attribute of the instance. Such a
+            # module runs outside of the graph, where its products can be observed.
+            if "forward" in vars(module):
+                _observe_outside_graph(self, module, args, kwargs, output)
+            return None
+        x = input_in(args, kwargs)
+        if not compiled_capture.is_watchable(module, x, output):
+            return None
+        if self.sampled:
+            _refuse_compiled_part()
+        return compiled_capture.watched(x, output, self.anchor)
 
     def receive(self, x: Tensor, gradient: Tensor) -> None:
-        """Take a pair that the backward of a compiled graph delivers."""
-        capture = self.capture()
-        module = self.module()
+        """Receive a pair from the backward of a compiled graph."""
+        capture = self.capture_ref()
+        module = self.module_ref()
         if capture is not None and module is not None:
             capture.receive(module, x, gradient)
 
 
 class BeforeModelHook(CaptureHook):
-    """The hook before the model's forward, for sampled labels."""
+    """The forward pre-hook on the whole model, for sampled labels."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """See the beginning; a graph ends here, so that Python calls the model."""
+        """Start a call of the model. Inside a graph, break it, so that Python calls the model."""
         if is_exporting():
             return
         if torch.compiler.is_dynamo_compiling():
             if torch.is_grad_enabled() and self.gate.open:
-                _end_graph()
+                _break_graph()
             return
-        capture = self.capture()
+        capture = self.capture_ref()
         if capture is not None:
             capture.enter_model()
 
 
 class AfterModelHook(CaptureHook):
-    """The hook on the model's output, for sampled labels."""
+    """The forward hook on the whole model, for sampled labels."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """See the output."""
+        """End a call of the model, and sample labels from its output."""
         if is_exporting() or torch.compiler.is_dynamo_compiling():
             return
-        capture = self.capture()
+        capture = self.capture_ref()
         if capture is not None:
             capture.leave_model(module, output)
 
 
-@partial(torch.compiler.disable, reason="the attention's forward is kept out of the graph")
-def _outside(hook: LayerHook, *call: Any) -> None:
-    """See a call outside of the graph, where a disabled forward has been, too."""
-    hook(*call)
+# Dynamo breaks the graph at a call of a disabled function. With fullgraph=True it raises instead,
+# and the error shows the reason.
+
+
+@partial(torch.compiler.disable, reason="the module's forward is kept out of the graph")
+def _observe_outside_graph(
+    hook: LayerHook, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """Run a hook eagerly."""
+    hook(module, args, kwargs, output)
 
 
 @partial(torch.compiler.disable, reason=FULL_GRAPH)
-def _end_graph() -> None:
-    pass
+def _break_graph() -> None:
+    """Do nothing: the call itself breaks the graph."""
 
 
 @partial(torch.compiler.disable, reason=COMPILED_PART)
-def _refuse() -> None:
+def _refuse_compiled_part() -> None:
     raise SecondOrderError(COMPILED_PART)
 
 
 def input_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A layer's input among the arguments of its call, by keyword whatever its name is."""
-    return args[0] if args else next((t for t in kwargs.values() if isinstance(t, Tensor)), None)
+    """A layer's input in a call: the first positional argument, or else the first keyword tensor.
+
+    The keyword may have any name.
+    """
+    if args:
+        return args[0]
+    return next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
 
 
 # ------------------------------------------------------------------------------- hooks on nodes
 
 
 class _Product(NamedTuple):
-    """A product with a weight in a layer's call."""
+    """One multiplication by a weight, in a call of a layer."""
 
     module: nn.Module
-    edge: GradientEdge  # of its output
-    x: Any = None  # the input; None if autograd alone has it
-    shape: torch.Size | None = None  # of the output; the gradient of its node need not have it
-    thirds: tuple[int, ...] = ()  # of an attention, which of queries, keys and values
-    assembly: Assembly | None = None  # puts an attention's pair together
+    edge: GradientEdge  # the product's output in autograd's graph
+    x: Any = None  # the input; None if it has to be read from autograd's node
+    shape: torch.Size | None = None  # of the output; the node's gradient may be flattened
+    qkv: tuple[int, ...] = ()  # for an in-projection: which of q, k and v, as 0, 1 and 2
+    assembly: Assembly | None = None  # joins the products of one attention call to one pair
 
 
-class _Call:
-    """Waits for the gradient of a product: a hook of its node, which must not hold the node.
+class _Pass(NamedTuple):
+    """A backward pass, from the point of view of one forward call."""
 
-    It keeps the input as autograd keeps its own.
+    number: int
+    again: bool  # an earlier backward pass came through the same call
+
+
+class _SampledGradient(NamedTuple):
+    gradient: Tensor
+    model_call: int  # the number of the model's call that the labels were sampled for
+
+
+class _NodeHook:
+    """A hook on a product's autograd node: keeps the input, and receives the gradient.
+
+    Autograd's node holds the hook. The hook must not hold the node, because nothing would free the
+    two; so it copies what it needs of the product.
     """
 
     def __init__(self, capture: Capture, product: _Product) -> None:
-        self._capture = weakref.ref(capture)
-        self._output = product.edge.output_nr
-        # A reentrant checkpoint repeats its forward in every backward pass that comes through.
-        self._outer_pass = autograd.current_pass()
-        self._repeated = self._outer_pass != autograd.NO_PASS and autograd.passed_before(
-            self._outer_pass
-        )
-        self._sampled: tuple[Tensor, int] | None = None
-        self._read: Callable[[], Any] = autograd.input_of
-        x = product.x
-        if capture.sampled and x is not None:
-            # Detached, as x may be changed in place and have the node behind it.
-            self._read = x.detach().detach
-        elif x is not None:
-            self._read = x.kept() if isinstance(x, Routed) else autograd.keep(x)
+        self._capture_ref = weakref.ref(capture)
+        self._output_index = product.edge.output_nr
         self.module = product.module
         self._shape = product.shape
-        self._thirds = product.thirds
+        self._qkv = product.qkv
         self._assembly = product.assembly
-        self.is_whole = product.assembly is None  # the call has no other product
-        self._freed = False
+        self.is_only_product = product.assembly is None  # of the layer's call
+        self._sampled: _SampledGradient | None = None
+
+        # A reentrant checkpoint repeats its forward in each backward pass, and calls backward()
+        # inside of it. The pair then belongs to the outer pass, which is running now.
+        self._outer_pass = autograd.current_pass()
+        self._again = self._outer_pass != autograd.NO_PASS and autograd.passed_before(
+            self._outer_pass
+        )
+
+        # How the input is read in the backward pass.
+        self._read_input: Callable[[], Any] = autograd.input_of
+        self._is_freed = False
+        x = product.x
+        if capture.sampled and x is not None:
+            # Detached, because an x that is later changed in place has the node in its history.
+            self._read_input = x.detach().detach
+        elif isinstance(x, Routed):
+            self._read_input = x.kept()
+        elif x is not None:
+            self._read_input = autograd.keep(x)
 
     def __call__(self, gradients: tuple[Any, ...]) -> None:
-        """Take the gradients of the node's outputs."""
-        capture = self._capture()
-        gradient = gradients[self._output]
-        if capture is None or gradient is None or self._freed:
+        """Receive the gradients of the node's outputs, before the node runs."""
+        capture = self._capture_ref()
+        gradient = gradients[self._output_index]
+        if capture is None or gradient is None or self._is_freed:
             return
         with stage("statistics"):
             capture.take(self, gradient)
         if not autograd.keeps_graph():
-            # Autograd frees its own inputs now, however long the loss is kept.
-            self._freed = True
-            self._read = autograd.input_of
+            # Free the input when autograd frees its own, even if the user keeps the loss.
+            self._is_freed = True
+            self._read_input = autograd.input_of
 
     def pair(self, gradient: Tensor) -> tuple[Any, Tensor] | None:
-        """The pair of the call; None if others of its products are awaited."""
-        x = self._read().detach()
+        """The pair of the layer's call, or None until the call's last product has its gradient."""
+        x = self._read_input().detach()
         d = gradient.detach()
         if self._assembly is not None:
-            return self._assembly.add(self._thirds, x, d)
-        return x, d if self._shape is None else d.reshape(self._shape)
+            return self._assembly.add(self._qkv, x, d)
+        if self._shape is not None:
+            d = d.reshape(self._shape)
+        return x, d
 
-    def number_of_pass(self) -> tuple[int, bool]:
-        """The number of the pass that has come, and whether another came through before.
-
-        A reentrant checkpoint runs a backward pass inside another, in which the forward was
-        repeated: the outer one is meant.
-        """
+    def running_pass(self) -> _Pass:
+        """The backward pass that is running; with a reentrant checkpoint, the outer one."""
         if self._outer_pass != autograd.NO_PASS:
-            return self._outer_pass, self._repeated
+            return _Pass(self._outer_pass, self._again)
         number = autograd.current_pass()
-        return number, autograd.passed_before(number)
+        return _Pass(number, autograd.passed_before(number))
 
-    def keep_sampled(self, gradient: Tensor, number: int) -> None:
-        """Keep the gradient for sampled labels until the user's own pass comes by."""
-        self._sampled = (gradient, number)
+    def keep_sampled(self, sampled: _SampledGradient) -> None:
+        """Keep the gradient for sampled labels until the user's backward pass."""
+        self._sampled = sampled
 
-    def pop_sampled(self) -> tuple[Tensor, int] | None:
-        """That gradient, and the number of its pass; once."""
+    def pop_sampled(self) -> _SampledGradient | None:
+        """Return the gradient for sampled labels and forget it, so that it counts once."""
         sampled = self._sampled
         self._sampled = None
         return sampled
 
 
 def _edge_of(output: Tensor) -> GradientEdge:
-    """The edge to an output's values, which operations in place leave in the graph.
+    """The graph edge of the value that a layer returned, which in-place operations do not replace.
 
-    A biased Linear's output on three or more dimensions is a view of a product. An operation in
-    place changes the product's history and gives the view another node.
+    With a bias and an input of three or more dimensions, ``nn.Linear`` returns a view of its
+    product. An in-place operation on the view gives the view a new node, on which a hook set before
+    does not fire. So the edge is that of the product.
     """
     edge = get_gradient_edge(output)
     if edge.node.name() != "ViewBackward0":
         return edge
-    node, number = edge.node.next_functions[0]
-    if node is None or hasattr(node, "variable"):  # a leaf's, which would keep the hook
+    node, output_index = edge.node.next_functions[0]
+    is_leaf = hasattr(node, "variable")  # a hook on a leaf's node would outlive the graph
+    if node is None or is_leaf:
         return edge
-    return GradientEdge(node, number)
+    return GradientEdge(node, output_index)
 
 
 # ------------------------------------------------------------------------------------- captures
 
 
 class Capture:
-    """Watches a set of layers and hands their pairs to a consumer.
+    """Captures the pairs of a set of layers and hands them to a consumer.
 
-    ``consumer`` receives the pairs it wants, under ``no_grad`` and without autocast; ``fsdp`` is
-    what FSDP2 does with parameters; ``accumulated``: passes count that accumulate into the layer's
-    parameters, and no others.
+    With a ``sampler`` the pairs carry the gradients of the loss on sampled labels. These gradients
+    are computed as soon as the forward of the root module returns, and do not touch any parameter's
+    ``.grad``. The pairs are delivered during the user's backward pass.
 
-    ``sampler(model_output, call)`` is the sampled Fisher's: it samples labels from the model's
-    output and returns the summed negative log-likelihood. The pairs then carry that loss's
-    gradients, taken as soon as the root module's forward returns and delivered when the user's
-    backward comes by; no parameter's ``.grad`` is touched.
+    Args:
+        consumer: Receives the pairs of the layers that it wants, under ``no_grad`` and without
+            autocast.
+        sampler: For the sampled Fisher. ``sampler(model_output, call)`` samples labels from the
+            model's output and returns their summed negative log-likelihood. ``call`` is the value
+            of ``root_calls``.
+        fsdp: The parameters of a model that FSDP2 shards.
+        accumulated: Only count the backward passes that accumulate into the layer's parameters.
 
     Attributes:
-        gate: Whether pairs of the passes to come are captured, by compiled graphs, too.
+        gate: Whether pairs are captured in the passes that follow, in compiled graphs as well.
         missed: By layer, why its last lost pair did not count.
-        root_calls: The calls of the model for which labels were sampled.
+        root_calls: How many calls of the model labels have been sampled for.
     """
 
     def __init__(
         self,
-        consumer: Any,
+        consumer: Consumer,
         sampler: Sampler | None = None,
         fsdp: FSDPParams | None = None,
         accumulated: bool = True,
@@ -351,17 +418,20 @@ class Capture:
         self.fsdp = fsdp
         self._accumulated = accumulated
         self._consumer = consumer
-        self._sampler = sampler
         self.missed: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self.root_calls = 0
+
+        # Hooks on modules.
         self._observed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hooks: list[CaptureHook] = []
         self._handles: list[RemovableHandle] = []
         weakref.finalize(self, _remove, self._handles)
-        # For sampled labels:
+
+        # Sampled labels.
+        self._sampler = sampler
+        self.root_calls = 0
         self._inside_model = False
-        self._pending: list[tuple[_Call, GradientEdge]] = []
-        self._compiler: Any = None  # what compiles where the model is called, while it runs eagerly
+        self._pending: list[tuple[_NodeHook, GradientEdge]] = []  # of the model's running call
+        self._compiler: Any = None  # Dynamo's callback, while the model runs eagerly
 
     @property
     def sampled(self) -> bool:
@@ -369,33 +439,44 @@ class Capture:
         return self._sampler is not None
 
     def attach(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
-        """Watch exactly these layers. The hooks on others stay, because compiled graphs have them.
+        """Capture the pairs of exactly these layers.
 
-        A graph that has been compiled does not look for new hooks.
+        Hooks on other layers stay, and ignore their calls. A compiled graph contains the hooks that
+        were there when it was compiled, and does not look for new ones.
         """
         layers = list(layers)
         self._observed = weakref.WeakSet(layers)
         self._pending.clear()
-        # The calls of an attention are those of its `out_proj`, too.
-        attention = filter(is_attention, root.modules())
-        within = {cast(nn.Module, module.out_proj): module for module in attention}
-        for layer in (*within, *within.values(), *filter(is_hidden, layers)):
+
+        # An attention computes the product of its out_proj itself: its hook serves both.
+        attention_of: dict[nn.Module, nn.Module] = {}
+        for module in root.modules():
+            if is_attention(module):
+                attention_of[cast(nn.Module, module.out_proj)] = module
+
+        # A compiled graph does not call the hooks of these layers, so give the reason in advance.
+        for layer in (*attention_of, *attention_of.values(), *filter(is_hidden, layers)):
             self.missed.setdefault(layer, COMPILED)
-        called = dict.fromkeys(within.get(layer, layer) for layer in layers)
-        wanted: list[tuple[nn.Module, type[CaptureHook]]] = [(m, LayerHook) for m in called]
+
+        # Register the hooks that are not there yet.
+        hooked_layers = dict.fromkeys(attention_of.get(layer, layer) for layer in layers)
+        required: list[tuple[nn.Module, type[CaptureHook]]] = []
+        required += [(layer, LayerHook) for layer in hooked_layers]
         if self.sampled and layers:
-            wanted += [(root, BeforeModelHook), (root, AfterModelHook)]
-        hooked = {(hook.module(), type(hook)) for hook in self._hooks}
-        hooks = [kind(self, module) for module, kind in wanted if (module, kind) not in hooked]
-        self._register(hooks)
-        self._hooks += hooks
+            required += [(root, BeforeModelHook), (root, AfterModelHook)]
+        existing = {(hook.module_ref(), type(hook)) for hook in self._hooks}
+        missing = [each for each in required if each not in existing]
+        new_hooks = [hook_type(self, module) for module, hook_type in missing]
+        self._register(new_hooks)
+        self._hooks += new_hooks
 
     def _register(self, hooks: Iterable[CaptureHook]) -> None:
+        """Register hooks on those of their modules that still exist."""
         for hook in hooks:
-            module = hook.module()
-            function: Any = hook
+            module = hook.module_ref()
             if module is None:
                 continue
+            function: Any = hook
             if isinstance(hook, BeforeModelHook):
                 handle = module.register_forward_pre_hook(function)
             else:
@@ -404,7 +485,7 @@ class Capture:
             self._handles.append(handle)
 
     def detach(self) -> None:
-        """Watch nothing any more, forget pairs in flight, and remove every hook."""
+        """Stop capturing: remove every hook, and forget the pairs that await their gradients."""
         _remove(self._handles)
         self._hooks.clear()
         self._observed = weakref.WeakSet()
@@ -412,50 +493,57 @@ class Capture:
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:
-        """Take the hooks off the watched modules for a block."""
+        """Remove the hooks from the modules inside a ``with`` block."""
         _remove(self._handles)
         try:
             yield
         finally:
-            _remove(self._handles)
+            _remove(self._handles)  # those of an attach() inside the block
             self._register(self._hooks)
 
-    # --------------------------------------------------------------------------- what hooks see
+    # ----------------------------------------------------------------------------- forward passes
 
     def observe(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
     ) -> None:
-        """See a call of a layer; in a training pass, wait for the gradient of its output."""
+        """Observe a call of a layer. In a training pass, hook the nodes of its products."""
         if not self.gate.open or cast(Any, torch.jit).is_tracing():
             return
-        attention = is_attention(module)
-        both = (module, cast(nn.Module, module.out_proj)) if attention else (module,)
-        layers = [each for each in both if each in self._observed and self._consumer.wants(each)]
+
+        # The layers whose pairs this call can give.
+        with_attention = is_attention(module)
+        candidates = [module]
+        if with_attention:
+            candidates.append(cast(nn.Module, module.out_proj))
+        layers = [m for m in candidates if m in self._observed and self._consumer.wants(m)]
         if autograd.transformed():
             self.missed.update(dict.fromkeys(layers, TRANSFORMED))
             return
-        unseen = self.sampled and not self._inside_model
-        if not layers or unseen or not torch.is_grad_enabled():
+        if not layers or not torch.is_grad_enabled():
             return
+        if self.sampled and not self._inside_model:
+            return  # no labels will be sampled for a layer that is called by itself
+
+        # Hook the nodes of the products.
         if isinstance(output, tuple) and output:  # a router's logits, an attention's output
             output = output[0]
         with stage("statistics"):
-            if attention:
-                products = self._of_attention(module, args, kwargs, output)
+            if with_attention:
+                products = self._find_attention_products(module, args, kwargs, output)
             else:
-                products = self._of_layer(module, args, kwargs, output)
+                products = self._find_layer_product(module, args, kwargs, output)
             for product in products:
                 if product.module not in layers:
                     continue
-                call = _Call(self, product)
+                hook = _NodeHook(self, product)
                 if self.sampled:
-                    self._pending.append((call, product.edge))
-                cast(Any, product.edge.node).register_prehook(call)
+                    self._pending.append((hook, product.edge))
+                cast(Any, product.edge.node).register_prehook(hook)
 
-    def _of_layer(
+    def _find_layer_product(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
     ) -> list[_Product]:
-        """The product of a layer whose output is that of its product."""
+        """The product of a layer that is not an attention; empty if the call has no pair."""
         x: Any = Routed.of_call(args, kwargs) if is_experts(module) else input_in(args, kwargs)
         if not isinstance(x, (Tensor, Routed)) or not isinstance(output, Tensor):
             self.missed[module] = NOT_TENSORS
@@ -464,98 +552,116 @@ class Capture:
             return []
         shape = output.shape
         if isinstance(x, Tensor):
-            if len(shape) == 2 < x.dim() and x.shape[:-1].numel() == len(output):
-                # A router's input is of shape (batch, positions, in).
+            # A router flattens its input (batch, positions, in): give the gradient that shape.
+            is_flattened = output.dim() == 2 and x.dim() > 2
+            if is_flattened and x.shape[:-1].numel() == len(output):
                 shape = torch.Size([*x.shape[:-1], shape[-1]])
             x = autograd.as_used(x)
         return [_Product(module, _edge_of(output), x, shape)]
 
-    def _of_attention(
+    def _find_attention_products(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Tensor
     ) -> list[_Product]:
-        """The products of an attention."""
+        """The products of an attention with its in-projection and with its ``out_proj``."""
         if not output.requires_grad:
             return []
-        inputs, found = projections(module, args, kwargs, output, self.fsdp)
-        assembly = Assembly(len(inputs[0]))
-        saving: Any = autograd.saving_hooks(True)  # a checkpoint's save nothing
-        checkpointed = bool(saving) and saving[0].__module__ == "torch.utils.checkpoint"
+        qkv_inputs, found = projections(module, args, kwargs, output, self.fsdp)
+        assembly = Assembly(batch=len(qkv_inputs[0]))
+
+        # A non-reentrant checkpoint saves no tensors, and recomputes them for autograd alone.
+        saved_tensor_hooks: Any = autograd.saving_hooks(True)
+        is_checkpointed = False
+        if saved_tensor_hooks:
+            pack_hook = saved_tensor_hooks[0]
+            is_checkpointed = pack_hook.__module__ == "torch.utils.checkpoint"
+
         products = []
-        for owner, node, thirds in found:
-            edge = GradientEdge(node, 0)
+        for projection in found:
+            owner = projection.owner
+            edge = GradientEdge(projection.node, 0)
             if owner is module:
-                x = autograd.as_used(inputs[thirds[0]])
-                product = _Product(owner, edge, x, thirds=thirds, assembly=assembly)
-                products.append(product)
-            elif checkpointed:
-                # Of the output's projection autograd alone has the input.
+                qkv = projection.thirds
+                x = autograd.as_used(qkv_inputs[qkv[0]])
+                products.append(_Product(owner, edge, x, qkv=qkv, assembly=assembly))
+            elif is_checkpointed:
                 self.missed[owner] = CHECKPOINTED
             else:
+                # Only autograd's node has the input of out_proj.
                 products.append(_Product(owner, edge, assembly=assembly))
         return products
 
-    # --------------------------------------------------------------------------------- gradients
+    # ---------------------------------------------------------------------------- backward passes
 
-    def take(self, call: _Call, gradient: Tensor) -> None:
-        """Take the gradient that a call has waited for; with sampled labels, deliver their pair."""
-        module = call.module
+    def take(self, hook: _NodeHook, gradient: Tensor) -> None:
+        """Pair the gradient that a node received with the node's input, for the consumer.
+
+        With sampled labels the user's pass delivers the pair of the sampled labels' gradient.
+        """
+        module = hook.module
         if self._accumulated and not autograd.reaches_parameters(module, self.fsdp):
-            if not self.sampled:  # else it may be the pass of sampled labels
+            if not self.sampled:  # this may be the backward pass of the sampled labels
                 self.missed[module] = NOT_ACCUMULATED
             return
+
         if self.sampled:
-            sampled = call.pop_sampled()
+            sampled = hook.pop_sampled()
             if sampled is not None:
-                self._emit(module, call.pair(sampled[0]), sampled[1], False)
-            if call.is_whole:
+                pair = hook.pair(sampled.gradient)
+                self._emit(module, pair, _Pass(sampled.model_call, again=False))
+            if hook.is_only_product:
                 with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
-                    self._consumer.look(module, *cast(Any, call.pair(gradient)))
+                    x, d = cast(tuple[Any, Tensor], hook.pair(gradient))
+                    self._consumer.look(module, x, d)
             return
+
         try:
-            pair = call.pair(gradient)
+            pair = hook.pair(gradient)
         except RuntimeError as error:
             if "inplace operation" not in str(error):
                 raise
-            # Legal where the layer worked on a copy, as of a transposed input; ours is gone.
+            # Autograd allows the change if the layer multiplied a copy, as of a transposed input.
             self.missed[module] = CHANGED
             return
-        self._emit(module, pair, *call.number_of_pass())
+        self._emit(module, pair, hook.running_pass())
 
     def receive(self, module: nn.Module, x: Tensor, gradient: Tensor) -> None:
-        """Take a pair that the backward of a compiled graph delivers; its memory is the graph's."""
+        """Receive a pair from the backward of a compiled graph, which will reuse its memory."""
         if not autograd.reaches_parameters(module, self.fsdp):
             self.missed[module] = NOT_ACCUMULATED
             return
-        # The node is the whole graph's; a forward makes a new one, a second backward does not.
+        # The running node stands for the whole graph. Each forward makes a new node, so an earlier
+        # pass through this one came through the same forward.
         number = autograd.current_pass()
         with stage("statistics"):
-            again = autograd.passed_before(number)
-            self._emit(module, (x.clone(), gradient.clone()), number, again)
+            backward_pass = _Pass(number, autograd.passed_before(number))
+            self._emit(module, (x.clone(), gradient.clone()), backward_pass)
 
     def _emit(
-        self, module: nn.Module, pair: tuple[Any, Tensor] | None, pass_id: int, again: bool
+        self, module: nn.Module, pair: tuple[Any, Tensor] | None, backward_pass: _Pass
     ) -> None:
-        """Hand a pair to the consumer, unless its layer was let go while it was in flight."""
-        if pair is not None and module in self._observed:
-            x, d = pair
-            with torch.no_grad(), torch.autocast(d.device.type, enabled=False):
-                self._consumer.consume(module, x, d.detach(), pass_id, again=again)
+        """Hand a complete pair to the consumer, if its layer is still observed."""
+        if pair is None or module not in self._observed:
+            return
+        x, d = pair
+        number, again = backward_pass
+        with torch.no_grad(), torch.autocast(d.device.type, enabled=False):
+            self._consumer.consume(module, x, d.detach(), number, again=again)
 
     # ---------------------------------------------------------------------------- sampled labels
 
     def enter_model(self) -> None:
-        """See the beginning of the model's forward, and let it run without a compiler."""
+        """Start a call of the model. If pairs are captured, run the call without torch.compile."""
         self._pending.clear()
         self._inside_model = True
         self._compiler = None
         if self.gate.open and torch.is_grad_enabled():
-            # A compiler puts itself back, too, where the forward raises.
+            # If the forward raises, Dynamo restores its callback itself.
             self._compiler = autograd.set_eval_frame(None)
             if self._compiler:
                 warnings.warn(RUNS_EAGERLY, SecondOrderWarning, stacklevel=2)
 
     def leave_model(self, model: nn.Module, output: Any) -> None:
-        """See the model's output: sample labels from it, and take the gradients of their loss."""
+        """End a call of the model: sample labels, and compute the gradients of their loss."""
         self._inside_model = False
         pending = self._pending
         self._pending = []
@@ -570,14 +676,15 @@ class Capture:
         self,
         sampler: Sampler,
         model: nn.Module,
-        pending: Sequence[tuple[_Call, GradientEdge]],
+        pending: Sequence[tuple[_NodeHook, GradientEdge]],
         output: Any,
     ) -> None:
-        """Take the gradients of the loss on labels sampled from the model's output."""
+        """Compute the gradients of the loss on labels sampled from the model's output."""
         with torch.autocast(next(model.parameters()).device.type, enabled=False):
             loss = sampler(output, self.root_calls)
         if not loss.requires_grad:
             return
+
         edges = [edge for _, edge in pending]
         try:
             gradients: Sequence[Tensor | None] = torch.autograd.grad(
@@ -586,22 +693,24 @@ class Capture:
         except RuntimeError as error:
             if "checkpoint" not in str(error).lower():
                 raise
-            raise RuntimeError(NOT_DRAWN) from error
-        # These pairs count once the user's own backward comes by, and not before.
-        for (call, _), gradient in zip(pending, gradients, strict=True):
+            raise RuntimeError(REENTRANT) from error
+
+        # The pairs count only when the user's own backward pass comes.
+        for (hook, _), gradient in zip(pending, gradients, strict=True):
             if gradient is not None:
-                call.keep_sampled(gradient, self.root_calls)
+                hook.keep_sampled(_SampledGradient(gradient, self.root_calls))
         self.root_calls += 1
 
 
 def _remove(handles: list[RemovableHandle]) -> None:
-    """Remove hooks."""
+    """Remove hooks. Not a method, so that the finalizer of a capture does not hold the capture."""
     for handle in handles:
         handle.remove()
     handles.clear()
 
 
-# Python runs them, as what they do to the compiler is to last beyond their calls.
+# Dynamo must not trace these functions. They set Dynamo's callback, which a traced function would
+# restore when it returns.
 for _function in (
     BeforeModelHook.__call__,
     AfterModelHook.__call__,
