@@ -262,12 +262,17 @@ def write(
     for bank, _, results in found:
         for p, piece in zip(bank.params, bank.pieces(results), strict=True):
             gradient = p.grad if gradient_of is None else gradient_of(p)
-            if gradient is not None:
-                targets.append(gradient)
-                values.append(piece.reshape(gradient.shape))
-    if coefficient is not None:
-        scale(values, coefficient)
+            if gradient is None:
+                continue
+            value = piece.reshape(gradient.shape)
+            if coefficient is not None and gradient.device.type == "cpu":
+                torch.mul(value, coefficient, out=gradient)  # one pass over memory instead of two
+                continue
+            targets.append(gradient)
+            values.append(value)
     if targets:
+        if coefficient is not None:
+            scale(values, coefficient)
         torch._foreach_copy_(targets, values)
 
 
