@@ -30,14 +30,17 @@ $(STAMP): setup.cfg constraints.txt
 	touch $@
 
 demo: venv ## a transformer and an autoencoder with Adam's kin and KAISA: tables and demo.png
-	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/demo.py $(ARGS)
+	PYTHONPATH=benchmarks $(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) \
+		benchmarks/progress/demo.py $(ARGS)
 
 demo-figure: venv ## the picture of the README and its stored run: three minutes
-	$(BIN)/torchrun --standalone --nproc-per-node=2 examples/demo.py --steps 500 \
+	PYTHONPATH=benchmarks $(BIN)/torchrun --standalone --nproc-per-node=2 \
+		benchmarks/progress/demo.py --steps 500 \
 		--figure docs/figures/demo.png --json benchmarks/results/demo.json
 
 systems: venv ## train on digits with SGD, Adam and every optimizer, two processes: a table and systems.png
-	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/systems.py $(ARGS)
+	PYTHONPATH=benchmarks $(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) \
+		benchmarks/progress/systems.py $(ARGS)
 
 progress: venv ## steps and seconds to a target, SGD, Adam and KAISA, five seeds: some minutes
 	$(BENCH)/progress/progress.py \

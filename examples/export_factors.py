@@ -1,10 +1,10 @@
-"""Factors in the files that packages for influence functions and Laplace's approximation read.
+"""Export K-FAC's factors to kronfluence (influence functions) and laplace-torch (Laplace).
 
-kronfluence     activation_covariance.safetensors, gradient_covariance.safetensors, and the
-                numbers of examples that each is a sum over; by module name
-laplace-torch   the state of a ``KronLaplace``: for each parameter [N G, A], for a bias [N G]
+    python export_factors.py --folder factors
 
-python examples/export_factors.py --folder factors
+kronfluence     activation_covariance.safetensors and gradient_covariance.safetensors, with the
+                number of examples in each sum, by module name
+laplace-torch   the state of a ``KronLaplace``: [N G, A] for each weight and [N G] for each bias
 """
 
 from __future__ import annotations
@@ -14,35 +14,39 @@ import math
 from pathlib import Path
 
 import torch
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from digits import CLASSES, PIXELS, load_split
 from second_order import KAISA, KroneckerCurvature, LayerCurvature
 
 
 def is_plain(layer: LayerCurvature) -> bool:
-    """Whether F is A ⊗ G of a weight whose rows are outputs."""
+    """Return whether F is A ⊗ G, with dense A and G, of a weight whose rows are outputs."""
     shape = layer.shape
-    whole = "".join(layer.factors) == "AG" and layer.A.dim() == 3
-    return whole and shape.groups == 1 and not (shape.exact or shape.transposed)
+    is_dense = "".join(layer.factors) == "AG" and layer.A.dim() == 3
+    return is_dense and shape.groups == 1 and not (shape.exact or shape.transposed)
 
 
 def write_kronfluence(
     curvature: KroneckerCurvature, folder: Path, examples: int | None = None
 ) -> list[str]:
-    """Write kronfluence's covariance matrices; returns the layers of which it has no kind.
+    """Write kronfluence's covariance matrices.
 
-    It keeps sums over examples and divides them by their number: ``examples``, or the mean of an
-    update. Its layers are Linear and Conv2d without groups.
+    kronfluence stores sums over examples, and divides them by the number of examples. That number
+    is ``examples``, or by default the mean number in an update of the factors.
+
+    Returns:
+        The names of the layers that kronfluence does not support. It supports Linear and Conv2d
+        without groups.
     """
-    from safetensors.torch import save_file  # noqa: PLC0415 - a package of its own
+    from safetensors.torch import save_file  # noqa: PLC0415 - an optional package
 
     names = ("activation_covariance", "gradient_covariance")
     files: dict[str, dict[str, Tensor]] = {}
-    left = []
+    unsupported = []
     for name, layer in curvature.items():
         if not (issubclass(layer.kind, (nn.Linear, nn.Conv2d)) and is_plain(layer)):
-            left.append(name)
+            unsupported.append(name)
             continue
         count = max(round(layer.examples), 1) if examples is None else examples
         for file, factor in zip(names, (layer.A, layer.G), strict=True):
@@ -52,22 +56,31 @@ def write_kronfluence(
     folder.mkdir(parents=True, exist_ok=True)
     for file, tensors in files.items():
         save_file(tensors, folder / f"{file}.safetensors")
-    return left
+    return unsupported
 
 
-def blocks_of(layer: LayerCurvature, examples: int) -> dict[str, list[Tensor]]:
-    """Factors of N F by parameter, without what is between weight and bias; or none at all."""
+def laplace_blocks(layer: LayerCurvature, examples: int) -> dict[str, list[Tensor]]:
+    """Return the factors of N F by parameter; empty if ``KronLaplace`` has no such layer.
+
+    Entries of F between the weight and the bias are dropped, as ``KronLaplace`` does.
+    """
     names = list(layer.shapes)
-    if layer.shape.exact:  # a gain, a bias, or both
-        whole = torch.diag(layer.G.flatten()) if layer.shape.groups > 1 else layer.G[0]
-        sizes = list(map(math.prod, layer.shapes.values()))
-        ends = torch.tensor(sizes).cumsum(0).tolist()
-        spans = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-        pieces = [[whole[span, span] * examples] for span in spans]
-        return dict(zip(names, pieces, strict=True))
+    if layer.shape.exact:
+        # The gain and the bias of a norm: F is one matrix, with a block for each parameter.
+        fisher = layer.G[0]
+        if layer.shape.groups > 1:
+            fisher = torch.diag(layer.G.flatten())
+        blocks = {}
+        start = 0
+        for name, shape in layer.shapes.items():
+            stop = start + math.prod(shape)
+            blocks[name] = [fisher[start:stop, start:stop] * examples]
+            start = stop
+        return blocks
     if not is_plain(layer):
         return {}
-    a, g = layer.A[0], layer.G[0] * examples
+    a = layer.A[0]
+    g = layer.G[0] * examples
     if len(names) == 1:
         return {names[0]: [g, a]}
     return {names[0]: [g, a[:-1, :-1]], names[1]: [g * a[-1, -1]]}
@@ -81,18 +94,18 @@ def laplace_state(
     outputs: int,
     prefix: str = "",
 ) -> dict[str, object]:
-    """What ``KronLaplace.load_state_dict`` of laplace-torch reads.
+    """Return the state that ``KronLaplace.load_state_dict`` of laplace-torch loads.
 
     Args:
-        curvature: The curvature of a whole model.
-        model: The model, or a module of it; its parameters are the mean.
-        examples: N of the data set.
-        outputs: Number of outputs.
+        curvature: The curvature of a model.
+        model: The model, or a part of it. Its parameters are the mean of the posterior.
+        examples: The number N of examples in the data set.
+        outputs: The number of outputs.
         prefix: The module's name in the whole model, with a dot behind it.
     """
     blocks: dict[str, list[Tensor]] = {}
     for layer in curvature.values():
-        blocks |= blocks_of(layer, examples)
+        blocks |= laplace_blocks(layer, examples)
     params = {prefix + n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     for name in params:
         if name not in blocks:
@@ -115,21 +128,26 @@ def laplace_state(
 
 
 def main() -> None:
-    """Train on digits, and write both."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Train a network on scikit-learn's digits, and export its factors."""
+    parser = argparse.ArgumentParser(description="Export K-FAC's factors.")
     parser.add_argument("--folder", type=Path, default=Path("factors"))
     folder = parser.parse_args().folder
-    digits = load_split()
-    model = nn.Sequential(nn.Linear(PIXELS, 32), nn.Tanh(), nn.Linear(32, CLASSES))
-    optimizer = KAISA(model, lr=0.05, momentum=0.9, fisher="categorical")
+
+    # Train.
+    pixels, targets = load_digits(return_X_y=True)
+    images = torch.from_numpy(pixels).float() / 16
+    labels = torch.from_numpy(targets)
+    model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+    optimizer = KAISA(model.parameters(), lr=0.05, momentum=0.9, fisher="categorical")
     for _ in range(100):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(digits.train_images), digits.train_labels).backward()
+        nn.functional.cross_entropy(model(images), labels).backward()
         optimizer.step()
+
+    # Export.
     curvature = optimizer.curvature()
-    count = len(digits.train_labels)
-    print("left out:", write_kronfluence(curvature, folder, count))
-    state = laplace_state(curvature, model, examples=count, outputs=CLASSES)
+    print("not supported by kronfluence:", write_kronfluence(curvature, folder, len(labels)))
+    state = laplace_state(curvature, model, examples=len(labels), outputs=10)
     torch.save(state, folder / "laplace.pt")
 
 

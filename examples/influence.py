@@ -1,12 +1,12 @@
-"""Which training images a model's answers come from: influence, held against training anew.
+"""Influence functions with EK-FAC: which training images explain a prediction?
 
-    python examples/influence.py
+    python influence.py
 
-A group R of training images is left out. To first order the loss of a query q changes by
-g_qᵀ (F + λ)⁻¹ Σ_R g_z / N (Koh & Liang 2017), F by EK-FAC (Grosse et al. 2023) and λ the weight
-decay. Models are trained anew without each group, from several initialisations; the true changes,
-averaged over these, are ranked against those foretold, and against the plain products g_qᵀ Σ_R g_z
-(Pruthi et al. 2020).
+If a group R of training images is left out, the loss of a query q changes to first order by
+g_qᵀ (F + λ)⁻¹ Σ_R g_z / N (Koh & Liang 2017). F is the Fisher matrix, here by EK-FAC (Grosse et al.
+2023), and λ the weight decay. To check these predictions, the script retrains the model without
+each group from several initializations, and compares the rank of the predicted changes with that
+of the true ones. The baseline is the plain product g_qᵀ Σ_R g_z (Pruthi et al. 2020).
 """
 
 from __future__ import annotations
@@ -16,19 +16,35 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.functional import cross_entropy
 
-from digits import CLASSES, PIXELS, load_split
 from second_order import measure
 
 SHARE = 0.2  # of the images in a group
 DECAY = 1e-2  # λ / 2 ‖w‖² is part of the loss
 HIDDEN, STEPS = 32, 300
 
-Weights = Mapping[str, Tensor]
+Weights = Mapping[str, Tensor]  # by parameter name
 Data = tuple[Tensor, Tensor]  # images and labels
+
+
+def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return scikit-learn's digits: training images (1437, 64) and labels, test images and labels.
+
+    The images are standardized by the mean and standard deviation of the training pixels.
+    """
+    images, labels = load_digits(return_X_y=True)
+    arrays = train_test_split(images, labels, test_size=360, random_state=0, stratify=labels)
+    x_train, x_test, y_train, y_test = (torch.from_numpy(array) for array in arrays)
+    mean = x_train.mean()
+    std = x_train.std(correction=0)
+    x_train = ((x_train - mean) / std).float()
+    x_test = ((x_test - mean) / std).float()
+    return x_train, y_train, x_test, y_test
 
 
 def losses(model: nn.Module, weights: Weights, data: Data) -> Tensor:
@@ -36,8 +52,8 @@ def losses(model: nn.Module, weights: Weights, data: Data) -> Tensor:
     return cross_entropy(logits, data[1], reduction="none")
 
 
-def trained(model: nn.Module, data: Data, keep: Tensor) -> Weights:
-    """Train a copy of a model on the images of each row of ``keep``, side by side."""
+def train(model: nn.Module, data: Data, keep: Tensor) -> Weights:
+    """Train one copy of the model for each row of ``keep``, on the images that the row selects."""
 
     def objective(weights: Weights, keep: Tensor) -> Tensor:
         squares = torch.stack([w.square().sum() for w in weights.values()]).sum()
@@ -55,7 +71,7 @@ def trained(model: nn.Module, data: Data, keep: Tensor) -> Weights:
 
 
 def gradients(model: nn.Module, data: Data) -> Weights:
-    """The gradient of each image's loss, by parameter name, (images, ...)."""
+    """Return the gradient of each image's loss, by parameter name, of shape (images, ...)."""
 
     def loss(weights: Weights, image: Tensor, label: Tensor) -> Tensor:
         return losses(model, weights, (image.unsqueeze(0), label.unsqueeze(0))).squeeze()
@@ -64,63 +80,83 @@ def gradients(model: nn.Module, data: Data) -> Weights:
 
 
 def products(a: Weights, b: Weights) -> Tensor:
-    """Inner products of all pairs, (of a, of b)."""
+    """Return the inner products of all pairs, of shape (len of a, len of b)."""
     return torch.stack([a[name].flatten(1) @ b[name].flatten(1).T for name in b]).sum(0)
 
 
-def foretold(model: nn.Module, data: Data, queries: Data) -> dict[str, Tensor]:
-    """By method, N times what leaving out an image adds to a query's loss, (queries, images)."""
+def predicted_changes(model: nn.Module, data: Data, queries: Data) -> dict[str, Tensor]:
+    """Predict by each method how a query's loss changes if an image is left out, times N.
+
+    Returns:
+        By method, a tensor of shape (queries, images).
+    """
     curvature = measure(model, [data], factors="ekfac", progress=False)
-    of_data, of_queries = gradients(model, data), gradients(model, queries)
-    solved = curvature.solve(of_queries, damping=DECAY)  # of all queries at once
-    return {"EK-FAC": products(solved, of_data), "plain": products(of_queries, of_data)}
+    data_gradients = gradients(model, data)
+    query_gradients = gradients(model, queries)
+    solved = curvature.solve(query_gradients, damping=DECAY)  # for all queries at once
+    return {
+        "EK-FAC": products(solved, data_gradients),
+        "plain": products(query_gradients, data_gradients),
+    }
 
 
 def spearman(a: Tensor, b: Tensor) -> Tensor:
-    """The rank correlation of each row of a with that of b."""
-    ranks, size = torch.stack([a, b]).argsort(-1).argsort(-1).double(), a.shape[-1]
-    return torch.sub(1, 6 * ranks.diff(dim=0)[0].square().sum(-1) / (size**3 - size))
+    """Return the rank correlation of each row of a with the same row of b."""
+    ranks = torch.stack([a, b]).argsort(-1).argsort(-1).double()
+    n = a.shape[-1]
+    squares = (ranks[0] - ranks[1]).square().sum(-1)
+    return 1 - 6 * squares / (n**3 - n)
 
 
 def influence(seed: int, args: Any) -> dict[str, Tensor]:
-    """By method, rank correlations of foretold with true changes of each query's loss."""
-    digits, generator = load_split(), torch.Generator().manual_seed(seed)
-    some = torch.randperm(len(digits.train_images), generator=generator)[: args.examples]
-    data = digits.train_images[some], digits.train_labels[some]
-    some = torch.randperm(len(digits.test_images), generator=generator)[: args.queries]
-    queries = digits.test_images[some], digits.test_labels[some]
+    """Return by method the rank correlation of predicted and true changes, for each query."""
+    # Draw the training images, the queries, and the groups that are left out.
+    generator = torch.Generator().manual_seed(seed)
+    x_train, y_train, x_test, y_test = load_data()
+    chosen = torch.randperm(len(x_train), generator=generator)[: args.examples]
+    data = (x_train[chosen], y_train[chosen])
+    chosen = torch.randperm(len(x_test), generator=generator)[: args.queries]
+    queries = (x_test[chosen], y_test[chosen])
     order = torch.rand(args.groups, args.examples, generator=generator).argsort(-1)
     left_out = (order < SHARE * args.examples).float()
-    keep = torch.cat([torch.ones(1, args.examples), 1 - left_out])  # the first model has them all
+    keep = torch.cat([torch.ones(1, args.examples), 1 - left_out])  # the first model keeps all
 
-    changes, scores = [], dict[str, Tensor]()
+    # Train from several initializations, with and without each group.
+    true_changes: list[Tensor] = []
+    predicted: dict[str, Tensor] = {}
     for start in range(args.starts):
         torch.manual_seed(1000 * seed + start)
-        model = nn.Sequential(nn.Linear(PIXELS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES))
-        weights = trained(model, data, keep)
-        of_models = torch.vmap(losses, (None, 0, None))(model, weights, queries)
-        changes.append((of_models[1:] - of_models[0]).T)
+        model = nn.Sequential(nn.Linear(64, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 10))
+        weights = train(model, data, keep)
+        query_losses = torch.vmap(losses, (None, 0, None))(model, weights, queries)
+        true_changes.append((query_losses[1:] - query_losses[0]).T)
         model.load_state_dict({name: w[0] for name, w in weights.items()})
-        for method, score in foretold(model, data, queries).items():
-            scores[method] = scores.get(method, 0) + score @ left_out.T
-    true = torch.stack(changes).mean(0)  # (queries, groups)
-    found = {method: spearman(score, true) for method, score in scores.items()}
-    others = [spearman(changes[i], changes[j]) for i in range(args.starts) for j in range(i)]
-    return found | {"other initialisations": torch.stack(others).mean(0)}
+        for method, score in predicted_changes(model, data, queries).items():
+            predicted[method] = predicted.get(method, 0) + score @ left_out.T
+
+    # Compare. Two sets of true changes agree as well as a perfect prediction could.
+    mean_change = torch.stack(true_changes).mean(0)  # (queries, groups)
+    correlations = {name: spearman(score, mean_change) for name, score in predicted.items()}
+    between = [
+        spearman(true_changes[i], true_changes[j]) for i in range(args.starts) for j in range(i)
+    ]
+    correlations["other initializations"] = torch.stack(between).mean(0)
+    return correlations
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Influence, held against training anew.")
+    parser = argparse.ArgumentParser(description="Influence functions, compared with retraining.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--examples", type=int, default=300, help="training images")
     parser.add_argument("--queries", type=int, default=40, help="test images")
     parser.add_argument("--groups", type=int, default=40)
-    parser.add_argument("--starts", type=int, default=3, help="initialisations, at least 2")
+    parser.add_argument("--starts", type=int, default=3, help="initializations, at least 2")
     args = parser.parse_args(arguments)
-    print("Spearman's rank correlation with the true change of a query's loss, mean of the queries")
+    print("Spearman's rank correlation with the true change of a query's loss, mean over queries")
     for seed in args.seeds:
-        found = influence(seed, args)
-        print(f"seed {seed}: " + ", ".join(f"{k} {v.mean():.3f}" for k, v in found.items()))
+        correlations = influence(seed, args)
+        columns = [f"{name} {rho.mean():.3f}" for name, rho in correlations.items()]
+        print(f"seed {seed}: " + ", ".join(columns))
 
 
 if __name__ == "__main__":

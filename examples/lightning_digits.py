@@ -1,10 +1,10 @@
-"""Train on the digits with Lightning: the optimizer is one line of configure_optimizers.
+"""Train a small network with Lightning. KAISA is one line of ``configure_optimizers``.
 
-python examples/lightning_digits.py
-python examples/lightning_digits.py --find-lr --accumulate 2 --clip 1.0 --precision bf16-mixed
-torchrun --standalone --nproc-per-node=2 examples/lightning_digits.py --strategy ddp
-python examples/lightning_digits.py --save digits.ckpt
-python examples/lightning_digits.py --resume digits.ckpt --steps 400
+python lightning_digits.py
+python lightning_digits.py --find-lr --accumulate 2 --clip 1.0 --precision bf16-mixed
+torchrun --standalone --nproc-per-node=2 lightning_digits.py --strategy ddp
+python lightning_digits.py --save digits.ckpt
+python lightning_digits.py --resume digits.ckpt --steps 400
 """
 
 import argparse
@@ -13,27 +13,57 @@ import os
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.tuner import Tuner
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from digits import conv_net, load_split
 from second_order import KAISA
 
 Batch = tuple[Tensor, Tensor]
 
 
+def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return scikit-learn's digits: training images (1437, 64) and labels, test images and labels.
+
+    The images are standardized by the mean and standard deviation of the training pixels.
+    """
+    images, labels = load_digits(return_X_y=True)
+    arrays = train_test_split(images, labels, test_size=360, random_state=0, stratify=labels)
+    x_train, x_test, y_train, y_test = (torch.from_numpy(array) for array in arrays)
+    mean = x_train.mean()
+    std = x_train.std(correction=0)
+    x_train = ((x_train - mean) / std).float()
+    x_test = ((x_test - mean) / std).float()
+    return x_train, y_train, x_test, y_test
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)),
+        nn.Conv2d(1, 16, kernel_size=3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, kernel_size=3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(512, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
 class Classifier(pl.LightningModule):
-    """The small convolutional network, and how it is trained."""
+    """A small convolutional network and how to train it."""
 
     def __init__(self, lr: float) -> None:
         super().__init__()
-        self.lr = lr  # what --find-lr writes to
-        self.net = conv_net()
+        self.lr = lr  # --find-lr writes the learning rate that it finds here
+        self.net = make_model()
         self.loss = nn.CrossEntropyLoss()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        # The trainer's model is this module, in DistributedDataParallel if there are processes:
-        # of that one KAISA sees that gradients are averaged already.
+        # trainer.model is this module, inside DistributedDataParallel if there are several
+        # processes. KAISA then sees that gradients are averaged already.
         return KAISA(self.trainer.model, lr=self.lr, momentum=0.9)
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
@@ -43,8 +73,8 @@ class Classifier(pl.LightningModule):
 
     def validation_step(self, batch: Batch, index: int) -> None:
         images, labels = batch
-        right = (self.net(images).argmax(dim=1) == labels).float().mean()
-        self.log("test accuracy", right, sync_dist=True)
+        accuracy = (self.net(images).argmax(dim=1) == labels).float().mean()
+        self.log("test accuracy", accuracy, sync_dist=True)
 
     def on_train_end(self) -> None:
         if self.trainer.is_global_zero:
@@ -52,26 +82,26 @@ class Classifier(pl.LightningModule):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train on the digits with Lightning.")
+    parser = argparse.ArgumentParser(description="Train a small network with Lightning.")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--batch-size", type=int, default=64, help="of each process")
     parser.add_argument("--precision", default="32-true", help="such as bf16-mixed")
-    parser.add_argument("--accumulate", type=int, default=1, help="batches to a step")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches in a step")
     parser.add_argument("--clip", type=float, help="largest norm of the gradient")
     parser.add_argument("--strategy", default="auto", help="such as ddp")
-    parser.add_argument("--find-lr", action="store_true", help="let Lightning look for the rate")
+    parser.add_argument("--find-lr", action="store_true", help="let Lightning choose the rate")
     parser.add_argument("--save", help="where to write a checkpoint at the end")
-    parser.add_argument("--resume", help="a checkpoint to go on from")
+    parser.add_argument("--resume", help="a checkpoint to continue from")
     args = parser.parse_args()
 
     pl.seed_everything(0, verbose=False)
-    data = load_split()
-    train = TensorDataset(data.train_images, data.train_labels)
-    test = TensorDataset(data.test_images, data.test_labels)
+    x_train, y_train, x_test, y_test = load_data()
+    train = TensorDataset(x_train, y_train)
+    test = TensorDataset(x_test, y_test)
     loader = DataLoader(train, args.batch_size, shuffle=True, drop_last=True)
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator="auto",
         devices=int(os.environ.get("WORLD_SIZE", "1")),  # torchrun sets it
         strategy=args.strategy,
         max_steps=args.steps,
@@ -88,9 +118,10 @@ def main() -> None:
         Tuner(trainer).lr_find(module, loader, max_lr=1.0)
         print(f"found a learning rate of {module.lr:.3g}")
     trainer.fit(module, loader, ckpt_path=args.resume, weights_only=True)
-    (found,) = trainer.validate(module, DataLoader(test, len(test)), verbose=False)
+    results = trainer.validate(module, DataLoader(test, len(test)), verbose=False)
     if trainer.is_global_zero:
-        print(f"step {trainer.global_step}  test accuracy {found['test accuracy']:.1%}")
+        accuracy = results[0]["test accuracy"]
+        print(f"step {trainer.global_step}  test accuracy {accuracy:.1%}")
     if args.save:
         trainer.save_checkpoint(args.save)
 

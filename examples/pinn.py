@@ -1,13 +1,13 @@
-"""Solve Poisson's equation with a network, by DHO2 over Adam, or by Adam alone.
+"""Solve Poisson's equation with a neural network, trained with DHO2 over Adam or with Adam alone.
 
-python examples/pinn.py
-python examples/pinn.py --optimizer adam --steps 2000
+    python pinn.py
+    python pinn.py --optimizer adam --steps 2000
 
-    −Δu = f in the unit square, u = 0 on its edge; f is such that u = sin(πx) sin(πy)
+    −Δu = f in the unit square, u = 0 on its boundary; f is such that u = sin(πx) sin(πy)
 
-A network takes (x, y) and gives u (a physics-informed network: Raissi et al., 2019). It is trained
-on the equation's residual at fixed points inside, and on its values at points of the edge. The
-solution is known, so the error is, too. All points are one batch: a gradient has no noise.
+The network maps (x, y) to u (a physics-informed network: Raissi et al., 2019). The loss is the
+equation's residual at fixed points inside and the squared values on the boundary. The solution is
+known, and so is the error. All points are one batch, so gradients have no noise.
 """
 
 from __future__ import annotations
@@ -23,81 +23,82 @@ from second_order import DHO2
 
 __all__ = ["Points", "loss_of", "network", "relative_error"]
 
-EDGE_WEIGHT = 100.0  # of the edge's loss, beside the residual's
+BOUNDARY_WEIGHT = 100.0  # of the boundary's loss; the residual's weight is 1
 
 
 def network() -> nn.Sequential:
-    """2-32-32-1 with tanh; from (N, 2) to (N, 1)."""
+    """Make a tanh network 2-32-32-1, from (N, 2) to (N, 1)."""
     return nn.Sequential(
         nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)
     )
 
 
 def solution(points: Tensor) -> Tensor:
-    """u at points (N, 2), as (N, 1)."""
+    """Return u at points (N, 2), of shape (N, 1)."""
     return torch.sin(math.pi * points).prod(dim=1, keepdim=True)
 
 
 class Points:
-    """Where the equation and the edge's values are to hold, and where the error is measured.
+    """The points of the loss, and those where the error is measured.
 
     Args:
-        side: Inside there are ``side`` × ``side`` points, on each edge ``side``.
+        side: There are ``side`` × ``side`` points inside, and ``side`` on each edge of the square.
     """
 
     def __init__(self, side: int = 24) -> None:
-        middles = (torch.arange(side) + 0.5) / side
-        self.inside = torch.cartesian_prod(middles, middles)
+        centers = (torch.arange(side) + 0.5) / side
+        self.inside = torch.cartesian_prod(centers, centers)
         self.source = 2 * math.pi**2 * solution(self.inside)
         ends = torch.tensor([0.0, 1.0])
-        edges = torch.cartesian_prod(ends, middles)
-        self.edge = torch.cat([edges, edges.flip(1)])
-        even = torch.linspace(0.0, 1.0, 41)
-        self.judged = torch.cartesian_prod(even, even)
+        edges = torch.cartesian_prod(ends, centers)
+        self.boundary = torch.cat([edges, edges.flip(1)])
+        grid = torch.linspace(0.0, 1.0, 41)
+        self.test = torch.cartesian_prod(grid, grid)
 
 
 def laplacian(net: nn.Module, points: Tensor) -> Tensor:
-    """Δu at points (N, 2), as (N, 1)."""
+    """Return Δu at points (N, 2), of shape (N, 1)."""
     points = points.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(net(points).sum(), points, create_graph=True)
-    second = [
-        torch.autograd.grad(slope[:, i].sum(), points, create_graph=True)[0][:, i : i + 1]
-        for i in range(2)
-    ]
-    return torch.stack(second).sum(dim=0)
+    gradient = torch.autograd.grad(net(points).sum(), points, create_graph=True)[0]
+    result = torch.zeros_like(gradient[:, :1])
+    for i in range(2):
+        second = torch.autograd.grad(gradient[:, i].sum(), points, create_graph=True)[0]
+        result = result + second[:, i : i + 1]
+    return result
 
 
 def loss_of(net: nn.Module, points: Points) -> Tensor:
-    """The mean square of −Δu − f inside, and of u on the edge."""
+    """Return the mean square of −Δu − f inside, plus that of u on the boundary, weighted."""
     residual = laplacian(net, points.inside) + points.source
-    loss: Tensor = residual.square().mean() + EDGE_WEIGHT * net(points.edge).square().mean()
+    loss: Tensor = residual.square().mean() + BOUNDARY_WEIGHT * net(points.boundary).square().mean()
     return loss
 
 
 @torch.no_grad()
 def relative_error(net: nn.Module, points: Points) -> float:
-    """‖network − u‖ / ‖u‖, over a fine grid."""
-    true = solution(points.judged)
-    return float((net(points.judged) - true).norm() / true.norm())
+    """Return ‖network − u‖ / ‖u‖ on a fine grid."""
+    true = solution(points.test)
+    return float((net(points.test) - true).norm() / true.norm())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Solve Poisson's equation with a network.")
+    parser = argparse.ArgumentParser(description="Solve Poisson's equation with a neural network.")
     parser.add_argument("--optimizer", choices=["dho2", "adam"], default="dho2")
     parser.add_argument("--lr", type=float, default=0.005)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--side", type=int, default=24, help="of the square grid of points")
+    parser.add_argument("--side", type=int, default=24, help="side of the grid of points")
     args = parser.parse_args()
 
     torch.manual_seed(0)
-    net, points = network(), Points(args.side)
+    net = network()
+    points = Points(args.side)
     optimizer: torch.optim.Optimizer
     if args.optimizer == "dho2":
         optimizer = DHO2(
-            net,
+            net.parameters(),
             lr=args.lr,
             base=torch.optim.Adam,
-            # Every gradient is of the examples of the curvature batch: no noise to average out.
+            # Gradients have no noise: longer Newton steps, without momentum, are safe.
             warmup_steps=100,
             newton_scale=0.5,
             subspace_momentum=0.0,

@@ -1,127 +1,206 @@
-"""Train a small residual network on CIFAR-10, or on the digits where there is no CIFAR.
+"""Train a residual network on CIFAR-10, or on generated images if there is no CIFAR-10.
 
-python examples/resnet.py
-python examples/resnet.py --cifar cifar-10-batches-bin --steps 2000 --batch-size 128
-torchrun --standalone --nproc-per-node=2 examples/resnet.py --optimizer sgd
+    python resnet.py
+    python resnet.py --data cifar-10-batches-bin --depth 3 --width 16 --steps 2000
+    torchrun --standalone --nproc-per-node=2 resnet.py --optimizer sgd
 
-CIFAR-10 is not downloaded: --cifar names the unpacked folder of its binary version.
+``--data`` is the unpacked folder of CIFAR-10's binary version (cs.toronto.edu/~kriz/cifar.html).
+Without it the script draws images of ten classes: noisy, shifted copies of ten random patterns.
 """
 
 import argparse
+import os
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, relu
+from torch.nn.functional import cross_entropy, interpolate, pad, relu
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
-from digits import batches, load_split
-from groups import decayed_groups
-from image_files import Cifar10
-from processes import processes, spread
 from second_order import KAISA
+
+Images = tuple[Tensor, Tensor]  # images (N, 3, 32, 32) as float32, and labels (N,) as int64
+
+CIFAR10_MEAN = torch.tensor([0.4914, 0.4822, 0.4465]).view(3, 1, 1)
+CIFAR10_STD = torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1)
+CIFAR10_RECORD = 1 + 3 * 32 * 32  # bytes: a label and the red, green and blue pixels
+
+
+# ------------------------------------------------------------------------------------------- data
+
+
+def read_cifar10(folder: Path, *, train: bool) -> Images:
+    """Read CIFAR-10's binary files: 50,000 training images or 10,000 test images.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: A file is incomplete.
+    """
+    names = ["test_batch.bin"]
+    if train:
+        names = [f"data_batch_{i}.bin" for i in range(1, 6)]
+    records = []
+    for name in names:
+        content = bytearray((folder / name).read_bytes())
+        if not content or len(content) % CIFAR10_RECORD:
+            raise ValueError(
+                f"{folder / name} has {len(content)} bytes, which is not a multiple of "
+                f"{CIFAR10_RECORD}; unpack the binary version of CIFAR-10 again"
+            )
+        records.append(torch.frombuffer(content, dtype=torch.uint8).view(-1, CIFAR10_RECORD))
+    data = torch.cat(records)
+    images = data[:, 1:].view(-1, 3, 32, 32).float() / 255
+    return (images - CIFAR10_MEAN) / CIFAR10_STD, data[:, 0].long()
+
+
+def generate_images(count: int, seed: int) -> Images:
+    """Draw images of ten classes: each is a shifted, noisy copy of its class's pattern."""
+    patterns = torch.randn(10, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    patterns = interpolate(patterns, size=(32, 32), mode="bilinear")
+    generator = torch.Generator().manual_seed(1 + seed)
+    labels = torch.randint(10, (count,), generator=generator)
+    shifts = torch.randint(-6, 7, (count, 2), generator=generator)
+    images = torch.stack(
+        [
+            patterns[label].roll((dy, dx), dims=(1, 2))
+            for label, (dy, dx) in zip(labels.tolist(), shifts.tolist(), strict=True)
+        ]
+    )
+    return images + 1.5 * torch.randn(images.shape, generator=generator), labels
+
+
+def augment(images: Tensor) -> Tensor:
+    """Mirror half of the images, and shift the batch by up to four pixels."""
+    mirrored = torch.rand(len(images), 1, 1, 1) < 0.5
+    images = torch.where(mirrored.to(images.device), images.flip(-1), images)
+    top, left = torch.randint(9, (2,)).tolist()
+    return pad(images, (4, 4, 4, 4))[:, :, top : top + 32, left : left + 32]
+
+
+# ------------------------------------------------------------------------------------------ model
 
 
 class Block(nn.Module):
-    """Two convolutions, added to their input, or to a projection of it."""
+    """Two convolutions, added to the block's input or to a projection of it."""
 
     def __init__(self, width_in: int, width: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(width_in, width, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.norm1, self.norm2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
-        same = stride == 1 and width_in == width
-        self.skip = nn.Identity() if same else nn.Conv2d(width_in, width, 1, stride, bias=False)
+        self.norm2 = nn.BatchNorm2d(width)
+        self.skip: nn.Module = nn.Identity()
+        if stride != 1 or width_in != width:
+            self.skip = nn.Conv2d(width_in, width, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm2(self.conv2(relu(self.norm1(self.conv1(x)))))
+        y = relu(self.norm1(self.conv1(x)))
+        y = self.norm2(self.conv2(y))
         return relu(y + self.skip(x))
 
 
-def resnet(channels: int, width: int, depth: int) -> nn.Sequential:
-    """Three stages of `depth` blocks; with width 16 and depth 3 it is ResNet-20."""
-    widths = [width, width, 2 * width, 4 * width]
-    blocks = [
-        Block(widths[stage] if first else widths[stage + 1], widths[stage + 1], stride)
-        for stage in range(3)
-        for first in [True] + [False] * (depth - 1)
-        for stride in [2 if first and stage > 0 else 1]
+def make_resnet(width: int, depth: int) -> nn.Sequential:
+    """Make three stages of ``depth`` blocks. Width 16 and depth 3 make ResNet-20."""
+    layers = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    width_in = width
+    for stage in range(3):
+        stage_width = width * 2**stage
+        for i in range(depth):
+            stride = 2 if stage > 0 and i == 0 else 1
+            layers.append(Block(width_in, stage_width, stride))
+            width_in = stage_width
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width_in, 10)]
+    return nn.Sequential(*layers)
+
+
+# --------------------------------------------------------------------------------------- training
+
+
+def make_optimizer(name: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """Make the optimizer. Weights decay; biases and the gains of batch norm do not."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 5e-4},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    stem = [nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10)]
-    return nn.Sequential(*stem, *blocks, *head)
-
-
-class Digits(torch.utils.data.Dataset[tuple[Tensor, int]]):
-    """The digits, as CIFAR's images are handed out."""
-
-    def __init__(self, *, train: bool) -> None:
-        data = load_split()
-        images = data.train_images if train else data.test_images
-        self.images = images.unflatten(1, (1, 8, 8))
-        self.labels = data.train_labels if train else data.test_labels
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.images[index], int(self.labels[index])
-
-
-def batch_of(data: Cifar10 | Digits, indices: list[int]) -> tuple[Tensor, Tensor]:
-    images, labels = zip(*(data[i] for i in indices), strict=True)
-    return torch.stack(images), torch.tensor(labels)
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=lr, momentum=0.9)
+    return KAISA(groups, lr=lr, momentum=0.9)
 
 
 @torch.no_grad()
-def accuracy(net: nn.Module, data: Cifar10 | Digits) -> float:
-    net.eval()
-    right = 0
-    for start in range(0, len(data), 500):
-        images, labels = batch_of(data, list(range(start, min(start + 500, len(data)))))
-        right += int((net(images).argmax(dim=1) == labels).sum())
-    net.train()
-    return right / len(data)
+def accuracy(model: nn.Module, data: Images, device: torch.device) -> float:
+    model.eval()
+    correct = 0
+    for images, labels in zip(data[0].split(500), data[1].split(500), strict=True):
+        predictions = model(images.to(device)).argmax(dim=1)
+        correct += int((predictions == labels.to(device)).sum())
+    model.train()
+    return correct / len(data[0])
 
 
-def train_on(args: argparse.Namespace, rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    train: Cifar10 | Digits = Cifar10(args.cifar, train=True) if args.cifar else Digits(train=True)
-    test: Cifar10 | Digits = Cifar10(args.cifar, train=False) if args.cifar else Digits(train=False)
-    net = resnet(train[0][0].shape[0], args.width, args.depth)
-    model = spread(net, world_size)
-    groups = decayed_groups(net, weight_decay=5e-4)
-    optimizer: torch.optim.Optimizer
-    if args.optimizer == "kaisa":
-        optimizer = KAISA(groups, lr=args.lr, momentum=0.9)
+def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.device) -> None:
+    # Data.
+    if args.data:
+        train_images, train_labels = read_cifar10(args.data, train=True)
+        test_set = read_cifar10(args.data, train=False)
     else:
-        optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=0.9)
+        train_images, train_labels = generate_images(4000, seed=0)
+        test_set = generate_images(1000, seed=1)
+
+    # Model, optimizer and schedule.
+    torch.manual_seed(0)
+    model = make_resnet(args.width, args.depth).to(device)
+    wrapped: nn.Module = model
+    if world_size > 1:
+        wrapped = DistributedDataParallel(model)
+    optimizer = make_optimizer(args.optimizer, wrapped, args.lr)
     scheduler = OneCycleLR(optimizer, max_lr=args.lr, total_steps=args.steps)
 
-    parts = batches(len(train), args.batch_size, seed=0, rank=rank, world_size=world_size)
-    for step, indices in zip(range(1, args.steps + 1), parts, strict=False):
-        images, labels = batch_of(train, indices.tolist())
+    # Every process draws its own images.
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(1, args.steps + 1):
+        indices = torch.randint(
+            len(train_images), (args.batch_size // world_size,), generator=generator
+        )
+        images = augment(train_images[indices].to(device))
+        labels = train_labels[indices].to(device)
         optimizer.zero_grad()
-        loss = cross_entropy(model(images), labels)
+        loss = cross_entropy(wrapped(images), labels)
         loss.backward()
         optimizer.step()
         scheduler.step()
         if rank == 0 and (step % 50 == 0 or step == args.steps):
-            print(f"step {step:4}  loss {loss:.4f}  test accuracy {accuracy(net, test):.1%}")
+            test_accuracy = accuracy(model, test_set, device)
+            print(f"step {step:4}  loss {loss:.4f}  test accuracy {test_accuracy:.1%}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a small residual network.")
-    parser.add_argument("--cifar", help="folder of CIFAR-10's binary version; else the digits")
+    parser = argparse.ArgumentParser(description="Train a residual network on CIFAR-10.")
+    parser.add_argument("--data", type=Path, help="folder of CIFAR-10's binary version")
     parser.add_argument("--optimizer", choices=["kaisa", "sgd"], default="kaisa")
-    parser.add_argument("--lr", type=float, default=0.1, help="the highest of the schedule")
+    parser.add_argument("--lr", type=float, default=0.1, help="the peak of the schedule")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=64, help="of all processes together")
-    parser.add_argument("--width", type=int, default=8)
-    parser.add_argument("--depth", type=int, default=1, help="blocks of a stage")
+    parser.add_argument("--width", type=int, default=8, help="channels of the first stage")
+    parser.add_argument("--depth", type=int, default=1, help="blocks in each stage")
     args = parser.parse_args()
 
-    with processes() as (rank, world_size):
-        train_on(args, rank, world_size)
+    rank = 0
+    world_size = 1
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if "RANK" in os.environ:  # started by torchrun
+        if device.type == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group()
+        rank = dist.get_rank()
+        world_size = dist.get_world_size()
+
+    # DistributedDataParallel must not outlive the process group, so it is local to `train`.
+    train(args, rank, world_size, device)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,59 +1,115 @@
-"""Train a small convolutional network on the digits, on one process or on several.
+"""Train a small convolutional network on scikit-learn's digits, with KAISA or plain SGD.
 
-python examples/train_digits.py
-torchrun --standalone --nproc-per-node=2 examples/train_digits.py --optimizer sgd
+    python train_digits.py
+    python train_digits.py --optimizer sgd
+    torchrun --standalone --nproc-per-node=2 train_digits.py
+
+The script is the usual training loop of PyTorch. Only the line that makes the optimizer differs.
 """
 
 import argparse
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from digits import batches, conv_net, load_split
 from second_order import DHO2, DPKFAC, KAISA
 
 
-def train(args: argparse.Namespace, rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    net = conv_net()
-    model: nn.Module = net
-    if world_size > 1:
-        model = DistributedDataParallel(model)
-
-    data = load_split()
-    loss_function = nn.CrossEntropyLoss()
-    optimizer: torch.optim.Optimizer
-    if args.optimizer == "sgd":
-        optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-    elif args.optimizer == "dpkfac":
-        optimizer = DPKFAC(model, lr=args.lr, momentum=0.9)
-    elif args.optimizer == "dho2":
-        share = slice(rank, 256, world_size)  # this process's part of a fixed batch of 256
-        images, labels = data.train_images[share], data.train_labels[share]
-        optimizer = DHO2(model, lr=args.lr, momentum=0.9, curvature_interval=50)
-        optimizer.curvature_closure = lambda: loss_function(net(images), labels)
-    else:
-        optimizer = KAISA(model, lr=args.lr, momentum=0.9)
-
-    parts = batches(
-        len(data.train_images), args.batch_size, seed=0, rank=rank, world_size=world_size
+def load_data() -> tuple[TensorDataset, TensorDataset]:
+    """Return the training set (1,437 images of shape 1 x 8 x 8) and the test set (360 images)."""
+    images, labels = load_digits(return_X_y=True)
+    images = torch.from_numpy(images).float().view(-1, 1, 8, 8) / 16
+    labels = torch.from_numpy(labels)
+    train, test = train_test_split(
+        range(len(images)), test_size=360, random_state=0, stratify=labels
     )
-    for step, indices in zip(range(1, args.steps + 1), parts, strict=False):
-        optimizer.zero_grad()
-        loss = loss_function(model(data.train_images[indices]), data.train_labels[indices])
-        loss.backward()
-        optimizer.step()
+    return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test])
 
-        if rank == 0 and step % 20 == 0:
-            net.eval()  # the network itself: a forward of DDP is everybody's
-            with torch.no_grad():
-                guesses = net(data.test_images).argmax(dim=1)
-            net.train()
-            accuracy = (guesses == data.test_labels).float().mean()
-            print(f"step {step:3}  loss {loss:.4f}  test accuracy {accuracy:.1%}")
+
+def make_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 16, kernel_size=3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, kernel_size=3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(512, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+def make_optimizer(
+    name: str, model: nn.Module, lr: float, curvature_batch: tuple[Tensor, ...]
+) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    if name == "kaisa":
+        return KAISA(model.parameters(), lr=lr, momentum=0.9)
+    if name == "dpkfac":
+        return DPKFAC(model.parameters(), lr=lr, momentum=0.9)
+
+    # DHO2 computes eigenvectors of the Hessian of this loss, every 50 steps.
+    images, labels = curvature_batch
+    return DHO2(
+        model.parameters(),
+        lr=lr,
+        momentum=0.9,
+        curvature_interval=50,
+        curvature_closure=lambda: cross_entropy(model(images), labels),
+    )
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    model.eval()
+    predictions = model(images).argmax(dim=1)
+    model.train()
+    return float((predictions == labels).float().mean())
+
+
+def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.device) -> None:
+    # Data and model. Every process draws its own part of each shuffled epoch.
+    torch.manual_seed(0)
+    train_set, test_set = load_data()
+    test_images, test_labels = (tensor.to(device) for tensor in test_set.tensors)
+    model = make_model().to(device)
+    wrapped = model
+    if world_size > 1:
+        wrapped = DistributedDataParallel(model)
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        train_set, world_size, rank, drop_last=True
+    )
+    loader = DataLoader(train_set, args.batch_size // world_size, sampler=sampler, drop_last=True)
+
+    # The optimizer.
+    curvature_batch = tuple(tensor[rank:256:world_size].to(device) for tensor in train_set.tensors)
+    optimizer = make_optimizer(args.optimizer, model, args.lr, curvature_batch)
+
+    step = 0
+    epoch = 0
+    while step < args.steps:
+        sampler.set_epoch(epoch)
+        epoch += 1
+        for images, labels in loader:
+            optimizer.zero_grad()
+            loss = cross_entropy(wrapped(images.to(device)), labels.to(device))
+            loss.backward()
+            optimizer.step()
+            step += 1
+            if rank == 0 and step % 20 == 0:
+                test_accuracy = accuracy(model, test_images, test_labels)
+                print(f"step {step:3}  loss {loss:.4f}  test accuracy {test_accuracy:.1%}")
+            if step == args.steps:
+                break
 
 
 def main() -> None:
@@ -64,12 +120,18 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64, help="of all processes together")
     args = parser.parse_args()
 
-    rank, world_size = 0, 1
+    rank = 0
+    world_size = 1
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if "RANK" in os.environ:  # started by torchrun
-        dist.init_process_group("gloo")
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        if device.type == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group()
+        rank = dist.get_rank()
+        world_size = dist.get_world_size()
 
-    train(args, rank, world_size)  # a function: DistributedDataParallel must not outlive its group
+    # DistributedDataParallel must not outlive the process group, so it is local to `train`.
+    train(args, rank, world_size, device)
     if dist.is_initialized():
         dist.destroy_process_group()
 

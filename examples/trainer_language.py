@@ -1,20 +1,23 @@
-"""Train a small GPT-2, Llama or BERT on Python's own library with the Trainer of transformers.
+"""Train a small GPT-2, Llama or BERT with the Trainer of Hugging Face transformers and KAISA.
 
-python examples/trainer_language.py --model llama
-python examples/trainer_language.py --model llama --lines --batch-size 4 --accumulate 4
-python examples/trainer_language.py --model bert --save-steps 100 --folder runs
-python examples/trainer_language.py --model bert --save-steps 100 --folder runs --resume
-torchrun --standalone --nproc-per-node=2 examples/trainer_language.py --model gpt2
+    python trainer_language.py --model llama
+    python trainer_language.py --model llama --lines --batch-size 4 --accumulate 4
+    python trainer_language.py --model bert --save-steps 100 --folder runs
+    python trainer_language.py --model bert --save-steps 100 --folder runs --resume
+    torchrun --standalone --nproc-per-node=2 trainer_language.py --model gpt2
 
-The configurations are made here, with weights drawn at random; tokens are characters. BERT guesses
-characters that are hidden, the others the next one. With ``--lines`` the texts are lines, padded to
-the longest of a batch. Batches then have unequal numbers of targets, and Llama and GPT-2 divide
-their losses by that of all batches of a step; the optimizer sees it.
+The models are small and have random weights. Tokens are the characters of Python's standard
+library. BERT predicts masked characters; the others predict the next one. With ``--lines`` the
+texts are lines, padded to the longest in a batch. Batches then have different numbers of targets:
+GPT-2 and Llama divide the loss by the number of targets in all batches of a step, and KAISA
+recognizes this.
 """
 
 import argparse
 import os
 import string
+import sysconfig
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,15 +36,33 @@ from transformers import (
     TrainingArguments,
 )
 
-from groups import decayed_groups
-from language_model import VOCABULARY, text
 from second_order import KAISA
 
-MASK = VOCABULARY
-HIDDEN_SHARE = 0.15
+VOCABULARY = len(string.printable) + 1
+MASK = VOCABULARY  # BERT's mask token
+MASKED_SHARE = 0.15
 
 
-def model_of(name: str, width: int, layers: int, length: int) -> PreTrainedModel:
+def load_text(held_out: bool) -> Tensor:
+    """Return the characters of the standard library's source as numbers (int64).
+
+    Every tenth file is held out.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    excluded = ("test", "site-packages", "idlelib")
+    packages = [path for path in folder.glob("*/*.py") if path.parent.name not in excluded]
+    files = sorted(folder.glob("*.py")) + sorted(packages)
+    chosen = [path for i, path in enumerate(files) if (i % 10 == 0) is held_out]
+    content = b"\n".join(path.read_bytes() for path in chosen)
+
+    # Printable characters get the numbers 0 to 99; all others share the last one.
+    numbers = torch.full((256,), VOCABULARY - 1)
+    for number, character in enumerate(string.printable):
+        numbers[ord(character)] = number
+    return numbers[torch.frombuffer(bytearray(content), dtype=torch.uint8).long()]
+
+
+def make_model(name: str, width: int, layers: int, length: int) -> PreTrainedModel:
     if name == "gpt2":
         sizes = {"n_embd": width, "n_layer": layers, "n_head": 4, "n_positions": length}
         return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, use_cache=False, **sizes))
@@ -59,35 +80,35 @@ def model_of(name: str, width: int, layers: int, length: int) -> PreTrainedModel
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """Pieces of text, one after another, each its own label."""
+    """Consecutive windows of the text. With ``masked``, some characters are replaced by MASK."""
 
-    def __init__(self, length: int, hide: bool, *, held_out: bool = False) -> None:
-        whole = text(held_out=held_out)
-        self.rows = whole[: len(whole) // length * length].view(-1, length)
-        self.hide = hide
+    def __init__(self, length: int, masked: bool, *, held_out: bool = False) -> None:
+        text = load_text(held_out)
+        self.rows = text[: len(text) // length * length].view(-1, length)
+        self.masked = masked
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         row = self.rows[index]
-        if not self.hide:
+        if not self.masked:
             return {"input_ids": row, "labels": row}
         generator = torch.Generator().manual_seed(index)
-        hidden = torch.rand(row.shape, generator=generator) < HIDDEN_SHARE
+        masked = torch.rand(row.shape, generator=generator) < MASKED_SHARE
         return {
-            "input_ids": row.masked_fill(hidden, MASK),
-            "labels": row.masked_fill(~hidden, -100),
+            "input_ids": row.masked_fill(masked, MASK),
+            "labels": row.masked_fill(~masked, -100),
         }
 
 
 class Lines(Dataset[dict[str, Tensor]]):
-    """Lines of text, each as long as it is, with no more than so many characters."""
+    """Lines of the text, cut after ``length`` characters."""
 
     def __init__(self, length: int, *, held_out: bool = False) -> None:
-        whole = text(held_out=held_out)
-        ends = (whole == string.printable.index("\n")).nonzero().squeeze(1) + 1
-        lines = whole[: ends[-1]].tensor_split(ends[:-1])
+        text = load_text(held_out)
+        ends = (text == string.printable.index("\n")).nonzero().squeeze(1) + 1
+        lines = text[: ends[-1]].tensor_split(ends[:-1])
         self.rows = [line[:length] for line in lines if len(line) > 1]
 
     def __len__(self) -> int:
@@ -98,32 +119,36 @@ class Lines(Dataset[dict[str, Tensor]]):
         return {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row}
 
 
-def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Texts as long as the longest; what is added has no part in attention, and no label."""
-    fill = {"labels": -100}
-    return {
-        name: pad_sequence([row[name] for row in rows], True, fill.get(name, 0)) for name in rows[0]
-    }
+def pad(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Pad all rows to the longest. Padding has no label, and attention ignores it."""
+    batch = {}
+    for name in rows[0]:
+        fill = -100 if name == "labels" else 0
+        batch[name] = pad_sequence([row[name] for row in rows], True, fill)
+    return batch
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a small language model by the Trainer.")
+    parser = argparse.ArgumentParser(description="Train a small language model with the Trainer.")
     parser.add_argument("--model", choices=["gpt2", "llama", "bert"], default="llama")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--batch-size", type=int, default=16, help="of each process")
-    parser.add_argument("--accumulate", type=int, default=1, help="batches to a step")
-    parser.add_argument("--lines", action="store_true", help="lines, not windows; not for bert")
-    parser.add_argument("--length", type=int, default=64, help="characters of a window, or line")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches in a step")
+    parser.add_argument("--lines", action="store_true", help="texts are lines; not for bert")
+    parser.add_argument("--length", type=int, default=64, help="characters in a text")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--folder", default="trainer_language", help="for checkpoints")
     parser.add_argument("--save-steps", type=int, default=0, help="0: no checkpoints")
-    parser.add_argument("--resume", action="store_true", help="from the last one in the folder")
+    parser.add_argument("--resume", action="store_true", help="from the last checkpoint")
     args = parser.parse_args()
     if args.lines and args.model == "bert":
-        parser.error("--lines: BERT has windows, whose characters are hidden")
+        parser.error("--lines is not supported for bert; leave it out")
 
+    ddp_backend = None
+    if "RANK" in os.environ:  # started by torchrun
+        ddp_backend = "nccl" if torch.cuda.is_available() else "gloo"
     arguments = TrainingArguments(
         args.folder,
         max_steps=args.steps,
@@ -135,44 +160,49 @@ def main() -> None:
         save_strategy="steps" if args.save_steps else "no",
         save_steps=args.save_steps or 1,
         logging_steps=max(1, args.steps // 10),
-        use_cpu=True,
-        ddp_backend="gloo" if "RANK" in os.environ else None,  # torchrun sets it
-        dataloader_pin_memory=False,
+        ddp_backend=ddp_backend,
+        dataloader_pin_memory=torch.cuda.is_available(),
         disable_tqdm=True,
         seed=0,
     )
     torch.manual_seed(0)
-    model = model_of(args.model, args.width, args.layers, args.length)
-    # The Trainer wraps the model in DistributedDataParallel afterwards, which averages gradients.
+    model = make_model(args.model, args.width, args.layers, args.length)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
     optimizer = KAISA(
-        decayed_groups(model, weight_decay=0.1),
+        groups,
         lr=args.lr,
         betas=(0.9, 0.95),
         base=torch.optim.AdamW,
+        # The Trainer wraps the model in DistributedDataParallel later, which averages gradients.
         gradient_averaging=False,
-        # BERT takes the mean over each batch, and the Trainer adds these up.
+        # BERT's loss is the mean over a batch, and the Trainer adds up those of a step.
         loss_reduction="pass_mean" if args.model == "bert" else "auto",
     )
-    hide = args.model == "bert"
-    data: list[Any] = [
-        Lines(args.length, held_out=part)
-        if args.lines
-        else Windows(args.length, hide, held_out=part)
-        for part in (False, True)
-    ]
+    train_set: Dataset[Any]
+    test_set: Dataset[Any]
+    if args.lines:
+        train_set = Lines(args.length)
+        test_set = Lines(args.length, held_out=True)
+    else:
+        masked = args.model == "bert"
+        train_set = Windows(args.length, masked)
+        test_set = Windows(args.length, masked, held_out=True)
     trainer = Trainer(
         model,
         arguments,
-        train_dataset=data[0],
-        eval_dataset=torch.utils.data.Subset(data[1], range(128)),
-        data_collator=padded,
+        train_dataset=train_set,
+        eval_dataset=torch.utils.data.Subset(test_set, range(128)),
+        data_collator=pad,
         optimizers=(optimizer, None),
     )
     trainer.train(resume_from_checkpoint=args.resume or None)
-    found = trainer.evaluate()
+    metrics = trainer.evaluate()
     if trainer.is_world_process_zero():
         print(optimizer.summary())
-        print(f"held-out loss {found['eval_loss']:.3f}")
+        print(f"held-out loss {metrics['eval_loss']:.3f}")
 
 
 if __name__ == "__main__":

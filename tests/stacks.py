@@ -49,6 +49,21 @@ def launched(rank: int, world_size: int) -> Iterator[None]:
         yield
 
 
+def decayed_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Make two parameter groups: matrices decay; biases, gains and other vectors do not."""
+    named = list(model.named_parameters())
+    groups = []
+    for decay, chosen in (
+        (weight_decay, [(name, p) for name, p in named if p.ndim > 1]),
+        (0.0, [(name, p) for name, p in named if p.ndim <= 1]),
+    ):
+        group: dict[str, Any] = {"weight_decay": decay}
+        group["params"] = [p for _, p in chosen]
+        group["param_names"] = [name for name, _ in chosen]
+        groups.append(group)
+    return groups
+
+
 def optimizer_of(
     System: Any,
     model: nn.Module,

@@ -175,10 +175,10 @@ def head(kind: str, target: float) -> Goal:
     x, y = data.train_images, data.train_labels
 
     def noisy(indices: Tensor) -> Tensor:
-        return fine_tuning.noisy(x[indices], torch.default_generator)
+        return fine_tuning.add_noise(x[indices], torch.default_generator)
 
     task = Task(
-        lambda: fine_tuning.fine_tuned(kind),
+        lambda: fine_tuning.make_model(kind),
         lambda seed: digits.batches(len(x), 256, seed=seed),
         lambda model, i: cross_entropy(model(noisy(i)), y[i]),
         lambda model: cross_entropy(model(x), y).item(),
@@ -191,10 +191,10 @@ def head(kind: str, target: float) -> Goal:
 def cached_features(target: float) -> Goal:
     """The linear head alone: what it sees never changes."""
     data = digits.load_split()
-    body = fine_tuning.known_body(fine_tuning.BODY_STEPS)
+    body = fine_tuning.trained_body(fine_tuning.BODY_STEPS)
     x, y = body(data.train_images).detach(), data.train_labels
     task = Task(
-        lambda: fine_tuning.head("linear"),
+        lambda: fine_tuning.make_head("linear"),
         lambda seed: digits.batches(len(x), 256, seed=seed),
         lambda model, i: cross_entropy(model(x[i]), y[i]),
         lambda model: cross_entropy(model(x), y).item(),

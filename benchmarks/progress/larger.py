@@ -5,7 +5,7 @@
     make larger ARGS="--device cuda --processes 1 --minutes 0.4 --context 256 --batch 64 \
         --rivals Muon --multiples 1 2"                              three minutes on a GPU
 
-The model is that of `examples/language_model.py` on the standard library's source, with contexts
+The model is that of `benchmarks/language_model.py` on the standard library's source, with contexts
 of 128 characters, and the learning rate rises and then falls by a cosine. AdamW at each rate is
 trained in a fifth of the steps on a seed that is not reported, with a schedule of the same shape;
 the best rate has the least held-out loss at the end. Then AdamW and KAISA with default settings are

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,7 +14,6 @@ import continual
 import influence
 import laplace_digits
 from digits import load_split
-from language_model import batches
 from second_order import measure
 
 if TYPE_CHECKING:
@@ -63,7 +61,7 @@ def test_compression_draws_its_figure(tmp_path: Path, capsys: pytest.CaptureFixt
     compression.main(words.split())
     output = capsys.readouterr().out
     assert picture.read_bytes().startswith(PNG)
-    whole = float(re.findall(r"held-out loss (\S+),", output)[0])
+    whole = float(re.findall(r"held-out loss (\S+);", output)[0])
     curves = {
         name: [float(loss) for loss in line.split()]
         for name, line in re.findall(r"(plain SVD|whitened) +(.*)", output)
@@ -74,13 +72,14 @@ def test_compression_draws_its_figure(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_full_rank_is_the_model_itself() -> None:
-    model = compression.trained(compression.replace(compression.SIZE, steps=2), 0)
+    model = compression.train(seed=0, steps=2)
     name = "model.layers.0.mlp.down_proj"
     vectors = {name: compression.directions(model.get_parameter(f"{name}.weight").detach())}
-    windows = next(islice(batches(compression.SIZE, 0), 1))
+    text = compression.load_text(held_out=True)
+    windows = compression.random_windows(text, 16, 64, torch.Generator().manual_seed(0))
     whole = compression.loss_of(model, windows)
-    same = compression.loss_of(compression.compressed(model, vectors, 64), windows)
-    less = compression.loss_of(compression.compressed(model, vectors, 1), windows)
+    same = compression.loss_of(compression.compress(model, vectors, 64), windows)
+    less = compression.loss_of(compression.compress(model, vectors, 1), windows)
     assert torch.allclose(whole, same, rtol=1e-5)
     assert not torch.allclose(whole, less, rtol=1e-5)
 
@@ -109,7 +108,7 @@ def test_laplace_is_less_sure_of_what_it_does_not_know(
     laplace_digits.main(["--seeds", "7", "--steps", "600", "--output", str(picture)])
     assert picture.read_bytes().startswith(PNG)
     rows = re.findall(r"(\w+) +(\S+)% +(\S+) +(\S+)$", capsys.readouterr().out, re.MULTILINE)
-    assert [row[0] for row in rows] == [*laplace_digits.COLOURS] * 2
+    assert [row[0] for row in rows] == [*laplace_digits.COLORS] * 2
     for of_kind in (rows[:3], rows[3:]):
         loss, error = ({name: float(row[i]) for name, *row in of_kind} for i in (1, 2))
         assert loss["Laplace"] < loss["MAP"]
@@ -139,11 +138,11 @@ def test_the_calibration_of_known_probabilities() -> None:
     assert share[[6, 9]].tolist() == pytest.approx([1 / 3, 2 / 3])
     assert confidence[[6, 9]].tolist() == pytest.approx([0.6, 0.95])
     assert accuracy[[6, 9]].tolist() == pytest.approx([1.0, 0.5])
-    loss = laplace_digits.loss_of(p, torch.tensor([0, 1, 0]))
+    loss = laplace_digits.mean_loss(p, torch.tensor([0, 1, 0]))
     assert loss == pytest.approx(float(cross_entropy(p.log(), torch.tensor([0, 1, 0]))))
 
 
 def test_turning_by_nothing_changes_nothing() -> None:
     images = load_split().test_images[:5]
-    assert torch.allclose(laplace_digits.disturbed(images, 0.0, 0.0), images, atol=1e-5)
-    assert not torch.allclose(laplace_digits.disturbed(images, 45.0, 0.0), images, atol=0.1)
+    assert torch.allclose(laplace_digits.distort(images, 0.0, 0.0), images, atol=1e-5)
+    assert not torch.allclose(laplace_digits.distort(images, 45.0, 0.0), images, atol=0.1)

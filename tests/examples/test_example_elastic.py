@@ -32,7 +32,7 @@ def drive(root: Path) -> None:
     codes = start(2, root / "killed", 40, "--die-at", 35)
     assert codes[1] == -9, codes
     assert codes[0] not in (0, -9), "the other one ends by itself"
-    newest = elastic.name_of(root / "killed", 30)
+    newest = elastic.path_of(root / "killed", 30)
     newest.write_bytes(newest.read_bytes()[:-1000])
     assert start(3, root / "killed", 40) == [0, 0, 0]
     assert start(1, root / "alone", 40) == [0]
@@ -65,15 +65,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights(folder: Path, steps: int) -> dict[str, torch.Tensor]:
-    return dict(load_checkpoint(elastic.name_of(folder, steps))["model"])
+    return dict(load_checkpoint(elastic.path_of(folder, steps))["model"])
 
 
 def test_it_goes_on_with_more_processes_from_the_newest_whole_checkpoint(trained: Path) -> None:
     """And ends where it would have, up to rounding."""
     output = (trained / "killed.log").read_text()
     assert "SecondOrderError" in output
-    assert f"left out: {elastic.name_of(trained / 'killed', 30)} cannot be loaded" in output
-    assert "from step 20 on, 3 processes" in output
+    assert f"skipped: {elastic.path_of(trained / 'killed', 30)} cannot be loaded" in output
+    assert "starting at step 20 on 3 processes" in output
     found, alone, other = (weights(trained / name, 40) for name in ("killed", "alone", "other"))
     assert elastic_soak.distance(found, alone) < 1e-10
     assert elastic_soak.distance(other, alone) > 1e-2
@@ -90,11 +90,13 @@ def test_each_optimizer_resumes_on_fewer_processes(trained: Path, name: str) -> 
 
 def test_processes_share_the_same_batches() -> None:
     data = load_split()
-    whole, parts = elastic.Batches(data, 0), [elastic.Batches(data, 0) for _ in range(3)]
+    images, labels = data.train_images, data.train_labels
+    whole = elastic.Batches(images, labels, 0)
+    parts = [elastic.Batches(images, labels, 0) for _ in range(3)]
     for _ in range(30):
         images, labels = whole.draw(0, 1)
         shares = [part.draw(rank, 3) for rank, part in enumerate(parts)]
         assert torch.equal(images, torch.cat([x for x, _ in shares]))
         assert torch.equal(labels, torch.cat([y for _, y in shares]))
-    with pytest.raises(ValueError, match="a batch of 60 has no 7 equal shares"):
+    with pytest.raises(ValueError, match="a batch of 60 cannot be divided among 7 processes"):
         whole.draw(0, 7)

@@ -1,4 +1,4 @@
-"""`log_statistics.py`: what it logs is true."""
+"""`log_metrics.py`: what it logs is true."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import log_statistics
+import log_metrics
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,9 +39,9 @@ def test_statistics_are_logged(
     stand_in: Any = ModuleType("torch.utils.tensorboard")
     stand_in.SummaryWriter = Writer
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stand_in)
-    words = ["log_statistics.py", "--steps", "5", "--every", "2", "--logdir", str(tmp_path)]
+    words = ["log_metrics.py", "--steps", "5", "--every", "2", "--logdir", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", words)
-    log_statistics.main()
+    log_metrics.main()
     (writer,) = made
     assert writer.folder == str(tmp_path)
     assert writer.scalars["second_order/step", 4] == 5

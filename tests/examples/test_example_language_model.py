@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from ranks import script
+from stacks import launched
 
 if TYPE_CHECKING:
     from pool import World
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+
+
+def under_torchrun(rank: int, world_size: int, *arguments: Any) -> str:
+    with launched(rank, world_size):
+        return script(rank, world_size, *arguments)
 
 
 def losses(printed: str) -> list[float]:
@@ -22,8 +28,8 @@ def losses(printed: str) -> list[float]:
 def test_the_language_model_trains_sharded_as_it_does_under_ddp(world: World) -> None:
     """A uniform guess has a loss of 4.6."""
     arguments = ("--steps", 5, "--lr", 0.005)
-    (sharded, nothing) = world.run(script, 2, "language_model", "--fsdp", *arguments)
-    (under_ddp, _) = world.run(script, 2, "language_model", *arguments)
+    (sharded, nothing) = world.run(under_torchrun, 2, "train_language_model", "--fsdp", *arguments)
+    (under_ddp, _) = world.run(under_torchrun, 2, "train_language_model", *arguments)
     assert nothing == ""
     (loss,) = losses(sharded)
     assert loss == pytest.approx(losses(under_ddp)[0], abs=2e-2)

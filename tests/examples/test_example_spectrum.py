@@ -18,22 +18,24 @@ def test_prints_eigenvalues_and_draws_the_density(
     picture = tmp_path / "spectrum.png"
     monkeypatch.setattr("sys.argv", ["spectrum.py", *ARGUMENTS.split(), "--output", str(picture)])
     monkeypatch.delenv("RANK", raising=False)
-    kept: list[spectrum.Look] = []
+    kept: list[spectrum.Snapshot] = []
     draw: Callable[..., None] = spectrum.draw
-    monkeypatch.setattr(spectrum, "draw", lambda axes, look: (kept.append(look), draw(axes, look)))
+    monkeypatch.setattr(
+        spectrum, "draw", lambda axes, snapshot: (kept.append(snapshot), draw(axes, snapshot))
+    )
     spectrum.main()
     output = capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert [look.step for look in kept] == [1, 6]
+    assert [snapshot.step for snapshot in kept] == [1, 6]
     assert kept[1].loss < kept[0].loss
-    for look in kept:
-        values = look.pairs.eigenvalues
+    for snapshot in kept:
+        values = snapshot.pairs.eigenvalues
         assert values.isfinite().all()
         assert (values[:-2].diff() <= 0).all()  # three largest in descending order, one smallest
         assert values[-1] < 0 < values[0]
-        assert look.density.size == 17_226
-        weights = look.density.weights.sum(dim=1)
+        assert snapshot.density.size == 17_226
+        weights = snapshot.density.weights.sum(dim=1)
         assert torch.allclose(weights, torch.ones_like(weights))
-        assert math.isclose(look.density.nodes.max(), values[0], rel_tol=0.05)
+        assert math.isclose(snapshot.density.nodes.max(), values[0], rel_tol=0.05)
         assert all(f"{value:11.4f}" in output for value in values.tolist())
-        assert f"after {look.step} steps" in output
+        assert f"after {snapshot.step} steps" in output

@@ -141,7 +141,7 @@ def live(soak: Soak, dice: random.Random, size: int, kills: bool) -> bool:
         life.killed = dice.randrange(size)
         with contextlib.suppress(ProcessLookupError):
             os.kill(processes[life.killed].pid, signal.SIGKILL)
-        met = log.exists() and "from step" in log.read_text()
+        met = log.exists() and "starting at step" in log.read_text()
         if not until(over, PATIENCE if met else MEETING):
             soak.hung += met
             soak.unmet += not met
@@ -151,11 +151,11 @@ def live(soak: Soak, dice: random.Random, size: int, kills: bool) -> bool:
         process.kill()
         process.join()
     output = log.read_text() if log.exists() else ""
-    begun = [line for line in output.splitlines() if line.startswith("from step")]
-    said = f"from step {life.start} on, {life.processes} processes"
+    begun = [line for line in output.splitlines() if line.startswith("starting at step")]
+    said = f"starting at step {life.start} on {life.processes} processes"
     if begun and begun != [said]:
         raise SystemExit(f"{said!r} was expected, and not {begun}:\n{output}")
-    soak.left_out += output.count("left out: ")
+    soak.left_out += output.count("skipped: ")
     return not any(process.exitcode for process in processes)
 
 
@@ -186,13 +186,15 @@ def under_torchrun(soak: Soak, dice: random.Random, size: int) -> None:
             env={**os.environ, **extra},
         )
     for begun in (1, 2):
-        assert until(lambda n=begun: log.read_text().count("from step") >= n, PATIENCE * 3)  # type: ignore[misc]
+        assert until(lambda n=begun: log.read_text().count("starting at step") >= n, PATIENCE * 3)  # type: ignore[misc]
         known = log.read_text().count("saved")
         assert until(lambda n=known: log.read_text().count("saved") > n, PATIENCE)  # type: ignore[misc]
         children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
-        starts = [line for line in log.read_text().splitlines() if line.startswith("from step")]
+        starts = [
+            line for line in log.read_text().splitlines() if line.startswith("starting at step")
+        ]
         victim = dice.randrange(len(children))
-        soak.lives.append(Life(size, int(starts[-1].split()[2]), victim, "under torchrun"))
+        soak.lives.append(Life(size, int(starts[-1].split()[3]), victim, "under torchrun"))
         os.kill(int(children[victim]), signal.SIGKILL)
     agent.wait(PATIENCE)
 
@@ -250,7 +252,7 @@ def soaked(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for process in ranks(count, soak.arguments(folder / name, args.steps), folder / "log"):
             process.join()
     paths = (folder / name for name in ("disturbed", "replay", "alone", "two"))
-    states = (load_checkpoint(elastic.name_of(path, args.steps)) for path in paths)
+    states = (load_checkpoint(elastic.path_of(path, args.steps)) for path in paths)
     disturbed, again, one, two = ({name: state[name] for name in COMPARED} for state in states)
     return {
         "optimizer": args.optimizer,

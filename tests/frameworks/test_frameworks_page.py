@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from models import ZOO
-from stacks import trainable
+from stacks import decayed_groups, trainable
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from groups import decayed_groups
 from second_order import DPKFAC, KAISA
 
 if TYPE_CHECKING:

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from contract import EXACT, each_kronecker, each_of_five
-from stacks import assert_as_usual, optimizer_of, trainable
-
-from groups import decayed_groups
+from stacks import assert_as_usual, decayed_groups, optimizer_of, trainable
 
 if TYPE_CHECKING:
     from pathlib import Path

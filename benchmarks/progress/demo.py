@@ -1,6 +1,6 @@
 """What curvature buys: KAISA beside Adam, AdamW and Muon, on two tasks, in three minutes at most.
 
-    torchrun --standalone --nproc-per-node=2 examples/demo.py
+    make demo
 
 A small transformer learns the characters of the standard library's own source, and a deep
 autoencoder the digits. The optimizers of a task start from the same weights and get the same

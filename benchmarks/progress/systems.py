@@ -1,6 +1,6 @@
 """SGD and Adam beside every optimizer of the package, on real data, in a few minutes.
 
-    torchrun --standalone --nproc-per-node=2 examples/systems.py
+    make systems
 
 Each optimizer trains the same network from the same start on the same batches, once for each
 learning rate of a small grid. What is shown is its best rate: the one that needs the fewest steps
