@@ -121,7 +121,7 @@ def make_optimizer(name: str, model: nn.Module) -> SecondOrderOptimizer:
         return DistKFAC(model, **common, **kfac, max_staleness=0)
     if name == "dho2":
         return DHO2(model, **common, curvature_interval=INTERVAL)
-    return MRDHO2(model, **common, accelerators=0, epoch_steps=INTERVAL)
+    return MRDHO2(model, **common, helper_ranks=0, epoch_steps=INTERVAL)
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -46,7 +46,7 @@ NOISE = 0.1  # standard deviation; pixels have a standard deviation of 1
 HEADS = ("linear", "two-layer")
 # A Hessian-vector product costs a small share of a gradient, so we take many eigenpairs.
 HEAD_ON_FROZEN_BODY: dict[str, Any] = {
-    "largest": 70,
+    "num_largest": 70,
     "lanczos_iterations": 100,
     "warmup_steps": 0,
     "newton_scale": 0.5,

@@ -80,7 +80,7 @@ def make_optimizer(
         model,
         lr=args.lr,
         momentum=0.9,
-        accelerators=args.helpers,
+        helper_ranks=args.helpers,
         epoch_steps=steps,
         final_update=args.final_update or "guarded",
         # Called by helpers in the usual loop, and by workers if there are no helpers.

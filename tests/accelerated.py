@@ -1,6 +1,6 @@
 """What the tests of MRDHO2 share: a network, training by role, and a dense reference.
 
-report = world.run(train, 3, {"accelerators": 1, "final_update": "paper"})
+report = world.run(train, 3, {"helper_ranks": 1, "final_update": "paper"})
 assert_same_trajectory(agreed([w["trajectory"] for w in report[:2]]), reference("paper"))
 """
 
@@ -35,8 +35,8 @@ OPTIONS: dict[str, Any] = {
     "epoch_steps": EPOCH,
     "final_update": "paper",
     "newton_scale": 0.1,
-    "largest": 3,
-    "smallest": 1,
+    "num_largest": 3,
+    "num_smallest": 1,
     "lanczos_iterations": 111,
     "lanczos_tol": 1e-12,
     "helper_timeout": PATIENCE,
@@ -100,8 +100,8 @@ def train(rank: int, world_size: int, options: dict[str, Any], **details: Any) -
             if optimizer.role == "accelerator":
                 result["served"] = optimizer.serve(CURVED, lambda batch: loss_of(model, batch))
             else:
-                alone = world_size == 1 or options.get("largest") == 0
-                workers = world_size - (0 if alone else options.get("accelerators", 1))
+                alone = world_size == 1 or options.get("num_largest") == 0
+                workers = world_size - (0 if alone else options.get("helper_ranks", 1))
                 result["trajectory"] = worker(model, optimizer, rank, workers, **details)
                 result["epochs"] = list(optimizer.epochs)
                 result["curvature"] = optimizer.curvature
@@ -149,8 +149,8 @@ def reference(
     kind: str,
     base: Any = torch.optim.SGD,
     batches: Sequence[Batch] = BATCHES,
-    largest: int = 3,
-    smallest: int = 1,
+    num_largest: int = 3,
+    num_smallest: int = 1,
     alpha: float = 0.1,
     decay: float = 1.0,
     curved: Sequence[Batch] = CURVED,
@@ -174,7 +174,7 @@ def reference(
             here = curved[epoch % len(curved)]
             H = torch.autograd.functional.hessian(lambda w, b=here: loss_at(w, b), c)
             u, Q = torch.linalg.eigh(H)
-            picked = [*range(len(u) - largest, len(u)), *range(smallest)]
+            picked = [*range(len(u) - num_largest, len(u)), *range(num_smallest)]
             u, V = u[picked].abs(), Q[:, picked]
         gradient(model, optimizer, batch)
         gradients.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))

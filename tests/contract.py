@@ -53,8 +53,8 @@ PLAIN: dict[str, Any] = {
 }
 PAIRS: dict[str, Any] = {
     "lr": 0.05,
-    "largest": 3,
-    "smallest": 1,
+    "num_largest": 3,
+    "num_smallest": 1,
     "warmup_steps": 1,
     "curvature_interval": 2,
     "epoch_steps": 2,
@@ -116,9 +116,9 @@ def make(
 
 def base_only(System: type[SecondOrderOptimizer]) -> dict[str, Any]:
     """Options that leave everything to the base."""
-    return (
-        {"largest": 0, "smallest": 0} if issubclass(System, EIGENPAIRS) else {"skip_layers": ["*"]}
-    )
+    if issubclass(System, EIGENPAIRS):
+        return {"num_largest": 0, "num_smallest": 0}
+    return {"skip_layers": ["*"]}
 
 
 def asking(

@@ -229,7 +229,7 @@ vectors are rounded under autocast
 == fosi/state.py
 room for eigenpairs taken for eigenpairs
   <-  dho2_state::distributed_checkpoints_calls_go_on_bit_for_bit
-    if part is None or part["largest"] < 0:  =>  if part is None:
+    if part is None or part["num_largest"] < 0:  =>  if part is None:
 
 == fosi/update.py
 groups' own learning rates in the final update

@@ -31,8 +31,8 @@ CURVED = CASE.batch(30, seed=99)
 SGD, ADAM = torch.optim.SGD, torch.optim.Adam
 # Every pair to rounding, at steps 2, 6 and 10.
 OPTIONS: dict[str, Any] = {
-    "largest": 4,
-    "smallest": 1,
+    "num_largest": 4,
+    "num_smallest": 1,
     "warmup_steps": 2,
     "curvature_interval": 4,
     "lanczos_iterations": 111,

@@ -48,7 +48,7 @@ KFAC: dict[str, Any] = {
 }
 EIGEN = {"solver": "eigen"}
 THREADS: dict[str, Any] = {"deterministic": True, "max_staleness": 2, "inverse_threads": 1}
-PAIRS: dict[str, Any] = {"largest": 3, "smallest": 1, "lanczos_iterations": 111}
+PAIRS: dict[str, Any] = {"num_largest": 3, "num_smallest": 1, "lanczos_iterations": 111}
 SPLIT: dict[str, Any] = {**PAIRS, "lanczos_tol": 1e-12, "warmup_steps": 1, "curvature_interval": 3}
 EPOCHS: dict[str, Any] = {
     **PAIRS,

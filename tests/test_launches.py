@@ -223,7 +223,12 @@ class Uploading(KAISA):
 MOMENTUM: dict[str, Any] = {"base": torch.optim.SGD, "lr": 0.05, "momentum": 0.9, "foreach": True}
 ADAMW: dict[str, Any] = {"base": torch.optim.AdamW, "lr": 1e-3, "foreach": True}
 DUE = {"factor_update_steps": EVERY, "inv_update_steps": REFRESH}
-PAIRS = {"curvature_interval": REFRESH, "warmup_steps": 0, "largest": 2, "lanczos_iterations": 4}
+PAIRS = {
+    "curvature_interval": REFRESH,
+    "warmup_steps": 0,
+    "num_largest": 2,
+    "lanczos_iterations": 4,
+}
 
 
 def on_device(number: float) -> Callable[[str], Tensor]:
@@ -310,7 +315,7 @@ CASES = {
     "DHO2, plain momentum": dho2(subspace_momentum=0.0),
     "DHO2, the base's momentum": dho2(subspace_momentum="base"),
     "DHO2, no trust region": dho2(trust_region=False),
-    "DHO2, both ends": dho2(smallest=1),
+    "DHO2, both ends": dho2(num_smallest=1),
     "DHO2, Gauss-Newton": dho2(curvature="gauss-newton"),
     "DHO2, bounded rate": dho2(lr_scale_clip=2.0),
     "MRDHO2": dho2(MRDHO2),

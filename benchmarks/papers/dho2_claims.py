@@ -60,7 +60,7 @@ def kept_and_peak(arguments: tuple[int, int, str]) -> tuple[float, float]:
     ranks, layers, layout = arguments
     options = {
         "layout": layout,
-        "largest": PAIRS,
+        "num_largest": PAIRS,
         "lanczos_iterations": PRODUCTS,
         "warmup_steps": 0,
         "momentum": 0.9,
@@ -125,7 +125,7 @@ def with_accelerator(trial: Trial, update: FinalUpdate, interval: int) -> Result
         model,
         lr=trial.lr,
         base=torch.optim.Adam,
-        accelerators=1,
+        helper_ranks=1,
         epoch_steps=interval,
         final_update=update,
     )
@@ -257,7 +257,7 @@ def worker_step_over_adam(blocks: int, interval: int) -> float:
     model = workload.model()
     plain = workload.model()
     alone = adam(plain)
-    optimizer = MRDHO2(model, lr=1e-3, base=torch.optim.Adam, accelerators=1, epoch_steps=interval)
+    optimizer = MRDHO2(model, lr=1e-3, base=torch.optim.Adam, helper_ranks=1, epoch_steps=interval)
     examples = workload.batch()
 
     def seconds(network: nn.Module, stepped: Any) -> float:

@@ -75,7 +75,7 @@ def train(name: str, largest: int, scale: float, seed: int, trust_region: bool) 
         lr=RATES[name],
         base=torch.optim.Adam,
         curvature_closure=curved(model, seed),
-        largest=largest,
+        num_largest=largest,
         newton_scale=scale,
         trust_region=trust_region,
         **options,

@@ -118,7 +118,7 @@ def mrdho2(model: nn.Module, lr: float, data: Digits) -> tuple[nn.Module, Optimi
         lr=lr,
         momentum=0.9,
         epoch_steps=50,
-        accelerators=dist.get_world_size() // 2,  # with one process it falls back to DHO2
+        helper_ranks=dist.get_world_size() // 2,  # with one process it falls back to DHO2
         curvature_closure=curvature_closure(model, data),
     )
     return model, optimizer

@@ -43,8 +43,8 @@ DUE: dict[type[SecondOrderOptimizer], dict[str, Any]] = {
     KAISA: {},
     DPKFAC: {},
     DistKFAC: {"max_staleness": 0},
-    DHO2: {"warmup_steps": 0, "curvature_interval": 1, "largest": 2, "lanczos_iterations": 5},
-    MRDHO2: {"epoch_steps": 1, "largest": 2, "lanczos_iterations": 5},
+    DHO2: {"warmup_steps": 0, "curvature_interval": 1, "num_largest": 2, "lanczos_iterations": 5},
+    MRDHO2: {"epoch_steps": 1, "num_largest": 2, "lanczos_iterations": 5},
 }
 
 

@@ -139,7 +139,7 @@ def dho2(model: nn.Module) -> DHO2:
         foreach=True,
         curvature_interval=len(KINDS),
         warmup_steps=0,
-        largest=4,
+        num_largest=4,
         lanczos_iterations=12,
     )
 

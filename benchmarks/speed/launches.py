@@ -86,7 +86,7 @@ class Transformer(nn.Module):
 ADAMW: dict[str, Any] = {"lr": 1e-3, "base": torch.optim.AdamW, "foreach": True}
 SGD: dict[str, Any] = {"lr": 1e-2, "momentum": 0.9, "foreach": True}
 DUE: dict[str, Any] = {"factor_update_steps": EVERY, "inv_update_steps": REFRESH}
-PAIRS: dict[str, Any] = {"warmup_steps": 0, "largest": 4, "lanczos_iterations": 12}
+PAIRS: dict[str, Any] = {"warmup_steps": 0, "num_largest": 4, "lanczos_iterations": 12}
 
 
 class Muon:

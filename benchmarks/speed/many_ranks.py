@@ -189,7 +189,7 @@ class System:
 def _dho2(layout: str) -> System:
     options = {
         "layout": layout,
-        "largest": 4,
+        "num_largest": 4,
         "lanczos_iterations": 8,
         "warmup_steps": 0,
         "momentum": 0.9,

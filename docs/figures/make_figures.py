@@ -549,7 +549,7 @@ def dho2(lr: float, newton_scale: float) -> Callable[[nn.Module], torch.optim.Op
             model,
             lr=lr,
             newton_scale=newton_scale,
-            largest=1,
+            num_largest=1,
             warmup_steps=0,
             curvature_interval=100,
             curvature_closure=lambda: valley_loss(model, x, y),

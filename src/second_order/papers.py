@@ -92,8 +92,8 @@ ABSOLUTE_DAMPING: dict[str, Any] = {
     "factor_decay": 0.95,  # [Z] 6.1, [M] 5; [K] gives none, and [B] tunes it by hand
 }
 EXTREME_EIGENPAIRS: dict[str, Any] = {
-    "largest": 10,  # [F], experiments
-    "smallest": 0,
+    "num_largest": 10,  # [F], experiments
+    "num_smallest": 0,
     "newton_scale": _constant(0.01),  # [F], experiments
     "lanczos_tol": 0.0,  # [D] algorithm 1: the number of products is fixed
     "eigenvalue_floor": 0.0,

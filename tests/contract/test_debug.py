@@ -154,7 +154,7 @@ def test_a_parted_bit_is_named_with_its_rank_before_a_further_step(
     """At the next comparison, on every rank, and not before."""
     options = {**ADAM, "debug": 2}
     if System is MRDHO2:
-        options["accelerators"] = 0
+        options["helper_ranks"] = 0
     at = 4 if System in (DHO2, MRDHO2) else 3  # DHO2's rows are sent again at each step
     for message, steps, unchanged in world.run(parted, size, System, options, change, at, changed):
         assert steps == 4

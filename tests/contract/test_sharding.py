@@ -101,7 +101,7 @@ def test_other_shards_are_refused_with_the_remedy(world: World) -> None:
         assert "process_group=" in found["alone"]
         assert "use stats_workers=0, or Distributed" in found["helpers"]
         assert "'0.weight' is kept on the cpu (CPUOffloadPolicy)" in found["elsewhere"]
-        assert "use accelerators=0, or Distributed" in found["MRDHO2"]
+        assert "use helper_ranks=0, or Distributed" in found["MRDHO2"]
         assert "use 'base'" in found["matrices"]
 
 
@@ -111,7 +111,7 @@ def made_from_meta(
     """FSDP2's own order: shard on meta, materialise, fill; then the optimizer."""
     System, options = SYSTEMS[system], {"lr": 0.1, "momentum": 0.9}
     if System is MRDHO2:
-        options |= {"accelerators": 0, "epoch_steps": 2, "largest": 2}
+        options |= {"helper_ranks": 0, "epoch_steps": 2, "num_largest": 2}
     found, message, data = [], "", shares(rank, world_size)
     x, y = data[0]
     for late in (False, True):
@@ -144,7 +144,7 @@ def sharded_too_late(rank: int, world_size: int) -> list[str]:
     """The optimizer was made before; what is wrong is said at the step."""
     found = []
     x, y = shares(rank, world_size, 1)[0]
-    second = {"accelerators": 0, "epoch_steps": 2, "hvp": "retained"}
+    second = {"helper_ranks": 0, "epoch_steps": 2, "hvp": "retained"}
     for System, options in ((MRDHO2, second), (KAISA, {})):
         model = narrow()
         optimizer = System(model, lr=0.1, **options)
@@ -167,7 +167,7 @@ def test_what_cannot_be_sharded_later_says_so_at_the_step(world: World) -> None:
         assert "layer 'middle.0' is parallelised over tensors" in parallel
 
 
-HELPED = {MRDHO2: {"accelerators": 1}, DistKFAC: {"stats_workers": 1}}
+HELPED = {MRDHO2: {"helper_ranks": 1}, DistKFAC: {"stats_workers": 1}}
 each_with_helpers = pytest.mark.parametrize("System", list(HELPED))
 
 

@@ -46,7 +46,7 @@ CHOICES: dict[str, tuple[int, Any, dict[str, Any]]] = {
     "DistKFAC, stats": (3, DistKFAC, {"stats_workers": 1, **THREADS, **HELPED}),
     "DHO2, row": (2, DHO2, {}),
     "DHO2, column": (2, DHO2, {"layout": "column"}),
-    "MRDHO2": (3, MRDHO2, {"largest": 2, "epoch_steps": 2, **HELPED}),
+    "MRDHO2": (3, MRDHO2, {"num_largest": 2, "epoch_steps": 2, **HELPED}),
 }
 
 
@@ -227,12 +227,12 @@ def among_others(rank: int, world_size: int) -> list[Tensor]:
         {"process_group": some},
         {"grad_worker_fraction": 0.5},
         {"stats_workers": 1},
-        {"accelerators": 2, "largest": 1},
+        {"helper_ranks": 2, "num_largest": 1},
     ):
         if "process_group" in options and rank > 1:
             continue
         System: Any = KAISA
-        if "stats_workers" in options or "accelerators" in options:
+        if "stats_workers" in options or "helper_ranks" in options:
             System = DistKFAC if "stats_workers" in options else MRDHO2
         model = CASE.model()
         with contextlib.closing(make(System, model, lr=0.05, **options)) as optimizer:

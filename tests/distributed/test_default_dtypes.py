@@ -27,7 +27,7 @@ CHOICES: dict[str, tuple[Any, dict[str, Any]]] = {
     "DistKFAC, stats": (DistKFAC, {"inverse_threads": 1, "stats_workers": 1, **HELPED}),
     "DHO2, rows": (DHO2, {"base": torch.optim.Adam}),
     "DHO2, columns": (DHO2, {"layout": "column"}),
-    "MRDHO2": (MRDHO2, {"accelerators": 1, "final_update": "paper", **HELPED}),
+    "MRDHO2": (MRDHO2, {"helper_ranks": 1, "final_update": "paper", **HELPED}),
 }
 
 

@@ -21,7 +21,7 @@ def test_the_last_ranks_help_and_somebody_trains(world_size: int, helpers: int) 
     """One process alone trains, whatever is asked for."""
     if helpers < 0 or helpers >= world_size > 1:
         with pytest.raises(
-            ValueError, match=rf"^accelerators={helpers} .*use 0 to {world_size - 1}"
+            ValueError, match=rf"^helper_ranks={helpers} .*use 0 to {world_size - 1}"
         ):
             assign_roles(world_size, helpers, "accelerator")
         return

@@ -135,7 +135,7 @@ BAD: list[Bad] = [
     (kfac, ("A", "G", "average_weight", "mean_eigenvalues"), {**OF_TENSORS, "None for {}": None}),
     (kfac, ("average_weight",), {"a negative {}": lambda w: -w}),
     (newton, ("eigenvectors", "eigenvalues", "residuals", "subspace_momentum"), OF_TENSORS),
-    (newton, ("largest", "refreshed_at"), {"text for {}": "text"}),
+    (newton, ("num_largest", "refreshed_at"), {"text for {}": "text"}),
     (newton, ("refreshed_at",), {"1000 for {}": 1000}),
     (newton, ("rest_scale_bound", "carried_decay"), {"nan for {}": float("nan")}),
     (summing, ("gradient_sum", "epoch_start"), {"NaN in {}": spoilt, "{} of another shape": cut}),

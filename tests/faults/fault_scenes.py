@@ -83,7 +83,7 @@ TRACE = {**KFAC, "inv_update_steps": TraceRule(1e-9, 0.0), "debug": 1}
 REPEATED = {**KFAC, "max_staleness": 1, "deterministic": True, "inverse_threads": 1}
 STATS = {**KFAC, "stats_workers": 1, "helper_timeout": PATIENCE}
 
-FOSI: dict[str, Any] = {**SGD, "largest": 2, "smallest": 1}
+FOSI: dict[str, Any] = {**SGD, "num_largest": 2, "num_smallest": 1}
 NEWTON = {**FOSI, "warmup_steps": 1, "curvature_interval": 3}
 COLUMN = {**NEWTON, "layout": "column"}
 LONG = {**NEWTON, "newton_scale": 0.5, "subspace_momentum": 0.0}

@@ -36,7 +36,7 @@ FEATURES, CLASSES, EXAMPLES = 6, 3, 8
 COUNTED = ("megabytes", "objects", "tensors", "threads", "files")
 
 KFAC: dict[str, Any] = {"lr": 0.01, "momentum": 0.9}
-FOSI: dict[str, Any] = {**KFAC, "largest": 2}
+FOSI: dict[str, Any] = {**KFAC, "num_largest": 2}
 SYSTEMS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "KAISA": (KAISA, KFAC),
     "DPKFAC": (DPKFAC, KFAC),

@@ -53,7 +53,7 @@ def test_a_warm_start_sees_curvature_outside_the_old_span() -> None:
     w = nn.Parameter(torch.ones(50, dtype=torch.float64))
     d = torch.zeros(50, dtype=torch.float64)
     d[:2] = torch.tensor([10.0, 9.0])
-    optimizer = DHO2([w], lr=0.01, largest=2, warmup_steps=0, curvature_interval=2)
+    optimizer = DHO2([w], lr=0.01, num_largest=2, warmup_steps=0, curvature_interval=2)
     optimizer.curvature_closure = lambda: 0.5 * (d * w * w).sum()
     for step in range(5):
         if step == 2:
@@ -68,7 +68,13 @@ def test_a_warm_start_sees_curvature_outside_the_old_span() -> None:
 def few_unknowns(rank: int, world_size: int, layout: str, count: int) -> list[Tensor]:
     w = nn.Parameter(torch.full((count,), 2.0, dtype=torch.float64))
     optimizer = DHO2(
-        [w], lr=0.1, momentum=0.9, largest=1, layout=layout, warmup_steps=1, curvature_interval=1
+        [w],
+        lr=0.1,
+        momentum=0.9,
+        num_largest=1,
+        layout=layout,
+        warmup_steps=1,
+        curvature_interval=1,
     )
     trajectory = []
     for _ in range(4):

@@ -202,7 +202,9 @@ def test_the_base_moves_nothing_inside_the_subspace(base: Any, dtype: torch.dtyp
         assert moved.norm() > 1e-3
 
 
-@pytest.mark.parametrize("options", [{"warmup_steps": 6}, {"largest": 0, "smallest": 0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"warmup_steps": 6}, {"num_largest": 0, "num_smallest": 0}], ids=str
+)
 @pytest.mark.parametrize("base", [SGD, ADAM])
 def test_without_eigenpairs_it_is_the_base_bit_for_bit(base: Any, options: Any) -> None:
     kwargs = {"lr": 0.05, "weight_decay": 0.1}
@@ -251,7 +253,7 @@ def test_one_newton_step_finds_the_minimum_and_leaves_saddles(
         return 0.5 * (x - centre) @ H @ (x - centre)
 
     optimizer = DHO2(
-        [x], base=base, lr=0.1, largest=len(values), warmup_steps=0, newton_scale=1.0,
+        [x], base=base, lr=0.1, num_largest=len(values), warmup_steps=0, newton_scale=1.0,
         eigenvalue_floor=0.0, curvature_closure=loss,
     )  # fmt: skip
     loss().backward()
@@ -275,7 +277,7 @@ def test_the_guard_of_s_knows_what_is_worse(maximize: bool, offset: float, gain:
     optimizer = DHO2(
         [w],
         lr=1e-9,
-        largest=2,
+        num_largest=2,
         warmup_steps=0,
         curvature_interval=1,
         maximize=maximize,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-GAUSS_NEWTON = {"curvature": "gauss-newton", "smallest": 0}
+GAUSS_NEWTON = {"curvature": "gauss-newton", "num_smallest": 0}
 
 
 def linear(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def train_linear(curvature: str = "hessian") -> list[Tensor]:
     loss: Callable[[], Any] = lambda: linear(model, *CURVED)  # noqa: E731
     if curvature == "true":
         loss = lambda: cross_entropy(model(CURVED[0]), CURVED[1])  # noqa: E731
-    options = {**BRIEF, "smallest": 0, "lr": 0.05, "momentum": 0.9}
+    options = {**BRIEF, "num_smallest": 0, "lr": 0.05, "momentum": 0.9}
     return go(model, dho2(model, curvature_closure=loss, **options), BATCHES)
 
 

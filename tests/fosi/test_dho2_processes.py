@@ -56,8 +56,8 @@ def train_each(
 
 
 UNTIL = 8  # steps: two after the second refresh
-FEW = {"largest": 1, "smallest": 1, "momentum": 0.9, "lanczos_tol": 1e-3}
-NONE = {"largest": 0, "smallest": 0}
+FEW = {"num_largest": 1, "num_smallest": 1, "momentum": 0.9, "lanczos_tol": 1e-3}
+NONE = {"num_largest": 0, "num_smallest": 0}
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -105,7 +105,7 @@ def images(rank: int, world_size: int, channels_last: bool) -> list[Tensor]:
         model,
         lr=0.05,
         momentum=0.9,
-        largest=3,
+        num_largest=3,
         warmup_steps=1,
         curvature_interval=2,
         lanczos_iterations=60,
@@ -228,7 +228,7 @@ FAILING = list(
 def test_a_closure_that_fails_on_one_rank_fails_on_all_and_training_goes_on(world: World) -> None:
     results = world.run(fail_each, 3, timeout=30)
     expected = alone(momentum=0.9)[:8]
-    base = alone(momentum=0.9, largest=0, smallest=0)[:8]
+    base = alone(momentum=0.9, num_largest=0, num_smallest=0)[:8]
     for i, (how, _) in enumerate(FAILING):
         messages, trajectories, failures = zip(*[each[i] for each in results], strict=True)
         if how in ("NaN", "undecomposed"):

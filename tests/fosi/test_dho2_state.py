@@ -67,7 +67,7 @@ def train_cut(name: str, base: Any, dtype: torch.dtype = torch.float64) -> list[
     half = len(params) // 2
     groups = [{"params": params[:half]}, {"params": params[half:]}]
     optimizer = DHO2(
-        groups if half else iter(params), base=base, lr=1e-2, largest=3, smallest=1,
+        groups if half else iter(params), base=base, lr=1e-2, num_largest=3, num_smallest=1,
         curvature_closure=loss, lanczos_tol=1e-9, **options,
     )  # fmt: skip
     trajectory = []

@@ -96,7 +96,7 @@ ETA, ALPHA, CURVATURES = 0.01, 0.2, torch.cat([torch.linspace(0.1, 1, 16), torch
 
 
 def quadratic(
-    rank: int, world_size: int, accelerators: int, choices: Sequence[dict[str, Any]]
+    rank: int, world_size: int, helper_ranks: int, choices: Sequence[dict[str, Any]]
 ) -> list[tuple[list[Tensor], list[EpochReport]]]:
     """The modes' amplitudes after each epoch, of ½ wᵀHw with H = Q diag(u) Qᵀ."""
     Q, _ = torch.linalg.qr(torch.randn(20, 20, dtype=torch.float64))
@@ -104,8 +104,8 @@ def quadratic(
     found = []
     for options in choices:
         w = nn.Parameter(Q @ torch.ones(20, dtype=torch.float64))
-        choice = {"lr": ETA, "largest": 4, "smallest": 1, "epoch_steps": 5, **options}
-        optimizer = mrdho2(nn.Module(), [w], accelerators=accelerators, **choice)
+        choice = {"lr": ETA, "num_largest": 4, "num_smallest": 1, "epoch_steps": 5, **options}
+        optimizer = mrdho2(nn.Module(), [w], helper_ranks=helper_ranks, **choice)
         amplitudes = []
         with optimizer:
             if optimizer.role == "accelerator":
@@ -120,9 +120,9 @@ def quadratic(
     return found
 
 
-@pytest.mark.parametrize(("world_size", "accelerators"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("world_size", "helper_ranks"), [(2, 1), (4, 2)])
 def test_equation_17_on_a_quadratic_is_its_closed_form(
-    world: World, world_size: int, accelerators: int
+    world: World, world_size: int, helper_ranks: int
 ) -> None:
     """Invariant 27; and the guard lets pass what lowers the loss, and nothing else."""
     kinds = ["paper", "guarded", "guarded"]
@@ -131,12 +131,12 @@ def test_equation_17_on_a_quadratic_is_its_closed_form(
         {"final_update": kind, "newton_scale": alpha}
         for kind, alpha in zip(kinds, alphas, strict=True)
     ]
-    results = world.run(quadratic, world_size, accelerators, choices)
+    results = world.run(quadratic, world_size, helper_ranks, choices)
     u, inside = CURVATURES.double(), [0, 16, 17, 18, 19]
     alone = (1 - ETA * u) ** 5
     phi = (1 - alone) / (ETA * u)
     for i, (kind, alpha) in enumerate(zip(kinds, alphas, strict=True)):
-        per_worker = [result[i] for result in results[: world_size - accelerators]]
+        per_worker = [result[i] for result in results[: world_size - helper_ranks]]
         updated = alone.clone()
         updated[inside] = 1 - alpha * phi[inside]
         expected, verdicts = torch.ones(20, dtype=torch.float64), set()
@@ -187,9 +187,9 @@ CHOICES: list[dict[str, Any]] = [
 
 
 @pytest.mark.works("plain", "MRDHO2")
-@pytest.mark.parametrize(("world_size", "accelerators"), [(2, 1), (3, 1)])
+@pytest.mark.parametrize(("world_size", "helper_ranks"), [(2, 1), (3, 1)])
 def test_final_updates_of_a_network_are_those_of_dense_hessians(
-    world: World, world_size: int, accelerators: int
+    world: World, world_size: int, helper_ranks: int
 ) -> None:
     """The workers' mean gradient is that of the whole batch: accelerators add nothing to it."""
     results = world.run(several, world_size, CHOICES)
@@ -223,7 +223,7 @@ def test_final_updates_of_a_network_are_those_of_dense_hessians(
 def ragged(rank: int, world_size: int) -> tuple[str, Any, int]:
     """Two accelerators with unequal parts of a batch, and DistributedDataParallel for workers."""
     model = CASE.model()
-    optimizer = mrdho2(model, accelerators=2, gradient_averaging=False)
+    optimizer = mrdho2(model, helper_ranks=2, gradient_averaging=False)
     with warnings.catch_warnings(), optimizer:
         warnings.simplefilter("error", SecondOrderWarning)
         if optimizer.role == "accelerator":
@@ -270,7 +270,7 @@ BASES = [{"base": SGD, "momentum": 0.9}, {"base": ADAM, "lr": 0.02}]
 
 def test_without_eigenpairs_it_is_the_base_bit_for_bit(world: World) -> None:
     """All ranks work then, as nobody has anything to help with."""
-    nothing = {"largest": 0, "smallest": 0}
+    nothing = {"num_largest": 0, "num_smallest": 0}
     results = world.run(several, 2, [{**nothing, **options} for options in BASES])
     for i, options in enumerate(BASES):
         for workers in 1, 2:
@@ -371,13 +371,13 @@ def saved(rank: int, world_size: int) -> tuple[str, Any, dict[int, bytes]]:
 
 
 def resumed(
-    rank: int, world_size: int, accelerators: int, checkpoints: dict[int, bytes], everywhere: bool
+    rank: int, world_size: int, helper_ranks: int, checkpoints: dict[int, bytes], everywhere: bool
 ) -> dict[int, Any]:
     """Every checkpoint carried on with; accelerators load it too, and serve, or do neither."""
     found = {}
     for step, data in checkpoints.items():
         model = CASE.model(seed=1)
-        optimizer = mrdho2(model, accelerators=accelerators, **RESUMED)
+        optimizer = mrdho2(model, helper_ranks=helper_ranks, **RESUMED)
         if everywhere or optimizer.role == "worker":
             parts = torch.load(io.BytesIO(data))
             model.load_state_dict(parts[0])
@@ -390,7 +390,7 @@ def resumed(
                 for _ in BATCHES[step:]:  # the usual loop
                     optimizer.step(curvature_closure=partial(loss_of, model, CURVED[0]))
                 continue
-            workers = world_size - accelerators
+            workers = world_size - helper_ranks
             trajectory = worker(model, optimizer, rank, workers, BATCHES[step:])
             found[step] = trajectory, [(each.epoch, each.applied) for each in optimizer.epochs]
     return found
@@ -404,12 +404,12 @@ def test_a_checkpoint_continues_on_any_number_of_workers_and_accelerators(world:
     results = world.run(saved, 2)
     _, whole, checkpoints = results[0]
     assert set(checkpoints) == set(SAVED_AT.values())
-    for world_size, accelerators, everywhere in (2, 1, True), (3, 1, True), (3, 2, False):
-        found = world.run(resumed, world_size, accelerators, checkpoints, everywhere)
+    for world_size, helper_ranks, everywhere in (2, 1, True), (3, 1, True), (3, 2, False):
+        found = world.run(resumed, world_size, helper_ranks, checkpoints, everywhere)
         for step in checkpoints:
-            workers = [result[step] for result in found[: world_size - accelerators]]
+            workers = [result[step] for result in found[: world_size - helper_ranks]]
             trajectory = agreed([each for each, _ in workers])
-            hint = (world_size, accelerators, step)
+            hint = (world_size, helper_ranks, step)
             if everywhere:  # batches are not those of `saved` otherwise
                 assert_same_trajectory(trajectory, whole[step:], rtol=1e-7, hint=hint)
             epochs = [1, 2] if step == 6 else [2]

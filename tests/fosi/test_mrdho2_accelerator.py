@@ -70,7 +70,7 @@ def followed(rank: int, world_size: int) -> dict[str, Any]:
     """The whole model at the start of each epoch, and where the last verdict is given."""
     model = Counting()
     found: dict[str, Any] = {}
-    optimizer = MRDHO2(model.parameters(), model=model, lr=0.1, epoch_steps=2, largest=2)
+    optimizer = MRDHO2(model.parameters(), model=model, lr=0.1, epoch_steps=2, num_largest=2)
     if optimizer.role == "accelerator":
 
         def loss_fn(epoch: int) -> Tensor:
@@ -113,7 +113,7 @@ def test_accelerators_compute_with_the_workers_whole_model(world: Pool) -> None:
 
 def test_another_model_than_the_workers_is_refused() -> None:
     model = Counting()
-    optimizer = MRDHO2(model.parameters(), model=model, lr=0.1, largest=0)
+    optimizer = MRDHO2(model.parameters(), model=model, lr=0.1, num_largest=0)
     tensors = optimizer._training.whole_model()
     with pytest.raises(SecondOrderError, match="has 3 parameters and buffers of 27 numbers, this"):
         load_model([torch.zeros(27)], [True] * 3, tensors)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MOMENTUM = {"momentum": 0.9, "lr": 0.05}
 TIMEOUT = 60.0  # seconds, of what takes a few
 
-# Arguments: directory; epoch in which the accelerators stall; helper_timeout; accelerators.
+# Arguments: directory; epoch in which the accelerators stall; helper_timeout; helper_ranks.
 SCRIPT = """
     import sys, time
     from pathlib import Path
@@ -29,12 +29,12 @@ SCRIPT = """
 
     torch.set_num_threads(1)
     directory, stalls, patience = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    accelerators = int(sys.argv[4])
+    helper_ranks = int(sys.argv[4])
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = CASE.model()
     optimizer = mrdho2(
-        model, momentum=0.9, lr=0.05, helper_timeout=patience, accelerators=accelerators
+        model, momentum=0.9, lr=0.05, helper_timeout=patience, helper_ranks=helper_ranks
     )
 
     def held(name):
@@ -55,7 +55,7 @@ SCRIPT = """
         if optimizer.role == "accelerator":
             found = optimizer.serve(CURVED, loss_fn)
         else:
-            found = worker(model, optimizer, rank, world_size - accelerators, before=before)
+            found = worker(model, optimizer, rank, world_size - helper_ranks, before=before)
     reports = [(report.applied, report.reason) for report in optimizer.epochs]
     torch.save((found, warned, reports), directory / f"{rank}.pt")
     print("the end", flush=True)

@@ -39,15 +39,15 @@ OPTIONS: dict[str, Any] = {
     "lr": 0.05,
     "momentum": 0.9,
     "warmup_steps": 0,
-    "largest": 2,
-    "smallest": 1,
+    "num_largest": 2,
+    "num_smallest": 1,
     "lanczos_iterations": 10,
     "lanczos_tol": 1e-12,
     "hvp": "differences",
 }
 OF: dict[Any, dict[str, Any]] = {
     DHO2: {"curvature_interval": 2, "weight_decay": 0.01},
-    MRDHO2: {"accelerators": 0, "epoch_steps": 2},
+    MRDHO2: {"helper_ranks": 0, "epoch_steps": 2},
 }
 STEPS = 4
 
@@ -103,7 +103,8 @@ def run(
 def test_a_sharded_model_trains_as_a_whole_one(world: World, System: Any) -> None:
     """Each process keeps the pairs of its rows."""
     plain = agreed([found for found, _ in world.run(run, 3, System, "never")])
-    base = agreed([found for found, _ in world.run(run, 3, System, "never", largest=0, smallest=0)])
+    results = world.run(run, 3, System, "never", num_largest=0, num_smallest=0)
+    base = agreed([found for found, _ in results])
     assert float((base[-1] - plain[-1]).abs().max()) > 1e-3
     for when, options in ("before", {"debug": True}), ("after", {}):
         results = world.run(run, 3, System, when, **options)
@@ -119,7 +120,7 @@ def in_bfloat16(rank: int, world_size: int, narrow_passes: bool) -> Tensor | Non
     if narrow_passes:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         fully_shard(model, mp_policy=policy)
-    choice = {**OPTIONS, **OF[MRDHO2], "hvp": "auto", "largest": 3, "smallest": 0}
+    choice = {**OPTIONS, **OF[MRDHO2], "hvp": "auto", "num_largest": 3, "num_smallest": 0}
 
     def loss_fn() -> Tensor:
         return nn.functional.cross_entropy(model(x).float(), y)
@@ -225,10 +226,10 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "everybody": refusal(fsdp(narrow(), "root")),
         "one kind": refusal(sharded, gradient_averaging=False),
     }
-    for System, alone in (DHO2, {}), (MRDHO2, {"accelerators": 0}):
+    for System, alone in (DHO2, {}), (MRDHO2, {"helper_ranks": 0}):
         wrong = {
             "retained": {"hvp": "retained", **alone},
-            "outputs": {"curvature": "gauss-newton", "smallest": 0, **alone},
+            "outputs": {"curvature": "gauss-newton", "num_smallest": 0, **alone},
         }
         for name, options in wrong.items():
             found[f"{System.__name__}, {name}"] = refusal(fsdp(narrow(), "root"), System, **options)
@@ -256,7 +257,7 @@ def test_other_shards_are_refused_on_every_rank(world: World) -> None:
     for found in world.run(refusals, 2):
         for who in "everybody", "one kind":
             assert "helpers and their workers hold whole models" in found[who]
-            assert "use accelerators=0" in found[who]
+            assert "use helper_ranks=0" in found[who]
         for name in "DHO2", "MRDHO2":
             said = {why: found[f"{name}, {why}"] for why in ("partly", "retained")}
             assert f"{name}: fully_shard has sharded 8 of 10 parameters" in said["partly"]

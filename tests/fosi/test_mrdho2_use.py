@@ -115,7 +115,7 @@ def test_one_accelerator_that_fails_takes_the_others_along(
         (one_fails_worker, one_fails_accelerator),
         failing,
         where,
-        options={"accelerators": 2},
+        options={"helper_ranks": 2},
     )
     assert time.monotonic() - begun < 15.0
     epochs = 1 if where == "loader" else 0

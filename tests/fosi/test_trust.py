@@ -168,7 +168,7 @@ VALUES = torch.tensor([40.0, 30.0, 20.0, 10.0, 1.0, 0.5, 0.2, 0.1], dtype=torch.
     [
         {},
         {"newton_scale": 0.5, "momentum": 0.9, "curvature_interval": 7},
-        {"base": ADAM, "lr": 0.01, "subspace_momentum": 0.0, "smallest": 2},
+        {"base": ADAM, "lr": 0.01, "subspace_momentum": 0.0, "num_smallest": 2},
         {"parts": 3, "momentum": 0.9, "nesterov": True, "subspace_momentum": "base"},
         {"maximize": True, "sign": -1.0},
     ],
@@ -176,7 +176,7 @@ VALUES = torch.tensor([40.0, 30.0, 20.0, 10.0, 1.0, 0.5, 0.2, 0.1], dtype=torch.
 )
 def test_on_a_quadratic_it_does_not_bind(options: dict[str, Any]) -> None:
     H = rotated(VALUES, 0)
-    options = {"largest": 4, "curvature_interval": 10_000, **options}  # not by the clock
+    options = {"num_largest": 4, "curvature_interval": 10_000, **options}  # not by the clock
     found, optimizer = descend(H, H, 40, **options)
     plain, _ = descend(H, H, 40, **options, trust_region=False)
     assert same(found, plain)
@@ -197,7 +197,7 @@ def test_with_wrong_pairs_of_a_quadratic_it_converges(
     """Curvature 50 times what the pairs tell, or in other directions."""
     H = rotated(VALUES, 0)
     seen = rotated(VALUES.flip(0), 1) if turned else H / 50.0
-    steps = {**options, "largest": 6, "curvature_interval": 10_000, "momentum": momentum}
+    steps = {**options, "num_largest": 6, "curvature_interval": 10_000, "momentum": momentum}
     steps |= {"lr": 0.01, "subspace_momentum": "base"}
 
     def loss(points: list[Tensor]) -> float:

@@ -113,7 +113,7 @@ def with_helpers(rank: int, world_size: int, System: Any, sharded: bool) -> str:
         more["strategy"] = ModelParallelStrategy(
             data_parallel_size=world_size, tensor_parallel_size=1
         )
-    options = {"stats_workers": 1} if System is DistKFAC else {"accelerators": 1}
+    options = {"stats_workers": 1} if System is DistKFAC else {"helper_ranks": 1}
     module = (Sharded if sharded else in_lightning.Lit)(System, **options)
     with launched(rank, world_size), pytest.raises((TypeError, ValueError)) as error:
         fit(rank, world_size, module, BATCHES[:2], **more)
@@ -140,4 +140,4 @@ def test_shards_over_accelerators_are_refused(world: World) -> None:
     """Lightning makes one mesh of all ranks."""
     pytest.importorskip("lightning.pytorch")
     for said in world.run(with_helpers, 2, MRDHO2, True, timeout=240):
-        assert "helpers and their workers hold whole models; use accelerators=0" in said
+        assert "helpers and their workers hold whole models; use helper_ranks=0" in said

@@ -40,12 +40,12 @@ SYSTEMS: dict[str, Any] = {s.__name__: s for s in (KAISA, DPKFAC, DistKFAC, DHO2
 # What a script gives, and not chance; `grad_scaler` and `gradient_averaging` go with the script.
 GIVEN = {
     *("params", "model", "process_group", "grad_scaler", "curvature_closure"),
-    *("inverse_device", "stats_workers", "accelerators", "helper_timeout", "lr", "base"),
+    *("inverse_device", "stats_workers", "helper_ranks", "helper_timeout", "lr", "base"),
     *("self", "base_kwargs"),
 }
 
 KRONECKER_STEPS = {"factor_update_steps": 1, "inv_update_steps": 2}
-PAIR_STEPS = {"largest": 3, "curvature_interval": 3, "warmup_steps": 1, "epoch_steps": 3}
+PAIR_STEPS = {"num_largest": 3, "curvature_interval": 3, "warmup_steps": 1, "epoch_steps": 3}
 USUAL = {**KRONECKER_STEPS, **PAIR_STEPS, "helper_timeout": 10.0}
 
 # Numbers: neither so small that ten steps leave for infinity nor so large that they take long.
@@ -64,8 +64,8 @@ RANGES: dict[str, tuple[Any, ...]] = {
     "max_staleness": (None, 0, 1, 3),
     "inverse_threads": (None, 1, 2),
     "overhead": (None, 0.01, 0.2, 5.0),
-    "largest": (0, 1, 2, 5, 50),
-    "smallest": (0, 1, 2),
+    "num_largest": (0, 1, 2, 5, 50),
+    "num_smallest": (0, 1, 2),
     "curvature_interval": (1, 2, 4, "auto"),
     "epoch_steps": (1, 2, 4, 20),
     "warmup_steps": (None, 0, 1, 4),
@@ -195,9 +195,9 @@ def agreeable(options: dict[str, Any]) -> dict[str, Any]:
     if found.get("deterministic") is True and found.get("max_staleness") is None:
         found["max_staleness"] = 2
     if found.get("curvature", "hessian") != "hessian":
-        found.pop("smallest", None)
+        found.pop("num_smallest", None)
     if found.get("lanczos_iterations"):
-        found["largest"], found["smallest"] = 2, 0
+        found["num_largest"], found["num_smallest"] = 2, 0
     if found.get("fused") and found.get("foreach"):
         found.pop("fused")
     return found

@@ -117,7 +117,7 @@ def draw_example(random: Random, most_ranks: int = 3) -> Example:
     options = draw_options(random, SYSTEMS[system])
     helpers = 0
     if ranks > 1 and system == "MRDHO2":
-        helpers = options["accelerators"] = random.choice((0, 1, 1, 1))
+        helpers = options["helper_ranks"] = random.choice((0, 1, 1, 1))
     elif ranks > 1 and system == "DistKFAC":
         helpers = options["stats_workers"] = random.choice((0, 0, 1))
     example = Example(

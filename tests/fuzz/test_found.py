@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LINEAR = Part("Linear", {"in_features": 3, "out_features": 2, "bias": True})
 MODEL = Spec("rows", (3,), (LINEAR, Part("Tanh")), 2, "linear", "", "classes")
-PAIRS = {"lr": 0.05, "largest": 2, "curvature_interval": 3, "warmup_steps": 1}
+PAIRS = {"lr": 0.05, "num_largest": 2, "curvature_interval": 3, "warmup_steps": 1}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -55,7 +55,7 @@ def test_curvature_that_vanishes_makes_no_endless_steps() -> None:
     model = nn.Linear(3, 2, bias=False).double()
     before = model.weight.detach().clone()
     x, y = torch.eye(3, dtype=torch.float64), torch.tensor([0, 1, 0])
-    optimizer = DHO2(model, lr=0.1, largest=2, curvature_interval=2, warmup_steps=0)
+    optimizer = DHO2(model, lr=0.1, num_largest=2, curvature_interval=2, warmup_steps=0)
     sharp = [1.0]
 
     def curvature() -> Tensor:

@@ -27,7 +27,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "DPKFAC": (DPKFAC, {"momentum": 0.9}),
     "DPKFAC-all-reduce": (DPKFAC, {"gradient_exchange": "all_reduce"}),
     "DistKFAC": (DistKFAC, {"base": torch.optim.Adam, "lr": 0.01}),
-    "DHO2-column": (DHO2, {"layout": "column", "largest": 0, "smallest": 0}),
+    "DHO2-column": (DHO2, {"layout": "column", "num_largest": 0, "num_smallest": 0}),
     "DHO2-row": (DHO2, {"momentum": 0.9}),
 }
 

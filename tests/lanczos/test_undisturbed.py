@@ -189,7 +189,7 @@ def test_ctrl_c_in_the_closure_leaves_nothing_changed(mode: str, at: int) -> Non
     case = NORMED
     model, (x, y) = case.model(), case.batch(6)
     params, buffers = list(model.parameters()), list(model.buffers())
-    options = {"largest": 1, "smallest": 0, "warmup_steps": 0, "hvp": mode}
+    options = {"num_largest": 1, "num_smallest": 0, "warmup_steps": 0, "hvp": mode}
     optimizer = make(DHO2, model, **options)
     calls = 0
 

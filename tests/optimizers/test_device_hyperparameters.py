@@ -74,7 +74,7 @@ TUNED: dict[str, tuple[Any, Any]] = {
     "KAISA, clipped": (KAISA, {**SGD, **EVERY, "damping": 0.5, "kl_clip": 1e-3}),
     "KAISA, eigen": (KAISA, {**ADAM, **EVERY, "solver": "eigen", "damping": lambda _: 0.1}),
     "DPKFAC": (DPKFAC, {**SGD, **EVERY, "damping": 0.5}),
-    "DHO2": (DHO2, {**ADAM, "curvature_interval": 10, "warmup_steps": 0, "largest": 3}),
+    "DHO2": (DHO2, {**ADAM, "curvature_interval": 10, "warmup_steps": 0, "num_largest": 3}),
 }
 
 

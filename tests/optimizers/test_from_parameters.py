@@ -41,7 +41,7 @@ def found(params: Any) -> Any:
 def trained(System: Any, case: Any, by_parameters: bool, steps: int = 3) -> nn.Module:
     """A model of a case after some steps."""
     model = case.model()
-    options = {"largest": 1, "smallest": 0} if System in (DHO2, MRDHO2) else {}
+    options = {"num_largest": 1, "num_smallest": 0} if System in (DHO2, MRDHO2) else {}
     optimizer = make(System, model.parameters() if by_parameters else model, **options)
     for batch in case.batches(steps):
         with torch.random.fork_rng():  # dropout

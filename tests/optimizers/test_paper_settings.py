@@ -217,7 +217,9 @@ def test_mrdho2(world: World) -> None:
     """A warm-up of one epoch, and two epochs that end with equation 17."""
     found = world.run(in_roles, 3)
     ours = agreed([each["trajectory"] for each in found if each["role"] == "worker"])
-    expected, _ = equation_17("paper", largest=10, smallest=0, alpha=0.01, first=EPOCH, **SGD)
+    expected, _ = equation_17(
+        "paper", num_largest=10, num_smallest=0, alpha=0.01, first=EPOCH, **SGD
+    )
     assert_same_trajectory(ours, expected, rtol=1e-10)
 
 

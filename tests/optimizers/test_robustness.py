@@ -132,13 +132,13 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "fraction": (KAISA, {"grad_worker_fraction": 0.75}, "0.75 with 2 processes gives 1.5 gradient"),
     "device": (DistKFAC, {"inverse_device": "cuda"}, "inverse_device='cuda', but the parameters"),
     "stats": (DistKFAC, {"stats_workers": 2}, "stats_workers=2 with 2 processes leaves none to"),
-    "helpers": (MRDHO2, {"accelerators": 2}, "accelerators=2 with 2 processes leaves none to"),
+    "helpers": (MRDHO2, {"helper_ranks": 2}, "helper_ranks=2 with 2 processes leaves none to"),
     "base": (DHO2, {"base": ByTensor}, "not known to work element by element; use layout"),
 }
 UNEQUAL: dict[str, tuple[Any, str, list[Any]]] = {
     "fractions": (KAISA, "grad_worker_fraction", [1.0, 0.75]),
     "stats": (DistKFAC, "stats_workers", [1, 2]),
-    "helpers": (MRDHO2, "accelerators", [2, 1]),
+    "helpers": (MRDHO2, "helper_ranks", [2, 1]),
     "epochs": (MRDHO2, "epoch_steps", [3, 4]),
     "bounds": (DPKFAC, "max_factor_dim", [100, 200]),
 }
@@ -166,7 +166,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         f"unequal {name}": refusal(System, rank, **{option: values[rank]})
         for name, (System, option, values) in UNEQUAL.items()
     }
-    for System, option in ((DistKFAC, "stats_workers"), (MRDHO2, "accelerators")):
+    for System, option in ((DistKFAC, "stats_workers"), (MRDHO2, "helper_ranks")):
         model = DistributedDataParallel(MLP.model())
         before = vector(model)
         with pytest.raises(ValueError, match=f"{option}=1 with a model in DistributedData"):
@@ -214,7 +214,7 @@ def train_on_default_device(
     options = {
         KAISA: {"fisher": "categorical"},
         DistKFAC: {"exact_blocks": True, "inv_update_steps": TraceRule()},
-        MRDHO2: {"accelerators": world_size - 1},
+        MRDHO2: {"helper_ranks": world_size - 1},
     }.get(System, {})
     torch.manual_seed(0)
     model = MLP.model()

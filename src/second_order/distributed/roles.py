@@ -80,7 +80,7 @@ def whole_models(name: str, role: Role) -> str:
 
 def option_of(role: Role) -> str:
     """The option that says how many ranks have a helper's role."""
-    return "accelerators" if role == "accelerator" else "stats_workers"
+    return "helper_ranks" if role == "accelerator" else "stats_workers"
 
 
 def endless(batches: Iterable[Any]) -> Iterator[Any]:

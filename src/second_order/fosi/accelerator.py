@@ -48,9 +48,9 @@ def divided_curvature(
 ) -> Divided:
     """Make the curvature for this rank's role."""
     world = training.world
-    if not (options.wanted and options.accelerators and world.size > 1):
+    if not (options.wanted and options.helper_ranks and world.size > 1):
         return Divided(training, options, closure)
-    helps = world.rank >= world.size - options.accelerators
+    helps = world.rank >= world.size - options.helper_ranks
     return (Accelerating if helps else Worker)(training, options, closure)
 
 

@@ -60,7 +60,7 @@ def most_products(options: FOSIOptions, size: int, *, warm: bool) -> int:
     if options.lanczos_iterations is not None:
         return min(size, max(options.lanczos_iterations, wanted))
     usual = default_iterations(size, wanted)
-    if not warm or options.smallest:
+    if not warm or options.num_smallest:
         return usual
     return min(usual, max(2 * wanted, WARM_PRODUCTS))
 
@@ -75,8 +75,8 @@ def wanted_pairs(
     pairs = extreme_pairs(
         space,
         start,
-        options.largest,
-        options.smallest,
+        options.num_largest,
+        options.num_smallest,
         iterations=most_products(options, space.size, warm=warm),
         tol=options.lanczos_tol,
         seed=options.seed,
@@ -232,13 +232,13 @@ class RefreshedPairs:
             vectors = pairs.vectors()
             if not self._vector.by_rows:
                 vectors = whole_vectors(vectors, self._vector.size, self._training.world)
-            self.subspace = self._subspace(vectors, pairs.values, pairs.bounds(), pairs.largest)
+            self.subspace = self._subspace(vectors, pairs.values, pairs.bounds(), pairs.num_largest)
             if trust is not None:
                 self.subspace.carry(momentum, trust)
         self._training.publish()
 
     def _subspace(
-        self, vectors: Tensor, values: Tensor, residuals: Tensor, largest: int
+        self, vectors: Tensor, values: Tensor, residuals: Tensor, num_largest: int
     ) -> Subspace:
         """The subspace of eigenpairs, without momentum."""
         options = self._options
@@ -249,8 +249,8 @@ class RefreshedPairs:
 
         # s = clip(|λ₁| / |λ_k|, 1, lr_scale_clip) (FOSI)
         scale = 1.0
-        if largest and float(values[largest - 1]) != 0.0:
-            ratio = abs(float(values[0] / values[largest - 1]))
+        if num_largest and float(values[num_largest - 1]) != 0.0:
+            ratio = abs(float(values[0] / values[num_largest - 1]))
             scale = min(max(ratio, 1.0), self._bound if options.lr_scale_guard else clip)
 
         vector = self._vector
@@ -262,7 +262,7 @@ class RefreshedPairs:
             group_spans=vector.group_spans,
         )
         rates = newton_rates(values, options.eigenvalue_floor)[basis.mine].to(vectors)
-        return Subspace(basis, values, residuals, largest, rates, scale)
+        return Subspace(basis, values, residuals, num_largest, rates, scale)
 
     def drop(self) -> None:
         """Drop the eigenpairs, because other parameters train, and measure what refreshes cost."""
@@ -324,7 +324,7 @@ class RefreshedPairs:
             vectors = vectors[start:stop].clone()
         values = pairs.eigenvalues.to("cpu", torch.float64)
         residuals = pairs.residuals.to("cpu", torch.float64)
-        subspace = self._subspace(vectors, values, residuals, pairs.largest)
+        subspace = self._subspace(vectors, values, residuals, pairs.num_largest)
         subspace.resume(
             momentum=pairs.subspace_momentum,
             last=pairs.last_step,

@@ -1,6 +1,6 @@
 """MRDHO2: what a rank does, by its role, and a worker's epochs.
 
-    accelerators=0, or one process   Divided itself: DHO2 with an interval of an epoch
+    helper_ranks=0, or one process   Divided itself: DHO2 with an interval of an epoch
     the first P - A ranks            Worker: the base, and a final update at the end of each epoch
     the last A ranks                 Accelerating (`accelerator.py`): eigenpairs for the workers
 
@@ -76,14 +76,14 @@ class Divided(FOSICurvature):
         """Assign roles, if some are left to train, and link workers and accelerators."""
         training, options = self.training, self.options
         size = training.world.size
-        self.roles = assign_roles(size, options.accelerators, "accelerator", training.under_ddp)
+        self.roles = assign_roles(size, options.helper_ranks, "accelerator", training.under_ddp)
         super().begin()
         if not self.refreshes:
             self.links = take_role(training, self.roles, options.helper_timeout)
         elif options.wanted:
             training.warn(
                 f"MRDHO2 with {size} process{'es' if size > 1 else ''} and "
-                f"accelerators={options.accelerators}: nobody computes eigenpairs on the side, so "
+                f"helper_ranks={options.helper_ranks}: nobody computes eigenpairs on the side, so "
                 f"each process stops for them every {options.epoch_steps} steps, as DHO2 does"
             )
 

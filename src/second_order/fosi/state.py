@@ -39,7 +39,7 @@ COUNTS = ("refreshed_at", "batch_loss", "rest_scale_bound", *THROTTLE, *EPOCH)
 class SavedPairs:
     """Eigenpairs with their momentum and trust region, of all processes; entries of a checkpoint.
 
-    Without eigenpairs ``largest`` is below 0: some checkpoints are read into existing tensors.
+    Without eigenpairs ``num_largest`` is below 0: some checkpoints are read into existing tensors.
     """
 
     eigenvectors: Tensor  # (r, n)
@@ -49,7 +49,7 @@ class SavedPairs:
     subspace_momentum: Tensor
     last_step: Tensor
     trust_region: Tensor
-    largest: int
+    num_largest: int
     carried_decay: float
 
     def entries(self, device: torch.device) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def whole_pairs(subspace: Subspace, vector: FlatParams) -> SavedPairs:
         subspace_momentum=momentum,
         last_step=last,
         trust_region=newton.trust,
-        largest=subspace.largest,
+        num_largest=subspace.num_largest,
         carried_decay=subspace.decayed,
     )
 
@@ -102,7 +102,7 @@ def room_for_pairs(count: int, vector: FlatParams) -> SavedPairs:
         subspace_momentum=vectors.new_zeros(r),
         last_step=vectors.new_zeros(r),
         trust_region=vectors.new_zeros(len(TrustState._fields)),
-        largest=-1,
+        num_largest=-1,
         carried_decay=1.0,
     )
 
@@ -125,7 +125,7 @@ def same_params(saved: Mapping[Tensor, SavedPart], params: Sequence[Tensor]) -> 
 def read_pairs(saved: Mapping[Tensor, SavedPart]) -> SavedPairs | None:
     """The eigenpairs of a checkpoint; None if it has none."""
     part = with_vectors(saved, "eigenvectors")
-    if part is None or part["largest"] < 0:
+    if part is None or part["num_largest"] < 0:
         return None
     return SavedPairs(**{name: part[name] for name in PAIRS})
 
@@ -152,7 +152,7 @@ def check_saved_pairs(saved: Mapping[Tensor, SavedPart]) -> None:
             # The eigenvalues tell how many pairs there are, so they are checked before the others.
             counted = tuple(part.tensor("eigenvalues").shape[:1])
             part.tensor("eigenvalues", counted or (1,))
-            part.whole("largest", -1, *counted)
+            part.whole("num_largest", -1, *counted)
             part.number("carried_decay", 0.0, 1.0)
             each = ("residuals", "subspace_momentum", "last_step")
             shapes |= dict.fromkeys(each, counted)

@@ -134,7 +134,7 @@ class Subspace:
     basis: Basis  # V̂, in one of the two layouts
     values: Tensor  # (r,) û, the largest first; float64 on the CPU
     residuals: Tensor  # (r,), alike
-    largest: int  # k, number of the largest eigenpairs
+    num_largest: int  # k, number of the largest eigenpairs
     rates: Tensor  # (r_p,) Newton's steps in the vectors that are ``basis.mine``
     rest_scale: float  # s, by which the base's step is stretched
     newton: NewtonStep = field(init=False)  # the last Newton step

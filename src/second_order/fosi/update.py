@@ -334,7 +334,7 @@ class FOSICurvature(Curvature):
         )
         if self.pairs.throttle is not None:
             lines.append(self.pairs.throttle.said)
-        title = f"{options.largest} largest and {options.smallest} smallest eigenpairs"
+        title = f"{options.num_largest} largest and {options.num_smallest} smallest eigenpairs"
         layout = "row" if self.vector.sharded else options.layout
         return Summary(training.titled(title, f"layout {layout}"), rows, lines=lines)
 

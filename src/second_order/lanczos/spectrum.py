@@ -52,7 +52,7 @@ class Pairs:
 
     values: Tensor  # (r,) float64 on the CPU
     residuals: Tensor  # (r,) ‖Hv − θv‖ by the recurrence, without rounding; alike
-    largest: int  # number of pairs that are the largest ones
+    num_largest: int  # the first pairs are the largest ones, the others the smallest
     iterations: int  # number of products the run took
     norm: float  # the largest |θ| of the whole run, which ‖H‖ is at least
     basis: Tensor  # (m, rows) D, transposed
@@ -132,7 +132,7 @@ def extreme_pairs(
     return Pairs(
         values=ritz.values[picked],
         residuals=ritz.residuals[picked],
-        largest=largest,
+        num_largest=largest,
         iterations=run.products,
         norm=float(ritz.values.abs().max()),
         basis=run.basis,
@@ -272,7 +272,7 @@ def eigenpairs(
         residuals=pairs.bounds(),
         converged=pairs.residuals <= tol * pairs.values.abs(),
         products=pairs.iterations,
-        largest=pairs.largest,
+        largest=pairs.num_largest,
     )
 
 

@@ -729,8 +729,9 @@ class FOSIOptions:
     """The keywords that DHO2 and MRDHO2 share.
 
     Attributes:
-        largest: k, how many of the largest eigenpairs get Newton steps.
-        smallest: l, how many of the smallest (most negative) eigenpairs; steps lead away from them.
+        num_largest: k, how many of the largest eigenpairs get Newton steps.
+        num_smallest: l, how many of the smallest (most negative) eigenpairs; steps lead away from
+            them.
         curvature_interval: T, steps from one computation of the eigenpairs to the next, or a
             callable of the step; "auto": as often as ``overhead`` allows.
         overhead: With "auto": the share of the time of the base alone that all computations of
@@ -780,8 +781,8 @@ class FOSIOptions:
         seed: Seed of the first start vector.
     """
 
-    largest: int = 10
-    smallest: int = 0
+    num_largest: int = 10
+    num_smallest: int = 0
     curvature_interval: Interval | Literal["auto"] = AUTO
     overhead: float = 0.2
     warmup_steps: int | None = None
@@ -801,8 +802,8 @@ class FOSIOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_whole("largest", self.largest, 0, "0 for none of them")
-        check_whole("smallest", self.smallest, 0, "0 for none of them")
+        check_whole("num_largest", self.num_largest, 0, "0 for none of them")
+        check_whole("num_smallest", self.num_smallest, 0, "0 for none of them")
         if not is_auto(self.curvature_interval):
             check_interval("curvature_interval", self.curvature_interval)
         remedy = "0.2 is the default"
@@ -834,7 +835,9 @@ class FOSIOptions:
         """Check what decides the eigenpairs."""
         most = self.lanczos_iterations
         if most is not None:
-            check_whole("lanczos_iterations", most, max(self.wanted, 1), "4 (largest + smallest)")
+            check_whole(
+                "lanczos_iterations", most, max(self.wanted, 1), "4 (num_largest + num_smallest)"
+            )
         remedy = "1e-2 is the default"
         check_number("lanczos_tol", self.lanczos_tol, low=0.0, open_high=True, remedy=remedy)
         if self.lanczos_dtype is not None:
@@ -842,16 +845,16 @@ class FOSIOptions:
         floor = self.eigenvalue_floor
         check_number("eigenvalue_floor", floor, low=0.0, high=1.0, remedy="0.01 is usual")
         check_choice("hvp", self.hvp, ("auto", "retained", "recomputed", "differences"))
-        if self.smallest > 0 and self.curvature != "hessian":
+        if self.num_smallest > 0 and self.curvature != "hessian":
             raise ValueError(
-                f"smallest={self.smallest} with curvature={self.curvature!r}: it has no negative "
-                f"eigenvalues to find; use smallest=0, or curvature='hessian'"
+                f"num_smallest={self.num_smallest} with curvature={self.curvature!r}: it has no "
+                f"negative eigenvalues to find; use num_smallest=0, or curvature='hessian'"
             )
 
     @property
     def wanted(self) -> int:
         """Number of eigenpairs asked for, k + l."""
-        return self.largest + self.smallest
+        return self.num_largest + self.num_smallest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -859,7 +862,7 @@ class EpochOptions(FOSIOptions):
     """The keywords of MRDHO2. Without accelerators, an epoch is the interval of DHO2.
 
     Attributes:
-        accelerators: A, how many ranks compute eigenpairs.
+        helper_ranks: A, how many ranks compute eigenpairs.
         epoch_steps: E, steps between two final updates.
         final_update: "paper" is equation 17. "guarded" does it where the loss on the accelerators'
             batches falls by at least half with it.
@@ -869,21 +872,21 @@ class EpochOptions(FOSIOptions):
         warmup_steps: W, steps of the base alone before the first epoch that accelerators help in;
             None for 0. Without accelerators: steps before the first eigenpairs, None for
             ``epoch_steps``.
-        largest: k, how many of the largest eigenpairs get Newton steps.
+        num_largest: k, how many of the largest eigenpairs get Newton steps.
         newton_scale: α, the length of a Newton step; 1.0 is a full one. A number is α at the
             largest learning rate of the schedule and follows it from there; a callable of the step
             is taken as it is.
         lanczos_iterations: m, Hessian-vector products at most; None for max(4(k + l), 2 ln n).
     """
 
-    accelerators: int = 1
+    helper_ranks: int = 1
     epoch_steps: int = 100
     final_update: Literal["guarded", "paper"] = "guarded"
     helper_timeout: float = 60.0
     layout: Literal["row", "column"] = "column"
 
     def __post_init__(self) -> None:
-        check_whole("accelerators", self.accelerators, 0, "0 for none")
+        check_whole("helper_ranks", self.helper_ranks, 0, "0 for none")
         check_count("epoch_steps", self.epoch_steps, meaning="steps")
         check_choice("final_update", self.final_update, ("guarded", "paper"))
         check_timeout("helper_timeout", self.helper_timeout)

@@ -112,8 +112,8 @@ class DHO2(EigenpairOptimizer):
         lr: Rate | None = None,
         *,
         curvature_closure: Closures | None = None,
-        largest: int = 10,
-        smallest: int = 0,
+        num_largest: int = 10,
+        num_smallest: int = 0,
         curvature_interval: Interval | Literal["auto"] = "auto",
         overhead: float = 0.2,
         warmup_steps: int | None = None,
@@ -141,8 +141,8 @@ class DHO2(EigenpairOptimizer):
     ) -> None:
         check_curvature(curvature, hvp)
         options = FOSIOptions(
-            largest=largest,
-            smallest=smallest,
+            num_largest=num_largest,
+            num_smallest=num_smallest,
             curvature_interval=curvature_interval,
             overhead=overhead,
             warmup_steps=warmup_steps,

@@ -51,14 +51,14 @@ class MRDHO2(EigenpairOptimizer):
             else:
                 ...  # the usual loop
 
-    The last ``accelerators`` ranks help; the others average gradients among themselves. A worker
+    The last ``helper_ranks`` ranks help; the others average gradients among themselves. A worker
     waits for accelerators at the end of an epoch only, if they are late. If one dies, hangs or
     sends numbers that are not finite, workers go on with the base alone. A rank that runs the usual
     loop and is an accelerator computes eigenpairs in :meth:`step`, by ``curvature_closure``. For
     DistributedDataParallel, make the optimizer of the plain model with
     ``gradient_averaging=False``, then wrap it with ``process_group=optimizer.worker_group``.
 
-    With one process, or ``accelerators=0``, it is :class:`~second_order.DHO2` with an interval of
+    With one process, or ``helper_ranks=0``, it is :class:`~second_order.DHO2` with an interval of
     ``epoch_steps``.
     """
 
@@ -70,12 +70,12 @@ class MRDHO2(EigenpairOptimizer):
         lr: Rate | None = None,
         *,
         curvature_closure: Closures | None = None,
-        accelerators: int = 1,
+        helper_ranks: int = 1,
         epoch_steps: int = 100,
         final_update: FinalUpdate = "guarded",
         helper_timeout: float = 60.0,
-        largest: int = 10,
-        smallest: int = 0,
+        num_largest: int = 10,
+        num_smallest: int = 0,
         warmup_steps: int | None = None,
         newton_scale: Schedule = 0.1,
         lr_scale_clip: float | None = None,
@@ -96,13 +96,13 @@ class MRDHO2(EigenpairOptimizer):
     ) -> None:
         check_curvature(curvature, hvp)
         options = EpochOptions(
-            accelerators=accelerators,
+            helper_ranks=helper_ranks,
             epoch_steps=epoch_steps,
             curvature_interval=epoch_steps,
             final_update=final_update,
             helper_timeout=helper_timeout,
-            largest=largest,
-            smallest=smallest,
+            num_largest=num_largest,
+            num_smallest=num_smallest,
             warmup_steps=warmup_steps,
             newton_scale=newton_scale,
             lr_scale_clip=lr_scale_clip,
@@ -122,7 +122,7 @@ class MRDHO2(EigenpairOptimizer):
             process_group=process_group,
             debug=debug,
         )
-        helped = accelerators > 0 and options.wanted > 0
+        helped = helper_ranks > 0 and options.wanted > 0
         super().__init__(
             params,
             lr,
@@ -131,7 +131,7 @@ class MRDHO2(EigenpairOptimizer):
             curvature=lambda training: divided_curvature(training, options, curvature_closure),
             needs_model=False,
             helper_role="accelerator" if helped else None,
-            helpers=accelerators,
+            helpers=helper_ranks,
         )
 
     @property
