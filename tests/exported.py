@@ -1,4 +1,4 @@
-"""What other packages write of small models, for the exporters of `second_order.doors`.
+"""What other packages write of small models, for the exporters of `second_order.export`.
 
 `data/exports.pt` has what kronfluence 1.0.1, Bergson 2.5.1, laplace-torch 0.3 and llm-compressor
 0.14.0.1 have computed and written of the cases below. They do not install next to our torch, since

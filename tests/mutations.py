@@ -202,14 +202,14 @@ words that are never compared  <-  agreement::ranks_know_whether_they_have_the_s
 
 == export/kronfluence.py
 sums for documents, written as means
-  <-  doors::files_for_influence_functions_say_what_the_factors_are
+  <-  export::files_for_influence_functions_say_what_the_factors_are
     found["lambda_matrix"] = layer.corrected * terms  =>  found["lambda_matrix"] = layer.corrected
 
 == export/layers.py
-a bias's column handed to GPTQ  <-  doors::gptqs_hessian_is_that_of_the_rows_without_the_bias
+a bias's column handed to GPTQ  <-  export::gptqs_hessian_is_that_of_the_rows_without_the_bias
     if columns == shape.in_dim:  =>  if True:
 each rank writes
-  <-  doors::the_first_layers_owner_writes_what_one_process_would
+  <-  export::the_first_layers_owner_writes_what_one_process_would
     return next(iter(curvature), None) in curvature.here  =>  return True
 
 == checkpoint/files.py

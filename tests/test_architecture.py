@@ -254,8 +254,10 @@ def test_what_is_loaded_when_asked_for_is_what_type_checkers_see() -> None:
     assert set(second_order.__all__) <= set(dir(second_order))
     for name, home in homes.items():
         assert home is not None
-        whole = importlib.import_module(f"{home}.{name}" if name == "lanczos" else home)
-        assert getattr(second_order, name) is (whole if name == "lanczos" else getattr(whole, name))
+        is_folder = home == "second_order"
+        module = importlib.import_module(f"{home}.{name}" if is_folder else home)
+        expected = module if is_folder else getattr(module, name)
+        assert getattr(second_order, name) is expected
     with pytest.raises(AttributeError, match="'second_order' has no attribute 'KAISER'"):
         _ = second_order.KAISER
 

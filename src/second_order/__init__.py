@@ -8,7 +8,7 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from second_order import lanczos
+    from second_order import export, lanczos
     from second_order.checkpoint.files import load_checkpoint, save_checkpoint
     from second_order.errors import (
         CheckpointError,
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         SecondOrderError,
         SecondOrderWarning,
     )
-    from second_order.export import doors
     from second_order.kronecker.kinds import register_layer
     from second_order.kronecker.layer_curvature import LayerCurvature
     from second_order.kronecker.model_curvature import KroneckerCurvature
@@ -69,7 +68,7 @@ __all__ = [
     "Summary",
     "TraceRule",
     "calibrate",
-    "doors",
+    "export",
     "export_base_state",
     "lanczos",
     "load_checkpoint",
@@ -85,7 +84,6 @@ _NAMES_IN = {
         "CheckpointError CurvatureError DecompositionError RankMismatchError SecondOrderError "
         "SecondOrderWarning"
     ),
-    "export.doors": "doors",
     "checkpoint.files": "load_checkpoint save_checkpoint",
     "optimizers.config": "DecayingClip PerStep SecondBase TraceRule",
     "kronecker.layer_curvature": "LayerCurvature",
@@ -110,7 +108,7 @@ if not TYPE_CHECKING:  # who checks types is to hear of names that there are not
     def __getattr__(name: str) -> object:
         if name in _HOMES:
             home = importlib.import_module(f"{__name__}.{_HOMES[name]}")
-            found = getattr(home, name, home)  # `doors` is its home
+            found = getattr(home, name)
             globals()[name] = found
             return found
         if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):

@@ -38,7 +38,7 @@ from second_order.kfac.layers import (
     gradient_blocks,
     gradient_statistics,
 )
-from second_order.kfac.metrics import fitted_curvature, metrics_of
+from second_order.kfac.metrics import build_curvature, metrics_of
 from second_order.kfac.plan import (
     LayerPlan,
     Plan,
@@ -697,11 +697,11 @@ class KFAC(OfLayers):
         self._loaded = None
         self._missing = set()
 
-    def fitted(self, dtype: torch.dtype, gather: bool) -> KroneckerCurvature:
+    def build_curvature(self, dtype: torch.dtype, gather: bool) -> KroneckerCurvature:
         """The factors as an object of their own; a collective if some are kept elsewhere."""
         if self.factors_elsewhere and self.layers.follow():
             self._compile()
-        return fitted_curvature(
+        return build_curvature(
             training=self.training,
             options=self._options,
             layers=self.layers,

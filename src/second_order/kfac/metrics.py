@@ -25,7 +25,7 @@ from second_order.optimizers.config import KFACOptions
 from second_order.training.context import Training
 from second_order.training.groups import members_of
 
-__all__ = ["NAMES", "fitted_curvature", "metrics_of"]
+__all__ = ["NAMES", "build_curvature", "metrics_of"]
 
 UNNAMED = "(not in the model)"
 
@@ -60,7 +60,7 @@ def metrics_of(
     }
 
 
-def fitted_curvature(
+def build_curvature(
     training: Training,
     options: KFACOptions,
     layers: Layers,

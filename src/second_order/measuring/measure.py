@@ -45,7 +45,7 @@ from second_order.measuring.batches import (
 )
 from second_order.measuring.hooks import undisturbed, unwrapped
 from second_order.measuring.layers import Layer, find_layers
-from second_order.measuring.report import Measurement, curvature_of, report_of
+from second_order.measuring.report import Measurement, build_curvature, report_of
 from second_order.measuring.sums import Keep, Sums
 
 __all__ = ["measure"]
@@ -170,7 +170,7 @@ def measure(
 
         # Accumulate the eigenvalues of F in the eigenbasis of A and G.
         if factors == "ekfac":
-            curvature = curvature_of(model, found, left, measured, world)
+            curvature = build_curvature(model, found, left, measured, world)
             measured = correct_eigenvalues(run, curvature, found, measured)
 
     # Report what the curvature covers.
@@ -185,7 +185,7 @@ def measure(
     report = report_of(title, model, found, left, measured, passes, seconds)
     if run.shows_progress:
         sys.stderr.write(f"{report}\n")
-    return curvature_of(model, found, left, measured, world, report)
+    return build_curvature(model, found, left, measured, world, report)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from second_order.measuring.layers import Layer
 from second_order.measuring.sums import Key
 from second_order.reporting.summary import aligned
 
-__all__ = ["MeasuredLayer", "Measurement", "Report", "curvature_of", "report_of"]
+__all__ = ["MeasuredLayer", "Measurement", "Report", "build_curvature", "report_of"]
 
 INPUTS_ALONE = 'its layer has A of its inputs alone: measure it with factors="kfac" or "ekfac"'
 
@@ -43,7 +43,7 @@ class Measurement:
     bases: Mapping[str, Eigen] = field(default_factory=dict)
 
 
-def curvature_of(
+def build_curvature(
     model: nn.Module,
     layers: Sequence[Layer],
     left: Sequence[LeftToBase],

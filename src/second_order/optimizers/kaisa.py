@@ -73,7 +73,7 @@ class KroneckerOptimizer(SecondOrderOptimizer):
             )
         if curvature.factors_elsewhere:
             self.agree("curvature()")
-        return curvature.fitted(dtype, gather)
+        return curvature.build_curvature(dtype, gather)
 
 
 @documented(KAISAOptions, KFACOptions, ScriptOptions)

@@ -30,7 +30,7 @@ from exported import (
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from second_order import KroneckerCurvature, LayerCurvature, doors, measure
+from second_order import KroneckerCurvature, LayerCurvature, export, measure
 from second_order.checkpoint.files import load_tensors
 from second_order.kronecker.layers import FactorShape
 
@@ -70,7 +70,8 @@ TIMES = {
 def test_kronfluences_files_are_those_that_it_wrote(
     tmp_path: Path, tokens: bool, strategy: str
 ) -> None:
-    assert doors.to_kronfluence(Case(tokens).curvature(strategy), tmp_path, documents=ENTRIES) == {}
+    curvature = Case(tokens).curvature(strategy)
+    assert export.to_kronfluence(curvature, tmp_path, documents=ENTRIES) == {}
     ours, theirs = files_in(tmp_path), STORED["kronfluence", tokens, strategy]
     assert ours.keys() == theirs.keys()
     for path, tensors in theirs.items():
@@ -95,7 +96,7 @@ def test_kronfluence_loads_what_it_would_have_fitted(
     data = torch.utils.data.TensorDataset(case.x, case.y)
     analyzer.fit_all_factors("theirs", data, **fit)
     folder = tmp_path / "a" / "factors_ours"
-    assert doors.to_kronfluence(case.curvature(strategy), folder, documents=ENTRIES) == {}
+    assert export.to_kronfluence(case.curvature(strategy), folder, documents=ENTRIES) == {}
     kinds = ["covariance_matrices", "eigendecomposition"] + ["lambda_matrices"] * (
         strategy == "ekfac"
     )
@@ -135,8 +136,8 @@ def test_files_for_influence_functions_say_what_the_factors_are(
 ) -> None:
     """Kronfluence's and Bergson's, by their own scales: of sums, of means and of documents."""
     curvature = Case(tokens=True).curvature()
-    doors.to_kronfluence(curvature, tmp_path / "k", documents=documents)
-    doors.to_bergson(curvature, tmp_path / "b", include_bias=True, documents=documents)
+    export.to_kronfluence(curvature, tmp_path / "k", documents=documents)
+    export.to_bergson(curvature, tmp_path / "b", include_bias=True, documents=documents)
     layer, rows = curvature["0"], ENTRIES * TOKENS
     a, g, entries = layer.A[0], layer.G[0], documents or rows
     k = {path.stem: load_tensors(path)["0"] for path in (tmp_path / "k").glob("*.safetensors")}
@@ -162,7 +163,7 @@ def for_bergson(folder: Path, include_bias: bool) -> KroneckerCurvature:
     """Write what Bergson is to read; with corrected eigenvalues if biases are included."""
     curvature = Case(tokens=True).curvature("ekfac" if include_bias else "kfac", "model")
     options: dict[str, Any] = {"prefix": "model.", "include_bias": include_bias}
-    assert doors.to_bergson(curvature, folder, documents=ENTRIES, **options) == {}
+    assert export.to_bergson(curvature, folder, documents=ENTRIES, **options) == {}
     return curvature
 
 
@@ -181,7 +182,7 @@ def test_bergsons_files_are_those_that_it_wrote(tmp_path: Path, include_bias: bo
 
 def test_bergsons_biases_are_dropped_only_without_corrected_eigenvalues(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'model\.0' has a bias.*include_bias=True"):
-        doors.to_bergson(Case(tokens=True).curvature("ekfac", "model"), tmp_path, prefix="model.")
+        export.to_bergson(Case(tokens=True).curvature("ekfac", "model"), tmp_path, prefix="model.")
 
 
 @pytest.mark.parametrize("include_bias", [False, True])
@@ -210,10 +211,10 @@ def test_bergson_applies_what_it_would_have_computed(tmp_path: Path, include_bia
 
 
 def test_names_below_a_prefix_are_written_without_it(tmp_path: Path) -> None:
-    left_out = doors.to_bergson(Case(tokens=True).curvature("kfac"), tmp_path, prefix="2")
+    left_out = export.to_bergson(Case(tokens=True).curvature("kfac"), tmp_path, prefix="2")
     assert left_out == {"0": "its name does not begin with '2'"}
     with pytest.raises(ValueError, match="no layer has anything for Bergson; '0'"):
-        doors.to_bergson(Case(tokens=True).curvature("kfac"), tmp_path, prefix="model.")
+        export.to_bergson(Case(tokens=True).curvature("kfac"), tmp_path, prefix="model.")
 
 
 # ------------------------------------------------------------------------------------ laplace-torch
@@ -248,7 +249,7 @@ def test_laplaces_hessian_is_the_one_that_it_fitted(
     monkeypatch.setitem(sys.modules, "laplace.utils", ModuleType("laplace.utils"))
     case = Classified(damping)
     posterior: Any = Posterior(case)
-    doors.to_laplace(measured(case.model, case.x, case.y, "ekfac"), posterior, case.loader)
+    export.to_laplace(measured(case.model, case.x, case.y, "ekfac"), posterior, case.loader)
     stored = STORED["laplace", False, damping]
     blocks = [torch.kron(*b) if len(b) > 1 else b[0] for b in posterior.H_facs.kfacs]
     close(torch.block_diag(*blocks), stored["hessian"])
@@ -268,23 +269,23 @@ def test_laplace_predicts_as_if_it_had_fitted(last: bool, damping: bool) -> None
     ours, theirs = (laplace_of(case, last, damping) for _ in range(2))
     theirs.fit(loader)
     curvature = measured(model, x, case.y, "ekfac")
-    doors.to_laplace(curvature, ours, loader)
+    export.to_laplace(curvature, ours, loader)
     close(ours(x), theirs(x))
     assert not torch.allclose(ours(x), model(x).softmax(-1), atol=1e-3)
     close(ours.H_facs.to_matrix(), theirs.H_facs.to_matrix())
     close(ours.log_marginal_likelihood(), theirs.log_marginal_likelihood())
     half, other = (laplace_of(case, last, damping) for _ in range(2))
-    doors.to_laplace(curvature, half, loader, examples=ENTRIES / 2)
+    export.to_laplace(curvature, half, loader, examples=ENTRIES / 2)
     close(half.H_facs.to_matrix() * 2, ours.H_facs.to_matrix())
     only = KroneckerCurvature({"0": curvature["0"]}, curvature.names, {})
     with pytest.raises(ValueError, match=rf"'{head}\.weight' and .* have no curvature.*freeze"):
-        doors.to_laplace(only, other, loader)
+        export.to_laplace(only, other, loader)
     diagonal = laplace.DiagLaplace(model, "classification")
     with pytest.raises(TypeError, match="DiagLaplace has no Kronecker factors"):
-        doors.to_laplace(curvature, diagonal, loader)
+        export.to_laplace(curvature, diagonal, loader)
     unknown = laplace.KronLLLaplace(model, "classification")
     with pytest.raises(ValueError, match="give last_layer_name="):
-        doors.to_laplace(curvature, unknown, loader)
+        export.to_laplace(curvature, unknown, loader)
 
 
 @pytest.mark.parametrize("groups", [1, 10])
@@ -313,7 +314,7 @@ def test_laplaces_hessian_of_other_layers_has_the_blocks_of_their_parameters(gro
     posterior = laplace.KronLaplace(model, "classification")
     x, y = torch.randint(7, (8,)), torch.randint(CLASSES, (8,))
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 4)
-    doors.to_laplace(KroneckerCurvature(layers, [], {}), posterior, loader)
+    export.to_laplace(KroneckerCurvature(layers, [], {}), posterior, loader)
     whole = torch.block_diag(*(layer.to_dense() for layer in layers.values())) * 20
     hessian = posterior.H_facs.to_matrix()
     ends = [0, *accumulate(p.numel() for p in model.parameters())]
@@ -324,7 +325,7 @@ def test_laplaces_hessian_of_other_layers_has_the_blocks_of_their_parameters(gro
     assert (posterior.n_data, posterior.n_outputs) == (8, CLASSES)
     layers["3"] = replace(layers["3"], shape=FactorShape(2, 5, CLASSES))
     with pytest.raises(ValueError, match="'3' has no pair of factors; freeze it"):
-        doors.to_laplace(KroneckerCurvature(layers, [], {}), posterior, loader)
+        export.to_laplace(KroneckerCurvature(layers, [], {}), posterior, loader)
 
 
 # --------------------------------------------------------------------------------- quantisation
@@ -336,7 +337,7 @@ def test_gptqs_hessian_is_that_of_the_rows_without_the_bias(
 ) -> None:
     case = Case(tokens)
     first, curvature = case.model[0], case.curvature(factors)
-    hessians = doors.to_gptq(curvature, tmp_path)
+    hessians = export.to_gptq(curvature, tmp_path)
     x = case.x.flatten(0, 1) if tokens else nn.functional.unfold(case.x, 3).mT.flatten(0, 1)
     rows = len(x) if tokens else ENTRIES  # images, and a sum over their locations
     close(hessians["0"], 2 / rows * x.mT @ x)
@@ -348,7 +349,7 @@ def test_gptqs_hessian_is_that_of_the_rows_without_the_bias(
 
 
 def test_llm_compressor_keeps_the_same_hessian_but_for_a_number() -> None:
-    ours = doors.to_gptq(Case(tokens=True).curvature("inputs"))["0"]
+    ours = export.to_gptq(Case(tokens=True).curvature("inputs"))["0"]
     torch.testing.assert_close(ours * TOKENS, STORED["llm-compressor",], rtol=1e-5, atol=1e-6)
 
 
@@ -358,23 +359,23 @@ def test_gptqs_hessian_of_a_convolutions_groups_is_their_mean() -> None:
     shape = FactorShape(2, 4, 3)
     shapes = {"0.weight": torch.Size((6, 2, 2))}
     layer = LayerCurvature("0", ("0",), nn.Conv1d, shapes, shape, {"A": a}, 8, 1)
-    close(doors.to_gptq(KroneckerCurvature({"0": layer}, [], {}))["0"], 2 * a.mean(0))
+    close(export.to_gptq(KroneckerCurvature({"0": layer}, [], {}))["0"], 2 * a.mean(0))
     experts = replace(layer, kind=nn.Module)
-    close(doors.to_gptq(KroneckerCurvature({"0": experts}, [], {}))["0"], 2 * a)
+    close(export.to_gptq(KroneckerCurvature({"0": experts}, [], {}))["0"], 2 * a)
     with pytest.raises(ValueError, match="'0': it has 2 groups"):
-        doors.to_kronfluence(KroneckerCurvature({"0": layer}, [], {}), "nowhere")
+        export.to_kronfluence(KroneckerCurvature({"0": layer}, [], {}), "nowhere")
 
 
 # ---------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("door", [doors.to_kronfluence, doors.to_bergson])
+@pytest.mark.parametrize("exporter", [export.to_kronfluence, export.to_bergson])
 def test_a_curvature_of_inputs_alone_is_refused_where_gradients_are_needed(
-    tmp_path: Path, door: Any
+    tmp_path: Path, exporter: Any
 ) -> None:
     curvature = Case(tokens=True).curvature("inputs")
     with pytest.raises(ValueError, match=r"'0' has no G, which .* needs; measure with factors='kf"):
-        door(curvature, tmp_path / "none")
+        exporter(curvature, tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 
@@ -386,8 +387,8 @@ def written(rank: int, ranks: int, folder: Path) -> list[Any]:
     options: dict[str, Any] = {"factors": "ekfac", "loss": terms, "progress": False}
     curvature = measure(case.model, batches, keep="owner", **options)
     folder = folder / f"{rank} of {ranks}"
-    left_out = doors.to_kronfluence(curvature, folder / "factors_a")
-    return [len(curvature.here), left_out, {*doors.to_gptq(curvature, folder / "gptq")}]
+    left_out = export.to_kronfluence(curvature, folder / "factors_a")
+    return [len(curvature.here), left_out, {*export.to_gptq(curvature, folder / "gptq")}]
 
 
 def test_the_first_layers_owner_writes_what_one_process_would(tmp_path: Path, world: World) -> None:
