@@ -485,7 +485,7 @@ the clip of a bucket's own layers  <-  fsdp::one_all_to_all_each_way_for_a_bucke
 
 == kfac/solve.py
 the damping of the landing  <-  distkfac::an_inverse_has_the_damping_of_its_snapshot
-    [state.damping for state in states]  =>  [self.damping for state in states]
+    [damped.damping for damped in known]  =>  [self.damping for damped in known]
 layers that are due when they land wait for the next interval
   <-  distkfac::a_layer_that_is_due_when_it_lands_is_launched_again
     self._submit(again, mean_curvature)  =>  pass
@@ -527,7 +527,7 @@ an instrument without the failures  <-  statistics::failures_are_counted
   -
 a dead layer solved with the others
   <-  refresh_on_device::a_refresh_comes_to_the_same_on_a_device
-    if not weight > 0]  =>  if False]
+    if not weight > 0}  =>  if False}
 damping without a floor  <-  step_length::damping_has_a_floor_by_all_layers
     options.floor * solves[blocks[0]].mean_curvature  =>  0.0
 a step staler than allowed  <-  distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age
@@ -539,6 +539,9 @@ of a thread's decompositions one is enough  <-  distkfac::one_factor_that_fails_
     whole = len(result.parts) == len(self.step.to_solve[block])  =>  whole = len(result.parts) > 0
 
 == kfac/solve_async.py
+a dropped result is that of a later refresh
+  <-  distkfac::a_dropped_result_of_a_thread_does_not_become_that_of_a_later_refresh
+    self._tickets.pop(block, None)  =>  pass
 deterministic without effect  <-  distkfac::deterministic_beside_a_layer_without_statistics
     elif self.deterministic or not ticket.done():  =>  elif not ticket.done():
 a snapshot that changes  <-  distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age

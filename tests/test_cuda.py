@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, measure
-from second_order.kronecker.solvers import Problem, cholesky_inverse, decompose_all, eigh
+from second_order.kronecker.solvers import Problem, attempt_all, cholesky_inverse, eigh
 from second_order.kronecker.storage import unpack_upper_triangular
 
 pytestmark = [
@@ -347,7 +347,7 @@ def test_bad_members_of_a_batch_are_mended_or_told(decompose: Any, dim: int) -> 
     broken[0, 1] = torch.nan
     stored = torch.stack([*members, broken]).cuda()
     problems = [Problem(stored[i : i + 1], dim, torch.float32) for i in range(len(stored))]
-    found = decompose_all(problems, decompose)
+    found = attempt_all(problems, decompose).result()
     assert found[-1] is None
     for parts, matrix in zip(found[:-1], members, strict=True):
         assert parts is not None

@@ -76,8 +76,8 @@ BOUNDS = [
     ("KAISA inverse", "refresh", 300, 300, 300),
     ("KAISA eigen", "refresh", 300, 300, 300),
     ("DistKFAC inverse", "refresh", 300, 458, 300),  # each result is copied
-    ("KAISA inverse", "waits", 2, 2, 2),
-    ("KAISA eigen", "waits", 7, 7, 7),  # two, and one for each size of a factor
+    ("KAISA inverse", "waits", 1, 1, 1),
+    ("KAISA eigen", "waits", 6, 6, 6),  # one, and one for each size of a factor
     ("DistKFAC inverse", "waits", 2, None, 1),
     ("DHO2", "waits", 1, None, 1),
     ("DHO2", "iteration", 12, None, 12),

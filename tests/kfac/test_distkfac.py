@@ -9,11 +9,12 @@ import pytest
 import torch
 from accelerated import noted
 from contract import hook_count, same
-from ranks import assert_same_trajectory, go, vector
+from ranks import assert_same_trajectory, go, replaced, vector
 from threaded import (
     BATCHES,
     CASE,
     LAYERS,
+    BrokenError,
     Dawdle,
     Gate,
     delayed,
@@ -182,6 +183,28 @@ def test_one_factor_that_fails_on_a_thread_is_told() -> None:
         assert optimizer.summary().failed == len(LAYERS)
     assert all("could not be decomposed at step 1" in line for line in warned)
     assert len(warned) == len(LAYERS)
+
+
+def test_a_dropped_result_of_a_thread_does_not_become_that_of_a_later_refresh() -> None:
+    """Here the later refresh fails before a thread has its factors."""
+
+    def raises(work: Any) -> Any:
+        raise BrokenError
+
+    model, gate = CASE.model(), Gate()
+    with distkfac(model, max_staleness=None) as optimizer:
+        go(model, optimizer, CASE, BATCHES[:1])
+        with solving(gate):
+            go(model, optimizer, CASE, BATCHES[1:2])
+            solves = optimizer._curvature.solves
+            assert len(solves.under_way) == len(LAYERS)
+            solves.drop_missing([*solves.under_way])
+            gate.open()
+        with noted() as warned, replaced(solves.inverter.pool, {"submit": raises}):
+            go(model, optimizer, CASE, BATCHES[2:3])
+        assert not any(block.solved for block in optimizer._curvature.plan)
+    assert len(warned) == len(LAYERS)
+    assert all("BrokenError" in line for line in warned)
 
 
 def test_the_papers_clip_decays_by_steps() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import Counter
 from functools import partial
@@ -418,3 +419,29 @@ def test_a_helper_that_ends_leaves_workers_to_their_own_passes(
     agreed(workers)
     name = f"stats worker {world_size - 1}"
     told_once(results, f"{name} has left, died", "from the training passes again")
+
+
+def curvature_worker(model: nn.Module, optimizer: Any) -> tuple[float, list[float]]:
+    """The mean curvature of all layers after a refresh, and that of the layers owned here."""
+    with optimizer:
+        until_fed(model, optimizer)
+        train_on(model, optimizer, BATCHES[:3])
+        found = optimizer._curvature.mean_curvature
+        return found, [float(b.factors.mean_curvature()) for b in owned_here(optimizer)]
+
+
+def curvature_stats(model: nn.Module, optimizer: Any) -> int:
+    with optimizer:
+        return optimizer.serve(BATCHES[1:], lambda batch: 2.0 * loss_of(model, batch))
+
+
+def test_the_mean_curvature_is_that_of_the_statistics_of_stats_workers(world: World) -> None:
+    """A stats worker sends the statistics of a layer to its owner alone, which reports them."""
+    options = {"max_staleness": 0, "relative_damping": True, "damping_floor": "auto"}
+    results = world.run(play, 3, (curvature_worker, curvature_stats), options, timeout=2 * LONG)
+    workers, _ = roles_of(results)
+    curvatures = [each for _, owned in workers for each in owned]
+    assert len(curvatures) == len(LAYERS)
+    expected = (sum(map(math.sqrt, curvatures)) / len(curvatures)) ** 2
+    for found, _ in workers:
+        assert found == pytest.approx(expected, rel=1e-6)

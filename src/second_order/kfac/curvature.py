@@ -28,8 +28,9 @@ from second_order.distributed.world import World
 from second_order.kfac.feedback import (
     ADAPTIVE,
     PLAIN,
+    Report,
     StepLength,
-    largest_rate,
+    report_refresh,
     share_feedback,
 )
 from second_order.kfac.layers import (
@@ -80,6 +81,7 @@ from second_order.kfac.thor import TraceRefresh
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.kronecker.solvers import Inverse
+from second_order.kronecker.storage import DeviceRead
 from second_order.optimizers.config import SCHEDULES, KFACOptions
 from second_order.planning.cost import cheapest_workers
 from second_order.planning.machine import calibrate
@@ -288,27 +290,31 @@ class KFAC(OfLayers):
         # Recompute the inverses that are due, each on its inverse rank.
         layers = self._cadence.due()
         refresh = NO_REFRESH
+        report: Report | None = None
+        read = DeviceRead()
         if layers or solves.wanted or solves.under_way:
             with stage("solve"):
-                refresh = solves.refresh(layers, pending, self.mean_curvature)
+                if solves.reads_once and pending is ARRIVED:
+                    report = self._report(read, self._measured_layers())
+                refresh = solves.refresh(layers, pending, self.mean_curvature, read)
         if pending is not ARRIVED:
             with stage("average_gradients"):
                 pending.wait()
         if self.helpers is not None:
             self.helpers.agree(self.training)
 
-        # Look at what the last step has done, before gradients are preconditioned.
-        slopes: list[Tensor] = []
-        if refresh.installed and length is not None:
-            slopes = length.measure(self._step, self.sharded, self.training.groups)
+        # Measure the effect of the last step, before gradients are preconditioned.
+        if refresh.installed and report is None:
+            solved = [block for block in self._measured_layers() if block.solved]
+            report = self._report(read, solved)
 
         # Precondition on the gradient workers, exchange P, clip, and write p.grad.
         with stage("precondition"):
             result = self._precondition(refresh.previous)
 
         # Adapt the refresh intervals and the step scale to what the refresh has changed.
-        if refresh.installed:
-            self._adapt(slopes, result.cosines)
+        if refresh.installed and report is not None:
+            self._adapt(report, refresh.cosines, result.cosines, read)
         coming = bool(solves.under_way) or self._cadence.may_come()
         if length is not None:
             length.keep(self._step.layers, wanted=coming)
@@ -332,16 +338,36 @@ class KFAC(OfLayers):
         owners = self.owners() if training.averages and self.only_to_owners else None
         return precondition_gradients(step, self.clip, dtype, previous, owners)
 
-    def _adapt(self, slopes: Sequence[Tensor], cosines: Mapping[KroneckerBlock, Tensor]) -> None:
+    def _measured_layers(self) -> Sequence[KroneckerBlock]:
+        """The layers whose mean curvature this rank reports, because it has their statistics."""
+        if self.helpers is None:
+            return self._step.reporting
+        rank = self.training.world.rank
+        return [block for block, layer in self._step.layers.items() if layer.solver("A") == rank]
+
+    def _report(self, read: DeviceRead, layers: Sequence[KroneckerBlock]) -> Report | None:
+        """What this rank reports of a refresh; None if nothing adapts to refreshes."""
+        length = self.step_length
+        if self.drift is None and length is None and self._options.floor == 0:
+            return None
+        slopes: list[Tensor] = []
+        if length is not None:
+            slopes = length.measure(self._step, self.sharded, self.training.groups)
+        return report_refresh(self.training, self._step, layers, slopes, read)
+
+    def _adapt(
+        self,
+        report: Report,
+        known: Mapping[KroneckerBlock, float],
+        cosines: Mapping[KroneckerBlock, Tensor],
+        read: DeviceRead,
+    ) -> None:
         """Let γ, the step scale and the refresh intervals follow a refresh, on all ranks alike."""
         training, options, step = self.training, self._options, self._step
-        if self.drift is None and self.step_length is None and options.floor == 0:
-            return
         with stage("solve_exchange"):
-            found = share_feedback(training, step, slopes, cosines)
+            found = share_feedback(training, step, report, known, cosines, read)
         if self.step_length is not None:
-            rate = largest_rate(training, step.layers)
-            self.step_length.follow(found.slope, rate, training.steps)
+            self.step_length.follow(found.slope, found.learning_rate, training.steps)
         if found.mean_curvature is not None:
             self.mean_curvature = found.mean_curvature
         if self.drift is not None:

@@ -38,8 +38,9 @@ from second_order.distributed.world import flatten, in_buckets
 from second_order.kfac.plan import StepPlan
 from second_order.kfac.solve import stacked_means
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.storage import numbers_of
+from second_order.kronecker.storage import DeviceRead, Numbers
 from second_order.training.context import Training
+from second_order.utils.checks import as_scalar
 
 __all__ = [
     "ADAPTIVE",
@@ -49,9 +50,10 @@ __all__ = [
     "STEP_LENGTH",
     "Feedback",
     "Lengths",
+    "Report",
     "ScaleState",
     "StepLength",
-    "largest_rate",
+    "report_refresh",
     "share_feedback",
 ]
 
@@ -181,7 +183,7 @@ class StepLength:
         reporting = set(step.reporting)
         pairs: list[tuple[Tensor, Tensor]] = []
         for block in step.layers:
-            valid = block.solved and not block.lost and not block.unverified
+            valid = not block.lost and not block.unverified
             if valid and (block in reporting or (rows and is_dtensor(block.weight))):
                 for p in block.params:
                     if p.grad is not None and p in last:
@@ -268,7 +270,24 @@ def _product(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
     return [torch.stack(products).sum()] if products else []
 
 
-# --------------------------------------------------------------------------- what all ranks learn
+# ------------------------------------------------------------------- what ranks report and receive
+
+
+@dataclass(frozen=True)
+class Report:
+    """What this rank reports of a refresh. The numbers may not have been read from the device yet.
+
+    Attributes:
+        slopes: s of the parameters that this rank reports; no number if the last step was not kept.
+        layers: The layers whose mean curvature this rank reports.
+        curvatures: The mean curvature of each.
+        rates: The learning rates of the groups with parameters of any layer.
+    """
+
+    slopes: Numbers
+    layers: Sequence[KroneckerBlock]
+    curvatures: Numbers
+    rates: Numbers
 
 
 @dataclass(frozen=True)
@@ -276,49 +295,106 @@ class Feedback:
     """What all ranks know after a refresh.
 
     Attributes:
-        slope: s; NaN where the last step was not kept.
-        mean_curvature: The mean curvature of all layers; None where none is known.
+        slope: s; NaN if the last step was not kept.
+        learning_rate: The largest learning rate of the groups with parameters of any layer.
+        mean_curvature: The mean curvature of all layers; None if none is known.
         work: Operations of the passes since the last step, of all ranks.
-        cosines: Of P by the last and by the new inverse, for each layer in turn; NaN where there
-            was no last one, or no gradient.
+        cosines: Of P by the last and by the new inverse, for each layer in turn; NaN if there was
+            no last inverse, or no gradient.
     """
 
     slope: float
+    learning_rate: float
     mean_curvature: float | None
     work: float
     cosines: Sequence[float]
 
 
+def report_refresh(
+    training: Training,
+    step: StepPlan,
+    layers: Sequence[KroneckerBlock],
+    slopes: Sequence[Tensor],
+    read: DeviceRead,
+) -> Report:
+    """Add what this rank reports of a refresh to a read of the device.
+
+    Args:
+        training: The parameter groups.
+        step: All layers.
+        layers: The layers whose mean curvature this rank reports.
+        slopes: s of the parameters that this rank reports, if the last step was kept.
+        read: The read of the device.
+    """
+    factors = {block: block.factors for block in layers if block.factors is not None}
+    ordered: list[KroneckerBlock] = []
+    curvatures: list[Tensor] = []
+    for blocks, means in stacked_means(factors):
+        ordered += blocks
+        curvatures.append(means.prod(0).mean(-1))
+    return Report(
+        slopes=read.add(slopes),
+        layers=ordered,
+        curvatures=read.add(curvatures),
+        rates=_learning_rates(training, step.layers, read),
+    )
+
+
+def _learning_rates(
+    training: Training, layers: Iterable[KroneckerBlock], read: DeviceRead
+) -> Numbers:
+    """The learning rates of the groups with parameters of any layer."""
+    params: set[Tensor] = set()
+    for block in layers:
+        params.update(block.params)
+    rates: list[float] = []
+    on_device: list[Tensor] = []
+    for group in training.groups:
+        if not params.isdisjoint(group["params"]):
+            rate = as_scalar(group["lr"])
+            if isinstance(rate, Tensor):
+                on_device.append(rate)
+            else:
+                rates.append(rate)
+    numbers = read.add(on_device)
+    return lambda: rates + numbers()
+
+
 def share_feedback(
     training: Training,
     step: StepPlan,
-    slopes: Sequence[Tensor],
+    report: Report,
+    known: Mapping[KroneckerBlock, float],
     cosines: Mapping[KroneckerBlock, Tensor],
+    read: DeviceRead,
 ) -> Feedback:
     """Sum over the ranks what each reports after a refresh; a collective.
 
     Args:
         training: The ranks.
         step: All layers, and those that this rank reports.
-        slopes: s of the parameters that this rank reports, if the last step was kept.
-        cosines: Of P by the last and the new inverse, of layers that this rank preconditions.
+        report: What this rank reports.
+        known: Cosines of P by the last and the new inverse, of some layers.
+        cosines: The cosines of other layers, on the device.
+        read: The read of the device that ``report`` belongs to.
     """
     reporting = [block for block in step.reporting if block.solved]
-
-    # Read what this rank reports from the device, all at once.
-    factors = {block: block.factors for block in reporting if block.factors is not None}
-    curvatures = [means.prod(0).mean(-1) for _, means in stacked_means(factors)]
     compared = [block for block in reporting if block in cosines]
-    numbers = numbers_of(slopes, curvatures, [cosines[block] for block in compared])
-    slope, curvature, cosine = numbers
-    roots = [math.sqrt(max(each, 0.0)) for each in curvature]
-    known = dict(zip(compared, cosine, strict=True))
+    numbers = read.add([cosines[block] for block in compared])
+    measured = {**known, **dict(zip(compared, numbers(), strict=True))}
 
-    # Sum it over the ranks. Each layer has one rank that reports it.
+    # A layer may have failed since its curvature was reported.
+    roots: list[float] = []
+    for block, curvature in zip(report.layers, report.curvatures(), strict=True):
+        if block.solved:
+            roots.append(math.sqrt(max(curvature, 0.0)))
+
+    # Sum over the ranks. Each layer has one rank that reports it.
+    slope = report.slopes()
     sums = [float(len(slope)), float(len(roots)), sum(slope), sum(roots)]
     sums.append(float(sum(block.work for block in reporting)))
     reported = set(reporting)
-    sums += [known.get(b, math.nan) if b in reported else 0.0 for b in step.layers]
+    sums += [measured.get(b, math.nan) if b in reported else 0.0 for b in step.layers]
     message = torch.tensor(sums, dtype=torch.float64, device="cpu")
     training.world.on_cpu().all_reduce([message]).wait()
 
@@ -327,16 +403,8 @@ def share_feedback(
     finite = layers > 0 and math.isfinite(sum_of_roots)
     return Feedback(
         slope=total_slope if slopes_known else math.nan,
+        learning_rate=max(report.rates(), default=0.0),
         mean_curvature=(sum_of_roots / layers) ** 2 if finite else None,
         work=work,
         cosines=all_cosines,
     )
-
-
-def largest_rate(training: Training, blocks: Iterable[KroneckerBlock]) -> float:
-    """The largest learning rate of the groups with parameters of any layer."""
-    params: set[Tensor] = set()
-    for block in blocks:
-        params.update(block.params)
-    groups = [group for group in training.groups if not params.isdisjoint(group["params"])]
-    return max((float(group["lr"]) for group in groups), default=0.0)

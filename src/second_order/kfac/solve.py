@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,18 +25,20 @@ from second_order.distributed.world import Shapes, deliver_parts
 from second_order.errors import DecompositionError
 from second_order.kfac.layers import Layers, values_by_layer
 from second_order.kfac.plan import Item, StepPlan
+from second_order.kfac.precondition import compare, precondition
 from second_order.kfac.schedule import Drift
-from second_order.kronecker.block import KroneckerBlock, LayerStatus, of_groups
+from second_order.kronecker.block import Bank, KroneckerBlock, LayerStatus, of_groups
 from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.solvers import (
     SOLVERS,
+    Attempts,
     Damping,
     Decomposition,
     Inverse,
     Problem,
     Solver,
 )
-from second_order.kronecker.storage import as_stack, numbers_of, shared_number
+from second_order.kronecker.storage import DeviceRead, as_stack, shared_number
 from second_order.optimizers.config import KFACOptions, check_damping
 from second_order.training.context import Training
 from second_order.training.curvature import PendingAverage
@@ -123,15 +125,20 @@ class Job:
     block: KroneckerBlock
     problems: Mapping[str, Problem]
     cost: float
+    # The weight of the running averages, 0 if there are no statistics; None if it is known that
+    # there are some.
+    weight: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Result:
-    """What has come of a job: decompositions by letter, without those that failed."""
+    """The result of a job: decompositions by letter, without those that failed."""
 
     block: KroneckerBlock
-    parts: Mapping[str, Decomposition]
+    parts: Mapping[str, Decomposition] = field(default_factory=dict)
     error: str = ""
+    has_statistics: bool = True
+    was_retried: bool = False  # whether the first attempt at a factor failed
 
 
 @dataclass(frozen=True)
@@ -140,20 +147,53 @@ class Refresh:
 
     Attributes:
         installed: The layers that have a new inverse; the same on every rank.
-        previous: The last inverses of layers that this rank preconditions, if refresh intervals
-            follow drift.
+        cosines: Of P by the last and by the new inverse, of layers for which they are known.
+        previous: The last inverses of the other layers that this rank preconditions, if refresh
+            intervals follow drift.
     """
 
     installed: Sequence[KroneckerBlock] = ()
+    cosines: Mapping[KroneckerBlock, float] = field(default_factory=dict)
     previous: Mapping[KroneckerBlock, Inverse] = field(default_factory=dict)
 
 
-class SynchronousInverter:
-    """Decomposes at once: factors of one size together, and with one read of the device.
+class Inverter(Protocol):
+    """Decomposes factors: :class:`SynchronousInverter`, or the threads of :mod:`solve_async`.
 
-    ``staleness`` is the number of steps after which a layer is waited for, None for no bound; if
+    ``staleness`` is the number of steps after which a layer is waited for, None for no bound. If
     the inverter is ``deterministic``, layers are installed then, and never before.
     """
+
+    staleness: int | None
+    deterministic: bool
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Start to decompose the factors of some layers."""
+
+    def attempted(self) -> dict[KroneckerBlock, Mapping[str, Decomposition]]:
+        """Decompositions of submitted layers, before it is known whether they are accurate."""
+
+    def collect(self, waits: Callable[[KroneckerBlock], bool], read: DeviceRead) -> list[Result]:
+        """Return finished layers, and wait for those that ``waits`` names."""
+
+    def forget(self, block: KroneckerBlock) -> None:
+        """Drop what has been submitted of a layer."""
+
+    def clear(self) -> None:
+        """Drop all that has been submitted."""
+
+    def finish(self) -> None:
+        """Wait for all that has been submitted."""
+
+    def close(self) -> None:
+        """End threads."""
+
+    def post(self, copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
+        """Send tensors from the CPU once the device has computed them."""
+
+
+class SynchronousInverter:
+    """Decomposes at once: factors of one size together, and with one read of the device."""
 
     staleness: int | None = 0
     deterministic = True
@@ -164,33 +204,97 @@ class SynchronousInverter:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what has been submitted."""
-        self._results: list[Result] = []
+        """Drop all that has been submitted."""
+        self._jobs: Sequence[Job] = ()
+        self._items: list[Item] = []
+        self._attempts: Attempts | None = None
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Decompose the factors of some layers."""
+        """Attempt to decompose the factors of some layers."""
+        self.clear()
+        if not jobs:
+            return
         # Factors of equal layers lie next to each other, so that they are equal in their batches.
         shapes = list(dict.fromkeys(job.block.shape for job in jobs))
         problems = {(job.block, k): each for job in jobs for k, each in job.problems.items()}
         items = sorted(problems, key=lambda item: (shapes.index(item[0].shape), item[1]))
-        found = self._solver.decompose([problems[item] for item in items], self._dtype)
-        parts: dict[KroneckerBlock, dict[str, Decomposition]] = {job.block: {} for job in jobs}
-        for (block, letter), decomposition in zip(items, found, strict=True):
-            if decomposition is not None:
-                parts[block][letter] = decomposition
-        self._results = [Result(block, each) for block, each in parts.items()]
+        self._attempts = self._solver.attempt([problems[item] for item in items], self._dtype)
+        self._items = items
+        self._jobs = jobs
 
-    def collect(self, waits: Callable[[KroneckerBlock], bool]) -> list[Result]:
-        """Return all that has been submitted."""
-        results = self._results
+    def attempted(self) -> dict[KroneckerBlock, Mapping[str, Decomposition]]:
+        """Decompositions of submitted layers, before it is known whether they are accurate."""
+        if self._attempts is None:
+            return {}
+        parts = _by_layer(self._items, self._attempts.parts)
+        found: dict[KroneckerBlock, Mapping[str, Decomposition]] = {}
+        for job in self._jobs:
+            if len(parts[job.block]) == len(job.problems):
+                found[job.block] = parts[job.block]
+        return found
+
+    def collect(self, waits: Callable[[KroneckerBlock], bool], read: DeviceRead) -> list[Result]:
+        """Return all that has been submitted, after a read of the device.
+
+        Factors whose first attempt has failed are decomposed in other ways.
+        """
+        attempts = self._attempts
+        if attempts is None:
+            return []
+        items = self._items
+        jobs = self._jobs
+        unknown = [job for job in jobs if job.weight is not None]
+        weights = read.add([job.weight for job in unknown if job.weight is not None])
+        errors = read.add(attempts.errors)
         self.clear()
-        return results
+        try:
+            weighed = zip(unknown, weights(), strict=True)
+            empty = {job.block for job, weight in weighed if not weight > 0}
+            failed = [i for i in attempts.inaccurate(errors()) if items[i][0] not in empty]
+            found = attempts.retry(failed)
+        except Exception as error:  # an exception must not separate this rank from the others
+            return [Result(job.block, error=describe_error(error)) for job in jobs]
+
+        parts = _by_layer(items, found)
+        retried = {items[i][0] for i in failed}
+        return [
+            Result(
+                job.block,
+                parts[job.block],
+                has_statistics=job.block not in empty,
+                was_retried=job.block in retried,
+            )
+            for job in jobs
+        ]
+
+    def forget(self, block: KroneckerBlock) -> None:
+        """Do nothing: all is collected at the step at which it is submitted."""
 
     def finish(self) -> None:
         """Do nothing: all is collected at the step at which it is submitted."""
 
     def close(self) -> None:
         """Do nothing: there are no threads."""
+
+    def post(self, copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
+        """Send tensors from the CPU; wait for those on a device."""
+        send([copy.cpu() for copy in copies])
+
+
+def _by_layer(
+    items: Sequence[Item], parts: Sequence[Decomposition | None]
+) -> dict[KroneckerBlock, dict[str, Decomposition]]:
+    """Decompositions of factors by layer and letter, without those that are None."""
+    found: dict[KroneckerBlock, dict[str, Decomposition]] = {block: {} for block, _ in items}
+    for (block, letter), decomposition in zip(items, parts, strict=True):
+        if decomposition is not None:
+            found[block][letter] = decomposition
+    return found
+
+
+def describe_error(error: BaseException) -> str:
+    """The class and the text of an error."""
+    return f"{type(error).__name__}: {error}"
 
 
 def stacked_means(
@@ -223,7 +327,7 @@ class Solves:
         self.drift = drift
         self.rule = rule
         self.solver = SOLVERS[options.solver]
-        make: Callable[..., Any] = inverter or SynchronousInverter
+        make: Callable[..., Inverter] = inverter or SynchronousInverter
         self.inverter = make(training, options, self.solver)
         self.waits = self.inverter.staleness == 0
         self.solves_at_once = inverter is None
@@ -246,6 +350,18 @@ class Solves:
         self.restart(StepPlan({}, self.training.world, self.training.world))
 
     @property
+    def reads_once(self) -> bool:
+        """Whether a refresh needs no more than one read of the device for all that it reports.
+
+        What a refresh changes is then measured with the attempts, before they are known to be
+        accurate. With several processes, the inverses have to be exchanged first. On a CPU nothing
+        waits, and the comparison would precondition twice.
+        """
+        training = self.training
+        has_device = training.device.type != "cpu"
+        return self.solves_at_once and training.world.size == 1 and has_device
+
+    @property
     def scaled(self) -> bool:
         """Whether inverses are multiplied by the mean eigenvalue of the damped curvature."""
         return self.options.preconditioner_scale == "gradient"
@@ -257,6 +373,7 @@ class Solves:
         due: Sequence[KroneckerBlock],
         pending: PendingAverage,
         mean_curvature: float,
+        read: DeviceRead,
     ) -> Refresh:
         """Compute the inverses that are due, and install what the ranks agree is finished.
 
@@ -267,6 +384,7 @@ class Solves:
             due: The layers that are due.
             pending: The average of the gradients.
             mean_curvature: Of all layers, at their last refresh.
+            read: What else is read if the device is read.
 
         Raises:
             DecompositionError: On every rank, if a layer could not be decomposed too often.
@@ -278,7 +396,9 @@ class Solves:
                 self._read_damping()
             landing = set(self.under_way)
             self._submit([block for block in due if block not in landing], mean_curvature)
-            self._collect()
+            attempted = self._compare_attempts()
+            cosines = read.add(list(attempted.values()))
+            retried = self._collect(read)
             outcomes = self._agree(pending)
             installed, previous = self._install(outcomes)
             again = [b for b in due if b in landing and b not in self.under_way and b.solved]
@@ -299,7 +419,13 @@ class Solves:
                 f"a row, in float32 or in float64; raise damping, lower lr, or name them in "
                 f"skip_layers"
             )
-        return Refresh(installed, previous)
+
+        known: dict[KroneckerBlock, float] = {}
+        for block, cosine in zip(attempted, cosines(), strict=True):
+            if block not in retried and block in previous:
+                known[block] = cosine
+                del previous[block]
+        return Refresh(installed, known, previous)
 
     def _read_damping(self) -> None:
         """Read the option γ of this step, on every rank before anything is computed."""
@@ -333,15 +459,11 @@ class Solves:
         try:
             for block, damped in self.damped(factors, solves).items():
                 self._update(block, damped=damped)
-            jobs = [self._job(block, factors[block]) for block in self._with_statistics(local)]
-            self.inverter.submit(jobs)
+            self.inverter.submit([self._job(block, factors[block]) for block in local])
         except Exception as error:  # an exception must not separate this rank from the others
-            said = f"{type(error).__name__}: {error}"
             for block in solves:
-                solve = self.under_way[block]
-                unknown = solve.damped is None or block in local
-                if unknown and solve.outcome is Outcome.PENDING:
-                    self._update(block, outcome=Outcome.FAILED, error=said)
+                if self.under_way[block].damped is None or block in local:
+                    self._update(block, outcome=Outcome.FAILED, error=describe_error(error))
 
     def _works_on(self, block: KroneckerBlock) -> bool:
         """Whether this rank preconditions a layer; inverse ranks do."""
@@ -349,15 +471,6 @@ class Solves:
 
     def _update(self, block: KroneckerBlock, **changed: Any) -> None:
         self.under_way[block] = replace(self.under_way[block], **changed)
-
-    def _with_statistics(self, local: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
-        """The layers of this rank that have statistics; those with an inverse have."""
-        unknown = [block for block in local if not block.solved]
-        (weights,) = numbers_of([block.ensure_factors().weight for block in unknown])
-        empty = [block for block, weight in zip(unknown, weights, strict=True) if not weight > 0]
-        for block in empty:
-            self._update(block, outcome=Outcome.NO_STATISTICS)
-        return [block for block in local if block not in empty]
 
     def damped(
         self,
@@ -399,26 +512,50 @@ class Solves:
                 added=damped.added[shape.letters.index(letter)],
                 is_diagonal=letter in shape.diagonals,
             )
-        return Job(block, problems, self.step.costs[block])
+        weight = None if block.solved else factors.weight
+        return Job(block, problems, self.step.costs[block], weight)
 
-    def _collect(self) -> None:
-        """Take what is finished."""
-        results: Sequence[Result] = self.inverter.collect(self._must_land)
-        for result in results:
+    def _compare_attempts(self) -> dict[KroneckerBlock, Tensor]:
+        """Compare P by the last inverse and by the attempt at a new one.
+
+        Returns the cosines of the layers that have both, if this saves a read of the device.
+        """
+        cosines: dict[KroneckerBlock, Tensor] = {}
+        if self.drift is None or not self.reads_once or self.layers.sharded:
+            return cosines
+        attempts = self.inverter.attempted()
+        dtype = self.options.inv_dtype
+        for bank in self.step.banks:
+            previous: dict[KroneckerBlock, Inverse] = {}
+            for block in bank.blocks:
+                if block in attempts and block.inverse is not None and block.has_gradient:
+                    previous[block] = block.inverse
+            if previous:
+                new = {block: dict(attempts[block]) for block in previous}
+                dampings = {block: self.under_way[block].damped for block in previous}
+                attempt = Bank(list(previous), self._combined(new, dampings))
+                cosines |= compare(precondition([attempt], dtype), previous, dtype)
+        return cosines
+
+    def _collect(self, read: DeviceRead) -> set[KroneckerBlock]:
+        """Take what is finished. Returns the layers whose first attempt has failed."""
+        retried: set[KroneckerBlock] = set()
+        for result in self.inverter.collect(self._must_land, read):
             block = result.block
-            if block in self.under_way:  # else ranks have agreed that it has no valid statistics
-                whole = len(result.parts) == len(self.step.to_solve[block])
-                outcome = Outcome.VALID if whole else Outcome.FAILED
-                self._update(block, outcome=outcome, parts=result.parts, error=result.error)
+            whole = len(result.parts) == len(self.step.to_solve[block])
+            outcome = Outcome.VALID if whole else Outcome.FAILED
+            if not result.has_statistics:
+                outcome = Outcome.NO_STATISTICS
+            self._update(block, outcome=outcome, parts=result.parts, error=result.error)
+            if result.was_retried:
+                retried.add(block)
+        return retried
 
     def _must_land(self, block: KroneckerBlock) -> bool:
         """Whether a layer under way is waited for at this step; the same on every rank."""
         if not block.solved:
             return True
-        solve = self.under_way.get(block)
-        if solve is None:  # ranks have agreed that it failed, but a thread still works on it
-            return False
-        age = self.training.steps - solve.step
+        age = self.training.steps - self.under_way[block].step
         most = self.inverter.staleness
         late = self.drift is not None and age >= self.drift.interval(block) - 1
         return late or (most is not None and age >= most)
@@ -466,8 +603,11 @@ class Solves:
         """
         installed = [block for block, each in outcomes.items() if each is Outcome.VALID]
         received = self._exchange(installed)
+        dampings: dict[KroneckerBlock, Damped | None] = {}
         for block, outcome in outcomes.items():
             solve = self.under_way.pop(block)
+            self.inverter.forget(block)  # a thread may still work on it, if another rank has failed
+            dampings[block] = solve.damped
             if outcome is Outcome.VALID:
                 block.installed()
                 state = InverseState(solve.step, self.training.steps, solve.option)
@@ -485,12 +625,16 @@ class Solves:
                 for block in new if self.drift is not None else ():
                     if block.inverse is not None:
                         previous[block] = block.inverse
-                inverse = self._combined({block: received.pop(block) for block in new})
+                inverse = self._combined({block: received.pop(block) for block in new}, dampings)
                 for block, own in zip(new, inverse.by_layer(new[0].shape.groups), strict=True):
                     block.use(own)
         return installed, previous
 
-    def _combined(self, received: dict[KroneckerBlock, dict[str, Decomposition]]) -> Inverse:
+    def _combined(
+        self,
+        received: dict[KroneckerBlock, dict[str, Decomposition]],
+        dampings: Mapping[KroneckerBlock, Damped | None],
+    ) -> Inverse:
         """The stacked inverse of layers of a shape, of their decompositions, which are used up."""
         blocks = list(received)
         shape = blocks[0].shape
@@ -499,12 +643,12 @@ class Solves:
             columns = zip(*(each.pop(letter) for each in received.values()), strict=True)
             parts[letter] = tuple(as_stack(column).flatten(0, 1) for column in columns)
         like = parts["G"][-1]
-        states = [self.inverses[block] for block in blocks]
-        dampings = of_groups([state.damping for state in states], shape.groups, like)
+        known = [damped for block in blocks if (damped := dampings[block]) is not None]
+        gammas = of_groups([damped.damping for damped in known], shape.groups, like)
         times = None
         if self.scaled:
-            times = of_groups([state.trace for state in states], shape.groups, like)
-        return self.solver.combine(parts, dampings, times)
+            times = of_groups([damped.trace for damped in known], shape.groups, like)
+        return self.solver.combine(parts, gammas, times)
 
     def _exchange(
         self, valid: Sequence[KroneckerBlock]
@@ -624,6 +768,7 @@ class Solves:
         """Refresh layers at the next step, because some rank lacks part of a checkpoint."""
         for block in missing:
             block.drop_inverse()
+            self.inverter.forget(block)
             self.under_way.pop(block, None)
             self.inverses.pop(block, None)
             self.wanted.add(block)

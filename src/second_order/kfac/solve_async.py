@@ -21,14 +21,15 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from second_order.kfac.solve import Job, Result
+from second_order.kfac.solve import Job, Result, describe_error
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.solvers import Decomposition, Problem, Solver
+from second_order.kronecker.storage import DeviceRead
 from second_order.optimizers.config import DistKFACOptions, KFACOptions
 from second_order.training.context import Training
 from second_order.utils.stages import stage
@@ -36,7 +37,6 @@ from second_order.utils.stages import stage
 __all__ = ["ThreadedInverter", "WorkerPool"]
 
 T = TypeVar("T")
-Parts: TypeAlias = dict[str, Decomposition]
 
 _STARTING = threading.Lock()
 
@@ -113,7 +113,7 @@ class ThreadedInverter:
 
     def clear(self) -> None:
         """Forget what has been submitted."""
-        self._tickets: dict[KroneckerBlock, Future[Parts]] = {}
+        self._tickets: dict[KroneckerBlock, Future[Result]] = {}
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Hand snapshots of factors to threads, the largest first, so that they end together."""
@@ -127,10 +127,20 @@ class ThreadedInverter:
             problems: dict[str, Problem] = {}
             for letter, each in job.problems.items():
                 problems[letter] = replace(each, stored=next(remaining))
+            weight = None if job.weight is None else job.weight.clone()
+            snapshot = replace(job, problems=problems, weight=weight)
             work = partial(
-                decompose_snapshot, problems, self._solver, self._dtype, self._inverse_device
+                decompose_snapshot, snapshot, self._solver, self._dtype, self._inverse_device
             )
             self._tickets[job.block] = self._on_thread(work)
+
+    def attempted(self) -> dict[KroneckerBlock, Mapping[str, Decomposition]]:
+        """Return nothing: threads check what they have decomposed."""
+        return {}
+
+    def forget(self, block: KroneckerBlock) -> None:
+        """Drop the result of a layer, which may not be finished."""
+        self._tickets.pop(block, None)
 
     def _on_thread(self, work: Callable[[], T]) -> Future[T]:
         """Start work on a thread, once the device has computed what it works on.
@@ -151,7 +161,7 @@ class ThreadedInverter:
 
         return self.pool.submit(in_stream)
 
-    def collect(self, waits: Callable[[KroneckerBlock], bool]) -> list[Result]:
+    def collect(self, waits: Callable[[KroneckerBlock], bool], read: DeviceRead) -> list[Result]:
         """Return finished layers, and those that are waited for; nothing is read."""
         results: list[Result] = []
         for block, ticket in list(self._tickets.items()):
@@ -164,13 +174,13 @@ class ThreadedInverter:
             # Also SystemExit and the like: they would end this process, or a step of it, alone.
             error = ticket.exception()
             if error is not None:
-                results.append(Result(block, {}, f"{type(error).__name__}: {error}"))
+                results.append(Result(block, error=describe_error(error)))
                 continue
-            parts = ticket.result()
+            result = ticket.result()
             if self._stream is not None:
-                for part in chain(*parts.values()):  # it is memory of that stream
+                for part in chain(*result.parts.values()):  # it is memory of that stream
                     part.record_stream(torch.cuda.current_stream(part.device))
-            results.append(Result(block, parts))
+            results.append(result)
         return results
 
     def finish(self) -> None:
@@ -190,11 +200,13 @@ class ThreadedInverter:
 
 
 def decompose_snapshot(
-    problems: Mapping[str, Problem], solver: Solver, dtype: torch.dtype, device: torch.device
-) -> Parts:
-    """Decompose a layer's factors, of which these are copies, on a device; runs on a thread."""
+    job: Job, solver: Solver, dtype: torch.dtype, device: torch.device
+) -> Result:
+    """Decompose copies of a layer's factors on a device; runs on a thread."""
+    if job.weight is not None and not job.weight.item() > 0:
+        return Result(job.block, has_statistics=False)
     moved: list[Problem] = []
-    for each in problems.values():
+    for each in job.problems.values():
         added = None if each.added is None else each.added.to(device)
         here = replace(each, stored=each.stored.to(device), added=added)
         if device.type == "cuda":  # where float32 products obey a setting of the whole process
@@ -202,8 +214,8 @@ def decompose_snapshot(
         moved.append(here)
     with torch.no_grad():
         found = solver.decompose(moved, dtype)
-    parts: Parts = {}
-    for (letter, each), decomposition in zip(problems.items(), found, strict=True):
+    parts: dict[str, Decomposition] = {}
+    for (letter, each), decomposition in zip(job.problems.items(), found, strict=True):
         if decomposition is not None:
             parts[letter] = tuple(part.to(each.stored.device) for part in decomposition)
-    return parts
+    return Result(job.block, parts)

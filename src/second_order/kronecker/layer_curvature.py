@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from second_order.errors import DecompositionError
 from second_order.kronecker.block import as_matrices, of_parameters
 from second_order.kronecker.layers import FactorShape, Layout, layout_of
-from second_order.kronecker.solvers import Problem, decompose_all, diagonal, eigh, ieee_matmul
+from second_order.kronecker.solvers import Problem, attempt_all, diagonal, eigh, ieee_matmul
 from second_order.kronecker.storage import unpack_upper_triangular
 
 __all__ = ["Eigen", "LayerCurvature", "read_eigen"]
@@ -132,7 +132,7 @@ class LayerCurvature:
             for letter, kept in self.stored.items()
         ]
         found: dict[str, tuple[Tensor, Tensor | None]] = {}
-        for letter, parts in zip(self.stored, decompose_all(problems, eigh), strict=True):
+        for letter, parts in zip(self.stored, attempt_all(problems, eigh).result(), strict=True):
             if parts is None:
                 raise DecompositionError(
                     f"factor {letter} of layer {self.name!r} cannot be decomposed: "

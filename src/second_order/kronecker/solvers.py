@@ -7,11 +7,10 @@ float64 on the CPU. One bad factor never changes the results of the others of it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import islice
 from typing import ClassVar, TypeAlias
 
 import torch
@@ -30,6 +29,7 @@ __all__ = [
     "INVERSE_ENTRIES",
     "RESIDUAL_TOLERANCE",
     "SOLVERS",
+    "Attempts",
     "Damping",
     "Decompose",
     "Decomposition",
@@ -38,8 +38,8 @@ __all__ = [
     "Inverse",
     "Problem",
     "Solver",
+    "attempt_all",
     "cholesky_inverse",
-    "decompose_all",
     "diagonal",
     "eigh",
     "ieee_matmul",
@@ -180,36 +180,76 @@ def _probe(dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, 
         return wave, _norm(wave)
 
 
-def decompose_all(problems: Sequence[Problem], decompose: Decompose) -> list[Decomposition | None]:
-    """Decompose many factors, together as size, dtype and device allow.
+@dataclass(frozen=True)
+class Attempts:
+    """One attempt at each of many factors. The device has not been read yet.
 
-    Returns the parts of each problem, with leading ``groups``, as views of their batch's; None if
-    not all groups are valid. The errors of all batches are read at once.
+    Attributes:
+        problems: The factors.
+        decompose: The routine of the attempts.
+        parts: The parts of each problem, with leading ``groups``; None if the routine raised.
+        errors: The relative errors of each problem, ``(groups,)``.
     """
-    found: list[Decomposition | None] = [None] * len(problems)
-    order: list[int] = []
-    errors: list[Tensor] = []
+
+    problems: Sequence[Problem]
+    decompose: Decompose
+    parts: Sequence[Decomposition | None]
+    errors: Sequence[Tensor]
+
+    def result(self) -> list[Decomposition | None]:
+        """Read the errors, and retry what is inaccurate. The device is read once."""
+        (errors,) = numbers_of(self.errors)
+        return self.retry(self.inaccurate(errors))
+
+    def inaccurate(self, errors: Sequence[float]) -> list[int]:
+        """Indices of the problems with a large error.
+
+        Args:
+            errors: The numbers of :attr:`errors`, one after the other.
+        """
+        found: list[int] = []
+        start = 0
+        for i, problem in enumerate(self.problems):
+            stop = start + len(problem.stored)
+            if not _are_small(errors[start:stop]):
+                found.append(i)
+            start = stop
+        return found
+
+    def retry(self, inaccurate: Iterable[int]) -> list[Decomposition | None]:
+        """Decompose some problems again, in other ways.
+
+        Returns the parts of all problems; None if not all groups of one are valid.
+        """
+        parts = list(self.parts)
+        for i in inaccurate:
+            parts[i] = _retried(self.problems[i], self.decompose)
+        return parts
+
+
+def attempt_all(problems: Sequence[Problem], decompose: Decompose) -> Attempts:
+    """Attempt to decompose many factors, together as size, dtype and device allow.
+
+    The parts are views of those of their batch.
+    """
+    parts: list[Decomposition | None] = [None] * len(problems)
+    errors: list[Tensor | None] = [None] * len(problems)
     for batch in _batches(problems):
-        order += batch
         members = [problems[i] for i in batch]
+        sizes = [len(problem.stored) for problem in members]
         matrices = _damped(members)
         try:
             with ieee_matmul(matrices.device, matrices.dtype):
-                parts, each = decompose(matrices)
+                batch_parts, batch_errors = decompose(matrices)
         except RuntimeError:  # torch.linalg.LinAlgError, solver errors, out of memory
-            errors.append(matrices.new_full((len(matrices),), torch.inf))
-            continue
-        errors.append(each)
-        sizes = [len(problem.stored) for problem in members]
-        for i, *pieces in zip(batch, *(part.split(sizes) for part in parts), strict=True):
-            found[i] = tuple(pieces)
-
-    (listed,) = numbers_of(errors)
-    known = iter(listed)
-    for i in order:
-        if not _are_small(list(islice(known, len(problems[i].stored)))):
-            found[i] = _retried(problems[i], decompose)
-    return found
+            batch_errors = matrices.new_full((len(matrices),), torch.inf)
+        else:
+            columns = [part.split(sizes) for part in batch_parts]
+            for i, own_parts in zip(batch, zip(*columns, strict=True), strict=True):
+                parts[i] = own_parts
+        for i, own_errors in zip(batch, batch_errors.split(sizes), strict=True):
+            errors[i] = own_errors
+    return Attempts(problems, decompose, parts, [each for each in errors if each is not None])
 
 
 def _retried(problem: Problem, decompose: Decompose) -> Decomposition | None:
@@ -322,16 +362,21 @@ class Inverse:
         return (None,) * len(means)
 
     @classmethod
-    def decompose(
-        cls, problems: Sequence[Problem], dtype: torch.dtype
-    ) -> list[Decomposition | None]:
-        """Decompose each factor by :attr:`routine`; the parts are kept in a dtype."""
+    def attempt(cls, problems: Sequence[Problem], dtype: torch.dtype) -> Attempts:
+        """Attempt to decompose each factor by :attr:`routine`. The parts have a given dtype."""
 
         def in_dtype(matrices: Tensor) -> tuple[Decomposition, Tensor]:
             parts, errors = cls.routine(matrices)
             return tuple(part.to(dtype).contiguous() for part in parts), errors
 
-        return decompose_all(problems, in_dtype)
+        return attempt_all(problems, in_dtype)
+
+    @classmethod
+    def decompose(
+        cls, problems: Sequence[Problem], dtype: torch.dtype
+    ) -> list[Decomposition | None]:
+        """Decompose each factor; None if it has no valid decomposition."""
+        return cls.attempt(problems, dtype).result()
 
     @staticmethod
     def to_send(parts: Decomposition, dtype: torch.dtype | None) -> Decomposition:

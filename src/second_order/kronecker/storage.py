@@ -15,16 +15,18 @@ where triu(X11) is shifted one column to the right, into the room that tril(X22)
 
 from __future__ import annotations
 
-from collections.abc import Hashable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from functools import lru_cache
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 __all__ = [
     "GATHERED_UP_TO",
+    "DeviceRead",
+    "Numbers",
     "as_stack",
     "in_groups",
     "most_elements",
@@ -70,6 +72,34 @@ def numbers_of(*groups: Sequence[Tensor]) -> list[list[float]]:
         return [[] for _ in groups]
     numbers = iter(torch.cat([each.to(flat[0].device) for each in flat]).tolist())
     return [list(islice(numbers, sum(map(Tensor.numel, group)))) for group in groups]
+
+
+Numbers: TypeAlias = Callable[[], list[float]]
+"""Returns numbers that may still be on a device until it is called."""
+
+
+class DeviceRead:
+    """One device-to-host copy of the numbers of many tensors, when the first of them is needed.
+
+    The host synchronizes with the device once for everything that has been added until then.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: list[Sequence[Tensor]] = []
+        self._numbers: list[list[float]] = []
+
+    def add(self, tensors: Sequence[Tensor]) -> Numbers:
+        """Add tensors. Returns a function that returns all their numbers, one after the other."""
+        index = len(self._tensors)
+        self._tensors.append(tensors)
+
+        def numbers() -> list[float]:
+            known = len(self._numbers)
+            if index >= known:
+                self._numbers += numbers_of(*self._tensors[known:])
+            return self._numbers[index]
+
+        return numbers
 
 
 def shared_number(numbers: Sequence[Tensor | float], like: Tensor) -> Tensor | float:
