@@ -340,7 +340,8 @@ class Inverse:
     dampings      what each factor's diagonal gets before it is decomposed, ``(..., groups)`` or
                   None, of the mean eigenvalues of A, G, and L if there is one, ``(2 or 3, ...,
                   groups)``; ``exact`` if G is the whole curvature
-    decompose     the parts of each damped factor, in the dtype in which they are kept, or None
+    attempt       the parts of each damped factor, in the dtype in which they are kept, and their
+                  errors
     sent_shapes   the shapes of these parts as they are sent
     to_send       the parts as they are sent; with numbers that a narrower dtype has, of which
                   ``combine`` still makes a positive definite inverse
