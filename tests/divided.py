@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from second_order import SecondBase
 from second_order.optimizers.two_bases import base_of
-from second_order.training.context import name_of
+from second_order.training.context import base_class_names
 
 if TYPE_CHECKING:
     from reference import Batch
@@ -27,10 +27,10 @@ Muon, AdamW, SGD = optim.Muon, optim.AdamW, optim.SGD
 
 def trained_by(optimizer: Any) -> dict[str, str]:
     """The class of the base that trains each parameter, by the parameter's name."""
-    names = optimizer.training.names()
+    names = optimizer.training.param_names()
     found = {}
     for group in optimizer.param_groups:
-        base = name_of(base_of(optimizer.training.base, group))
+        base = base_class_names(base_of(optimizer.training.base, group))
         found |= {names[id(p)]: base for p in group["params"]}
     return found
 

@@ -117,7 +117,7 @@ the schedule's largest learning rate is not looked up
 
 == training/context.py
 sharded gradients averaged twice  <-  fsdp::layers_that_fsdp_ignores_are_averaged_and_preconditioned
-    self.training_params() if not is_dtensor(p)]  =>  self.training_params()]
+    self.trainable_params() if not is_dtensor(p)]  =>  self.trainable_params()]
 warnings again and again
   <-  contract_steps::a_layer_without_statistics_is_named_once_also_when_others_come_and_go
     new = key not in self.warned  =>  new = True
@@ -158,7 +158,7 @@ a shutdown without the messages before it
     while item is not None:  =>  while False:
 a helper that keeps a model of its own
   <-  mrdho2_accelerator::accelerators_compute_with_the_workers_whole_model
-    scatter(flat, same_dtype)  =>  pass
+    unflatten_into(flat, same_dtype)  =>  pass
 a stop of all processes is a silence  <-  helper_link::a_stop_of_all_processes_loses_no_peer
     min(now - self._looked, self._limit / 4)  =>  now - self._looked
 a store listens everywhere  <-  helper_link::a_store_listens_on_loopback_unless_machines_differ
@@ -182,7 +182,7 @@ buckets without a bound  <-  collectives::sums_of_any_shape_and_dtype
 bfloat16 sent as it is  <-  collectives::half_precision_travels_on_gloo
     in (torch.bfloat16, torch.float16)  =>  in (torch.float16,)
 bfloat16 sums added in bfloat16  <-  collectives::narrow_sums_are_added_wide_in_the_order_of_ranks
-    addends[0].to(wide(addends.dtype))  =>  addends[0].clone()
+    addends[0].to(accumulation_dtype(addends.dtype))  =>  addends[0].clone()
 a group's first rank taken for the world's
   <-  collectives::the_first_rank_is_copied collectives::a_group_has_ranks_of_its_own
   - dist.broadcast(flat, group=self.group, group_src=0)
@@ -190,7 +190,7 @@ a group's first rank taken for the world's
 copies by a sum that lose the sign of a zero  <-  collectives::uneven_messages_are_all_reduced
     staged.new_full((total,), -0.0)  =>  staged.new_full((total,), 0.0)
 narrow sums of many ranks that add up narrow  <-  collectives::uneven_messages_are_all_reduced
-    whole = staged.to(wide(staged.dtype))  =>  whole = staged
+    whole = staged.to(accumulation_dtype(staged.dtype))  =>  whole = staged
 the rows of all ranks for one owner  <-  collectives::sums_reach_their_owners_and_nobody_else
     return self.size * max(sizes) > 2 * total  =>  return False
 half of the ranks need not agree  <-  collectives::all_agree_only_if_nobody_says_no
@@ -334,7 +334,8 @@ a chosen fraction that checkpoints forget
     common |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)  =>  pass
 messages forget since the beginning of a resumed run
   <-  stats::a_first_message_forgets_no_more_than_since_the_last_update
-    self._cadence.note_update(int(shared_number(saved, UPDATED_AT, self.training.steps)))  =>  pass
+  - self._cadence.note_update(int(read_shared_number(saved, UPDATED_AT, self.training.steps)))
+  + pass
 statistics that leave in the passes as sums
   <-  loss_reduction::unequal_shares_however_statistics_travel
     if layers.reduction != "step_mean":  =>  if True:
@@ -360,7 +361,7 @@ inverses that one rank lacks  <-  resume::inverses_that_no_rank_has_are_refreshe
 == kfac/feedback.py
 steps that maximize judged as those that minimize
   <-  step_length::to_maximize_a_negative_loss_is_to_minimize_the_loss
-    -local(p.grad) if p in ascending else local(p.grad)  =>  local(p.grad)
+    -local_tensor(p.grad) if p in ascending else local_tensor(p.grad)  =>  local(p.grad)
 a floor by the arithmetic mean  <-  step_length::damping_has_a_floor_by_all_layers
     (sum_of_roots / layers) ** 2  =>  sum_of_roots / layers
 steps over adaptive bases that are earned under a schedule
@@ -423,8 +424,8 @@ statistics that have changed since they were sent
 
 == kfac/plan.py
 DistKFAC's owners by number  <-  distkfac_ranks::owners_are_spread_by_cost
-  - spread_costs([layer.cost for layer in layers], ranks)
-  + spread_costs([1.0 for layer in layers], ranks)
+  - balance_costs([layer.cost for layer in layers], ranks)
+  + balance_costs([1.0 for layer in layers], ranks)
 gradients from the wrong row  <-  kaisa::a_smaller_fraction_keeps_fewer_inverses
     return self.workers[0] // len(self.workers)  =>  return 0
 owners' gradients balanced by number
@@ -563,23 +564,25 @@ messages of other layers count  <-  stats::after_a_change_own_passes_go_on_until
 snapshots queue up  <-  stats::no_snapshot_is_sent_while_statistics_are_on_their_way
     if offered > self._answered.get(link, 0):  =>  if False:
 a stats worker may be sharded  <-  fsdp_stats::shards_beside_stats_workers_are_refused
-    raise ValueError(whole_models(self.training.name, "stats"))  =>  return
+    raise ValueError(sharding_error(self.training.name, "stats"))  =>  return
 statistics are not requested  <-  stats::own_passes_come_back_when_sound_statistics_stay_away
     bool(found) and not any(found.values())  =>  False
 
 == kfac/thor.py
 traces without the damping  <-  trace_refresh::layers_are_solved_where_the_dense_trace_has_moved
-    moved(trace, last_trace)  =>  moved(trace - option, last_trace - last_option)
+  - relative_change(trace, last_trace)
+  + relative_change(trace - option, last_trace - last_option)
 a schedule of the damping that wakes no layer
   <-  trace_refresh::a_schedule_of_the_damping_asks_for_a_solve
-    max(distance, moved(option, last_option))  =>  distance
+    max(distance, relative_change(option, last_option))  =>  distance
 
 == kronecker/autograd.py
 values taken for queries  <-  attention::factors_are_those_of_separate_linears
     (0, 1, 2)[piece : piece + count]  =>  (0, 1, 2)[:count]
 layers in groups of their own without statistics
   <-  fsdp::an_optimizer_made_before_goes_on_with_the_shards
-    if fsdp is None else fsdp.in_pass(module)  =>  if True else fsdp.in_pass(module)
+  - if fsdp is None else fsdp.unsharded_params(module)
+  + if True else fsdp.unsharded_params(module)
 
 == kronecker/block.py
 a bias's gradient in the wrong column  <-  invariants_steps::15_a_step_is_the_dense_solve
@@ -858,7 +861,7 @@ the steep directions' diagonal counts them twice
 == lanczos/hvp.py
 differences as wide as the parameters' dtype
   <-  mrdho2_fsdp::differences_are_wide_enough_for_narrow_passes
-    self._dtypes |= dtypes_of_passes(self._model)  =>  pass
+    self._dtypes |= compute_dtypes(self._model)  =>  pass
 micro-batches' losses weigh the same
   <-  lanczos::the_loss_of_micro_batches_is_weighted_by_their_examples
     self.loss += examples * loss.detach().double()  =>  self.loss += loss.detach().double()

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import reporting
 from second_order import measure
-from second_order.distributed.assignment import spread_costs
+from second_order.distributed.assignment import balance_costs
 from second_order.measuring.layers import find_layers
 
 LENGTH, ENTRIES, BATCHES = 128, 8, 4
@@ -193,7 +193,7 @@ def on_paper(config: dict[str, Any], inputs: bool, ranks: int) -> dict[str, floa
         costs.append(sum(4 * n * (n + 1) // 2 for n in map(layer.shape.dims.get, letters) if n))
         largest = max(largest, *(4 * layer.shape.dims[letter] ** 2 for letter in letters))
     loads = [0] * ranks
-    for cost, rank in zip(costs, spread_costs(costs, ranks), strict=True):
+    for cost, rank in zip(costs, balance_costs(costs, ranks), strict=True):
         loads[rank] += cost
     return {"triangles": sum(costs), "a process of 8": max(loads), "largest product": largest}
 

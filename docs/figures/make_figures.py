@@ -302,7 +302,7 @@ def draw_placement(axes: Axes, grid: Grid, assignments: Sequence[LayerAssignment
             face, edge, text = "#ffffff", "#bbbbbb", ""
             if rank in workers:
                 face, edge = "#bfe0f5", BLUE
-            if rank == assignment.a_solver:
+            if rank == assignment.a_inverse_rank:
                 face, text = BLUE, "solve"
             box(
                 axes,
@@ -313,10 +313,15 @@ def draw_placement(axes: Axes, grid: Grid, assignments: Sequence[LayerAssignment
                 edge=edge,
                 ink="#ffffff",
             )
-            if rank in workers and rank != assignment.a_solver:
-                ends = (assignment.a_solver, y + half_height), (rank, y + half_height)
-                bend = -0.45 if rank > assignment.a_solver else 0.45
-                arrow(axes, *ends, colour=RED, bend=bend / max(1, abs(rank - assignment.a_solver)))
+            if rank in workers and rank != assignment.a_inverse_rank:
+                ends = (assignment.a_inverse_rank, y + half_height), (rank, y + half_height)
+                bend = -0.45 if rank > assignment.a_inverse_rank else 0.45
+                arrow(
+                    axes,
+                    *ends,
+                    colour=RED,
+                    bend=bend / max(1, abs(rank - assignment.a_inverse_rank)),
+                )
             if rank not in workers:
                 sender = next(w for w in workers if grid.column_of(w) == grid.column_of(rank))
                 ends = (sender, y - half_height), (rank, y - half_height)
@@ -410,7 +415,11 @@ def costs() -> Figure:
             total = factors + inverses
             memory.text(x, total + 0.2, f"{total:.1f}", ha="center", fontsize=7.5)
             decompositions.append(
-                sum(decomposition_bytes(y) for y, a in pairs if a.row == row and a.a_solver != rank)
+                sum(
+                    decomposition_bytes(y)
+                    for y, a in pairs
+                    if a.row == row and a.a_inverse_rank != rank
+                )
             )
             gradients.append(sum(4 * y.in_dim * y.out_dim for y, a in pairs if a.row != row))
         refresh = sum(decompositions) / PROCESSES / 100 / 2**20

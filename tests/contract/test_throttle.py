@@ -18,7 +18,7 @@ from second_order.training.throttle import (
     THROTTLE,
     TIMED_REFRESHES,
     Throttle,
-    least_interval,
+    min_interval,
 )
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def test_nothing_is_timed_after_the_fifth_refresh() -> None:
     ("R", "T", "expected"), [(0.0, 1.0, 1), (-1.0, 1.0, 1), (1.0, 0.0, LONGEST), (3.0, 10.0, 3)]
 )
 def test_least_interval(R: float, T: float, expected: int) -> None:
-    assert least_interval(R, T, 0.1) == expected
+    assert min_interval(R, T, 0.1) == expected
 
 
 def on_ranks(rank: int, world_size: int) -> list[int]:

@@ -293,14 +293,14 @@ WORDS: list[tuple[list[int], bool]] = [
 def compared(rank: int, world_size: int) -> list[tuple[bool, bool]]:
     world = worlds.World()
     mine = [words[min(rank, 2)] for words, _ in WORDS]
-    return [(world.aside().same(word), world.same(word)) for word in mine]
+    return [(world.control_world().all_equal(word), world.all_equal(word)) for word in mine]
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_ranks_know_whether_they_have_the_same_words(world: World, world_size: int) -> None:
     expected = [(same, same) for _, same in WORDS]
     assert world.run(compared, world_size) == [expected] * world_size
-    assert worlds.World.alone().same(7)
+    assert worlds.World.alone().all_equal(7)
 
 
 def same_word(rank: int, world_size: int) -> int:
@@ -343,12 +343,12 @@ def limits(rank: int, world_size: int) -> dict[str, Any]:
     groups = {
         "itself": world,
         "of some": world.subgroup([0, 1, 2] if rank < 3 else [3], grouped=True),
-        "aside": world.aside(),
+        "aside": world.control_world(),
         "for a device's": on_device,
-        "team": roles.team(world),
-        "patient": roles.team(world, 100.0),
-        "impatient": roles.team(world, 5.0),
-        "impatient, aside": roles.team(world, 5.0).aside(),
+        "team": roles.role_world(world),
+        "patient": roles.role_world(world, 100.0),
+        "impatient": roles.role_world(world, 5.0),
+        "impatient, aside": roles.role_world(world, 5.0).control_world(),
     }
     seconds = {}
     for name, each in groups.items():

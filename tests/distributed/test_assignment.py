@@ -17,9 +17,9 @@ from second_order.distributed.assignment import (
     OwnerAssignment,
     assign_layers,
     assign_owners,
+    balance_costs,
+    factor_cost,
     gradient_worker_count,
-    solve_cost,
-    spread_costs,
 )
 from second_order.kfac.plan import gradient_owners
 
@@ -79,24 +79,24 @@ def test_a_fraction_that_gives_no_whole_number_is_refused_with_those_that_do() -
 
 
 def test_costs() -> None:
-    assert solve_cost(1, 10, "compute") == 1000
-    assert solve_cost(3, 10, "compute") == 3000
-    assert solve_cost(3, 10, "memory") == 300
+    assert factor_cost(1, 10, "compute") == 1000
+    assert factor_cost(3, 10, "compute") == 3000
+    assert factor_cost(3, 10, "memory") == 300
 
 
 def test_computation_and_memory_are_balanced_differently() -> None:
     """One layer of 10³ + 10³ = 2000 against eight of 5³ + 5³ = 250; in n² it is 200 against 50."""
     layers = [LayerDims(1, 10, 10), *[LayerDims(1, 5, 5)] * 8]
     grid = Grid(1, 2)
-    compute = [where.a_solver for where in assign_layers(layers, grid, cost="compute")]
-    memory = [where.a_solver for where in assign_layers(layers, grid, cost="memory")]
+    compute = [where.a_inverse_rank for where in assign_layers(layers, grid, cost="compute")]
+    memory = [where.a_inverse_rank for where in assign_layers(layers, grid, cost="memory")]
     assert compute == [0, 1, 1, 1, 1, 1, 1, 1, 1]
     assert sorted(memory) == [0] * 3 + [1] * 6
 
 
 def test_work_is_spread_longest_first_to_whom_has_least() -> None:
-    assert spread_costs([1.0, 1.0, 1.0, 1.0, 4.0], 2) == [1, 1, 1, 1, 0]
-    assert spread_costs([3.0, 3.0, 2.0, 2.0, 2.0], 2) == [0, 1, 0, 1, 0]
+    assert balance_costs([1.0, 1.0, 1.0, 1.0, 4.0], 2) == [1, 1, 1, 1, 0]
+    assert balance_costs([3.0, 3.0, 2.0, 2.0, 2.0], 2) == [0, 1, 0, 1, 0]
 
 
 # Owners.
@@ -126,10 +126,10 @@ def plainly(
 ) -> list[LayerAssignment]:
     """The definition: longest processing time first, each to the first with the least to do."""
     a_costs = [
-        float(x.groups * x.in_dim) if x.diagonal_a else solve_cost(x.groups, x.in_dim, cost)
+        float(x.groups * x.in_dim) if x.diagonal_a else factor_cost(x.groups, x.in_dim, cost)
         for x in layers
     ]
-    g_costs = [solve_cost(x.groups, x.out_dim, cost) for x in layers]
+    g_costs = [factor_cost(x.groups, x.out_dim, cost) for x in layers]
     row_load = [0.0] * grid.rows
     rank_load = [0.0] * (grid.rows * grid.columns)
 
@@ -146,11 +146,11 @@ def plainly(
             both = give(row, a_costs[i] + g_costs[i])
             found[i] = LayerAssignment(row, both, both)
         elif a_costs[i] >= g_costs[i]:
-            a_solver = give(row, a_costs[i])
-            found[i] = LayerAssignment(row, a_solver, give(row, g_costs[i]))
+            a_inverse_rank = give(row, a_costs[i])
+            found[i] = LayerAssignment(row, a_inverse_rank, give(row, g_costs[i]))
         else:
-            g_solver = give(row, g_costs[i])
-            found[i] = LayerAssignment(row, give(row, a_costs[i]), g_solver)
+            g_inverse_rank = give(row, g_costs[i])
+            found[i] = LayerAssignment(row, give(row, a_costs[i]), g_inverse_rank)
     return [found[i] for i in range(len(layers))]
 
 

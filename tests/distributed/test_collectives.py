@@ -17,7 +17,7 @@ from ranks import counted
 from second_order import RankMismatchError
 from second_order.distributed import world as worlds
 from second_order.distributed.assignment import Grid
-from second_order.distributed.world import World, deliver_parts, sum_in_order
+from second_order.distributed.world import World, send_tensors, sum_in_order
 from second_order.optimizers.consistency import require_same
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ def parcels_delivered(
     has = [key for key, (source, _) in routes.items() if source == rank and key != "lost"]
     mine = {key: parts_of(key, torch.float32) for key in has}
     with counted() as counts:
-        found = deliver_parts(World(), SHAPES, routes, mine, dtype, torch.device("cpu"))
+        found = send_tensors(World(), SHAPES, routes, mine, dtype, torch.device("cpu"))
     assert all(found[key] is mine[key] for key in mine)
     return found, counts
 

@@ -16,7 +16,7 @@ from ranks import replaced
 from torch import Tensor
 
 from second_order.distributed import helper_link
-from second_order.distributed.helper_link import PART_BYTES, HelperLink, Patience, connect
+from second_order.distributed.helper_link import PART_BYTES, HelperLink, WaitTimer, connect_helpers
 from second_order.distributed.roles import assign_roles
 from second_order.distributed.world import World as Ranks
 from second_order.errors import SecondOrderError
@@ -55,7 +55,7 @@ def no_thread_of_another_test() -> Iterator[None]:
 def linked(rank: int, world_size: int) -> tuple[list[int], float]:
     """The peers of a rank; worker r receives r from each helper, these the sum of the workers'."""
     roles = assign_roles(world_size, 2, "stats")
-    links = connect(Ranks(), roles, PATIENCE)
+    links = connect_helpers(Ranks(), roles, PATIENCE)
     total = 0.0
     if rank in roles.helpers:
         (link,) = links
@@ -72,7 +72,7 @@ def linked(rank: int, world_size: int) -> tuple[list[int], float]:
         total += float(message.tensors[0])
     peers = [link.peer for link in links]
     for link in links:
-        link.leave()
+        link.request_shutdown()
     for link in links:
         link.close(PATIENCE)
     return peers, total
@@ -95,11 +95,11 @@ def connected_badly(rank: int, world_size: int) -> tuple[str, str]:
         replaced(helper_link, {"_open_store": fails}),
         pytest.raises(SecondOrderError) as caught,
     ):
-        connect(Ranks(), roles, PATIENCE)
+        connect_helpers(Ranks(), roles, PATIENCE)
     texts.append(str(caught.value))
     changes = {"HelperLink": fails} if rank == 0 else {}
     with replaced(helper_link, changes), pytest.raises(SecondOrderError) as caught:
-        connect(Ranks(), roles, PATIENCE)
+        connect_helpers(Ranks(), roles, PATIENCE)
     return texts[0], str(caught.value)
 
 
@@ -121,9 +121,9 @@ def places(rank: int, world_size: int) -> list[str]:
 
     names = replaced(helper_link.socket, {"gethostname": lambda: f"machine {rank}"})
     with replaced(helper_link, {"_open_store": noted, "_own_address": lambda: "127.0.0.2"}):
-        connect(Ranks(), roles, PATIENCE)[0].close(PATIENCE)
+        connect_helpers(Ranks(), roles, PATIENCE)[0].close(PATIENCE)
         with names:
-            connect(Ranks(), roles, PATIENCE)[0].close(PATIENCE)
+            connect_helpers(Ranks(), roles, PATIENCE)[0].close(PATIENCE)
     return opened
 
 
@@ -268,10 +268,10 @@ def test_a_shutdown_comes_after_all_that_was_sent() -> None:
         for k in range(10):
             a.send([torch.zeros(1000)], number=k)
         a.close(0.0)
-        assert eventually(lambda: b.closed_there)
+        assert eventually(lambda: b.peer_closed)
         assert [get(b)[1]["number"] for _ in range(10)] == list(range(10))
         assert b.wait() is None
-        assert not a.closed_there
+        assert not a.peer_closed
 
 
 def test_a_shutdown_is_the_last_thing_that_is_said() -> None:
@@ -296,7 +296,7 @@ def test_the_collector_may_shut_down_a_link_in_the_middle_of_a_wait() -> None:
         got = event == "c_call" and what.__name__ == "get"
         if got and isinstance(what.__self__, queue.SimpleQueue) and kept and not said.is_set():
             said.set()
-            kept[0].leave()  # what the finalizer does
+            kept[0].request_shutdown()  # what the finalizer does
 
     threading.setprofile(as_the_collector)
     try:
@@ -323,7 +323,7 @@ def test_a_link_whose_owner_is_gone_shuts_down_and_ends_its_thread() -> None:
     a.send([torch.ones(1)])
     del a, owner
     gc.collect()
-    assert eventually(lambda: b.closed_there)
+    assert eventually(lambda: b.peer_closed)
     get(b)
     assert eventually(lambda: len(threads()) == 1)
     b.close(PATIENCE)
@@ -352,7 +352,7 @@ def test_a_peer_without_a_heartbeat_is_lost() -> None:
     alone = HelperLink(("127.0.0.1", opened.port), 0, 1, 0.3)
     assert eventually(lambda: alone.lost)
     assert alone.wait() is None
-    assert not alone.closed_there
+    assert not alone.peer_closed
     alone.close(PATIENCE)
     assert no_thread_is_left()
 
@@ -369,18 +369,18 @@ class Clock:
 def test_a_stop_of_all_processes_loses_no_peer() -> None:
     clock, timeout = Clock(), 2.0
     with replaced(helper_link, {"time": clock}), pair(timeout) as (a, b):
-        patience = Patience(timeout)
+        patience = WaitTimer(timeout)
         for one in a, b:
             assert eventually(lambda one=one: one._peer_beat)
         clock.stopped += 100 * timeout
         assert not a.lost
         assert not b.lost
-        assert not patience.ended()
+        assert not patience.is_expired()
         b.send([torch.ones(1)])
         get(a)
         for _ in range(4):
             clock.stopped += timeout
-            ended = patience.ended()
+            ended = patience.is_expired()
         assert ended
 
 

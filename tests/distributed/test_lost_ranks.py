@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from second_order import RankMismatchError, SecondOrderError
-from second_order.distributed.world import World, explained
+from second_order.distributed.world import World, translate_backend_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,8 +39,8 @@ class OfTwo(World):
 WAYS: dict[str, Callable[[World], object]] = {
     "a sum": lambda world: world.all_reduce([torch.ones(3)]).wait(),
     "a sum to one": lambda world: world.reduce([torch.ones(3)], [0]).wait(),
-    "a delivery": lambda world: world.swap([torch.ones(3), torch.ones(3)], [3, 3]),
-    "words": lambda world: world.same(7),
+    "a delivery": lambda world: world.all_to_all([torch.ones(3), torch.ones(3)], [3, 3]),
+    "words": lambda world: world.all_equal(7),
     "objects": lambda world: world.all_gather_object("here"),
 }
 
@@ -61,8 +61,11 @@ def test_who_is_left_alone_is_told_why(
 
 def test_errors_of_other_kinds_are_let_through() -> None:
     for error in RuntimeError("out of luck"), RankMismatchError("unlike"), ValueError("gloo"):
-        with pytest.raises(type(error)) as caught, explained():
+        with pytest.raises(type(error)) as caught, translate_backend_errors():
             raise error
         assert caught.value is error
-    with pytest.raises(SecondOrderError, match="Lost contact with the other ranks"), explained():
+    with (
+        pytest.raises(SecondOrderError, match="Lost contact with the other ranks"),
+        translate_backend_errors(),
+    ):
         raise dist.DistNetworkError("socket")

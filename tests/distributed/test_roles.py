@@ -38,7 +38,7 @@ def in_teams(rank: int, world_size: int) -> dict[int, tuple[int, int, float]]:
     for helpers in range(world_size):
         world = worlds.World()
         roles = assign_roles(world_size, helpers, "accelerator")
-        team = roles.team(world)
+        team = roles.role_world(world)
         value = torch.tensor([float(rank)])
         team.all_reduce([value]).wait()
         found[helpers] = (team.rank, team.size, float(value))

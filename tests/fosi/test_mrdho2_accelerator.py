@@ -114,7 +114,7 @@ def test_accelerators_compute_with_the_workers_whole_model(world: Pool) -> None:
 def test_another_model_than_the_workers_is_refused() -> None:
     model = Counting()
     optimizer = MRDHO2(model.parameters(), model=model, lr=0.1, num_largest=0)
-    tensors = optimizer._training.whole_model()
+    tensors = optimizer._training.model_tensors()
     with pytest.raises(SecondOrderError, match="has 3 parameters and buffers of 27 numbers, this"):
         load_model([torch.zeros(27)], [True] * 3, tensors)
     train = [True] * 2 + [False] * 4

@@ -253,7 +253,7 @@ def added_stats(model: nn.Module, optimizer: Any, directory: Path, when: str) ->
         return ends_stats(model, optimizer, "")
     batches = itertools.cycle(BATCHES)
     with optimizer:
-        while not optimizer._curvature.dismissed:
+        while not optimizer._curvature.workers_closed:
             there = when == "sooner" or (directory / "fed").exists()
             if there and not (directory / "added").exists():
                 optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 0.02})

@@ -331,7 +331,7 @@ def test_layers_are_placed_as_asked_for(world: World) -> None:
     choices = [{"colocate_factors": both} for both in (True, False)]
     expected = [
         [
-            (each.a_solver, each.g_solver)
+            (each.a_inverse_rank, each.g_inverse_rank)
             for each in assign_layers(dims, Grid(1, 2), cost="compute", colocate_factors=both)
         ]
         for both in (True, False)

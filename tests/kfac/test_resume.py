@@ -468,4 +468,4 @@ def test_a_measurement_goes_on_where_it_was() -> None:
     take(model, other, scheduler, 3, 9)
     assert other._curvature.throttle.refreshes == 5
     _, last, _ = resumed(run, saved(model, other, scheduler))
-    assert last._curvature.throttle.said == other._curvature.throttle.said
+    assert last._curvature.throttle.summary_line == other._curvature.throttle.summary_line

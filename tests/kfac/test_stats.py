@@ -33,7 +33,7 @@ class FakeLink:
         came: what is to arrive.
     """
 
-    lost = closed_there = False
+    lost = peer_closed = False
     peer = 1
 
     def __init__(self) -> None:
@@ -69,11 +69,11 @@ def helped(optimizer: Any) -> FakeLink:
 def helping(optimizer: Any) -> FakeLink:
     """Make it a stats worker of one worker."""
     link: Any = FakeLink()
-    link.closed_there = True
+    link.peer_closed = True
     training, curvature = optimizer._training, optimizer._curvature
     worker = StatsWorker(training, curvature._options, curvature._system, 0, 1.0)
     worker.layers = curvature.layers
-    worker.link, worker.optimized = link, [True] * len(training.whole_model())
+    worker.link, worker.optimized = link, [True] * len(training.model_tensors())
     optimizer._curvature = worker
     return link
 

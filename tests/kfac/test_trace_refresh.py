@@ -74,8 +74,8 @@ def test_layers_are_solved_where_the_dense_trace_has_moved(System: Any, relative
             last[name] = trace if expected else last[name]
             counts["solved" if expected else "spared"] += 1
     assert min(counts.values()) > 5  # so that both are tested
-    assert traces(optimizer).spared == counts["spared"]
-    assert traces(optimizer).judged == LAYERS * len(BATCHES)
+    assert traces(optimizer).num_skipped == counts["spared"]
+    assert traces(optimizer).num_due == LAYERS * len(BATCHES)
 
 
 def larger(batch: Batch) -> Batch:
@@ -97,7 +97,7 @@ def test_a_schedule_of_the_damping_asks_for_a_solve(lower: float) -> None:
     )
     solved = trained(optimizer, model, BATCHES[:7])
     assert [len(names) for names in solved] == [LAYERS, 0, 0, 0, 0, LAYERS, 0]
-    assert len(traces(optimizer).settled) == (LAYERS if lower else 0)
+    assert len(traces(optimizer).stopped) == (LAYERS if lower else 0)
 
 
 SYSTEMS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -118,9 +118,9 @@ def on_ranks(rank: int, world_size: int, name: str, options: dict[str, Any]) -> 
             take(model, optimizer, shard(batch, rank, world_size), MLP.loss)
             path.append(vector(model))
     rule = traces(optimizer)
-    settled = [] if rule is None else sorted(block.name for block in rule.settled)
+    settled = [] if rule is None else sorted(block.name for block in rule.stopped)
     optimizer.close()
-    judged = (rule.judged, rule.spared) if rule else (0, 0)
+    judged = (rule.num_due, rule.num_skipped) if rule else (0, 0)
     return path, (*judged, settled), sum(messages.values())
 
 
@@ -146,7 +146,7 @@ SETTLING: dict[str, Any] = {"inv_update_steps": TraceRule(0.6, 0.1, every=1)}
 
 
 def settled(optimizer: Any) -> set[str]:
-    return {block.name for block in traces(optimizer).settled}
+    return {block.name for block in traces(optimizer).stopped}
 
 
 @each_kronecker

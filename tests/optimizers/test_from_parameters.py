@@ -331,7 +331,7 @@ def test_parameters_in_no_module_are_trained_by_the_base_and_named(System: Any) 
     torch.testing.assert_close(scale, torch.full_like(scale, 1 - 0.05))
     with pytest.warns(SecondOrderWarning, match=r"1 of 1 parameters belong to no module .*model="):
         alone = make(System, [scale], base=torch.optim.Adam)
-    assert not alone.training.known
+    assert not alone.training.owns_params
     alone.step()
     head = make(System, model[4].parameters())
     message = r"2 of 2 parameters are not in the model, a Linear, .*model="
@@ -342,7 +342,7 @@ def test_parameters_in_no_module_are_trained_by_the_base_and_named(System: Any) 
 def test_pairs_of_eigenvectors_need_no_module() -> None:
     scale = nn.Parameter(torch.ones(2, dtype=torch.float64))
     for System in (DHO2, MRDHO2):
-        assert not make(System, [scale]).training.known
+        assert not make(System, [scale]).training.owns_params
 
 
 def test_a_model_that_is_given_is_not_looked_for() -> None:
@@ -420,13 +420,13 @@ def averaged(rank: int, world_size: int) -> list[list[Tensor]]:
             optimizer = make(KAISA, outer.parameters() if by_parameters else outer)
             assert optimizer.training.model is model
             assert optimizer.training.under_ddp is wraps
-            assert optimizer.training.averages is not wraps
+            assert optimizer.training.averages_gradients is not wraps
             results.append(follow(rank, world_size, outer, optimizer, MLP, MLP.batches(3)))
     cycle: list[Any] = [outer]
     cycle.append(cycle)
     del outer, optimizer, cycle
     lone = make(KAISA, model.parameters())  # the wrapper is garbage that is not collected yet
-    assert lone.training.averages
+    assert lone.training.averages_gradients
     return results
 
 

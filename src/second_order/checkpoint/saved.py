@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from second_order.distributed.fsdp import local
+from second_order.distributed.fsdp import local_tensor
 from second_order.errors import CheckpointError
 
 __all__ = ["BASE", "CURVATURE", "HEADER", "BaseState", "SavedPart", "check_base_part"]
@@ -111,7 +111,7 @@ class SavedPart(dict[str, Any]):
             raise self.wrong(key, f"is of type {type(value).__name__}, not a tensor")
         if shape is not None and tuple(value.shape) != shape:
             raise self.wrong(key, f"has the shape {tuple(value.shape)}, where {shape} is needed")
-        if not bool(torch.isfinite(local(value)).all()):
+        if not bool(torch.isfinite(local_tensor(value)).all()):
             raise self.wrong(key, "is not finite")
         return value
 

@@ -15,9 +15,9 @@ __all__ = [
     "OwnerAssignment",
     "assign_layers",
     "assign_owners",
+    "balance_costs",
+    "factor_cost",
     "gradient_worker_count",
-    "solve_cost",
-    "spread_costs",
 ]
 
 AssignmentCost: TypeAlias = Literal["compute", "memory"]
@@ -43,8 +43,8 @@ class LayerAssignment:
     """The row of the grid whose ranks are gradient workers of a layer, and who solves A and G."""
 
     row: int
-    a_solver: int
-    g_solver: int
+    a_inverse_rank: int
+    g_inverse_rank: int
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def gradient_worker_count(world_size: int, fraction: float) -> int:
     return whole
 
 
-def solve_cost(groups: int, dim: int, cost: AssignmentCost) -> float:
+def factor_cost(groups: int, dim: int, cost: AssignmentCost) -> float:
     """Cost of one factor: n³ for computation, n² for memory, times its groups."""
     return float(groups * dim ** (3 if cost == "compute" else 2))
 
@@ -120,10 +120,10 @@ def assign_layers(
     a_costs = [
         float(layer.groups * layer.in_dim)
         if layer.diagonal_a
-        else solve_cost(layer.groups, layer.in_dim, cost)
+        else factor_cost(layer.groups, layer.in_dim, cost)
         for layer in layers
     ]
-    g_costs = [solve_cost(layer.groups, layer.out_dim, cost) for layer in layers]
+    g_costs = [factor_cost(layer.groups, layer.out_dim, cost) for layer in layers]
     rows = _idle(range(grid.rows))
     ranks: dict[int, _Loads] = {}
     assignments: dict[int, LayerAssignment] = {}
@@ -154,7 +154,7 @@ def assign_owners(
     return [each.row for each in assigned]
 
 
-def spread_costs(costs: Sequence[float], world_size: int) -> list[int]:
+def balance_costs(costs: Sequence[float], world_size: int) -> list[int]:
     """Assign pieces of work of these costs to ranks, longest processing time first."""
     loads, ranks = _idle(range(world_size)), [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):

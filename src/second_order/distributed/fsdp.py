@@ -25,21 +25,21 @@ from second_order.distributed.world import World
 __all__ = [
     "DTENSORS",
     "FSDPParams",
-    "ParamPlaces",
+    "ParamLocations",
     "ShardLayout",
+    "active_ddp",
     "check_mesh",
     "check_sharding",
-    "chunk",
-    "ddp_under_way",
-    "dtypes_of_passes",
+    "chunk_bounds",
+    "compute_dtypes",
+    "dtensor_from_rows",
     "is_dtensor",
-    "layout_of",
-    "like",
-    "local",
+    "local_tensor",
     "mesh_ranks",
     "reshard",
+    "shard_layout",
+    "shard_like",
     "shard_replicas",
-    "sharded_like",
     "sharded_params",
 ]
 
@@ -54,7 +54,7 @@ def is_dtensor(value: Any) -> bool:
     return loaded is not None and isinstance(value, loaded.DTensor)
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """The part of a tensor that is here: a DTensor's local one, which shares its memory."""
     if not is_dtensor(tensor):
         return tensor
@@ -68,7 +68,7 @@ def mesh_ranks(tensor: Tensor) -> list[int]:
     return ranks
 
 
-def chunk(rows: int, parts: int, index: int) -> tuple[int, int]:
+def chunk_bounds(rows: int, parts: int, index: int) -> tuple[int, int]:
     """The first row of a part and the one after its last, as ``torch.chunk`` cuts: ⌈rows / parts⌉.
 
     The last parts may have fewer, or none.
@@ -90,7 +90,7 @@ def shard_replicas(tensor: Tensor) -> list[list[int]]:
     return replicas
 
 
-def like(p: Tensor, value: Tensor) -> Tensor:
+def shard_like(p: Tensor, value: Tensor) -> Tensor:
     """A tensor laid out as a parameter: cut to this process's rows where FSDP2 has sharded that.
 
     A value that is a DTensor, or that has another shape, stays as it is.
@@ -99,12 +99,12 @@ def like(p: Tensor, value: Tensor) -> Tensor:
         return value
     rank = dist.get_rank()
     (replica,) = (ranks for ranks in shard_replicas(p) if rank in ranks)
-    start, stop = chunk(p.shape[0], len(replica), replica.index(rank))
-    rows = value.detach()[start:stop].to(local(p).device, copy=True)
-    return sharded_like(p, rows)
+    start, stop = chunk_bounds(p.shape[0], len(replica), replica.index(rank))
+    rows = value.detach()[start:stop].to(local_tensor(p).device, copy=True)
+    return dtensor_from_rows(p, rows)
 
 
-def sharded_like(p: Tensor, rows: Tensor) -> Tensor:
+def dtensor_from_rows(p: Tensor, rows: Tensor) -> Tensor:
     """This process's rows of a tensor as a DTensor, if a parameter of its shape is one."""
     if not is_dtensor(p):
         return rows
@@ -114,7 +114,7 @@ def sharded_like(p: Tensor, rows: Tensor) -> Tensor:
     return cast(Tensor, made)
 
 
-def ddp_under_way() -> Any:
+def active_ddp() -> Any:
     """The DistributedDataParallel whose forward runs now, if one does."""
     return cast(Any, DistributedDataParallel)._get_active_ddp_module()
 
@@ -137,7 +137,7 @@ def _param_groups(model: nn.Module) -> Iterator[Any]:
                 yield group
 
 
-def dtypes_of_passes(model: nn.Module) -> set[torch.dtype]:
+def compute_dtypes(model: nn.Module) -> set[torch.dtype]:
     """The dtypes in which passes compute by FSDP2's mixed-precision policies, where there are."""
     found = {group.mp_policy.param_dtype for group in _param_groups(model)}
     return {dtype for dtype in found if dtype is not None}
@@ -163,7 +163,7 @@ class FSDPParams:
         self._model = weakref.ref(model)
         self._of: dict[tuple[int, str], Any] = {}
 
-    def in_pass(self, module: nn.Module) -> dict[str, Tensor]:
+    def unsharded_params(self, module: nn.Module) -> dict[str, Tensor]:
         """The parameters of a module that the graph of a pass ends in, those without any left out.
 
         A module that is a group of its own may have them back only after hooks of ours.
@@ -174,7 +174,7 @@ class FSDPParams:
             params[name] = p if record is None else getattr(record, "_unsharded_param", None)
         return {name: p for name, p in params.items() if p is not None}
 
-    def unreduced(self, module: nn.Module) -> bool:
+    def has_unreduced_gradients(self, module: nn.Module) -> bool:
         """Whether passes have left gradients that FSDP2 is to average after a later pass."""
         if _fsdp_module() is None:
             return False
@@ -228,19 +228,19 @@ class ShardLayout:
     def bounds(self, rank: int) -> tuple[int, int]:
         """The first row that a rank has, and the one after its last."""
         parts = len(self.replicas[rank])
-        return chunk(self.total, parts, self.positions[rank]) if parts else (0, 0)
+        return chunk_bounds(self.total, parts, self.positions[rank]) if parts else (0, 0)
 
     def size(self, rank: int) -> int:
         """Number of elements that a rank has."""
         start, stop = self.bounds(rank)
         return (stop - start) * self.width
 
-    def together(self, rank: int, other: int) -> bool:
+    def in_same_replica(self, rank: int, other: int) -> bool:
         """Whether two ranks are in one replica."""
         return self.replicas[rank][:1] == self.replicas[other][:1]
 
 
-def layout_of(tensor: Tensor, world: World) -> ShardLayout:
+def shard_layout(tensor: Tensor, world: World) -> ShardLayout:
     """The rows of a parameter that is whole on every rank, or that FSDP2 has sharded.
 
     All ranks of the world are in the DTensor's mesh.
@@ -258,10 +258,11 @@ def layout_of(tensor: Tensor, world: World) -> ShardLayout:
     within = tuple(tuple(here[rank] for rank in replica) for replica in replicas)
     layout = ShardLayout(total, width, *_by_rank(within, world.size))
     start, stop = layout.bounds(world.rank)
-    if local(tensor).shape[0] != stop - start:
+    if local_tensor(tensor).shape[0] != stop - start:
         raise TypeError(
-            f"a parameter of shape {tuple(tensor.shape)} has {local(tensor).shape[0]} rows on rank "
-            f"{world.rank}, where torch.chunk would leave {stop - start}; shard it by fully_shard"
+            f"a parameter of shape {tuple(tensor.shape)} has {local_tensor(tensor).shape[0]} rows "
+            f"on rank {world.rank}, where torch.chunk would leave {stop - start}; shard it by "
+            f"fully_shard"
         )
     return layout
 
@@ -281,7 +282,7 @@ def _by_rank(
 # ------------------------------------------------------------------- what fully_shard may have done
 
 
-class ParamPlaces:
+class ParamLocations:
     """The modules that hold parameters, to see later what ``fully_shard`` replaces them by."""
 
     def __init__(self, model: nn.Module, params: Iterable[Tensor]) -> None:
@@ -293,7 +294,7 @@ class ParamPlaces:
                     if p is not None and id(p) in whole:
                         self._places.append((module, name, p))
 
-    def new_shards(self) -> dict[Tensor, Tensor]:
+    def find_new_shards(self) -> dict[Tensor, Tensor]:
         """The shards in the places of parameters, by these parameters."""
         found: dict[Tensor, Tensor] = {}
         for module, name, p in self._places:
@@ -349,4 +350,4 @@ def check_mesh(model: nn.Module, world: World) -> None:
                     f"with the ranks {ranks}; shard over a mesh of all these ranks, or pass "
                     f"process_group= a group of the mesh's"
                 )
-            layout_of(p, world)
+            shard_layout(p, world)

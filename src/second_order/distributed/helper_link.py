@@ -37,15 +37,20 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from second_order.distributed.roles import Roles
-from second_order.distributed.world import World, elements, explained, scatter
+from second_order.distributed.world import (
+    World,
+    count_elements,
+    translate_backend_errors,
+    unflatten_into,
+)
 from second_order.errors import SecondOrderError
 
 __all__ = [
     "HelperLink",
     "Message",
-    "Patience",
+    "WaitTimer",
     "close_links",
-    "connect",
+    "connect_helpers",
     "load_model",
     "pack_by_dtype",
 ]
@@ -66,7 +71,7 @@ class Message(NamedTuple):
     note: dict[str, Any]
 
 
-class Patience:
+class WaitTimer:
     """Measures how long a process has waited, by its own looks at the clock.
 
     Time between two looks counts up to a quarter of the limit. If a process was stopped together
@@ -84,7 +89,7 @@ class Patience:
             self._waited = 0.0
             self._looked = time.monotonic()
 
-    def ended(self) -> bool:
+    def is_expired(self) -> bool:
         """Whether the limit has been passed, at this look."""
         with self._lock:
             now = time.monotonic()
@@ -116,12 +121,12 @@ class HelperLink:
     ) -> None:
         self.peer = peer
         self.failure = ""
-        self.closed_there = False  # whether the peer has shut down; all its messages have arrived
+        self.peer_closed = False  # whether the peer has shut down; all its messages have arrived
         self._rank = rank
         self._timeout = timeout
         self._hosted = store  # the host's store lives as long as this reference
         self._workers = workers
-        with explained():
+        with translate_backend_errors():
             limit = timedelta(seconds=max(timeout, 1.0))
             self._store = TCPStore(*address, wait_for_workers=False, timeout=limit)
         # No lock: leave() may be called by the garbage collector, in the middle of the thread.
@@ -133,11 +138,13 @@ class HelperLink:
         self._beats = 0
         self._next_beat = 0.0
         self._peer_beat = ""
-        self._silence = Patience(timeout)
+        self._silence = WaitTimer(timeout)
         self._thread = threading.Thread(target=self._run, name="second_order link", daemon=True)
         self._thread.start()
         _open.add(self)
-        self._owner = None if owner is None else weakref.ref(owner, lambda _: self.leave())
+        self._owner = (
+            None if owner is None else weakref.ref(owner, lambda _: self.request_shutdown())
+        )
 
     def send(self, tensors: Sequence[Tensor], to: int | None = None, **note: Any) -> None:
         """Send tensors, which must not change any more, and a note of primitives.
@@ -156,7 +163,7 @@ class HelperLink:
     def wait(self, until: Callable[[], bool] = lambda: False) -> Message | None:
         """Wait for the peer's next message; None if it is lost or closed, or ``until`` is true."""
         while not self._incoming:
-            if self.closed_there or self.lost or until() or not self._thread.is_alive():
+            if self.peer_closed or self.lost or until() or not self._thread.is_alive():
                 break
             self._arrival.wait(POLL_SECONDS)
             self._arrival.clear()
@@ -165,14 +172,14 @@ class HelperLink:
     @property
     def lost(self) -> bool:
         """Whether the store has failed, or the peer's heartbeats have stopped."""
-        return bool(self.failure) or self._silence.ended()
+        return bool(self.failure) or self._silence.is_expired()
 
     @property
     def reason(self) -> str:
         """Why the store has failed, in parentheses, for messages."""
         return f" ({self.failure})" if self.failure else ""
 
-    def leave(self) -> None:
+    def request_shutdown(self) -> None:
         """Shut down without waiting; :meth:`close` is still to be called."""
         self._outgoing.put(None)
 
@@ -184,7 +191,7 @@ class HelperLink:
         they still read what it sent. Messages that were not received are dropped.
         """
         end = time.monotonic() + min(max(patience, 0.0), CLOSE_SECONDS)
-        self.leave()
+        self.request_shutdown()
         self._thread.join(max(end - time.monotonic(), 0.0))
         self._incoming.clear()
         if self._hosted is not None and not self.lost:
@@ -225,7 +232,7 @@ class HelperLink:
         while self._store.check([f"{self.peer}>{self._rank}/{self._fetched}"]):
             self._incoming.append(self._fetch())
             self._arrival.set()
-        self.closed_there = closed  # last: by now, all messages before the shutdown are here
+        self.peer_closed = closed  # last: by now, all messages before the shutdown are here
 
     def _send(self, to: int, message: Message) -> None:
         name = f"{self._rank}>{to}/{self._sent[to]}"
@@ -265,7 +272,7 @@ class HelperLink:
             if beat != self._peer_beat:
                 self._peer_beat = beat
                 self._silence.begin()
-        self._silence.ended()  # a look at the clock; there may be no other
+        self._silence.is_expired()  # a look at the clock; there may be no other
 
 
 _open: set[HelperLink] = set()
@@ -276,7 +283,7 @@ def close_links(links: Iterable[HelperLink], patience: float = CLOSE_SECONDS) ->
     links = list(links)
     end = time.monotonic() + patience
     for link in links:
-        link.leave()
+        link.request_shutdown()
     for link in links:
         link.close(end - time.monotonic())
 
@@ -290,7 +297,9 @@ def _close_all() -> None:
 # ----------------------------------------------------------------------------------- construction
 
 
-def connect(world: World, roles: Roles, timeout: float, owner: object = None) -> list[HelperLink]:
+def connect_helpers(
+    world: World, roles: Roles, timeout: float, owner: object = None
+) -> list[HelperLink]:
     """Link every worker with every helper; a collective of all ranks.
 
     Returns:
@@ -392,15 +401,15 @@ def load_model(flats: Sequence[Tensor], train: Sequence[bool], into: Sequence[Te
     Raises:
         SecondOrderError: If the workers' model is another one.
     """
-    sent = elements(flats)
-    own = elements(into)
+    sent = count_elements(flats)
+    own = count_elements(into)
     if (len(train), sent) != (len(into), own):
         raise SecondOrderError(
             f"the workers' model has {len(train)} parameters and buffers of {sent} numbers, this "
             f"helper's {len(into)} of {own}: build and change the same model on every rank"
         )
     for flat, same_dtype in zip(flats, _by_dtype(into), strict=True):
-        scatter(flat, same_dtype)
+        unflatten_into(flat, same_dtype)
     for tensor, trains in zip(into, train, strict=True):
         if tensor.requires_grad != trains:
             tensor.requires_grad_(trains)

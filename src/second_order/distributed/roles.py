@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias
 
-from second_order.distributed.world import World, explained
+from second_order.distributed.world import World, translate_backend_errors
 
-__all__ = ["Role", "Roles", "assign_roles", "endless", "option_of", "whole_models"]
+__all__ = ["Role", "Roles", "assign_roles", "cycle_batches", "role_option", "sharding_error"]
 
 Role: TypeAlias = Literal["worker", "accelerator", "stats"]
 
@@ -26,8 +26,8 @@ class Roles:
     helpers: tuple[int, ...]  # who compute curvature for them
     helper_role: Role
 
-    @explained()
-    def team(self, world: World, helper_timeout: float | None = None) -> World:
+    @translate_backend_errors()
+    def role_world(self, world: World, helper_timeout: float | None = None) -> World:
         """The world of this process's own kind, of the world of all; every process calls it.
 
         Helpers wait for each other for ``helper_timeout`` seconds at most.
@@ -38,7 +38,7 @@ class Roles:
             limit = timedelta(seconds=helper_timeout)
             limit = min(limit, world.timeout or limit)
         team = world.subgroup(self.helpers if helps else self.workers, grouped=True, timeout=limit)
-        team.aside()  # made now, while every rank calls
+        team.control_world()  # made now, while every rank calls
         return team
 
 
@@ -53,13 +53,13 @@ def assign_roles(
     """
     if helpers < 0 or (world_size > 1 and helpers >= world_size):
         raise ValueError(
-            f"{option_of(helper_role)}={helpers} with {world_size} processes leaves none to "
+            f"{role_option(helper_role)}={helpers} with {world_size} processes leaves none to "
             f"train; use 0 to {world_size - 1}"
         )
     count = helpers if world_size > 1 else 0
     if under_ddp and count:
         raise ValueError(
-            f"{option_of(helper_role)}={helpers} with a model in DistributedDataParallel, which "
+            f"{role_option(helper_role)}={helpers} with a model in DistributedDataParallel, which "
             f"waits for gradients of the ranks of role {helper_role!r}, and they have none; give "
             f"the optimizer the plain model and gradient_averaging=False, and wrap it afterwards "
             f"with DistributedDataParallel(model, process_group=optimizer.worker_group)"
@@ -68,9 +68,9 @@ def assign_roles(
     return Roles(ranks[: world_size - count], ranks[world_size - count :], helper_role)
 
 
-def whole_models(name: str, role: Role) -> str:
+def sharding_error(name: str, role: Role) -> str:
     """Why a model that FSDP2 has sharded is refused where there are helpers, and what to do."""
-    option = option_of(role)
+    option = role_option(role)
     return (
         f"{name}: fully_shard (FSDP2) has sharded the model, and helpers and their workers hold "
         f"whole models; use {option}=0, or DistributedDataParallel(model, "
@@ -78,12 +78,12 @@ def whole_models(name: str, role: Role) -> str:
     )
 
 
-def option_of(role: Role) -> str:
+def role_option(role: Role) -> str:
     """The option that says how many ranks have a helper's role."""
     return "helper_ranks" if role == "accelerator" else "stats_workers"
 
 
-def endless(batches: Iterable[Any]) -> Iterator[Any]:
+def cycle_batches(batches: Iterable[Any]) -> Iterator[Any]:
     """Yield the batches that a helper serves with, over and over.
 
     Raises:

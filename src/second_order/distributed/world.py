@@ -36,13 +36,13 @@ __all__ = [
     "PendingReduction",
     "Shapes",
     "World",
-    "deliver_parts",
-    "elements",
-    "explained",
+    "count_elements",
     "flatten",
-    "in_buckets",
-    "scatter",
+    "send_tensors",
+    "split_into_buckets",
     "sum_in_order",
+    "translate_backend_errors",
+    "unflatten_into",
 ]
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ BACKENDS = "gloo", "nccl", "pair closure"
 
 
 @contextlib.contextmanager
-def explained() -> Iterator[None]:
+def translate_backend_errors() -> Iterator[None]:
     """Turn a backend's errors into SecondOrderErrors that name the likely cause.
 
     Raises:
@@ -101,14 +101,14 @@ def _wait_for_gloo_at_exit() -> None:
 # --------------------------------------------------------------------------------------- buckets
 
 
-class Owned(NamedTuple):
+class OwnedTensor(NamedTuple):
     """A tensor and the rank that owns it, or None if every rank does."""
 
     tensor: Tensor
     owner: int | None = None
 
 
-def in_buckets(
+def split_into_buckets(
     items: Iterable[T], kind: Callable[[T], Hashable], nbytes: Callable[[T], int], most: int
 ) -> list[list[T]]:
     """Split items into buckets of one kind, each of up to ``most`` bytes or one item.
@@ -130,7 +130,7 @@ def in_buckets(
     return buckets
 
 
-def elements(tensors: Iterable[Tensor]) -> int:
+def count_elements(tensors: Iterable[Tensor]) -> int:
     """Number of elements of all tensors."""
     return sum(tensor.numel() for tensor in tensors)
 
@@ -142,27 +142,27 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 def sum_in_order(addends: Tensor) -> Tensor:
     """Sum ``(ranks, n)`` over the ranks, in the order of ranks and at least in float32."""
-    total = addends[0].to(wide(addends.dtype))
+    total = addends[0].to(accumulation_dtype(addends.dtype))
     for row in addends[1:]:
         total += row
     return total
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which numbers of a dtype are summed: at least float32 for floating point."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
-def scatter(flat: Tensor, targets: Sequence[Tensor]) -> None:
+def unflatten_into(flat: Tensor, targets: Sequence[Tensor]) -> None:
     """Copy a flat buffer back to the tensors that were concatenated in it."""
     pieces = flat.split([target.numel() for target in targets])
     for target, piece in zip(targets, pieces, strict=True):
         target.copy_(piece.view(target.shape))
 
 
-def _buckets(tensors: Iterable[Owned]) -> list[list[Owned]]:
+def _buckets(tensors: Iterable[OwnedTensor]) -> list[list[OwnedTensor]]:
     """Tensors with their owners, in buckets of one dtype and device."""
-    return in_buckets(
+    return split_into_buckets(
         tensors,
         kind=lambda owned: (owned.tensor.dtype, owned.tensor.device),
         nbytes=lambda owned: owned.tensor.nbytes,
@@ -176,7 +176,7 @@ class PendingReduction:
 
     messages: list[tuple[Any, Callable[[], None]]] = field(default_factory=list)
 
-    @explained()
+    @translate_backend_errors()
     def wait(self) -> None:
         """Wait for all messages, and write what they brought."""
         while self.messages:
@@ -260,7 +260,7 @@ class World:
             return min(timeouts)
         return None
 
-    @explained()
+    @translate_backend_errors()
     def equalize_group_counts(self) -> None:
         """Make unused groups until every rank is in the same number of groups; a collective.
 
@@ -273,7 +273,7 @@ class World:
         for _ in range(max(counts) - here):
             dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
-    @explained()
+    @translate_backend_errors()
     def subgroup(
         self, ranks: Sequence[int], *, grouped: bool = False, timeout: timedelta | None = None
     ) -> World:
@@ -292,8 +292,8 @@ class World:
             groups[key] = self._new_group(members, timeout=timeout)
         return World(groups[key])
 
-    @explained()
-    def aside(self) -> World:
+    @translate_backend_errors()
+    def control_world(self) -> World:
         """The same ranks in a gloo group of their own, for small control messages.
 
         The device is not synchronized for them, and no other collective comes between them. The
@@ -310,14 +310,14 @@ class World:
             groups[CONTROL] = self._new_group(self.global_ranks, backend="gloo")
         return World(groups[CONTROL])
 
-    @explained()
-    def separate(self) -> World:
+    @translate_backend_errors()
+    def with_new_group(self) -> World:
         """The same ranks in a new group, for collectives whose order no other sender knows."""
         return self if self.group is None else World(self._new_group(self.global_ranks))
 
     def on_cpu(self) -> World:
         """The world of the same ranks for CPU tensors."""
-        return self.aside() if self.backend == "nccl" else self
+        return self.control_world() if self.backend == "nccl" else self
 
     @property
     def _shared_groups(self) -> dict[tuple[Any, ...], dist.ProcessGroup]:
@@ -346,7 +346,7 @@ class World:
 
     # ------------------------------------------------------------------------------ collectives
 
-    @explained()
+    @translate_backend_errors()
     def all_reduce(
         self,
         tensors: Iterable[Tensor],
@@ -361,18 +361,18 @@ class World:
         pending = PendingReduction()
         if self.size == 1:
             return pending
-        for bucket in _buckets(map(Owned, tensors)):
+        for bucket in _buckets(map(OwnedTensor, tensors)):
             targets = [tensor for tensor, _ in bucket]
             flat = self._stage(flatten(targets), dtype)
             work = self._all_reduce(flat, op)
-            pending.messages.append((work, partial(scatter, flat, targets)))
+            pending.messages.append((work, partial(unflatten_into, flat, targets)))
         return pending
 
     def all_reduce_max(self, tensors: Iterable[Tensor]) -> PendingReduction:
         """Start to take each element's maximum over the ranks, as :meth:`all_reduce`."""
         return self.all_reduce(tensors, dist.ReduceOp.MAX)
 
-    @explained()
+    @translate_backend_errors()
     def reduce(
         self,
         tensors: Iterable[Tensor],
@@ -387,24 +387,24 @@ class World:
         """
         pending = PendingReduction()
         if self.size > 1:
-            for bucket in _buckets(map(Owned, tensors, owners)):
+            for bucket in _buckets(map(OwnedTensor, tensors, owners)):
                 pending.messages.append(self._reduce_bucket(bucket, dtype))
         return pending
 
     def _reduce_bucket(
-        self, bucket: Sequence[Owned], dtype: torch.dtype | None
+        self, bucket: Sequence[OwnedTensor], dtype: torch.dtype | None
     ) -> tuple[Any, Callable[[], None]]:
         """Start to sum a bucket. Returns the message, and a function to call after it."""
         parts: list[list[Tensor]] = [[] for _ in range(self.size)]
         for tensor, owner in bucket:
             for rank in range(self.size) if owner is None else [owner]:
                 parts[rank].append(tensor)
-        sizes = [elements(part) for part in parts]
-        total = elements(tensor for tensor, _ in bucket)
+        sizes = [count_elements(part) for part in parts]
+        total = count_elements(tensor for tensor, _ in bucket)
 
         if self._is_uneven(sizes, total):
             staged = self._stage(flatten([tensor for tensor, _ in bucket]), dtype)
-            whole = staged.to(wide(staged.dtype))
+            whole = staged.to(accumulation_dtype(staged.dtype))
 
             def take_own_sums() -> None:
                 pieces = whole.split([tensor.numel() for tensor, _ in bucket])
@@ -418,9 +418,9 @@ class World:
         addends = flat.new_empty(self.size, sizes[self.rank])
         arriving = [sizes[self.rank]] * self.size
         work = self._all_to_all(addends.view(-1), flat, arriving, sizes)
-        return work, lambda: scatter(sum_in_order(addends), parts[self.rank])
+        return work, lambda: unflatten_into(sum_in_order(addends), parts[self.rank])
 
-    @explained()
+    @translate_backend_errors()
     def broadcast(
         self,
         tensors: Iterable[Tensor],
@@ -434,18 +434,18 @@ class World:
         """
         if self.size == 1:
             return
-        for bucket in _buckets(map(Owned, tensors, owners)):
+        for bucket in _buckets(map(OwnedTensor, tensors, owners)):
             parts: list[list[Tensor]] = [[] for _ in range(self.size)]
             for tensor, owner in bucket:
                 assert owner is not None
                 parts[owner].append(tensor)
-            sizes = [elements(part) for part in parts]
+            sizes = [count_elements(part) for part in parts]
             own = bucket[0].tensor.new_empty(0)
             if parts[self.rank]:
                 own = flatten(parts[self.rank])
             for rank, flat in enumerate(self._gather(own, sizes, dtype)):
                 if rank != self.rank:
-                    scatter(flat, parts[rank])
+                    unflatten_into(flat, parts[rank])
 
     def _gather(
         self, own: Tensor, sizes: Sequence[int], dtype: torch.dtype | None
@@ -459,7 +459,7 @@ class World:
             parts[self.rank] = own[:0]
             arriving = list(sizes)
             arriving[self.rank] = 0
-            return self.swap(parts, arriving, dtype)
+            return self.all_to_all(parts, arriving, dtype)
         # -0.0 + x is x bit for bit, whereas 0.0 + -0.0 would be 0.0.
         staged = self._stage(own, dtype)
         whole = staged.new_full((total,), -0.0)
@@ -467,19 +467,19 @@ class World:
         self._all_reduce(whole).wait()
         return list(whole.to(own.device, own.dtype).split(list(sizes)))
 
-    @explained()
+    @translate_backend_errors()
     def broadcast_from_first(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank the first rank's values, in place, in buckets."""
         if self.size == 1:
             return
-        for bucket in _buckets(map(Owned, tensors)):
+        for bucket in _buckets(map(OwnedTensor, tensors)):
             targets = [tensor for tensor, _ in bucket]
             flat = self._stage(flatten(targets))
             dist.broadcast(flat, group=self.group, group_src=0)
-            scatter(flat, targets)
+            unflatten_into(flat, targets)
 
-    @explained()
-    def swap(
+    @translate_backend_errors()
+    def all_to_all(
         self, parts: Sequence[Tensor], sizes: Iterable[int], dtype: torch.dtype | None = None
     ) -> list[Tensor]:
         """Send each rank its flat part, and receive one of so many elements from each, by rank."""
@@ -526,7 +526,7 @@ class World:
         self.all_reduce([noes]).wait()
         return not bool(noes)
 
-    @explained()
+    @translate_backend_errors()
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value of a small object that can be pickled, by rank."""
         values: list[Any] = [value] * self.size
@@ -534,7 +534,7 @@ class World:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def same(self, word: int) -> bool:
+    def all_equal(self, word: int) -> bool:
         """Whether all ranks have the same 64-bit integer; an all-reduce of 16 bytes."""
         if self.size == 1:
             return True
@@ -544,7 +544,7 @@ class World:
         return int(both[0]) == ~int(both[1])
 
 
-def deliver_parts(
+def send_tensors(
     world: World,
     shapes: Mapping[Key, Shapes],
     routes: Mapping[Key, tuple[int, Sequence[int]]],
@@ -572,7 +572,7 @@ def deliver_parts(
         return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes[key])
 
     moving = [key for key, (source, to) in routes.items() if any(rank != source for rank in to)]
-    for bucket in in_buckets(
+    for bucket in split_into_buckets(
         moving,
         kind=lambda _: None,
         nbytes=lambda key: dtype.itemsize * sum(map(math.prod, shapes[key])),

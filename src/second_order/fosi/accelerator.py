@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from second_order.distributed.helper_link import Message, close_links, load_model
-from second_order.distributed.roles import Role, endless
+from second_order.distributed.roles import Role, cycle_batches
 from second_order.errors import SecondOrderError
 from second_order.fosi.eigenpairs import Closures, wanted_pairs
 from second_order.fosi.epochs import Divided, Worker, overwrite
@@ -50,16 +50,16 @@ def divided_curvature(
     world = training.world
     if not (options.wanted and options.helper_ranks and world.size > 1):
         return Divided(training, options, closure)
-    helps = world.rank >= world.size - options.helper_ranks
-    return (Accelerating if helps else Worker)(training, options, closure)
+    is_helper = world.rank >= world.size - options.helper_ranks
+    return (Accelerating if is_helper else Worker)(training, options, closure)
 
 
 class Accelerating(Divided):
     """Answers the workers' requests: computes eigenpairs, and judges updates."""
 
     role: Role = "accelerator"
-    scaler_matters = ""
-    helps = True
+    scaler_reason = ""
+    is_helper = True
     refreshes = False
     _loss_fn: Closures | None = None
     _calls = 0  # of prepare()
@@ -96,7 +96,7 @@ class Accelerating(Divided):
             message = link.wait()
             if message is None:
                 self._over = True
-                if not link.closed_there and self.training.first_time("lost"):
+                if not link.peer_closed and self.training.is_first_warning("lost"):
                     self.training.warn(
                         f"the workers have not been heard of any more{link.reason}: this "
                         f"accelerator has nothing more to do"
@@ -140,7 +140,7 @@ class Accelerating(Divided):
     def _take(self, message: Message, *, moved: bool) -> None:
         """Be the model that worker 0 sent, ``moved`` to the point that follows it, if one does."""
         note = message.note
-        load_model(message.tensors[: note["model"]], note["train"], self.training.whole_model())
+        load_model(message.tensors[: note["model"]], note["train"], self.training.model_tensors())
         self.vector.follow()
         if note["size"] != self.vector.size:
             raise SecondOrderError(
@@ -202,7 +202,7 @@ def loss_by_epoch(batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> Clos
     Where ``batches`` has no length, an epoch takes the next batch. A run that is resumed meets the
     batches of one that was not interrupted, if it can. Raises ValueError if there is no batch.
     """
-    source, count, coming = endless(batches), 0, 0
+    source, count, coming = cycle_batches(batches), 0, 0
     with suppress(TypeError):  # a DataLoader of a dataset without a length
         count = len(batches) if isinstance(batches, Sized) else 0
 

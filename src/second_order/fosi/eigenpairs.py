@@ -169,7 +169,7 @@ class RefreshedPairs:
             self.count(training.steps, pairs.iterations, failed=failed)
             if not failed:
                 self._use(pairs, loss)
-            elif training.first_time("refresh failed"):
+            elif training.is_first_warning("refresh failed"):
                 kept = "no eigenpairs yet" if self.subspace is None else "the last ones are kept"
                 training.warn(
                     f"the curvature at step {training.steps} is not finite, was decomposed "

@@ -30,11 +30,11 @@ from second_order.distributed.fsdp import is_dtensor
 from second_order.distributed.helper_link import (
     HelperLink,
     Message,
-    Patience,
+    WaitTimer,
     close_links,
     pack_by_dtype,
 )
-from second_order.distributed.roles import Role, Roles, assign_roles, whole_models
+from second_order.distributed.roles import Role, Roles, assign_roles, sharding_error
 from second_order.fosi.eigenpairs import Closures
 from second_order.fosi.state import START, SUM, counts_of, same_params, with_vectors
 from second_order.fosi.subspace import Basis, newton_rates
@@ -44,7 +44,7 @@ from second_order.optimizers.config import EpochOptions
 from second_order.reporting.summary import EpochReport
 from second_order.training.context import Training
 from second_order.training.curvature import PendingAverage
-from second_order.training.helpers import take_role
+from second_order.training.helpers import split_into_roles
 from second_order.utils.stages import stage
 
 __all__ = ["LEAST_FALL", "Divided", "Worker", "answers", "final_update", "overwrite", "refusal"]
@@ -79,7 +79,7 @@ class Divided(FOSICurvature):
         self.roles = assign_roles(size, options.helper_ranks, "accelerator", training.under_ddp)
         super().begin()
         if not self.refreshes:
-            self.links = take_role(training, self.roles, options.helper_timeout)
+            self.links = split_into_roles(training, self.roles, options.helper_timeout)
         elif options.wanted:
             training.warn(
                 f"MRDHO2 with {size} process{'es' if size > 1 else ''} and "
@@ -90,13 +90,13 @@ class Divided(FOSICurvature):
     def replan(self) -> None:
         """Check that changed parameters are still one vector, whole where there are helpers."""
         super().replan()
-        if self.links and any(map(is_dtensor, self.training.training_params())):
-            raise ValueError(whole_models(self.training.name, "accelerator"))
+        if self.links and any(map(is_dtensor, self.training.trainable_params())):
+            raise ValueError(sharding_error(self.training.name, "accelerator"))
 
-    def facts(self) -> list[tuple[str, Any]]:
+    def fingerprint_values(self) -> list[tuple[str, Any]]:
         """The values, by name, that decide which collectives a step has."""
         return [
-            *super().facts(),
+            *super().fingerprint_values(),
             ("epoch and its steps", (self.epoch, self.epoch_step)),
             ("accelerators at work", len(self.links)),
         ]
@@ -231,7 +231,7 @@ class Worker(Divided):
         """Number a request; send it as worker 0, with the model and another point than its own."""
         self._request += 1
         if self.training.world.rank == 0:
-            tensors = self.training.whole_model()
+            tensors = self.training.model_tensors()
             model = pack_by_dtype(tensors)
             note["request"] = self._request
             note["train"] = [tensor.requires_grad for tensor in tensors]
@@ -240,7 +240,7 @@ class Worker(Divided):
             for link in self.links:
                 link.send([*model, *elsewhere], **note)
 
-    def correct(self) -> None:
+    def finish_step(self) -> None:
         """Count a step of the base; after the epoch's last, end it."""
         if not self.links:
             return
@@ -250,7 +250,7 @@ class Worker(Divided):
             with stage("final_update"), self.vector.plain():
                 report = self._end()
             self.reports.append(report)
-            if "not finite" in report.reason and self.training.first_time("not finite"):
+            if "not finite" in report.reason and self.training.is_first_warning("not finite"):
                 self.training.warn(f"epoch {self.epoch} has no final update: {report.reason}")
             self.sums = None
             self.epoch += 1
@@ -345,7 +345,7 @@ def answers(
     trains alone.
     """
     begun = time.monotonic()
-    patience = Patience(seconds)
+    patience = WaitTimer(seconds)
     with stage("wait"):
         messages = [_answer(link, request, patience) for link in links]
     found = [message for message in messages if message is not None]
@@ -358,11 +358,11 @@ def answers(
     return [], time.monotonic() - begun
 
 
-def _answer(link: HelperLink, request: int, patience: Patience) -> Message | None:
+def _answer(link: HelperLink, request: int, patience: WaitTimer) -> Message | None:
     """Wait for the answer to a request, and drop those to earlier ones: a checkpoint was loaded."""
-    message = link.wait(patience.ended)
+    message = link.wait(patience.is_expired)
     while message is not None and message.note["request"] < request:
-        message = link.wait(patience.ended)
+        message = link.wait(patience.is_expired)
     return message
 
 

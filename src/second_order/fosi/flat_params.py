@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from second_order.distributed.fsdp import is_dtensor, layout_of, local, reshard
+from second_order.distributed.fsdp import is_dtensor, local_tensor, reshard, shard_layout
 from second_order.distributed.world import World
 from second_order.lanczos.closure import LossFn
 from second_order.lanczos.hvp import Hessian, ShardedHessian
@@ -66,7 +66,7 @@ class ParamPiece:
         if self.whole:
             return tensor.detach()
         if is_dtensor(tensor):  # what is here of it is the piece
-            return local(tensor).detach().reshape(-1)
+            return local_tensor(tensor).detach().reshape(-1)
         return tensor.detach().view(-1)[self.start : self.start + self.size]
 
 
@@ -88,7 +88,7 @@ class FlatParams:
     def __init__(self, training: Training, options: FOSIOptions) -> None:
         self._training = training
         self._options = options
-        self.model = training.model if training.known else None
+        self.model = training.model if training.owns_params else None
         self.restart()
         if self.steps_rows and type(training.base) not in ELEMENTWISE:
             raise ValueError(
@@ -117,7 +117,7 @@ class FlatParams:
         at = 0
         for index, group in enumerate(groups):
             for p in group:
-                layout = layout_of(p, world) if self.sharded else None
+                layout = shard_layout(p, world) if self.sharded else None
                 for rank, (first, last) in enumerate(pairwise(even)):
                     if layout is None:
                         start = max(first - at, 0)
@@ -145,7 +145,7 @@ class FlatParams:
 
         A collective then.
         """
-        now = self._training.training_params()
+        now = self._training.trainable_params()
         if len(now) == len(self.params) and all(map(operator.is_, now, self.params)):
             return False
         world = self._training.world

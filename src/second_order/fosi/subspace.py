@@ -111,7 +111,7 @@ def whole_vectors(rows: Tensor, size: int, world: World) -> Tensor:
     mine = cuts[world.rank + 1] - cuts[world.rank]
     widths = [stop - start for start, stop in pairwise(bounds)]
     parts = rows.split([stop - start for start, stop in pairwise(cuts)])
-    received = world.swap([part.reshape(-1) for part in parts], [mine * n for n in widths])
+    received = world.all_to_all([part.reshape(-1) for part in parts], [mine * n for n in widths])
     return torch.cat([part.view(mine, n) for part, n in zip(received, widths, strict=True)], 1)
 
 

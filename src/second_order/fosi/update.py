@@ -90,9 +90,9 @@ class FOSICurvature(Curvature):
         return [f"options: {self.training.base_name} {shown}"]
 
     @property
-    def scaler_matters(self) -> str:  # type: ignore[override]
+    def scaler_reason(self) -> str:  # type: ignore[override]
         """Why the optimizer needs to know the GradScaler; "" if it does not."""
-        averages = self.training.averages
+        averages = self.training.averages_gradients
         return "a step skipped on one process would leave the others waiting" if averages else ""
 
     # ----------------------------------------------------------------------------------- a step
@@ -138,7 +138,7 @@ class FOSICurvature(Curvature):
         """Let the base step on the rows that are here."""
         self.vector.step_base(step)
 
-    def correct(self) -> None:
+    def finish_step(self) -> None:
         """Take the base's step out of the subspace, stretch it, and add the Newton step."""
         split = self._split
         self._split = None
@@ -156,7 +156,7 @@ class FOSICurvature(Curvature):
             refreshed = self.pairs.tally.step == self.training.steps
             self.pairs.throttle.end_step(refreshed=refreshed)
 
-    def facts(self) -> list[tuple[str, Any]]:
+    def fingerprint_values(self) -> list[tuple[str, Any]]:
         """The values, by name, that decide which collectives a step has."""
         return [
             ("closed", self.pairs.closed),
@@ -237,7 +237,7 @@ class FOSICurvature(Curvature):
         self.pairs.load(saved)
 
     @property
-    def kept_elsewhere(self) -> str:
+    def remote_state(self) -> str:
         """A name for state that only other processes keep; "" if there is none."""
         pairs = self.training.world.size > 1 and self.subspace is not None
         what = "what other processes keep of the eigenvectors and of the base's state"
@@ -306,7 +306,7 @@ class FOSICurvature(Curvature):
     def summary(self) -> Summary:
         """A table of every parameter: whether the eigenvectors span it, and the bytes here."""
         training, options = self.training, self.options
-        names = training.names()
+        names = training.param_names()
         vectors = None if self.subspace is None else self.subspace.basis.vectors
         here = {piece.param: piece.size for piece in self.vector.mine}
         rows = []
@@ -333,10 +333,10 @@ class FOSICurvature(Curvature):
             f"products: {report.total_products}"
         )
         if self.pairs.throttle is not None:
-            lines.append(self.pairs.throttle.said)
+            lines.append(self.pairs.throttle.summary_line)
         title = f"{options.num_largest} largest and {options.num_smallest} smallest eigenpairs"
         layout = "row" if self.vector.sharded else options.layout
-        return Summary(training.titled(title, f"layout {layout}"), rows, lines=lines)
+        return Summary(training.summary_title(title, f"layout {layout}"), rows, lines=lines)
 
 
 def newton_scales(option: Schedule, training: Training) -> list[float | Tensor]:

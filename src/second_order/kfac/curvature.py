@@ -23,7 +23,7 @@ from torch import Tensor
 
 from second_order.checkpoint.caller import is_checkpointing
 from second_order.checkpoint.saved import SavedPart
-from second_order.distributed.roles import whole_models
+from second_order.distributed.roles import sharding_error
 from second_order.distributed.world import World
 from second_order.kfac.feedback import (
     ADAPTIVE,
@@ -57,7 +57,7 @@ from second_order.kfac.precondition import (
     precondition_gradients,
 )
 from second_order.kfac.schedule import UPDATED_AT, Cadence
-from second_order.kfac.sharded_gradients import Bucket, buckets_of, precondition_rows
+from second_order.kfac.sharded_gradients import Bucket, make_buckets, precondition_rows
 from second_order.kfac.solve import Refresh, Solves
 from second_order.kfac.spd_kfac import Pipeline, Sums
 from second_order.kfac.state import (
@@ -66,16 +66,16 @@ from second_order.kfac.state import (
     MEAN_CURVATURE,
     NEWLY_TRAINABLE_AT,
     check_saved,
-    deliver,
     factor_entries,
     inverse_entries,
+    inverse_state,
     load_factors,
     load_inverses,
-    loaded_workers,
     move_factors,
-    saved_inverse,
-    shared_number,
-    trains_others,
+    read_num_gradient_workers,
+    read_shared_number,
+    send_entries,
+    trainable_layers_changed,
 )
 from second_order.kfac.thor import TraceRefresh
 from second_order.kronecker.block import KroneckerBlock
@@ -87,7 +87,7 @@ from second_order.planning.cost import cheapest_workers
 from second_order.planning.machine import calibrate
 from second_order.reporting.summary import Summary
 from second_order.training.context import Training
-from second_order.training.curvature import ARRIVED, Curvature, PendingAverage, Routed
+from second_order.training.curvature import NO_AVERAGE, Curvature, PendingAverage, Routed
 from second_order.utils.checks import AUTO, Scalar, scheduled, value_at
 from second_order.utils.stages import stage
 
@@ -103,8 +103,8 @@ EXACT = 20  # first steps whose statistics travel unrounded
 class OfLayers(Curvature):
     """What is alike on workers and on stats workers: both have the layers of a training."""
 
-    scaler_matters = "the gradients it has captured carry the scale"
-    parts_suffice = True
+    scaler_reason = "the gradients it has captured carry the scale"
+    saves_by_rank = True
     layers: Layers
     _system: System
 
@@ -116,9 +116,9 @@ class OfLayers(Curvature):
         """Drop the statistics of backward passes already completed."""
         self.layers.drop_pending()
 
-    def unwatched(self) -> AbstractContextManager[None]:
+    def hooks_removed(self) -> AbstractContextManager[None]:
         """Make a context manager that takes all hooks off the model and puts them back."""
-        return self.layers.unwatched()
+        return self.layers.hooks_removed()
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class KFAC(OfLayers):
         if self._closed:
             return
         if self.helpers is not None:
-            raise ValueError(whole_models(self.training.name, "stats"))
+            raise ValueError(sharding_error(self.training.name, "stats"))
         self.layers.replace_params(others)
         self._look_at_shards()
         if self._options.other_matrices == AUTO and gradient_blocks(self.layers.blocks):
@@ -294,10 +294,10 @@ class KFAC(OfLayers):
         read = DeviceRead()
         if layers or solves.wanted or solves.under_way:
             with stage("solve"):
-                if solves.reads_once and pending is ARRIVED:
+                if solves.reads_once and pending is NO_AVERAGE:
                     report = self._report(read, self._measured_layers())
                 refresh = solves.refresh(layers, pending, self.mean_curvature, read)
-        if pending is not ARRIVED:
+        if pending is not NO_AVERAGE:
             with stage("average_gradients"):
                 pending.wait()
         if self.helpers is not None:
@@ -321,7 +321,7 @@ class KFAC(OfLayers):
         self._last = StepInfo(refresh.installed, result.clip, bool(layers), coming)
         return self._last
 
-    def correct(self) -> None:
+    def finish_step(self) -> None:
         """Scale the base's step, and offer the parameters to stats workers."""
         if self.step_length is not None:
             self.step_length.scale(wanted=self._last.refresh_coming)
@@ -335,7 +335,7 @@ class KFAC(OfLayers):
         training, step, dtype = self.training, self._step, self._options.inv_dtype
         if self.sharded:
             return precondition_rows(self._buckets, step, training, self.clip, dtype, previous)
-        owners = self.owners() if training.averages and self.only_to_owners else None
+        owners = self.owners() if training.averages_gradients and self.only_to_owners else None
         return precondition_gradients(step, self.clip, dtype, previous, owners)
 
     def _measured_layers(self) -> Sequence[KroneckerBlock]:
@@ -501,13 +501,13 @@ class KFAC(OfLayers):
         new = steps > 0 and any(block.factors is None for block in layers.active)
         pairs = [(before.get(block, layer), layer) for block, layer in self.plan.items()]
         moved = any(old.source != layer.source for old, layer in pairs)
-        resumes = self._loaded is not None and not trains_others(self._loaded, self.plan)
+        resumes = self._loaded is not None and not trainable_layers_changed(self._loaded, self.plan)
         if (new or moved) and not resumes:
             layers.take_all_at(steps + 1)
 
         # Hooks, factors and inverses follow.
         self._step = compile_step(world, plan.grid, self.plan, self._system.exchange_dtype)
-        self._buckets = buckets_of(self._step, world) if self.sharded else []
+        self._buckets = make_buckets(self._step, world) if self.sharded else []
         self._owners = None, {}
         if self._pipeline is not None:
             self._pipeline.follow(self._step.taken)
@@ -519,7 +519,7 @@ class KFAC(OfLayers):
         if self.drift is not None:
             self.drift.follow(layers.blocks)
         if self.helpers is not None:
-            self.helpers.begin_anew()
+            self.helpers.restart()
         if self._loaded is not None:  # by the layers or the workers before
             self._take_over(self._loaded)
         if steps > 0:
@@ -530,7 +530,7 @@ class KFAC(OfLayers):
         """τ."""
         return 1.0 if self.step_length is None else self.step_length.factor
 
-    def facts(self) -> list[tuple[str, Any]]:
+    def fingerprint_values(self) -> list[tuple[str, Any]]:
         """The values, by name, that decide which collectives a step has."""
         return [
             *(("closed", self._closed), ("sharded by FSDP2", self.sharded)),
@@ -586,7 +586,7 @@ class KFAC(OfLayers):
             for p in block.params:
                 if self.step_length is not None:
                     found[p] = self.step_length.saved_step(p, room)
-            part = saved_inverse(block, layer, solves, room)
+            part = inverse_state(block, layer, solves, room)
             part[DAMPING] = -1.0 if math.isnan(damping) else damping
             found.setdefault(block.weight, {}).update(part)
         return found
@@ -599,16 +599,16 @@ class KFAC(OfLayers):
         """Take over a checkpoint; missing inverses are computed at the next step."""
         load_factors(saved, self.layers.blocks, self.training)
         self.solves.restart(self._step)
-        workers = loaded_workers(saved, self.training.world.size)
+        workers = read_num_gradient_workers(saved, self.training.world.size)
         if self.workers and workers not in (0, self.workers):
             self._take_workers(workers)
         if self.drift is not None:
             self.drift.load(saved, self.layers.blocks)
         for part in self._parts:
             part.load(saved)
-        self.mean_curvature = shared_number(saved, MEAN_CURVATURE, 0.0)
-        self._cadence.note_update(int(shared_number(saved, UPDATED_AT, self.training.steps)))
-        self.layers.take_all_at(int(shared_number(saved, NEWLY_TRAINABLE_AT, -1)))
+        self.mean_curvature = read_shared_number(saved, MEAN_CURVATURE, 0.0)
+        self._cadence.note_update(int(read_shared_number(saved, UPDATED_AT, self.training.steps)))
+        self.layers.take_all_at(int(read_shared_number(saved, NEWLY_TRAINABLE_AT, -1)))
         self._loaded = saved
         self._take_over(saved)
         self.watch()
@@ -622,7 +622,7 @@ class KFAC(OfLayers):
         solves = self.solves
         loaded = load_inverses(saved, self.plan, solves)
         solves.wanted.intersection_update(loaded.wanted)
-        damping = shared_number(saved, DAMPING, -1.0)
+        damping = read_shared_number(saved, DAMPING, -1.0)
         solves.take_over(loaded.inverses, damping if damping >= 0 else math.nan)
         for block, layer in self.plan.items():
             part: Mapping[str, Any] = saved.get(block.weight, {})
@@ -642,7 +642,7 @@ class KFAC(OfLayers):
         starts again.
         """
         training, world, blocks = self.training, self.training.world, self.layers.blocks
-        missing = set(self.plan) if trains_others(saved, self.plan) else self._missing
+        missing = set(self.plan) if trainable_layers_changed(saved, self.plan) else self._missing
         found = [float(flag) for block in blocks for flag in (block in missing, block.lost)]
         flags = torch.tensor(found, dtype=torch.float32, device="cpu")
         world.on_cpu().all_reduce_max([flags]).wait()
@@ -674,7 +674,7 @@ class KFAC(OfLayers):
         return self.training.world.size > 1 and self.training.steps > 0 and spread
 
     @property
-    def kept_elsewhere(self) -> str:
+    def remote_state(self) -> str:
         """A name for what other ranks alone store, factors or inverses; "" if there is nothing."""
         if self.factors_elsewhere:
             return "the factors that other processes keep"
@@ -683,7 +683,7 @@ class KFAC(OfLayers):
         return "the inverses that other processes keep" if spread else ""
 
     @property
-    def dispensable(self) -> bool:
+    def resumes_without_remote_state(self) -> bool:
         """Whether other ranks store inverses alone, which the next step can refresh."""
         return not self.factors_elsewhere
 
@@ -698,7 +698,7 @@ class KFAC(OfLayers):
             if block in self.plan:
                 entries += inverse_entries(block, layer, self.solves)
             here = {**state.get(block.weight, {}), **more.get(block.weight, {})}
-            received = deliver(self.training.world, block, entries, here, ranks)
+            received = send_entries(self.training.world, block, entries, here, ranks)
             found[block.weight] = {"curvature": received}
         return found
 
@@ -711,7 +711,7 @@ class KFAC(OfLayers):
         if self.drift is not None:
             self.drift.follow(())
         if self.traces is not None:
-            self.traces.settled.clear()
+            self.traces.stopped.clear()
         if self._pipeline is not None:
             self._pipeline.close()
         self._closed = True
@@ -766,7 +766,7 @@ class KFAC(OfLayers):
             "; ".join(filter(None, settings)),
         ]
         if self.throttle is not None:
-            lines.append(self.throttle.said)
+            lines.append(self.throttle.summary_line)
         if not self.solves.solves_at_once:
             lines.append(self._ages())
         return replace(table, lines=lines)

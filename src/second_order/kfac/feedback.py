@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 from second_order.checkpoint.saved import SavedPart
-from second_order.distributed.fsdp import is_dtensor, like, local, sharded_like
-from second_order.distributed.world import flatten, in_buckets
+from second_order.distributed.fsdp import dtensor_from_rows, is_dtensor, local_tensor, shard_like
+from second_order.distributed.world import flatten, split_into_buckets
 from second_order.kfac.plan import StepPlan
 from second_order.kfac.solve import stacked_means
 from second_order.kronecker.block import KroneckerBlock
@@ -187,7 +187,7 @@ class StepLength:
             if valid and (block in reporting or (rows and is_dtensor(block.weight))):
                 for p in block.params:
                     if p.grad is not None and p in last:
-                        gradient = -local(p.grad) if p in ascending else local(p.grad)
+                        gradient = -local_tensor(p.grad) if p in ascending else local_tensor(p.grad)
                         pairs.append((gradient, last[p].to(p.device)))
         return _product(pairs)
 
@@ -200,14 +200,14 @@ class StepLength:
         self._before = {}
         params = [p for block in blocks if block.solved for p in block.params]
         if params and (wanted or self.factor != 1.0):
-            copies = torch._foreach_mul([local(p).detach() for p in params], 1.0)
+            copies = torch._foreach_mul([local_tensor(p).detach() for p in params], 1.0)
             self._before = dict(zip(params, copies, strict=True))
 
     def scale(self, wanted: bool) -> None:
         """Scale the base's step by τ, if it is kept; it is kept on if it is ``wanted``."""
         before = self._before
         self._before = {}
-        now = [local(p) for p in before]
+        now = [local_tensor(p) for p in before]
         old = list(before.values())
         if now and self.factor != 1.0:
             torch._foreach_lerp_(now, old, 1.0 - self.factor)
@@ -231,9 +231,9 @@ class StepLength:
         step = self._step.get(p)
         found: dict[str, Any] = {LAST_STEP_KNOWN: int(step is not None)}
         if step is None and room:
-            step = torch.zeros_like(local(p))
+            step = torch.zeros_like(local_tensor(p))
         if step is not None:
-            found[LAST_STEP] = sharded_like(p, step)
+            found[LAST_STEP] = dtensor_from_rows(p, step)
         return found
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
@@ -248,13 +248,13 @@ class StepLength:
         self.state = replace(state, step_length=scale)
         for p, part in saved.items():
             if part.get(LAST_STEP_KNOWN, 0) and LAST_STEP in part:
-                step = local(like(p, part[LAST_STEP]))
+                step = local_tensor(shard_like(p, part[LAST_STEP]))
                 self._step[p] = step.to(p.device, p.dtype, copy=True)
 
 
 def _product(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """Σ x · y over pairs, a scalar in float32; an empty list if there are no pairs."""
-    buckets = in_buckets(
+    buckets = split_into_buckets(
         pairs,
         kind=lambda pair: (pair[0].device, pair[0].dtype, pair[1].dtype),
         # On the CPU a copy costs more than a call, so that each pair is a bucket.

@@ -52,7 +52,7 @@ from second_order.kronecker.statistics import GradientScale, StatisticsCollector
 from second_order.optimizers.config import KFACOptions
 from second_order.reporting.summary import LayerRow, Summary
 from second_order.training.context import Training, warn
-from second_order.training.groups import members_of, settings_of
+from second_order.training.groups import group_params, group_settings
 from second_order.utils.checks import AUTO, LAYER_OPTIONS
 from second_order.utils.modules import plain_type, unmatched_patterns
 
@@ -120,7 +120,7 @@ class Layers:
     def find(self, optimized: Iterable[Tensor] | None = None) -> None:
         """Find the layers of the parameters in the groups that have blocks, or of others'."""
         options, rules = self._options, self._rules
-        params = list(members_of(self._training.groups) if optimized is None else optimized)
+        params = list(group_params(self._training.groups) if optimized is None else optimized)
         reshard(self._training.model)
         groups = self._training.groups
         known = {id(block.weight): block for block in self.blocks}
@@ -153,12 +153,12 @@ class Layers:
 
     def description(self, said: str) -> list[str]:
         """What must be equal on all ranks: options, and layers, as equal parameters can differ."""
-        shown = {k: v for k, v in settings_of(vars(self._options)).items() if not callable(v)}
+        shown = {k: v for k, v in group_settings(vars(self._options)).items() if not callable(v)}
         options = f"options: {self._training.base_name} {shown} {self._rules} {said}"
         kinds = [(block, plain_type(block.modules[0]).__name__) for block in self.blocks]
         layers = [f"layer {block.name}: {kind} {block.shape}" for block, kind in kinds]
         left = [f"left to the base: {row.name} ({row.kind}): {row.reason}" for row in self.left]
-        outer = f"module around the model: {self._training.inside or None}"
+        outer = f"module around the model: {self._training.outer_class or None}"
         outputs = [outer] if self._options.samples else []
         return [options, *layers, *left, *outputs]
 
@@ -166,15 +166,15 @@ class Layers:
         """Warn, once each, of the modules that are trained without curvature."""
         training = self._training
         for pattern in unmatched_patterns(training.model, self._options.skip_layers):
-            if training.first_time(f"pattern:{pattern}"):
+            if training.is_first_warning(f"pattern:{pattern}"):
                 training.warn(
                     f"skip_layers: the pattern {pattern!r} matches no module of the model"
                 )
-        new = [row for row in self._left_training() if training.first_time(f"left:{row}")]
+        new = [row for row in self._left_training() if training.is_first_warning(f"left:{row}")]
         if not new:
             return
         heard = [block for block in self.blocks if block.trainable and not block.silent]
-        total = sum(p.numel() for p in training.training_params())
+        total = sum(p.numel() for p in training.trainable_params())
         share = sum(block.size for block in heard) / max(total, 1)
         # FSDP2 leaves no rank the whole gradients that other_matrices='gradient' needs.
         options = "" if self.sharded else "other_matrices='gradient', "
@@ -187,7 +187,7 @@ class Layers:
     def _left_training(self) -> list[LeftToBase]:
         """The modules and parameters that the base alone trains now."""
         covered = {id(p) for block in self.blocks for p in block.params}
-        params = {id(p) for p in self._training.training_params()} - covered
+        params = {id(p) for p in self._training.trainable_params()} - covered
         names: set[str] = set()
         inside: set[int] = set()
         reshard(self._training.model)
@@ -234,12 +234,12 @@ class Layers:
             ValueError: If labels are to be sampled from a model that may not be the whole one.
         """
         options, training = self._options, self._training
-        if options.samples and training.inside:
+        if options.samples and training.outer_class:
             raise ValueError(
                 f"fisher={options.fisher!r} samples labels from the model's outputs, and the "
                 f"parameters belong to a {plain_type(training.model).__name__} inside a "
-                f"{training.inside}, which may have other outputs; give the module that makes the "
-                f"predictions, as in {training.name}(params, model=model, lr=...)"
+                f"{training.outer_class}, which may have other outputs; give the module that makes "
+                f"the predictions, as in {training.name}(params, model=model, lr=...)"
             )
         likelihood = options.likelihood
         sampled = likelihood is not None
@@ -294,7 +294,7 @@ class Layers:
         return reduction_of(self._options, self._items)
 
     @contextmanager
-    def unwatched(self) -> Iterator[None]:
+    def hooks_removed(self) -> Iterator[None]:
         """Take all hooks off the model for a block, and put them back."""
         if self._items is not None:
             self._items.remove()
@@ -372,7 +372,7 @@ class Layers:
         if options.loss_reduction in ("pass_mean", "step_mean") or reduction == "sum":
             return 1
         found = max([1, *(block.staged.micro_batches for block in blocks)])
-        if found > 1 and training.first_time("micro-batches"):
+        if found > 1 and training.is_first_warning("micro-batches"):
             training.warn(f"{found} backward passes in a step: {SAID[reduction]}")
         return found if reduction == "mean" else 1
 
@@ -383,7 +383,7 @@ class Layers:
         silent = [block for block in agreed if block.silent]
         training = self._training
         if silent and len(silent) == len(self.active):
-            if training.first_time("no statistics"):
+            if training.is_first_warning("no statistics"):
                 cause = next(filter(None, map(self._why_silent, silent)), NONE_AT_ALL)
                 if self._options.samples:
                     fisher = f"fisher={self._options.fisher!r}"
@@ -395,7 +395,7 @@ class Layers:
             return
         names: dict[str, list[str]] = {}
         for block in silent:
-            if training.first_time(f"no:{block.name}"):
+            if training.is_first_warning(f"no:{block.name}"):
                 names.setdefault(self._why_silent(block), []).append(repr(block.name))
         for reason, absent in names.items():
             said = "" if reason == UNEXPLAINED else "no statistics arrived for "
@@ -444,7 +444,7 @@ class Layers:
             status = "base" if left in trains else "frozen"
             rows.append(LayerRow(left.name, left.kind, left.parameters, status, left.reason))
         return Summary(
-            self._training.titled(self._options.solver),
+            self._training.summary_title(self._options.solver),
             rows,
             dropped=sum(int(block.staged.dropped) for block in self.blocks),
             failed=sum(block.failures > 0 for block in self.blocks),

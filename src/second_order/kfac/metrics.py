@@ -16,14 +16,14 @@ from second_order.errors import SecondOrderError
 from second_order.kfac.layers import SILENT, Layers, values_by_layer
 from second_order.kfac.plan import LayerPlan
 from second_order.kfac.solve import Solves
-from second_order.kfac.state import EXAMPLES, MEANS, WEIGHT, deliver, factor_entries
+from second_order.kfac.state import EXAMPLES, MEANS, WEIGHT, factor_entries, send_entries
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.exact import ExactBlock
 from second_order.kronecker.layer_curvature import LayerCurvature
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.optimizers.config import KFACOptions
 from second_order.training.context import Training
-from second_order.training.groups import members_of
+from second_order.training.groups import group_params
 
 __all__ = ["NAMES", "build_curvature", "metrics_of"]
 
@@ -75,7 +75,7 @@ def build_curvature(
     different factors, this is a collective.
     """
     world = training.world
-    names = training.names()
+    names = training.param_names()
     own_dampings = values_by_layer(training.groups, layers.blocks, "damping")
     uncovered = _left_to_the_base(training, layers)
     found: dict[str, LayerCurvature] = {}
@@ -89,7 +89,7 @@ def build_curvature(
         for entry in factor_entries(block, layer):
             to_all = gather or entry.name not in block.shape.letters
             ranks = range(world.size) if to_all else [owner]
-            averages |= deliver(world, block, [entry], saved, ranks)
+            averages |= send_entries(world, block, [entry], saved, ranks)
 
         params = _params_of(block)
         shapes = {names.get(id(p), UNNAMED): p.shape for p in params}
@@ -124,15 +124,15 @@ def build_curvature(
             f"{training.name} has no factors yet: curvature() is for after the first step, and "
             f"before close()"
         )
-    listed = [names.get(id(p), UNNAMED) for p in members_of(training.groups)]
+    listed = [names.get(id(p), UNNAMED) for p in group_params(training.groups)]
     return KroneckerCurvature(found, listed, uncovered, owners=owners, world=world)
 
 
 def _left_to_the_base(training: Training, layers: Layers) -> dict[str, str]:
     """Why a parameter is in no layer, by name, for all of them."""
-    names, uncovered = training.names(), {}
+    names, uncovered = training.param_names(), {}
     reasons = {row.name: row.reason for row in layers.left}
-    for p in members_of(training.groups):
+    for p in group_params(training.groups):
         name = names.get(id(p), UNNAMED)
         reason = reasons.get(name, reasons.get(name.rpartition(".")[0], "it is in no layer"))
         uncovered[name] = f"{training.base_name} alone trains it ({reason})"

@@ -28,8 +28,8 @@ from second_order.distributed.assignment import (
     OwnerAssignment,
     assign_layers,
     assign_owners,
+    balance_costs,
     gradient_worker_count,
-    spread_costs,
 )
 from second_order.distributed.world import World
 from second_order.kronecker.block import Bank, KroneckerBlock, banks_of
@@ -140,7 +140,7 @@ def kaisa_plan(
     grid = Grid(ranks // columns, columns)
     plans = []
     for each in assign_layers(layers, grid, cost=cost, colocate_factors=colocate):
-        solvers = (each.a_solver, each.g_solver)
+        solvers = (each.a_inverse_rank, each.g_inverse_rank)
         plans.append(LayerPlan(solvers, grid.row(each.row), keeps_all))
     return Plan(grid, plans)
 
@@ -156,7 +156,7 @@ def dpkfac_plan(layers: Sequence[LayerDims], ranks: int, *, assignment: OwnerAss
 
 def distkfac_plan(layers: Sequence[LayerDims], ranks: int, *, keeps_all: bool) -> Plan:
     """Plan as DistKFAC does: solves spread over the ranks, all of which precondition everything."""
-    solvers = spread_costs([layer.cost for layer in layers], ranks)
+    solvers = balance_costs([layer.cost for layer in layers], ranks)
     plans = [LayerPlan((rank, rank), range(ranks), keeps_all) for rank in solvers]
     return Plan(Grid(1, ranks), plans)
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from second_order.distributed.fsdp import ShardLayout, layout_of, local
-from second_order.distributed.world import BUCKET_BYTES, World, in_buckets
+from second_order.distributed.fsdp import ShardLayout, local_tensor, shard_layout
+from second_order.distributed.world import BUCKET_BYTES, World, split_into_buckets
 from second_order.kfac.plan import StepPlan
 from second_order.kfac.precondition import (
     Clip,
@@ -35,7 +35,7 @@ from second_order.kronecker.solvers import Inverse
 from second_order.training.context import Training
 from second_order.utils.stages import stage
 
-__all__ = ["buckets_of", "precondition_rows"]
+__all__ = ["make_buckets", "precondition_rows"]
 
 
 class Piece(NamedTuple):
@@ -92,13 +92,13 @@ def precondition_rows(
         scale(results.values(), coefficient)
     for p, rows in results.items():
         if p.grad is not None:
-            local(p.grad).copy_(rows.view(local(p.grad).shape))
+            local_tensor(p.grad).copy_(rows.view(local_tensor(p.grad).shape))
     return Preconditioning(coefficient, cosines)
 
 
-def buckets_of(step: StepPlan, world: World) -> list[Bucket]:
+def make_buckets(step: StepPlan, world: World) -> list[Bucket]:
     """The buckets of all layers, the same on every rank."""
-    runs = in_buckets(
+    runs = split_into_buckets(
         step.layers,
         kind=lambda block: (block.work_dtype, step.layers[block].workers[0]),
         nbytes=lambda block: block.work_dtype.itemsize * sum(p.numel() for p in block.params),
@@ -113,7 +113,7 @@ def buckets_of(step: StepPlan, world: World) -> list[Bucket]:
         key = (dtype, filled[dtype, worker])
         filled[dtype, worker] += 1
         bucket = buckets.setdefault(key, Bucket(dtype, [[] for _ in range(world.size)]))
-        pieces = [Piece(b, p, layout_of(p, world)) for b in run for p in b.params]
+        pieces = [Piece(b, p, shard_layout(p, world)) for b in run for p in b.params]
         bucket.pieces[worker].extend(pieces)
     return list(buckets.values())
 
@@ -125,18 +125,20 @@ def _gather(bucket: Bucket, world: World, device: torch.device) -> dict[Tensor, 
     for worker, pieces in enumerate(bucket.pieces):
         parts = [torch.empty(0, dtype=bucket.dtype, device=device)]
         for _, p, rows in pieces:
-            if rows.together(here, worker):  # zeros where there is none: others expect them
-                gradient = torch.zeros_like(local(p)) if p.grad is None else local(p.grad)
+            if rows.in_same_replica(here, worker):  # zeros where there is none: others expect them
+                gradient = (
+                    torch.zeros_like(local_tensor(p)) if p.grad is None else local_tensor(p.grad)
+                )
                 parts.append(gradient.detach().reshape(-1).to(bucket.dtype))
         sent.append(torch.cat(parts))
 
     # Each rank of this one's replica has sent its rows of every parameter.
     own = bucket.pieces[here]
     sizes = [
-        [each.rows.size(rank) for each in own if each.rows.together(rank, here)]
+        [each.rows.size(rank) for each in own if each.rows.in_same_replica(rank, here)]
         for rank in range(world.size)
     ]
-    received = world.swap(sent, [sum(each) for each in sizes])
+    received = world.all_to_all(sent, [sum(each) for each in sizes])
     arrived = [iter(flat.split(each)) for flat, each in zip(received, sizes, strict=True)]
     whole: dict[Tensor, Tensor] = {}
     for piece in own:
@@ -158,7 +160,7 @@ def _return(
             parts.append(whole[p][start:stop].reshape(-1))
         sent.append(torch.cat(parts))
     sizes = [[each.rows.size(here) for each in pieces] for pieces in bucket.pieces]
-    received = world.swap(sent, [sum(each) for each in sizes])
+    received = world.all_to_all(sent, [sum(each) for each in sizes])
     results: dict[Tensor, Tensor] = {}
     for flat, each, pieces in zip(received, sizes, bucket.pieces, strict=True):
         for part, piece in zip(flat.split(each), pieces, strict=True):

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from second_order.distributed.world import Shapes, deliver_parts
+from second_order.distributed.world import Shapes, send_tensors
 from second_order.errors import DecompositionError
 from second_order.kfac.layers import Layers, values_by_layer
 from second_order.kfac.plan import Item, StepPlan
@@ -692,7 +692,7 @@ class Solves:
                     each = [torch.as_tensor(n, dtype=dtype, device=device) for n in numbers]
                     local[item] = (torch.stack(each),)
 
-        found = deliver_parts(plan.row, shapes, routes, local, dtype, device, plan.wire)
+        found = send_tensors(plan.row, shapes, routes, local, dtype, device, plan.wire)
         received: dict[KroneckerBlock, dict[str, Decomposition]] = {}
         for block in blocks:
             parts = received[block] = {}
@@ -711,7 +711,7 @@ class Solves:
         if outcome is Outcome.FAILED:
             block.refresh_failed()
             self.failed += 1
-            if training.first_time(f"failed:{block.name}"):
+            if training.is_first_warning(f"failed:{block.name}"):
                 kept = "the base optimizer trains it alone"
                 if block.solved:
                     kept = "its last inverse is kept"

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from second_order.distributed.world import PendingReduction, World, in_buckets
+from second_order.distributed.world import PendingReduction, World, split_into_buckets
 from second_order.kfac.layers import Layers
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StagedStatistics, StatisticsSums, sums_of
@@ -85,7 +85,9 @@ class Pipeline:
     def _start(self, blocks: Sequence[KroneckerBlock]) -> None:
         """Start with the layers of a plan, without knowledge of their pairs."""
         slots = [Slot(b, b.staged.shape, b.staged.device, self._dtype) for b in reversed(blocks)]
-        self._buckets = in_buckets(slots, lambda _: None, lambda slot: slot.nbytes, FUSED_BYTES)
+        self._buckets = split_into_buckets(
+            slots, lambda _: None, lambda slot: slot.nbytes, FUSED_BYTES
+        )
         self._pairs: dict[KroneckerBlock, int] | None = None  # of each layer in the last step
         self._micro_batches = 1  # in the last step
         self._sent: list[SentBucket] = []  # since the last step
@@ -94,7 +96,7 @@ class Pipeline:
     def follow(self, blocks: Sequence[KroneckerBlock]) -> None:
         """Continue with other layers, in the order of the model; a collective."""
         if self._world is None:
-            self._world = self._training.world.separate()
+            self._world = self._training.world.with_new_group()
         self.drain()
         self._start(blocks)
 

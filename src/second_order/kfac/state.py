@@ -62,16 +62,16 @@ __all__ = [
     "Entry",
     "Loaded",
     "check_saved",
-    "deliver",
     "factor_entries",
     "inverse_entries",
+    "inverse_state",
     "load_factors",
     "load_inverses",
-    "loaded_workers",
     "move_factors",
-    "saved_inverse",
-    "shared_number",
-    "trains_others",
+    "read_num_gradient_workers",
+    "read_shared_number",
+    "send_entries",
+    "trainable_layers_changed",
 ]
 
 LETTERS = ("A", "G", "L")
@@ -157,7 +157,7 @@ def inverse_entries(block: KroneckerBlock, layer: LayerPlan | None, solves: Solv
 # --------------------------------------------------------------------------------------- saving
 
 
-def saved_inverse(
+def inverse_state(
     block: KroneckerBlock, layer: LayerPlan, solves: Solves, room: bool
 ) -> dict[str, Any]:
     """What a checkpoint has of a layer between two refreshes. Tensors are shared, not copied.
@@ -202,7 +202,7 @@ def saved_inverse(
 # ------------------------------------------------------------------------------ transfer of entries
 
 
-def deliver(
+def send_entries(
     world: World,
     block: KroneckerBlock,
     entries: Iterable[Entry],
@@ -247,7 +247,7 @@ def move_factors(
             for entry in factor_entries(block, old):
                 letter = entry.name in block.shape.letters
                 new = [layer.solver(entry.name)] if letter else layer.solvers
-                found = deliver(world, block, [entry], saved, new)
+                found = send_entries(world, block, [entry], saved, new)
                 if world.rank in new and (letter or entry.name in found):
                     received[entry.name] = found.get(entry.name)  # None if it is lost
         here = (None, world.rank)
@@ -310,7 +310,7 @@ class Loaded:
     wanted: set[KroneckerBlock]
 
 
-def shared_number(saved: Mapping[Tensor, SavedPart], key: str, otherwise: float) -> float:
+def read_shared_number(saved: Mapping[Tensor, SavedPart], key: str, otherwise: float) -> float:
     """A number that all layers have; ``otherwise`` if the checkpoint lacks it."""
     for part in saved.values():
         if key in part:
@@ -318,9 +318,9 @@ def shared_number(saved: Mapping[Tensor, SavedPart], key: str, otherwise: float)
     return otherwise
 
 
-def loaded_workers(saved: Mapping[Tensor, SavedPart], ranks: int) -> int:
+def read_num_gradient_workers(saved: Mapping[Tensor, SavedPart], ranks: int) -> int:
     """The number of gradient workers that was chosen for so many ranks, or 0."""
-    workers, of = (int(shared_number(saved, name, 0.0)) for name in CHOSEN)
+    workers, of = (int(read_shared_number(saved, name, 0.0)) for name in CHOSEN)
     return workers if of == ranks and workers and ranks % workers == 0 else 0
 
 
@@ -346,7 +346,7 @@ def load_factors(
             block.load_factors(part)
 
 
-def trains_others(
+def trainable_layers_changed(
     saved: Mapping[Tensor, SavedPart], plan: Mapping[KroneckerBlock, LayerPlan]
 ) -> bool:
     """Whether other layers train now than when a checkpoint was written."""

@@ -27,7 +27,7 @@ from second_order.distributed.helper_link import (
     load_model,
     pack_by_dtype,
 )
-from second_order.distributed.roles import Roles, assign_roles, endless, whole_models
+from second_order.distributed.roles import Roles, assign_roles, cycle_batches, sharding_error
 from second_order.kfac.curvature import KFAC, OfLayers
 from second_order.kfac.layers import Layers
 from second_order.kfac.metrics import NAMES
@@ -39,7 +39,7 @@ from second_order.optimizers.config import DistKFACOptions, KFACOptions
 from second_order.reporting.summary import Summary
 from second_order.training.context import Training
 from second_order.training.curvature import Curvature
-from second_order.training.helpers import take_role
+from second_order.training.helpers import split_into_roles
 from second_order.utils.stages import stage
 
 __all__ = ["StatsWorker", "StatsWorkers", "with_stats_workers"]
@@ -103,7 +103,7 @@ class StatsWorkers:
 
     def begin(self, training: Training) -> None:
         """Be one of the gradient workers from now on; a collective of all processes."""
-        self.active += take_role(training, _roles(training, self.count), self._patience)
+        self.active += split_into_roles(training, _roles(training, self.count), self._patience)
 
     def offer(self, training: Training, send: Sender) -> None:
         """Send the newest parameters to stats workers without a snapshot; worker 0 does."""
@@ -131,13 +131,13 @@ class StatsWorkers:
                 continue
             found = unpack_statistics(message, mine)
             self.needs_statistics = bool(found) and not any(found.values())
-            if None in found.values() and training.first_time("nonfinite"):
+            if None in found.values() and training.is_first_warning("nonfinite"):
                 training.warn(
                     "a stats worker has sent statistics that are not finite: they are dropped"
                 )
             yield {mine[layer]: sums for layer, sums in found.items() if sums is not None}
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """After a change of layers or owners, take statistics here until others come."""
         if self.active:
             self.own_passes = True
@@ -148,7 +148,7 @@ class StatsWorkers:
         """Agree with the other workers: does one need statistics; which links are lost."""
         if not self.active:
             return
-        gone = [float(link.lost or link.closed_there) for link in self.active]
+        gone = [float(link.lost or link.peer_closed) for link in self.active]
         flags = torch.tensor([float(self.needs_statistics), *gone], device="cpu")
         with stage("wait"):
             training.world.on_cpu().all_reduce_max([flags]).wait()
@@ -176,7 +176,7 @@ class StatsWorkers:
 class StatsWorker(OfLayers):
     """A process that computes statistics for the others' training, and does not train."""
 
-    helps = True
+    is_helper = True
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class StatsWorker(OfLayers):
     def begin(self) -> None:
         """Be one of the stats workers from now on; a collective of all processes."""
         roles = _roles(self.training, self._count)
-        (self.link,) = take_role(self.training, roles, self._patience)
+        (self.link,) = split_into_roles(self.training, roles, self._patience)
         self.optimized = _optimized(self.training)
         self._look()
         self.layers.name_those_left()
@@ -224,7 +224,7 @@ class StatsWorker(OfLayers):
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
         """Raise ValueError: a stats worker's model stays whole."""
-        raise ValueError(whole_models(self.training.name, "stats"))
+        raise ValueError(sharding_error(self.training.name, "stats"))
 
     def prepare(self) -> None:
         """Send the statistics of the last passes, and get the newest parameters."""
@@ -232,15 +232,15 @@ class StatsWorker(OfLayers):
         self._load_snapshot()
 
     @property
-    def dismissed(self) -> bool:
+    def workers_closed(self) -> bool:
         """Whether the workers have shut down."""
-        return self.link is not None and self.link.closed_there
+        return self.link is not None and self.link.peer_closed
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
         """Compute statistics until the workers close; see :meth:`DistKFAC.serve`."""
         sent = 0
         try:
-            for batch in endless(batches):
+            for batch in cycle_batches(batches):
                 if not self._load_snapshot():
                     break
                 self.layers.collector.gradient_scale = GradientScale(None)
@@ -258,7 +258,7 @@ class StatsWorker(OfLayers):
         except BaseException:
             self._close_link(1.0)
             raise
-        if self.link is not None and not self.dismissed:
+        if self.link is not None and not self.workers_closed:
             self.training.warn("the workers have not been heard of any more: serve() returns")
         return sent
 

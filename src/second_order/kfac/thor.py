@@ -24,7 +24,7 @@ from second_order.kfac.solve import Solve, Solves
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.storage import numbers_of
 
-__all__ = ["SETTLED", "TraceRefresh", "moved"]
+__all__ = ["SETTLED", "TraceRefresh", "relative_change"]
 
 SETTLED = "settled"
 """The entry of a checkpoint, in the part of every layer: 1 if it has settled."""
@@ -34,7 +34,7 @@ NOW_SETTLED = 1.0
 SPARED = 2.0
 
 
-def moved(now: float, before: float) -> float:
+def relative_change(now: float, before: float) -> float:
     """The distance from a number to another as a share of that; infinite from 0, or to NaN."""
     if now == before:
         return 0.0
@@ -48,16 +48,16 @@ class TraceRefresh:
     def __init__(self, upper: float, lower: float) -> None:
         self._upper = upper
         self._lower = lower
-        self.judged = 0  # layers of all refreshes
-        self.spared = 0  # those that kept their inverse
-        self.settled: set[KroneckerBlock] = set()  # the same on every rank
+        self.num_due = 0  # layers of all refreshes
+        self.num_skipped = 0  # those that kept their inverse
+        self.stopped: set[KroneckerBlock] = set()  # the same on every rank
 
     def choose(self, solves: Solves, due: Mapping[KroneckerBlock, Solve]) -> list[KroneckerBlock]:
         """The layers whose curvature has moved, of those that are due; a collective.
 
         A layer without an inverse is computed, and one whose last refresh failed.
         """
-        self.settled -= {block for block in due if not block.solved}
+        self.stopped -= {block for block in due if not block.solved}
         judged = [block for block in due if block.solved and not block.failures]
         flags = self._flags(solves, {block: due[block] for block in judged})
         if judged and solves.training.world.size > 1:
@@ -65,9 +65,9 @@ class TraceRefresh:
             solves.training.world.on_cpu().all_reduce_max([message]).wait()
             flags = message.tolist()
         kept = {block: flag for block, flag in zip(judged, flags, strict=True) if flag > COMPUTED}
-        self.settled |= {block for block, flag in kept.items() if flag == NOW_SETTLED}
-        self.judged += len(due)
-        self.spared += len(kept)
+        self.stopped |= {block for block, flag in kept.items() if flag == NOW_SETTLED}
+        self.num_due += len(due)
+        self.num_skipped += len(kept)
         return [block for block in due if block not in kept]
 
     def _flags(self, solves: Solves, judged: Mapping[KroneckerBlock, Solve]) -> list[float]:
@@ -86,26 +86,27 @@ class TraceRefresh:
         flags = dict.fromkeys(judged, COMPUTED)
         for i, block in enumerate(damped):
             trace, last_trace, option, last_option = listed[4 * i : 4 * i + 4]
-            settled = block in self.settled  # then only a schedule of the damping counts
-            distance = 0.0 if settled else moved(trace, last_trace)
-            if max(distance, moved(option, last_option)) <= self._upper:
+            settled = block in self.stopped  # then only a schedule of the damping counts
+            distance = 0.0 if settled else relative_change(trace, last_trace)
+            if max(distance, relative_change(option, last_option)) <= self._upper:
                 flags[block] = NOW_SETTLED if settled or distance < self._lower else SPARED
         return list(flags.values())
 
     @property
     def said(self) -> str:
         """A part of a line of the summary."""
-        layers = "1 layer" if len(self.settled) == 1 else f"{len(self.settled)} layers"
-        return f"refresh by trace: {self.spared} of {self.judged} solves spared, {layers} settled"
+        layers = "1 layer" if len(self.stopped) == 1 else f"{len(self.stopped)} layers"
+        skipped = f"{self.num_skipped} of {self.num_due} solves spared"
+        return f"refresh by trace: {skipped}, {layers} settled"
 
     def saved(self, block: KroneckerBlock) -> dict[str, Any]:
         """What a checkpoint keeps of a layer."""
-        return {SETTLED: int(block in self.settled)}
+        return {SETTLED: int(block in self.stopped)}
 
     def load(self, saved: Mapping[Tensor, SavedPart], blocks: Iterable[KroneckerBlock]) -> None:
         """Take over which layers have settled."""
-        self.settled.clear()
+        self.stopped.clear()
         for block in blocks:
             part = saved.get(block.weight)
             if part is not None and SETTLED in part and part.whole(SETTLED, 0, 1):
-                self.settled.add(block)
+                self.stopped.add(block)

@@ -82,7 +82,7 @@ def reaches_parameters(module: nn.Module, fsdp: FSDPParams | None) -> bool:
 def params_in_pass(module: nn.Module, fsdp: FSDPParams | None) -> dict[str, Tensor]:
     """A module's own parameters that the graph of a pass ends in; with FSDP2 the whole ones."""
     own: dict[str, Tensor] = {k: p for k, p in module._parameters.items() if p is not None}
-    return own if fsdp is None else fsdp.in_pass(module)
+    return own if fsdp is None else fsdp.unsharded_params(module)
 
 
 def is_reached(p: Tensor) -> bool:

@@ -236,7 +236,7 @@ class StatisticsCollector:
         # Statistics go where gradients have been set to zero.
         # With drawn labels one backward pass brings pairs of several calls of the model.
         backward = autograd.current_pass() if self.sampled else pass_id
-        unreduced = self.fsdp is not None and self.fsdp.unreduced(module)
+        unreduced = self.fsdp is not None and self.fsdp.has_unreduced_gradients(module)
         for block in blocks:
             block.begin_pass(backward, pass_id, unreduced)
 

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order.distributed.fsdp import dtypes_of_passes, local
+from second_order.distributed.fsdp import compute_dtypes, local_tensor
 from second_order.distributed.world import World
 from second_order.lanczos.closure import (
     CurvatureKind,
@@ -166,7 +166,7 @@ class Hessian:
         self._device = self.params[0].device if self.params else torch.device("cpu")
         kind = self._device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        self._shapes = [local(p).shape for p in self.params]  # of what is here of each
+        self._shapes = [local_tensor(p).shape for p in self.params]  # of what is here of each
         self._sizes = [shape.numel() for shape in self._shapes]
         self.size = sum(p.numel() for p in self.params)
         self.examples = 0.0
@@ -222,7 +222,7 @@ class Hessian:
     def _add(self, total: Tensor | None, parts: Parts, factor: float, dtype: torch.dtype) -> Tensor:
         """The sum total + factor · parts, as one flat vector."""
         whole = [
-            local(torch.zeros_like(p) if part is None else part).detach().reshape(-1)
+            local_tensor(torch.zeros_like(p) if part is None else part).detach().reshape(-1)
             for part, p in zip(parts, self.params, strict=True)
         ]
         flat = torch.cat(whole).to(dtype)
@@ -235,7 +235,7 @@ class Hessian:
         step = self._step_along(directions)
         if step == 0.0:
             return torch.zeros_like(v)
-        here = [local(p).data for p in self.params]
+        here = [local_tensor(p).data for p in self.params]
         before = [w.clone() for w in here]
         total: Tensor | None = None
         try:
@@ -260,7 +260,7 @@ class Hessian:
     def _step_along(self, directions: Sequence[Tensor]) -> float:
         """ε for a direction; 0 for one of length 0."""
         norm = self._length(directions)
-        size = self._length([local(p).detach() for p in self.params])
+        size = self._length([local_tensor(p).detach() for p in self.params])
         if norm == 0.0:
             return 0.0
         # Central differences: the cube root balances rounding and curvature's own change. An
@@ -324,7 +324,7 @@ class ShardedHessian(Hessian):
 
     def __enter__(self) -> ShardedHessian:
         if self._model is not None:
-            self._dtypes |= dtypes_of_passes(self._model)
+            self._dtypes |= compute_dtypes(self._model)
         super().__enter__()
         return self
 

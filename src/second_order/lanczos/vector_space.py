@@ -89,7 +89,7 @@ class RowSpace:
         """The whole vector, gathered from all processes' rows."""
         if self._world.size == 1:
             return rows
-        return torch.cat(self._world.swap([rows] * self._world.size, self._sizes))
+        return torch.cat(self._world.all_to_all([rows] * self._world.size, self._sizes))
 
     def apply(self, d: Tensor) -> Tensor:
         """This process's rows of the Hessian of all processes' batches times d.
@@ -109,7 +109,7 @@ class RowSpace:
         # Send every process its rows, with the weight, and add up what arrives.
         parts = [torch.cat([rows, rows.new_full((1,), weight)]) for rows in h.split(self._sizes)]
         arriving = [len(parts[self._world.rank])] * self._world.size
-        total = torch.stack(self._world.swap(parts, arriving)).sum(0)
+        total = torch.stack(self._world.all_to_all(parts, arriving)).sum(0)
         return total[:-1] / total[-1]
 
     def read(self, numbers: Sequence[Tensor]) -> list[float]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from second_order.distributed.assignment import spread_costs
+from second_order.distributed.assignment import balance_costs
 from second_order.kronecker.autograd import is_attention
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.layers import FactorShape, LayerKind, Linear
@@ -126,7 +126,7 @@ def find_layers(
 
     # Give each layer an owner, so that ranks store equally much.
     costs = [sum(shape.numel() for shape in layer.stored_shapes().values()) for layer in found]
-    owners = spread_costs(costs, num_ranks)
+    owners = balance_costs(costs, num_ranks)
     return [replace(layer, owner=owner) for layer, owner in zip(found, owners, strict=True)], left
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from second_order.distributed.fsdp import sharded_params
-from second_order.distributed.world import World, explained
+from second_order.distributed.world import World, translate_backend_errors
 from second_order.errors import SecondOrderError, SecondOrderWarning
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.measuring.accumulators import Eigenvalues, Inputs, Pairs
@@ -150,14 +150,14 @@ def measure(
         seed=seed,
         shows_progress=progress and world.rank == 0,
         world=world,
-        control=world.aside(),
+        control=world.control_world(),
         device=weights[0].device,
         dtype=dtype,
         is_sharded=bool(sharded_params(model)),
     )
 
     start = time.perf_counter()
-    with explained(), undisturbed(model, run.device):
+    with translate_backend_errors(), undisturbed(model, run.device):
         # Accumulate A, or A and G, and divide the sums by their numbers.
         accumulator: Inputs | Pairs
         if factors == "inputs":

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from second_order.distributed.fsdp import check_sharding, reshard
 from second_order.training.context import Training
-from second_order.training.groups import members_of, trainable, whole_group
+from second_order.training.groups import copy_group, group_params, named_trainable_params
 from second_order.utils.checks import brief, check_params
 
 __all__ = [
@@ -130,14 +130,14 @@ def read_arguments(
             raise TypeError(f"{name} got two models; pass the model once")
         found = unwrapped(params_or_model)
         reshard(found.module)
-        groups: list[Any] = trainable(found.module)
+        groups: list[Any] = named_trainable_params(found.module)
     else:
         check_params(name, params_or_model)
-        groups = [whole_group(g) for g in params_or_model]
+        groups = [copy_group(g) for g in params_or_model]
         if any(isinstance(group, nn.Module) for group in groups):
             raise TypeError(f"{name} got a list of models; write nn.ModuleList(models)")
-        found = find_model(members_of(groups)) if model is None else unwrapped(model)
-    params = members_of(groups)
+        found = find_model(group_params(groups)) if model is None else unwrapped(model)
+    params = group_params(groups)
     if not groups or (params and not any(p.requires_grad for p in params)):
         raise ValueError(
             f"{name} got no parameters that train: either there are none, or requires_grad is "
@@ -195,7 +195,7 @@ def warn_of_single_launch(training: Training) -> None:
 def refuse_foreign_model(training: Training, params: Sequence[Tensor]) -> None:
     """Raise ValueError if the user's model has none of the parameters."""
     owned = {id(p) for p in training.model.parameters()}
-    if training.known and params and owned.isdisjoint(map(id, params)):
+    if training.owns_params and params and owned.isdisjoint(map(id, params)):
         raise ValueError(
             f"none of the {len(params)} parameters belongs to "
             f"model={type(training.model).__name__}, so {training.name} would be no more than "
@@ -206,7 +206,7 @@ def refuse_foreign_model(training: Training, params: Sequence[Tensor]) -> None:
 def warn_about_unowned(training: Training, groups: Sequence[Any]) -> None:
     """Warn about parameters that are not in the model."""
     owned = {id(p) for p in training.model.parameters()}
-    params = members_of(groups)
+    params = group_params(groups)
     unowned = []
     for group in groups:
         for p in group["params"] if isinstance(group, dict) else [group]:
@@ -215,7 +215,7 @@ def warn_about_unowned(training: Training, groups: Sequence[Any]) -> None:
                 unowned.append(f"{name!r} of shape {tuple(member.shape)}")
     if not unowned:
         return
-    if training.known:
+    if training.owns_params:
         where = f"are not in the model, a {type(training.model).__name__}"
         remedy = "if a module has them, make the optimizer with model= one that contains all"
     else:

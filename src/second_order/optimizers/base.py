@@ -5,7 +5,7 @@
     gradients <- mean over processes   unless DistributedDataParallel has averaged them
     curvature.precondition()           gradients <- curvature⁻¹ gradients, in place
     base.step()                        the wrapped optimizer, on the same groups and state
-    curvature.correct()                scales or corrects the base's step
+    curvature.finish_step()                scales or corrects the base's step
 
 This file does no numerical work. ``state[p]`` holds two parts. The wrapped optimizer sees the part
 ``"base"`` as its whole state for p. ``state_dict()`` fills the part ``"curvature"``.
@@ -28,13 +28,13 @@ from second_order.checkpoint.caller import caller, is_checkpointing
 from second_order.checkpoint.saved import BASE, CURVATURE, BaseState, SavedPart
 from second_order.distributed.fsdp import (
     DTENSORS,
-    ParamPlaces,
+    ParamLocations,
     check_mesh,
     check_sharding,
     is_dtensor,
-    like,
+    shard_like,
 )
-from second_order.distributed.roles import Role, whole_models
+from second_order.distributed.roles import Role, sharding_error
 from second_order.distributed.world import World
 from second_order.optimizers.arguments import (
     check_scaler,
@@ -61,15 +61,15 @@ from second_order.optimizers.find_model import find_model
 from second_order.optimizers.keywords import Rate, check_base, keywords_of, split_base_keywords
 from second_order.optimizers.two_bases import REST, TwoBases, base_of, group_lines, switch_of
 from second_order.reporting.summary import Summary
-from second_order.training.context import Training, unhooked
-from second_order.training.curvature import ARRIVED, Curvature, start_average
+from second_order.training.context import Training, step_without_hooks
+from second_order.training.curvature import NO_AVERAGE, Curvature, start_average
 from second_order.training.groups import (
     NAMES,
-    follow_peak_rates,
-    members_of,
-    named_like,
-    nameless,
-    whole_group,
+    copy_group,
+    group_params,
+    match_names,
+    update_peak_rates,
+    without_names,
 )
 from second_order.utils.checks import (
     PEAK_LR,
@@ -170,40 +170,40 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
         # Make the base, which shares its groups and state with this optimizer.
         if second is None:
-            self._base = script.base(nameless(groups), **keywords[0])
+            self._base = script.base(without_names(groups), **keywords[0])
             own_groups = groups
         else:
             kinds = (script.base, second.kind)
             self._base = TwoBases(groups, given.model, kinds, keywords, second.layers)
             own_groups = self._base.param_groups
         defaults = {**self._base.defaults, PEAK_LR: 0.0}
-        super().__init__([*map(whole_group, own_groups)], defaults)
+        super().__init__([*map(copy_group, own_groups)], defaults)
         for group, of_base in zip(self.param_groups, self._base.param_groups, strict=True):
             # A base may have changed its entries: torchao's make tensors of learning rates.
             group.update({k: v for k, v in of_base.items() if k not in ("params", NAMES)})
         made = dict(self._base.state)  # Adagrad makes its state at construction
         self._bind_base()
         self._base.state.update(made)
-        self._step_base = unhooked(self._base)
+        self._step_base = step_without_hooks(self._base)
 
         # What optimizer and curvature share.
-        members = members_of(groups)
+        members = group_params(groups)
         averages = script.gradient_averaging
         training = self._training = Training(
             name=name,
             model=given.model,
-            known=given.known,
-            inside=given.inside,
+            owns_params=given.known,
+            outer_class=given.inside,
             under_ddp=given.under_ddp,
             world=world,
-            averages=_averages(averages, given.under_ddp, members, world),
+            averages_gradients=_averages(averages, given.under_ddp, members, world),
             scaler=script.grad_scaler,
             debug=bool(script.debug),
             base=self._base,
             # Weakly: an optimizer goes as soon as no script has it, and its hooks with it.
             publish=partial(_share_state_of, weakref.ref(self)),
         )
-        self._places = ParamPlaces(given.model, members)
+        self._places = ParamLocations(given.model, members)
         warn_of_single_launch(training)
         refuse_foreign_model(training, members)
         if needs_model:
@@ -213,7 +213,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 training.warn(f"rest: the pattern {pattern!r} matches no module of the model")
         self._curvature = curvature(training)
         training_ranks = world.size if helper_role is None else world.size - helpers
-        check_scaler(script.grad_scaler, training.averages, training_ranks)
+        check_scaler(script.grad_scaler, training.averages_gradients, training_ranks)
         self._start_together(helper_role)
 
     def _start_together(self, helper_role: Role | None) -> None:
@@ -227,12 +227,12 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if helper_role is not None:
             sharded = any(map(is_dtensor, training.model.parameters()))
             if any(world.all_gather_object(sharded)):  # all raise, whichever has shards
-                raise ValueError(whole_models(training.name, helper_role))
-        averages = training.averages  # of all processes, before they get their roles
+                raise ValueError(sharding_error(training.name, helper_role))
+        averages = training.averages_gradients  # of all processes, before they get their roles
         self._constructed = True
         self._curvature.begin()  # with equal options, so that all raise or none
         if averages:
-            whole = [t for t in training.whole_model() if not is_dtensor(t)]
+            whole = [t for t in training.model_tensors() if not is_dtensor(t)]
             with torch.no_grad():
                 world.broadcast_from_first(whole)
 
@@ -246,8 +246,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
         ``facts`` are names and values that must also be equal.
         """
-        self._training.require_group(doing)
-        if not self._curvature.helps:  # the workers compare what they do, without the helpers
+        self._training.require_process_group(doing)
+        if not self._curvature.is_helper:  # the workers compare what they do, without the helpers
             doing = f"{doing} of {type(self).__name__}"
             self._consistency.check(self._training, self._curvature, doing, facts)
 
@@ -274,7 +274,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         curvature = self._curvature
 
         # Run the closure, and check that this step can be taken, and that all ranks take it.
-        _check_step(training, curvature.scaler_matters, self._unwatched)
+        _check_step(training, curvature.scaler_reason, self._unwatched)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -284,7 +284,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             return loss
         if DTENSORS in sys.modules:
             self.take_shards()
-        if curvature.helps:
+        if curvature.is_helper:
             curvature.prepare()
             return loss
         if self._collected is not None:  # by consolidate(), before this step
@@ -295,12 +295,12 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 doing = f"take a step of {training.name}"
                 loaded = [("a checkpoint loaded since the last step", self._has_loaded)]
                 self._consistency.check(training, curvature, doing, loaded, tensors=True)
-        follow_peak_rates(self.param_groups)
+        update_peak_rates(self.param_groups)
 
         # Start to average the gradients, to the ranks that need them.
         curvature.prepare()
-        pending = ARRIVED
-        if training.averages:
+        pending = NO_AVERAGE
+        if training.averages_gradients:
             with stage("average_gradients"):
                 pending = start_average(training, curvature.route)
 
@@ -308,14 +308,14 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         curvature.precondition(pending)
         with stage("base"):
             curvature.step_base(self._step_base)
-        curvature.correct()
+        curvature.finish_step()
 
         # Count the step, and look ahead to the coming passes.
         if self._has_loaded:
             self._has_loaded = False
         training.steps += 1
         if training.steps == 1:  # checkpoints need an entry for each parameter
-            for p in members_of(self.param_groups):
+            for p in group_params(self.param_groups):
                 self.state[p].setdefault(CURVATURE, {})
         curvature.watch()
         return loss
@@ -328,7 +328,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """
         if DTENSORS in sys.modules and self.take_shards():
             # torch has set the gradients of the parameters that shards have replaced.
-            for p in members_of(self.param_groups):
+            for p in group_params(self.param_groups):
                 p.grad = torch.zeros_like(p) if p.requires_grad else None
         self._share_state()
         self._step_base()
@@ -340,7 +340,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             Whether any parameter changed.
         """
         training = self._training
-        others = self._places.new_shards()
+        others = self._places.find_new_shards()
         if not others:
             return False
         check_sharding(training.model)
@@ -352,8 +352,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             parts = self.state[others[p]] = self.state.pop(p)
             for key, value in parts.get(BASE, {}).items():
                 if isinstance(value, Tensor):
-                    parts[BASE][key] = like(others[p], value)
-        self._places = ParamPlaces(training.model, members_of(self.param_groups))
+                    parts[BASE][key] = shard_like(others[p], value)
+        self._places = ParamLocations(training.model, group_params(self.param_groups))
         training.publish()  # what the curvature has dropped is in the parts that have moved
         return True
 
@@ -447,18 +447,18 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             return
         training = self._training
         before = list(self.param_groups)
-        group = whole_group(param_group)
-        refuse_meta(training.name, members_of([group]), training.model)
+        group = copy_group(param_group)
+        refuse_meta(training.name, group_params([group]), training.model)
         base = self._base
         doing = "add a parameter group"
-        names = training.names()
-        added = [names.get(id(p), "not in the model") for p in members_of([group])]
+        names = training.param_names()
+        added = [names.get(id(p), "not in the model") for p in group_params([group])]
         divided = base.divided if isinstance(base, TwoBases) else lambda group, _: [group]
         try:
             try:
                 self._check_group_options([group], first=len(before))
                 for part in divided(group, training.model):
-                    named = named_like(self.param_groups, part, training.names())
+                    named = match_names(self.param_groups, part, training.param_names())
                     self._complete(named)
                     super().add_param_group(named)
             except Exception as error:
@@ -470,7 +470,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         except Exception:
             self.param_groups[:] = before
             raise
-        self._places = ParamPlaces(training.model, members_of(self.param_groups))
+        self._places = ParamLocations(training.model, group_params(self.param_groups))
         if self._needs_model:
             warn_about_unowned(training, [group])
 
@@ -488,7 +488,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """
         size = self._training.world.size
         check_rank("consolidate", to, size)
-        if self._curvature.kept_elsewhere:
+        if self._curvature.remote_state:
             self.agree(f"consolidate(to={to})")
             ranks = range(size) if to is None else [to]
             self._collected = Collected(self._curvature.gather(ranks), to)
@@ -544,7 +544,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         check_is_state(state_dict)
         self.take_shards()
         training = self._training
-        names = training.names()
+        names = training.param_names()
         groups = self.param_groups
         saved: dict[Tensor, SavedPart] = {}
         steps = 0
@@ -618,7 +618,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         outer = self._unwatched
         self._unwatched = True
         try:
-            with self._curvature.unwatched():
+            with self._curvature.hooks_removed():
                 yield
         finally:
             self._unwatched = outer
@@ -626,7 +626,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Stop threads, remove hooks, and train with the base alone from now on."""
         self._curvature.close()
-        for release in self._training.at_close:
+        for release in self._training.close_callbacks:
             release()
         self._collected = None
         if self.state:
@@ -652,12 +652,12 @@ def _share_state_of(optimizer: weakref.ref[SecondOrderOptimizer]) -> None:
         alive._share_state()
 
 
-def _check_step(training: Training, scaler_matters: str, unwatched: bool) -> None:
+def _check_step(training: Training, scaler_reason: str, unwatched: bool) -> None:
     """Raise an error if a step cannot be taken now; nothing has changed then.
 
     Args:
         training: The model, the groups and the ranks.
-        scaler_matters: Why the optimizer needs to know the GradScaler; "" if it does not.
+        scaler_reason: Why the optimizer needs to know the GradScaler; "" if it does not.
         unwatched: Whether the hooks are off the model.
     """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
@@ -673,7 +673,7 @@ def _check_step(training: Training, scaler_matters: str, unwatched: bool) -> Non
             f"backward() has returned. Make one optimizer of the model, {training.name}(model, "
             f"lr=...), and call step() after backward()"
         )
-    training.require_group("step()")
+    training.require_process_group("step()")
     if any(group.get("train_mode") is False for group in training.groups):
         raise RuntimeError(
             f"{training.name}.step() with a schedule-free base that is not in train mode: call "
@@ -686,9 +686,9 @@ def _check_step(training: Training, scaler_matters: str, unwatched: bool) -> Non
         )
     # If the GradScaler is unknown, captured gradients are not unscaled. The factors would be too
     # large by the square of the scale, and training would stall.
-    may_be_scaled = training.steps == 0 and training.scaler is None and scaler_matters
+    may_be_scaled = training.steps == 0 and training.scaler is None and scaler_reason
     if may_be_scaled and caller(function="_maybe_opt_step") is not None:
         raise ValueError(
             f"{training.name}.step() is called by a GradScaler that it does not know: "
-            f"{scaler_matters}; write {training.name}(..., grad_scaler=scaler)"
+            f"{scaler_reason}; write {training.name}(..., grad_scaler=scaler)"
         )

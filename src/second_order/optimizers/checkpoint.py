@@ -18,12 +18,12 @@ from torch import Tensor, optim
 
 from second_order.checkpoint.caller import is_checkpointing
 from second_order.checkpoint.saved import BASE, CURVATURE, HEADER, SavedPart, check_base_part
-from second_order.distributed.fsdp import is_dtensor, like, local
+from second_order.distributed.fsdp import is_dtensor, local_tensor, shard_like
 from second_order.errors import SecondOrderError
 from second_order.optimizers.two_bases import REST, base_of
-from second_order.training.context import Training, name_of
+from second_order.training.context import Training, base_class_names
 from second_order.training.curvature import Curvature
-from second_order.training.groups import NAMES, members_of
+from second_order.training.groups import NAMES, group_params
 from second_order.utils.checks import LAYER_OPTIONS, PEAK_LR
 
 __all__ = [
@@ -95,7 +95,7 @@ def read_checkpoint(
             if BASE in parts:
                 loaded[key] = {BASE: _base_entries(parts[BASE], p)}
                 here = {k: _local_like(v, p) for k, v in loaded[key][BASE].items()}
-                check_base_part(SavedPart(key, BASE, name, here), own_base, local(p))
+                check_base_part(SavedPart(key, BASE, name, here), own_base, local_tensor(p))
             if p.requires_grad and not parts.get(CURVATURE):
                 absent.append(name)
         _check_settings(i, saved, own_base)
@@ -115,12 +115,12 @@ def read_checkpoint(
 
 def _base_entries(part: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
     """The base's entries for a parameter, cut to this process's rows if FSDP2 sharded it."""
-    return {k: like(p, v) if isinstance(v, Tensor) else v for k, v in part.items()}
+    return {k: shard_like(p, v) if isinstance(v, Tensor) else v for k, v in part.items()}
 
 
 def _local_like(value: Any, p: Tensor) -> Any:
     """The rows of an entry that are here, if it is a DTensor with the parameter's shape."""
-    return local(value) if is_dtensor(value) and value.shape == p.shape else value
+    return local_tensor(value) if is_dtensor(value) and value.shape == p.shape else value
 
 
 # ----------------------------------------------------------------------------------------- checks
@@ -155,7 +155,7 @@ def _check_groups(
         raise ValueError(
             f"the checkpoint has {len(sizes)} parameter groups with {sizes} parameters, the "
             f"optimizer {len(own_sizes)} parameter groups with {own_sizes}, those of "
-            f"{name_of(base)} apart; make the same groups before loading"
+            f"{base_class_names(base)} apart; make the same groups before loading"
         )
     for i, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
         place = f"the checkpoint's param_groups[{i}]"
@@ -297,9 +297,9 @@ def collects_by_itself(
     ``torch.distributed.checkpoint`` gathers a sharded model's full state from every rank.
     """
     full = is_checkpointing() and not is_checkpointing(part=True)
-    rows = any(map(is_dtensor, members_of(training.groups)))
-    lacking = collected is None and bool(curvature.kept_elsewhere)
-    return full and rows and lacking and curvature.dispensable
+    rows = any(map(is_dtensor, group_params(training.groups)))
+    lacking = collected is None and bool(curvature.remote_state)
+    return full and rows and lacking and curvature.resumes_without_remote_state
 
 
 def require_whole(training: Training, curvature: Curvature, collected: Collected | None) -> None:
@@ -307,28 +307,28 @@ def require_whole(training: Training, curvature: Curvature, collected: Collected
 
     A part is all that ``torch.distributed.checkpoint`` needs.
     """
-    lacking = curvature.kept_elsewhere
+    lacking = curvature.remote_state
     rank = training.world.rank
     in_parts = is_checkpointing(part=True)
     if not lacking:
         return
     if collected is not None:
         to = collected.to
-        if to not in (None, rank) and training.first_time("partial"):
+        if to not in (None, rank) and training.is_first_warning("partial"):
             training.warn(
                 f"state_dict() on rank {rank} lacks some of the state: consolidate(to={to}) "
                 f"collected it elsewhere; save it there, or use to=None"
             )
-    elif curvature.dispensable:
-        if not in_parts and training.first_time("inverses elsewhere"):
+    elif curvature.resumes_without_remote_state:
+        if not in_parts and training.is_first_warning("inverses elsewhere"):
             training.warn(
                 f"state_dict() on rank {rank} lacks {lacking}: they are refreshed at the first "
                 f"step after loading; for a run that resumes exactly, first call "
                 f"optimizer.consolidate(to=0) on every process"
             )
-    elif not (curvature.parts_suffice and in_parts):
+    elif not (curvature.saves_by_rank and in_parts):
         sharded = "consolidate(to=None) for torch.distributed.checkpoint"
-        if curvature.parts_suffice:
+        if curvature.saves_by_rank:
             sharded = "save with torch.distributed.checkpoint"
         raise SecondOrderError(
             f"{training.name}.state_dict() would lack {lacking}; call "
@@ -356,7 +356,7 @@ def _add_parts(
     more: Mapping[Tensor, Mapping[str, Mapping[str, Any]]],
 ) -> None:
     """Replace the base's part of parameters, and add entries to the curvature's."""
-    for index, p in enumerate(members_of(training.groups)):
+    for index, p in enumerate(group_params(training.groups)):
         if p in more and index in state:
             entry = state[index]
             state[index] = {

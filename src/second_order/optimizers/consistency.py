@@ -26,7 +26,7 @@ from second_order.distributed.world import World
 from second_order.errors import RankMismatchError, SecondOrderError
 from second_order.training.context import Training
 from second_order.training.curvature import Curvature
-from second_order.training.groups import members_of
+from second_order.training.groups import group_params
 from second_order.utils.checks import check_debug
 
 __all__ = ["Consistency", "checksum", "fingerprint", "first_difference", "require_same"]
@@ -60,7 +60,7 @@ class Consistency:
             ("base", training.base_name),
             *_settings(training.groups),
             *_members(training),
-            ("gradients averaged by the optimizer", training.averages),
+            ("gradients averaged by the optimizer", training.averages_gradients),
             *(line.partition(": ")[::2] for line in options),
             ("debug", f"every {self.every} steps"),
         ]
@@ -93,7 +93,7 @@ class Consistency:
         groups = training.groups
         sizes = [[p.numel() if p.requires_grad else -1 for p in g["params"]] for g in groups]
         first = [("step", training.steps), *_settings(groups)]
-        last = [*curvature.facts(), *more]
+        last = [*curvature.fingerprint_values(), *more]
         if tensors and self.every and training.steps % self.every == 0:
             last += _checksums(training)
         require_same(
@@ -121,8 +121,8 @@ def require_same(
             not come.
     """
     try:
-        control = world.aside()
-        if control.same(fingerprint((doing, *brief))):
+        control = world.control_world()
+        if control.all_equal(fingerprint((doing, *brief))):
             return
         everyone = control.all_gather_object([("about to", doing), *describe()])
     except SecondOrderError as error:  # after the group's timeout at the latest
@@ -189,7 +189,7 @@ def _settings(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
 
 def _members(training: Training) -> Iterator[tuple[str, Any]]:
     """The parameters of the groups, by name."""
-    names = training.names()
+    names = training.param_names()
     for i, group in enumerate(training.groups):
         for j, p in enumerate(group["params"]):
             trains = "trains" if p.requires_grad else "frozen"
@@ -209,8 +209,8 @@ def _plain(value: Any) -> Any:
 
 def _checksums(training: Training) -> Iterator[tuple[str, str]]:
     """Checksums of the parameters that every rank has as a whole, by name."""
-    names = training.names()
-    for p in dict.fromkeys([*members_of(training.groups), *training.model.parameters()]):
+    names = training.param_names()
+    for p in dict.fromkeys([*group_params(training.groups), *training.model.parameters()]):
         if not is_dtensor(p):
             name = names.get(id(p), "(not in the model)")
             yield f"parameter {name!r}", f"{checksum(p):x} of {tuple(p.shape)} {p.dtype}"

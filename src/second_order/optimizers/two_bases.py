@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from second_order.training.context import Training, name_of, unhooked
-from second_order.training.groups import NAMES, members_of, nameless, settings_of
+from second_order.training.context import Training, base_class_names, step_without_hooks
+from second_order.training.groups import NAMES, group_params, group_settings, without_names
 from second_order.utils.checks import check_flag
 from second_order.utils.modules import first_match, unmatched_patterns
 
@@ -60,10 +60,10 @@ class TwoBases(torch.optim.Optimizer):
         for part in whole:
             if not isinstance(part, dict) or REST not in part:
                 raise TypeError(f"{part!r} is no parameter group; give dictionaries with 'params'")
-        if not members_of(part for part in whole if not part[REST]):
+        if not group_params(part for part in whole if not part[REST]):
             base = kinds[0].__name__
             rest = kinds[1].__name__
-            count = len(members_of(whole))
+            count = len(group_params(whole))
             raise ValueError(
                 f"base={base} with rest={rest}: none of the {count} parameters is a hidden weight, "
                 f"so {base} would train nothing; use base={rest} without rest, or name fewer "
@@ -73,7 +73,7 @@ class TwoBases(torch.optim.Optimizer):
         for mark in (False, True):
             mine = [group for group in whole if group[REST] is mark]
             # None takes an empty list.
-            parts.append(kinds[mark](nameless(mine) or [{"params": []}], **keywords[mark]))
+            parts.append(kinds[mark](without_names(mine) or [{"params": []}], **keywords[mark]))
             for group, filled in zip(mine, parts[-1].param_groups, strict=False):
                 group.update({k: v for k, v in filled.items() if k != "params"})
         self.parts = (parts[0], parts[1])
@@ -109,7 +109,7 @@ class TwoBases(torch.optim.Optimizer):
     def _check_mark(self, group: Mapping[str, Any]) -> None:
         if check_flag(f"group[{REST!r}]", group[REST]) or not self._matrices:
             return
-        for p in members_of([group]):
+        for p in group_params([group]):
             if p.ndim != 2:
                 raise ValueError(
                     f"a group with {REST!r}: False has a parameter of shape {tuple(p.shape)}, and "
@@ -138,14 +138,16 @@ class TwoBases(torch.optim.Optimizer):
 
     def description(self) -> list[str]:
         """Both bases, with their defaults, and the patterns, in lines that ranks compare."""
-        begins = [f"{type(p).__name__} begins with {settings_of(p.defaults)}" for p in self.parts]
+        begins = [
+            f"{type(p).__name__} begins with {group_settings(p.defaults)}" for p in self.parts
+        ]
         return [f"layers of rest: {list(self._layers)}", *begins]
 
     def step(self, closure: Any = None) -> Any:
         """Let both step, each on its own groups; the closure is not called."""
         for part in self.following():
             if part.param_groups:
-                unhooked(part)()
+                step_without_hooks(part)()
                 self.state.update(part.state)
 
     def following(self) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
@@ -174,7 +176,7 @@ def group_lines(training: Training) -> list[str]:
     if len(training.groups) == 1:
         return []
     lines = []
-    names = training.names()
+    names = training.param_names()
     for i, group in enumerate(training.groups):
         members = group.get(NAMES) or [
             names.get(id(p), "(not in the model)") for p in group["params"]
@@ -182,7 +184,7 @@ def group_lines(training: Training) -> list[str]:
         settings = [f"lr {float(group['lr']):g}"]
         if "weight_decay" in group:
             settings.append(f"weight_decay {float(group['weight_decay']):g}")
-        base = name_of(base_of(training.base, group))
+        base = base_class_names(base_of(training.base, group))
         lines.append(f"group {i}: {base}, {', '.join(settings)}: {', '.join(members)}")
     return lines
 
@@ -199,8 +201,8 @@ def switch_of(
     methods = [found for part in parts if callable(found := getattr(part, method, None))]
     if not methods:
         raise AttributeError(
-            f"{owner} has no {method}(): its base, {name_of(base)}, has none; only schedule-free "
-            f"bases have"
+            f"{owner} has no {method}(): its base, {base_class_names(base)}, has none; only "
+            f"schedule-free bases have"
         )
 
     def switch() -> None:

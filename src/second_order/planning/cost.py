@@ -188,9 +188,9 @@ def predict(
     places = assign(layers, setting)
     for layer, place in zip(layers, places, strict=True):
         costs = layer_costs(layer, setting.solver, machine)
-        statistics[place.a_solver] += costs.statistics
-        inverses[place.a_solver] += costs.inverses
-        factor_bytes[place.a_solver] += costs.factor_bytes
+        statistics[place.a_inverse_rank] += costs.statistics
+        inverses[place.a_inverse_rank] += costs.inverses
+        factor_bytes[place.a_inverse_rank] += costs.factor_bytes
         precondition[place.row] += costs.precondition
         inverse_bytes[place.row] += costs.inverse_bytes
         gradient_bytes += costs.gradient_bytes
@@ -226,7 +226,7 @@ def predict(
     copies = 2 if is_distkfac else 1
     owners_keep = is_dpkfac or setting.owned_factors
     kept = [
-        (factor_bytes[each.a_solver] if owners_keep else all_factors)
+        (factor_bytes[each.a_inverse_rank] if owners_keep else all_factors)
         + copies * inverse_bytes[each.row]
         for each in places
     ]

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from second_order.distributed.fsdp import is_dtensor, reshard
 from second_order.distributed.world import World
 from second_order.errors import SecondOrderWarning
-from second_order.training.groups import members_of, settings_of
+from second_order.training.groups import group_params, group_settings
 
-__all__ = ["Training", "name_of", "unhooked", "warn"]
+__all__ = ["Training", "base_class_names", "step_without_hooks", "warn"]
 
 
-def unhooked(base: torch.optim.Optimizer) -> Callable[[], None]:
+def step_without_hooks(base: torch.optim.Optimizer) -> Callable[[], None]:
     """A base's step without the hooks that the wrapper's own step already runs."""
     step = type(base).step
     while getattr(step, "hooked", False):
@@ -27,7 +27,7 @@ def unhooked(base: torch.optim.Optimizer) -> Callable[[], None]:
     return functools.partial(step, base)
 
 
-def name_of(base: torch.optim.Optimizer) -> str:
+def base_class_names(base: torch.optim.Optimizer) -> str:
     """The name of a base, or of two, in messages."""
     parts = getattr(base, "parts", (base,))
     return " and ".join(type(part).__name__ for part in parts)
@@ -44,17 +44,19 @@ class Training:
 
     name: str  # of the optimizer's class, for messages
     model: nn.Module  # the user's module, without wrappers
-    known: bool  # the parameters belong to that module
-    inside: str  # class of a module around one that was found by its parameters; "" for none
+    owns_params: bool  # the parameters belong to that module
+    outer_class: str  # class of a module around one that was found by its parameters; "" for none
     under_ddp: bool  # the module was wrapped in DistributedDataParallel
     world: World  # the processes that train together; on a helper, those that help together
-    averages: bool  # the optimizer averages gradients over the processes
+    averages_gradients: bool  # the optimizer averages gradients over the processes
     scaler: Any  # the GradScaler that scales the loss, or None
     base: torch.optim.Optimizer  # shares its groups and state with the optimizer
     publish: Callable[[], None]  # shows counters and curvature in ``state``
     debug: bool = False  # verify at every step what is else verified at the first ones
     steps: int = 0  # number of steps taken
-    at_close: list[Callable[[], None]] = field(default_factory=list)  # run as the optimizer closes
+    close_callbacks: list[Callable[[], None]] = field(
+        default_factory=list
+    )  # run as the optimizer closes
     warned: set[str] = field(default_factory=set)  # keys of warnings that appeared
 
     @property
@@ -65,7 +67,7 @@ class Training:
     @property
     def base_name(self) -> str:
         """The name of the base, or of two, in messages."""
-        return name_of(self.base)
+        return base_class_names(self.base)
 
     @property
     def device(self) -> torch.device:
@@ -76,15 +78,15 @@ class Training:
                 return device
         return torch.device("cpu")
 
-    def training_params(self) -> list[Tensor]:
+    def trainable_params(self) -> list[Tensor]:
         """The parameters in the groups that train now."""
         return [p for group in self.groups for p in group["params"] if p.requires_grad]
 
     def averaged_params(self) -> list[Tensor]:
         """The parameters that train, but those whose gradients FSDP2 averages."""
-        return [p for p in self.training_params() if not is_dtensor(p)]
+        return [p for p in self.trainable_params() if not is_dtensor(p)]
 
-    def require_group(self, doing: str) -> None:
+    def require_process_group(self, doing: str) -> None:
         """Raise RuntimeError if the process group that other ranks are reached by is gone."""
         if self.world.size > 1 and self.world.is_destroyed:
             raise RuntimeError(
@@ -93,22 +95,22 @@ class Training:
                 f"training is over, or make the optimizer anew after init_process_group()"
             )
 
-    def names(self) -> dict[int, str]:
+    def param_names(self) -> dict[int, str]:
         """The names of the model's parameters, by id."""
         reshard(self.model)
         return {id(p): name for name, p in self.model.named_parameters()}
 
-    def work_with(self, team: World) -> None:
+    def restrict_to(self, team: World) -> None:
         """Train with these ranks only from now on: the others help."""
         self.world = team
-        self.averages = self.averages and team.size > 1
+        self.averages_gradients = self.averages_gradients and team.size > 1
 
-    def whole_model(self) -> list[Tensor]:
+    def model_tensors(self) -> list[Tensor]:
         """All parameters, the model's and others in the groups, and buffers."""
-        params = [*self.model.parameters(), *members_of(self.groups)]
+        params = [*self.model.parameters(), *group_params(self.groups)]
         return list(dict.fromkeys([*params, *self.model.buffers()]))
 
-    def first_time(self, key: str) -> bool:
+    def is_first_warning(self, key: str) -> bool:
         """True once for each key, so that a warning is given once."""
         new = key not in self.warned
         self.warned.add(key)
@@ -118,10 +120,12 @@ class Training:
         """Give a SecondOrderWarning."""
         warn(message)
 
-    def titled(self, *what: str) -> str:
+    def summary_title(self, *what: str) -> str:
         """The first line of a summary: the optimizer, its base, ``what``, and the step."""
         size = self.world.size
-        rate = f"lr {settings_of(self.groups[0])['lr']}" if self.groups else "no parameter groups"
+        rate = (
+            f"lr {group_settings(self.groups[0])['lr']}" if self.groups else "no parameter groups"
+        )
         processes = f"{size} process{'es' if size > 1 else ''}"
         parts = ", ".join([rate, *what, processes, f"step {self.steps}"])
         return f"{self.name} over {self.base_name}, {parts}"

@@ -20,7 +20,7 @@ from second_order.checkpoint.saved import SavedPart
 from second_order.reporting.summary import Summary
 from second_order.training.context import Training
 
-__all__ = ["ARRIVED", "Curvature", "PendingAverage", "Routed", "start_average"]
+__all__ = ["NO_AVERAGE", "Curvature", "PendingAverage", "Routed", "start_average"]
 
 Routed: TypeAlias = tuple[Sequence[Tensor], Sequence[int]] | None
 
@@ -39,15 +39,15 @@ class PendingAverage:
             finish()
 
 
-ARRIVED = PendingAverage()
+NO_AVERAGE = PendingAverage()
 
 
 class Curvature:
     """The identity: it leaves the base optimizer as it is. Base class of all curvatures."""
 
-    helps = False  # whether this process is a helper, whose steps only call prepare()
-    parts_suffice = False  # whether torch.distributed.checkpoint may save each rank's part
-    scaler_matters = ""  # why the optimizer needs to know a GradScaler; "" if it does not
+    is_helper = False  # whether this process is a helper, whose steps only call prepare()
+    saves_by_rank = False  # whether torch.distributed.checkpoint may save each rank's part
+    scaler_reason = ""  # why the optimizer needs to know a GradScaler; "" if it does not
 
     def __init__(self, training: Training) -> None:
         self.training = training
@@ -72,7 +72,7 @@ class Curvature:
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
         """Adopt the shards that have replaced parameters in the groups."""
 
-    def unwatched(self) -> AbstractContextManager[None]:
+    def hooks_removed(self) -> AbstractContextManager[None]:
         """Return a context manager that removes all hooks from the model and restores them."""
         return nullcontext()
 
@@ -81,7 +81,7 @@ class Curvature:
 
     # ------------------------------------------------------------------------------------- a step
 
-    def facts(self) -> list[tuple[str, Any]]:
+    def fingerprint_values(self) -> list[tuple[str, Any]]:
         """The values that decide which collectives a step issues, by name. Primitives only."""
         return []
 
@@ -100,7 +100,7 @@ class Curvature:
         """Let the base take its step."""
         step()
 
-    def correct(self) -> None:
+    def finish_step(self) -> None:
         """Correct the parameters after the base's step."""
 
     def watch(self) -> None:
@@ -129,12 +129,12 @@ class Curvature:
         """Load the ``"curvature"`` parts of a checkpoint, in the dtypes of the checkpoint."""
 
     @property
-    def kept_elsewhere(self) -> str:
+    def remote_state(self) -> str:
         """A name for state that only other processes store; "" if there is none."""
         return ""
 
     @property
-    def dispensable(self) -> bool:
+    def resumes_without_remote_state(self) -> bool:
         """Whether training can resume without the state that only other processes store."""
         return False
 
@@ -149,7 +149,7 @@ class Curvature:
 
     def summary(self) -> Summary:
         """A table of the layers that are preconditioned."""
-        return Summary(self.training.titled(), [])
+        return Summary(self.training.summary_title(), [])
 
     def metrics(self) -> dict[str, float]:
         """Numbers to log. Every rank has the same names. No communication."""
@@ -170,7 +170,7 @@ def start_average(
     _drop_frozen_gradients(training)
     params = training.averaged_params()
     if not params:  # all are frozen, or others average
-        return ARRIVED
+        return NO_AVERAGE
     world = training.world
     gradients = []
     for p in params:
@@ -215,8 +215,8 @@ def _drop_frozen_gradients(training: Training) -> None:
             if not p.requires_grad and p.grad is not None:
                 p.grad = None
                 names.append(p)
-    if names and training.first_time("frozen gradients"):
-        known = training.names()
+    if names and training.is_first_warning("frozen gradients"):
+        known = training.param_names()
         listed = ", ".join(repr(known.get(id(p), "(not in the model)")) for p in names[:20])
         training.warn(
             f"frozen parameters have gradients that the processes do not average, and that are "

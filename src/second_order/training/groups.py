@@ -12,25 +12,25 @@ from second_order.utils.checks import PEAK_LR
 
 __all__ = [
     "NAMES",
-    "follow_peak_rates",
-    "members_of",
-    "named_like",
-    "nameless",
-    "settings_of",
-    "trainable",
-    "whole_group",
+    "copy_group",
+    "group_params",
+    "group_settings",
+    "match_names",
+    "named_trainable_params",
+    "update_peak_rates",
+    "without_names",
 ]
 
 NAMES = "param_names"
 RATES = "lr", "initial_lr", "max_lr"
 
 
-def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
+def named_trainable_params(model: nn.Module) -> list[tuple[str, Tensor]]:
     """The parameters of a model that train, with their names."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def whole_group(group: Any) -> Any:
+def copy_group(group: Any) -> Any:
     """A copy of a group that can be walked through twice, with names beside its parameters.
 
     Raises:
@@ -53,23 +53,23 @@ def whole_group(group: Any) -> Any:
     return whole
 
 
-def nameless(groups: Iterable[Any]) -> list[Any]:
+def without_names(groups: Iterable[Any]) -> list[Any]:
     """Copies of groups for a base, which may not know of names; or a list of parameters."""
-    plain = [{**g, "params": members_of([g])} if isinstance(g, dict) else g for g in groups]
+    plain = [{**g, "params": group_params([g])} if isinstance(g, dict) else g for g in groups]
     for group in plain:
         if isinstance(group, dict):
             group.pop(NAMES, None)
     return [g[1] if isinstance(g, tuple) else g for g in plain]
 
 
-def settings_of(entries: Mapping[str, Any]) -> dict[str, Any]:
+def group_settings(entries: Mapping[str, Any]) -> dict[str, Any]:
     """A group's entries but its parameters, with tensors as numbers."""
     return {
         k: v.tolist() if isinstance(v, Tensor) else v for k, v in entries.items() if k != "params"
     }
 
 
-def members_of(groups: Iterable[Any]) -> list[Tensor]:
+def group_params(groups: Iterable[Any]) -> list[Tensor]:
     """The parameters of groups, or of a list of parameters, named or not."""
     members: list[Tensor] = []
     for group in groups:
@@ -80,7 +80,7 @@ def members_of(groups: Iterable[Any]) -> list[Tensor]:
     return members
 
 
-def named_like(
+def match_names(
     others: Sequence[Mapping[str, Any]], group: dict[str, Any], names: Mapping[int, str]
 ) -> dict[str, Any]:
     """A group with names where the ``others`` have them, as torch asks: all or none.
@@ -96,7 +96,7 @@ def named_like(
     return {**group, "params": [(names.get(id(p), f"parameter {i}"), p) for i, p in members]}
 
 
-def follow_peak_rates(groups: Iterable[dict[str, Any]]) -> None:
+def update_peak_rates(groups: Iterable[dict[str, Any]]) -> None:
     """Keep the largest learning rate of each group, that of the schedule to come included.
 
     Rates may be tensors on a device, which schedules fill in place: the host does not read them.

@@ -11,31 +11,31 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from second_order.distributed.fsdp import ddp_under_way
-from second_order.distributed.helper_link import HelperLink, connect
-from second_order.distributed.roles import Roles, option_of
+from second_order.distributed.fsdp import active_ddp
+from second_order.distributed.helper_link import HelperLink, connect_helpers
+from second_order.distributed.roles import Roles, role_option
 from second_order.training.context import Training
 
-__all__ = ["take_role"]
+__all__ = ["split_into_roles"]
 
 
-def take_role(training: Training, roles: Roles, timeout: float) -> list[HelperLink]:
+def split_into_roles(training: Training, roles: Roles, timeout: float) -> list[HelperLink]:
     """Train with the ranks of this one's role only, linked to the others; a collective.
 
     Passes with gradients raise from now on in a DistributedDataParallel over workers and helpers. A
     model that is wrapped before its optimizer is made is refused then; frameworks wrap it later.
     """
     world = training.world
-    links = connect(world, roles, timeout, training)
-    training.work_with(roles.team(world, timeout))
-    if training.known:
+    links = connect_helpers(world, roles, timeout, training)
+    training.restrict_to(roles.role_world(world, timeout))
+    if training.owns_params:
         places = world.global_ranks
         workers = [places[rank] for rank in roles.workers]
         helpers = [places[rank] for rank in roles.helpers]
-        option = f"{option_of(roles.helper_role)}={len(helpers)}"
+        option = f"{role_option(roles.helper_role)}={len(helpers)}"
         hook = partial(_look_who_runs, workers, helpers, option)
         handle = training.model.register_forward_pre_hook(hook)
-        training.at_close.append(handle.remove)
+        training.close_callbacks.append(handle.remove)
         weakref.finalize(training, handle.remove).atexit = False
     return links
 
@@ -43,7 +43,7 @@ def take_role(training: Training, roles: Roles, timeout: float) -> list[HelperLi
 def _look_who_runs(
     workers: Sequence[int], helpers: Sequence[int], option: str, module: nn.Module, _: Any
 ) -> None:
-    ddp = None if torch.compiler.is_compiling() else ddp_under_way()
+    ddp = None if torch.compiler.is_compiling() else active_ddp()
     if ddp is None or not torch.is_grad_enabled():
         return
     ranks = dist.get_process_group_ranks(ddp.process_group)

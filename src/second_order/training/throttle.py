@@ -53,7 +53,7 @@ def seconds_between(start: Any, end: Any) -> float:
     return float(start.elapsed_time(end)) / 1000
 
 
-def least_interval(R: float, T: float, overhead: float) -> int:
+def min_interval(R: float, T: float, overhead: float) -> int:
     """⌈R / (overhead T)⌉, at least 1."""
     if R <= 0:
         return 1
@@ -120,7 +120,7 @@ class Throttle:
         if self._ordinary and self._refreshing:
             T = statistics.median(seconds_between(*each) for each in self._ordinary)
             R = statistics.median(seconds_between(*each) for each in self._refreshing) - T
-            interval = least_interval(R, T, self._overhead)
+            interval = min_interval(R, T, self._overhead)
         world = self._training.world
         if world.size > 1:
             agreed = torch.tensor([float(interval)], dtype=torch.float64, device="cpu")
@@ -129,7 +129,7 @@ class Throttle:
         return interval
 
     @property
-    def said(self) -> str:
+    def summary_line(self) -> str:
         """A part of a line of the summary."""
         if not self.interval:
             return f"overhead {self._overhead}: being measured"
