@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from contract import make
 from hypothesis import given
 from hypothesis import strategies as st
-from states import MLP, alike, train
+from optimizer_cases import make
+from saved_states import MLP, alike, train
 
 from second_order import KAISA, CheckpointError, load_checkpoint, save_checkpoint
 from second_order.checkpoint.files import load_tensors, replacing, save_tensors

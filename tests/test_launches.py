@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from apart import found_by
-from apart import run as run_command
-from pretended import NAME, Seen, pretend_device
-from stored import numbers, rows, stored
+from fake_device import NAME, Seen, pretend_device
+from separate_process import found_by
+from separate_process import run as run_command
+from stored_runs import numbers, rows, stored
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector

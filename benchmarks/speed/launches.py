@@ -30,8 +30,8 @@ import reporting
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, SecondOrderWarning
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tests"))
-from pretended import NAME, pretend_device  # type: ignore[import-not-found]  # noqa: E402
+sys.path.append(str(ROOT / "tests" / "helpers"))
+from fake_device import NAME, pretend_device  # type: ignore[import-not-found]  # noqa: E402
 
 __all__ = ["Muon", "counted", "pretend_device"]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from stored import stored, text_of
+from stored_runs import stored, text_of
 from torch import nn
 
 import compiled

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from apart import run
+from separate_process import run
 
 import gpu
 

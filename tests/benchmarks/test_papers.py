@@ -9,7 +9,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from stored import ROOT, stored
+from stored_runs import ROOT, stored
 
 import papers
 from claim import Row, markdown

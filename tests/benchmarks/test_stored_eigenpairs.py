@@ -8,7 +8,7 @@ import statistics
 from typing import Any
 
 import pytest
-from stored import median, number, numbers, only, rows, steps_of, stored
+from stored_runs import median, number, numbers, only, rows, steps_of, stored
 
 GOALS = {
     "frozen body, linear head": "linear head",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from stored import ROOT, number, rows, stored
+from stored_runs import ROOT, number, rows, stored
 
 PAGE = "docs/planning.md"
 RUNS: dict[tuple[str, str, int, int], dict[str, Any]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from stored import number, rows, stored, text_of
+from stored_runs import number, rows, stored, text_of
 
 MIB = 2**20
 

@@ -12,7 +12,7 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from stored import (
+from stored_runs import (
     RESULTS,
     ROOT,
     Runs,

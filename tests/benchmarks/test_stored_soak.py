@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from itertools import pairwise
 
-from stored import stored
+from stored_runs import stored
 
 import soak
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import (
+from models import ZOO
+from optimizer_cases import (
     BASES,
     EIGENPAIRS,
     assert_same_curvature,
@@ -20,8 +21,7 @@ from contract import (
     same,
     take,
 )
-from models import ZOO
-from states import PLAIN, alike, containers, plain, snapshot, train, trained
+from saved_states import PLAIN, alike, containers, plain, snapshot, train, trained
 from torch import Tensor, nn
 
 import second_order

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import asking, each_of_five, make, same, take
 from hypothesis import given
 from hypothesis import strategies as st
 from models import ZOO
+from optimizer_cases import asking, each_of_five, make, same, take
 from ranks import agreed, shard, vector
 from torch import nn
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from contract import (
+from framework_training import CASE, usual_loop
+from models import ZOO
+from optimizer_cases import (
     each_of_five,
     make,
     same,
     take,
 )
-from models import ZOO
-from stacks import CASE, usual_loop
 from torch import nn
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")

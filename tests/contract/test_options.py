@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import SYSTEMS, asking, each_kronecker, each_system, eigenpairs_only, take
 from models import ZOO
-from tables import ALL, keywords_of, mlp, rows, takes
+from optimizer_cases import SYSTEMS, asking, each_kronecker, each_system, eigenpairs_only, take
+from option_tables import ALL, keywords_of, mlp, rows, takes
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from framework_training import BATCHES, CASE, loss_of, optimizer_of
+from fsdp_training import fsdp, go_on, mesh_of, narrow, shares
 from ranks import replaced
 from reference import half_squared_error
-from shards import fsdp, go_on, mesh_of, narrow, shares
-from stacks import BATCHES, CASE, loss_of, optimizer_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from budgeted import Time
 from hypothesis import given
 from hypothesis import strategies as st
+from timed_training import Time
 
 from second_order.checkpoint.saved import SavedPart
 from second_order.distributed.world import World as Processes

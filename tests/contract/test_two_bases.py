@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from contract import KAISA, each_kronecker, make, same, take
-from divided import (
+from hypothesis import given
+from hypothesis import strategies as st
+from models import ZOO
+from optimizer_cases import KAISA, each_kronecker, make, same, take
+from torch import nn
+from two_bases_cases import (
     BATCHES,
     CASE,
     HIDDEN,
@@ -24,10 +28,6 @@ from divided import (
     trained_by,
     two,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from models import ZOO
-from torch import nn
 
 from second_order import (
     SecondBase,

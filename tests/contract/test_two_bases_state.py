@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch.distributed as dist
-from contract import KAISA, each_kronecker, make, same, take
-from divided import (
+from optimizer_cases import KAISA, each_kronecker, make, same, take
+from ranks import agreed, assert_same_trajectory, kaisa, train
+from saved_states import saved_and_loaded
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from two_bases_cases import (
     BATCHES,
     CASE,
     HIDDEN,
@@ -23,14 +31,6 @@ from divided import (
     optim,
     two,
 )
-from ranks import agreed, assert_same_trajectory, kaisa, train
-from states import saved_and_loaded
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from second_order import (
     SecondBase,

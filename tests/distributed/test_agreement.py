@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from contract import make, take
 from models import ZOO
+from optimizer_cases import make, take
 from ranks import agreed, counted, replaced, shard, vector
 from torch import Tensor, nn
 

@@ -6,8 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from contract import make
 from models import ZOO
+from optimizer_cases import make
 from ranks import agreed, go, shard
 from torch import Tensor, nn
 

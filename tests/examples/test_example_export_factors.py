@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from contract import make, take
 from models import ZOO
+from optimizer_cases import make, take
 from torch import nn
 
 import export_factors

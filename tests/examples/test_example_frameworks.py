@@ -6,8 +6,8 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from framework_training import launched
 from ranks import script
-from stacks import launched
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +25,7 @@ def under_torchrun(rank: int, world_size: int, *arguments: Any) -> str:
 
 def fresh(*arguments: Any) -> str:
     """What a script prints that is the first to use Accelerate in its process."""
-    from in_transformers import fresh_state
+    from transformers_training import fresh_state
 
     with fresh_state():
         return script(0, 1, *arguments)

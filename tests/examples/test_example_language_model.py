@@ -6,8 +6,8 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from framework_training import launched
 from ranks import script
-from stacks import launched
 
 if TYPE_CHECKING:
     from pool import World

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from framework_training import launched
 from ranks import script
-from stacks import launched
 
 if TYPE_CHECKING:
     from pool import World

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from divided import trained_by
 from ranks import replaced
+from two_bases_cases import trained_by
 
 from muon import Muon
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import same
+from optimizer_cases import same
 from ranks import agreed
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy

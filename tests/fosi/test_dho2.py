@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import same
+from dho2_training import ADAM, BATCHES, CASE, SGD, closure_of, dho2, go, take, vector
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairs import ADAM, BATCHES, CASE, SGD, closure_of, dho2, go, take, vector
+from optimizer_cases import same
 from ranks import assert_same_trajectory
 from reference import cross_entropy
 from torch import Tensor, nn

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from pairs import BATCHES, KINDS, LAYOUTS, alone, go, network, shards, spread
+from dho2_training import BATCHES, KINDS, LAYOUTS, alone, go, network, shards, spread
 from ranks import agreed, assert_same_trajectory
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (

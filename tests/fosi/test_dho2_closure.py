@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from contract import same
-from pairs import BATCHES, CASE, CURVED, QUICK, closure_of, dho2, go, vector
+from dho2_training import BATCHES, CASE, CURVED, QUICK, closure_of, dho2, go, vector
+from optimizer_cases import same
 from reference import cross_entropy
-from states import alike
+from saved_states import alike
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from accelerated import CASE, CURVED, EPOCH, loss_of, mrdho2, noted, worker
-from pairs import BATCHES, LAYOUTS, go, network, shards, spread
+from dho2_training import BATCHES, LAYOUTS, go, network, shards, spread
+from mrdho2_training import CASE, CURVED, EPOCH, loss_of, mrdho2, noted, worker
 from ranks import agreed, replaced
 from torch import Tensor
 

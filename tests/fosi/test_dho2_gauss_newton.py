@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from pairs import BATCHES, BRIEF, CURVED, RAGGED, dho2, go, network, shards, vector
+from dho2_training import BATCHES, BRIEF, CURVED, RAGGED, dho2, go, network, shards, vector
 from ranks import assert_same_trajectory
 from reference import cross_entropy
 from torch import Tensor, nn

@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import same
-from models import ZOO
-from pairs import (
+from dho2_training import (
     ADAM,
     BATCHES,
     BRIEF,
@@ -34,6 +32,8 @@ from pairs import (
     train_spread,
     vector,
 )
+from models import ZOO
+from optimizer_cases import same
 from ranks import agreed, assert_same_trajectory, counted, elements_sent, replaced, shard
 from reference import cross_entropy
 from torch import Tensor, nn

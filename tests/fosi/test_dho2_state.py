@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from contract import same
-from pairs import ADAM, BATCHES, CASE, QUICK, SGD, closure_of, dho2, go, take, vector
+from dho2_training import ADAM, BATCHES, CASE, QUICK, SGD, closure_of, dho2, go, take, vector
+from optimizer_cases import same
 from ranks import assert_same_trajectory
 from reference import cross_entropy
-from states import alike
+from saved_states import alike
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

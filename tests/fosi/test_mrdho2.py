@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from accelerated import (
+from mrdho2_training import (
     BATCHES,
     CASE,
     CURVED,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from accelerated import CASE, OPTIONS, loss_of, worker
+from mrdho2_training import CASE, OPTIONS, loss_of, worker
 from ranks import assert_same_trajectory
 from torch import Tensor, nn
 

@@ -6,7 +6,7 @@ import signal
 from typing import TYPE_CHECKING
 
 import torch
-from accelerated import STEPS, base_alone, reference
+from mrdho2_training import STEPS, base_alone, reference
 from ranks import agreed, assert_same_trajectory
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ SCRIPT = """
 
     import torch
     import torch.distributed as dist
-    from accelerated import CASE, CURVED, EPOCH, loss_of, mrdho2, noted, worker
+    from mrdho2_training import CASE, CURVED, EPOCH, loss_of, mrdho2, noted, worker
 
     torch.set_num_threads(1)
     directory, stalls, patience = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])

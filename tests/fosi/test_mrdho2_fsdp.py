@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from accelerated import noted
+from fsdp_training import batches, fsdp, mesh_of, narrow, whole
+from mrdho2_training import noted
 from pool import World
 from ranks import agreed, assert_same_trajectory
 from reference import half_squared_error
-from shards import batches, fsdp, mesh_of, narrow, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,

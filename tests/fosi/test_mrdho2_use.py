@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from accelerated import (
+from mrdho2_scripts import (
+    MOMENTUM,
+    expected_until,
+    play,
+    serve,
+    told_once,
+    trajectory_of,
+    until,
+    worker_part,
+)
+from mrdho2_training import (
     BATCHES,
     CASE,
     CURVED,
@@ -27,16 +37,6 @@ from accelerated import (
     worker,
 )
 from ranks import assert_same_trajectory, replaced, vector
-from scripted import (
-    MOMENTUM,
-    expected_until,
-    play,
-    serve,
-    told_once,
-    trajectory_of,
-    until,
-    worker_part,
-)
 from torch import Tensor, nn
 
 from second_order import SecondOrderError

@@ -14,10 +14,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from budgeted import Time
-from pairs import BATCHES, curvature, network, shards, spread, vector
-from pairs import take as take_step
+from dho2_training import BATCHES, curvature, network, shards, spread, vector
+from dho2_training import take as take_step
 from ranks import agreed
+from timed_training import Time
 from torch import Tensor
 
 from second_order.lanczos.vector_space import RowSpace

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import same
-from pairs import ADAM, BATCHES, LAYOUTS, go, network, shards, spread
+from dho2_training import ADAM, BATCHES, LAYOUTS, go, network, shards, spread
+from optimizer_cases import same
 from ranks import agreed, assert_same_trajectory
 from torch import Tensor, nn
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from contract import each_of_five
-from stacks import BATCHES, CASE, assert_as_usual, loss_of, optimizer_of
+from framework_training import BATCHES, CASE, assert_as_usual, loss_of, optimizer_of
+from optimizer_cases import each_of_five
 from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from framework_training import decayed_groups, trainable
 from models import ZOO
-from stacks import decayed_groups, trainable
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -78,7 +78,7 @@ def given(tmp_path: Path) -> dict[str, Any]:
 
 
 def for_the_trainer(tmp_path: Path) -> dict[str, Any]:
-    import in_transformers as hf
+    import transformers_training as hf
 
     arguments = hf.TrainingArguments(
         str(tmp_path),
@@ -144,7 +144,7 @@ def assert_trains(names: dict[str, Any], block: str, makes: Sequence[Make], part
 def test_snippets(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lightning")
     pytest.importorskip("transformers")
-    from in_transformers import fresh_state
+    from transformers_training import fresh_state
 
     monkeypatch.chdir(tmp_path)
     with fresh_state():

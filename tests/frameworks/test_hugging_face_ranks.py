@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import EXACT, base_only
+from framework_training import BATCHES, CASE, launched, loss_of, optimizer_of, usual_loop
+from optimizer_cases import EXACT, base_only
 from ranks import shard, vector
-from stacks import BATCHES, CASE, launched, loss_of, optimizer_of, usual_loop
 from torch.nn.parallel import DistributedDataParallel
 
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
@@ -35,7 +35,7 @@ def assert_agreed(found: list[list[torch.Tensor]], rtol: float) -> None:
 
 def by_trainer(rank: int, world_size: int, System: Any, folder: Path) -> list[torch.Tensor]:
     """Undisturbed; from its checkpoint; by the usual loop; by the base alone."""
-    import in_transformers as hf
+    import transformers_training as hf
 
     from second_order.integrations.transformers import MetricsCallback
 
@@ -81,7 +81,7 @@ def test_trainer(world: World, System: Any, tmp_path: Path) -> None:
 
 def on_padded_text(rank: int, world_size: int, System: Any, folder: Path) -> Any:
     """The parameters in the end, and the batches of this process."""
-    import in_transformers as hf
+    import transformers_training as hf
 
     model = hf.model_of("Llama")
     optimizer = System(model, lr=hf.LR, gradient_averaging=False, **EXACT)
@@ -106,7 +106,7 @@ def test_padded_text_with_unequal_shares_of_the_targets(
 ) -> None:
     """As on one process, each step in one pass: the Trainer divides by the targets of all."""
     pytest.importorskip("transformers")
-    import in_transformers as hf
+    import transformers_training as hf
 
     (found, seen), (other, theirs) = world.run(on_padded_text, 2, System, tmp_path, timeout=240)
     assert torch.equal(found, other)
@@ -124,7 +124,7 @@ def test_padded_text_with_unequal_shares_of_the_targets(
 def by_accelerate(rank: int, world_size: int, System: Any, folder: Path) -> list[torch.Tensor]:
     """Undisturbed, the optimizer made of the prepared model; from a checkpoint; the usual loop."""
     from accelerate import Accelerator
-    from in_transformers import fresh_state
+    from transformers_training import fresh_state
 
     batches = [shard(batch, rank, world_size) for batch in BATCHES]
     found = []
@@ -175,7 +175,7 @@ def test_accelerate(world: World, System: Any, tmp_path: Path) -> None:
 
 def with_accelerators(rank: int, world_size: int, folder: Path) -> list[str]:
     """What is said of MRDHO2 in the Trainer, and in Accelerate made before and after `prepare`."""
-    import in_transformers as hf
+    import transformers_training as hf
     from accelerate import Accelerator
 
     said = []

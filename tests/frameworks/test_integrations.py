@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from stacks import trainable
+from framework_training import trainable
 from torch import nn
 
 from second_order import KAISA
@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {"damping": 0.2, "inv_update_steps": 2, "factor_update
 def test_the_trainer_logs_metrics_to_all_reporters(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    import in_transformers as hf
+    import transformers_training as hf
 
     from second_order.integrations.transformers import MetricsCallback
 
@@ -64,7 +64,7 @@ def test_the_trainer_logs_metrics_to_all_reporters(tmp_path: Path) -> None:
 def test_axolotl_trains_with_the_plugins_optimizer(tmp_path: Path) -> None:
     base = pytest.importorskip("axolotl.integrations.base")
     mixins = pytest.importorskip("axolotl.core.trainers.mixins.optimizer")
-    import in_transformers as hf
+    import transformers_training as hf
     from axolotl.utils.dict import DictDefault
 
     plugin = base.load_plugin("second_order.integrations.axolotl.SecondOrderPlugin")

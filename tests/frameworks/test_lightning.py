@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import each_of_five
-from stacks import BATCHES, assert_as_usual
+from framework_training import BATCHES, assert_as_usual
+from optimizer_cases import each_of_five
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -18,9 +18,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning
 @pytest.fixture(scope="module")
 def lit() -> ModuleType:
     pytest.importorskip("lightning.pytorch")
-    import in_lightning
+    import lightning_training
 
-    return in_lightning
+    return lightning_training
 
 
 @pytest.mark.works("Lightning")

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import base_only, make
+from framework_training import BATCHES, CASE, launched, optimizer_of, usual_loop
+from optimizer_cases import base_only, make
 from ranks import shard, vector
-from stacks import BATCHES, CASE, launched, optimizer_of, usual_loop
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning
 
 
 def fit(rank: int, world_size: int, module: Any, batches: Any, **more: Any) -> Any:
-    import in_lightning
+    import lightning_training
     from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
     parts = [shard(batch, rank, world_size) for batch in batches]
@@ -32,15 +32,15 @@ def fit(rank: int, world_size: int, module: Any, batches: Any, **more: Any) -> A
     options["use_distributed_sampler"] = False  # batches are shared out already
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return in_lightning.fit(module, parts, **{**options, **more})
+        return lightning_training.fit(module, parts, **{**options, **more})
 
 
 def under_ddp(rank: int, world_size: int, System: Any, folder: Path) -> list[torch.Tensor]:
     """Trained by Lightning, by Lightning from a checkpoint at half of it, and by the usual loop."""
-    import in_lightning
+    import lightning_training
 
     options = {"momentum": 0.9}
-    whole, first, second = (in_lightning.Lit(System, **options) for _ in range(3))
+    whole, first, second = (lightning_training.Lit(System, **options) for _ in range(3))
     path = folder / f"{System.__name__}.ckpt"
     resumed = {"ckpt_path": path, "weights_only": True, "max_epochs": 2}
     with launched(rank, world_size):
@@ -70,10 +70,10 @@ def test_ddp_and_its_checkpoints(world: World, System: Any, tmp_path: Path) -> N
 
 def under_fsdp(rank: int, world_size: int, System: Any) -> list[torch.Tensor]:
     """Trained by Lightning on shards, and by the usual loop under DDP."""
-    import in_lightning
+    import lightning_training
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    class Sharded(in_lightning.Lit):
+    class Sharded(lightning_training.Lit):
         def configure_model(self) -> None:
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
@@ -101,10 +101,10 @@ def test_fsdp2(world: World, System: Any) -> None:
 
 def with_helpers(rank: int, world_size: int, System: Any, sharded: bool) -> str:
     """What the error says of a module whose optimizer would have helpers among the ranks."""
-    import in_lightning
+    import lightning_training
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    class Sharded(in_lightning.Lit):
+    class Sharded(lightning_training.Lit):
         def configure_model(self) -> None:
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
@@ -114,7 +114,7 @@ def with_helpers(rank: int, world_size: int, System: Any, sharded: bool) -> str:
             data_parallel_size=world_size, tensor_parallel_size=1
         )
     options = {"stats_workers": 1} if System is DistKFAC else {"helper_ranks": 1}
-    module = (Sharded if sharded else in_lightning.Lit)(System, **options)
+    module = (Sharded if sharded else lightning_training.Lit)(System, **options)
     with launched(rank, world_size), pytest.raises((TypeError, ValueError)) as error:
         fit(rank, world_size, module, BATCHES[:2], **more)
     return str(error.value)

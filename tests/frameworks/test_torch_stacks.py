@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import each_of_five
-from models import ZOO
-from ranks import shard
-from stacks import (
+from framework_training import (
     BATCHES,
     CASE,
     assert_trained,
@@ -21,6 +18,9 @@ from stacks import (
     trained_by_base,
     usual_loop,
 )
+from models import ZOO
+from optimizer_cases import each_of_five
+from ranks import shard
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR

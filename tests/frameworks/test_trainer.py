@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import EXACT, each_kronecker, each_of_five
-from stacks import assert_as_usual, decayed_groups, optimizer_of, trainable
+from framework_training import assert_as_usual, decayed_groups, optimizer_of, trainable
+from optimizer_cases import EXACT, each_kronecker, each_of_five
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning
 def hf() -> ModuleType:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    import in_transformers
+    import transformers_training
 
-    return in_transformers
+    return transformers_training
 
 
 def made(hf: Any, System: Any, model: Any, name: str, **options: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for the pool, as in the tests
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))  # for the pool, as in the tests
 from pool import PoolTimeoutError, WorkerDiedError, WorkerError, World
 
 from fuzz_training import Example, Outcome, Told, draw_example, judge, train

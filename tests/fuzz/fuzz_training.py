@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from contract import hook_count
+from optimizer_cases import hook_count
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import each_system, make, take
+from optimizer_cases import each_system, make, take
 from reference import cross_entropy
 from torch import Tensor, nn
 

@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from stored import ROOT, stored
+from stored_runs import ROOT, stored
 
 from fuzz import OUTCOMES, play, table
 from fuzz_models import Net, Part, Spec, batch, draw_model, losses

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import each_kronecker, make, take
 from hypothesis import given
 from hypothesis import strategies as st
 from models import ZOO
+from optimizer_cases import each_kronecker, make, take
 from torch import Tensor, nn
 from torch.optim import (
     SGD,

@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from accelerated import noted
-from contract import hook_count, same
-from ranks import assert_same_trajectory, go, replaced, vector
-from threaded import (
+from distkfac_training import (
     BATCHES,
     CASE,
     LAYERS,
@@ -24,6 +21,9 @@ from threaded import (
     solving,
     threads_of,
 )
+from mrdho2_training import noted
+from optimizer_cases import hook_count, same
+from ranks import assert_same_trajectory, go, replaced, vector
 from torch import nn
 
 from second_order import DecayingClip, PerStep

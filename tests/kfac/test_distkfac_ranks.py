@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from accelerated import noted
-from models import ZOO
-from ranks import OPTIONS, agreed, assert_same_trajectory, go, vector
-from threaded import (
+from distkfac_training import (
     BATCHES,
     CASE,
     LAYERS,
@@ -23,8 +20,11 @@ from threaded import (
     solving,
     threads_of,
 )
+from models import ZOO
+from mrdho2_training import noted
+from ranks import OPTIONS, agreed, assert_same_trajectory, go, vector
+from stats_worker_training import owned_by, shards
 from torch import Tensor, nn
-from workers import owned_by, shards
 
 from second_order import KAISA, DecompositionError
 from second_order.kfac.plan import distkfac_plan

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerated import noted
+from distkfac_training import BATCHES, CASE, LAYERS, LONG, Gate, distkfac, solving
+from mrdho2_training import noted
 from ranks import agreed, assert_same_trajectory, go, vector
-from threaded import BATCHES, CASE, LAYERS, LONG, Gate, distkfac, solving
-from torch import Tensor, nn
-from workers import (
+from stats_worker_training import (
     SYNCHRONOUS,
     factors_here,
     loss_of,
@@ -24,6 +23,7 @@ from workers import (
     train_on,
     until_fed,
 )
+from torch import Tensor, nn
 
 from second_order import SecondOrderError
 

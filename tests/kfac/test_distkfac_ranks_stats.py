@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from contract import assert_same_factors
+from distkfac_training import BATCHES, CASE, LAYERS, LONG, Delayed, distkfac
+from optimizer_cases import assert_same_factors
 from ranks import agreed, assert_same_trajectory, go, vector
-from threaded import BATCHES, CASE, LAYERS, LONG, Delayed, distkfac
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from workers import (
+from stats_worker_training import (
     SYNCHRONOUS,
     ends_stats,
     everywhere,
@@ -36,6 +34,8 @@ from workers import (
     until_all_come,
     until_fed,
 )
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
     from pool import World

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import factors, take
+from dpkfac_training import by_choice, dpkfac, train_apart
 from models import ZOO
-from owned import by_choice, dpkfac, train_apart
-from placed import DPKFAC_OWNER, letters, loaded_dcp, save_dcp
+from optimizer_cases import factors, take
+from placement_training import DPKFAC_OWNER, letters, loaded_dcp, save_dcp
 from ranks import OPTIONS, agreed, assert_same_trajectory, go, shard, train, vector
 from reference import cross_entropy, empirical_factors
 from torch import Tensor, nn

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from dpkfac_training import dpkfac
 from models import ZOO
-from owned import dpkfac
 from torch import nn
 
 if TYPE_CHECKING:

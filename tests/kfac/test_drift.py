@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import KRONECKER, each_kronecker, make, matrices, take
+from distkfac_training import Gate, solving
 from hypothesis import given
 from hypothesis import strategies as st
 from models import ZOO
+from optimizer_cases import KRONECKER, each_kronecker, make, matrices, take
 from ranks import shard
 from reference import block as dense_block
 from reference import to_matrix
-from threaded import Gate, solving
 from torch import Tensor, nn
 
 from second_order import DistKFAC

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import take
 from models import ZOO
-from placed import letters, network, written
+from optimizer_cases import take
+from placement_training import letters, network, written
 from ranks import agreed, assert_same_trajectory, follow, kaisa
 from reference import cross_entropy, empirical_factors
 from torch import Tensor

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import each_kronecker, factors, make, take
 from models import ZOO
+from optimizer_cases import each_kronecker, factors, make, take
 from ranks import agreed, kaisa, replaced, shard, vector
 from reference import cross_entropy, empirical_factors, weighted_mean
 from torch import Tensor, nn

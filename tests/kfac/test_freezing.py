@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import asking, make
 from models import ZOO
+from optimizer_cases import asking, make
 from ranks import agreed, shard, vector
 from reference import cross_entropy
 from torch import Tensor

@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import make, take
-from ranks import OPTIONS, agreed, assert_same_trajectory, counted, elements_sent, replaced
-from reference import half_squared_error
-from shards import (
+from fsdp_training import (
     ADAM,
     AT_ONCE,
     CHOICES,
@@ -25,6 +22,9 @@ from shards import (
     train_sharded,
     whole,
 )
+from optimizer_cases import make, take
+from ranks import OPTIONS, agreed, assert_same_trajectory, counted, elements_sent, replaced
+from reference import half_squared_error
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from placed import sharded
+from fsdp_training import ADAM, AT_ONCE, GRADIENT, MOMENTUM, fsdp, go_on, narrow, shares
+from placement_training import sharded
 from ranks import OPTIONS, agreed, assert_same_trajectory
-from shards import ADAM, AT_ONCE, GRADIENT, MOMENTUM, fsdp, go_on, narrow, shares
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,

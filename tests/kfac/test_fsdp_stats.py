@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch.distributed as dist
-from accelerated import noted
+from fsdp_training import fsdp, narrow
+from mrdho2_training import noted
 from pool import World
-from shards import fsdp, narrow
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import KRONECKER, each_kronecker, each_of_five, factors, make, same, take
 from models import ZOO
+from optimizer_cases import KRONECKER, each_kronecker, each_of_five, factors, make, same, take
+from option_tables import keywords_of
 from ranks import agreed, follow
-from tables import keywords_of
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 

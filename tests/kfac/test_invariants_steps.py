@@ -15,16 +15,16 @@ from unittest.mock import patch
 import pytest
 import reference as ref
 import torch
-from contract import identity_curvature, make, same, take
+from combinations import woven
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import FACTORED, ZOO, Case
-from nearness import close, error
+from optimizer_cases import identity_curvature, make, same, take
 from reference import ReferenceKFAC, cross_entropy
+from tolerances import close, error
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
-from woven import woven
 
 from second_order import KAISA
 from second_order.kronecker import rows

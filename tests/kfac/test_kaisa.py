@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from contract import factors, take
 from models import ZOO
-from placed import KAISA_ALL_REDUCE, Forked, collectives_of_steps, falling, network
+from optimizer_cases import factors, take
+from placement_training import KAISA_ALL_REDUCE, Forked, collectives_of_steps, falling, network
 from ranks import (
     agreed,
     assert_same_trajectory,

@@ -7,11 +7,11 @@ import gc
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import fsdp_training
 import pytest
-import shards
 import torch
-from contract import assert_same_factors, each_kronecker, factors, hook_count, make
 from models import ZOO
+from optimizer_cases import assert_same_factors, each_kronecker, factors, hook_count, make
 from ranks import agreed, assert_same_trajectory, vector
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -114,7 +114,7 @@ def divided(
         for x, y in share_of(batch, step, rank, world_size):
             (world_size * MLP.loss(outer(x), y) * (len(x) / N)).backward()
         optimizer.step()
-        trajectory.append(shards.whole(model))
+        trajectory.append(fsdp_training.whole(model))
     return trajectory
 
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from budgeted import LEAST, TIMED, Run, each_system
 from ranks import agreed, vector
+from timed_training import LEAST, TIMED, Run, each_system
 
 from second_order import DPKFAC, KAISA, DistKFAC, PerStep
 from second_order.kfac.schedule import Bounds

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import ZOO
-from placed import (
+from placement_training import (
     DPKFAC_ALL_REDUCE,
     DPKFAC_OWNER,
     FROZEN,

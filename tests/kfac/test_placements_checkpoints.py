@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from combinations import woven
 from models import ZOO
-from placed import (
+from placement_training import (
     BOUNDARY,
     LONG,
     PLACEMENTS,
@@ -20,7 +21,6 @@ from placed import (
     saved,
 )
 from ranks import agreed, assert_same_trajectory, train
-from woven import woven
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

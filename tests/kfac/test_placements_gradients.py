@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import take
+from combinations import woven
 from models import ZOO
-from placed import DPKFAC_ALL_REDUCE, DPKFAC_OWNER, PLACEMENTS, Placement, told
+from optimizer_cases import take
+from placement_training import DPKFAC_ALL_REDUCE, DPKFAC_OWNER, PLACEMENTS, Placement, told
 from ranks import agreed, assert_same_trajectory, shard, train, vector
 from reference import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from woven import woven
 
 from second_order import DPKFAC, KAISA
 

@@ -12,10 +12,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from apart import found_by
-from contract import factors, make
-from pretended import NAME, pretend_device
-from terms import WIDTH, Attention, B, Causal, Experts, T, labels, mlp, normal, seeded
+from fake_device import NAME, pretend_device
+from loss_terms import WIDTH, Attention, B, Causal, Experts, T, labels, mlp, normal, seeded
+from optimizer_cases import factors, make
+from separate_process import found_by
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from contract import EXACT
+from optimizer_cases import EXACT
 from ranks import shard, vector
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (

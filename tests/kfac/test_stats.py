@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from accelerated import noted
-from threaded import BATCHES, CASE, distkfac
+from distkfac_training import BATCHES, CASE, distkfac
+from mrdho2_training import noted
 from torch import Tensor, nn
 
 from second_order import PerStep

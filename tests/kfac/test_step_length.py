@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import KRONECKER, each_kronecker, make, take
 from hypothesis import given
 from hypothesis import strategies as st
 from models import ZOO
+from optimizer_cases import KRONECKER, each_kronecker, make, take
 from ranks import replaced, shard
 from reference import cross_entropy
 from torch import Tensor, nn

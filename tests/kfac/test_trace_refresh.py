@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import each_kronecker, factors, make, take
 from models import ZOO
+from optimizer_cases import each_kronecker, factors, make, take
 from ranks import agreed, assert_same_trajectory, counted, shard, vector
 from reference import block as dense_block
 from torch import nn

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import KRONECKER, each_kronecker, make, take
 from hypothesis import example, given
 from hypothesis import strategies as st
 from models import ZOO
+from optimizer_cases import KRONECKER, each_kronecker, make, take
 from ranks import shard
 from torch import nn
 from torch.nn.utils import parameters_to_vector

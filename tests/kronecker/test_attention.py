@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import reference as ref
 import torch
-from contract import assert_same_factors, each_kronecker, factors, make, take
 from models import CLASSES, Pool
+from optimizer_cases import assert_same_factors, each_kronecker, factors, make, take
 from reference import cross_entropy
 from torch import Tensor, nn
 from torch.nn import functional

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from blocks import pair_statistics
+from factor_checks import pair_statistics
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn

@@ -9,11 +9,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from blocks import kind_of
-from contract import each_kronecker, make, take
+from factor_checks import kind_of
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CLASSES
+from optimizer_cases import each_kronecker, make, take
 from ranks import agreed, assert_same_trajectory, vector
 from torch import Tensor, nn
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import hook_count
+from capture_recorders import backward, linears, summed, watched
 from models import ZOO
-from recorders import backward, linears, summed, watched
+from optimizer_cases import hook_count
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef

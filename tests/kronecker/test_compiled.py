@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import hook_count
+from capture_recorders import Keeper, Recorder, backward, linears
 from models import ZOO
-from recorders import Keeper, Recorder, backward, linears
+from optimizer_cases import hook_count
 from torch import Tensor, nn
 
 from second_order.kronecker.capture import Capture

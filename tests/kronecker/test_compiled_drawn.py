@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from contract import (
+from capture_recorders import Keeper, linears
+from models import CLASSES, ZOO
+from optimizer_cases import (
     DPKFAC,
     KAISA,
     DistKFAC,
@@ -21,11 +23,9 @@ from contract import (
     make,
     take,
 )
-from models import CLASSES, ZOO
 from ranks import replaced
-from recorders import Keeper, linears
 from reference import cross_entropy
-from stepped import assert_near
+from step_reference import assert_near
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint

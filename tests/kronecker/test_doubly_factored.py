@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import reference as ref
 import torch
-from blocks import dense as dense_block
-from contract import make, matrices, take
+from factor_checks import dense as dense_block
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CLASSES
+from optimizer_cases import make, matrices, take
 from reference import cross_entropy
 from torch import Tensor, nn
 

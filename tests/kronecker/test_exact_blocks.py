@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 import reference as ref
 import torch
-from contract import make, matrices, take
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CLASSES, Pool
+from optimizer_cases import make, matrices, take
 from reference import cross_entropy
 from torch import Tensor, nn
 

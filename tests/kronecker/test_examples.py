@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import reference as ref
 import torch
-from blocks import kind_of, pair_statistics
-from contract import assert_same_factors, each_kronecker, factors, make, take
+from factor_checks import kind_of, pair_statistics
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CLASSES, ZOO, Checkpointed
+from optimizer_cases import assert_same_factors, each_kronecker, factors, make, take
 from reference import cross_entropy
 from torch import Tensor, nn
 from torch.nn import functional

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from blocks import dense
-from contract import assert_same_factors, each_kronecker, factors, make
+from factor_checks import dense
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optimizer_cases import assert_same_factors, each_kronecker, factors, make
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor

@@ -13,13 +13,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from contract import KRONECKER, each_kronecker, factors, make, take
+from fsdp_training import batches, fsdp, narrow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CLASSES, ZOO, TransposedLinear
+from optimizer_cases import KRONECKER, each_kronecker, factors, make, take
 from ranks import agreed, shard, vector
 from reference import cross_entropy
-from shards import batches, fsdp, narrow
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 from torch.nn.parallel import DistributedDataParallel

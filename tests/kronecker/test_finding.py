@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import make
 from models import CLASSES, ZOO
+from optimizer_cases import make
 from torch import Tensor, nn
 
 from second_order import KAISA, DistKFAC

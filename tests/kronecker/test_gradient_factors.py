@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import reference as ref
 import torch
-from contract import each_kronecker, factors, make, same, take
+from fsdp_training import fsdp
 from models import CLASSES
+from optimizer_cases import each_kronecker, factors, make, same, take
 from ranks import agreed, assert_same_trajectory, go, shard
 from reference import cross_entropy
-from shards import fsdp
 from torch import Tensor, nn
 
 from second_order import DPKFAC, KAISA, DistKFAC, SecondOrderWarning

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import reference as ref
 import torch
-from blocks import WIDTHS, block, close, dense, empirical, error, exact, network
-from contract import factors, make, matrices
+from factor_checks import WIDTHS, block, close, dense, empirical, error, exact, network
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CLASSES, FACTORED, ZOO, Pool
+from optimizer_cases import factors, make, matrices
 from reference import cross_entropy, half_squared_error
 from torch import Tensor, nn
 from torch.nn import functional

@@ -11,11 +11,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import reference as ref
 import torch
-from blocks import block, bring, close, empirical, factor_shape, mean_eigenvalue, pair_statistics
-from contract import assert_same_factors, factors, make, matrices
+from factor_checks import (
+    block,
+    bring,
+    close,
+    empirical,
+    factor_shape,
+    mean_eigenvalue,
+    pair_statistics,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CLASSES, ZOO, Shared
+from optimizer_cases import assert_same_factors, factors, make, matrices
 from reference import cross_entropy
 from torch import Tensor, nn
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import reference as ref
 import torch
-from blocks import close, error, pair_statistics
+from factor_checks import close, error, pair_statistics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn

@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 import reference as ref
 import torch
-from contract import each_kronecker, factors, make, take
 from models import CLASSES, TransposedLinear
+from optimizer_cases import each_kronecker, factors, make, take
 from reference import cross_entropy
 from torch import Tensor, nn
 

@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from contract import each_kronecker, make, same, take
 from models import ZOO
+from optimizer_cases import each_kronecker, make, same, take
 from ranks import shard
 from torch import Tensor, nn
 

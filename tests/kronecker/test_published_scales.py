@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import reference as ref
 import torch
-from contract import factors, make
+from optimizer_cases import factors, make
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 

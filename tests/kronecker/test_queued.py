@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from blocks import bring, close, factor_shape, kind_of, pair_statistics
+from factor_checks import bring, close, factor_shape, kind_of, pair_statistics
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn

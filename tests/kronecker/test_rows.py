@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import assert_same_factors, each_kronecker, factors, make, matrices
-from terms import CLASSES, WIDTH, B, Causal, Experts, T, labels, mlp, normal, seeded
+from loss_terms import CLASSES, WIDTH, B, Causal, Experts, T, labels, mlp, normal, seeded
+from optimizer_cases import assert_same_factors, each_kronecker, factors, make, matrices
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from contract import factors, make, take
+from optimizer_cases import factors, make, take
 from reference import cross_entropy, empirical_factors
 from torch import Tensor, nn
 

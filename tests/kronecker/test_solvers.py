@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import (
+from reference import clip_factor, damped_dense_solve, damped_factored_solve
+from solver_problems import (
     assert_solved,
     decompose,
     factor,
@@ -17,7 +18,6 @@ from problems import (
     restored,
     solve,
 )
-from reference import clip_factor, damped_dense_solve, damped_factored_solve
 from torch import Tensor
 
 from second_order.kfac.precondition import kl_change, kl_clip_coefficient

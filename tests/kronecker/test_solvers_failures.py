@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import assert_solved, decompose, factor, injected, restored, solve
+from solver_problems import assert_solved, decompose, factor, injected, restored, solve
 from torch import Tensor
 
 from second_order.kronecker import solvers

@@ -14,9 +14,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lanczos_spaces import space_of
 from models import ZOO
 from reference import cross_entropy, hessian
-from spaces import space_of
 from torch import Tensor, nn
 
 from second_order.distributed.world import World

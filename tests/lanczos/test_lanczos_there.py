@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from pretended import NAME, Seen, pretend_device
-from spaces import space_of
+from fake_device import NAME, Seen, pretend_device
+from lanczos_spaces import space_of
 from torch import Tensor
 
 from second_order.lanczos.lanczos import Ritz, Tridiagonal, tridiagonalise

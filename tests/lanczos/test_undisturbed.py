@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import make, same, take
 from models import ZOO
+from optimizer_cases import make, same, take
 from ranks import shard, vector
 from reference import cross_entropy
 from torch import Tensor, nn

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from exported import (
+from other_packages import (
     CLASSES,
     DATA,
     ENTRIES,

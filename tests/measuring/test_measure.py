@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
-
-from measured import (
+from measure_cases import (
     CUTS,
     ENTRIES,
     F64,
@@ -22,6 +19,9 @@ from measured import (
     model_of,
     terms,
 )
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
 from second_order import (
     KroneckerCurvature,
     LayerCurvature,

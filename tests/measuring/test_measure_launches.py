@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from apart import found_by
-from pretended import NAME, Seen, pretend_device
+from fake_device import NAME, Seen, pretend_device
+from separate_process import found_by
 from torch import Tensor, nn
 
 from second_order import measure

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from measure_cases import ENTRIES, F64, batches_of, close, data_of, model_of, terms
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from measured import ENTRIES, F64, batches_of, close, data_of, model_of, terms
 from second_order import SecondOrderError, measure
 from second_order.distributed.fsdp import is_dtensor
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from measure_cases import F64, close, data_of, model_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from measured import F64, close, data_of, model_of
 from second_order import SecondOrderError, SecondOrderWarning, measure
 from second_order.measuring.batches import batch_size_of, entries_of
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import (
+from models import ZOO
+from optimizer_cases import (
     KAISA,
     asking,
     assert_same_curvature,
@@ -17,9 +18,8 @@ from contract import (
     same,
     take,
 )
-from models import ZOO
 from reference import cross_entropy
-from stepped import assert_near
+from step_reference import assert_near
 from torch._dynamo.testing import CompileCounter
 from torch.optim.lr_scheduler import OneCycleLR
 

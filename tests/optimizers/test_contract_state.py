@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import (
+from combinations import woven
+from models import ZOO
+from optimizer_cases import (
     BASES,
     assert_same_curvature,
     assert_same_factors,
@@ -24,10 +26,9 @@ from contract import (
     same,
     take,
 )
-from models import ZOO
 from reference import cross_entropy
-from states import flat, saved_and_loaded, train
-from stepped import assert_near
+from saved_states import flat, saved_and_loaded, train
+from step_reference import assert_near
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -35,7 +36,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from woven import woven
 
 from second_order import DHO2
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import (
+from combinations import woven
+from models import ZOO
+from optimizer_cases import (
     BASES,
     base_only,
     each_kronecker,
@@ -19,15 +21,13 @@ from contract import (
     same,
     take,
 )
-from models import ZOO
 from reference import cross_entropy
-from states import train, unhooked
+from saved_states import train, unhooked
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
 )
-from woven import woven
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import (
+from models import CLASSES, ZOO, Checkpointed
+from optimizer_cases import (
     asking,
     assert_same_curvature,
     assert_same_factors,
@@ -26,7 +27,6 @@ from contract import (
     same,
     take,
 )
-from models import CLASSES, ZOO, Checkpointed
 from reference import (
     captured,
     cross_entropy,
@@ -35,7 +35,7 @@ from reference import (
     layer_factors,
     to_matrix,
 )
-from stepped import assert_near, messages, reference, weights
+from step_reference import assert_near, messages, reference, weights
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 

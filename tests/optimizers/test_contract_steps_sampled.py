@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import (
+from models import CLASSES, ZOO
+from optimizer_cases import (
     asking,
     assert_same_curvature,
     assert_same_factors,
@@ -19,9 +20,8 @@ from contract import (
     same,
     take,
 )
-from models import CLASSES, ZOO
 from reference import cross_entropy
-from stepped import SCALERS, assert_near, each_scaler, fixed_labels, reference
+from step_reference import SCALERS, assert_near, each_scaler, fixed_labels, reference
 from torch import Tensor, nn
 
 from second_order import DHO2

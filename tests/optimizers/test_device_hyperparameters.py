@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from apart import found_by
-from pretended import pretend_device
+from fake_device import pretend_device
+from separate_process import found_by
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector

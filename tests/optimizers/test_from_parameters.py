@@ -11,11 +11,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from contract import KRONECKER, SYSTEMS, each_of_five, make, same, take
+from fsdp_training import fsdp, go_on, narrow, shares
 from models import ZOO
+from optimizer_cases import KRONECKER, SYSTEMS, each_of_five, make, same, take
 from ranks import agreed, follow, vector
 from reference import cross_entropy
-from shards import fsdp, go_on, narrow, shares
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize

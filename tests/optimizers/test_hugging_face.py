@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import each_kronecker
+from optimizer_cases import each_kronecker
 from torch import Tensor, nn
 
 if TYPE_CHECKING:

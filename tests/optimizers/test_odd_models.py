@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import KRONECKER, SYSTEMS, asking, make
+from optimizer_cases import KRONECKER, SYSTEMS, asking, make
 from ranks import agreed, vector
 from reference import cross_entropy
 from torch import Tensor, nn

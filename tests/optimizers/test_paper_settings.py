@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from accelerated import BATCHES as EPOCHS
-from accelerated import CURVED, EPOCH, loss_at, write
-from accelerated import reference as equation_17
-from accelerated import train as train_by_role
-from contract import EXACT, take
 from models import ZOO, Case
+from mrdho2_training import BATCHES as EPOCHS
+from mrdho2_training import CURVED, EPOCH, loss_at, write
+from mrdho2_training import reference as equation_17
+from mrdho2_training import train as train_by_role
+from optimizer_cases import EXACT, take
 from ranks import agreed, assert_same_trajectory, shard, vector
 from reference import ReferenceKFAC, cross_entropy
 from torch import Tensor, nn

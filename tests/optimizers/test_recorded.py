@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import agreed, assert_same_trajectory
-from recorded import DATA, SCENES, alone, run
+from recorded_runs import DATA, SCENES, alone, run
 
 RECORDED = torch.load(DATA)
 each_scene = pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from contract import SYSTEMS, each_of_five, each_system, hook_count, make, take
 from models import ZOO
+from optimizer_cases import SYSTEMS, each_of_five, each_system, hook_count, make, take
 from ranks import shard, vector
 from torch import Tensor
 from torch.nn.functional import cross_entropy

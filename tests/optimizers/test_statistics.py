@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from contract import each_kronecker, each_of_five, make, same, take
 from models import ZOO
+from optimizer_cases import each_kronecker, each_of_five, make, same, take
 from ranks import kaisa, shard
 
 from instruments import bytes_by_stage

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from contract import each_kronecker, make
 from models import ZOO
+from optimizer_cases import each_kronecker, make
 from torch import Tensor, nn
 
 from second_order import DPKFAC, LayerRow, SecondOrderWarning

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from contract import (
+from models import ZOO
+from optimizer_cases import (
     DHO2,
     KAISA,
     base_only,
@@ -17,11 +18,10 @@ from contract import (
     same,
     take,
 )
-from models import ZOO
 from reference import cross_entropy
-from states import saved_and_loaded
-from stepped import assert_near
-from third_party import Lion, OwnTensor, OwnTensorSGD, ScheduleFree
+from saved_states import saved_and_loaded
+from step_reference import assert_near
+from third_party_bases import Lion, OwnTensor, OwnTensorSGD, ScheduleFree
 
 from second_order import SecondBase
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import take
 from models import ZOO
+from optimizer_cases import take
 from ranks import kaisa, shard, vector
 from torch import nn
 

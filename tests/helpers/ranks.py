@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from contract import EXACT, take
+from optimizer_cases import EXACT, take
 from reference import ReferenceKFAC, at
 from torch import Tensor, nn
 

@@ -4,7 +4,7 @@
 0.14.0.1 have computed and written of the cases below. They do not install next to our torch, since
 they need a torchvision, so tests compare with these files. To make them anew, with the packages:
 
-    PYTHONPATH=src:tests python tests/exported.py
+    PYTHONPATH=src:tests python tests/helpers/other_packages.py
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from second_order.checkpoint.files import load_tensors
 if TYPE_CHECKING:
     from second_order import KroneckerCurvature
 
-DATA = Path(__file__).parent / "data" / "exports.pt"
+DATA = Path(__file__).parents[1] / "data" / "exports.pt"
 ENTRIES, TOKENS, WIDTH, CLASSES = 12, 3, 4, 3
 
 

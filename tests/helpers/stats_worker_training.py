@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from accelerated import noted
-from contract import matrices
+from distkfac_training import BATCHES, CASE, LAYERS, LONG, distkfac, threads_of
+from mrdho2_training import noted
+from optimizer_cases import matrices
 from ranks import go, shard
 from reference import cross_entropy
-from threaded import BATCHES, CASE, LAYERS, LONG, distkfac, threads_of
 from torch import Tensor, nn
 
 from second_order import SecondOrderError

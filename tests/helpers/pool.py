@@ -423,12 +423,12 @@ class Fork:
 
 
 class Forks:
-    """A process that has imported torch, for all processes of `Launch`; see `forks.py`."""
+    """A process that has imported torch, for all processes of `Launch`; see `fork_server.py`."""
 
     def __init__(self) -> None:
         path = os.pathsep.join(sys.path)
         self._process = subprocess.Popen(
-            [sys.executable, "-u", str(Path(__file__).with_name("forks.py"))],
+            [sys.executable, "-u", str(Path(__file__).with_name("fork_server.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

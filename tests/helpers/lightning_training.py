@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from stacks import BATCHES, CASE, loss_of, optimizer_of
+from framework_training import BATCHES, CASE, loss_of, optimizer_of
 from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:

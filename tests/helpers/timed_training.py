@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import make, take
 from models import ZOO
+from optimizer_cases import make, take
 from ranks import shard
 from torch import nn
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import SYSTEMS
 from models import ZOO
+from optimizer_cases import SYSTEMS
 from torch import nn
 
 from second_order import MRDHO2

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SETTINGS = Path(__file__).resolve().parents[1] / "pyproject.toml"
+SETTINGS = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 
 def run(script: str, *arguments: object, **environment: str) -> str:

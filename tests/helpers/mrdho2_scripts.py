@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from accelerated import (
+from mrdho2_training import (
     BATCHES,
     CASE,
     CURVED,

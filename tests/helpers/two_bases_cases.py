@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import make
 from models import Case
+from optimizer_cases import make
 from reference import cross_entropy
 from torch import Tensor, nn
 

@@ -7,8 +7,8 @@ import io
 from typing import TYPE_CHECKING, Any
 
 import torch
-from contract import BASES, curvature_of, make, take
 from models import ZOO
+from optimizer_cases import BASES, curvature_of, make, take
 from torch import Tensor, nn
 
 if TYPE_CHECKING:

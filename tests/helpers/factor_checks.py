@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import reference as ref
 import torch
-from contract import make, matrices, take
 from hypothesis import strategies as st
+from optimizer_cases import make, matrices, take
 from reference import cross_entropy
 from torch import Tensor, nn
 

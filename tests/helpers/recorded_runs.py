@@ -4,7 +4,7 @@ A scene trains one system for eight steps. `data/recorded.pt` has, of each, what
 commit c00e611: the parameters after each step, a checkpoint after the fourth, and the steps that a
 new optimizer takes from there. To record anew what a scene that is added does now:
 
-    PYTHONPATH=src:tests python tests/recorded.py
+    PYTHONPATH=src:tests python tests/helpers/recorded_runs.py
 
 What is recorded already stays as it is.
 """
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from contract import EXACT, DenseFirst
 from models import ZOO
+from optimizer_cases import EXACT, DenseFirst
 from ranks import replaced, shard, vector
 from reference import cross_entropy
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-DATA = Path(__file__).parent / "data" / "recorded.pt"
+DATA = Path(__file__).parents[1] / "data" / "recorded.pt"
 STEPS, SAVED_AT, BATCH = 8, 4, 12
 EARLY = 2  # steps that were refreshed each, and whose solves were waited for
 ADAM: dict[str, Any] = {"base": torch.optim.Adam, "lr": 0.01}

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from contract import EIGENPAIRS, base_only, make
 from models import ZOO
+from optimizer_cases import EIGENPAIRS, base_only, make
 from reference import cross_entropy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from contract import take
 from models import ZOO
+from optimizer_cases import take
 from ranks import OPTIONS, counted, go, shard
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
