@@ -389,8 +389,8 @@ a group's factor_decay that does nothing
     if own_decays.get(block, decay) == past]  =>  if past == decay]
 zero_grad keeps statistics  <-  contract_steps::a_step_after_zero_grad_alone_takes_nothing_in
   - block.staged.clear()
-  -         self.collector.ledger.passes.clear()
-  + self.collector.ledger.passes.clear()
+  -         self.collector.step_passes.passes.clear()
+  + self.collector.step_passes.passes.clear()
 a state of averages that are slices by now
   <-  queued::state_and_memory_follow_averages_into_their_stacks
     if before != [id(x) for each in averages.values() for x in each.stored.values()]:  =>  if False:
@@ -402,7 +402,7 @@ G of a step's losses without their number
     for block in sums], share)  =>  for block in sums], 1.0)
 statistics of micro-batches with the square of their number
   <-  stats::micro_batches_of_a_stats_worker_are_counted
-    sums_of(staged, micro_batches, terms)  =>  sums_of(staged, 1, terms)
+    collect_sums(staged, micro_batches, terms)  =>  collect_sums(staged, 1, terms)
 
 terms of the last layer that a rank owns
   <-  rows::ranks_that_do_not_own_the_last_layer_know_its_terms
@@ -501,7 +501,7 @@ verdicts are added up  <-  failures::one_factor_that_fails_is_told
     all_reduce_max([message] if layers  =>  all_reduce([message] if layers
 a dead layer is called unused where it is called
   <-  kaisa::a_dead_layer_is_called_unused_where_it_is_not_called
-    silent=block.status is LayerStatus.NOT_CAPTURED  =>  silent=True
+    no_statistics=block.status is LayerStatus.NOT_CAPTURED  =>  no_statistics=True
 one refresh too many before an error
   <-  failures::too_many_failures_in_a_row_are_an_error_on_every_rank
     block.failures >= most  =>  block.failures > most
@@ -614,7 +614,7 @@ a checkpoint of any shape is accepted
 == kronecker/capture.py
 forwards that checkpoints repeat are new ones
   <-  examples::two_losses_of_one_forward_are_no_micro_batches
-    self._outer_pass != autograd.NO_PASS and autograd.passed_before(  =>  False and bool(
+    self._outer_pass != autograd.NO_PASS and autograd.mark_pass(  =>  False and bool(
 gradients beside the loss as examples  <-  examples::gradients_beside_the_loss_are_no_examples
     if self._accumulated and not autograd.reaches_parameters(module, self.fsdp):  =>  if False:
 the view of a layer's output hooked, which an operation in place replaces
@@ -681,7 +681,7 @@ gradients of experts without the weights of their tokens
   <-  experts::the_factors_of_each_expert_are_those_written_by_hand
     (d[xs.tokens] * weights)  =>  (d[xs.tokens])
 
-== kronecker/explanation.py
+== kronecker/verification.py
 a penalty on the weight's length counted as unexplained
   <-  explained::a_penalty_on_the_weights_length_hides_nothing
     if first.weight is not None:  =>  if False:
@@ -721,8 +721,8 @@ both factors of gradients with the trace of the curvature
   <-  kinds::a_tied_embedding_has_the_partial_traces_of_both_uses
     if shape.marginal:  =>  if False:
 a short batch counts alone  <-  defaults::a_short_batch_is_one_of_many
-  - own_stack(entries, "examples").lerp_(examples.to(weight.dtype), step)
-  + own_stack(entries, "examples").copy_(examples)
+  - stack_in_place(entries, "examples").lerp_(examples.to(weight.dtype), step)
+  + stack_in_place(entries, "examples").copy_(examples)
 an expert's A moves as if it had tokens in all steps
   <-  experts::a_is_a_mean_over_an_experts_own_tokens_of_all_steps
     step * news / after.where(seen, 1.0), 0.0)  =>  step, 0.0)
@@ -787,7 +787,7 @@ no scale of the loss  <-  invariants_factors::11_a_grad_scaler_changes_nothing
   + return 1.0 / torch.ones_like(scale)
 a pair that is kept over zero_grad
   <-  queued::a_pair_that_is_kept_is_of_the_step_that_brought_it
-    if pair.since == pair.staged.since]  =>  ]
+    if pair.cleared_at == pair.staged.cleared_at]  =>  ]
 a slice that counts by its own size
   <-  queued::pairs_are_kept_until_their_pass_ends_or_to_a_number_of_bytes
     max(4 * self.size, held)  =>  4 * self.size

@@ -189,7 +189,7 @@ def on_paper(config: dict[str, Any], inputs: bool, ranks: int) -> dict[str, floa
     layers, _ = find_layers(model, ["*layers*"], inputs, 1)
     costs, largest = [], 0
     for layer in layers:
-        letters = "A" if inputs else layer.shape.letters
+        letters = "A" if inputs else layer.shape.factor_names
         costs.append(sum(4 * n * (n + 1) // 2 for n in map(layer.shape.dims.get, letters) if n))
         largest = max(largest, *(4 * layer.shape.dims[letter] ** 2 for letter in letters))
     loads = [0] * ranks

@@ -33,7 +33,7 @@ class Recorder:
     def wants(self, module: nn.Module) -> bool:
         return bool(module.weight.requires_grad)
 
-    def look(self, module: nn.Module, x: Tensor, d: Tensor) -> None:
+    def verify(self, module: nn.Module, x: Tensor, d: Tensor) -> None:
         """Of gradients, nothing is compared."""
 
     def consume(self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, again: bool) -> None:

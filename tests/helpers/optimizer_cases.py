@@ -258,7 +258,7 @@ def matrices(factors: Any, dtype: torch.dtype = torch.float64) -> tuple[Tensor, 
     """A, L if there is one, and G of running averages: ``(groups, n, n)``, or a diagonal."""
     shape = factors.shape
     found: list[Tensor] = []
-    for letter in sorted(shape.letters, key="ALG".index):
+    for letter in sorted(shape.factor_names, key="ALG".index):
         stored = factors.stored[letter].to(dtype)
         full = letter not in shape.diagonals
         found.append(unpack_upper_triangular(stored, shape.dims[letter]) if full else stored)

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from second_order import RankMismatchError, SecondOrderWarning
 from second_order.distributed.assignment import Grid, LayerDims, assign_layers
-from second_order.kronecker.factors import sums_of
+from second_order.kronecker.factors import collect_sums
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,7 +131,7 @@ def labels_by_rank(rank: int, world_size: int) -> Any:
     for _ in range(6):
         model(MLP.batch(1)[0]).sum().backward()
         block = optimizer._curvature.layers.blocks[-1]
-        staged.append(sums_of([block.staged])[0].factors["G"].clone())
+        staged.append(collect_sums([block.staged])[0].factors["G"].clone())
         block.staged.clear()
     return torch.stack(staged)
 

@@ -89,7 +89,7 @@ def trained(device: str, net: str, **options: Any) -> Iterator[Any]:
     drift = optimizer._curvature.drift  # type: ignore[attr-defined]
     yield (
         [p.tolist() for p in model.parameters()],
-        [(b.name, b.solved, b.silent, b.failures) for b in plan],
+        [(b.name, b.solved, b.no_statistics, b.failures) for b in plan],
         None if drift is None else [drift.interval(b) for b in plan],
     )
 

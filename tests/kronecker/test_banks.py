@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from second_order import KAISA, SecondOrderOptimizer
 from second_order.kfac.precondition import precondition, write
 from second_order.kronecker import block as banks
-from second_order.kronecker.block import Bank, KroneckerBlock, banks_of, of_groups
+from second_order.kronecker.block import KroneckerBlock, LayerBatch, batch_layers, per_group
 from second_order.kronecker.solvers import SOLVERS
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def blocks_of(kind: str, layers: int, bias: bool, solver: str) -> list[Kronecker
             p.grad = torch.randn_like(p)
         shape = block.shape
         parts: dict[str, Any] = {}
-        for letter in shape.letters:
+        for letter in shape.factor_names:
             n = shape.dims[letter]
             if letter in shape.diagonals:
                 parts[letter] = (torch.rand(shape.groups, n, dtype=F64) + 1,)
@@ -70,9 +70,9 @@ def one_by_one(blocks: list[KroneckerBlock]) -> list[Tensor]:
     found: list[Tensor] = []
     for block in blocks:
         assert block.inverse is not None
-        alone = Bank([block], block.inverse)
+        alone = LayerBatch([block], block.inverse)
         results = alone.precondition(alone.gradient(), F64)
-        found += [p.reshape(-1) for p in alone.pieces(results)]
+        found += [p.reshape(-1) for p in alone.parameter_parts(results)]
     return found
 
 
@@ -83,12 +83,12 @@ def test_a_bank_is_its_layers_one_by_one(
     kind: str, solver: str, bias: bool, layers: int, data: st.DataObject
 ) -> None:
     blocks = blocks_of(kind, layers, bias, solver)
-    (bank,) = banks_of(blocks)
+    (bank,) = batch_layers(blocks)
     mine = {block: block.inverse for block in blocks if block.inverse is not None}
     chosen = [b for b in blocks if data.draw(st.booleans())] or blocks[-1:]
     expected = one_by_one(chosen)
     given = {block: [t.clone() for t in inverse.tensors] for block, inverse in mine.items()}
-    stacked = bank.inverse.by_layer(blocks[0].shape.groups)
+    stacked = bank.inverse.split_layers(blocks[0].shape.groups)
     for inverse, before in zip(stacked, given.values(), strict=True):
         assert all(map(torch.equal, inverse.tensors, before))
     for block, before in given.items():  # parts of the bank's
@@ -107,12 +107,12 @@ def test_a_bank_is_its_layers_one_by_one(
 
 def test_a_layer_solved_again_alone_leaves_the_others_theirs() -> None:
     blocks = blocks_of("linear", 3, True, "inverse")
-    (bank,) = banks_of(blocks)
+    (bank,) = batch_layers(blocks)
     before = bank.inverse
     old = [t.clone() for t in before.tensors]
     (again,) = blocks_of("linear", 1, True, "inverse")
     assert again.inverse is not None
-    blocks[1].use(again.inverse)
+    blocks[1].install_inverse(again.inverse)
     for t, o, n in zip(bank.inverse.tensors, old, again.inverse.tensors, strict=True):
         assert torch.equal(t, torch.cat([o[:1], n, o[2:]]))
     assert bank.inverse is bank.inverse, "stacked once"
@@ -122,16 +122,16 @@ def test_a_layer_solved_again_alone_leaves_the_others_theirs() -> None:
 def test_an_inverse_does_not_keep_the_batch_that_it_comes_from() -> None:
     message = torch.randn(8, 3, 3, dtype=F64)
     whole = SOLVERS["inverse"].combine({"A": (message[:4],), "G": (message[4:],)}, 0.1)
-    for inverse in whole.by_layer(2):
+    for inverse in whole.split_layers(2):
         for part, expected in zip(inverse.tensors, whole.tensors, strict=True):
             assert part.untyped_storage().nbytes() == expected.nbytes
 
 
 def test_banks_hold_what_is_alike_and_fits() -> None:
     blocks = blocks_of("linear", 5, True, "inverse") + blocks_of("linear", 2, False, "inverse")
-    assert [len(bank.blocks) for bank in banks_of(blocks)] == [5, 2]
-    with patch.object(banks, "CPU_BANK_BYTES", 2 * 8 * 3 * 5):
-        assert [len(bank.blocks) for bank in banks_of(blocks)] == [2, 2, 1, 2]
+    assert [len(bank.blocks) for bank in batch_layers(blocks)] == [5, 2]
+    with patch.object(banks, "CPU_BATCH_BYTES", 2 * 8 * 3 * 5):
+        assert [len(bank.blocks) for bank in batch_layers(blocks)] == [2, 2, 1, 2]
 
 
 def test_a_run_in_banks_is_a_run_layer_by_layer() -> None:
@@ -157,7 +157,7 @@ def test_a_run_in_banks_is_a_run_layer_by_layer() -> None:
         return [p.detach().clone() for p in model.parameters()]
 
     together = run()
-    with patch.object(banks, "CPU_BANK_BYTES", 1):
+    with patch.object(banks, "CPU_BATCH_BYTES", 1):
         alone = run()
     for one, other in zip(together, alone, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
@@ -192,7 +192,7 @@ def train_same_matrices(
     model = SameMatrices().to(F64)
     torch.manual_seed(rank)
     trajectory = []
-    with patch.object(banks, "CPU_BANK_BYTES", bank_bytes):
+    with patch.object(banks, "CPU_BATCH_BYTES", bank_bytes):
         optimizer = make(System, model, other_matrices="gradient")
         for _ in range(3):
             x, y = torch.randn(6, 3, 4, 4, dtype=F64), torch.randint(CLASSES, (6,))
@@ -210,7 +210,7 @@ def test_layers_of_different_kinds_whose_matrices_have_one_size(
 ) -> None:
     """They are preconditioned in one bank, as each alone is."""
     alone = agreed(world.run(train_same_matrices, processes, System, 1))
-    together = agreed(world.run(train_same_matrices, processes, System, banks.CPU_BANK_BYTES))
+    together = agreed(world.run(train_same_matrices, processes, System, banks.CPU_BATCH_BYTES))
     assert_same_trajectory(together, alone)
 
 
@@ -222,7 +222,7 @@ def test_layers_of_different_damping_have_each_their_own(dampings: list[float | 
     """Solves that were begun at different steps of a schedule may be put to use at one."""
     ones = torch.ones(2 * len(dampings), 1, dtype=F64)
     parts: dict[str, Any] = {k: (ones.unsqueeze(-1), ones) for k in "AG"}
-    inverse = SOLVERS["eigen"].combine(parts, of_groups(dampings, 2, ones))
+    inverse = SOLVERS["eigen"].combine(parts, per_group(dampings, 2, ones))
     found = 1 / inverse.tensors[-1].view(-1, 2) - 1
     for ours, wanted in zip(found, dampings, strict=True):
         torch.testing.assert_close(ours, torch.full((2,), float(wanted), dtype=F64))

@@ -47,7 +47,7 @@ def layer_of(
         shape, size = FactorShape(1, width * 2, out, locations=2), (out, width * 2)
     elif kind == "exact":
         shape, size = FactorShape(1, 1, out, exact=True), (out,)
-    whole = {letter: positive(groups, shape.dims[letter]) for letter in shape.letters}
+    whole = {letter: positive(groups, shape.dims[letter]) for letter in shape.factor_names}
     if kind == "embedding":
         whole["A"] = torch.rand(1, width, dtype=torch.float64)
     if kind == "exact":

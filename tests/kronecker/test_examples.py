@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from second_order import KAISA, DistKFAC, SecondOrderWarning
-from second_order.kronecker.factors import sums_of
+from second_order.kronecker.factors import collect_sums
 from second_order.kronecker.layers import LiveRows, live_rows
 from second_order.kronecker.storage import unpack_upper_triangular
 
@@ -109,7 +109,7 @@ def test_a_gradient_penalty_counts_with_the_pass_that_ends_in_the_weights(System
     ended = dict(seen)
     assert 0 in ended
     # Before they are compared with the gradients, of which they do not make all.
-    staged = {b.name: sums_of([b.staged])[0] for b in optimizer._curvature.layers.blocks}
+    staged = {b.name: collect_sums([b.staged])[0] for b in optimizer._curvature.layers.blocks}
     for i, d in ended.items():
         if bool(d.any()):
             sums = staged[str(i)]

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from second_order import DPKFAC, KAISA, DistKFAC, SecondOrderWarning
 from second_order.kronecker.block import KroneckerBlock, LayerStatus
-from second_order.kronecker.explanation import TOLERANCE, Explanation, residuals
+from second_order.kronecker.verification import TOLERANCE, Verification, residuals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,13 +42,13 @@ quiet = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 def judged() -> Iterator[dict[str, float]]:
     """The shares of gradients that pairs have left unexplained, by layer, the largest of each."""
     found: dict[str, float] = {}
-    inner = KroneckerBlock.judge
+    inner = KroneckerBlock.record_residual
 
-    def judge(block: KroneckerBlock, residual: float | None) -> None:
+    def record_residual(block: KroneckerBlock, residual: float | None) -> None:
         found[block.name] = max(residual or 0.0, found.get(block.name, 0.0))
         inner(block, residual)
 
-    with patch.object(KroneckerBlock, "judge", judge):
+    with patch.object(KroneckerBlock, "record_residual", record_residual):
         yield found
 
 
@@ -171,12 +171,12 @@ def test_each_rank_compares_its_own_gradients(world: World, how: str) -> None:
 
 def compared(
     shapes: list[tuple[int, ...]], seed: int, device: str = "cpu", passes: int = 1
-) -> list[Explanation]:
+) -> list[Verification]:
     """Passes of weights, whose pairs explain a part of the gradient that is the weight's own."""
     generator, found = torch.Generator().manual_seed(seed), []
     for i, shape in enumerate(shapes):
         weight = torch.randn(shape, generator=generator).to(device).requires_grad_()
-        found.append(Explanation())
+        found.append(Verification())
         for j in range(passes + (i % 2) * (passes > 1)):
             product, rows = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
             x = rows if i % 3 else torch.arange(5)

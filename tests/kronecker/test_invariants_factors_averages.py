@@ -32,8 +32,8 @@ from second_order.kronecker.factors import (
     KroneckerFactors,
     StagedStatistics,
     StatisticsSums,
-    sums_of,
-    update_averages,
+    collect_sums,
+    update_running_averages,
 )
 from second_order.kronecker.storage import pack_upper_triangular
 
@@ -121,20 +121,20 @@ def staging(module: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]]) -> Staged
         pair = pair_statistics(
             module, x, gradients / terms, bias=bias, approximation="expand", dtype=F64
         )
-        staged.expect(index)
+        staged.record_pair(index)
         bring(staged, pair, pair.examples, index)
     return staged
 
 
 def mean_of(staged: Sequence[StagedStatistics]) -> Factors:
     """As ranks do it: sums added, then divided. Mean eigenvalues are those of the factors."""
-    sums = sums_of(staged)
+    sums = collect_sums(staged)
     a, g = (sum(each.factors[letter] for each in sums) for letter in "AG")
     head = sum(each.head for each in sums)
     shape = staged[0].shape
     average = KroneckerFactors(shape, CPU, F64)
     total = StatisticsSums({"A": a.clone(), "G": g.clone()}, head.clone())
-    update_averages([average], [total], 0.0)
+    update_running_averages([average], [total], 0.0)
     A, G = matrices(average)
     close(average.means, [mean_eigenvalue(A), mean_eigenvalue(G)])
     assert float(average.weight) == 1.0
@@ -225,7 +225,7 @@ def running(kronecker: KroneckerFactors, values: Sequence[Factors], decays: Sequ
     """The averages after every update, by statistics of varying numbers of examples."""
     for index, ((A, G), decay) in enumerate(zip(values, decays, strict=True)):
         sums = summed(kronecker, A, G, examples=index % 3 + 1)
-        update_averages([kronecker], [sums], decay)
+        update_running_averages([kronecker], [sums], decay)
         close(kronecker.means, [mean_eigenvalue(each) for each in matrices(kronecker)])
         yield list(matrices(kronecker))
 
@@ -271,7 +271,7 @@ def test_13_a_step_without_examples_leaves_the_average_bit_for_bit() -> None:
     weight, means = kronecker.weight.clone(), kronecker.means.clone()
     absent = torch.tensor([8.0, 0.0, 7.0, 7.0], dtype=F64)
     factors = {"A": kronecker.stored["A"] * 7, "G": kronecker.stored["G"] * 7}
-    update_averages([kronecker], [StatisticsSums(factors, absent)], 0.9)
+    update_running_averages([kronecker], [StatisticsSums(factors, absent)], 0.9)
     assert torch.equal(kronecker.weight, weight)
     assert torch.equal(kronecker.means, means)
     for a, b in zip(matrices(kronecker), before, strict=True):
@@ -284,6 +284,6 @@ def test_13_bfloat16_factors_are_divided_by_the_exact_number_of_examples() -> No
     sums = summed(kronecker, symmetric(1, 21, 21), symmetric(1, 30, 30), 259)
     sums.head = sums.head.float()
     expected = [(total.float() / 259).bfloat16() for total in sums.factors.values()]
-    update_averages([kronecker], [sums], 0.95)
+    update_running_averages([kronecker], [sums], 0.95)
     assert torch.equal(kronecker.stored["A"], expected[0])
     assert torch.equal(kronecker.stored["G"], expected[1])

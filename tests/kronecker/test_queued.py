@@ -19,14 +19,14 @@ from second_order.kronecker.factors import (
     KroneckerFactors,
     StagedStatistics,
     StatisticsSums,
-    end_pass,
-    sums_of,
-    update_averages,
+    close_pass,
+    collect_sums,
+    update_running_averages,
 )
 from second_order.kronecker.layers import FactorShape, all_rows, rows_in
 from second_order.kronecker.rows import BackwardPass
 from second_order.kronecker.statistics import Pair, StatisticsCollector
-from second_order.kronecker.storage import as_stack, in_groups, own_stack
+from second_order.kronecker.storage import as_stack, group_equal, stack_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,7 +69,7 @@ def collector(layers: Sequence[KroneckerBlock], **options: Any) -> StatisticsCol
         "gradient_scale": lambda _: 1.0,
     }
     made = StatisticsCollector(factor_dtype=F64, **{**given, **options})
-    made.watch(layers)
+    made.set_blocks(layers)
     return made
 
 
@@ -86,10 +86,10 @@ def keep(
         pass_rows=rows,
         group=rows.group_of(seen),
         gradient=seen.gradient,
-        since=block.staged.since,
+        cleared_at=block.staged.cleared_at,
         versions=(x._version, d._version),
     )
-    block.staged.expect(rows.number)
+    block.staged.record_pair(rows.number)
     made._pairs.append(pair)
     return pair
 
@@ -127,19 +127,19 @@ def test_pairs_that_are_kept_make_the_sums_of_pairs_one_by_one(
         seen.append((layer, pass_id, kept))
     with pytest.MonkeyPatch.context() as patch:
         if not together:
-            patch.setattr(statistics, "most_elements", lambda _: 0)
-        made.add_up()
+            patch.setattr(statistics, "max_stacked_elements", lambda _: 0)
+        made.sum_pairs()
     for layer, pass_id, kept in seen:
         mask = kept.pass_rows.mask(kept.group)
         live = all_rows(kept.group.number) if mask is None else rows_in(mask)
         options = {"bias": bias, "approximation": approximation}
         each = pair_statistics(kept.module, kept.x, kept.d, dtype=F64, rows=live, **options)
-        expected[layer].expect(pass_id)
+        expected[layer].record_pair(pass_id)
         bring(expected[layer], each, scale, pass_id)
     for pass_id in passes:
         for layers in (found, expected):
-            end_pass(layers, pass_id, terms)
-    for a, b in zip(sums_of(found, 2), sums_of(expected, 2), strict=True):
+            close_pass(layers, pass_id, terms)
+    for a, b in zip(collect_sums(found, 2), collect_sums(expected, 2), strict=True):
         close([a.head, *a.factors.values()], [b.head, *b.factors.values()])
     dropped = [[int(each.dropped) for each in layers] for layers in (found, expected)]
     assert dropped[0] == dropped[1]
@@ -152,15 +152,15 @@ def test_a_pair_that_is_kept_is_of_the_step_that_brought_it() -> None:
     for i, block in enumerate(blocks):
         keep(made, block, *pair(i, "plain"), rows)
     blocks[0].staged.clear()
-    made.add_up()
-    heads = [each.head[1] for each in sums_of([block.staged for block in blocks])]
+    made.sum_pairs()
+    heads = [each.head[1] for each in collect_sums([block.staged for block in blocks])]
     assert list(map(float, heads)) == [0.0, 5.0]
     x, d = pair(0, "plain")
     keep(made, blocks[0], x, d, rows)
     x.zero_()
     with pytest.warns(UserWarning, match=r"layer '0'.* in place.*skip_layers"):
-        made.add_up()
-    assert float(sums_of([blocks[0].staged])[0].head[1]) == 0
+        made.sum_pairs()
+    assert float(collect_sums([blocks[0].staged])[0].head[1]) == 0
 
 
 def test_pairs_are_kept_until_their_pass_ends_or_to_a_number_of_bytes() -> None:
@@ -169,7 +169,7 @@ def test_pairs_are_kept_until_their_pass_ends_or_to_a_number_of_bytes() -> None:
 
     def add(x: Tensor) -> int:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(autograd, "after_pass", lambda work: None)
+            patch.setattr(autograd, "call_after_pass", lambda work: None)
             made.consume(block.modules[0], x, torch.ones(1, 2, dtype=F64), 0)
         return len(made._pairs)
 
@@ -181,7 +181,7 @@ def test_pairs_are_kept_until_their_pass_ends_or_to_a_number_of_bytes() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(statistics, "kept_bytes", lambda _: 0)
         assert add(ones) == 0
-    assert float(sums_of([block.staged])[0].head[0]) == 5
+    assert float(collect_sums([block.staged])[0].head[0]) == 5
 
 
 def averages(shapes: Sequence[FactorShape], dtype: torch.dtype) -> list[KroneckerFactors]:
@@ -189,7 +189,7 @@ def averages(shapes: Sequence[FactorShape], dtype: torch.dtype) -> list[Kronecke
 
 
 def drawn_sums(shape: FactorShape, dtype: torch.dtype, examples: int) -> StatisticsSums:
-    factors = {k: torch.rand(shape.stored_shape(k)).to(dtype) for k in shape.letters}
+    factors = {k: torch.rand(shape.stored_shape(k)).to(dtype) for k in shape.factor_names}
     size = 2 + len(factors) * shape.groups
     head = torch.rand(size, dtype=torch.promote_types(dtype, torch.float32))
     head[:2] = examples
@@ -225,13 +225,13 @@ def test_averages_of_many_layers_are_those_of_each_bit_for_bit(
             StatisticsSums({k: t.clone() for k, t in each.factors.items()}, each.head.clone())
             for each in sums
         ]
-        update_averages(together, sums, 0.9)
+        update_running_averages(together, sums, 0.9)
         for each, copy in zip(alone, copies, strict=True):
-            update_averages([each], [copy], 0.9)
+            update_running_averages([each], [copy], 0.9)
         for a, b in zip(together, alone, strict=True):
             for name in ("weight", "means", "examples"):
                 assert torch.equal(getattr(a, name), getattr(b, name))
-            for letter in a.shape.letters:
+            for letter in a.shape.factor_names:
                 assert torch.equal(a.stored[letter], b.stored[letter])
         if shapes and step == 1:  # as a checkpoint does
             together[-1].entries["A"] = together[-1].stored["A"].clone()
@@ -252,15 +252,15 @@ def test_a_stack_is_a_view_of_tensors_that_lie_in_order() -> None:
 
 def test_owners_get_slices_of_what_is_stacked() -> None:
     owners = [{"x": torch.full((2,), float(i))} for i in range(3)]
-    whole = own_stack(owners, "x")
+    whole = stack_in_place(owners, "x")
     whole += 1
     assert [each["x"].tolist() for each in owners] == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
-    assert own_stack(owners, "x").data_ptr() == whole.data_ptr()
+    assert stack_in_place(owners, "x").data_ptr() == whole.data_ptr()
 
 
 def test_equal_ones_come_together_up_to_a_size() -> None:
-    assert in_groups("abacab") == [[0, 2, 4], [1, 5], [3]]
-    assert in_groups("aaabb", [1, 1, 1, 9, 1], 2) == [[0, 1], [2], [3], [4]]
+    assert group_equal("abacab") == [[0, 2, 4], [1, 5], [3]]
+    assert group_equal("aaabb", [1, 1, 1, 9, 1], 2) == [[0, 1], [2], [3], [4]]
 
 
 def test_state_and_memory_follow_averages_into_their_stacks() -> None:

@@ -412,7 +412,7 @@ class KFAC(OfLayers):
         layers, step, world = self.layers, self._step, self.training.world
         layers.look(step.taken)
         for block in step.layers:
-            block.ensure_factors(asked=True)
+            block.ensure_factors(statistics_due=True)
         exchange = partial(sum_statistics, world, step.layers)
         if self._pipeline is not None:
             self._pipeline.expect(self._wire)
@@ -459,7 +459,7 @@ class KFAC(OfLayers):
             mean_loss=self._options.loss_reduction != "sum",
         )
         for block in self._step.of_gradients:
-            block.ensure_factors(asked=True)
+            block.ensure_factors(statistics_due=True)
         self._take_in(sums, self._cadence.decay(age))
 
     # ------------------------------------------------------------------------------ who does what
@@ -643,7 +643,10 @@ class KFAC(OfLayers):
         """
         training, world, blocks = self.training, self.training.world, self.layers.blocks
         missing = set(self.plan) if trainable_layers_changed(saved, self.plan) else self._missing
-        found = [float(flag) for block in blocks for flag in (block in missing, block.lost)]
+        found: list[float] = []
+        for block in blocks:
+            found.append(float(block in missing))
+            found.append(float(block.has_lost_factor))
         flags = torch.tensor(found, dtype=torch.float32, device="cpu")
         world.on_cpu().all_reduce_max([flags]).wait()
         listed = flags.tolist()
@@ -657,7 +660,7 @@ class KFAC(OfLayers):
                 f"not got it, from a checkpoint written without consolidate(), perhaps; the base "
                 f"optimizer trains the layer alone until its statistics have been taken again"
             )
-            block.forget()
+            block.restart_averages()
         if lost:
             self.layers.take_all_at(training.steps + 1)
             training.publish()  # without the lost factors

@@ -183,7 +183,7 @@ class StepLength:
         reporting = set(step.reporting)
         pairs: list[tuple[Tensor, Tensor]] = []
         for block in step.layers:
-            valid = not block.lost and not block.unverified
+            valid = not block.has_lost_factor and not block.unverified
             if valid and (block in reporting or (rows and is_dtensor(block.weight))):
                 for p in block.params:
                     if p.grad is not None and p in last:

@@ -34,14 +34,13 @@ from second_order.kfac.losses import (
 )
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.capture import Capture
-from second_order.kronecker.explanation import Explanation, residuals
 from second_order.kronecker.factors import (
     Reduction,
     StagedStatistics,
     StatisticsSums,
-    of_examples,
-    sums_of,
-    update_averages,
+    collect_sums,
+    scale_to_one_term,
+    update_running_averages,
 )
 from second_order.kronecker.fisher import LabelSampler
 from second_order.kronecker.gradient import GradientBlock, gradient_sums
@@ -49,6 +48,7 @@ from second_order.kronecker.layers import Approximation, FactorShape
 from second_order.kronecker.model_blocks import BlockRules, LeftToBase, find_blocks
 from second_order.kronecker.rows import Terms
 from second_order.kronecker.statistics import GradientScale, StatisticsCollector
+from second_order.kronecker.verification import Verification, residuals
 from second_order.optimizers.config import KFACOptions
 from second_order.reporting.summary import LayerRow, Summary
 from second_order.training.context import Training, warn
@@ -173,7 +173,7 @@ class Layers:
         new = [row for row in self._left_training() if training.is_first_warning(f"left:{row}")]
         if not new:
             return
-        heard = [block for block in self.blocks if block.trainable and not block.silent]
+        heard = [block for block in self.blocks if block.trainable and not block.no_statistics]
         total = sum(p.numel() for p in training.trainable_params())
         share = sum(block.size for block in heard) / max(total, 1)
         # FSDP2 leaves no rank the whole gradients that other_matrices='gradient' needs.
@@ -204,7 +204,7 @@ class Layers:
         if self._look_around() == self._looks:
             return False
         for block in self.blocks:
-            block.follow_requires_grad()
+            block.reset_if_changed()
         self._looks = self._look_around()
         self.active = [block for block in self.blocks if block.trainable]
         return True
@@ -225,10 +225,10 @@ class Layers:
 
     # -------------------------------------------------------------------------------- statistics
 
-    def connect(self, heard: Callable[[], None] | None = None) -> None:
+    def connect(self, on_new_statistics: Callable[[], None] | None = None) -> None:
         """Make the capture that turns the model's passes into statistics.
 
-        ``heard`` is called in a backward pass when statistics of layers have grown.
+        ``on_new_statistics`` is called in a backward pass when statistics of layers have grown.
 
         Raises:
             ValueError: If labels are to be sampled from a model that may not be the whole one.
@@ -255,12 +255,12 @@ class Layers:
             conv_approximation=self._conv_approximation,
             warn=warn,
             fsdp=fsdp,
-            verifies_always=self._training.debug,
+            always_verify=self._training.debug,
             sampled=sampled,
-            drawn_rows=sampled and not callable(likelihood),
-            heard=heard,
+            labels_per_row=sampled and not callable(likelihood),
+            on_new_statistics=on_new_statistics,
         )
-        self.collector.watch(self.blocks)
+        self.collector.set_blocks(self.blocks)
         rank = self._training.world.rank
         self._sampler = None if likelihood is None else LabelSampler(likelihood, rank)
         self.expecting = True
@@ -274,12 +274,12 @@ class Layers:
         """
         watched = [block for block in self.blocks if taken(block)]
         rows_only: KroneckerBlock | None = None
-        last = [block for block in self.active if block.watched][-1:]
+        last = [block for block in self.active if block.hooked_modules][-1:]
         if last and last[0] not in watched:
             rows_only = last[0]
             watched += last
-        self.collector.watch(watched, rows_only)
-        self.capture.attach(self._training.model, [m for b in watched for m in b.watched])
+        self.collector.set_blocks(watched, rows_only)
+        self.capture.attach(self._training.model, [m for b in watched for m in b.hooked_modules])
 
     def expect(self, due: bool) -> None:
         """Capture during the coming passes only if the coming step wants statistics."""
@@ -309,20 +309,20 @@ class Layers:
         """Drop the statistics of backward passes already completed."""
         for block in self.blocks:
             block.staged.clear()
-        self.collector.ledger.passes.clear()
+        self.collector.step_passes.passes.clear()
 
     def look(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Judge whether the pairs of layers explain their gradients, where these were compared."""
-        found: dict[KroneckerBlock, Explanation] = {}
+        found: dict[KroneckerBlock, Verification] = {}
         for block in blocks:
-            explanation = block.staged.explanation
-            if explanation is not None and explanation.known:
-                found[block] = explanation
-            elif explanation is not None:
-                block.judge(None)
+            verification = block.staged.verification
+            if verification is not None and verification.is_complete:
+                found[block] = verification
+            elif verification is not None:
+                block.record_residual(None)
         for block, residual in zip(found, residuals(list(found.values())), strict=True):
             if math.isfinite(residual):
-                block.judge(residual)
+                block.record_residual(residual)
 
     def sums(
         self, blocks: Sequence[KroneckerBlock], micro_batches: int | None = None
@@ -332,7 +332,7 @@ class Layers:
             micro_batches = self.micro_batches(blocks)
         staged = [block.staged for block in blocks]
         terms = [each.number for each in self.collector.terms(staged)]
-        found = sums_of(staged, micro_batches, terms)
+        found = collect_sums(staged, micro_batches, terms)
         self.drop_pending()
         return dict(zip(blocks, found, strict=True))
 
@@ -349,7 +349,7 @@ class Layers:
         times the number of processes, over which the sums of gradients are averaged. The ``share``
         of N in the numbers of ``sums``, over that number of processes.
         """
-        found = of_examples(list(sums.values()), [block.shape for block in sums], share)
+        found = scale_to_one_term(list(sums.values()), [block.shape for block in sums], share)
         return dict(zip(sums, found, strict=True))
 
     def take_in(self, sums: dict[KroneckerBlock, StatisticsSums], decay: float) -> None:
@@ -357,12 +357,12 @@ class Layers:
 
         ``decay`` is the weight of the past of layers whose groups have none of their own.
         """
-        averages = {block: block.ensure_factors(asked=True) for block in sums}
+        averages = {block: block.ensure_factors(statistics_due=True) for block in sums}
         before = [id(x) for each in averages.values() for x in each.stored.values()]
         own_decays = values_by_layer(self._training.groups, sums, "factor_decay")
         for past in {decay, *own_decays.values()}:
             blocks = [block for block in sums if own_decays.get(block, decay) == past]
-            update_averages([averages[b] for b in blocks], [sums[b] for b in blocks], past)
+            update_running_averages([averages[b] for b in blocks], [sums[b] for b in blocks], past)
         if before != [id(x) for each in averages.values() for x in each.stored.values()]:
             self._training.publish()  # frees those that have become slices of a stack
 
@@ -380,7 +380,7 @@ class Layers:
 
     def tell_of_silence(self, agreed: Sequence[KroneckerBlock]) -> None:
         """Warn, once each, of those of some layers of which no statistic has ever come."""
-        silent = [block for block in agreed if block.silent]
+        silent = [block for block in agreed if block.no_statistics]
         training = self._training
         if silent and len(silent) == len(self.active):
             if training.is_first_warning("no statistics"):
@@ -423,10 +423,10 @@ class Layers:
         for block in self.blocks:
             status = "preconditioned" if block.trainable else "frozen"
             detail = _factors(block.shape)
-            if block.silent:
+            if block.no_statistics:
                 status = "base" if block.trainable else "frozen"
                 detail = self._why_silent(block) or SILENT
-            if block.silent and block.unverified:
+            if block.no_statistics and block.unverified:
                 detail = f"{block.residual:.0%} of its gradient unexplained: {detail}"
             row = LayerRow(
                 name=block.name,
@@ -455,7 +455,7 @@ class Layers:
         self.capture.detach()
         if self._items is not None:
             self._items.remove()
-        self.collector.watch(())
+        self.collector.set_blocks(())
         self.blocks, self.active, self.left, self._looks = [], [], [], []
 
 
@@ -466,7 +466,7 @@ def _factors(shape: FactorShape) -> str:
         return f"exact, diagonal {size}" if shape.groups > 1 else f"exact {size}²"
     groups = "of gradients: " if shape.marginal else ""
     groups = f"{shape.groups} x " if shape.groups > 1 and not groups else groups
-    squares = {k: "" if k in shape.diagonals else "²" for k in shape.letters}
+    squares = {k: "" if k in shape.diagonals else "²" for k in shape.factor_names}
     return groups + ", ".join(f"{k} {shape.dims[k]}{square}" for k, square in squares.items())
 
 

@@ -84,10 +84,10 @@ def build_curvature(
         # The numbers go to all ranks, the factors to the layer's owner.
         layer = plan.get(block)
         owner = 0 if layer is None else layer.solver("A")
-        saved = {} if block.factors is None or block.lost else block.saved_factors()
+        saved = {} if block.factors is None or block.has_lost_factor else block.saved_factors()
         averages: dict[str, Tensor] = {}
         for entry in factor_entries(block, layer):
-            to_all = gather or entry.name not in block.shape.letters
+            to_all = gather or entry.name not in block.shape.factor_names
             ranks = range(world.size) if to_all else [owner]
             averages |= send_entries(world, block, [entry], saved, ranks)
 
@@ -103,10 +103,10 @@ def build_curvature(
             owners[block.name] = owner
         stored: dict[str, Tensor] = {}
         if owners.get(block.name, world.rank) == world.rank:
-            stored = {k: averages[k].to(dtype, copy=True) for k in block.shape.letters}
+            stored = {k: averages[k].to(dtype, copy=True) for k in block.shape.factor_names}
         curvature = 1.0
         if options.relative_damping:
-            curvature = float(averages[MEANS][: len(block.shape.letters)].prod(0).mean())
+            curvature = float(averages[MEANS][: len(block.shape.factor_names)].prod(0).mean())
         gamma = own_dampings.get(block, damping) * (curvature if curvature > 0 else 1.0)
         found[block.name] = LayerCurvature(
             name=block.name,

@@ -32,7 +32,7 @@ from second_order.distributed.assignment import (
     gradient_worker_count,
 )
 from second_order.distributed.world import World
-from second_order.kronecker.block import Bank, KroneckerBlock, banks_of
+from second_order.kronecker.block import KroneckerBlock, LayerBatch, batch_layers
 from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.gradient import GradientBlock
 from second_order.kronecker.layers import Approximation
@@ -198,7 +198,7 @@ def dims_of(block: KroneckerBlock) -> LayerDims:
     That is the sum of n³ over its factors, of n for a diagonal one.
     """
     shape, cost = block.shape, 0.0
-    for k in shape.letters:
+    for k in shape.factor_names:
         cost += shape.groups * shape.dims[k] ** (1 if k in shape.diagonals else 3)
     return LayerDims(shape.groups, shape.in_dim, shape.out_dim, shape.diagonal_a, cost)
 
@@ -238,7 +238,7 @@ class StepPlan:
     # Of the layers that this row preconditions, the position in it of the factor's solver.
     to_send: Mapping[Item, int] = field(default_factory=dict)
     costs: Mapping[KroneckerBlock, float] = field(default_factory=dict)  # of the layers' solves
-    banks: Sequence[Bank] = ()  # of layers that this rank preconditions, those alike in one
+    banks: Sequence[LayerBatch] = ()  # of layers that this rank preconditions, those alike in one
 
 
 def compile_step(
@@ -254,8 +254,8 @@ def compile_step(
     to_solve: dict[KroneckerBlock, list[str]] = {}
     to_send: dict[Item, int] = {}
     for block, layer in layers.items():
-        letters = block.shape.letters
-        if block.watched and layer.source in (None, rank):
+        letters = block.shape.factor_names
+        if block.hooked_modules and layer.source in (None, rank):
             taken.append(block)
         if rank in layer.solvers:
             to_solve[block] = [k for k in letters if layer.solver(k) == rank]
@@ -272,7 +272,7 @@ def compile_step(
         to_solve=to_solve,
         to_send=to_send,
         costs={block: dims_of(block).cost for block in layers},
-        banks=banks_of(block for block, layer in layers.items() if rank in layer.workers),
+        banks=batch_layers(block for block, layer in layers.items() if rank in layer.workers),
     )
 
 

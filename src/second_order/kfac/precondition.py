@@ -25,7 +25,7 @@ from torch import Tensor
 from second_order.checkpoint.saved import SavedPart
 from second_order.distributed.world import World
 from second_order.kfac.plan import LayerPlan, StepPlan, gradient_owners
-from second_order.kronecker.block import Bank, Gradients, KroneckerBlock
+from second_order.kronecker.block import Gradients, KroneckerBlock, LayerBatch
 from second_order.kronecker.solvers import Inverse
 from second_order.kronecker.storage import as_stack
 from second_order.optimizers.config import KFACOptions, check_clip
@@ -190,7 +190,7 @@ class Preconditioning:
 class Preconditioned(NamedTuple):
     """Layers of a bank that have a gradient, ∇ and P, ``(layers x groups, out, in)``."""
 
-    bank: Bank
+    bank: LayerBatch
     gradient: Tensor
     results: Tensor
 
@@ -204,7 +204,7 @@ class Preconditioned(NamedTuple):
 
 
 def precondition(
-    banks: Iterable[Bank],
+    banks: Iterable[LayerBatch],
     dtype: torch.dtype,
     gradient_of: Gradients | None = None,
     among: Container[KroneckerBlock] | None = None,
@@ -218,7 +218,7 @@ def precondition(
             if chosen and block.inverse is not None and block.has_gradient:
                 ready.append(block)
         if ready:
-            some = bank if len(ready) == len(bank.blocks) else bank.some(ready)
+            some = bank if len(ready) == len(bank.blocks) else bank.select(ready)
             gradient = some.gradient(gradient_of)
             results = some.precondition(gradient, dtype)
             found.append(Preconditioned(some, gradient, results))
@@ -236,9 +236,9 @@ def compare(
         refreshed = [i for i, block in enumerate(bank.blocks) if block in previous]
         if not refreshed:
             continue
-        gradients = bank.by_layer(gradient)
-        layers = bank.by_layer(results)
-        last = bank.some(
+        gradients = bank.split_layers(gradient)
+        layers = bank.split_layers(results)
+        last = bank.select(
             [bank.blocks[i] for i in refreshed],
             [previous[bank.blocks[i]] for i in refreshed],
         )
@@ -260,7 +260,7 @@ def write(
     targets: list[Tensor] = []
     values: list[Tensor] = []
     for bank, _, results in found:
-        for p, piece in zip(bank.params, bank.pieces(results), strict=True):
+        for p, piece in zip(bank.params, bank.parameter_parts(results), strict=True):
             gradient = p.grad if gradient_of is None else gradient_of(p)
             if gradient is None:
                 continue

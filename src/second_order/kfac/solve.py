@@ -27,7 +27,7 @@ from second_order.kfac.layers import Layers, values_by_layer
 from second_order.kfac.plan import Item, StepPlan
 from second_order.kfac.precondition import compare, precondition
 from second_order.kfac.schedule import Drift
-from second_order.kronecker.block import Bank, KroneckerBlock, LayerStatus, of_groups
+from second_order.kronecker.block import KroneckerBlock, LayerBatch, LayerStatus, per_group
 from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.solvers import (
     SOLVERS,
@@ -38,7 +38,7 @@ from second_order.kronecker.solvers import (
     Problem,
     Solver,
 )
-from second_order.kronecker.storage import DeviceRead, as_stack, shared_number
+from second_order.kronecker.storage import DeviceRead, as_stack, merge_numbers
 from second_order.optimizers.config import KFACOptions, check_damping
 from second_order.training.context import Training
 from second_order.training.curvature import PendingAverage
@@ -303,10 +303,10 @@ def stacked_means(
     """Layers of equal shape, and their factors' mean eigenvalues, ``(factors, layers, groups)``."""
     same_shape: dict[object, list[KroneckerBlock]] = {}
     for block, each in factors.items():
-        means = each.of_letters
+        means = each.factor_means
         key = means.shape, means.dtype, means.device, block.shape.exact
         same_shape.setdefault(key, []).append(block)
-    return [(b, torch.stack([factors[x].of_letters for x in b], 1)) for b in same_shape.values()]
+    return [(b, torch.stack([factors[x].factor_means for x in b], 1)) for b in same_shape.values()]
 
 
 class Solves:
@@ -482,7 +482,7 @@ class Solves:
         found: dict[KroneckerBlock, Damped] = {}
         for blocks, means in stacked_means({block: factors[block] for block in solves}):
             curvature = means.prod(0).mean(-1, keepdim=True)
-            damping: Any = shared_number([solves[block].option for block in blocks], curvature)
+            damping: Any = merge_numbers([solves[block].option for block in blocks], curvature)
             if isinstance(damping, Tensor):
                 damping = damping.to(curvature).view(-1, 1)
             if options.relative_damping:  # where gradients vanish there is no curvature
@@ -509,7 +509,7 @@ class Solves:
                 factors.entries[letter],
                 shape.dims[letter],
                 self.options.inv_dtype,
-                added=damped.added[shape.letters.index(letter)],
+                added=damped.added[shape.factor_names.index(letter)],
                 is_diagonal=letter in shape.diagonals,
             )
         weight = None if block.solved else factors.weight
@@ -533,7 +533,7 @@ class Solves:
             if previous:
                 new = {block: dict(attempts[block]) for block in previous}
                 dampings = {block: self.under_way[block].damped for block in previous}
-                attempt = Bank(list(previous), self._combined(new, dampings))
+                attempt = LayerBatch(list(previous), self._combined(new, dampings))
                 cosines |= compare(precondition([attempt], dtype), previous, dtype)
         return cosines
 
@@ -609,7 +609,7 @@ class Solves:
             self.inverter.forget(block)  # a thread may still work on it, if another rank has failed
             dampings[block] = solve.damped
             if outcome is Outcome.VALID:
-                block.installed()
+                block.mark_solved()
                 state = InverseState(solve.step, self.training.steps, solve.option)
                 if solve.damped is not None:
                     damped = solve.damped
@@ -626,8 +626,8 @@ class Solves:
                     if block.inverse is not None:
                         previous[block] = block.inverse
                 inverse = self._combined({block: received.pop(block) for block in new}, dampings)
-                for block, own in zip(new, inverse.by_layer(new[0].shape.groups), strict=True):
-                    block.use(own)
+                for block, own in zip(new, inverse.split_layers(new[0].shape.groups), strict=True):
+                    block.install_inverse(own)
         return installed, previous
 
     def _combined(
@@ -639,15 +639,15 @@ class Solves:
         blocks = list(received)
         shape = blocks[0].shape
         parts: dict[str, Decomposition] = {}
-        for letter in shape.letters:
+        for letter in shape.factor_names:
             columns = zip(*(each.pop(letter) for each in received.values()), strict=True)
             parts[letter] = tuple(as_stack(column).flatten(0, 1) for column in columns)
         like = parts["G"][-1]
         known = [damped for block in blocks if (damped := dampings[block]) is not None]
-        gammas = of_groups([damped.damping for damped in known], shape.groups, like)
+        gammas = per_group([damped.damping for damped in known], shape.groups, like)
         times = None
         if self.scaled:
-            times = of_groups([damped.trace for damped in known], shape.groups, like)
+            times = per_group([damped.trace for damped in known], shape.groups, like)
         return self.solver.combine(parts, gammas, times)
 
     def _exchange(
@@ -677,7 +677,7 @@ class Solves:
         local: dict[Item, Decomposition] = {}
         for block in blocks:
             solve = self.under_way[block]
-            for letter in block.shape.letters:
+            for letter in block.shape.factor_names:
                 item = block, letter
                 shapes[item] = solver.sent_shapes(block.shape, letter)
                 routes[item] = plan.to_send[item], ranks
@@ -696,7 +696,7 @@ class Solves:
         received: dict[KroneckerBlock, dict[str, Decomposition]] = {}
         for block in blocks:
             parts = received[block] = {}
-            for letter in block.shape.letters:
+            for letter in block.shape.factor_names:
                 sent = found.pop((block, letter))
                 parts[letter] = solver.received(sent, block.shape.dims[letter])
             if not self.solves_at_once:
@@ -709,7 +709,7 @@ class Solves:
         """Treat a layer that has no new inverse."""
         training = self.training
         if outcome is Outcome.FAILED:
-            block.refresh_failed()
+            block.count_failed_refresh()
             self.failed += 1
             if training.is_first_warning(f"failed:{block.name}"):
                 kept = "the base optimizer trains it alone"
@@ -723,12 +723,12 @@ class Solves:
             return
         self.inverses.pop(block, None)
         if outcome is Outcome.NO_STATISTICS:
-            block.lost_inverse(silent=block.status is LayerStatus.NOT_CAPTURED)
+            block.drop_inverse_at_refresh(no_statistics=block.status is LayerStatus.NOT_CAPTURED)
             return
         self.layers.unexplained_elsewhere(block)
         had_inverse = block.solved
-        block.forget()
-        block.lost_inverse(silent=True)
+        block.restart_averages()
+        block.drop_inverse_at_refresh(no_statistics=True)
         if had_inverse:
             training.publish()  # without the factors
 
@@ -751,10 +751,10 @@ class Solves:
         """
         self.damping = damping
         for block, loaded in found.items():
-            block.installed()
+            block.mark_solved()
             self.inverses[block] = loaded.state
             if loaded.inverse is not None:
-                block.use(loaded.inverse)
+                block.install_inverse(loaded.inverse)
 
     def resubmit(self, found: Mapping[KroneckerBlock, Solve]) -> None:
         """Begin again what was being computed when a checkpoint was written."""

@@ -27,7 +27,7 @@ import torch
 from second_order.distributed.world import PendingReduction, World, split_into_buckets
 from second_order.kfac.layers import Layers
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.factors import StagedStatistics, StatisticsSums, sums_of
+from second_order.kronecker.factors import StagedStatistics, StatisticsSums, collect_sums
 from second_order.kronecker.layers import FactorShape
 from second_order.training.context import Training
 from second_order.utils.stages import stage
@@ -52,7 +52,7 @@ class Slot:
     @property
     def nbytes(self) -> int:
         """Bytes of the factors."""
-        shapes = [self.shape.stored_shape(letter) for letter in self.shape.letters]
+        shapes = [self.shape.stored_shape(letter) for letter in self.shape.factor_names]
         return self.dtype.itemsize * sum(map(math.prod, shapes))
 
 
@@ -134,7 +134,7 @@ class Pipeline:
                 staged = StagedStatistics(slot.shape, slot.device, slot.dtype)
             states.append(self._state(staged, micro_batches))
             terms = self._layers.terms_so_far(staged).number
-            (each,) = sums_of([staged], micro_batches, [terms])
+            (each,) = collect_sums([staged], micro_batches, [terms])
             copies = {letter: factor.clone() for letter, factor in each.factors.items()}
             sums[slot.block] = StatisticsSums(copies, each.head.clone())
         # Numbers of examples are not rounded.

@@ -123,7 +123,7 @@ def factor_entries(block: KroneckerBlock, layer: LayerPlan | None) -> list[Entry
     """The running averages of a layer. A layer that has never trained has no plan."""
     wide = torch.promote_types(block.factor_dtype, torch.float32)
     owners: dict[str, Sequence[int] | None] = {}
-    for letter in block.shape.letters:
+    for letter in block.shape.factor_names:
         keeper = None if layer is None else layer.keeper(letter)
         owners[letter] = None if keeper is None else [keeper]
     means = (block.shape.numbers, block.shape.groups)
@@ -141,7 +141,7 @@ def inverse_entries(block: KroneckerBlock, layer: LayerPlan | None, solves: Solv
     """The inverse of a layer, what the next one is computed from, and the history of passes."""
     workers = None if layer is None else layer.workers
     source = None if layer is None or layer.source is None else [layer.source]
-    numbers = block.numbers(()).dtype
+    numbers = block.to_checkpoint_tensor(()).dtype
     found = [
         Entry(INVERSE_DAMPING, (4,), numbers, workers),
         Entry(PASS_HISTORY, (4,), numbers, source),
@@ -176,7 +176,7 @@ def inverse_state(
     if block.inverse is not None:
         numbers = [state.damping, state.trace, state.option, solves.scaled]
         tensors |= block.inverse.entries
-        tensors[INVERSE_DAMPING] = block.numbers([float(number) for number in numbers])
+        tensors[INVERSE_DAMPING] = block.to_checkpoint_tensor([float(number) for number in numbers])
 
     # The inverse that is being computed.
     if not layer.keeps_all:  # its owner alone has what it is computed from
@@ -238,22 +238,22 @@ def move_factors(
 ) -> None:
     """Send the factors of layers whose owners have changed to the new owners."""
     for block in before.keys() - plan.keys():  # they do not train
-        block.keep(block.held)
+        block.set_held(block.held)
     for block, layer in plan.items():
         old = before.get(block, layer)
         received: dict[str, Tensor | None] = {}
         if not layer.keeps_all and old.solvers != layer.solvers:
             saved = {} if block.factors is None else block.saved_factors()
             for entry in factor_entries(block, old):
-                letter = entry.name in block.shape.letters
+                letter = entry.name in block.shape.factor_names
                 new = [layer.solver(entry.name)] if letter else layer.solvers
                 found = send_entries(world, block, [entry], saved, new)
                 if world.rank in new and (letter or entry.name in found):
                     received[entry.name] = found.get(entry.name)  # None if it is lost
         here = (None, world.rank)
-        block.keep((layer.keeper("A") in here, layer.keeper("G") in here))
+        block.set_held((layer.keeper("A") in here, layer.keeper("G") in here))
         if received and block.factors is not None:
-            block.take_factors(received)
+            block.receive_factors(received)
 
 
 # -------------------------------------------------------------------------------------- checks
@@ -272,7 +272,7 @@ def check_saved(
         part.check_known(KNOWN)
         shapes: dict[str, tuple[int, ...]] = {LAST_STEP: tuple(p.shape)}
         block = block_of.get(p)
-        if block is not None and (block.trainable or not block.misfit(part)):
+        if block is not None and (block.trainable or not block.size_mismatch(part)):
             if part.keys() & {*LETTERS, MEANS, EXAMPLES}:
                 part.require([WEIGHT, MEANS])
             for entry in (*factor_entries(block, None), *inverse_entries(block, None, solves)):
@@ -331,10 +331,10 @@ def load_factors(
     for block in blocks:
         part: Mapping[str, Any] = saved.get(block.weight, {})
         block.staged.clear()
-        block.forget()
+        block.restart_averages()
         if training.steps == 0:
             continue
-        if block.misfit(part):
+        if block.size_mismatch(part):
             training.warn(
                 f"the factors of layer {block.name!r} are not taken over: it is frozen, and "
                 f"saved with another size, with its bias perhaps; once it trains they are "
@@ -378,7 +378,7 @@ def load_inverses(
                     loaded.missing.add(block)
             loaded.inverses[block] = inverse
         if part.get(SNAPSHOT_STEP, -1) >= 0 and not solves.waits and layer.keeps_all:
-            names = {SNAPSHOT + name: name for name in (*HEADS, *block.shape.letters)}
+            names = {SNAPSHOT + name: name for name in (*HEADS, *block.shape.factor_names)}
             if part.keys() >= names.keys():
                 factors = block.read_factors({names[name]: part[name] for name in names})
                 damping, curvature = (float(part[name]) for name in SNAPSHOT_NUMBERS)

@@ -22,7 +22,7 @@ from torch import Tensor
 from second_order.checkpoint.saved import SavedPart
 from second_order.kfac.solve import Solve, Solves
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.storage import numbers_of
+from second_order.kronecker.storage import read_numbers
 
 __all__ = ["SETTLED", "TraceRefresh", "relative_change"]
 
@@ -81,7 +81,7 @@ class TraceRefresh:
             options = local[block].option, before.option
             four = like, before.trace, *options
             numbers += [torch.as_tensor(n, dtype=like.dtype, device=like.device) for n in four]
-        (listed,) = numbers_of(numbers)
+        (listed,) = read_numbers(numbers)
 
         flags = dict.fromkeys(judged, COMPUTED)
         for i, block in enumerate(damped):

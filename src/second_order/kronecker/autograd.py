@@ -25,7 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from second_order.distributed.fsdp import FSDPParams
 
-__all__ = ["is_attention", "is_reached", "projections", "set_eval_frame", "skip_code"]
+__all__ = ["find_projections", "is_attention", "is_reached", "set_eval_frame", "skip_code"]
 
 NO_PASS = -1
 """The number of the running backward pass, where none is running."""
@@ -36,8 +36,10 @@ current_pass = torch._C._current_graph_task_id  # which passes' gradients add up
 current_node = torch._C._current_autograd_node  # whose saved input is read, and for the first time
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # whether inputs may go
 will_execute = torch._C._will_engine_execute_node  # autograd.grad's gradients are no loss's
-saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # a checkpoint saves nothing
-transformed = torch._C._are_functorch_transforms_active  # torch.func hides gradients
+top_saved_tensor_hooks = (
+    torch._C._autograd._top_saved_tensors_default_hooks
+)  # a checkpoint saves nothing
+inside_functorch = torch._C._are_functorch_transforms_active  # torch.func hides gradients
 # set_eval_frame and skip_code (above): a hook ends a graph, and the model runs without a compiler.
 
 
@@ -54,19 +56,19 @@ class _SavedInput(torch.autograd.Function):
         raise AssertionError("this node is not part of any graph")
 
 
-def passed_before(pass_id: int) -> bool:
+def mark_pass(pass_id: int) -> bool:
     """Whether another backward pass has come through the node that runs now, which gets a mark."""
     metadata: Any = current_node().metadata
     return bool(metadata.setdefault(_FIRST_PASS, pass_id) != pass_id)
 
 
-def after_pass(work: Callable[[], None]) -> None:
+def call_after_pass(work: Callable[[], None]) -> None:
     """Have something done as the running backward pass ends."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(work)
 
 
-def keep(x: Tensor) -> Callable[[], Tensor]:
+def save_input(x: Tensor) -> Callable[[], Tensor]:
     """Keep an input as autograd keeps its own; what is returned reads it."""
     anchor = torch.empty(0, requires_grad=True, device="cpu")
     # The result, and not its node: before torch 2.13 a node frees what it holds with its result.
@@ -95,7 +97,7 @@ def is_reached(p: Tensor) -> bool:
         return False
 
 
-def as_used(x: Tensor) -> Tensor:
+def to_compute_dtype(x: Tensor) -> Tensor:
     """The layer's input in the precision that the layer computes with.
 
     Under autocast autograd keeps a copy in that precision too: the tensor itself may be changed in
@@ -121,7 +123,7 @@ class Projection(NamedTuple):
 
     owner: nn.Module  # the module whose weight it is: the attention, or its `out_proj`
     node: Any  # in autograd's graph
-    thirds: tuple[int, ...]  # of the in-projection, which of queries, keys, values: 0, 1 or 2
+    qkv: tuple[int, ...]  # of the in-projection, which of queries, keys, values: 0, 1 or 2
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -132,7 +134,7 @@ def is_attention(module: nn.Module) -> bool:
     )
 
 
-def projections(
+def find_projections(
     module: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -165,8 +167,8 @@ def projections(
         owner = None if weight is None else owners.get(weight)
         if owner is not None:
             count = node._input_metadata[0].shape[-1] // width
-            thirds = (0, 1, 2)[piece : piece + count] if owner is module else ()
-            found.append(Projection(owner, node, thirds))
+            qkv = (0, 1, 2)[piece : piece + count] if owner is module else ()
+            found.append(Projection(owner, node, qkv))
     return inputs, found
 
 
@@ -184,7 +186,7 @@ def _weight_of(product: Any) -> tuple[Tensor | None, int]:
     return None, 0
 
 
-def input_of() -> Tensor:
+def read_product_input() -> Tensor:
     """The input of the product whose node's hook is running, as long as autograd has it.
 
     A hook of a node must not hold it: nothing would free the two.
@@ -198,9 +200,9 @@ class Assembly:
     """A call's pair, made of those of its products."""
 
     batch: int  # the number of sequences
-    parts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by thirds
+    parts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by qkv
 
-    def add(self, thirds: tuple[int, ...], x: Tensor, d: Tensor) -> tuple[Tensor, Tensor] | None:
+    def add(self, qkv: tuple[int, ...], x: Tensor, d: Tensor) -> tuple[Tensor, Tensor] | None:
         """Take a product's pair; returns the call's pair once it is complete.
 
         x is ``(batch, positions, in)``, or ``(positions batch, in)``, d ``(positions batch, out)``;
@@ -209,9 +211,9 @@ class Assembly:
         """
         d = d.unflatten(0, (-1, self.batch)).transpose(0, 1)
         x = x if x.dim() == 3 else x.unflatten(0, (-1, self.batch)).transpose(0, 1)
-        if len(thirds) in (0, 3):
+        if len(qkv) in (0, 3):
             return x, d
-        for third, each in zip(thirds, d.chunk(len(thirds), -1), strict=True):
+        for third, each in zip(qkv, d.chunk(len(qkv), -1), strict=True):
             self.parts[third] = x, each
         if len(self.parts) < 3:
             return None

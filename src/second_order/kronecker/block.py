@@ -4,7 +4,7 @@ gradient   the layers' gradients as one stack of matrices, by one concatenation
 inverse    their inverses, stacked alike; a layer has a view
 write      the layers' parts of a stack of results, into their gradients
 
-What a device is asked to do then does not grow with the number of layers that are alike.
+What a device is statistics_due to do then does not grow with the number of layers that are alike.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from second_order.distributed.fsdp import FSDPParams
 from second_order.kronecker.autograd import params_in_pass
-from second_order.kronecker.explanation import TOLERANCE
 from second_order.kronecker.factors import (
     KroneckerFactors,
     StagedStatistics,
@@ -35,20 +34,21 @@ from second_order.kronecker.layers import (
     layout_of,
 )
 from second_order.kronecker.solvers import Inverse
-from second_order.kronecker.storage import as_stack, in_groups, own_stack, shared_number
+from second_order.kronecker.storage import as_stack, group_equal, merge_numbers, stack_in_place
+from second_order.kronecker.verification import TOLERANCE
 
 __all__ = [
     "AGREED_STATE",
-    "CPU_BANK_BYTES",
+    "CPU_BATCH_BYTES",
     "PASS_HISTORY",
-    "Bank",
     "Gradients",
     "KroneckerBlock",
+    "LayerBatch",
     "LayerStatus",
-    "as_matrices",
-    "banks_of",
-    "of_groups",
-    "of_parameters",
+    "batch_layers",
+    "per_group",
+    "split_by_parameter",
+    "to_matrices",
 ]
 
 VERIFIED_STEPS = 2
@@ -76,7 +76,7 @@ class KroneckerBlock:
         names: Names of the modules that share the weight, one for most layers.
         name: The layer's name, for messages.
         kinds: The kind of each of these modules that has one.
-        watched: The modules whose passes make the statistics.
+        hooked_modules: The modules whose passes make the statistics.
         owned: The weight, and the bias in the optimizer's care, if any.
         factors: Running averages; None before the first statistic or checkpoint.
         held: Whether A and G are kept on this process.
@@ -87,7 +87,7 @@ class KroneckerBlock:
         trains_bias: Whether A has the homogeneous coordinate.
         work_dtype: The dtype in which gradients are clipped and exchanged: float32 at least.
         status: What this process knows of the statistics.
-        silent: Whether the last refresh found no statistics, on any process.
+        no_statistics: Whether the last refresh found no statistics, on any process.
         failures: Refreshes in a row that gave no valid decomposition.
         comparisons: Steps at which pairs were compared with the gradient.
         residual: Share of the gradient that the pairs left over at the last of these.
@@ -106,7 +106,7 @@ class KroneckerBlock:
         self.names = list(names)
         self.modules = list(modules)
         self.name = " = ".join(name or "(model)" for name in names)
-        self.watched = self.modules
+        self.hooked_modules = self.modules
         self.kinds = dict(zip(modules, kinds, strict=False))
         self.owned = list(owned)
         if not owned:
@@ -118,7 +118,7 @@ class KroneckerBlock:
         self.held = (True, True)
         self.inverse: Inverse | None = None
         self.status = LayerStatus.WAITING
-        self.silent = False
+        self.no_statistics = False
         self.failures = 0
         self.comparisons = 0
         self.residual = 0.0
@@ -175,7 +175,7 @@ class KroneckerBlock:
     @property
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:
         """By letter, the shape of a factor as stored here or on another process."""
-        return {letter: self.shape.stored_shape(letter) for letter in self.shape.letters}
+        return {letter: self.shape.stored_shape(letter) for letter in self.shape.factor_names}
 
     @property
     def layout(self) -> Layout:
@@ -186,7 +186,7 @@ class KroneckerBlock:
         """Put other parameters of the same shapes in the place of some of the block's."""
         self.owned = [cast(nn.Parameter, others.get(p, p)) for p in self.owned]
 
-    def follow_requires_grad(self) -> None:
+    def reset_if_changed(self) -> None:
         """Start again where the bias was frozen or unfrozen, or the layer moved, if it trains."""
         moved = self.weight.device != self.staged.device
         if self.trainable and (moved or self._current_shape() != self.shape):
@@ -203,14 +203,14 @@ class KroneckerBlock:
 
         ``unreduced``: FSDP2 has yet to average earlier passes' gradients.
         """
-        begins = self._last_backward != backward and not self.staged.knows(pass_id)
+        begins = self._last_backward != backward and not self.staged.has_pass(pass_id)
         self._last_backward = backward
         if begins:
-            self.follow_requires_grad()
-            if self.starts_anew(unreduced):
+            self.reset_if_changed()
+            if self.gradients_were_dropped(unreduced):
                 self.staged.clear()
 
-    def starts_anew(self, unreduced: bool = False) -> bool:
+    def gradients_were_dropped(self, unreduced: bool = False) -> bool:
         """Whether gradients of staged statistics have been set to None since; ask at each pass.
 
         ``unreduced``: FSDP2 has yet to average earlier passes' gradients.
@@ -230,30 +230,30 @@ class KroneckerBlock:
         return self.kinds[module].fits(module, x, d)
 
     @property
-    def looks(self) -> bool:
+    def needs_verification(self) -> bool:
         """Whether the pairs of these passes are compared with the gradient."""
         return self.comparisons < VERIFIED_STEPS
 
-    def looked_at(self, module: nn.Module) -> str:
+    def verified_parameter(self, module: nn.Module) -> str:
         """The name, in a module, of the parameter whose gradient is compared."""
         return self.kinds[module].weight
 
-    def product(self, module: nn.Module, x: Any, d: Tensor) -> Tensor:
-        """A pair's part of the gradient of :meth:`looked_at`."""
+    def weight_gradient(self, module: nn.Module, x: Any, d: Tensor) -> Tensor:
+        """A pair's part of the gradient of :meth:`verified_parameter`."""
         return self.kinds[module].gradient(module, x, d)
 
-    def look(self, module: nn.Module, x: Any, d: Tensor, fsdp: FSDPParams | None) -> None:
+    def verify_pair(self, module: nn.Module, x: Any, d: Tensor, fsdp: FSDPParams | None) -> None:
         """Compare a pair with the gradient that is about to arrive, in float32 at least."""
-        weight = params_in_pass(module, fsdp).get(self.looked_at(module))
+        weight = params_in_pass(module, fsdp).get(self.verified_parameter(module))
         if weight is None:
             return
         wide = torch.promote_types(d.dtype, torch.float32)
         rows = x if isinstance(x, Tensor) else x.hidden
         inputs = x.to(wide) if isinstance(x, Tensor) and x.is_floating_point() else x
-        product = self.product(module, inputs, d.to(wide))
-        self.staged.explain().add(product, rows, d, weight)
+        product = self.weight_gradient(module, inputs, d.to(wide))
+        self.staged.ensure_verification().add(product, rows, d, weight)
 
-    def note_pair(self, work: int) -> None:
+    def record_capture(self, work: int) -> None:
         """Note a captured pair, and the operations of the step's passes so far."""
         self.status = LayerStatus.CAPTURED
         self.work = work
@@ -263,7 +263,7 @@ class KroneckerBlock:
         """Whether the pairs do not reproduce the gradient, so that they are not used."""
         return self.status is LayerStatus.UNVERIFIED
 
-    def judge(self, residual: float | None) -> None:
+    def record_residual(self, residual: float | None) -> None:
         """Note how much of the gradient the step's pairs leave over; drop pairs that leave much.
 
         None: a hook of the user's on the weight makes the comparison impossible.
@@ -280,9 +280,9 @@ class KroneckerBlock:
 
     # ------------------------------------------------------------------------------------ factors
 
-    def ensure_factors(self, asked: bool = False) -> KroneckerFactors:
-        """The running averages, made on first use; ``asked``: as statistics are due."""
-        if asked and self.status is LayerStatus.WAITING:
+    def ensure_factors(self, statistics_due: bool = False) -> KroneckerFactors:
+        """The running averages, made on first use; ``statistics_due``: as statistics are due."""
+        if statistics_due and self.status is LayerStatus.WAITING:
             self.status = LayerStatus.NOT_CAPTURED
         if self.factors is None:
             self.factors = self._new_factors()
@@ -296,7 +296,7 @@ class KroneckerBlock:
             held=self.held,
         )
 
-    def keep(self, held: tuple[bool, bool]) -> None:
+    def set_held(self, held: tuple[bool, bool]) -> None:
         """Keep A, or G, or both, or neither from now on; factors that are not kept are freed.
 
         Those that are get a place of their own: a slice would keep the memory of all its stack.
@@ -315,12 +315,12 @@ class KroneckerBlock:
         return None if self.factors is None else self.factors.entries.get(letter)
 
     @property
-    def lost(self) -> bool:
+    def has_lost_factor(self) -> bool:
         """Whether a factor that is kept here is missing, though there have been statistics."""
-        held = sum(self.held[letter == "G"] for letter in self.shape.letters)
+        held = sum(self.held[letter == "G"] for letter in self.shape.factor_names)
         return self.factors is not None and len(self.factors.stored) < held
 
-    def forget(self) -> None:
+    def restart_averages(self) -> None:
         """Start the running averages again: the layer runs on its base gradient until then."""
         self.factors = None
         self.failures = 0
@@ -330,7 +330,7 @@ class KroneckerBlock:
 
     # -------------------------------------------------------------------------------- checkpoints
 
-    def numbers(self, values: Sequence[float]) -> Tensor:
+    def to_checkpoint_tensor(self, values: Sequence[float]) -> Tensor:
         """Numbers as a tensor of a checkpoint, which has all of its tensors on one device."""
         device = self.weight.device
         wide = torch.float32 if device.type == "mps" else torch.float64
@@ -339,17 +339,21 @@ class KroneckerBlock:
     def agreed_entries(self) -> dict[str, int]:
         """The entries of a checkpoint that are the same on all ranks."""
         due = self.status is not LayerStatus.WAITING
-        return dict(zip(AGREED_STATE, (int(self.silent), int(due), self.failures), strict=True))
+        return dict(
+            zip(AGREED_STATE, (int(self.no_statistics), int(due), self.failures), strict=True)
+        )
 
     def pass_history(self, ranks: int) -> Tensor:
         """The entry of the captured passes; its work is that of all ``ranks``."""
-        return self.numbers([self.status.value, self.comparisons, self.residual, self.work * ranks])
+        return self.to_checkpoint_tensor(
+            [self.status.value, self.comparisons, self.residual, self.work * ranks]
+        )
 
     def load_history(self, saved: Mapping[str, Any], ranks: int) -> None:
         """Take over these entries of a checkpoint; work is shared by so many ``ranks``."""
         if saved.keys() >= {*AGREED_STATE}:
-            silent, due, self.failures = (saved[name] for name in AGREED_STATE)
-            self.silent = bool(silent)
+            no_statistics, due, self.failures = (saved[name] for name in AGREED_STATE)
+            self.no_statistics = bool(no_statistics)
             self.status = LayerStatus.NOT_CAPTURED if due else LayerStatus.WAITING
         if PASS_HISTORY in saved:
             status, comparisons, self.residual, work = saved[PASS_HISTORY].tolist()
@@ -374,11 +378,11 @@ class KroneckerBlock:
         for name, entry in [*factors.entries.items()]:
             if name in saved:
                 entry.copy_(torch.as_tensor(saved[name], device=entry.device))
-            elif name in self.shape.letters:
+            elif name in self.shape.factor_names:
                 del factors.entries[name]
         return factors
 
-    def take_factors(self, entries: Mapping[str, Tensor | None]) -> None:
+    def receive_factors(self, entries: Mapping[str, Tensor | None]) -> None:
         """Put factors of another process in place, and what goes with them; None is a lost one."""
         factors = self.ensure_factors()
         for name, value in entries.items():
@@ -387,7 +391,7 @@ class KroneckerBlock:
             else:
                 factors.entries.pop(name, None)
 
-    def misfit(self, saved: Mapping[str, Any]) -> str:
+    def size_mismatch(self, saved: Mapping[str, Any]) -> str:
         """Why saved factors have not this layer's sizes as it is now; "" if they have."""
         for letter, needed in self.stored_shapes.items():
             if letter in saved and tuple(saved[letter].shape) != needed:
@@ -405,24 +409,24 @@ class KroneckerBlock:
 
     # ------------------------------------------------------------------------------------ inverse
 
-    def use(self, inverse: Inverse) -> None:
+    def install_inverse(self, inverse: Inverse) -> None:
         """Precondition with an inverse from now on."""
         self.inverse = inverse
 
-    def installed(self) -> None:
+    def mark_solved(self) -> None:
         """Mark the layer as solved by its gradient workers, this process or others."""
         self.solved = True
-        self.silent = False
+        self.no_statistics = False
         self.failures = 0
 
-    def refresh_failed(self) -> None:
+    def count_failed_refresh(self) -> None:
         """Count a refresh without a valid decomposition; a last inverse stays."""
-        self.silent = False
+        self.no_statistics = False
         self.failures += 1
 
-    def lost_inverse(self, silent: bool) -> None:
-        """Drop the inverse at a refresh that found no statistics; ``silent``: on any process."""
-        self.silent = silent
+    def drop_inverse_at_refresh(self, no_statistics: bool) -> None:
+        """Drop the inverse at a refresh. ``no_statistics``: no process captured a pair."""
+        self.no_statistics = no_statistics
         self.drop_inverse()
 
     def drop_inverse(self) -> None:
@@ -438,13 +442,13 @@ class KroneckerBlock:
 
 # Bytes of gradients that are preconditioned together, unless one layer alone has more. On a CPU a
 # batch saves calls alone, and what has been computed is to be found in its cache.
-CPU_BANK_BYTES, BANK_BYTES = 2**20, 64 * 2**20
+CPU_BATCH_BYTES, BATCH_BYTES = 2**20, 64 * 2**20
 
 Gradients: TypeAlias = Callable[[Tensor], Tensor | None]
 """The gradient of a parameter, if it has one."""
 
 
-def as_matrices(gradients: list[Tensor], layout: Layout) -> Tensor:
+def to_matrices(gradients: list[Tensor], layout: Layout) -> Tensor:
     """The gradients of equal layers, one after the other, as ``(layers x groups, out, in)``.
 
     It is a view of a single one wherever that is possible.
@@ -465,7 +469,7 @@ def as_matrices(gradients: list[Tensor], layout: Layout) -> Tensor:
     return whole.mT if layout.flipped else whole
 
 
-def of_parameters(matrices: Tensor, layout: Layout, layers: int = 1) -> Sequence[Tensor]:
+def split_by_parameter(matrices: Tensor, layout: Layout, layers: int = 1) -> Sequence[Tensor]:
     """The parts of equal layers' ``(layers x groups, out, in)`` by parameter, stacked.
 
     Each is ``(layers, ...)``, a view; the rest of its shape has the order of the parameter's.
@@ -478,7 +482,7 @@ def of_parameters(matrices: Tensor, layout: Layout, layers: int = 1) -> Sequence
     return parts
 
 
-class Bank:
+class LayerBatch:
     """Layers whose gradients are matrices of one shape, dtype and device, laid out alike."""
 
     def __init__(self, blocks: Sequence[KroneckerBlock], inverse: Inverse | None = None) -> None:
@@ -498,14 +502,14 @@ class Bank:
         parts = self._inverses()
         if self._inverse is None or parts != self._parts:
             entries = [part.entries for part in parts]
-            stacks = [own_stack(entries, name).flatten(0, 1) for name in entries[0]]
+            stacks = [stack_in_place(entries, name).flatten(0, 1) for name in entries[0]]
             self._inverse = parts[0].of(stacks)
             self._parts = parts
         return self._inverse
 
-    def some(
+    def select(
         self, blocks: Sequence[KroneckerBlock], inverses: Sequence[Inverse] | None = None
-    ) -> Bank:
+    ) -> LayerBatch:
         """The bank of some of the layers, with their own inverses or with others."""
         if inverses is None:
             if len(blocks) == len(self.blocks):
@@ -513,7 +517,7 @@ class Bank:
             inverses = [block.inverse for block in blocks if block.inverse is not None]
         columns = zip(*(inverse.tensors for inverse in inverses), strict=True)
         stacks = [as_stack(column).flatten(0, 1) for column in columns]
-        return Bank(blocks, inverses[0].of(stacks))
+        return LayerBatch(blocks, inverses[0].of(stacks))
 
     def gradient(self, gradient_of: Gradients | None = None) -> Tensor:
         """The gradients, ``(layers x groups, out, in)``; a view of a single one where it can be.
@@ -524,42 +528,42 @@ class Bank:
         for p in self.params:
             g = p.grad if gradient_of is None else gradient_of(p)
             found.append(torch.zeros(p.shape, dtype=p.dtype, device=p.device) if g is None else g)
-        whole = as_matrices(found, self._layout)
+        whole = to_matrices(found, self._layout)
         return whole.to(self._dtype)
 
     def precondition(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """The inverses, of a dtype, applied to :meth:`gradient`."""
         return self.inverse.precondition(gradient.to(dtype)).to(gradient.dtype)
 
-    def by_layer(self, results: Tensor) -> Sequence[Tensor]:
+    def split_layers(self, results: Tensor) -> Sequence[Tensor]:
         """The layers' parts, ``(groups, out, in)`` each."""
         layers: Sequence[Tensor] = results.unflatten(0, (len(self.blocks), -1)).unbind()
         return layers
 
-    def pieces(self, results: Tensor) -> list[Tensor]:
+    def parameter_parts(self, results: Tensor) -> list[Tensor]:
         """The parts of :attr:`params` in results.
 
         On a device they are contiguous, as most gradients are: one kernel writes those of one
         stride.
         """
-        parts = of_parameters(results, self._layout, len(self.blocks))
+        parts = split_by_parameter(results, self._layout, len(self.blocks))
         if results.device.type != "cpu":
             parts = [part.contiguous() for part in parts]
         return list(chain(*zip(*(part.unbind() for part in parts), strict=True)))
 
 
-def of_groups(numbers: Sequence[float | Tensor], groups: int, like: Tensor) -> Any:
+def per_group(numbers: Sequence[float | Tensor], groups: int, like: Tensor) -> Any:
     """The number that all layers have, or each one's for each of its groups.
 
     Layers that are solved beside training may have been begun at steps of different γ.
     """
-    number = shared_number(numbers, like)
+    number = merge_numbers(numbers, like)
     if isinstance(number, Tensor) and number.dim() > 0:
         return number.repeat_interleave(groups)
     return number
 
 
-def banks_of(blocks: Iterable[KroneckerBlock]) -> list[Bank]:
+def batch_layers(blocks: Iterable[KroneckerBlock]) -> list[LayerBatch]:
     """Banks of layers, in their order."""
     blocks = list(blocks)
     keys: list[object] = []
@@ -569,6 +573,6 @@ def banks_of(blocks: Iterable[KroneckerBlock]) -> list[Bank]:
         # An L's factors are not multiplied in stacks: such layers are few, and wide.
         alone = block if shape.locations else None
         keys.append((shape, block.work_dtype, weight.dtype, weight.device, block.layout, alone))
-        most = CPU_BANK_BYTES if weight.device.type == "cpu" else BANK_BYTES
+        most = CPU_BATCH_BYTES if weight.device.type == "cpu" else BATCH_BYTES
         shares.append(block.work_dtype.itemsize * math.prod(shape.gradient_size) / most)
-    return [Bank([blocks[i] for i in group]) for group in in_groups(keys, shares, 1)]
+    return [LayerBatch([blocks[i] for i in group]) for group in group_equal(keys, shares, 1)]

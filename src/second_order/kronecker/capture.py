@@ -44,8 +44,8 @@ from torch.utils.hooks import RemovableHandle
 from second_order.distributed.fsdp import FSDPParams
 from second_order.errors import SecondOrderError, SecondOrderWarning
 from second_order.kronecker import autograd, compiled_capture
-from second_order.kronecker.autograd import Assembly, is_attention, projections
-from second_order.kronecker.compiled_capture import is_exporting, is_hidden
+from second_order.kronecker.autograd import Assembly, find_projections, is_attention
+from second_order.kronecker.compiled_capture import hides_products, is_exporting
 from second_order.kronecker.experts import Routed, is_experts
 from second_order.utils.stages import stage
 
@@ -111,7 +111,7 @@ class Consumer(Protocol):
     def consume(self, module: nn.Module, x: Any, d: Tensor, pass_id: int, again: bool) -> None:
         """Receive a pair. ``again``: an earlier backward pass came through the same forward."""
 
-    def look(self, module: nn.Module, x: Any, d: Tensor) -> None:
+    def verify(self, module: nn.Module, x: Any, d: Tensor) -> None:
         """With sampled labels: receive the pair of the user's own loss, to verify the layer."""
 
 
@@ -181,18 +181,18 @@ class LayerHook(CaptureHook):
         # From here on, Dynamo traces this hook into a graph.
         if not self.gate.open:
             return None
-        if is_hidden(module):
+        if hides_products(module):
             # torch.compiler.disable(module.forward) sets an attribute of the instance. Such a
             # module runs outside of the graph, where its products can be observed.
             if "forward" in vars(module):
                 _observe_outside_graph(self, module, args, kwargs, output)
             return None
         x = input_in(args, kwargs)
-        if not compiled_capture.is_watchable(module, x, output):
+        if not compiled_capture.has_pair(module, x, output):
             return None
         if self.sampled:
             _refuse_compiled_part()
-        return compiled_capture.watched(x, output, self.anchor)
+        return compiled_capture.capture_output(x, output, self.anchor)
 
     def receive(self, x: Tensor, gradient: Tensor) -> None:
         """Receive a pair from the backward of a compiled graph."""
@@ -308,12 +308,10 @@ class _NodeHook:
         # A reentrant checkpoint repeats its forward in each backward pass, and calls backward()
         # inside of it. The pair then belongs to the outer pass, which is running now.
         self._outer_pass = autograd.current_pass()
-        self._again = self._outer_pass != autograd.NO_PASS and autograd.passed_before(
-            self._outer_pass
-        )
+        self._again = self._outer_pass != autograd.NO_PASS and autograd.mark_pass(self._outer_pass)
 
         # How the input is read in the backward pass.
-        self._read_input: Callable[[], Any] = autograd.input_of
+        self._read_input: Callable[[], Any] = autograd.read_product_input
         self._is_freed = False
         x = product.x
         if capture.sampled and x is not None:
@@ -322,7 +320,7 @@ class _NodeHook:
         elif isinstance(x, Routed):
             self._read_input = x.kept()
         elif x is not None:
-            self._read_input = autograd.keep(x)
+            self._read_input = autograd.save_input(x)
 
     def __call__(self, gradients: tuple[Any, ...]) -> None:
         """Receive the gradients of the node's outputs, before the node runs."""
@@ -335,7 +333,7 @@ class _NodeHook:
         if not autograd.keeps_graph():
             # Free the input when autograd frees its own, even if the user keeps the loss.
             self._is_freed = True
-            self._read_input = autograd.input_of
+            self._read_input = autograd.read_product_input
 
     def pair(self, gradient: Tensor) -> tuple[Any, Tensor] | None:
         """The pair of the layer's call, or None until the call's last product has its gradient."""
@@ -352,7 +350,7 @@ class _NodeHook:
         if self._outer_pass != autograd.NO_PASS:
             return _Pass(self._outer_pass, self._again)
         number = autograd.current_pass()
-        return _Pass(number, autograd.passed_before(number))
+        return _Pass(number, autograd.mark_pass(number))
 
     def keep_sampled(self, sampled: _SampledGradient) -> None:
         """Keep the gradient for sampled labels until the user's backward pass."""
@@ -455,7 +453,7 @@ class Capture:
                 attention_of[cast(nn.Module, module.out_proj)] = module
 
         # A compiled graph does not call the hooks of these layers, so give the reason in advance.
-        for layer in (*attention_of, *attention_of.values(), *filter(is_hidden, layers)):
+        for layer in (*attention_of, *attention_of.values(), *filter(hides_products, layers)):
             self.missed.setdefault(layer, COMPILED)
 
         # Register the hooks that are not there yet.
@@ -516,7 +514,7 @@ class Capture:
         if with_attention:
             candidates.append(cast(nn.Module, module.out_proj))
         layers = [m for m in candidates if m in self._observed and self._consumer.wants(m)]
-        if autograd.transformed():
+        if autograd.inside_functorch():
             self.missed.update(dict.fromkeys(layers, TRANSFORMED))
             return
         if not layers or not torch.is_grad_enabled():
@@ -556,7 +554,7 @@ class Capture:
             is_flattened = output.dim() == 2 and x.dim() > 2
             if is_flattened and x.shape[:-1].numel() == len(output):
                 shape = torch.Size([*x.shape[:-1], shape[-1]])
-            x = autograd.as_used(x)
+            x = autograd.to_compute_dtype(x)
         return [_Product(module, _edge_of(output), x, shape)]
 
     def _find_attention_products(
@@ -565,11 +563,11 @@ class Capture:
         """The products of an attention with its in-projection and with its ``out_proj``."""
         if not output.requires_grad:
             return []
-        qkv_inputs, found = projections(module, args, kwargs, output, self.fsdp)
+        qkv_inputs, found = find_projections(module, args, kwargs, output, self.fsdp)
         assembly = Assembly(batch=len(qkv_inputs[0]))
 
         # A non-reentrant checkpoint saves no tensors, and recomputes them for autograd alone.
-        saved_tensor_hooks: Any = autograd.saving_hooks(True)
+        saved_tensor_hooks: Any = autograd.top_saved_tensor_hooks(True)
         is_checkpointed = False
         if saved_tensor_hooks:
             pack_hook = saved_tensor_hooks[0]
@@ -580,8 +578,8 @@ class Capture:
             owner = projection.owner
             edge = GradientEdge(projection.node, 0)
             if owner is module:
-                qkv = projection.thirds
-                x = autograd.as_used(qkv_inputs[qkv[0]])
+                qkv = projection.qkv
+                x = autograd.to_compute_dtype(qkv_inputs[qkv[0]])
                 products.append(_Product(owner, edge, x, qkv=qkv, assembly=assembly))
             elif is_checkpointed:
                 self.missed[owner] = CHECKPOINTED
@@ -611,7 +609,7 @@ class Capture:
             if hook.is_only_product:
                 with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
                     x, d = cast(tuple[Any, Tensor], hook.pair(gradient))
-                    self._consumer.look(module, x, d)
+                    self._consumer.verify(module, x, d)
             return
 
         try:
@@ -633,7 +631,7 @@ class Capture:
         # pass through this one came through the same forward.
         number = autograd.current_pass()
         with stage("statistics"):
-            backward_pass = _Pass(number, autograd.passed_before(number))
+            backward_pass = _Pass(number, autograd.mark_pass(number))
             self._emit(module, (x.clone(), gradient.clone()), backward_pass)
 
     def _emit(

@@ -25,10 +25,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from second_order.kronecker.autograd import as_used, is_attention, transformed
+from second_order.kronecker.autograd import inside_functorch, is_attention, to_compute_dtype
 from second_order.kronecker.experts import is_experts, is_router
 
-__all__ = ["anchor_of", "is_exporting", "is_hidden", "is_watchable", "watched"]
+__all__ = ["anchor_of", "capture_output", "has_pair", "hides_products", "is_exporting"]
 
 _numbers = itertools.count()
 _hooks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -48,12 +48,12 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-def is_hidden(module: nn.Module) -> bool:
+def hides_products(module: nn.Module) -> bool:
     """Whether a module's products cannot be seen by its output within a graph."""
     return is_attention(module) or is_experts(module) or is_router(module)
 
 
-def is_watchable(module: nn.Module, x: Any, output: Any) -> bool:
+def has_pair(module: nn.Module, x: Any, output: Any) -> bool:
     """Whether a call inside a graph will have a pair."""
     return (
         torch.is_grad_enabled()
@@ -61,13 +61,13 @@ def is_watchable(module: nn.Module, x: Any, output: Any) -> bool:
         and isinstance(output, Tensor)
         and output.requires_grad
         and any(p is not None and p.requires_grad for p in module._parameters.values())
-        and not transformed()
+        and not inside_functorch()
     )
 
 
-def watched(x: Tensor, output: Tensor, anchor: Tensor) -> Tensor:
+def capture_output(x: Tensor, output: Tensor, anchor: Tensor) -> Tensor:
     """The output, whose gradient will be delivered with x; a part of the graph."""
-    return cast(Tensor, torch.ops.second_order.watch(as_used(x).detach(), output, anchor))
+    return cast(Tensor, torch.ops.second_order.watch(to_compute_dtype(x).detach(), output, anchor))
 
 
 # ------------------------------------------------------------------------- operators inside graphs

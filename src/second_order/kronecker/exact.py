@@ -144,22 +144,22 @@ class ExactBlock(KroneckerBlock):
         """Whether any of the parameters asks for a gradient now."""
         return any(self.training)
 
-    def follow_requires_grad(self) -> None:
+    def reset_if_changed(self) -> None:
         """Start again if other parameters train now, also if as many entries as before."""
         if self.trainable and self._staged_for != self.training:
             self._reset(self.staged.dropped)
-        super().follow_requires_grad()
+        super().reset_if_changed()
 
     def _reset(self, dropped: Tensor | int) -> None:
         self._staged_for = self.training
         super()._reset(dropped)
 
-    def looked_at(self, module: nn.Module) -> str:
+    def verified_parameter(self, module: nn.Module) -> str:
         """The name, in a module, of the parameter whose gradient is compared."""
         return self._letters[self.training.index(True)]
 
-    def product(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
-        """A pair's part of the gradient of :meth:`looked_at`."""
+    def weight_gradient(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
+        """A pair's part of the gradient of :meth:`verified_parameter`."""
         p = self.params[0]
         rows = self._example_gradients(module, x, d, "expand")
         return rows[:, : p.numel()].sum(0).view(p.shape)

@@ -92,7 +92,7 @@ class Routed:
 
     def kept(self) -> Callable[[], Routed]:
         """Keep the input as autograd keeps its own; what is returned reads it."""
-        hidden, index, weights = map(autograd.keep, (self.hidden, self.index, self.weights))
+        hidden, index, weights = map(autograd.save_input, (self.hidden, self.index, self.weights))
         return lambda: Routed(hidden(), index(), weights())
 
     def detach(self) -> Routed:

@@ -15,28 +15,28 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from second_order.kronecker.explanation import Explanation
 from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.rows import next_serial
 from second_order.kronecker.storage import (
     as_stack,
-    in_groups,
-    most_elements,
-    own_stack,
-    shared_number,
+    group_equal,
+    max_stacked_elements,
+    merge_numbers,
+    stack_in_place,
 )
+from second_order.kronecker.verification import Verification
 
 __all__ = [
     "KroneckerFactors",
     "Reduction",
     "StagedStatistics",
     "StatisticsSums",
+    "add_pairs",
+    "close_pass",
+    "collect_sums",
     "count_dropped",
-    "end_pass",
-    "of_examples",
-    "put",
-    "sums_of",
-    "update_averages",
+    "scale_to_one_term",
+    "update_running_averages",
 ]
 
 Reduction: TypeAlias = Literal["mean", "sum", "step_mean"]
@@ -73,13 +73,13 @@ class StagedStatistics:
 
     Attributes:
         dtype: Dtype of the sums; they leave in ``factor_dtype``.
-        pairs: Number of pairs since the last :meth:`clear`.
+        pairs: Number of pairs cleared_at the last :meth:`clear`.
         work: Operations of their passes.
-        explanation: The gradient in these passes beside the pairs, where they are compared.
-        since: A number that is larger than those of all passes before the last :meth:`clear`.
+        verification: The gradient in these passes beside the pairs, where they are compared.
+        cleared_at: A number that is larger than those of all passes before the last :meth:`clear`.
     """
 
-    explanation: Explanation | None = None
+    verification: Verification | None = None
 
     def __init__(self, shape: FactorShape, device: torch.device, factor_dtype: torch.dtype) -> None:
         self.shape = shape
@@ -90,26 +90,26 @@ class StagedStatistics:
         self.clear()
 
     def clear(self) -> None:
-        """Drop every pair since the last step."""
-        self.explanation = None
+        """Drop every pair cleared_at the last step."""
+        self.verification = None
         self.pairs = 0
         self.work = 0
-        self.since = next_serial()
+        self.cleared_at = next_serial()
         self._total: PassSums | None = None  # of passes that have ended
         self._open: dict[int, PassSums] = {}  # of passes that are not over
         self._passes: dict[int, bool] = {}  # whether each was the first through some forward
 
-    def explain(self) -> Explanation:
+    def ensure_verification(self) -> Verification:
         """The comparison of these passes' pairs with the gradient, made on first use."""
-        if self.explanation is None:
-            self.explanation = Explanation()
-        return self.explanation
+        if self.verification is None:
+            self.verification = Verification()
+        return self.verification
 
-    def knows(self, pass_id: int) -> bool:
+    def has_pass(self, pass_id: int) -> bool:
         """Whether a backward pass has brought a pair."""
         return pass_id in self._passes
 
-    def knows_others(self, pass_id: int) -> bool:
+    def has_other_pass(self, pass_id: int) -> bool:
         """Whether another backward pass has brought a pair."""
         return bool(self._passes.keys() - {pass_id})
 
@@ -126,10 +126,10 @@ class StagedStatistics:
     @property
     def revision(self) -> tuple[int, int]:
         """A value that changes whenever the sums may have."""
-        return self.since, self.pairs
+        return self.cleared_at, self.pairs
 
-    def expect(self, pass_id: int, *, again: bool = False, work: int = 0) -> None:
-        """Count a pair of a backward pass, which :func:`put` brings.
+    def record_pair(self, pass_id: int, *, again: bool = False, work: int = 0) -> None:
+        """Count a pair of a backward pass, which :func:`add_pairs` brings.
 
         ``again``: an earlier pass has come through the same forward. ``work``: operations of its
         layer.
@@ -156,11 +156,13 @@ class StagedStatistics:
     def total(self) -> PassSums:
         """The sums of the step, of passes that have ended, or that nothing ends; zeros of none."""
         for pass_id in [*self._open]:  # losses that are sums
-            end_pass([self], pass_id, None)
+            close_pass([self], pass_id, None)
         if self._total is not None:
             return self._total
         zeros = partial(torch.zeros, dtype=self.dtype, device=self.device)
-        sums = {letter: zeros(self.shape.stored_shape(letter)) for letter in self.shape.letters}
+        sums = {
+            letter: zeros(self.shape.stored_shape(letter)) for letter in self.shape.factor_names
+        }
         return {**sums, RECORD: zeros(1 + self.shape.numbers * self.shape.groups)}
 
 
@@ -175,7 +177,7 @@ def count_dropped(staged: Sequence[StagedStatistics], dropped: Tensor) -> None:
     torch._foreach_add_([each.dropped for each in staged], counts)
 
 
-def put(pairs: Iterable[tuple[StagedStatistics, int, dict[str, Tensor], Tensor]]) -> None:
+def add_pairs(pairs: Iterable[tuple[StagedStatistics, int, dict[str, Tensor], Tensor]]) -> None:
     """Add expected pairs of different layers: each one's pass, sums by letter, and record."""
     totals: list[Tensor] = []
     added: list[Tensor] = []
@@ -189,7 +191,7 @@ def put(pairs: Iterable[tuple[StagedStatistics, int, dict[str, Tensor], Tensor]]
         torch._foreach_add_(totals, added)
 
 
-def end_pass(
+def close_pass(
     layers: Iterable[StagedStatistics], pass_id: int, terms: Tensor | float | None
 ) -> None:
     """Add what a pass has brought to the sums of the step.
@@ -210,7 +212,7 @@ def end_pass(
                 continue
             groups = staged.shape.groups
             for letter in _letters_of_gradients(staged.shape):
-                start = 1 + groups * staged.shape.letters.index(letter)
+                start = 1 + groups * staged.shape.factor_names.index(letter)
                 gradients += (sums[letter], sums[RECORD][start : start + groups])
             if total is not None:
                 totals += total.values()
@@ -222,7 +224,7 @@ def end_pass(
             torch._foreach_add_(totals, added)
 
 
-def sums_of(
+def collect_sums(
     staged: Sequence[StagedStatistics],
     micro_batches: int = 1,
     terms: Sequence[Tensor | float] | None = None,
@@ -237,13 +239,13 @@ def sums_of(
     records = [total.pop(RECORD) for total in totals]
     keys = [(each.device, each.shape.groups, each.shape.numbers) for each in staged]
     found: dict[int, StatisticsSums] = {}
-    for group in in_groups(keys):
+    for group in group_equal(keys):
         # Heads: the records, behind N.
         stack = as_stack([records[i] for i in group])
         heads = stack.new_empty(len(group), 1 + stack.shape[1])
         heads[:, 1:] = stack
         rows = stack[:, 0]
-        heads[:, 0] = rows if terms is None else shared_number([terms[i] for i in group], stack)
+        heads[:, 0] = rows if terms is None else merge_numbers([terms[i] for i in group], stack)
 
         if micro_batches > 1:
             square = float(micro_batches**2)
@@ -262,7 +264,7 @@ def _gradients_of(shape: FactorShape) -> slice:
     return slice(2 + shape.groups, 2 + 2 * shape.groups)
 
 
-def of_examples(
+def scale_to_one_term(
     sums: Sequence[StatisticsSums], shapes: Sequence[FactorShape], share: Tensor | float
 ) -> list[StatisticsSums]:
     """The sums over all processes with G that of one term, of losses divided by their number N.
@@ -304,14 +306,14 @@ class KroneckerFactors:
             "mean_eigenvalues": zeros((shape.numbers, shape.groups)),
             "examples": zeros(()),
         }
-        for k in shape.letters:
+        for k in shape.factor_names:
             if held[k == "G"]:
                 self.entries[k] = zeros(shape.stored_shape(k), dtype=dtype)
 
     @property
     def stored(self) -> dict[str, Tensor]:
         """The factors that are kept here, by letter."""
-        return {k: self.entries[k] for k in self.shape.letters if k in self.entries}
+        return {k: self.entries[k] for k in self.shape.factor_names if k in self.entries}
 
     @property
     def weight(self) -> Tensor:
@@ -332,30 +334,30 @@ class KroneckerFactors:
         return self.entries["mean_eigenvalues"]
 
     @property
-    def of_letters(self) -> Tensor:
+    def factor_means(self) -> Tensor:
         """The mean eigenvalues of the factors alone, ``(2 or 3, groups)``."""
-        return self.means[: len(self.shape.letters)]
+        return self.means[: len(self.shape.factor_names)]
 
     def mean_curvature(self) -> Tensor:
         """Mean eigenvalue of A ⊗ G, or A ⊗ L ⊗ G, over the groups; a scalar."""
-        return self.of_letters.prod(0).mean()
+        return self.factor_means.prod(0).mean()
 
 
-def update_averages(
+def update_running_averages(
     averages: Sequence[KroneckerFactors], sums: Sequence[StatisticsSums], decay: float
 ) -> None:
     """Take in one step's sums over all ranks, which are used up; ``decay`` is β."""
     keys: list[object] = []
     for each in averages:
         shape = each.shape
-        size = shape.groups, shape.numbers, shape.letters
+        size = shape.groups, shape.numbers, shape.factor_names
         columns = shape.in_dim if shape.marginal else 0
         keys.append((each.weight.device, each.dtype, columns, frozenset(each.entries), size))
-    for group in in_groups(keys):
+    for group in group_equal(keys):
         # Layers of equal shape next to each other: their factors are one tensor.
         shapes = [averages[i].shape for i in group]
-        most = most_elements(averages[group[0]].weight.device)
-        runs = in_groups(shapes, [shape.elements for shape in shapes], most)
+        most = max_stacked_elements(averages[group[0]].weight.device)
+        runs = group_equal(shapes, [shape.elements for shape in shapes], most)
         order = [group[k] for run in runs for k in run]
         lengths = [len(run) for run in runs]
         _update([averages[i] for i in order], [sums[i] for i in order], lengths, decay)
@@ -384,20 +386,20 @@ def _update(
         means[:, 0, 0] *= unit_trace
 
     # The weight W. A layer of which no row has ever had a gradient has no curvature to average.
-    weight = own_stack(entries, "average_weight")
+    weight = stack_in_place(entries, "average_weight")
     present = (examples > 0) & ((means[:, 1] != 0).any(1) | (weight > 0))
     torch.where(present, weight * decay + 1.0, weight, out=weight)
 
     # X + step (x - X), where a step of 0 leaves X bit for bit.
     step = weight.clamp_min(1.0).reciprocal_() * present
-    own_stack(entries, "examples").lerp_(examples.to(weight.dtype), step)
+    stack_in_place(entries, "examples").lerp_(examples.to(weight.dtype), step)
 
     # The mean eigenvalues. A, and L, are means over rows, G is one over terms.
-    counts = torch.stack([terms if k == "G" else examples for k in shape.letters], 1)
+    counts = torch.stack([terms if k == "G" else examples for k in shape.factor_names], 1)
     if shape.routed:
         counts = torch.cat([counts, examples.unsqueeze(1)], 1)
     counts = counts.clamp_min(1.0)
-    average = own_stack(entries, "mean_eigenvalues")
+    average = stack_in_place(entries, "mean_eigenvalues")
     news = (means / _rows(counts, means)).to(average.dtype)
     steps = _rows(step, average)
     if shape.routed:
@@ -412,10 +414,10 @@ def _update(
     for length in lengths:
         equal = slice(start, start + length)
         start += length
-        for column, letter in enumerate(shape.letters):
+        for column, letter in enumerate(shape.factor_names):
             if letter not in entries[0]:
                 continue
-            average = own_stack(entries[equal], letter)
+            average = stack_in_place(entries[equal], letter)
             total = as_stack([each.factors[letter] for each in sums[equal]])
             mean = total.to(counts.dtype)  # numbers are not rounded to the factors' dtype
             steps = step[equal]

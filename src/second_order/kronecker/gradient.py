@@ -24,7 +24,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from second_order.kronecker.block import KroneckerBlock, as_matrices
+from second_order.kronecker.block import KroneckerBlock, to_matrices
 from second_order.kronecker.factors import StatisticsSums, count_dropped
 from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.storage import pack_upper_triangular
@@ -58,7 +58,7 @@ class GradientBlock(KroneckerBlock):
     ) -> None:
         self.most = most
         super().__init__([name], [module], None, factor_dtype, owned=[parameter])
-        self.watched = []  # no pass of a module is looked at
+        self.hooked_modules = []  # no pass of a module is looked at
 
     def _current_shape(self) -> FactorShape:
         rows, columns = folded(self.weight.shape)
@@ -83,7 +83,7 @@ def gradient_sums(
         if block.has_gradient:
             device = block.weight.device
             sums[block] = _sums_of(block, examples.to(device), scale.to(device))
-            block.note_pair(work=0)
+            block.record_capture(work=0)
     return sums
 
 
@@ -91,7 +91,7 @@ def _sums_of(block: GradientBlock, examples: Tensor, scale: Tensor) -> Statistic
     """The statistics of a block's gradient."""
     shape = block.shape
     dtype = block.staged.dtype
-    matrix = as_matrices([cast(Tensor, block.weight.grad)], block.layout).to(dtype)
+    matrix = to_matrices([cast(Tensor, block.weight.grad)], block.layout).to(dtype)
     size = matrix.square().sum()
 
     # A gradient without digits counts no example.

@@ -173,7 +173,7 @@ def match(module: nn.Module) -> Match:
 
     A Linear's subclass with a forward of its own, or a router of fused experts, is taken for a
     Linear. Its first statistics show whether it is one: see
-    :mod:`second_order.kronecker.explanation`.
+    :mod:`second_order.kronecker.verification`.
     """
     name = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from second_order.errors import DecompositionError
-from second_order.kronecker.block import as_matrices, of_parameters
+from second_order.kronecker.block import split_by_parameter, to_matrices
 from second_order.kronecker.layers import FactorShape, Layout, layout_of
 from second_order.kronecker.solvers import Problem, attempt_all, diagonal, eigh, ieee_matmul
 from second_order.kronecker.storage import unpack_upper_triangular
@@ -175,11 +175,11 @@ class LayerCurvature:
             vector[name].to(like) if name in vector else like.new_zeros(size)
             for name, size in self.shapes.items()
         ]
-        return as_matrices(parts, self._layout)
+        return to_matrices(parts, self._layout)
 
     def to_vector(self, matrix: Tensor) -> dict[str, Tensor]:
         """A matrix ``(groups, out, in)`` as a vector by the parameters' names."""
-        parts = zip(self.shapes.items(), of_parameters(matrix, self._layout), strict=True)
+        parts = zip(self.shapes.items(), split_by_parameter(matrix, self._layout), strict=True)
         copy = partial(torch.clone, memory_format=torch.contiguous_format)
         return {name: copy(part.reshape(size)) for (name, size), part in parts}
 
@@ -317,7 +317,9 @@ class LayerCurvature:
         """The layer with what :meth:`tensors` gave."""
         return replace(
             self,
-            stored={letter: tensors[letter] for letter in self.shape.letters if letter in tensors},
+            stored={
+                letter: tensors[letter] for letter in self.shape.factor_names if letter in tensors
+            },
             corrected=tensors.get(CORRECTED),
             basis=read_eigen(tensors) or None,
         )

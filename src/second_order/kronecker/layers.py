@@ -63,7 +63,7 @@ class FactorShape:
         return {"A": self.in_dim, "G": self.out_dim}
 
     @cached_property
-    def letters(self) -> str:
+    def factor_names(self) -> str:
         """The names of the factors."""
         return "".join(self.dims)
 

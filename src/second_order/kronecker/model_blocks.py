@@ -101,7 +101,7 @@ class BlockRules:
 
     def too_large(self, shape: FactorShape) -> str | None:
         """Why a layer's factors are too large to be kept; None if they are not."""
-        largest = max(shape.dims[k] for k in shape.letters if k not in shape.diagonals)
+        largest = max(shape.dims[k] for k in shape.factor_names if k not in shape.diagonals)
         if self.max_factor_dim is None or largest <= self.max_factor_dim:
             return None
         return f"a factor of {largest} rows exceeds max_factor_dim={self.max_factor_dim}"

@@ -47,8 +47,8 @@ from second_order.kronecker.layers import (
 
 __all__ = [
     "BackwardPass",
-    "Ledger",
     "RowGroup",
+    "StepPasses",
     "Terms",
     "next_serial",
 ]
@@ -317,7 +317,7 @@ class Terms(NamedTuple):
 
 
 @dataclass
-class Ledger:
+class StepPasses:
     """The passes of a step."""
 
     passes: dict[int, BackwardPass] = field(default_factory=dict)
@@ -332,10 +332,10 @@ class Ledger:
         layers: set[int] = set()
         known: list[BackwardPass] = []
         for each in self.passes.values():
-            reaches = staged.knows(each.number)
+            reaches = staged.has_pass(each.number)
             if reaches:
                 layers |= each.layers.keys()
-            if reaches or each.serial > staged.since:
+            if reaches or each.serial > staged.cleared_at:
                 known.append(each)
         if layers:
             known = [each for each in known if not layers.isdisjoint(each.layers)]

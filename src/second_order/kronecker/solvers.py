@@ -18,10 +18,10 @@ from torch import Tensor
 
 from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.storage import (
-    in_groups,
-    numbers_of,
+    group_equal,
     pack_upper_triangular,
     packed_length,
+    read_numbers,
     unpack_upper_triangular,
 )
 
@@ -198,7 +198,7 @@ class Attempts:
 
     def result(self) -> list[Decomposition | None]:
         """Read the errors, and retry what is inaccurate. The device is read once."""
-        (errors,) = numbers_of(self.errors)
+        (errors,) = read_numbers(self.errors)
         return self.retry(self.inaccurate(errors))
 
     def inaccurate(self, errors: Sequence[float]) -> list[int]:
@@ -279,7 +279,7 @@ def _batches(problems: Sequence[Problem]) -> list[list[int]]:
         keys.append((each.dim, each.dtype, device, form))
         most = CPU_BATCH_BYTES if device.type == "cpu" else BATCH_BYTES
         shares.append(len(each.stored) * each.dim**2 * each.dtype.itemsize / most)
-    return in_groups(keys, shares, 1)
+    return group_equal(keys, shares, 1)
 
 
 def _damped(problems: Sequence[Problem]) -> Tensor:
@@ -398,7 +398,7 @@ class Inverse:
         """All tensors that this inverse holds."""
         return list(self.entries.values())
 
-    def by_layer(self, groups: int) -> list[Inverse]:
+    def split_layers(self, groups: int) -> list[Inverse]:
         """The inverse of each layer of a stack.
 
         Parts of a larger batch, or of a message, are copied: they would keep its memory.

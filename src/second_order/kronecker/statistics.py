@@ -35,9 +35,9 @@ from second_order.kronecker.experts import Routed
 from second_order.kronecker.factors import (
     Reduction,
     StagedStatistics,
+    add_pairs,
+    close_pass,
     count_dropped,
-    end_pass,
-    put,
 )
 from second_order.kronecker.layers import (
     CONVOLUTIONS,
@@ -49,20 +49,20 @@ from second_order.kronecker.layers import (
     reduced,
     rows_in,
 )
-from second_order.kronecker.rows import BackwardPass, Ledger, RowGroup, Terms
+from second_order.kronecker.rows import BackwardPass, RowGroup, StepPasses, Terms
 from second_order.kronecker.solvers import ieee_matmul
 from second_order.kronecker.storage import (
     as_stack,
-    in_groups,
-    most_elements,
+    group_equal,
+    max_stacked_elements,
+    merge_numbers,
     pack_upper_triangular,
-    shared_number,
 )
 from second_order.utils.stages import stage
 
 __all__ = ["GradientScale", "StatisticsCollector"]
 
-LOSSES_APART = (
+SEVERAL_LOSSES = (
     "several backward passes of a step come through one forward pass: curvature is that of each "
     "loss alone, without what the losses have in common; add the losses up, and call backward() "
     "on their sum"
@@ -106,7 +106,7 @@ class Pair:
         group: Its own among them.
         gradient: ``(rows, out)``, which tells what rows have a gradient; None once that is known.
         index: The rows of the group that it has; None for all.
-        since: The value of the layer's ``staged.since`` when the pair came.
+        cleared_at: The value of the layer's ``staged.cleared_at`` when the pair came.
         versions: Those of its tensors when it came.
     """
 
@@ -117,7 +117,7 @@ class Pair:
     pass_rows: BackwardPass
     group: RowGroup
     gradient: Tensor | None
-    since: int
+    cleared_at: int
     versions: tuple[int, ...]
     index: Tensor | None = None
 
@@ -161,11 +161,11 @@ class StatisticsCollector:
         reduction: What the loss of a pass is.
         gradient_scale: A further factor of captured gradients.
         conv_approximation: For convolutions; None for the same.
-        heard: Called when statistics of layers have grown. If it is set, the host reads from the
-            device during the pass which rows count.
+        on_new_statistics: Called when statistics of layers have grown. If it is set, the host reads
+            from the device during the pass which rows count.
         sampled: The pairs are of drawn labels, and say nothing of the gradient.
-        drawn_rows: A label is drawn for each row of the layer called last.
-        ledger: The passes since the last step.
+        labels_per_row: A label is drawn for each row of the layer called last.
+        step_passes: The passes since the last step.
     """
 
     approximation: Approximation
@@ -175,11 +175,11 @@ class StatisticsCollector:
     conv_approximation: Approximation | None = None
     warn: Callable[[str], None] = warnings.warn
     fsdp: FSDPParams | None = None
-    heard: Callable[[], None] | None = None
-    verifies_always: bool = False  # compares the pairs of all steps with the gradient
+    on_new_statistics: Callable[[], None] | None = None
+    always_verify: bool = False  # compares the pairs of all steps with the gradient
     sampled: bool = False
-    drawn_rows: bool = False
-    ledger: Ledger = field(default_factory=Ledger)
+    labels_per_row: bool = False
+    step_passes: StepPasses = field(default_factory=StepPasses)
     _blocks: dict[nn.Module, list[KroneckerBlock]] = field(default_factory=dict)
     _rows_only: KroneckerBlock | None = None  # whose rows are seen, and no statistics taken
     _places: dict[KroneckerBlock, int] = field(default_factory=dict)  # in the model
@@ -189,7 +189,7 @@ class StatisticsCollector:
     # Autograd has a thread for each device.
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
-    def watch(
+    def set_blocks(
         self, blocks: Iterable[KroneckerBlock], rows_only: KroneckerBlock | None = None
     ) -> None:
         """Set the blocks that get the pairs of their modules from now on.
@@ -201,7 +201,7 @@ class StatisticsCollector:
         self._places.clear()
         for place, block in enumerate(blocks):
             self._places[block] = place
-            for module in block.watched:
+            for module in block.hooked_modules:
                 self._blocks.setdefault(module, []).append(block)
 
     def _training(self, module: nn.Module) -> list[KroneckerBlock]:
@@ -211,12 +211,12 @@ class StatisticsCollector:
         """Whether any block of a module trains now."""
         return bool(self._training(module))
 
-    def look(self, module: nn.Module, x: Tensor, d: Tensor) -> None:
+    def verify(self, module: nn.Module, x: Tensor, d: Tensor) -> None:
         """Compare a pair of the user's own loss with the gradient, if that is due."""
         for block in self._training(module):
-            if (self.verifies_always or block.looks) and block.fits_pair(module, x, d):
+            if (self.always_verify or block.needs_verification) and block.fits_pair(module, x, d):
                 with ieee_matmul(d.device):
-                    block.look(module, x, d, self.fsdp)
+                    block.verify_pair(module, x, d, self.fsdp)
 
     def consume(
         self,
@@ -242,26 +242,26 @@ class StatisticsCollector:
 
         # Whether the pair can be the layer's.
         if not self.sampled:
-            self.look(module, x, d)
+            self.verify(module, x, d)
         fitting = []
         for block in blocks:
             if block.fits_pair(module, x, d):
                 fitting.append(block)
             else:
-                block.judge(1.0)
+                block.record_residual(1.0)
         if not fitting:
             return
 
         # The rows of the pair, among those of the whole pass.
         current = self._pass_of(pass_id)
-        repeats = again and any(block.staged.knows_others(pass_id) for block in fitting)
+        repeats = again and any(block.staged.has_other_pass(pass_id) for block in fitting)
         if repeats and current.repeat() and not self._told:
             self._told = True
-            self.warn(LOSSES_APART)
+            self.warn(SEVERAL_LOSSES)
         rows = fitting[0].rows_of(module, x, d)
         group = current.group_of(rows)
-        reads = d.device.type == "cpu" or self.heard is not None
-        current.see(rows, group, module, drawn=self.drawn_rows, reads=reads)
+        reads = d.device.type == "cpu" or self.on_new_statistics is not None
+        current.see(rows, group, module, drawn=self.labels_per_row, reads=reads)
 
         # Keep it.
         for block in fitting:
@@ -269,10 +269,10 @@ class StatisticsCollector:
                 continue
             current.layers[id(block.staged)] = block.staged
             inputs = 1 if block.shape.diagonal_a else block.shape.in_dim
-            block.staged.expect(current.number, again=again, work=6 * d.numel() * inputs)
+            block.staged.record_pair(current.number, again=again, work=6 * d.numel() * inputs)
             if block is self._rows_only:
                 continue
-            block.note_pair(block.staged.work)
+            block.record_capture(block.staged.work)
             pair = Pair(
                 block=block,
                 module=module,
@@ -281,7 +281,7 @@ class StatisticsCollector:
                 pass_rows=current,
                 group=group,
                 gradient=None if reads else rows.gradient,
-                since=block.staged.since,
+                cleared_at=block.staged.cleared_at,
                 versions=_versions(x, d),
             )
             with self._lock:
@@ -289,52 +289,52 @@ class StatisticsCollector:
                 self._bytes += pair.nbytes
         # Experts' products need their weights, which FSDP2 will shard again.
         if self._bytes > kept_bytes(d.device) or isinstance(x, Routed):
-            self.add_up(ended=False)
-        if self.heard is not None and current.decided:
-            self.heard()
+            self.sum_pairs(ended=False)
+        if self.on_new_statistics is not None and current.decided:
+            self.on_new_statistics()
 
     # ------------------------------------------------------------------- passes begin and end
 
     def _pass_of(self, pass_id: int) -> BackwardPass:
         """The pass of a number, which is settled as it ends."""
-        passes = self.ledger.passes
+        passes = self.step_passes.passes
         found = passes.get(pass_id)
         if found is None:
             found = passes[pass_id] = BackwardPass(pass_id, self.approximation == "reduce")
         # Within a reentrant checkpoint another pass runs.
         runs = self.sampled or autograd.current_pass() == pass_id
         if runs and found.will_end():
-            autograd.after_pass(partial(self._end, found))
+            autograd.call_after_pass(partial(self._end, found))
         return found
 
     def _end(self, ended: BackwardPass) -> None:
         """Settle a pass as autograd ends it: all its layers have been seen."""
-        self._settle(ended)
-        if self.heard is not None:
-            self.heard()
+        self._finish(ended)
+        if self.on_new_statistics is not None:
+            self.on_new_statistics()
 
-    def _settle(self, ended: BackwardPass) -> None:
+    def _finish(self, ended: BackwardPass) -> None:
         with torch.no_grad(), stage("statistics"):
-            self.add_up()
+            self.sum_pairs()
             terms = ended.terms()
             mean = self.reduction() == "mean"
-            end_pass(ended.layers.values(), ended.number, terms if mean else None)
+            close_pass(ended.layers.values(), ended.number, terms if mean else None)
         ended.end()
 
-    def settle(self) -> None:
+    def finish_passes(self) -> None:
         """Add the pairs of passes that are still running or that nothing has ended."""
-        for each in [*self.ledger.passes.values()]:
+        for each in [*self.step_passes.passes.values()]:
             if each.unsettled:
-                self._settle(each)
+                self._finish(each)
 
     def terms(self, layers: Iterable[StagedStatistics]) -> list[Terms]:
         """N of the passes since the last step, by layer."""
-        self.settle()
-        return self.ledger.terms(layers)
+        self.finish_passes()
+        return self.step_passes.terms(layers)
 
     # ------------------------------------------------------------------------ from pairs to sums
 
-    def add_up(self, ended: bool = True) -> None:
+    def sum_pairs(self, ended: bool = True) -> None:
         """Add the pairs to the statistics of their layers; have their passes ``ended``?
 
         If not, rows that have had no gradient so far may have one yet, and are kept.
@@ -342,7 +342,7 @@ class StatisticsCollector:
         with self._lock, torch.no_grad():
             pairs, self._pairs, self._bytes = self._pairs, [], 0
             # Those of a layer whose statistics have been cleared meanwhile are dropped.
-            pairs = [pair for pair in pairs if pair.since == pair.staged.since]
+            pairs = [pair for pair in pairs if pair.cleared_at == pair.staged.cleared_at]
             pairs = self._unchanged(pairs)
             look_at_rows(pairs, ended)
             known: dict[int, LiveRows] = {}  # by group
@@ -397,7 +397,7 @@ class StatisticsCollector:
         for turn, _, each in ordered:
             staged = each.pair.staged
             keys.append((staged.device, turn, _columns(staged)))
-        for group in in_groups(keys):
+        for group in group_equal(keys):
             device = keys[group[0]][0]
             plain = torch.autocast(device.type, enabled=False)
             with plain, ieee_matmul(device):
@@ -407,8 +407,8 @@ class StatisticsCollector:
         """Add pairs of different layers, with records of one length, to their statistics."""
         first = ready[0].pair.staged
         sizes = [each.pair.size for each in ready]
-        most = most_elements(first.device)
-        groups = in_groups([self._key(each) for each in ready], sizes, most)
+        most = max_stacked_elements(first.device)
+        groups = group_equal([self._key(each) for each in ready], sizes, most)
         ready = [ready[i] for group in groups for i in group]
 
         # The sums of equal layers by the same operations.
@@ -439,7 +439,7 @@ class StatisticsCollector:
                 factors = {letter: part[i] for letter, part in parts.items()}
                 news.append((pair.staged, pair.pass_rows.number, factors, records[start + i]))
             start += len(group)
-        put(news)
+        add_pairs(news)
 
     def _key(self, ready: ReadyPair) -> Hashable:
         """What pairs have in common that are added up together."""
@@ -458,7 +458,7 @@ class StatisticsCollector:
         kind = pair.block.kinds.get(pair.module)
         if type(pair.block) is not KroneckerBlock or kind is None:
             return False
-        small = pair.d.device.type != "cpu" or pair.size <= most_elements(pair.d.device)
+        small = pair.d.device.type != "cpu" or pair.size <= max_stacked_elements(pair.d.device)
         return small and kind.multiplies_rows
 
     def _sizes(self, pair: Pair) -> tuple[int, ...]:
@@ -480,7 +480,7 @@ class StatisticsCollector:
             factors = {}
             for letter in formed[0].factors:
                 factors[letter] = as_stack([each.factors[letter] for each in formed])
-            records[:, 0] = shared_number([each.examples for each in formed], records)
+            records[:, 0] = merge_numbers([each.examples for each in formed], records)
             routed = [each.routed for each in formed if each.routed is not None]
             if routed:
                 records[:, -shape.groups :] = torch.stack(routed)
@@ -560,7 +560,7 @@ def look_at_rows(pairs: Sequence[Pair], ended: bool) -> None:
         equal = zip(groups, gradients, strict=True)
         keys = [(id(group), d.shape, d.dtype, d.device) for group, d in equal]
         sizes = [d.numel() for d in gradients]
-        for together in in_groups(keys, sizes, most_elements(gradients[0].device)):
+        for together in group_equal(keys, sizes, max_stacked_elements(gradients[0].device)):
             mask = as_stack([gradients[i] for i in together]).any(-1)
             alive = mask[0] if len(together) == 1 else mask.any(0)
             groups[together[0]].add(LiveRows(alive, 0))

@@ -28,13 +28,13 @@ __all__ = [
     "DeviceRead",
     "Numbers",
     "as_stack",
-    "in_groups",
-    "most_elements",
-    "numbers_of",
-    "own_stack",
+    "group_equal",
+    "max_stacked_elements",
+    "merge_numbers",
     "pack_upper_triangular",
     "packed_length",
-    "shared_number",
+    "read_numbers",
+    "stack_in_place",
     "unpack_upper_triangular",
 ]
 
@@ -42,12 +42,12 @@ _base_of: Any = vars(torch._C.TensorBase)["_base"].__get__
 """The tensor that one is a view of, or None."""
 
 
-def most_elements(device: torch.device) -> int:
+def max_stacked_elements(device: torch.device) -> int:
     """Elements up to which tensors are stacked: beyond, an operation pays for being launched."""
     return 2**16 if device.type == "cpu" else 2**24
 
 
-def in_groups(
+def group_equal(
     keys: Sequence[Hashable], sizes: Sequence[float] | None = None, most: float = 0
 ) -> list[list[int]]:
     """The positions of equal keys, together; of those with ``sizes`` no more than ``most``."""
@@ -65,7 +65,7 @@ def in_groups(
     return groups
 
 
-def numbers_of(*groups: Sequence[Tensor]) -> list[list[float]]:
+def read_numbers(*groups: Sequence[Tensor]) -> list[list[float]]:
     """The numbers of groups of tensors; a device is waited for once."""
     flat = [tensor.reshape(-1) for group in groups for tensor in group]
     if not flat:
@@ -96,13 +96,13 @@ class DeviceRead:
         def numbers() -> list[float]:
             known = len(self._numbers)
             if index >= known:
-                self._numbers += numbers_of(*self._tensors[known:])
+                self._numbers += read_numbers(*self._tensors[known:])
             return self._numbers[index]
 
         return numbers
 
 
-def shared_number(numbers: Sequence[Tensor | float], like: Tensor) -> Tensor | float:
+def merge_numbers(numbers: Sequence[Tensor | float], like: Tensor) -> Tensor | float:
     """The number that all layers have, as it is; else the numbers of all, ``(n,)``.
 
     A device gets a number that all have once.
@@ -131,7 +131,7 @@ def as_stack(parts: Sequence[Tensor]) -> Tensor:
     return first.as_strided((len(parts), *first.shape), (step, *first.stride()))
 
 
-def own_stack(owners: Sequence[MutableMapping[str, Tensor]], name: str) -> Tensor:
+def stack_in_place(owners: Sequence[MutableMapping[str, Tensor]], name: str) -> Tensor:
     """The tensors that owners have by a name as one, of which each has a slice from now on."""
     whole = as_stack([owner[name] for owner in owners])
     if _base_of(whole) is None:  # a copy

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from second_order.errors import SecondOrderError, SecondOrderWarning
-from second_order.kronecker.autograd import as_used
-from second_order.kronecker.block import as_matrices
+from second_order.kronecker.autograd import to_compute_dtype
+from second_order.kronecker.block import to_matrices
 from second_order.kronecker.experts import Routed
 from second_order.kronecker.layer_curvature import Eigen
 from second_order.kronecker.layers import CONVOLUTIONS, Form, gram, layout_of, live_rows
@@ -113,7 +113,7 @@ class Inputs(Accumulator):
         if x.shape[-1] == layer.shape.dims["A"]:  # else the model itself will raise
             rows, number = self.batch.rows.pick(x)
             self.rows[layer.name] += number
-            self.sums.add_gram((layer.name, "A"), as_used(rows))
+            self.sums.add_gram((layer.name, "A"), to_compute_dtype(rows))
 
 
 # ------------------------------------------------------------------------------------------- pairs
@@ -324,7 +324,7 @@ def _gradient(layer: Layer, pair: Pair) -> Tensor:
     if layer.has_bias:
         gradients.append(_bias_gradient(layer, pair))
     sizes = [shape.numel() for shape in layer.shapes.values()]
-    return as_matrices(gradients, layout_of(layer.shape, sizes))
+    return to_matrices(gradients, layout_of(layer.shape, sizes))
 
 
 def _bias_gradient(layer: Layer, pair: Pair) -> Tensor:

@@ -116,7 +116,7 @@ def find_layers(
                     block=block,
                     shape=kind.shape(module, False) if inputs_only else block.shape,
                     shapes={names[id(p)]: p.shape for p in params},
-                    factors="A" if inputs_only else block.shape.letters,
+                    factors="A" if inputs_only else block.shape.factor_names,
                     owner=0,
                 )
             )

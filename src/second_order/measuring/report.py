@@ -67,7 +67,7 @@ def build_curvature(
             shape=layer.shape,
             stored={
                 factor: measured.factors[name, factor]
-                for factor in layer.shape.letters
+                for factor in layer.shape.factor_names
                 if (name, factor) in measured.factors
             },
             examples=measured.terms or measured.rows[name],

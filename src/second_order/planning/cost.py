@@ -148,7 +148,7 @@ def layer_costs(layer: Layer, solver: str, machine: Machine) -> LayerCosts:
     """The costs of one layer."""
     shape = layer.shape
     gradient_size = shape.groups * shape.in_dim * shape.out_dim
-    factor_sizes = [math.prod(shape.stored_shape(letter)) for letter in shape.letters]
+    factor_sizes = [math.prod(shape.stored_shape(letter)) for letter in shape.factor_names]
     inverse_sizes = [math.prod(size) for size in SOLVERS[solver].saved_shapes(shape).values()]
 
     statistics = 0.0

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from second_order.kronecker.autograd import is_reached
-from second_order.kronecker.storage import in_groups, numbers_of
+from second_order.kronecker.storage import group_equal, read_numbers
 
-__all__ = ["TOLERANCE", "Explanation", "residuals"]
+__all__ = ["TOLERANCE", "Verification", "residuals"]
 
 TOLERANCE = 0.1
 """The largest r of a layer whose gradient counts as explained: low precision rounds by 4 %."""
@@ -47,7 +47,7 @@ class PairSketch(NamedTuple):
     d_norm: Tensor
 
 
-class Explanation:
+class Verification:
     """The products with R that a layer's passes leave for a step to compare.
 
     A hook hangs on the weight from a pair until the gradient arrives, in the same pass.
@@ -70,7 +70,7 @@ class Explanation:
         self._hook: RemovableHandle | None = None
 
     @property
-    def known(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether pairs and gradient are all seen."""
         return self._complete and bool(self.pairs) and self.gradient is not None
 
@@ -111,20 +111,20 @@ class Explanation:
             self.weight = _sketch(weight.detach().to(wide))
 
 
-def residuals(explanations: Sequence[Explanation]) -> list[float]:
+def residuals(explanations: Sequence[Verification]) -> list[float]:
     """The residuals of explanations that are known; a device is read once."""
-    groups = in_groups([each.key for each in explanations])
-    (values,) = numbers_of([_residuals([explanations[i] for i in group]) for group in groups])
+    groups = group_equal([each.key for each in explanations])
+    (values,) = read_numbers([_residuals([explanations[i] for i in group]) for group in groups])
     found = [0.0] * len(explanations)
     for i, value in zip(chain(*groups), values, strict=True):
         found[i] = value
     return found
 
 
-def _residuals(layers: Sequence[Explanation]) -> Tensor:
+def _residuals(layers: Sequence[Verification]) -> Tensor:
     """The share r of the gradient that pairs leave over, less what rounding may make, ``(n,)``.
 
-    The layers have one :attr:`Explanation.key`.
+    The layers have one :attr:`Verification.key`.
     """
     first = layers[0]
     sketches = [pair for layer in layers for pair in layer.pairs]
