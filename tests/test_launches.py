@@ -270,7 +270,7 @@ CASES = {
     "GradScaler": kfac(scaled=True, base_waits=True),
     "sum over the step": kfac(loss_reduction="step_mean"),
     "sampled": kfac(fisher="categorical"),
-    "exact blocks": kfac(exact_blocks=True),
+    "exact blocks": kfac(precondition_norms=True),
     "lone matrices": kfac(model="lone", other_matrices="gradient"),
     "by trace": kfac(inv_update_steps=TraceRule()),
     "by drift": Case(KAISA, MOMENTUM),

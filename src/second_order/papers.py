@@ -125,7 +125,7 @@ SETTINGS: dict[type[SecondOrderOptimizer], dict[str, Any]] = {
         "fisher": "categorical",  # eq. 1: labels are sampled from the network
         "conv_factors": "cheap",  # 6.2, appendix A
         "doubly_factored": "auto",  # 4
-        "exact_blocks": True,  # 6.2.1
+        "precondition_norms": True,  # 6.2.1
     },
     DHO2: {
         **EXTREME_EIGENPAIRS,

@@ -80,7 +80,7 @@ OPTIONS: dict[Any, tuple[Any, ...]] = {
     DHO2: (FOSIOptions, ScriptOptions),
     MRDHO2: (EpochOptions, ScriptOptions),
 }
-OTHERWISE: dict[Any, dict[str, Any]] = {DistKFAC: {"exact_blocks": True}}
+OTHERWISE: dict[Any, dict[str, Any]] = {DistKFAC: {"precondition_norms": True}}
 ABSENT = {  # fields that are no keywords
     DHO2: {"rest"},
     MRDHO2: {
@@ -228,7 +228,7 @@ FLAGS = (
     "colocate_factors",
     "async_inverse",
     "deterministic",
-    "exact_blocks",
+    "precondition_norms",
     "lr_scale_guard",
     "warm_start",
     "trust_region",

@@ -24,7 +24,7 @@ N = 77
 def trained(name: str) -> tuple[nn.Module, KroneckerCurvature]:
     case = ZOO[name]
     model = case.model()
-    optimizer = make(DistKFAC, model, exact_blocks=True)
+    optimizer = make(DistKFAC, model, precondition_norms=True)
     take(model, optimizer, case.batches(1)[0], case.loss)
     return model, optimizer.curvature(dtype=torch.float64)
 

@@ -48,7 +48,7 @@ PLAIN: dict[str, Any] = {
     # DistKFAC as the others: when inverses come must not depend on threads.
     "max_staleness": 0,
     "solver": "eigen",
-    "exact_blocks": False,
+    "precondition_norms": False,
     **EXACT,
 }
 PAIRS: dict[str, Any] = {
@@ -97,7 +97,7 @@ each_variant = pytest.mark.parametrize(
             for fisher in ("empirical", "categorical")
         ),
         pytest.param(
-            DistKFAC, {"solver": "inverse", "exact_blocks": True}, id="DistKFAC-exact-blocks"
+            DistKFAC, {"solver": "inverse", "precondition_norms": True}, id="DistKFAC-exact-blocks"
         ),
         pytest.param(DHO2, {}, id="DHO2"),
     ],

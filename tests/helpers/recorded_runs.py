@@ -91,7 +91,7 @@ SCENES: dict[str, tuple[Any, str, dict[str, Any], tuple[int, ...]]] = {
     "DistKFAC, exact blocks": (
         DistKFAC,
         "norms",
-        {**KFAC, **MOMENTUM, **THREADS, "exact_blocks": True, "solver": "eigen"},
+        {**KFAC, **MOMENTUM, **THREADS, "precondition_norms": True, "solver": "eigen"},
         (1, 2),
     ),
     "DistKFAC, no staleness": (

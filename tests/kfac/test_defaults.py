@@ -185,7 +185,7 @@ def preconditioned(System: Any, name: str, scale: str, **options: Any) -> Any:
     case = ZOO[name]
     model = case.model()
     approx = {"kfac_approx": case.shared} if case.shared else {}
-    chosen = {"preconditioner_scale": scale, "exact_blocks": True, **approx, **options}
+    chosen = {"preconditioner_scale": scale, "precondition_norms": True, **approx, **options}
     optimizer = make(System, model, lr=0.0, **chosen)
     for batch in case.batches(2, n=8):
         take(model, optimizer, batch, case.loss)

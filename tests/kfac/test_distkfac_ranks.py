@@ -49,7 +49,7 @@ def synchronous(
             model = case.model()
             chosen = {**OPTIONS, "solver": "inverse", **options}
             with noted():
-                extra = {"exact_blocks": False, "max_staleness": 0}
+                extra = {"precondition_norms": False, "max_staleness": 0}
                 optimizer: Any = distkfac(model, **chosen, **extra) if mine else None
                 optimizer = optimizer or KAISA(model, **chosen)
             pair.append(go(model, optimizer, case, shards(case.batches(4, 12), rank, world_size)))

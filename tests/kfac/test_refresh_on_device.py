@@ -117,7 +117,7 @@ SEEN_ROWS: dict[str, Any] = {
     "prompts": (Causal, labels(2, 2), {}),
     "flat": (partial(Causal, True), labels(2, 2), {}),
     "reduced": (Causal, labels(2, 2), {"kfac_approx": "reduce"}),
-    "norms": (Causal, labels(2, 2), {"exact_blocks": True}),
+    "norms": (Causal, labels(2, 2), {"precondition_norms": True}),
     "experts": (Experts, labels(2), {}),
     "attention": (Attention, labels(2, 1), {}),
     "hinge": (mlp, None, {}),

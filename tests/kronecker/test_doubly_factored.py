@@ -35,7 +35,7 @@ each_solver = pytest.mark.parametrize("solver", ["eigen", "inverse"])
 
 
 def distkfac(model: nn.Module, **options: Any) -> Any:
-    return make(DistKFAC, model, **{"async_inverse": False, "exact_blocks": True, **options})
+    return make(DistKFAC, model, **{"async_inverse": False, "precondition_norms": True, **options})
 
 
 def close(actual: Tensor, expected: Tensor, rtol: float = 1e-10) -> None:

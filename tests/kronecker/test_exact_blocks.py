@@ -68,7 +68,7 @@ def network(name: str, n: int, seed: int = 0) -> tuple[nn.Sequential, Batch]:
 
 def distkfac(params_or_model: Any, **options: Any) -> Any:
     return make(
-        DistKFAC, params_or_model, **{"async_inverse": False, "exact_blocks": True, **options}
+        DistKFAC, params_or_model, **{"async_inverse": False, "precondition_norms": True, **options}
     )
 
 

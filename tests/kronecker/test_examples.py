@@ -262,7 +262,7 @@ def test_a_padded_batch_has_the_factors_of_the_unpadded_one(System: Any, approx:
     batch = torch.randint(9, (3, 4)), torch.randint(CLASSES, (3, 4))
     options: dict[str, Any] = {"kfac_approx": approx}
     if System is DistKFAC:
-        options["exact_blocks"] = True
+        options["precondition_norms"] = True
     found = []
     for each, (tokens, labels) in ((model, padded(*batch, 16)), (twin, batch)):
         optimizer = make(System, each, **options)

@@ -62,13 +62,13 @@ def sequence(n: int = 6) -> tuple[Tensor, Tensor]:
 
 
 @quiet
-@pytest.mark.parametrize("exact_blocks", [False, True])
+@pytest.mark.parametrize("precondition_norms", [False, True])
 @pytest.mark.parametrize("name", ZOO)
-def test_every_layer_of_the_zoo_explains_its_gradient(name: str, exact_blocks: bool) -> None:
+def test_every_layer_of_the_zoo_explains_its_gradient(name: str, precondition_norms: bool) -> None:
     case = ZOO[name]
     model = case.model()
     with judged() as found:
-        optimizer = make(KAISA, model, exact_blocks=exact_blocks)
+        optimizer = make(KAISA, model, precondition_norms=precondition_norms)
         for batch in (case.batch(8), case.batch(5, seed=1)):  # micro-batches
             case.loss(model(batch[0]), batch[1]).backward()
         optimizer.step()
@@ -147,7 +147,7 @@ def spread(rank: int, world_size: int, how: str) -> dict[str, float]:
     model: Any = fsdp(narrow(), "layers") if how == "FSDP2" else narrow()
     wrapped = DistributedDataParallel(model) if how == "DDP" else model
     with judged() as found:
-        optimizer = make(KAISA, model, exact_blocks=how == "DDP")
+        optimizer = make(KAISA, model, precondition_norms=how == "DDP")
         for batch in batches(2):
             x, y = shard(batch, rank, world_size)
             (wrapped(x) - y).square().mean().backward()
@@ -277,7 +277,7 @@ def test_a_pair_of_other_sizes_ends_no_backward(kind: str, fisher: str) -> None:
     torch.manual_seed(0)
     model, x = pooled(kind), torch.randn(6, 4, 5, dtype=F64)
     x = torch.randint(7, (6, 4)) if kind == "embedding" else x
-    optimizer = make(KAISA, model, fisher=fisher, exact_blocks=True)
+    optimizer = make(KAISA, model, fisher=fisher, precondition_norms=True)
     for _ in range(2):
         take(model, optimizer, (x, torch.arange(6) % CLASSES))
     rows = {row.name: row.status for row in optimizer.summary().rows}
@@ -300,7 +300,7 @@ def test_what_is_no_layer_of_its_kind_goes_to_the_base(System: Any, name: str, f
     model = odd_model(name)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        optimizer = make(System, model, fisher=fisher, exact_blocks=True)
+        optimizer = make(System, model, fisher=fisher, precondition_norms=True)
         for _ in range(3):
             torch.manual_seed(1)
             optimizer.zero_grad()

@@ -51,7 +51,7 @@ def vgg() -> nn.Sequential:
 
 def distkfac(params_or_model: Any, **options: Any) -> Any:
     return make(
-        DistKFAC, params_or_model, **{"async_inverse": False, "exact_blocks": True, **options}
+        DistKFAC, params_or_model, **{"async_inverse": False, "precondition_norms": True, **options}
     )
 
 
@@ -115,7 +115,7 @@ def test_norms_that_share_a_gain_are_trained_by_the_base() -> None:
     blocks, left = find(model)
     assert kinds(blocks) == {"first": ExactBlock, "head": KroneckerBlock}
     assert left.keys() == {"second"}
-    optimizer = make(KAISA, model, exact_blocks=True)
+    optimizer = make(KAISA, model, precondition_norms=True)
     x, y = torch.randn(6, 4), torch.randint(CLASSES, (6,))
     nn.functional.cross_entropy(model.head(model.second(model.first(x).tanh())), y).backward()
     optimizer.step()

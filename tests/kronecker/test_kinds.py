@@ -268,7 +268,7 @@ def test_norms_have_exact_blocks(System: Any, build: Callable[[], nn.Module], mo
     F = torch.diag(F.diagonal()) if most == 2 else F
     expected = ref.dense_solve(F, each.mean(0), 0.1)
     with mock.patch.object(plan, "MAX_EXACT_DIM", most):
-        optimizer = make(System, model, lr=1.0, exact_blocks=True)
+        optimizer = make(System, model, lr=1.0, precondition_norms=True)
     take(model, optimizer, (x, y))
     step = torch.cat([p.grad.flatten() for p in params.values() if p.grad is not None])
     close(step, expected)
@@ -508,7 +508,7 @@ def test_the_worked_example_of_the_docs_runs() -> None:
     names["optimizer"].close()
     exec(second, names)
     model = nn.Sequential(names["LayerScale"](8), nn.Linear(8, 3))
-    rows = KAISA(model, lr=0.1, exact_blocks=True).summary().rows
+    rows = KAISA(model, lr=0.1, precondition_norms=True).summary().rows
     assert {row.detail for row in rows} == {"exact 8²", "A 9², G 3²"}
 
 
@@ -522,7 +522,7 @@ def test_the_rules_of_torchs_own_layers_stay(kind: Any, how: dict[str, Any]) -> 
     ):
         second_order.register_layer(kind, **how)
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
-    rows = KAISA(model, lr=0.1, exact_blocks=True).summary().rows
+    rows = KAISA(model, lr=0.1, precondition_norms=True).summary().rows
     assert {row.detail for row in rows} == {"A 4², G 4²", "exact 8²"}
 
 

@@ -26,7 +26,7 @@ KINDS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "linear, inverse": (DPKFAC, "mlp", {"solver": "inverse"}),
     "convolution": (KAISA, "conv_grouped", {}),
     "embedding": (KAISA, "language_model", {}),
-    "exact": (DistKFAC, "norms", {"exact_blocks": True}),
+    "exact": (DistKFAC, "norms", {"precondition_norms": True}),
     "doubly factored": (DistKFAC, "flattened", {"doubly_factored": {"3": (4, 2)}}),
 }
 

@@ -213,7 +213,7 @@ def train_on_default_device(
     """A run with a checkpoint, the model on the CPU; batches and the model are made before."""
     options = {
         KAISA: {"fisher": "categorical"},
-        DistKFAC: {"exact_blocks": True, "inv_update_steps": TraceRule()},
+        DistKFAC: {"precondition_norms": True, "inv_update_steps": TraceRule()},
         MRDHO2: {"helper_ranks": world_size - 1},
     }.get(System, {})
     torch.manual_seed(0)

@@ -82,7 +82,7 @@ NONE_AT_ALL = (
     "left graphs without hooks: call torch.compiler.reset() once"
 )
 REMEDY = (
-    "exact_blocks=True, a larger max_factor_dim or a shorter skip_layers, and where "
+    "precondition_norms=True, a larger max_factor_dim or a shorter skip_layers, and where "
     "register_layer() tells what a class computes"
 )
 UNEXPLAINED = (

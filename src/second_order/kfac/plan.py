@@ -68,7 +68,7 @@ def block_rules(
     return BlockRules(
         max_factor_dim=options.max_factor_dim,
         doubly_factored={} if doubly_factored is None else doubly_factored,
-        max_exact_dim=MAX_EXACT_DIM if options.exact_blocks else None,
+        max_exact_dim=MAX_EXACT_DIM if options.precondition_norms else None,
         other_matrices=options.other_matrices,
         approximation=options.kfac_approx,
     )

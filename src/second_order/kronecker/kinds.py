@@ -242,7 +242,7 @@ def register_layer(
     of d xᵀ over rows. It gets Kronecker factors, as a Linear has.
 
     A gain: the output is ``gain * factor(x) + b``, the gain along its last dimensions. It gets an
-    exact block, where the optimizer has ``exact_blocks=True``.
+    exact block, where the optimizer has ``precondition_norms=True``.
 
     Args:
         kind: The class.

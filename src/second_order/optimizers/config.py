@@ -351,9 +351,10 @@ class KFACOptions:
             passes of the step, on all processes, and times the number of processes, over which
             gradients are averaged. "auto": "step_mean" if the model's forward is given
             ``num_items_in_batch``, as by transformers' Trainer; otherwise "mean".
-        exact_blocks: Gains and biases of norms have exact blocks, and so have biases that train
-            alone; False leaves them to the base. Norms of other classes are found by what they
-            compute. Above 256 entries a block is its diagonal.
+        precondition_norms: Whether to precondition the gains and biases of norm layers, and biases
+            that train without their weight, by exact Fisher blocks (diagonal ones above 256
+            entries). False: the base trains them with their plain gradients. Norm layers of unknown
+            classes are recognized by what they compute.
         other_matrices: "gradient": matrices without a rule, such as those of recurrent layers or
             parameters outside of modules, and those of layers that are too large, get factors from
             the gradient itself, as in Shampoo; a side longer than ``max_factor_dim`` its diagonal.
@@ -384,7 +385,7 @@ class KFACOptions:
     fisher: Fisher = "empirical"
     kfac_approx: Literal["expand", "reduce"] = "expand"
     loss_reduction: str = AUTO
-    exact_blocks: bool = False
+    precondition_norms: bool = False
     other_matrices: str = AUTO
     skip_layers: Sequence[str] = ()
     max_factor_dim: int = 8192
@@ -395,7 +396,7 @@ class KFACOptions:
         check_flag("relative_damping", self.relative_damping)
         self._check_numbers()
         self._check_intervals()
-        check_flag("exact_blocks", self.exact_blocks)
+        check_flag("precondition_norms", self.precondition_norms)
         check_choice("preconditioner_scale", self.preconditioner_scale, ("gradient", "newton"))
         check_choice("step_scale", self.step_scale, (AUTO, True, False))
         check_choice("solver", self.solver, ("inverse", "eigen"))

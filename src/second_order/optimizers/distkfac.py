@@ -106,7 +106,7 @@ class DistKFAC(KroneckerOptimizer):
         grad_scaler: Any = None,
         gradient_averaging: str | bool = "auto",
         process_group: Any = None,
-        exact_blocks: bool = True,
+        precondition_norms: bool = True,
         other_matrices: str = "auto",
         skip_layers: Sequence[str] = (),
         max_factor_dim: int = 8192,

@@ -116,7 +116,7 @@ class KAISA(KroneckerOptimizer):
         grad_scaler: Any = None,
         gradient_averaging: str | bool = "auto",
         process_group: Any = None,
-        exact_blocks: bool = False,
+        precondition_norms: bool = False,
         other_matrices: str = "auto",
         skip_layers: Sequence[str] = (),
         max_factor_dim: int = 8192,
