@@ -984,7 +984,7 @@ frozen parts that are not the model's
 
 == optimizers/config.py
 Newton's scale by default  <-  defaults::the_scale_of_steps_is_the_same_over_every_base
-    grafted = self.preconditioner_scale == "gradient"  =>  grafted = False
+    grafted = self.grafting == "gradient"  =>  grafted = False
 every base taken for SGD
   <-  defaults::defaults_follow_the_base defaults::of_two_bases_the_first_is_asked
     adaptive = is_adaptive(base)  =>  adaptive = False

@@ -51,7 +51,7 @@ GRIDS: dict[str, list[Setting]] = {
     OURS: [
         *[(lr, {}) for lr in (0.007, 0.01, 0.014)],
         *[(0.01, {"damping": damping}) for damping in (0.03, 0.2)],
-        (0.01, {"damping": 0.05, "preconditioner_scale": "newton"}),
+        (0.01, {"damping": 0.05, "grafting": "none"}),
     ],
 }
 
@@ -135,9 +135,7 @@ def main() -> None:
         best[DEFAULTS] = best[REFERENCE]
         best[TWICE] = 2 * best[REFERENCE][0], {}
         best[OWN_SCALE] = best_of(
-            run
-            for run in grids
-            if run["name"] == OURS and "preconditioner_scale" not in run["job"]["options"]
+            run for run in grids if run["name"] == OURS and "grafting" not in run["job"]["options"]
         )
     named = [(name, seed) for name in best for seed in range(arguments.seeds)]
     done = run_all((job(task, n, best[n], seed) for n, seed in named), arguments.processes)

@@ -209,7 +209,7 @@ def kaisa(lr: float, damping: float) -> Callable[[nn.Module], torch.optim.Optimi
         model,
         lr=lr,
         damping=damping,
-        preconditioner_scale="newton",
+        grafting="none",
         solver="eigen",
         inv_update_steps=1,
         fisher="gaussian",

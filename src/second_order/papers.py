@@ -88,7 +88,7 @@ def _value_at(value: float, step: int) -> float:
 
 ABSOLUTE_DAMPING: dict[str, Any] = {
     "relative_damping": False,  # [K] 4.2, [Z] 15, [B] 10
-    "preconditioner_scale": "newton",  # [K] 4.3, [Z] 15, [B] 3
+    "grafting": "none",  # [K] 4.3, [Z] 15, [B] 3
     "factor_decay": 0.95,  # [Z] 6.1, [M] 5; [K] gives none, and [B] tunes it by hand
 }
 EXTREME_EIGENPAIRS: dict[str, Any] = {

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MOMENTUM: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.01}
 ADAM: dict[str, Any] = {"base": torch.optim.Adam, "lr": 0.01, "weight_decay": 0.01}
 AT_ONCE: dict[str, Any] = {"async_inverse": False}
-GRADIENT: dict[str, Any] = {"preconditioner_scale": "gradient"}  # and the step scale follows
+GRADIENT: dict[str, Any] = {"grafting": "gradient"}  # and the step scale follows
 Choice = tuple[Any, dict[str, Any]]
 CHOICES: list[Choice] = [
     (KAISA, MOMENTUM),

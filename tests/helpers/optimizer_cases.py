@@ -42,7 +42,7 @@ PLAIN: dict[str, Any] = {
     "damping_floor": 0.0,
     "factor_decay": 0.95,
     "kl_clip": None,
-    "preconditioner_scale": "newton",
+    "grafting": "none",
     "factor_update_steps": 1,
     "inv_update_steps": 1,
     # DistKFAC as the others: when inverses come must not depend on threads.

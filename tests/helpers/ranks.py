@@ -40,7 +40,7 @@ OPTIONS: dict[str, Any] = {
     "factor_decay": 0.95,
     "solver": "eigen",
     "kl_clip": 2.5e-3,  # active at some steps of `mlp`: always, it would hide a gradient's scale
-    "preconditioner_scale": "newton",
+    "grafting": "none",
     "factor_update_steps": 1,
     "inv_update_steps": 1,
     **EXACT,
@@ -137,7 +137,7 @@ def by_reference(
         loss=case.loss,
         skip=skipped,
         weight_decay=chosen.get("weight_decay", 0.0),
-        gradient_scale=chosen["preconditioner_scale"] == "gradient",
+        gradient_scale=chosen["grafting"] == "gradient",
         **{name: chosen[name] for name in same if name in chosen},
     )
     return reference.trajectory(batches)

@@ -41,7 +41,7 @@ KFAC: dict[str, Any] = {
     "damping_floor": 0.0,
     "relative_damping": True,
     "kl_clip": 2e-3,
-    "preconditioner_scale": "newton",
+    "grafting": "none",
     "factor_decay": 0.9,
     "factor_update_steps": DenseFirst(EARLY, 2),
     "inv_update_steps": DenseFirst(EARLY, 3),

@@ -57,7 +57,7 @@ def test_of_two_bases_the_first_is_asked() -> None:
     assert options_of(KAISA(model, lr=0.1, base=SGD, rest=AdamW)).factor_decay == PerStep(0.995)
 
 
-SCALE = "preconditioner_scale", "damping", "damping_floor", "step_scale"
+SCALE = "grafting", "damping", "damping_floor", "step_scale"
 
 
 @pytest.mark.parametrize("base", [SGD, Adam, AdamW])
@@ -78,7 +78,7 @@ def test_absolute_damping_has_no_floor() -> None:
 def test_a_change_is_held_against_the_usual_one_over_every_base() -> None:
     for base in (SGD, AdamW):
         assert options_of(KAISA(nn.Linear(3, 2), lr=0.1, base=base)).kl_clip == "auto"
-    papers = KAISA(nn.Linear(3, 2), lr=0.1, preconditioner_scale="newton")
+    papers = KAISA(nn.Linear(3, 2), lr=0.1, grafting="none")
     assert options_of(papers).kl_clip is None
 
 
@@ -95,8 +95,8 @@ class ScheduleFree(SGD):
 @pytest.mark.parametrize(
     "options",
     [
-        {"preconditioner_scale": "newton"},
-        {"preconditioner_scale": "newton", "kl_clip": 1e-3},
+        {"grafting": "none"},
+        {"grafting": "none", "kl_clip": 1e-3},
         {"base": ScheduleFree},
         {"step_scale": False},
     ],
@@ -185,7 +185,7 @@ def preconditioned(System: Any, name: str, scale: str, **options: Any) -> Any:
     case = ZOO[name]
     model = case.model()
     approx = {"kfac_approx": case.shared} if case.shared else {}
-    chosen = {"preconditioner_scale": scale, "precondition_norms": True, **approx, **options}
+    chosen = {"grafting": scale, "precondition_norms": True, **approx, **options}
     optimizer = make(System, model, lr=0.0, **chosen)
     for batch in case.batches(2, n=8):
         take(model, optimizer, batch, case.loss)
@@ -204,7 +204,7 @@ def test_the_gradients_scale_is_newtons_times_the_mean_damped_curvature(
 ) -> None:
     options: dict[str, Any] = {"solver": solver, "relative_damping": relative}
     options |= {"damping": damping, "damping_floor": 0.0}
-    newton, scaled = (preconditioned(System, name, s, **options) for s in ("newton", "gradient"))
+    newton, scaled = (preconditioned(System, name, s, **options) for s in ("none", "gradient"))
     blocks: Any = [each._curvature.layers.active for each in (newton, scaled)]
     assert blocks[0]
     for plain, other in zip(*blocks, strict=True):

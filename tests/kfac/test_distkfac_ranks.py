@@ -64,7 +64,7 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("mlp", {"solver": "eigen", "relative_damping": True}),
     ("conv_grouped", {"inv_update_steps": 2, "base": torch.optim.Adam, "lr": 0.01}),
     ("norms", {"factor_update_steps": 2, "kl_clip": None}),
-    ("norms", {"preconditioner_scale": "gradient", "relative_damping": True}),
+    ("norms", {"grafting": "gradient", "relative_damping": True}),
 ]
 
 
@@ -108,7 +108,7 @@ def test_all_have_the_same_parameters_however_the_threads_are_scheduled(
         {
             "max_staleness": 2,
             "deterministic": True,
-            "preconditioner_scale": "gradient",
+            "grafting": "gradient",
             "step_scale": False,
         },
     ]
@@ -124,7 +124,7 @@ def test_all_have_the_same_parameters_however_the_threads_are_scheduled(
             assert max(max(each.values()) for each in delays) <= most
         if "deterministic" in options:
             solver = options.get("solver", "inverse")
-            scaled = "preconditioner_scale" in options
+            scaled = "grafting" in options
             most = options["max_staleness"]
             expected = delayed(most, solver=solver, gradient_scale=scaled)
             assert_same_trajectory(found, expected)

@@ -50,7 +50,7 @@ def gradients(model: nn.Module) -> tuple[Tensor, Tensor]:
     "options",
     [
         {},
-        {"relative_damping": True, "preconditioner_scale": "gradient"},
+        {"relative_damping": True, "grafting": "gradient"},
         {"solver": "inverse", "inv_update_steps": TraceRule(every=1)},
         {"damping": lambda step: 0.1},
     ],
@@ -217,7 +217,7 @@ def test_a_layer_in_two_groups_is_named(option: str, value: Any) -> None:
 SPREAD: list[tuple[int, dict[str, Any]]] = [
     (0, {}),
     (0, {"grad_worker_fraction": 0, "factor_exchange": "reduce"}),
-    (2, {"preconditioner_scale": "gradient", "base": torch.optim.AdamW}),
+    (2, {"grafting": "gradient", "base": torch.optim.AdamW}),
 ]
 
 

@@ -112,9 +112,9 @@ VARIATIONS: dict[str, dict[str, Any]] = {
     "intervals as callables": {"factor_update_steps": growing, "inv_update_steps": every_third},
     "damping as callable": {"damping": falling},
     "relative damping as callable": {"damping": falling, "relative_damping": True},
-    "scale of the gradient": {"preconditioner_scale": "gradient", "step_scale": False},
+    "scale of the gradient": {"grafting": "gradient", "step_scale": False},
     "scale of the gradient, inverse": {
-        "preconditioner_scale": "gradient",
+        "grafting": "gradient",
         "step_scale": False,
         "solver": "inverse",
     },

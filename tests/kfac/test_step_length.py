@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(10, n=12)
-GRADIENT: dict[str, Any] = {"preconditioner_scale": "gradient"}
+GRADIENT: dict[str, Any] = {"grafting": "gradient"}
 FOLLOWS: dict[str, Any] = {**GRADIENT, "momentum": 0.9}  # refreshed at every step
 ADAM: dict[str, Any] = {**GRADIENT, "base": torch.optim.Adam, "lr": 0.01}
 SYSTEMS = {System.__name__: System for System in KRONECKER}
@@ -236,9 +236,9 @@ def test_preconditioned_weights_alone_are_scaled_and_no_base_sees_it(
 
 def test_with_newtons_scale_or_none_wanted_steps_stay_as_they_are() -> None:
     chosen: list[dict[str, Any]] = [
-        {"preconditioner_scale": "newton", "kl_clip": None},
-        {"preconditioner_scale": "newton", "kl_clip": 1e-3},
-        {"preconditioner_scale": "gradient", "step_scale": False},
+        {"grafting": "none", "kl_clip": None},
+        {"grafting": "none", "kl_clip": 1e-3},
+        {"grafting": "gradient", "step_scale": False},
     ]
     for options in chosen:
         model = MLP.model()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(12, n=12)
-OPTIONS: dict[str, Any] = {"preconditioner_scale": "gradient", "kl_clip": "auto", "lr": 0.01}
+OPTIONS: dict[str, Any] = {"grafting": "gradient", "kl_clip": "auto", "lr": 0.01}
 SYSTEMS = {System.__name__: System for System in KRONECKER}
 SIZES = st.one_of(st.just(0.0), st.floats(1e-6, 1e6))
 CHANGES = st.lists(SIZES, min_size=1, max_size=30)
@@ -148,7 +148,7 @@ def test_results_are_clipped_before_they_are_rounded(kl_clip: Any) -> None:
     """Without the clip, these would overflow float16."""
     torch.manual_seed(0)
     model = nn.Linear(4, 3).half()
-    newton = {"damping": 1e-9, "relative_damping": False, "preconditioner_scale": "newton"}
+    newton = {"damping": 1e-9, "relative_damping": False, "grafting": "none"}
     optimizer = KAISA(model, lr=1e-3, kl_clip=kl_clip, **newton)
     model(torch.randn(2, 4).half()).square().sum().backward()
     gradient = model.weight.grad.clone()

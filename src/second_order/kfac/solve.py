@@ -364,7 +364,7 @@ class Solves:
     @property
     def scaled(self) -> bool:
         """Whether inverses are multiplied by the mean eigenvalue of the damped curvature."""
-        return self.options.preconditioner_scale == "gradient"
+        return self.options.grafting == "gradient"
 
     # ------------------------------------------------------------------------------- one refresh
 

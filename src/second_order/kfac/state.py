@@ -392,7 +392,7 @@ def load_inverses(
 def _read_inverse(
     part: Mapping[str, Any], block: KroneckerBlock, solves: Solves, loaded: LoadedInverse
 ) -> LoadedInverse:
-    """Add the inverse itself, unless it is of another solver or ``preconditioner_scale``."""
+    """Add the inverse itself, unless it has another solver or ``grafting``."""
     names = solves.solver.saved_shapes(block.shape)
     if not part.keys() >= {INVERSE_DAMPING, *names}:
         return loaded

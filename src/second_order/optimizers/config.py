@@ -300,20 +300,20 @@ class KFACOptions:
             (dim A dim G), so it does not depend on the scale of the loss. False: γ is ``damping``,
             as in the papers. KAISA's published code has smaller factors, and so another γ for the
             same step: see "Where it differs from the paper" in its docs.
-        preconditioner_scale: "gradient": P = (A ⊗ G + γ)⁻¹ ∇ is multiplied by c + γ, where c is
-            the layer's mean curvature, so that it has the gradient's scale. If the curvature is the
-            same in all directions, the gradient stays as it is. "newton": P itself, which is as
-            long as an approximate Newton step. A Newton step grows as gradients shrink, so give it
-            a ``kl_clip``. Adaptive bases remember the size of past gradients, Adam for a thousand
-            steps, and need "gradient".
+        grafting: Scale of the preconditioned gradient P = (A ⊗ G + γ)⁻¹ ∇. "gradient": P is
+            multiplied by c + γ, where c is the layer's mean curvature, which gives it the scale of
+            the gradient. If the curvature is the same in all directions, the gradient does not
+            change. "none": P has the length of an approximate Newton step, as in the papers. Such a
+            step grows as gradients shrink, so also set ``kl_clip``. Adaptive bases normalize by
+            past gradients (Adam by the last thousand steps) and need "gradient".
         kl_clip: κ, the bound on the change lr² Σ P·∇ that one step makes to the model's predictions
             (Pauloski et al. 2022, 5.1); number, tensor of one, callable or None for no bound. A
             number is the bound at the learning rate's peak and shrinks with lr² when a schedule
             lowers it; a callable is used as it is. "auto": Σ |P·∇|, without lr, may be at most four
             times its running average over some twenty steps, so that a batch of outliers cannot
-            undo many steps. With "newton", "auto" is no bound.
+            undo many steps. With ``grafting="none"``, "auto" is no bound.
         step_scale: Whether to multiply the steps of preconditioned weights by a factor τ that
-            follows what the steps do to the loss. "auto": with the scale "gradient", unless the
+            follows what the steps do to the loss. "auto": if ``grafting`` is "gradient", unless the
             base is schedule-free.
         factor_decay: Weight of the past in the running averages of A and G at an update, in [0, 1);
             number, callable or :class:`~second_order.PerStep`. "auto": the number of steps
@@ -374,7 +374,7 @@ class KFACOptions:
     damping: AutoScalar = AUTO
     damping_floor: float | Literal["auto"] = AUTO
     relative_damping: bool = True
-    preconditioner_scale: Literal["gradient", "newton"] = "gradient"
+    grafting: Literal["gradient", "none"] = "gradient"
     kl_clip: AutoScalar | None = AUTO
     step_scale: bool | Literal["auto"] = AUTO
     factor_decay: Schedule | PerStep | Literal["auto"] = AUTO
@@ -397,7 +397,7 @@ class KFACOptions:
         self._check_numbers()
         self._check_intervals()
         check_flag("precondition_norms", self.precondition_norms)
-        check_choice("preconditioner_scale", self.preconditioner_scale, ("gradient", "newton"))
+        check_choice("grafting", self.grafting, ("gradient", "none"))
         check_choice("step_scale", self.step_scale, (AUTO, True, False))
         check_choice("solver", self.solver, ("inverse", "eigen"))
         if not callable(self.fisher):
@@ -450,7 +450,7 @@ class KFACOptions:
         adaptive = is_adaptive(base)
         # A schedule-free base keeps other points than the weights, which would not be scaled.
         schedule_free = all(callable(getattr(base, name, None)) for name in ("train", "eval"))
-        grafted = self.preconditioner_scale == "gradient"
+        grafted = self.grafting == "gradient"
         found: dict[str, Any] = {"adaptive": adaptive, "skip_layers": tuple(self.skip_layers)}
         if is_auto(self.damping):
             found["damping"] = DAMPING

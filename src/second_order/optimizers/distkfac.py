@@ -89,7 +89,7 @@ class DistKFAC(KroneckerOptimizer):
         damping: AutoScalar = "auto",
         damping_floor: float | Literal["auto"] = "auto",
         relative_damping: bool = True,
-        preconditioner_scale: Literal["gradient", "newton"] = "gradient",
+        grafting: Literal["gradient", "none"] = "gradient",
         kl_clip: AutoScalar | None = "auto",
         step_scale: bool | Literal["auto"] = "auto",
         factor_decay: Schedule | PerStep | Literal["auto"] = "auto",
