@@ -509,7 +509,7 @@ relative damping without the mean curvature
   <-  invariants_steps::relative_damping_is_in_units_of_a_layers_mean_curvature
     damping = damping * positive  =>  damping = damping * torch.ones_like(positive)
 a gradient's scale without the damping
-  <-  preconditioner_scale::the_gradients_scale_is_newtons_times_the_mean_damped_curvature
+  <-  defaults::the_gradients_scale_is_newtons_times_the_mean_damped_curvature
     traces = (curvature + damping)  =>  traces = (curvature + 0 * damping)
 damping for scale, from another process
   <-  distkfac_ranks::all_have_the_same_parameters_however_the_threads_are_scheduled
@@ -817,7 +817,7 @@ passes that have nothing in common count together
 
 == kronecker/solvers.py
 an inverse by Cholesky without its scale
-  <-  preconditioner_scale::the_gradients_scale_is_newtons_times_the_mean_damped_curvature
+  <-  defaults::the_gradients_scale_is_newtons_times_the_mean_damped_curvature
     (g * times.view(-1, 1, 1))  =>  g
 γ of three factors split as of two  <-  doubly_factored::15_three_way_solves_are_dense_ones
     damping ** (1 / len(means))  =>  damping ** (1 / 2)

@@ -271,11 +271,11 @@ CASES = {
     "sum over the step": kfac(loss_reduction="step_mean"),
     "sampled": kfac(fisher="categorical"),
     "exact blocks": kfac(precondition_norms=True),
-    "lone matrices": kfac(model="lone", other_matrices="gradient"),
+    "lone matrices": kfac(model="lone", unsupported_layers="gradient_factors"),
     "by trace": kfac(inv_update_steps=TraceRule()),
     "by drift": Case(KAISA, MOMENTUM),
     "some layers alone": kfac(skip_layers=["0.*"]),
-    "too large": kfac(max_factor_dim=WIDTH - 1, other_matrices="gradient"),
+    "too large": kfac(max_factor_dim=WIDTH - 1, unsupported_layers="gradient_factors"),
     "sum, remembered by steps": kfac(loss_reduction="sum", factor_decay=PerStep(0.9)),
     "damping of its own, by step": kfac(
         relative_damping=False, damping=lambda step: 0.5 / (1 + step)

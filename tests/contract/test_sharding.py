@@ -89,7 +89,9 @@ def other_shards(rank: int, world_size: int) -> dict[str, str]:
         "elsewhere": elsewhere,
         "helpers": refusal(DistKFAC, fully_shard(perceptron()), stats_workers=1),
         "MRDHO2": refusal(MRDHO2, fully_shard(perceptron())),
-        "matrices": refusal(KAISA, fully_shard(perceptron()), other_matrices="gradient"),
+        "matrices": refusal(
+            KAISA, fully_shard(perceptron()), unsupported_layers="gradient_factors"
+        ),
     }
 
 

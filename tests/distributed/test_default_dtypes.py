@@ -20,7 +20,7 @@ CASE = ZOO["mlp"]
 BATCHES = CASE.batches(3, n=12)
 HELPED = {"helper_timeout": 20.0}
 CHOICES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "KAISA": (KAISA, {"grad_worker_fraction": 0.5, "other_matrices": "gradient"}),
+    "KAISA": (KAISA, {"grad_worker_fraction": 0.5, "unsupported_layers": "gradient_factors"}),
     "KAISA, pipelined": (KAISA, {"factor_exchange": "pipelined"}),
     "DPKFAC": (DPKFAC, {}),
     "DistKFAC": (DistKFAC, {"inverse_threads": 1}),

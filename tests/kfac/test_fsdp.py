@@ -371,7 +371,7 @@ class Strange(nn.Module):
 
 def test_factors_of_gradients_are_no_fisher_information() -> None:
     model = nn.Sequential(Strange(), nn.Linear(4, 3)).double()
-    optimizer = make(KAISA, model, other_matrices="gradient")
+    optimizer = make(KAISA, model, unsupported_layers="gradient_factors")
     take(model, optimizer, (torch.randn(12, 4).double(), torch.randint(3, (12,))))
     assert optimizer.statistics()["layers"] == 2
     curvature = optimizer.curvature()

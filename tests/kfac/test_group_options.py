@@ -120,7 +120,7 @@ def test_lone_matrices_and_experts_are_left_to_the_base_by_their_group() -> None
     rest = [p for p in model.parameters() if p is not matrix]
     for own in ({}, {"precondition": False}):
         groups = [{"params": [matrix], **own}, {"params": rest}]
-        optimizer = make(KAISA, groups, other_matrices="gradient")
+        optimizer = make(KAISA, groups, unsupported_layers="gradient_factors")
         names = {row.name for row in optimizer.summary().rows if row.status == "preconditioned"}
         assert ("lone" in names) is not bool(own)
 

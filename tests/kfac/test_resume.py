@@ -178,7 +178,7 @@ def test_a_resumed_run_is_the_run(run: Run) -> None:
         {"solver": "eigen", "grafting": "none"},
         {"inv_update_steps": TraceRule(0.3, 0.1, every=2)},
         {"precondition_norms": True, "fisher": "categorical", **BY_INTERVAL},
-        {"other_matrices": "gradient", "skip_layers": ["5"]},
+        {"unsupported_layers": "gradient_factors", "skip_layers": ["5"]},
         {"factor_dtype": torch.bfloat16, **BY_INTERVAL},
         {"factor_dtype": torch.float32, "factor_update_steps": 3},
     ],

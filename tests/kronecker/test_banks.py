@@ -193,7 +193,7 @@ def train_same_matrices(
     torch.manual_seed(rank)
     trajectory = []
     with patch.object(banks, "CPU_BATCH_BYTES", bank_bytes):
-        optimizer = make(System, model, other_matrices="gradient")
+        optimizer = make(System, model, unsupported_layers="gradient_factors")
         for _ in range(3):
             x, y = torch.randn(6, 3, 4, 4, dtype=F64), torch.randint(CLASSES, (6,))
             take(model, optimizer, (x, y))

@@ -1,4 +1,4 @@
-"""`other_matrices="gradient"`: factors from the mean gradient, of what no rule knows."""
+"""`unsupported_layers="gradient_factors"`: unsupported matrices get factors of their gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 F64 = torch.float64
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-GRADIENT = {"other_matrices": "gradient"}
+GRADIENT = {"unsupported_layers": "gradient_factors"}
 
 
 class Recurrent(nn.Module):
@@ -196,7 +196,7 @@ def test_processes_agree_and_do_what_one_does(
     chosen = {**options, **GRADIENT, **({"skip_layers": ["head"]} if name == "DPKFAC" else {})}
     found = agreed(world.run(on_ranks, 2, name, chosen))
     assert_same_trajectory(found, on_ranks(0, 1, name, chosen))
-    without = on_ranks(0, 1, name, {**chosen, "other_matrices": "base"})
+    without = on_ranks(0, 1, name, {**chosen, "unsupported_layers": "base_optimizer"})
     assert (found[-1] - without[-1]).norm() > 1e-4 * without[-1].norm()
 
 
@@ -235,4 +235,4 @@ def test_under_fsdp2_matrices_without_a_rule_are_named_as_left_to_the_base(
 ) -> None:
     for messages in world.run(warned, 2, order):
         assert "without curvature: cell (LSTM" in messages[-1]
-        assert not any("more are with other_matrices" in each for each in messages[-2:])
+        assert not any("more are with unsupported_layers" in each for each in messages[-2:])

@@ -133,4 +133,4 @@ def test_where_less_than_half_is_covered_the_remedies_are_said(System: Any, mode
     said = share_said(message)
     assert said < 0.5
     assert optimizer.summary().preconditioned_share == pytest.approx(said, abs=1e-3)
-    assert "other_matrices='gradient'" in message
+    assert "unsupported_layers='gradient_factors'" in message

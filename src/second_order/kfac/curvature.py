@@ -191,10 +191,11 @@ class KFAC(OfLayers):
 
     def _look_at_shards(self) -> None:
         self.sharded = self.layers.sharded
-        if self.sharded and self._options.other_matrices == "gradient":
+        if self.sharded and self._options.unsupported_layers == "gradient_factors":
             raise ValueError(
-                f"{self.training.name}: other_matrices='gradient' makes factors of whole "
-                f"gradients, and FSDP2 leaves each rank some of their rows; use 'base'"
+                f"{self.training.name}: unsupported_layers='gradient_factors' computes factors "
+                f"from whole gradients, but FSDP2 gives each rank only some of their rows; use "
+                f"unsupported_layers='base_optimizer'"
             )
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
@@ -205,7 +206,7 @@ class KFAC(OfLayers):
             raise ValueError(sharding_error(self.training.name, "stats"))
         self.layers.replace_params(others)
         self._look_at_shards()
-        if self._options.other_matrices == AUTO and gradient_blocks(self.layers.blocks):
+        if self._options.unsupported_layers == AUTO and gradient_blocks(self.layers.blocks):
             self.replan()  # no rank has their whole gradients: they are left to the base
 
     def begin(self) -> None:

@@ -126,8 +126,9 @@ class Layers:
         known = {id(block.weight): block for block in self.blocks}
         left_alone = [group["params"] for group in groups if group.get("precondition") is False]
         excluded = {id(p) for each in left_alone for p in each}
-        if rules.other_matrices == AUTO and any(map(is_dtensor, params)):
-            rules = replace(rules, other_matrices="base")  # no rank has their whole gradients
+        if rules.unsupported_layers == AUTO and any(map(is_dtensor, params)):
+            # No rank has the whole gradients of sharded parameters.
+            rules = replace(rules, unsupported_layers="base_optimizer")
         blocks, left = find_blocks(
             self._training.model,
             {id(p): p.numel() for p in params},
@@ -176,8 +177,8 @@ class Layers:
         heard = [block for block in self.blocks if block.trainable and not block.no_statistics]
         total = sum(p.numel() for p in training.trainable_params())
         share = sum(block.size for block in heard) / max(total, 1)
-        # FSDP2 leaves no rank the whole gradients that other_matrices='gradient' needs.
-        options = "" if self.sharded else "other_matrices='gradient', "
+        # With FSDP2 no rank has whole gradients, which 'gradient_factors' needs.
+        options = "" if self.sharded else "unsupported_layers='gradient_factors', "
         training.warn(
             f"{share:.1%} of the parameters preconditioned; trained by {training.base_name} "
             f"alone, without curvature: {_listed(new)}; summary() tells why"

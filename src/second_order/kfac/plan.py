@@ -69,7 +69,7 @@ def block_rules(
         max_factor_dim=options.max_factor_dim,
         doubly_factored={} if doubly_factored is None else doubly_factored,
         max_exact_dim=MAX_EXACT_DIM if options.precondition_norms else None,
-        other_matrices=options.other_matrices,
+        unsupported_layers=options.unsupported_layers,
         approximation=options.kfac_approx,
     )
 

@@ -64,9 +64,10 @@ class BlockRules:
     # Normalisations and lone biases have exact blocks, up to so many entries, and diagonals above;
     # None leaves them to the base.
     max_exact_dim: int | None = None
-    # Matrices without a block, also those of layers that are too large, get factors from their
-    # "gradient"; "base": none do; "auto": where they are a tenth of the parameters or more.
-    other_matrices: str = "base"
+    # "gradient_factors": matrices without a block, and those of layers that are too large, get
+    # factors from their gradients. "base_optimizer": they get none. "auto": "gradient_factors" if
+    # they make up a tenth of the parameters or more.
+    unsupported_layers: str = "base_optimizer"
     approximation: Approximation = "expand"  # of dimensions that share the weight
 
     def locations(self, name: str, module: nn.Module, channels: int | None) -> int:
@@ -356,7 +357,7 @@ class _Search:
         """The blocks of matrices that no rule knows."""
         rules = self._rules
         found: list[KroneckerBlock] = []
-        if rules.other_matrices == "base":
+        if rules.unsupported_layers == "base_optimizer":
             return []
         taken = self._barred | self._taken_by(blocks)
         for name, module in self._model.named_modules():
@@ -371,7 +372,7 @@ class _Search:
                     block = GradientBlock(full, module, p, rules.max_factor_dim, self._factor_dtype)
                 if not rules.too_large(block.shape):
                     found.append(block)
-        least = MUCH * sum(self._owned.values()) if rules.other_matrices == "auto" else 0.0
+        least = MUCH * sum(self._owned.values()) if rules.unsupported_layers == "auto" else 0.0
         return found if sum(block.weight.numel() for block in found) >= least else []
 
     def _taken_by(self, blocks: Sequence[KroneckerBlock]) -> set[int]:

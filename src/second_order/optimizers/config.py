@@ -343,7 +343,7 @@ class KFACOptions:
             that it has sampled``.
         kfac_approx: For layers applied at many positions: "expand" if each position has a loss term
             (language models), "reduce" if positions are pooled (Eschenhagen et al. 2023). Fused
-            experts count as other matrices then.
+            experts then count as unsupported layers.
         loss_reduction: What the loss of a backward pass is. "mean": the mean over the terms of the
             pass, divided by the number of passes per step, which is counted. "pass_mean": the mean
             over the terms of the pass; losses of several passes are added up. "sum": the sum over
@@ -355,12 +355,13 @@ class KFACOptions:
             that train without their weight, by exact Fisher blocks (diagonal ones above 256
             entries). False: the base trains them with their plain gradients. Norm layers of unknown
             classes are recognized by what they compute.
-        other_matrices: "gradient": matrices without a rule, such as those of recurrent layers or
-            parameters outside of modules, and those of layers that are too large, get factors from
-            the gradient itself, as in Shampoo; a side longer than ``max_factor_dim`` its diagonal.
-            "base" leaves them to the base. "auto": "gradient" under an adaptive base if such
-            matrices are a tenth of the parameters or more and FSDP2 has not sharded them; otherwise
-            "base".
+        unsupported_layers: What trains weights that no rule supports, such as those of recurrent
+            layers, parameters outside of modules, and layers larger than ``max_factor_dim``.
+            "gradient_factors": factors are computed from the weight's gradient, as in Shampoo. A
+            side longer than ``max_factor_dim`` gets a diagonal factor. "base_optimizer": the base
+            trains them with their plain gradients. "auto": "gradient_factors" if the base is
+            adaptive, FSDP2 has not sharded these weights, and they make up at least a tenth of the
+            parameters; otherwise "base_optimizer".
         skip_layers: Patterns of module names or class names, such as ``["head", "blocks.*.mlp"]``,
             that only the base trains, with all that is inside them.
         max_factor_dim: Largest size of a factor. Layers with a larger one, A of the inputs or G of
@@ -386,7 +387,7 @@ class KFACOptions:
     kfac_approx: Literal["expand", "reduce"] = "expand"
     loss_reduction: str = AUTO
     precondition_norms: bool = False
-    other_matrices: str = AUTO
+    unsupported_layers: str = AUTO
     skip_layers: Sequence[str] = ()
     max_factor_dim: int = 8192
     factor_dtype: torch.dtype = torch.float32
@@ -406,7 +407,8 @@ class KFACOptions:
         check_choice("kfac_approx", self.kfac_approx, ("expand", "reduce"))
         reductions = (AUTO, "mean", "pass_mean", "sum", "step_mean")
         check_choice("loss_reduction", self.loss_reduction, reductions)
-        check_choice("other_matrices", self.other_matrices, (AUTO, "base", "gradient"))
+        unsupported_choices = (AUTO, "base_optimizer", "gradient_factors")
+        check_choice("unsupported_layers", self.unsupported_layers, unsupported_choices)
         check_patterns(self.skip_layers)
         check_count("max_factor_dim", self.max_factor_dim, "rows")
         check_dtype("factor_dtype", self.factor_dtype)
@@ -464,8 +466,8 @@ class KFACOptions:
             found["factor_decay"] = ADAPTIVE_STEP_DECAY if adaptive else STEP_DECAY
         if is_auto(self.factor_update_steps) and not self.by_drift:
             found["factor_update_steps"] = self._usual_update_steps()
-        if is_auto(self.other_matrices) and not adaptive:
-            found["other_matrices"] = "base"
+        if is_auto(self.unsupported_layers) and not adaptive:
+            found["unsupported_layers"] = "base_optimizer"
         return replace(self, **found)
 
     def _usual_update_steps(self) -> int:

@@ -117,7 +117,7 @@ class KAISA(KroneckerOptimizer):
         gradient_averaging: str | bool = "auto",
         process_group: Any = None,
         precondition_norms: bool = False,
-        other_matrices: str = "auto",
+        unsupported_layers: str = "auto",
         skip_layers: Sequence[str] = (),
         max_factor_dim: int = 8192,
         factor_dtype: torch.dtype = torch.float32,
