@@ -79,7 +79,7 @@ def main() -> None:
             optimizer.step()
             if step % args.every:
                 continue
-            metrics = optimizer.statistics()  # waits for the device, so do not call it every step
+            metrics = optimizer.metrics()  # waits for the device, so do not call it every step
             if writer is not None:
                 writer.add_scalar("loss", float(loss.detach()), step)
                 for name, value in metrics.items():

@@ -340,7 +340,7 @@ statistics that leave in the passes as sums
   <-  loss_reduction::unequal_shares_however_statistics_travel
     if layers.reduction != "step_mean":  =>  if True:
 an instrument without the owners' clip
-  <-  statistics::the_clip_is_the_one_that_shortened_the_gradient
+  <-  metrics::the_clip_is_the_one_that_shortened_the_gradient
     StepInfo(refresh.installed, result.clip,  =>  StepInfo(refresh.installed, None,
 a frozen layer keeps its inverse  <-  kaisa::a_frozen_layer_holds_no_inverse
     block.drop_inverse()  =>  pass
@@ -523,7 +523,7 @@ an unexplained layer not told of to the other ranks
 decompositions of threads arrive with another damping
   <-  distkfac_ranks::without_staleness_it_is_kaisa
     torch.as_tensor(n, dtype=dtype, device=device)  =>  torch.ones((), dtype=dtype)
-an instrument without the failures  <-  statistics::failures_are_counted
+an instrument without the failures  <-  metrics::failures_are_counted
   -             self.failed += 1
   -
 a dead layer solved with the others

@@ -295,7 +295,7 @@ def read_metrics(run: Run, optimizer: Any, timer: StageSeconds, judging: float) 
         return
     timer.seconds["elsewhere"] -= judging
     run.accounts = {stage: round(value, 4) for stage, value in timer.seconds.items()}
-    interval = optimizer.statistics().get("drift/interval", math.nan)
+    interval = optimizer.metrics().get("drift/interval", math.nan)
     if math.isfinite(interval):
         run.refresh_interval = interval
 

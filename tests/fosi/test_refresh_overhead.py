@@ -204,11 +204,11 @@ def test_intervals_that_cannot_be_are_refused(name: str, value: Any, match: str)
 def test_the_summary_and_the_statistics_have_the_interval() -> None:
     run = Run(warmup_steps=10).go(1)
     assert "overhead 0.125: being measured" in str(run.optimizer.summary())
-    assert run.optimizer.statistics()["curvature_interval"] == 80
+    assert run.optimizer.metrics()["curvature_interval"] == 80
     run.go(20)
     assert "overhead 0.125: 22 steps between refreshes at least" in str(run.optimizer.summary())
-    assert run.optimizer.statistics()["curvature_interval"] == 22
+    assert run.optimizer.metrics()["curvature_interval"] == 22
     fixed = Run(curvature_interval=7)
-    assert fixed.optimizer.statistics()["curvature_interval"] == 7
+    assert fixed.optimizer.metrics()["curvature_interval"] == 7
     assert "overhead" not in str(fixed.optimizer.summary())
-    assert not math.isnan(fixed.optimizer.statistics()["curvature_interval"])
+    assert not math.isnan(fixed.optimizer.metrics()["curvature_interval"])

@@ -180,9 +180,9 @@ def test_on_a_quadratic_it_does_not_bind(options: dict[str, Any]) -> None:
     found, optimizer = descend(H, H, 40, **options)
     plain, _ = descend(H, H, 40, **options, trust_region=False)
     assert same(found, plain)
-    statistics = optimizer.statistics()
-    assert statistics["trust_scale"] == 1.0
-    assert statistics["undone"] == 0.0
+    metrics = optimizer.metrics()
+    assert metrics["trust_scale"] == 1.0
+    assert metrics["undone"] == 0.0
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -210,7 +210,7 @@ def test_with_wrong_pairs_of_a_quadratic_it_converges(
     start = float(0.5 * H.sum())
     assert not loss(plain) < 1e6 * start
     assert loss(found) < 1e-2 * start
-    assert optimizer.statistics()["trust_scale"] < 1.0
+    assert optimizer.metrics()["trust_scale"] < 1.0
 
 
 # Networks, and processes.
@@ -223,7 +223,7 @@ def bounded(rank: int, world_size: int, options: dict[str, Any]) -> tuple[list[T
     model = network()
     optimizer = spread(model, rank, world_size, **{**LONG, **options})
     found = go(model, optimizer, shards(BATCHES[:STEPS], rank, world_size))
-    return found, optimizer.statistics()["trust_scale"]
+    return found, optimizer.metrics()["trust_scale"]
 
 
 def test_all_processes_bound_their_steps_alike(world: World) -> None:
@@ -255,7 +255,7 @@ def poisoned(
         handle = next(model.parameters()).register_hook(spoil)
         found += go(model, optimizer, [batch])
         handle.remove()
-    return found, optimizer.statistics()["undone"]
+    return found, optimizer.metrics()["undone"]
 
 
 def without_the_last(step: int) -> float:
@@ -291,7 +291,7 @@ def test_a_checkpoint_goes_on_bit_for_bit_where_it_binds() -> None:
     model = network()
     optimizer = spread(model, 0, 1, **LONG)
     go(model, optimizer, BATCHES[:5])
-    assert optimizer.statistics()["trust_scale"] < 1.0
+    assert optimizer.metrics()["trust_scale"] < 1.0
     buffer = io.BytesIO()
     torch.save([model.state_dict(), optimizer.state_dict()], buffer)
     buffer.seek(0)
@@ -304,13 +304,13 @@ def test_a_checkpoint_goes_on_bit_for_bit_where_it_binds() -> None:
     assert bool(steps[0].abs().max() > 0)  # by which the next step tells what this one has done
     assert torch.equal(*steps)
     assert same(go(model, optimizer, BATCHES[5:10]), go(twin, other, BATCHES[5:10]))
-    assert other.statistics() == {**optimizer.statistics(), **timings(other)}
+    assert other.metrics() == {**optimizer.metrics(), **timings(other)}
 
 
 def timings(optimizer: DHO2) -> dict[str, float]:
     """What a resumed run counts anew."""
     anew = "seconds", "bytes", "total", "lanczos", "refresh", "failed"
-    return {k: v for k, v in optimizer.statistics().items() if k.startswith(anew)}
+    return {k: v for k, v in optimizer.metrics().items() if k.startswith(anew)}
 
 
 def test_a_trust_region_that_is_not_finite_is_refused() -> None:

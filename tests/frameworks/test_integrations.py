@@ -49,7 +49,7 @@ def test_the_trainer_logs_metrics_to_all_reporters(tmp_path: Path) -> None:
         )
         MetricsCallback.add_to(trainer)
         trainer.train()
-    expected = {name for name, value in optimizer.statistics().items() if not math.isnan(value)}
+    expected = {name for name, value in optimizer.metrics().items() if not math.isnan(value)}
     for logs in (reported[1], trainer.state.log_history[1]):
         found = {name.removeprefix("second_order/") for name in logs if "/" in name}
         assert found == expected

@@ -93,7 +93,7 @@ def test_padded_text_accumulated_trains_as_whole_batches(
                 gradient_accumulation_steps=4,
                 per_device_train_batch_size=1,
             )
-        return trainable(model), optimizer.statistics()["clip"], seen
+        return trainable(model), optimizer.metrics()["clip"], seen
 
     found, clip, seen = by_trainer()
     model = hf.model_of(name)
@@ -102,7 +102,7 @@ def test_padded_text_accumulated_trains_as_whole_batches(
         hf.on_whole_steps(model, plain, [seen[i : i + 4] for i in range(0, len(seen), 4)])
     moved = float((trainable(model) - start).norm())
     assert float((found - trainable(model)).norm()) < 1e-9 * moved
-    assert clip == pytest.approx(plain.statistics()["clip"], nan_ok=True)
+    assert clip == pytest.approx(plain.metrics()["clip"], nan_ok=True)
     control = by_trainer(loss_reduction="mean")[0]
     assert float((control - trainable(model)).norm()) > 1e-2 * moved
 

@@ -351,7 +351,7 @@ class Training:
             self.model(self.batch(step, 7)[0])
         self.model.train()
         str(self.optimizer.summary())
-        self.optimizer.statistics()
+        self.optimizer.metrics()
 
     def checkpoint(self, step: int) -> None:
         self.optimizer.consolidate(to=None)
@@ -393,7 +393,7 @@ class Training:
             self.largest.append(max(float(p.detach().abs().max()) for p in self.model.parameters()))
         self.stage = "end"
         str(self.optimizer.summary())
-        self.optimizer.statistics()
+        self.optimizer.metrics()
 
     def go(self) -> None:
         self.construct()

@@ -158,7 +158,7 @@ def second_refresh(rank: int, world_size: int, system: str) -> tuple[Told, Told,
     by_hand = told_by_hand(before, kept_here(optimizer), gradients)
     changes = optimizer._curvature.drift.changes
     told = {block.name: change.cosine for block, change in changes.items()}
-    return by_hand, told, optimizer.statistics()
+    return by_hand, told, optimizer.metrics()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -91,7 +91,7 @@ def with_outliers(rank: int, world_size: int, how: str) -> list[tuple[list[Tenso
             for i, (x, y) in enumerate(shares(rank, world_size, 9)):
                 batch = (x, 100 * y) if i == 7 else (x, y)
                 trajectory += go_on(trained, optimizer, [batch])
-                clips.append(optimizer.statistics()["clip"])
+                clips.append(optimizer.metrics()["clip"])
         found.append((trajectory, clips))
     return found
 
@@ -338,7 +338,7 @@ def of_shards(rank: int, world_size: int, System: Any, sharded: bool) -> dict[st
         if name in v:
             whole[name] = p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
     params = curvature.apply(whole)
-    found = optimizer.statistics()
+    found = optimizer.metrics()
     numbers = {n: found[n] for n in ("clip", "damping/max", "layers/solved")}
     stages = {name for name, nbytes in sent.items() if nbytes > 0}
     solved = curvature.solve(v, damping=0.1) | {f"F {n}": x for n, x in params.items()}
@@ -373,7 +373,7 @@ def test_factors_of_gradients_are_no_fisher_information() -> None:
     model = nn.Sequential(Strange(), nn.Linear(4, 3)).double()
     optimizer = make(KAISA, model, unsupported_layers="gradient_factors")
     take(model, optimizer, (torch.randn(12, 4).double(), torch.randint(3, (12,))))
-    assert optimizer.statistics()["layers"] == 2
+    assert optimizer.metrics()["layers"] == 2
     curvature = optimizer.curvature()
     assert list(curvature) == ["1"]
     assert "make no Fisher information" in curvature.uncovered["0.matrix"]

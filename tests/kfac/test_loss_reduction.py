@@ -73,9 +73,9 @@ def test_any_cut_of_a_batch_trains_as_the_whole(System: Any, base: Any, sizes: A
     assert off(found, whole) < 1e-10
     assert_same_factors(factors(optimizer), factors(before))
     if base is SGD:
-        clip = optimizer.statistics()["clip"]
+        clip = optimizer.metrics()["clip"]
         assert clip < 1
-        assert clip == pytest.approx(before.statistics()["clip"])
+        assert clip == pytest.approx(before.metrics()["clip"])
 
 
 @each_kronecker

@@ -245,7 +245,7 @@ def test_with_newtons_scale_or_none_wanted_steps_stay_as_they_are() -> None:
         optimizer = make(KAISA, model, **options)
         for batch in BATCHES[:4]:
             take(model, optimizer, batch)
-        assert optimizer.statistics()["step_length"] == 1.0
+        assert optimizer.metrics()["step_length"] == 1.0
         assert optimizer._curvature.step_length is None
 
 
@@ -319,6 +319,6 @@ def test_to_maximize_a_negative_loss_is_to_minimize_the_loss(base: Any, every: A
             optimizer.zero_grad()
             (sign * cross_entropy(model(x), y)).backward()
             optimizer.step()
-        found.append((parameters_to_vector(model.parameters()), optimizer.statistics()))
+        found.append((parameters_to_vector(model.parameters()), optimizer.metrics()))
     torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-12, atol=0.0)
     assert found[1][1]["step_length"] == pytest.approx(found[0][1]["step_length"], rel=1e-12)

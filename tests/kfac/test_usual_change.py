@@ -80,7 +80,7 @@ def trained(rank: int, world_size: int, system: str, options: Any) -> tuple[Any,
     for i, (x, y) in enumerate(BATCHES[:9]):
         batch = (100.0 * x, y) if i == 8 else (x, y)
         take(model, optimizer, shard(batch, rank, world_size))
-        clips.append(optimizer.statistics()["clip"])
+        clips.append(optimizer.metrics()["clip"])
     return parameters_to_vector(model.parameters()).detach(), clips
 
 
@@ -114,7 +114,7 @@ def test_steps_without_preconditioned_layers_are_no_usual_change(System: Any) ->
         p.requires_grad_(True)
     for batch in BATCHES[6:10]:
         take(model, optimizer, batch)
-        assert optimizer.statistics()["clip"] == 1.0
+        assert optimizer.metrics()["clip"] == 1.0
     assert optimizer._curvature.clip.usual.steps > 0
 
 
@@ -140,7 +140,7 @@ def test_without_a_clip_no_change_is_bounded(base: Any) -> None:
     assert optimizer._curvature.clip is None
     for batch in BATCHES[:3]:
         take(model, optimizer, batch)
-    assert optimizer.statistics()["clip"] == 1.0
+    assert optimizer.metrics()["clip"] == 1.0
 
 
 @pytest.mark.parametrize("kl_clip", [1e-6, lambda step: 1e-6], ids=["number", "callable"])
@@ -153,6 +153,6 @@ def test_results_are_clipped_before_they_are_rounded(kl_clip: Any) -> None:
     model(torch.randn(2, 4).half()).square().sum().backward()
     gradient = model.weight.grad.clone()
     optimizer.step()
-    assert optimizer.statistics()["clip"] < 0.1
+    assert optimizer.metrics()["clip"] < 0.1
     assert bool(model.weight.grad.isfinite().all())
     assert not torch.equal(model.weight.grad, gradient)

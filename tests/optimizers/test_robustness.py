@@ -227,7 +227,7 @@ def train_on_default_device(
                 optimizer.consolidate(to=None)
                 optimizer.load_state_dict(optimizer.state_dict())
         optimizer.summary()
-        optimizer.statistics()
+        optimizer.metrics()
         role = getattr(optimizer, "role", "worker")
         optimizer.close()
     found[role] = [p.detach().clone() for p in model.parameters()]

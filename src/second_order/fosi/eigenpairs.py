@@ -173,7 +173,7 @@ class RefreshedPairs:
                 kept = "no eigenpairs yet" if self.subspace is None else "the last ones are kept"
                 training.warn(
                     f"the curvature at step {training.steps} is not finite, was decomposed "
-                    f"wrongly, or has vanished: {kept}, as after each such refresh; statistics() "
+                    f"wrongly, or has vanished: {kept}, as after each such refresh; metrics() "
                     f"counts them as 'failed'"
                 )
 

@@ -44,7 +44,7 @@ class MetricsCallback(TrainerCallback):
         logs = kwargs["logs"]
         if optimizer is None or "loss" not in logs or not state.is_world_process_zero:
             return
-        found = optimizer.statistics().items()
+        found = optimizer.metrics().items()
         metrics = {f"{self.prefix}{name}": value for name, value in found if not math.isnan(value)}
         logs.update(metrics)
         state.log_history[-1].update(metrics)

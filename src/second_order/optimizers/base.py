@@ -597,11 +597,14 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         summary = self._curvature.summary()
         return replace(summary, lines=[*summary.lines, *group_lines(self._training)])
 
-    def statistics(self) -> dict[str, float]:
-        """Return numbers to log, about the last step and the curvature in use.
+    def metrics(self) -> dict[str, float]:
+        """Return numbers to log about the last step and the inverses or eigenpairs in use.
 
-        The page *Instruments* explains each name. The names are the same on every process. A number
-        that this process does not have is NaN. Synchronizes with the device, not with the ranks.
+            for name, value in optimizer.metrics().items():
+                writer.add_scalar(f"second_order/{name}", value, step)
+
+        All ranks return the same names, which the page *Instruments* explains. A number that this
+        rank does not have is NaN. The call synchronizes with the device, but not with other ranks.
         """
         return {"step": float(self._training.steps), **self._curvature.metrics()}
 

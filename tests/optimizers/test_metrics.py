@@ -1,4 +1,4 @@
-"""`statistics()`: numbers of the last step by names that are everywhere the same."""
+"""`metrics()`: numbers of the last step by names that are everywhere the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ranks import kaisa, shard
 
 from instruments import bytes_by_stage
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
-from second_order.kfac import metrics as kronecker_statistics
+from second_order.kfac import metrics as kfac_metrics
 from second_order.utils.stages import recorded_by, stage
 
 if TYPE_CHECKING:
@@ -36,16 +36,16 @@ def test_asking_changes_nothing_and_the_names_are_always_the_same(System: Any) -
     for asks in (True, False):
         model = MLP.model()
         optimizer = make(System, model, momentum=0.9)
-        names = set(optimizer.statistics())
+        names = set(optimizer.metrics())
         for step, batch in enumerate(BATCHES):
             take(model, optimizer, batch, MLP.loss)
             if asks:
-                found = optimizer.statistics()
+                found = optimizer.metrics()
                 assert set(found) == names
                 assert all(type(value) is float for value in found.values() if value != 0)
                 assert found["step"] == step + 1
         optimizer.close()
-        assert set(optimizer.statistics()) == names
+        assert set(optimizer.metrics()) == names
         trajectories.append([p.detach().clone() for p in model.parameters()])
     assert same(*trajectories)
     assert not same(trajectories[0], MLP.model())
@@ -58,10 +58,10 @@ def test_the_clip_is_the_one_that_shortened_the_gradient(System: Any) -> None:
     for kl_clip in (1e-6, None):
         model = MLP.model()
         optimizer = make(System, model, kl_clip=kl_clip)
-        assert optimizer.statistics()["clip"] == 1.0
+        assert optimizer.metrics()["clip"] == 1.0
         take(model, optimizer, BATCHES[0], MLP.loss)
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-        clip = optimizer.statistics()["clip"]
+        clip = optimizer.metrics()["clip"]
         if kl_clip is not None:
             nu = clip
             assert 0 < nu < 0.9
@@ -81,7 +81,7 @@ def test_failures_are_counted() -> None:
     for step, batch in enumerate(BATCHES):
         with patch.object(torch.linalg, "eigh", raising if step in (2, 3) else torch.linalg.eigh):
             take(model, optimizer, batch, MLP.loss)
-        found = optimizer.statistics()
+        found = optimizer.metrics()
         layers = found["layers"]
         failed = {2: layers, 3: 2 * layers, 4: 2 * layers}.get(step, 0)
         assert found["failed"] == failed
@@ -97,8 +97,8 @@ def names_and_bytes(rank: int, world_size: int, System: Any, options: dict[str, 
         with bytes_by_stage() as sent:
             take(model, optimizer, shard(batch, rank, world_size), MLP.loss)
         if rank == 0:  # nothing is sent: the other ranks need not call it
-            optimizer.statistics()
-    metrics = optimizer.statistics()
+            optimizer.metrics()
+    metrics = optimizer.metrics()
     return sorted(metrics), dict(sent), metrics.get("clip")
 
 
@@ -154,7 +154,7 @@ def test_the_page_has_every_name_and_no_other() -> None:
     page = page.split("## Stages of a step")[0]
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
-    expected = {*kronecker_statistics.NAMES, *make(MRDHO2, MLP.model()).statistics()}
+    expected = {*kfac_metrics.NAMES, *make(MRDHO2, MLP.model()).metrics()}
     assert named == expected
 
 
