@@ -76,11 +76,11 @@ collected factors are not in the state  <-  factor_exchange::whoever_saves_has_a
   - CURVATURE: {**entry.get(CURVATURE, {}), **more[p].get(CURVATURE, {})}
   + CURVATURE: {**entry.get(CURVATURE, {})}
 two bases: other weights went to each
-  <-  two_bases_state::a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed
+  <-  aux_base_state::a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed
     if mark is not None and mark != group.get(key, default):  =>  if False:
 two bases: both are exported
-  <-  two_bases_state::plain_optimizers_take_their_parts_and_give_them_back
-    if two_bases and group[REST] is not rest:  =>  if False:
+  <-  aux_base_state::plain_optimizers_take_their_parts_and_give_them_back
+    if two_bases and group[AUX_BASE] is not aux_base:  =>  if False:
 
 == optimizers/consistency.py
 settings are not compared  <-  agreement::a_rank_out_of_line_is_told_of_on_all
@@ -122,23 +122,23 @@ warnings again and again
   <-  contract_steps::a_layer_without_statistics_is_named_once_also_when_others_come_and_go
     new = key not in self.warned  =>  new = True
 
-== optimizers/two_bases.py
-two bases: the head is hidden  <-  two_bases::hidden_weights_go_to_the_base
+== optimizers/base_pair.py
+two bases: the head is hidden  <-  aux_base::hidden_weights_go_to_the_base
     if module in head or embeds  =>  if embeds
-two bases: Muon is given more than matrices  <-  two_bases::hidden_weights_go_to_the_base
+two bases: Muon is given more than matrices  <-  aux_base::hidden_weights_go_to_the_base
     (p.ndim == 2 if self._matrices else p.ndim >= 2)  =>  (p.ndim >= 2)
 two bases: marks are taken as they come
-  <-  two_bases::a_group_that_cannot_be_added_leaves_all_as_it_was
+  <-  aux_base::a_group_that_cannot_be_added_leaves_all_as_it_was
   - self._check_mark(group)
   -             return [group]
   + return [group]
 two bases: one steps all groups
-  <-  two_bases::without_curvature_two_optimizers_made_by_hand_do_the_same
-    [g for g in self.param_groups if g[REST] is bool(mark)]  =>  list(self.param_groups)
-two bases: the wrong one steps  <-  two_bases_state::a_checkpoint_goes_on_bit_for_bit
-    return base.parts[bool(group[REST])] if  =>  return base.parts[0] if
+  <-  aux_base::without_curvature_two_optimizers_made_by_hand_do_the_same
+    [g for g in self.param_groups if g[AUX_BASE] is bool(mark)]  =>  list(self.param_groups)
+two bases: the wrong one steps  <-  aux_base_state::a_checkpoint_goes_on_bit_for_bit
+    return base.parts[bool(group[AUX_BASE])] if  =>  return base.parts[0] if
 two bases: a loaded state is nobody's
-  <-  two_bases_state::a_load_goes_on_with_what_a_base_makes_of_its_state
+  <-  aux_base_state::a_load_goes_on_with_what_a_base_makes_of_its_state
     if len(part.state):  =>  if False:
 
 == distributed/assignment.py
@@ -957,10 +957,10 @@ an optimizer that holds itself  <-  contract_state::an_optimizer_goes_as_soon_as
 one kind of processes alone hears of wrong shards
   <-  mrdho2_fsdp::other_shards_are_refused_on_every_rank
     if any(world.all_gather_object(sharded)):  =>  if sharded:
-two bases: half a group stays  <-  two_bases::a_group_that_cannot_be_added_leaves_all_as_it_was
+two bases: half a group stays  <-  aux_base::a_group_that_cannot_be_added_leaves_all_as_it_was
     self.param_groups[:] = before  =>  pass
 two bases: one's defaults for both
-  <-  two_bases::a_group_added_is_divided_too_and_one_with_a_mark_is_not
+  <-  aux_base::a_group_added_is_divided_too_and_one_with_a_mark_is_not
     {**self.defaults, **base_of(self._base, group).defaults}.items()  =>  self.defaults.items()
 a state that loses its curvature by close()
   <-  found::closing_leaves_a_state_that_was_asked_for_as_it_is
@@ -1011,7 +1011,7 @@ a tensor on the device is waited for
 
 == optimizers/keywords.py
 two bases: special keywords without effect
-  <-  two_bases::without_curvature_two_optimizers_made_by_hand_do_the_same
+  <-  aux_base::without_curvature_two_optimizers_made_by_hand_do_the_same
     return first, {**last, **special}  =>  return first, last
 
 == planning/cost.py

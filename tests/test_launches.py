@@ -35,10 +35,10 @@ from second_order import (
     DPKFAC,
     KAISA,
     MRDHO2,
+    AuxBase,
     DecayingClip,
     DistKFAC,
     PerStep,
-    SecondBase,
     TraceRule,
 )
 from second_order.lanczos import Outputs
@@ -188,7 +188,7 @@ class Case:
     @property
     def alone(self) -> Case:
         """The same of its base."""
-        kept = {*launches.ADAMW, *launches.SGD, "capturable", "rest"}
+        kept = {*launches.ADAMW, *launches.SGD, "capturable", "aux_base"}
         base = {k: v for k, v in self.options.items() if k in kept}
         own = self.model, self.passes, self.dtype, self.scaled
         return Case(KAISA, {"skip_layers": ["*"], **base}, *own)
@@ -260,7 +260,7 @@ CASES = {
     "Adam": kfac(base=torch.optim.Adam, lr=1e-3),
     "RMSprop": kfac(base=torch.optim.RMSprop, lr=1e-3),
     "SGD with nothing set": Case(KAISA, {**DUE, "lr": 0.05}),
-    "AdamW beside": kfac(rest=SecondBase(torch.optim.AdamW, keywords={"lr": 1e-3})),
+    "AdamW beside": kfac(aux_base=AuxBase(torch.optim.AdamW, kwargs={"lr": 1e-3})),
     "no clip": kfac(kl_clip=None),
     "clip": kfac(kl_clip=1e-3),
     "clip that decays": kfac(kl_clip=DecayingClip()),
@@ -286,7 +286,7 @@ CASES = {
         **{**ADAMW, "lr": on_device(1e-3)},
         kl_clip=1e-3,
         capturable=True,
-        rest=SecondBase(torch.optim.AdamW, keywords={"lr": on_device(2e-3)}),
+        aux_base=AuxBase(torch.optim.AdamW, kwargs={"lr": on_device(2e-3)}),
     ),
     "scale of the gradient": kfac(grafting="gradient"),
     "Newton's scale, AdamW": kfac(**ADAMW, grafting="none"),
@@ -319,7 +319,7 @@ CASES = {
     "DHO2, Gauss-Newton": dho2(curvature="gauss-newton"),
     "DHO2, bounded rate": dho2(lr_scale_clip=2.0),
     "MRDHO2": dho2(MRDHO2),
-    "Muon": kfac(base=torch.optim.Muon, lr=1e-3, rest=torch.optim.AdamW, foreach=True),
+    "Muon": kfac(base=torch.optim.Muon, lr=1e-3, aux_base=torch.optim.AdamW, foreach=True),
 }
 CONTROLS = {"asking": kfac(Asking), "looping": kfac(Looping), "uploading": kfac(Uploading)}
 
@@ -333,9 +333,11 @@ def prepared(case: Case, device: str, blocks: int) -> tuple[Any, Any, Any]:
     given = copy.deepcopy(case.options)
     if callable(given.get("lr")):
         given["lr"] = given["lr"](device)
-    rest = given.get("rest")
-    if isinstance(rest, SecondBase) and callable(rest.keywords["lr"]):
-        given["rest"] = SecondBase(rest.kind, keywords={"lr": rest.keywords["lr"](device)})
+    aux_base = given.get("aux_base")
+    if isinstance(aux_base, AuxBase) and callable(aux_base.kwargs["lr"]):
+        given["aux_base"] = AuxBase(
+            aux_base.optimizer_class, kwargs={"lr": aux_base.kwargs["lr"](device)}
+        )
     if device == "cpu" and given.pop("capturable", None):
         given["foreach"] = False
     if "doubly_factored" in given:

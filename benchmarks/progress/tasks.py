@@ -225,7 +225,7 @@ def build(job: Job, model: nn.Module) -> Any:
         options["factor_decay"] = PerStep(**options["factor_decay"])
     if system:
         if base == "Muon":
-            options["rest"] = AdamW
+            options["aux_base"] = AdamW
         return getattr(second_order, system)(model, lr=job.lr, base=bases[base], **options)
     if base == "Muon":
         return muon(model, job.lr, **options)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from second_order.measuring.measure import measure
     from second_order.optimizers.base import SecondOrderOptimizer
     from second_order.optimizers.checkpoint import export_base_state
-    from second_order.optimizers.config import DecayingClip, PerStep, SecondBase, TraceRule
+    from second_order.optimizers.config import AuxBase, DecayingClip, PerStep, TraceRule
     from second_order.optimizers.dho2 import DHO2
     from second_order.optimizers.distkfac import DistKFAC
     from second_order.optimizers.dpkfac import DPKFAC
@@ -46,6 +46,7 @@ __all__ = [
     "DPKFAC",
     "KAISA",
     "MRDHO2",
+    "AuxBase",
     "CheckpointError",
     "CurvatureError",
     "CurvatureReport",
@@ -61,7 +62,6 @@ __all__ = [
     "PerStep",
     "Plan",
     "RankMismatchError",
-    "SecondBase",
     "SecondOrderError",
     "SecondOrderOptimizer",
     "SecondOrderWarning",
@@ -85,7 +85,7 @@ _NAMES_IN = {
         "SecondOrderWarning"
     ),
     "checkpoint.files": "load_checkpoint save_checkpoint",
-    "optimizers.config": "DecayingClip PerStep SecondBase TraceRule",
+    "optimizers.config": "DecayingClip PerStep AuxBase TraceRule",
     "kronecker.layer_curvature": "LayerCurvature",
     "kronecker.model_curvature": "KroneckerCurvature",
     "kronecker.kinds": "register_layer",

@@ -82,9 +82,9 @@ OPTIONS: dict[Any, tuple[Any, ...]] = {
 }
 OTHERWISE: dict[Any, dict[str, Any]] = {DistKFAC: {"precondition_norms": True}}
 ABSENT = {  # fields that are no keywords
-    DHO2: {"rest"},
+    DHO2: {"aux_base"},
     MRDHO2: {
-        *("rest", "curvature_interval", "overhead", "lr_scale_guard", "subspace_momentum"),
+        *("aux_base", "curvature_interval", "overhead", "lr_scale_guard", "subspace_momentum"),
         *("warm_start", "trust_region", "layout"),
     },
 }

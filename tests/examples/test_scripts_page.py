@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import replaced
-from two_bases_cases import trained_by
+from aux_base_cases import trained_by
 
 from muon import Muon
 

@@ -25,10 +25,10 @@ from second_order import (
     DPKFAC,
     KAISA,
     MRDHO2,
+    AuxBase,
     DecayingClip,
     DistKFAC,
     PerStep,
-    SecondBase,
     TraceRule,
 )
 
@@ -174,11 +174,11 @@ def draw_options(random: Random, system: type[Any]) -> dict[str, Any]:
     base, keywords = draw_base(random)
     if "base" in known or "base" in inspect.signature(system).parameters:
         found["base"] = base
-    if found.get("rest") is not None:
+    if found.get("aux_base") is not None:
         # Keywords go to whichever of the two bases has them.
         layers = random.choice(((), ("head",), ("*",)))
         special = random.choice(({}, {"lr": 0.01}))
-        found["rest"] = SecondBase(found["rest"], layers=layers, keywords=special)
+        found["aux_base"] = AuxBase(found["aux_base"], layers=layers, kwargs=special)
     found = {"lr": random.choice(RANGES["lr"][1:]), **found, **keywords}
     return found if random.random() < 0.05 else agreeable(found)
 

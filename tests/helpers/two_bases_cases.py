@@ -14,8 +14,8 @@ from optimizer_cases import make
 from reference import cross_entropy
 from torch import Tensor, nn
 
-from second_order import SecondBase
-from second_order.optimizers.two_bases import base_of
+from second_order import AuxBase
+from second_order.optimizers.base_pair import base_of
 from second_order.training.context import base_class_names
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ BATCHES = CASE.batches(8)
 HIDDEN = {"up.weight", "down.weight"}
 DECAY = {"weight_decay": 0.1}
 
-# (base, rest, keywords, what of them is whose, rest_kwargs)
+# (base, aux_base, keywords, what of them is whose, aux_kwargs)
 PAIRS: dict[str, tuple[Any, Any, dict[str, Any], tuple[set[str], set[str]], dict[str, Any]]] = {
     "Muon AdamW": (
         Muon,
@@ -84,28 +84,28 @@ each_pair = pytest.mark.parametrize("pair", PAIRS)
 
 
 def two(System: Any, pair: str, params_or_model: Any, **options: Any) -> Any:
-    base, rest, keywords, _, special = PAIRS[pair]
-    layers = options.pop("rest_layers", ())
-    second = SecondBase(rest, layers=layers, keywords=special)
-    return make(System, params_or_model, base=base, rest=second, **keywords, **options)
+    base, aux_base, keywords, _, special = PAIRS[pair]
+    layers = options.pop("aux_layers", ())
+    second = AuxBase(aux_base, layers=layers, kwargs=special)
+    return make(System, params_or_model, base=base, aux_base=second, **keywords, **options)
 
 
 class ByHand:
     """What a user writes without this: two optimizers on two lists."""
 
     def __init__(self, pair: str, model: nn.Module) -> None:
-        base, rest, keywords, whose, special = PAIRS[pair]
+        base, aux_base, keywords, whose, special = PAIRS[pair]
         named = list(model.named_parameters())
         self.params = list(model.parameters())
         self.hidden = [p for name, p in named if name in HIDDEN]
         self.others = [p for name, p in named if name not in HIDDEN]
         own = [{k: v for k, v in keywords.items() if k in each} for each in whose]
         self.base = base(self.hidden, **own[0])
-        self.rest = rest(self.others, **{**own[1], **special})
+        self.aux_base = aux_base(self.others, **{**own[1], **special})
 
     def step(self) -> None:
         self.base.step()
-        self.rest.step()
+        self.aux_base.step()
 
 
 def backward(model: nn.Module, batch: Batch) -> None:

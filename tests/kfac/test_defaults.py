@@ -52,9 +52,9 @@ def test_defaults_follow_the_base(System: type[KAISA]) -> None:
 
 def test_of_two_bases_the_first_is_asked() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    adaptive = options_of(KAISA(model, lr=0.1, base=Muon, rest=SGD))
+    adaptive = options_of(KAISA(model, lr=0.1, base=Muon, aux_base=SGD))
     assert adaptive.factor_decay == PerStep(0.978, share=1 / 3)
-    assert options_of(KAISA(model, lr=0.1, base=SGD, rest=AdamW)).factor_decay == PerStep(0.995)
+    assert options_of(KAISA(model, lr=0.1, base=SGD, aux_base=AdamW)).factor_decay == PerStep(0.995)
 
 
 SCALE = "grafting", "damping", "damping_floor", "step_scale"

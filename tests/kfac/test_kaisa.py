@@ -249,7 +249,7 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
     "damping": ({"damping": falling}, r"'damping': 0\.1.*rank 1 has"),
     "exchange": ({"factor_exchange": "reduce"}, r"'all_reduce'.*factor_exchange='reduce'"),
     "base": ({"base": torch.optim.Adam}, r"0 has \[.*(SGD|momentum).*1 has \[.*(Adam|betas)"),
-    "rest": ({"base": torch.optim.Muon, "rest": torch.optim.AdamW}, r"rank 1 has"),
+    "aux_base": ({"base": torch.optim.Muon, "aux_base": torch.optim.AdamW}, r"rank 1 has"),
     "averaging": ({"gradient_averaging": False}, r"rank 1 has"),
     "lr": ({"lr": 0.1}, r"rank 0 has .*0\.05.*rank 1 has .*0\.1"),
 }

@@ -23,7 +23,7 @@ from saved_states import saved_and_loaded
 from step_reference import assert_near
 from third_party_bases import Lion, OwnTensor, OwnTensorSGD, ScheduleFree
 
-from second_order import SecondBase
+from second_order import AuxBase
 
 torch.serialization.add_safe_globals([OwnTensor])
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
@@ -130,14 +130,14 @@ def test_train_and_eval_reach_a_schedule_free_base(System: Any) -> None:
 def test_two_bases_switch_those_that_can() -> None:
     model = MLP.model()
     optimizer = make(
-        KAISA, model, base=ScheduleFree, rest=SecondBase(torch.optim.AdamW, layers=["4"])
+        KAISA, model, base=ScheduleFree, aux_base=AuxBase(torch.optim.AdamW, layers=["4"])
     )
     optimizer.train()
-    modes = {g["rest"]: g.get("train_mode") for g in optimizer.param_groups}
+    modes = {g["aux_base"]: g.get("train_mode") for g in optimizer.param_groups}
     assert modes == {False: True, True: None}
     take(model, optimizer, BATCHES[0])
     optimizer.eval()
-    assert not next(g for g in optimizer.param_groups if not g["rest"])["train_mode"]
+    assert not next(g for g in optimizer.param_groups if not g["aux_base"])["train_mode"]
 
 
 def test_what_corrects_parameters_refuses_a_schedule_free_base() -> None:

@@ -37,7 +37,7 @@ class SecondOrderArgs(BaseModel):
 
     Attributes:
         second_order: The optimizer's keywords. "optimizer" is its name, KAISA by default; "base"
-            and "rest" are names of classes in ``torch.optim``; "lr" is ``learning_rate`` by
+            and "aux_base" are names of classes in ``torch.optim``; "lr" is ``learning_rate`` by
             default. None: axolotl's optimizer.
     """
 
@@ -59,7 +59,7 @@ class SecondOrderPlugin(BasePlugin):
         name = options.pop("optimizer", "KAISA")
         if name not in SYSTEMS:
             raise ValueError(f"second_order: optimizer={name!r} is not one of {', '.join(SYSTEMS)}")
-        for key in {"base", "rest"} & options.keys():
+        for key in {"base", "aux_base"} & options.keys():
             options[key] = getattr(torch.optim, options[key])
         # The trainer wraps the model in DistributedDataParallel later.
         options.setdefault("gradient_averaging", False)

@@ -44,6 +44,7 @@ from second_order.optimizers.arguments import (
     warn_about_unowned,
     warn_of_single_launch,
 )
+from second_order.optimizers.base_pair import AUX_BASE, BasePair, base_of, group_lines, switch_of
 from second_order.optimizers.checkpoint import (
     Collected,
     add_collected,
@@ -59,7 +60,6 @@ from second_order.optimizers.config import ScriptOptions
 from second_order.optimizers.consistency import Consistency
 from second_order.optimizers.find_model import find_model
 from second_order.optimizers.keywords import Rate, check_base, keywords_of, split_base_keywords
-from second_order.optimizers.two_bases import REST, TwoBases, base_of, group_lines, switch_of
 from second_order.reporting.summary import Summary
 from second_order.training.context import Training, step_without_hooks
 from second_order.training.curvature import NO_AVERAGE, Curvature, start_average
@@ -132,7 +132,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         helpers: int = 0,
     ) -> None:
         name = type(self).__name__
-        second = script.second_base
+        second = script.aux
         self._constructed = False
         self._collected: Collected | None = None  # by consolidate(), for the next state_dict()
         self._has_loaded = False  # a checkpoint, since the last step
@@ -144,7 +144,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         own_keywords = keywords_of(type(self))
         check_base(script.base, SecondOrderOptimizer)
         if second is not None:
-            check_base(second.kind, SecondOrderOptimizer, "rest")
+            check_base(second.optimizer_class, SecondOrderOptimizer, "aux_base")
         shared = dict(base_kwargs) if lr is None else {"lr": lr, **base_kwargs}
         keywords = split_base_keywords(script.base, shared, second, own_keywords)
         for each in keywords:
@@ -152,7 +152,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         check_choice("gradient_averaging", script.gradient_averaging, ("auto", True, False))
         given = read_arguments(name, params, script.model, find_model, needs_model)
         groups = given.groups
-        self._refused = {*own_keywords} - {"lr"} - ({REST} if second is not None else set())
+        self._refused = {*own_keywords} - {"lr"} - ({AUX_BASE} if second is not None else set())
         self._check_group_options(groups)
         if lr is None:
             rate = rate_of_groups(name, groups)
@@ -173,8 +173,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             self._base = script.base(without_names(groups), **keywords[0])
             own_groups = groups
         else:
-            kinds = (script.base, second.kind)
-            self._base = TwoBases(groups, given.model, kinds, keywords, second.layers)
+            kinds = (script.base, second.optimizer_class)
+            self._base = BasePair(groups, given.model, kinds, keywords, second.layers)
             own_groups = self._base.param_groups
         defaults = {**self._base.defaults, PEAK_LR: 0.0}
         super().__init__([*map(copy_group, own_groups)], defaults)
@@ -208,9 +208,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         refuse_foreign_model(training, members)
         if needs_model:
             warn_about_unowned(training, groups)
-        if isinstance(self._base, TwoBases):
+        if isinstance(self._base, BasePair):
             for pattern in self._base.unmatched:
-                training.warn(f"rest: the pattern {pattern!r} matches no module of the model")
+                training.warn(f"aux_base: the pattern {pattern!r} matches no module of the model")
         self._curvature = curvature(training)
         training_ranks = world.size if helper_role is None else world.size - helpers
         check_scaler(script.grad_scaler, training.averages_gradients, training_ranks)
@@ -221,7 +221,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         training = self._training
         world = training.world
         lines = self._curvature.description()
-        if isinstance(self._base, TwoBases):
+        if isinstance(self._base, BasePair):
             lines += self._base.description()
         self._consistency.check_built(training, lines)
         if helper_role is not None:
@@ -412,7 +412,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 f"(group['lr'] = ...), use add_param_group(), or make a new optimizer"
             )
         for group, settings in zip(self.param_groups, groups, strict=False):
-            group.update({k: v for k, v in settings.items() if k not in ("params", NAMES, REST)})
+            group.update(
+                {k: v for k, v in settings.items() if k not in ("params", NAMES, AUX_BASE)}
+            )
         for group in groups[before:]:
             self.add_param_group(group)
 
@@ -453,7 +455,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         doing = "add a parameter group"
         names = training.param_names()
         added = [names.get(id(p), "not in the model") for p in group_params([group])]
-        divided = base.divided if isinstance(base, TwoBases) else lambda group, _: [group]
+        divided = base.divided if isinstance(base, BasePair) else lambda group, _: [group]
         try:
             try:
                 self._check_group_options([group], first=len(before))
@@ -524,9 +526,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             add_collected(self._training, self._collected, found["state"])
         return found
 
-    def export_base_state(self, rest: bool = False) -> dict[str, Any]:
-        """Return the state that the base, or ``rest``, would have saved by itself."""
-        return export_base_state(self.state_dict(), rest)
+    def export_base_state(self, aux_base: bool = False) -> dict[str, Any]:
+        """Return the state that the base, or ``aux_base``, would have saved by itself."""
+        return export_base_state(self.state_dict(), aux_base)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of any number of processes, or the state of the base alone.

@@ -2,7 +2,7 @@
 
     state[p]["base"]        what the base stores of p, as it would alone
     state[p]["curvature"]   what the wrapper stores, with the entries of HEADER
-    param_groups            as torch's; with two bases each says in "rest" which of them trains it
+    param_groups            as torch's; if there are two bases, "aux_base" says which trains the group
 
 A state of the base alone loads as well. Its entries are not divided into parts.
 """
@@ -20,7 +20,7 @@ from second_order.checkpoint.caller import is_checkpointing
 from second_order.checkpoint.saved import BASE, CURVATURE, HEADER, SavedPart, check_base_part
 from second_order.distributed.fsdp import is_dtensor, local_tensor, shard_like
 from second_order.errors import SecondOrderError
-from second_order.optimizers.two_bases import REST, base_of
+from second_order.optimizers.base_pair import AUX_BASE, base_of
 from second_order.training.context import Training, base_class_names
 from second_order.training.curvature import Curvature
 from second_order.training.groups import NAMES, group_params
@@ -103,7 +103,7 @@ def read_checkpoint(
     # A group keeps its options for layers if the checkpoint has none.
     merged = []
     for group, saved in zip(groups, saved_groups, strict=True):
-        own = {key: group[key] for key in (*LAYER_OPTIONS, REST) if key in group}
+        own = {key: group[key] for key in (*LAYER_OPTIONS, AUX_BASE) if key in group}
         merged.append({**own, **saved})
     return Checkpoint(
         state_dict={**state_dict, "state": loaded, "param_groups": merged},
@@ -164,13 +164,13 @@ def _check_groups(
                 LAYER_OPTIONS[option](f"{place}: {option}", saved[option])
         except (TypeError, ValueError) as error:
             raise ValueError(f"{error}. {NOTHING_LOADED}") from error
-        for key, default in ((REST, False), ("precondition", True)):
+        for key, default in ((AUX_BASE, False), ("precondition", True)):
             mark = saved.get(key)
             if mark is not None and mark != group.get(key, default):
                 raise ValueError(
                     f"{place} has {key!r}: {mark}, and here it is {group.get(key, default)}; make "
-                    f"the optimizer with the same rest and groups, or take one base's part "
-                    f"by export_base_state(checkpoint, rest=...). {NOTHING_LOADED}"
+                    f"the optimizer with the same aux_base and groups, or take one base's part "
+                    f"by export_base_state(checkpoint, aux_base=...). {NOTHING_LOADED}"
                 )
     called = [name for group in saved_groups for name in group.get(NAMES) or []]
     own_names = [name for group in groups for name in group.get(NAMES) or []]
@@ -239,7 +239,7 @@ def _parts(entry: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 # ----------------------------------------------------------------------------------------- saving
 
 
-def export_base_state(state_dict: Mapping[str, Any], rest: bool = False) -> dict[str, Any]:
+def export_base_state(state_dict: Mapping[str, Any], aux_base: bool = False) -> dict[str, Any]:
     """The state that the base alone would have saved, to continue with plain ``torch.optim``.
 
         plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -248,26 +248,26 @@ def export_base_state(state_dict: Mapping[str, Any], rest: bool = False) -> dict
     Args:
         state_dict: The ``state_dict()`` of an optimizer of this package, saved and loaded or not.
             If processes keep parts of the state, call ``consolidate()`` first.
-        rest: Whether to give the part of ``rest`` and not of ``base``, if there are two bases.
+        aux_base: Whether to return the state of ``aux_base`` instead of ``base``.
 
     Returns:
         A state for the base's class, with the momentum and the hyperparameters. Its tensors are
         those of ``state_dict``, not copies.
 
     Raises:
-        ValueError: If ``state_dict`` is not such a state, or if it lacks the part of ``rest``.
+        ValueError: If ``state_dict`` is not such a state, or if it lacks the part of ``aux_base``.
     """
     check_is_state(state_dict)
     groups = state_dict["param_groups"]
-    two_bases = all(isinstance(group.get(REST), bool) for group in groups)
-    if rest and not two_bases:
-        raise ValueError("this is the state of an optimizer with one base; leave rest=True out")
+    two_bases = all(isinstance(group.get(AUX_BASE), bool) for group in groups)
+    if aux_base and not two_bases:
+        raise ValueError("this is the state of an optimizer with one base; leave aux_base=True out")
     exported = []
     state: dict[Any, Any] = {}
     for group in groups:
-        if two_bases and group[REST] is not rest:
+        if two_bases and group[AUX_BASE] is not aux_base:
             continue
-        dropped = (PEAK_LR, REST, *LAYER_OPTIONS)
+        dropped = (PEAK_LR, AUX_BASE, *LAYER_OPTIONS)
         exported.append({key: value for key, value in group.items() if key not in dropped})
         for key in group["params"]:
             part = _parts(state_dict["state"].get(key, {})).get(BASE)

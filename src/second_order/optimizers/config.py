@@ -42,6 +42,7 @@ __all__ = [
     "DAMPING",
     "INTERVALS",
     "SCHEDULES",
+    "AuxBase",
     "DPKFACOptions",
     "DecayingClip",
     "DistKFACOptions",
@@ -51,7 +52,6 @@ __all__ = [
     "KFACOptions",
     "PerStep",
     "ScriptOptions",
-    "SecondBase",
     "TraceRule",
     "check_clip",
     "check_damping",
@@ -161,31 +161,29 @@ class TraceRule:
 
 
 @dataclass(frozen=True)
-class SecondBase:
-    """A second base optimizer, with the layers that it trains; a ``rest``.
+class AuxBase:
+    """A second base optimizer, with options; a value of ``aux_base``.
 
-        rest=SecondBase(torch.optim.AdamW, layers=["head"], keywords={"lr": 1e-3})
+        aux_base=AuxBase(torch.optim.AdamW, layers=["head"], kwargs={"lr": 1e-3})
 
     Attributes:
-        kind: Class of the optimizer.
+        optimizer_class: Class of the optimizer.
         layers: Patterns of modules, as for ``skip_layers``, that it also trains, with all that is
             inside them.
-        keywords: Its arguments where they differ from those of ``base``.
+        kwargs: Its arguments where they differ from those of ``base``.
 
     Raises:
-        TypeError: If ``layers`` or ``keywords`` have the wrong type.
+        TypeError: If ``layers`` or ``kwargs`` have the wrong type.
     """
 
-    kind: type[torch.optim.Optimizer]
+    optimizer_class: type[torch.optim.Optimizer]
     layers: Sequence[str] = ()
-    keywords: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_patterns(self.layers, "layers")
-        if not isinstance(self.keywords, Mapping):
-            raise TypeError(
-                f"keywords={self.keywords!r} is not a mapping; write keywords={{'lr': 1e-3}}"
-            )
+        if not isinstance(self.kwargs, Mapping):
+            raise TypeError(f"kwargs={self.kwargs!r} is not a mapping; write kwargs={{'lr': 1e-3}}")
 
 
 # --------------------------------------------------------------------------------------- checks
@@ -250,10 +248,10 @@ class ScriptOptions:
     Attributes:
         base: Class of the first-order optimizer that takes the step with the preconditioned
             gradients.
-        rest: Class of a second base optimizer, or a :class:`~second_order.SecondBase`. ``base``
-            then only trains hidden weights: weights of modules with two or more dimensions (exactly
-            two with ``torch.optim.Muon``). ``rest`` trains embeddings, the output head (the last
-            Linear), norms, biases and parameters outside of modules. None: one base for all.
+        aux_base: Class of a second base optimizer, or a :class:`~second_order.AuxBase`, for
+            embeddings, the output head (the last Linear), norms, biases and parameters outside of
+            modules. ``base`` then only trains hidden weights: weights of modules with at least two
+            dimensions (exactly two with ``torch.optim.Muon``). None: ``base`` trains everything.
         model: The model, if you pass parameters and choose the model yourself. None: the smallest
             module that contains all of them, and the frozen network around it. Wrappers
             (DistributedDataParallel, ``torch.compile``) are removed.
@@ -269,7 +267,7 @@ class ScriptOptions:
     """
 
     base: type[torch.optim.Optimizer] = torch.optim.SGD
-    rest: type[torch.optim.Optimizer] | SecondBase | None = None
+    aux_base: type[torch.optim.Optimizer] | AuxBase | None = None
     model: nn.Module | Sequence[nn.Module] | None = None
     grad_scaler: Any = None
     gradient_averaging: str | bool = AUTO
@@ -277,11 +275,11 @@ class ScriptOptions:
     debug: bool | int = False
 
     @property
-    def second_base(self) -> SecondBase | None:
+    def aux(self) -> AuxBase | None:
         """The second base optimizer, if there is one."""
-        if self.rest is None or isinstance(self.rest, SecondBase):
-            return self.rest
-        return SecondBase(self.rest)
+        if self.aux_base is None or isinstance(self.aux_base, AuxBase):
+            return self.aux_base
+        return AuxBase(self.aux_base)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,12 +28,12 @@ from second_order.kfac.stats_workers import StatsWorker, with_stats_workers
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.config import (
     AutoScalar,
+    AuxBase,
     DistKFACOptions,
     Fisher,
     KFACOptions,
     PerStep,
     ScriptOptions,
-    SecondBase,
     TraceRule,
     options_from,
 )
@@ -98,7 +98,7 @@ class DistKFAC(KroneckerOptimizer):
         factor_update_steps: Interval | Literal["auto"] = "auto",
         overhead: float | None = None,
         base: type[torch.optim.Optimizer] = torch.optim.SGD,
-        rest: type[torch.optim.Optimizer] | SecondBase | None = None,
+        aux_base: type[torch.optim.Optimizer] | AuxBase | None = None,
         model: nn.Module | Sequence[nn.Module] | None = None,
         fisher: Fisher = "empirical",
         kfac_approx: Literal["expand", "reduce"] = "expand",

@@ -22,12 +22,12 @@ from second_order.kfac.plan import System, block_rules, dpkfac_plan
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.config import (
     AutoScalar,
+    AuxBase,
     DPKFACOptions,
     Fisher,
     KFACOptions,
     PerStep,
     ScriptOptions,
-    SecondBase,
     TraceRule,
     options_from,
 )
@@ -74,7 +74,7 @@ class DPKFAC(KroneckerOptimizer):
         factor_update_steps: Interval | Literal["auto"] = "auto",
         overhead: float | None = None,
         base: type[torch.optim.Optimizer] = torch.optim.SGD,
-        rest: type[torch.optim.Optimizer] | SecondBase | None = None,
+        aux_base: type[torch.optim.Optimizer] | AuxBase | None = None,
         model: nn.Module | Sequence[nn.Module] | None = None,
         fisher: Fisher = "empirical",
         kfac_approx: Literal["expand", "reduce"] = "expand",

@@ -24,12 +24,12 @@ from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
 from second_order.optimizers.config import (
     AutoScalar,
+    AuxBase,
     Fisher,
     KAISAOptions,
     KFACOptions,
     PerStep,
     ScriptOptions,
-    SecondBase,
     TraceRule,
     is_auto,
     options_from,
@@ -108,7 +108,7 @@ class KAISA(KroneckerOptimizer):
         factor_update_steps: Interval | Literal["auto"] = "auto",
         overhead: float | None = None,
         base: type[torch.optim.Optimizer] = torch.optim.SGD,
-        rest: type[torch.optim.Optimizer] | SecondBase | None = None,
+        aux_base: type[torch.optim.Optimizer] | AuxBase | None = None,
         model: nn.Module | Sequence[nn.Module] | None = None,
         fisher: Fisher = "empirical",
         kfac_approx: Literal["expand", "reduce"] = "expand",

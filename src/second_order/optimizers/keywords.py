@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from second_order.optimizers.config import SecondBase
+from second_order.optimizers.config import AuxBase
 from second_order.utils.checks import closest
 
 __all__ = ["Rate", "check_base", "documented", "keywords_of", "split_base_keywords"]
@@ -26,8 +26,8 @@ PARAMS = (
     "require a gradient."
 )
 BASE_KWARGS = (
-    "Arguments of ``base``: ``momentum``, ``weight_decay``, ``betas`` and so on; with ``rest``, of "
-    "whichever of the two has them, or of both."
+    "Arguments of ``base``: ``momentum``, ``weight_decay``, ``betas`` and so on. With ``aux_base`` "
+    "an argument goes to each of the two that takes it."
 )
 RAISES = """\
 Raises:
@@ -113,7 +113,7 @@ def check_base(base: Any, own_class: type, option: str = "base") -> None:
 
 
 def split_base_keywords(
-    base: type, given: Mapping[str, Any], second: SecondBase | None, own: Iterable[str]
+    base: type, given: Mapping[str, Any], second: AuxBase | None, own: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split the keywords ``given``: each base gets those that its signature has.
 
@@ -127,8 +127,8 @@ def split_base_keywords(
     kinds = [base]
     special: Mapping[str, Any] = {}
     if second is not None:
-        kinds.append(second.kind)
-        special = second.keywords
+        kinds.append(second.optimizer_class)
+        special = second.kwargs
     if given.get("differentiable") or special.get("differentiable"):
         raise ValueError(
             "differentiable=True is not supported: the preconditioner is not differentiated "
@@ -149,7 +149,7 @@ def split_base_keywords(
         if not _takes(kinds[-1], name):
             known = list(inspect.signature(kinds[-1]).parameters)
             raise TypeError(
-                f"rest: unknown keyword {name!r}: it is none of {kinds[-1].__name__}"
+                f"aux_base: unknown keyword {name!r}: it is none of {kinds[-1].__name__}"
                 f"{closest(name, known)}"
             )
     first, last = (

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
-from two_bases_cases import (
+from aux_base_cases import (
     BATCHES,
     CASE,
     HIDDEN,
@@ -33,7 +33,7 @@ from two_bases_cases import (
 )
 
 from second_order import (
-    SecondBase,
+    AuxBase,
     export_base_state,
 )
 
@@ -54,7 +54,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(System: Any, pair: str) -> None:
         take(model, optimizer, batch)
     twin = CASE.model(seed=1)
     twin.load_state_dict(model.state_dict())
-    resumed = two(System, pair, twin, rest_layers=["nothing"])
+    resumed = two(System, pair, twin, aux_layers=["nothing"])
     resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
     for batch in BATCHES[3:6]:
         take(model, optimizer, batch)
@@ -76,7 +76,7 @@ class Remembering(AdamW):
 def test_a_load_goes_on_with_what_a_base_makes_of_its_state() -> None:
     """Each base sees its own parameters' state, and is asked as if it were alone."""
     model = CASE.model()
-    optimizer = make(KAISA, model, base=Muon, rest=Remembering)
+    optimizer = make(KAISA, model, base=Muon, aux_base=Remembering)
     take(model, optimizer, BATCHES[0])
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer._base.parts[1].looked_at == [{"step", "exp_avg", "exp_avg_sq"}] * 8
@@ -96,7 +96,7 @@ def test_distributed_checkpoint_round_trip(System: Any, flat: bool, fresh: bool)
     saved = saved_and_loaded(get_optimizer_state_dict(model, optimizer, options=options))
     twin.load_state_dict(model.state_dict())
     set_optimizer_state_dict(twin, resumed, saved, options=options)
-    assert [(g["rest"], g["lr"]) for g in resumed.param_groups] == [(False, 0.02), (True, 3e-3)]
+    assert [(g["aux_base"], g["lr"]) for g in resumed.param_groups] == [(False, 0.02), (True, 3e-3)]
     for batch in BATCHES[3:6]:
         take(model, optimizer, batch)
         take(twin, resumed, batch)
@@ -117,7 +117,7 @@ def test_a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed() -> Non
         ),
         (lambda: two(KAISA, "SGD AdamW", model), "saved by Muon, and the base here is SGD"),
         (
-            lambda: two(KAISA, "Muon AdamW", model, rest_layers=["up"]),
+            lambda: two(KAISA, "Muon AdamW", model, aux_layers=["up"]),
             r"2 parameter groups with \[2, 8\] parameters, the optimizer 2.*with \[1, 9\]",
         ),
         (
@@ -132,8 +132,8 @@ def test_a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed() -> Non
             other.load_state_dict(saved)
         assert str(other.state_dict()) == str(before)
     swapped = copy.deepcopy(saved)
-    swapped["param_groups"][0]["rest"] = True
-    with pytest.raises(ValueError, match="has 'rest': True, and here it is False"):
+    swapped["param_groups"][0]["aux_base"] = True
+    with pytest.raises(ValueError, match="has 'aux_base': True, and here it is False"):
         optimizer.load_state_dict(swapped)
     one = make(KAISA, model, base=AdamW)
     with pytest.raises(ValueError, match=r"has 1 parameter groups.*optimizer 2.*those of Muon"):
@@ -148,12 +148,12 @@ def test_plain_optimizers_take_their_parts_and_give_them_back() -> None:
     saved, plain = saved_and_loaded(optimizer.state_dict()), ByHand("Muon AdamW", twin)
     twin.load_state_dict(model.state_dict())
     plain.base.load_state_dict(export_base_state(saved))
-    plain.rest.load_state_dict(export_base_state(saved, rest=True))
+    plain.aux_base.load_state_dict(export_base_state(saved, aux_base=True))
     take(model, optimizer, BATCHES[3])
     backward(twin, BATCHES[3])
     plain.step()
     assert same(model, twin)
-    first, second = plain.base.state_dict(), plain.rest.state_dict()
+    first, second = plain.base.state_dict(), plain.aux_base.state_dict()
     count = len(plain.hidden)
     second["param_groups"][0]["params"] = list(range(count, count + len(plain.others)))
     merged = {
@@ -165,8 +165,8 @@ def test_plain_optimizers_take_their_parts_and_give_them_back() -> None:
     take(model, optimizer, BATCHES[4])
     take(twin, back, BATCHES[4])
     assert same(model, twin)
-    with pytest.raises(ValueError, match="with one base; leave rest=True out"):
-        export_base_state(make(KAISA, model).state_dict(), rest=True)
+    with pytest.raises(ValueError, match="with one base; leave aux_base=True out"):
+        export_base_state(make(KAISA, model).state_dict(), aux_base=True)
 
 
 def slower(step: int) -> float:
@@ -196,7 +196,7 @@ def test_schedules_act_on_both(schedule: str) -> None:
     optimizer = two(KAISA, "Muon AdamW", model, skip_layers=["*"])
     plain = ByHand("Muon AdamW", twin)
     together, apart = SCHEDULES[schedule]
-    bases = (plain.base, plain.rest)
+    bases = (plain.base, plain.aux_base)
     schedulers = [together(optimizer), *(one(base) for one, base in zip(apart, bases, strict=True))]
     rates = set()
     for batch in BATCHES[:5]:
@@ -216,7 +216,7 @@ def test_momentum_is_cycled_where_both_can_be() -> None:
     cycle = partial(OneCycleLR, max_lr=0.1, total_steps=6)
     with pytest.raises(ValueError, match="must support momentum or beta1"):
         cycle(two(KAISA, "Muon AdamW", model))
-    optimizer = KAISA(model, lr=0.1, base=optim.Adam, rest=AdamW)
+    optimizer = KAISA(model, lr=0.1, base=optim.Adam, aux_base=AdamW)
     cycle(optimizer)
     assert [group["betas"][0] for group in optimizer.param_groups] == [0.95, 0.95]
 
@@ -225,8 +225,8 @@ def test_momentum_is_cycled_where_both_can_be() -> None:
 @pytest.mark.parametrize("fraction", [1.0, 0.0])
 def test_two_processes_train_as_one(world: World, pair: str, fraction: float) -> None:
     """Muon rounds to bfloat16 inside, so that rounding before it may be 1 % after it."""
-    base, rest, keywords, _, special = PAIRS[pair]
-    options = {"base": base, "rest": SecondBase(rest, keywords=special), **keywords}
+    base, aux_base, keywords, _, special = PAIRS[pair]
+    options = {"base": base, "aux_base": AuxBase(aux_base, kwargs=special), **keywords}
     batches = CASE.batches(4)
     spread = {**options, "grad_worker_fraction": fraction}
     found = agreed(world.run(train, 2, CASE, batches, spread))
@@ -235,21 +235,21 @@ def test_two_processes_train_as_one(world: World, pair: str, fraction: float) ->
 
 
 DIFFERENT: dict[str, dict[str, Any]] = {
-    "one base": {"rest": None},
-    "another rest": {"rest": optim.Adam},
-    "other layers": {"rest": SecondBase(optim.AdamW, layers=["up"])},
-    "other layers, the same weights": {"rest": SecondBase(optim.AdamW, layers=["head"])},
-    "other keywords": {"rest": SecondBase(optim.AdamW, keywords={"lr": 0.5})},
-    "other keywords, no weights yet": {"rest": SecondBase(optim.AdamW, keywords={"lr": 0.5})},
+    "one base": {"aux_base": None},
+    "another aux_base": {"aux_base": optim.Adam},
+    "other layers": {"aux_base": AuxBase(optim.AdamW, layers=["up"])},
+    "other layers, the same weights": {"aux_base": AuxBase(optim.AdamW, layers=["head"])},
+    "other keywords": {"aux_base": AuxBase(optim.AdamW, kwargs={"lr": 0.5})},
+    "other keywords, no weights yet": {"aux_base": AuxBase(optim.AdamW, kwargs={"lr": 0.5})},
 }
 
 
 def build(rank: int, world_size: int, variant: str) -> None:
     """The last rank has something else."""
-    options: dict[str, Any] = {"base": Muon, "rest": AdamW}
+    options: dict[str, Any] = {"base": Muon, "aux_base": AdamW}
     if rank == world_size - 1:
         options |= DIFFERENT[variant]
-    if options["rest"] is None:
+    if options["aux_base"] is None:
         options["skip_layers"] = ()
         options["base"] = AdamW
     model = CASE.model()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from models import ZOO
 from optimizer_cases import KAISA, each_kronecker, make, same, take
 from torch import nn
-from two_bases_cases import (
+from aux_base_cases import (
     BATCHES,
     CASE,
     HIDDEN,
@@ -30,7 +30,7 @@ from two_bases_cases import (
 )
 
 from second_order import (
-    SecondBase,
+    AuxBase,
     SecondOrderWarning,
 )
 
@@ -101,7 +101,7 @@ def in_windows() -> nn.Module:
 )
 def test_hidden_weights_go_to_the_base(build: Any, base: Any, layers: Any, hidden: Any) -> None:
     model = build()
-    optimizer = KAISA(model, lr=0.1, base=base, rest=SecondBase(AdamW, layers=layers))
+    optimizer = KAISA(model, lr=0.1, base=base, aux_base=AuxBase(AdamW, layers=layers))
     found = trained_by(optimizer)
     assert found.keys() == {name for name, _ in model.named_parameters()}
     assert {name for name, base in found.items() if base != "AdamW"} == set(hidden)
@@ -119,16 +119,16 @@ def test_groups_are_divided_and_keep_what_they_say(data: st.DataObject) -> None:
         {"params": part if with_names else [p for _, p in part], "lr": 0.1 + i, "mine": i}
         for i, part in enumerate(parts)
     ]
-    optimizer = KAISA(groups, model=model, lr=0.5, base=Muon, rest=AdamW)
+    optimizer = KAISA(groups, model=model, lr=0.5, base=Muon, aux_base=AdamW)
     names = {id(p): name for name, p in named}
     found: dict[int, list[str]] = {}
     for group in optimizer.param_groups:
         members = [names[id(p)] for p in group["params"]]
         assert members
-        assert {name in HIDDEN for name in members} == {not group["rest"]}
+        assert {name in HIDDEN for name in members} == {not group["aux_base"]}
         assert group["lr"] == 0.1 + group["mine"]
-        assert ("betas" in group) is group["rest"]
-        assert ("ns_steps" in group) is not group["rest"]
+        assert ("betas" in group) is group["aux_base"]
+        assert ("ns_steps" in group) is not group["aux_base"]
         assert group.get("param_names", members) == members
         assert ("param_names" in group) is with_names
         found.setdefault(group["mine"], []).extend(members)
@@ -145,8 +145,10 @@ def test_a_group_added_is_divided_too_and_one_with_a_mark_is_not() -> None:
     optimizer = two(KAISA, "Muon AdamW", [model.up.weight, model.up.bias], model=model)
     take(model, optimizer, BATCHES[0])
     optimizer.add_param_group({"params": model.down.parameters(), "lr": 0.3})
-    optimizer.add_param_group({"params": model.head.weight, "rest": False})
-    marks = [(group["rest"], group["lr"], len(group["params"])) for group in optimizer.param_groups]
+    optimizer.add_param_group({"params": model.head.weight, "aux_base": False})
+    marks = [
+        (group["aux_base"], group["lr"], len(group["params"])) for group in optimizer.param_groups
+    ]
     ours = [(False, 0.02, 1), (True, 0.02, 1), (False, 0.3, 1), (True, 0.3, 1), (False, 0.02, 1)]
     assert marks == ours
     before = model.head.weight.detach().clone()
@@ -161,11 +163,15 @@ def test_a_group_added_is_divided_too_and_one_with_a_mark_is_not() -> None:
     ("group", "error", "message"),
     [
         (
-            lambda m: {"params": m.head.parameters(), "rest": "no"},
+            lambda m: {"params": m.head.parameters(), "aux_base": "no"},
             TypeError,
-            r"group\['rest'\]='no'",
+            r"group\['aux_base'\]='no'",
         ),
-        (lambda m: {"params": m.head.bias, "rest": False}, ValueError, r"\(3,\), and Muon takes"),
+        (
+            lambda m: {"params": m.head.bias, "aux_base": False},
+            ValueError,
+            r"\(3,\), but Muon only trains matrices",
+        ),
         (lambda m: {"params": [m.down.weight, m.up.bias]}, ValueError, "more than one"),
         (lambda m: {"params": [m.down.weight, 3]}, TypeError, "Tensors"),
         (lambda m: [m.head.weight], TypeError, None),
@@ -197,18 +203,22 @@ class Free(SGD):
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"rest": "AdamW"}, TypeError, "rest='AdamW' is not an optimizer class; pass the class itself"),
-    ({"rest": optim.LBFGS}, TypeError, "rest=LBFGS evaluates its closure many times"),
     (
-        {"rest": SecondBase(AdamW, keywords={"beta": 1})},
+        {"aux_base": "AdamW"},
         TypeError,
-        "rest: unknown keyword 'beta'.*AdamW.*'betas'",
+        "aux_base='AdamW' is not an optimizer class; pass the class itself",
     ),
-    ({"rest": SecondBase(AdamW, keywords={"differentiable": True})}, ValueError, "differentiable"),
-    ({"beta": 1}, TypeError, "'beta': neither an option here nor one of Muon or AdamW.*'betas'"),
-    ({"rests": []}, TypeError, "unknown keyword 'rests'.*did you mean 'rest'"),
+    ({"aux_base": optim.LBFGS}, TypeError, "aux_base=LBFGS evaluates its closure many times"),
     (
-        {"rest": SecondBase(AdamW, layers=["*"])},
+        {"aux_base": AuxBase(AdamW, kwargs={"beta": 1})},
+        TypeError,
+        "aux_base: unknown keyword 'beta'.*AdamW.*'betas'",
+    ),
+    ({"aux_base": AuxBase(AdamW, kwargs={"differentiable": True})}, ValueError, "differentiable"),
+    ({"beta": 1}, TypeError, "'beta': neither an option here nor one of Muon or AdamW.*'betas'"),
+    ({"aux_bases": []}, TypeError, "unknown keyword 'aux_bases'.*did you mean 'aux_base'"),
+    (
+        {"aux_base": AuxBase(AdamW, layers=["*"])},
         ValueError,
         r"none of the 10 parameters is.*use base=AdamW without",
     ),
@@ -222,7 +232,7 @@ def test_what_makes_no_sense_is_refused_before_anything_changes(
 ) -> None:
     model, twin = CASE.model(), CASE.model()
     with pytest.raises(error, match=message):
-        System(model, **{"lr": 0.1, "base": Muon, "rest": AdamW, **options})
+        System(model, **{"lr": 0.1, "base": Muon, "aux_base": AdamW, **options})
     assert same(model, twin)
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -231,18 +241,18 @@ def test_what_makes_no_sense_is_refused_before_anything_changes(
     ("given", "message"),
     [
         ({"layers": "up"}, r"layers='up' is not a sequence.*write layers="),
-        ({"keywords": 3}, "keywords=3 is not a mapping"),
+        ({"kwargs": 3}, "kwargs=3 is not a mapping"),
     ],
 )
 def test_a_second_base_checks_its_types(given: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        SecondBase(AdamW, **given)
+        AuxBase(AdamW, **given)
 
 
 def test_keywords_go_to_whoever_knows_them() -> None:
     model = CASE.model()
     hidden, others = KAISA(
-        model, lr=0.1, base=Muon, rest=AdamW, eps=1e-3, ns_steps=3, amsgrad=True
+        model, lr=0.1, base=Muon, aux_base=AdamW, eps=1e-3, ns_steps=3, amsgrad=True
     ).param_groups
     assert (hidden["lr"], hidden["eps"], hidden["ns_steps"]) == (0.1, 1e-3, 3)
     assert (others["lr"], others["eps"], others["amsgrad"]) == (0.1, 1e-3, True)
@@ -253,15 +263,15 @@ def test_keywords_go_to_whoever_knows_them() -> None:
         model,
         lr=0.1,
         base=Free,
-        rest=SecondBase(AdamW, keywords={"betas": (0.5, 0.5)}),
+        aux_base=AuxBase(AdamW, kwargs={"betas": (0.5, 0.5)}),
         flavour="x",
     )
     assert "betas" not in free.param_groups[0]
 
 
 def test_a_pattern_that_matches_nothing_is_told() -> None:
-    with pytest.warns(SecondOrderWarning, match="rest: the pattern 'haed' matches no module"):
-        KAISA(CASE.model(), lr=0.1, base=Muon, rest=SecondBase(AdamW, layers=["haed"]))
+    with pytest.warns(SecondOrderWarning, match="aux_base: the pattern 'haed' matches no module"):
+        KAISA(CASE.model(), lr=0.1, base=Muon, aux_base=AuxBase(AdamW, layers=["haed"]))
 
 
 @each_kronecker

@@ -1,7 +1,7 @@
 """Two first-order optimizers in one: the first trains hidden weights, the second all others.
 
 hidden    weights with at least two dimensions; with exactly two if the base is Muon
-rest      embeddings and weights tied to them; the output head, which is the last Linear of the
+aux_base  embeddings and weights tied to them; the output head, which is the last Linear of the
           model; gains, biases and other vectors; parameters outside of modules' weights, such as
           position embeddings; and the modules that the user names
 
@@ -24,13 +24,13 @@ from second_order.training.groups import NAMES, group_params, group_settings, wi
 from second_order.utils.checks import check_flag
 from second_order.utils.modules import first_match, unmatched_patterns
 
-__all__ = ["REST", "TwoBases", "base_of", "group_lines", "switch_of"]
+__all__ = ["AUX_BASE", "BasePair", "base_of", "group_lines", "switch_of"]
 
-REST = "rest"
-"""The entry of a group that says whether ``rest`` trains it; absent where there is one base."""
+AUX_BASE = "aux_base"
+"""The entry of a group that says whether ``aux_base`` trains it; absent where there is one base."""
 
 
-class TwoBases(torch.optim.Optimizer):
+class BasePair(torch.optim.Optimizer):
     """An optimizer made of two, each of which steps its own groups.
 
     Its ``defaults`` are the settings that both have, with the first one's values: a scheduler that
@@ -40,7 +40,7 @@ class TwoBases(torch.optim.Optimizer):
 
     Raises:
         TypeError: If an element of ``groups`` is neither group nor parameter.
-        ValueError: If all parameters are for ``rest``, or nothing was given.
+        ValueError: If all parameters are for ``aux_base``, or nothing was given.
     """
 
     def __init__(
@@ -58,20 +58,20 @@ class TwoBases(torch.optim.Optimizer):
         given = groups if groups and isinstance(groups[0], dict) else [{"params": list(groups)}]
         whole = [part for group in given for part in self.divided(group, model)]
         for part in whole:
-            if not isinstance(part, dict) or REST not in part:
+            if not isinstance(part, dict) or AUX_BASE not in part:
                 raise TypeError(f"{part!r} is no parameter group; give dictionaries with 'params'")
-        if not group_params(part for part in whole if not part[REST]):
+        if not group_params(part for part in whole if not part[AUX_BASE]):
             base = kinds[0].__name__
-            rest = kinds[1].__name__
+            aux = kinds[1].__name__
             count = len(group_params(whole))
             raise ValueError(
-                f"base={base} with rest={rest}: none of the {count} parameters is a hidden weight, "
-                f"so {base} would train nothing; use base={rest} without rest, or name fewer "
-                f"modules in layers={list(layers)}"
+                f"base={base} with aux_base={aux}: none of the {count} parameters is a hidden "
+                f"weight, so {base} would train nothing; use base={aux} without aux_base, or name "
+                f"fewer modules in layers={list(layers)}"
             )
         parts: list[torch.optim.Optimizer] = []
         for mark in (False, True):
-            mine = [group for group in whole if group[REST] is mark]
+            mine = [group for group in whole if group[AUX_BASE] is mark]
             # None takes an empty list.
             parts.append(kinds[mark](without_names(mine) or [{"params": []}], **keywords[mark]))
             for group, filled in zip(mine, parts[-1].param_groups, strict=False):
@@ -93,7 +93,7 @@ class TwoBases(torch.optim.Optimizer):
         """
         if not isinstance(group, dict) or not isinstance(group.get("params"), list):
             return [group]
-        if REST in group:
+        if AUX_BASE in group:
             self._check_mark(group)
             return [group]
         params = group["params"]
@@ -103,18 +103,18 @@ class TwoBases(torch.optim.Optimizer):
             plain = ((p, p[1] if isinstance(p, tuple) else p) for p in params)
             mine = [p for p, tensor in plain if (id(tensor) in hidden) is not mark]
             if mine or not (params or mark):
-                parts.append({**group, "params": mine, REST: mark})
+                parts.append({**group, "params": mine, AUX_BASE: mark})
         return parts
 
     def _check_mark(self, group: Mapping[str, Any]) -> None:
-        if check_flag(f"group[{REST!r}]", group[REST]) or not self._matrices:
+        if check_flag(f"group[{AUX_BASE!r}]", group[AUX_BASE]) or not self._matrices:
             return
         for p in group_params([group]):
             if p.ndim != 2:
                 raise ValueError(
-                    f"a group with {REST!r}: False has a parameter of shape {tuple(p.shape)}, and "
-                    f"{self._kinds[0].__name__} takes matrices alone; leave {REST!r} out, or set "
-                    f"it True"
+                    f"a group with {AUX_BASE!r}: False has a parameter of shape {tuple(p.shape)}, "
+                    f"but {self._kinds[0].__name__} only trains matrices; leave {AUX_BASE!r} out, "
+                    f"or set it to True"
                 )
 
     def _hidden(self, model: nn.Module) -> set[int]:
@@ -141,7 +141,7 @@ class TwoBases(torch.optim.Optimizer):
         begins = [
             f"{type(p).__name__} begins with {group_settings(p.defaults)}" for p in self.parts
         ]
-        return [f"layers of rest: {list(self._layers)}", *begins]
+        return [f"layers of aux_base: {list(self._layers)}", *begins]
 
     def step(self, closure: Any = None) -> Any:
         """Let both step, each on its own groups; the closure is not called."""
@@ -153,7 +153,7 @@ class TwoBases(torch.optim.Optimizer):
     def following(self) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
         """Both optimizers, with their groups as they are now, and the state of these."""
         for mark, part in enumerate(self.parts):
-            part.param_groups = [g for g in self.param_groups if g[REST] is bool(mark)]
+            part.param_groups = [g for g in self.param_groups if g[AUX_BASE] is bool(mark)]
             mine = [p for group in part.param_groups for p in group["params"] if p in self.state]
             part.state = defaultdict(dict, {p: self.state[p] for p in mine})
         return self.parts
@@ -168,7 +168,7 @@ class TwoBases(torch.optim.Optimizer):
 
 def base_of(base: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch.optim.Optimizer:
     """The base that trains a group: one of two, or the only one."""
-    return base.parts[bool(group[REST])] if isinstance(base, TwoBases) else base
+    return base.parts[bool(group[AUX_BASE])] if isinstance(base, BasePair) else base
 
 
 def group_lines(training: Training) -> list[str]:
@@ -197,7 +197,7 @@ def switch_of(
     Raises:
         AttributeError: If no base has such a method.
     """
-    parts = base.following() if isinstance(base, TwoBases) else (base,)
+    parts = base.following() if isinstance(base, BasePair) else (base,)
     methods = [found for part in parts if callable(found := getattr(part, method, None))]
     if not methods:
         raise AttributeError(
