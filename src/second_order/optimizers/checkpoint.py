@@ -2,7 +2,7 @@
 
     state[p]["base"]        what the base stores of p, as it would alone
     state[p]["curvature"]   what the wrapper stores, with the entries of HEADER
-    param_groups            as torch's; if there are two bases, "aux_base" says which trains the group
+    param_groups            as torch's; "aux_base" says which of two bases trains the group
 
 A state of the base alone loads as well. Its entries are not divided into parts.
 """
