@@ -104,7 +104,7 @@ def test_other_shards_are_refused_with_the_remedy(world: World) -> None:
         assert "use stats_workers=0, or Distributed" in found["helpers"]
         assert "'0.weight' is kept on the cpu (CPUOffloadPolicy)" in found["elsewhere"]
         assert "use helper_ranks=0, or Distributed" in found["MRDHO2"]
-        assert "use 'base'" in found["matrices"]
+        assert "use unsupported_layers='base_optimizer'" in found["matrices"]
 
 
 def made_from_meta(
