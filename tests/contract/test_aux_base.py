@@ -8,11 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from models import ZOO
-from optimizer_cases import KAISA, each_kronecker, make, same, take
-from torch import nn
 from aux_base_cases import (
     BATCHES,
     CASE,
@@ -28,6 +23,11 @@ from aux_base_cases import (
     trained_by,
     two,
 )
+from hypothesis import given
+from hypothesis import strategies as st
+from models import ZOO
+from optimizer_cases import KAISA, each_kronecker, make, same, take
+from torch import nn
 
 from second_order import (
     AuxBase,

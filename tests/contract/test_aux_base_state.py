@@ -8,15 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch.distributed as dist
-from optimizer_cases import KAISA, each_kronecker, make, same, take
-from ranks import agreed, assert_same_trajectory, kaisa, train
-from saved_states import saved_and_loaded
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from aux_base_cases import (
     BATCHES,
     CASE,
@@ -31,6 +22,15 @@ from aux_base_cases import (
     optim,
     two,
 )
+from optimizer_cases import KAISA, each_kronecker, make, same, take
+from ranks import agreed, assert_same_trajectory, kaisa, train
+from saved_states import saved_and_loaded
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from second_order import (
     AuxBase,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import replaced
 from aux_base_cases import trained_by
+from ranks import replaced
 
 from muon import Muon
 
