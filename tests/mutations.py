@@ -318,9 +318,9 @@ what cannot be compiled is an error
 a lost factor arrives as zeros  <-  factor_exchange::a_layer_whose_factor_is_lost_starts_anew
     value = saved.get(entry.name) if has else None  =>  value = saved.get(entry.name)
 inverses of another scale than the run's  <-  resume::inverses_of_another_scale_are_refreshed
-    if empty or scaled != solves.scaled:  =>  if empty:
+    if empty or scaled != inverses.scaled:  =>  if empty:
 a resumed run without the solves under way  <-  resume::a_resumed_run_is_the_run
-    loaded.snapshots[block] = Solve(  =>  Solve(
+    loaded.snapshots[block] = PendingInverse(  =>  PendingInverse(
 statistics from before a load  <-  contract_state::statistics_from_before_a_load_do_not_count
   -         block.staged.clear()
   -
@@ -354,7 +354,7 @@ messages forget since the beginning
 a resumed run that forgets its intervals  <-  drift::a_resumed_run_has_the_intervals
     self.drift.load(saved, self.layers.blocks)  =>  pass
 a resumed run that refreshes all layers  <-  resume::a_resumed_run_is_the_run
-    solves.take_over(loaded.inverses,  =>  solves.take_over({},
+    inverses.load(loaded.inverses,  =>  inverses.load({},
 inverses that one rank lacks  <-  resume::inverses_that_no_rank_has_are_refreshed
     world.on_cpu().all_reduce_max([flags]).wait()  =>  pass
 
@@ -484,9 +484,9 @@ refreshes as often as the first layer wants
 the clip of a bucket's own layers  <-  fsdp::one_all_to_all_each_way_for_a_bucket
     changes.append(clip.change(found))  =>  changes = [clip.change(found)]
 
-== kfac/solve.py
+== kfac/inversion.py
 the damping of the landing  <-  distkfac::an_inverse_has_the_damping_of_its_snapshot
-    [damped.damping for damped in known]  =>  [self.damping for damped in known]
+    [damped.damping for damped in known]  =>  [self.damping_option for damped in known]
 layers that are due when they land wait for the next interval
   <-  distkfac::a_layer_that_is_due_when_it_lands_is_launched_again
     self._submit(again, mean_curvature)  =>  pass
@@ -516,7 +516,7 @@ damping for scale, from another process
     [solve.damped.damping, solve.damped.trace]  =>  [solve.damped.damping] * 2
 stale inverses after a change of layers
   <-  kaisa::a_layer_without_an_inverse_gets_one_at_the_next_step
-    if self.wanted:  =>  if False:
+    if self.requested:  =>  if False:
 an unexplained layer not told of to the other ranks
   <-  explained::a_layer_that_one_rank_cannot_verify_is_left_on_all
     if block.unverified:  =>  if False:
@@ -524,7 +524,7 @@ decompositions of threads arrive with another damping
   <-  distkfac_ranks::without_staleness_it_is_kaisa
     torch.as_tensor(n, dtype=dtype, device=device)  =>  torch.ones((), dtype=dtype)
 an instrument without the failures  <-  metrics::failures_are_counted
-  -             self.failed += 1
+  -             self.num_failures += 1
   -
 a dead layer solved with the others
   <-  refresh_on_device::a_refresh_comes_to_the_same_on_a_device
@@ -537,9 +537,9 @@ a solve on a thread that is older than drift allows
   <-  drift::solves_on_threads_are_waited_for_by_the_step_before_the_next
     late = self.drift is not None and age >= self.drift.interval(block) - 1  =>  late = False
 of a thread's decompositions one is enough  <-  distkfac::one_factor_that_fails_on_a_thread_is_told
-    whole = len(result.parts) == len(self.step.to_solve[block])  =>  whole = len(result.parts) > 0
+    == len(self.step_plan.to_solve[block])  =>  > 0
 
-== kfac/solve_async.py
+== kfac/async_inversion.py
 a dropped result is that of a later refresh
   <-  distkfac::a_dropped_result_of_a_thread_does_not_become_that_of_a_later_refresh
     self._tickets.pop(block, None)  =>  pass

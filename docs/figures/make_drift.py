@@ -62,7 +62,7 @@ def train() -> Drifts:
         optimizer.zero_grad()
         task.loss_of(model, batch).backward()
         optimizer.step()
-        states = curvature.solves.inverses.values()
+        states = curvature.inverses.states.values()
         found.refreshed.append([each.installed_at for each in states].count(step))
         changes = list(curvature.drift.changes.values())
         if found.refreshed[-1] and changes:

@@ -22,7 +22,7 @@ from ranks import replaced
 from reference import ReferenceKFAC
 
 from second_order import DistKFAC
-from second_order.kfac import solve_async
+from second_order.kfac import async_inversion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,8 +47,10 @@ def distkfac(params_or_model: Any, **options: Any) -> DistKFAC:
 @contextmanager
 def solving(work: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
     """What is submitted to the threads from now on goes through `work`, which gets the solve."""
-    solve = solve_async.decompose_snapshot
-    with replaced(solve_async, {"decompose_snapshot": lambda *args: work(partial(solve, *args))}):
+    solve = async_inversion.decompose_snapshot
+    with replaced(
+        async_inversion, {"decompose_snapshot": lambda *args: work(partial(solve, *args))}
+    ):
         yield
 
 
@@ -74,14 +76,14 @@ class Gate:
     @contextmanager
     def open_when_waited_for(self) -> Iterator[None]:
         """As long as somebody waits for a ticket."""
-        wait = solve_async.wait
+        wait = async_inversion.wait
 
         def opening(tickets: Any) -> None:
             self._opened.set()
             wait(tickets)
             self._opened.clear()
 
-        with replaced(solve_async, {"wait": opening}):
+        with replaced(async_inversion, {"wait": opening}):
             yield
 
 
@@ -107,7 +109,7 @@ def eventually(holds: Callable[[], Any], seconds: float = LONG) -> None:
 
 def landed(optimizer: Any) -> bool:
     """Whether all that is under way has been solved."""
-    tickets = optimizer._curvature.solves.inverter._tickets.values()
+    tickets = optimizer._curvature.inverses.inverter._tickets.values()
     return all(ticket.done() for ticket in tickets)
 
 

@@ -154,7 +154,7 @@ def at_once(optimizer: Any) -> AbstractContextManager[None]:
     """Solves on threads are waited for."""
     if not isinstance(optimizer, DistKFAC):
         return nullcontext()
-    return replaced(optimizer._curvature.solves, {"_must_land": lambda block: True})
+    return replaced(optimizer._curvature.inverses, {"_must_wait_for": lambda block: True})
 
 
 def record(start: Callable[..., Any], name: str, processes: int) -> dict[str, Any]:

@@ -82,8 +82,8 @@ class Run:
         self.updates: list[int] = []
         self.refreshes: list[int] = []
         self.decays: dict[int, float] = {}
-        layers, solves = self.curvature.layers, self.curvature.solves
-        take_in, refresh = layers.take_in, solves.refresh
+        layers, inverses = self.curvature.layers, self.curvature.inverses
+        take_in, refresh = layers.take_in, inverses.refresh
         consume = layers.collector.consume
 
         def taking(sums: Any, decay: float) -> None:
@@ -102,7 +102,7 @@ class Run:
             self.time.spend(2 / LAYERS * self.scale)
             consume(*args, **kwargs)
 
-        layers.take_in, solves.refresh = taking, refreshing
+        layers.take_in, inverses.refresh = taking, refreshing
         layers.collector.consume = consuming
 
     @property

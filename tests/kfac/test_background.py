@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from second_order.kfac.solve_async import WorkerPool
+from second_order.kfac.async_inversion import WorkerPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,7 +83,7 @@ def test_close_waits_for_what_is_under_way_and_drops_the_rest() -> None:
 ENDS = """
 import gc, os, sys, threading, time, torch
 torch.set_num_threads(1)
-from second_order.kfac.solve_async import WorkerPool
+from second_order.kfac.async_inversion import WorkerPool
 gc.freeze()  # an interpreter ends sooner
 
 def end(how):

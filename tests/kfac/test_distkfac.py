@@ -155,15 +155,15 @@ def test_deterministic_ranks_agree_only_where_a_solve_is_waited_for() -> None:
     model, agreed = CASE.model(), list[int]()
     options = {"deterministic": True, "max_staleness": 2, "inv_update_steps": 4}
     with distkfac(model, **options) as optimizer:
-        solves = optimizer._curvature.solves
-        agree = solves._agree
+        inverses = optimizer._curvature.inverses
+        agree = inverses._agree_on_outcomes
 
         def counting(*now: Any) -> Any:
             outcomes = agree(*now)
             agreed.extend([optimizer.training.steps] * bool(outcomes))
             return outcomes
 
-        solves._agree = counting
+        inverses._agree_on_outcomes = counting
         go(model, optimizer, CASE, BATCHES[:1] * 11)
     assert agreed == [0, 6, 10]
 
@@ -196,11 +196,11 @@ def test_a_dropped_result_of_a_thread_does_not_become_that_of_a_later_refresh() 
         go(model, optimizer, CASE, BATCHES[:1])
         with solving(gate):
             go(model, optimizer, CASE, BATCHES[1:2])
-            solves = optimizer._curvature.solves
-            assert len(solves.under_way) == len(LAYERS)
-            solves.drop_missing([*solves.under_way])
+            inverses = optimizer._curvature.inverses
+            assert len(inverses.pending) == len(LAYERS)
+            inverses.drop([*inverses.pending])
             gate.open()
-        with noted() as warned, replaced(solves.inverter.pool, {"submit": raises}):
+        with noted() as warned, replaced(inverses.inverter.pool, {"submit": raises}):
             go(model, optimizer, CASE, BATCHES[2:3])
         assert not any(block.solved for block in optimizer._curvature.plan)
     assert len(warned) == len(LAYERS)

@@ -75,7 +75,7 @@ def in_flight(
     found = go(model, optimizer, CASE, batches[:1])
     with solving(gate):
         found += go(model, optimizer, CASE, batches[1:3])
-    assert len(optimizer._curvature.solves.under_way) == 3
+    assert len(optimizer._curvature.inverses.pending) == 3
     if how == "load":
         state = torch.load(io.BytesIO(data))
         model.load_state_dict(state["model"])

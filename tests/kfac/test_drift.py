@@ -193,7 +193,7 @@ def trained(
     for step in range(steps):
         batch = (x, y) if step < changed_at else (-30 * x.flip(1), y.flip(0))
         take(model, optimizer, shard(batch, rank, world_size))
-        landed = {b for b, each in curvature.solves.inverses.items() if each.installed_at == step}
+        landed = {b for b, each in curvature.inverses.states.items() if each.installed_at == step}
         solved.append([b.name for b in curvature.layers.blocks if b in landed])
         intervals.append([curvature.drift.interval(b) for b in curvature.layers.blocks])
     optimizer.consolidate(to=None)
@@ -239,7 +239,7 @@ def test_a_number_is_the_interval_whatever_drifts(System: Any) -> None:
     optimizer = make(System, model, inv_update_steps=10, factor_update_steps="auto")
     for step in range(22):
         take(model, optimizer, BATCHES[step % 2])
-        landed = {each.installed_at for each in optimizer._curvature.solves.inverses.values()}
+        landed = {each.installed_at for each in optimizer._curvature.inverses.states.values()}
         found += [step] * (step in landed)
     assert found == [0, 10, 20]
     assert optimizer._curvature.drift is None
@@ -254,16 +254,16 @@ def test_solves_on_threads_are_waited_for_by_the_step_before_the_next() -> None:
             take(model, optimizer, BATCHES[0])
         while not curvature._cadence.due():
             take(model, optimizer, BATCHES[0])
-        before = dict(curvature.solves.inverses)
+        before = dict(curvature.inverses.states)
         launched, due = optimizer._training.steps, curvature._cadence.due()
         with solving(gate), gate.open_when_waited_for():
             next_due = launched + 1
             take(model, optimizer, BATCHES[0])
             while not curvature._cadence.due():
-                assert all(curvature.solves.inverses[b] is before[b] for b in due)
+                assert all(curvature.inverses.states[b] is before[b] for b in due)
                 take(model, optimizer, BATCHES[0])
                 next_due += 1
         assert next_due >= launched + 8
-        landed = [curvature.solves.inverses[b] for b in due]
+        landed = [curvature.inverses.states[b] for b in due]
         assert {each.installed_at for each in landed} == {next_due - 1}
         assert {each.step for each in landed} == {launched}

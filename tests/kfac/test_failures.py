@@ -323,4 +323,4 @@ def test_a_step_that_runs_out_of_memory_strands_no_layer(System: Any) -> None:
         take(model, optimizer, BATCHES[1])
     take(model, optimizer, BATCHES[2])
     assert all(block.solved for block in optimizer._curvature.layers.blocks)
-    assert not optimizer._curvature.solves.under_way
+    assert not optimizer._curvature.inverses.pending

@@ -283,7 +283,7 @@ def dampings(rank: int, world_size: int, system: str, options: Any) -> list[dict
     for batch in BATCHES[:2]:
         mean = curvature.mean_curvature
         take(model, optimizer, shard(batch, rank, world_size))
-    states = curvature.solves.inverses
+    states = curvature.inverses.states
     found = {b.name: float(states[b].damping) for b in states if b.inverse is not None}
     own = {block.name: float(block.ensure_factors().mean_curvature()) for block in curvature.plan}
     return [found, own, {"mean": mean, "mean afterwards": curvature.mean_curvature}]

@@ -33,6 +33,7 @@ from second_order.kfac.feedback import (
     report_refresh,
     share_feedback,
 )
+from second_order.kfac.inversion import Inverses, Refresh
 from second_order.kfac.layers import (
     Layers,
     describe_group_options,
@@ -58,7 +59,6 @@ from second_order.kfac.precondition import (
 )
 from second_order.kfac.schedule import UPDATED_AT, Cadence
 from second_order.kfac.sharded_gradients import Bucket, make_buckets, precondition_rows
-from second_order.kfac.solve import Refresh, Solves
 from second_order.kfac.spd_kfac import Pipeline, Sums
 from second_order.kfac.state import (
     CHOSEN,
@@ -157,7 +157,7 @@ class KFAC(OfLayers):
         self.throttle, self.drift = self._cadence.throttle, self._cadence.drift
         rule = options.trace_rule
         self.traces = None if rule is None else TraceRefresh(rule.upper, rule.lower)
-        self.solves = Solves(
+        self.inverses = Inverses(
             training,
             options,
             self.layers,
@@ -280,7 +280,7 @@ class KFAC(OfLayers):
 
     def precondition(self, pending: PendingAverage) -> StepInfo:  # type: ignore[override]
         """Replace every covered ``p.grad`` by ν P, as at the top of this file; a collective."""
-        solves, length = self.solves, self.step_length
+        inverses, length = self.inverses, self.step_length
 
         # Update A and G from this step's batches.
         due = self._cadence.takes_statistics()
@@ -293,11 +293,11 @@ class KFAC(OfLayers):
         refresh = NO_REFRESH
         report: Report | None = None
         read = DeviceRead()
-        if layers or solves.wanted or solves.under_way:
+        if layers or inverses.requested or inverses.pending:
             with stage("solve"):
-                if solves.reads_once and pending is NO_AVERAGE:
+                if inverses.reads_once and pending is NO_AVERAGE:
                     report = self._report(read, self._measured_layers())
-                refresh = solves.refresh(layers, pending, self.mean_curvature, read)
+                refresh = inverses.refresh(layers, pending, self.mean_curvature, read)
         if pending is not NO_AVERAGE:
             with stage("average_gradients"):
                 pending.wait()
@@ -316,7 +316,7 @@ class KFAC(OfLayers):
         # Adapt the refresh intervals and the step scale to what the refresh has changed.
         if refresh.installed and report is not None:
             self._adapt(report, refresh.cosines, result.cosines, read)
-        coming = bool(solves.under_way) or self._cadence.may_come()
+        coming = bool(inverses.pending) or self._cadence.may_come()
         if length is not None:
             length.keep(self._step.layers, wanted=coming)
         self._last = StepInfo(refresh.installed, result.clip, bool(layers), coming)
@@ -327,7 +327,7 @@ class KFAC(OfLayers):
         if self.step_length is not None:
             self.step_length.scale(wanted=self._last.refresh_coming)
         if self.helpers is not None:
-            self.helpers.offer(self.training, self.solves.inverter.post)
+            self.helpers.offer(self.training, self.inverses.inverter.post)
         if self.throttle is not None:
             self.throttle.end_step(refreshed=self._last.refresh_due)
 
@@ -431,8 +431,8 @@ class KFAC(OfLayers):
 
     def _take_in(self, sums: Sums, decay: float) -> None:
         """Update the running averages; layers under way keep the factors that they started from."""
-        if self.solves.under_way:
-            self.solves.keep_snapshots(sums)
+        if self.inverses.pending:
+            self.inverses.snapshot_factors(sums)
         self.layers.take_in(sums, decay)
         self._cadence.note_update()
 
@@ -516,7 +516,7 @@ class KFAC(OfLayers):
         layers.watch(self._takes)
         for block in layers.blocks:
             block.drop_inverse()
-        self.solves.restart(self._step)
+        self.inverses.restart(self._step)
         if self.drift is not None:
             self.drift.follow(layers.blocks)
         if self.helpers is not None:
@@ -535,7 +535,10 @@ class KFAC(OfLayers):
         """The values, by name, that decide which collectives a step has."""
         return [
             *(("closed", self._closed), ("sharded by FSDP2", self.sharded)),
-            ("inverses wanted at once", [b.name for b in self.plan if b in self.solves.wanted]),
+            (
+                "inverses wanted at once",
+                [b.name for b in self.plan if b in self.inverses.requested],
+            ),
             ("anew at", self.layers.newcomers_at),
             *scheduled(self._options, SCHEDULES, self.training.steps),
             ("losses", self.layers.reduction),
@@ -578,28 +581,28 @@ class KFAC(OfLayers):
         """
         if self._closed:
             return {}
-        solves = self.solves
-        solves.inverter.finish()
+        inverses = self.inverses
+        inverses.inverter.finish()
         room = is_checkpointing(part=True)  # torch.distributed.checkpoint reads into what is there
-        damping = float(solves.damping)
+        damping = float(inverses.damping_option)
         found: dict[Tensor, dict[str, Any]] = {}
         for block, layer in self.plan.items():
             for p in block.params:
                 if self.step_length is not None:
                     found[p] = self.step_length.saved_step(p, room)
-            part = inverse_state(block, layer, solves, room)
+            part = inverse_state(block, layer, inverses, room)
             part[DAMPING] = -1.0 if math.isnan(damping) else damping
             found.setdefault(block.weight, {}).update(part)
         return found
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Raise ValueError if a checkpoint does not fit the layers."""
-        check_saved(saved, self.layers.blocks, self.solves)
+        check_saved(saved, self.layers.blocks, self.inverses)
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Take over a checkpoint; missing inverses are computed at the next step."""
         load_factors(saved, self.layers.blocks, self.training)
-        self.solves.restart(self._step)
+        self.inverses.restart(self._step)
         workers = read_num_gradient_workers(saved, self.training.world.size)
         if self.workers and workers not in (0, self.workers):
             self._take_workers(workers)
@@ -620,20 +623,20 @@ class KFAC(OfLayers):
         Requires that the factors are loaded, and that the plan matches the layers that train.
         Scripts may freeze layers after loading: then the first step does this again.
         """
-        solves = self.solves
-        loaded = load_inverses(saved, self.plan, solves)
-        solves.wanted.intersection_update(loaded.wanted)
+        inverses = self.inverses
+        loaded = load_inverses(saved, self.plan, inverses)
+        inverses.requested.intersection_update(loaded.wanted)
         damping = read_shared_number(saved, DAMPING, -1.0)
-        solves.take_over(loaded.inverses, damping if damping >= 0 else math.nan)
+        inverses.load(loaded.inverses, damping if damping >= 0 else math.nan)
         for block, layer in self.plan.items():
             part: Mapping[str, Any] = saved.get(block.weight, {})
             block.load_history(part, layer.contributors(self.training.world.size))
         if self.traces is not None:
             self.traces.load(saved, self.layers.blocks)
-        solves.resubmit(loaded.snapshots)
+        inverses.resubmit(loaded.snapshots)
         self._missing = loaded.missing
         if self.training.world.size == 1:
-            solves.drop_missing(self._missing)
+            inverses.drop(self._missing)
 
     def _agree_on_loaded(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Refresh layers if any rank lacks their part of the checkpoint; a collective.
@@ -653,7 +656,7 @@ class KFAC(OfLayers):
         listed = flags.tolist()
         missing = {block for i, block in enumerate(blocks) if listed[2 * i]}
         lost = [block for i, block in enumerate(blocks) if listed[2 * i + 1]]
-        self.solves.drop_missing([*missing, *lost])
+        self.inverses.drop([*missing, *lost])
         self._missing = set()
         for block in lost:
             training.warn(
@@ -700,7 +703,7 @@ class KFAC(OfLayers):
         for block, layer in self.known.items():
             entries = factor_entries(block, layer)
             if block in self.plan:
-                entries += inverse_entries(block, layer, self.solves)
+                entries += inverse_entries(block, layer, self.inverses)
             here = {**state.get(block.weight, {}), **more.get(block.weight, {})}
             received = send_entries(self.training.world, block, entries, here, ranks)
             found[block.weight] = {"curvature": received}
@@ -710,7 +713,7 @@ class KFAC(OfLayers):
         """End threads and hooks; the optimizer goes on as its base alone."""
         if self.helpers is not None:
             self.helpers.close()
-        self.solves.close()
+        self.inverses.close()
         self.layers.close()
         if self.drift is not None:
             self.drift.follow(())
@@ -736,7 +739,7 @@ class KFAC(OfLayers):
             options=self._options,
             layers=self.layers,
             plan=self.known,
-            damping=float(self.solves.damping),
+            damping=float(self.inverses.damping_option),
             dtype=dtype,
             gather=gather,
         )
@@ -744,7 +747,7 @@ class KFAC(OfLayers):
     def metrics(self) -> dict[str, float]:
         """Numbers to log: clip, damping, step scale, ages, intervals, drift and failures."""
         last, nu = self.training.steps - 1, self._last.clip
-        found = metrics_of(self.layers, self.plan, self.solves, last)
+        found = metrics_of(self.layers, self.plan, self.inverses, last)
         found["clip"] = 1.0 if nu is None else float(nu)
         found["step_length"] = self._step_scale
         if last >= 0 and not self._closed:
@@ -771,16 +774,16 @@ class KFAC(OfLayers):
         ]
         if self.throttle is not None:
             lines.append(self.throttle.summary_line)
-        if not self.solves.solves_at_once:
+        if not self.inverses.is_synchronous:
             lines.append(self._ages())
         return replace(table, lines=lines)
 
     def _ages(self) -> str:
         """A line on the ages of inverses that are computed while training continues."""
-        ages = sorted(self.training.steps - each.step for each in self.solves.inverses.values())
+        ages = sorted(self.training.steps - each.step for each in self.inverses.states.values())
         if not ages:
             return "no inverses yet"
         return (
             f"inverses are {ages[0]} to {ages[-1]} steps old; "
-            f"{len(self.solves.under_way)} under way"
+            f"{len(self.inverses.pending)} under way"
         )

@@ -35,8 +35,8 @@ from torch import Tensor
 from second_order.checkpoint.saved import SavedPart
 from second_order.distributed.fsdp import dtensor_from_rows, is_dtensor, local_tensor, shard_like
 from second_order.distributed.world import flatten, split_into_buckets
+from second_order.kfac.inversion import stacked_means
 from second_order.kfac.plan import StepPlan
-from second_order.kfac.solve import stacked_means
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.storage import DeviceRead, Numbers
 from second_order.training.context import Training

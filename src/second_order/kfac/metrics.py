@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from second_order.errors import SecondOrderError
+from second_order.kfac.inversion import Inverses
 from second_order.kfac.layers import SILENT, Layers, values_by_layer
 from second_order.kfac.plan import LayerPlan
-from second_order.kfac.solve import Solves
 from second_order.kfac.state import EXAMPLES, MEANS, WEIGHT, factor_entries, send_entries
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.exact import ExactBlock
@@ -39,23 +39,23 @@ NAMES = (
 
 
 def metrics_of(
-    layers: Layers, plan: Mapping[KroneckerBlock, LayerPlan], solves: Solves, step: int
+    layers: Layers, plan: Mapping[KroneckerBlock, LayerPlan], inverses: Inverses, step: int
 ) -> dict[str, float]:
     """Numbers on layers and inverses. Synchronizes with the device."""
     solved = [block for block in plan if block.solved]
-    states = [solves.inverses[block] for block in solved]
-    dampings = [float(solves.inverses[b].damping) for b in solved if b.inverse is not None]
+    states = [inverses.states[block] for block in solved]
+    dampings = [float(inverses.states[b].damping) for b in solved if b.inverse is not None]
     return {
         **dict.fromkeys(NAMES, math.nan),
-        "damping": float(solves.damping),
+        "damping": float(inverses.damping_option),
         "damping/min": min(dampings, default=math.nan),
         "damping/max": max(dampings, default=math.nan),
         "age/inverses": step - min((state.step for state in states), default=math.nan),
         "layers": float(len(plan)),
         "layers/solved": float(len(solved)),
         "layers/failing": float(sum(block.failures > 0 for block in plan)),
-        "layers/under_way": float(len(solves.under_way)),
-        "failed": float(solves.failed),
+        "layers/under_way": float(len(inverses.pending)),
+        "failed": float(inverses.num_failures),
         "dropped": float(sum(int(block.staged.dropped) for block in layers.blocks)),
     }
 

@@ -36,10 +36,10 @@ from torch import Tensor
 from second_order.checkpoint.saved import HEADER, SavedPart
 from second_order.distributed.world import World
 from second_order.kfac.feedback import LAST_STEP, LAST_STEP_KNOWN, STEP_LENGTH
+from second_order.kfac.inversion import Inverses, InverseState, LoadedInverse, PendingInverse
 from second_order.kfac.plan import LayerPlan
 from second_order.kfac.precondition import USUAL_CHANGE
 from second_order.kfac.schedule import DRIFT, UPDATED_AT
-from second_order.kfac.solve import InverseState, LoadedInverse, Solve, Solves
 from second_order.kfac.thor import SETTLED
 from second_order.kronecker.block import (
     AGREED_STATE,
@@ -137,7 +137,9 @@ def factor_entries(block: KroneckerBlock, layer: LayerPlan | None) -> list[Entry
     return found
 
 
-def inverse_entries(block: KroneckerBlock, layer: LayerPlan | None, solves: Solves) -> list[Entry]:
+def inverse_entries(
+    block: KroneckerBlock, layer: LayerPlan | None, inverses: Inverses
+) -> list[Entry]:
     """The inverse of a layer, what the next one is computed from, and the history of passes."""
     workers = None if layer is None else layer.workers
     source = None if layer is None or layer.source is None else [layer.source]
@@ -146,9 +148,9 @@ def inverse_entries(block: KroneckerBlock, layer: LayerPlan | None, solves: Solv
         Entry(INVERSE_DAMPING, (4,), numbers, workers),
         Entry(PASS_HISTORY, (4,), numbers, source),
     ]
-    for name, shape in solves.solver.saved_shapes(block.shape).items():
-        found.append(Entry(name, shape, solves.options.inv_dtype, workers))
-    if not solves.waits and (layer is None or layer.keeps_all):
+    for name, shape in inverses.solver.saved_shapes(block.shape).items():
+        found.append(Entry(name, shape, inverses.options.inv_dtype, workers))
+    if not inverses.waits_for_all and (layer is None or layer.keeps_all):
         factors = factor_entries(block, None)
         found += [replace(entry, name=SNAPSHOT + entry.name) for entry in factors]
     return found
@@ -158,38 +160,38 @@ def inverse_entries(block: KroneckerBlock, layer: LayerPlan | None, solves: Solv
 
 
 def inverse_state(
-    block: KroneckerBlock, layer: LayerPlan, solves: Solves, room: bool
+    block: KroneckerBlock, layer: LayerPlan, inverses: Inverses, room: bool
 ) -> dict[str, Any]:
     """What a checkpoint has of a layer between two refreshes. Tensors are shared, not copied.
 
     If ``room`` is true, tensors that this rank may have and does not have are zeros.
     torch.distributed.checkpoint needs them because it reads into existing tensors.
     """
-    world = solves.training.world
-    state = solves.inverses[block] if block.solved else InverseState(step=-1, installed_at=-1)
+    world = inverses.training.world
+    state = inverses.states[block] if block.solved else InverseState(step=-1, installed_at=-1)
     found: dict[str, Any] = {
         STEP: state.step,
         DELAY: state.installed_at - state.step,
-        WANTED: int(block in solves.wanted),
+        WANTED: int(block in inverses.requested),
     }
     tensors = {PASS_HISTORY: block.pass_history(layer.contributors(world.size))}
     if block.inverse is not None:
-        numbers = [state.damping, state.trace, state.option, solves.scaled]
+        numbers = [state.damping, state.trace, state.option, inverses.scaled]
         tensors |= block.inverse.entries
         tensors[INVERSE_DAMPING] = block.to_checkpoint_tensor([float(number) for number in numbers])
 
     # The inverse that is being computed.
     if not layer.keeps_all:  # its owner alone has what it is computed from
-        found[WANTED] = int(found[WANTED] or block in solves.under_way)
-    elif not solves.waits:
-        solves.keep_snapshots([block])
-        solve = solves.under_way.get(block, Solve(step=-1, option=0.0, mean_curvature=0.0))
+        found[WANTED] = int(found[WANTED] or block in inverses.pending)
+    elif not inverses.waits_for_all:
+        inverses.snapshot_factors([block])
+        solve = inverses.pending.get(block, PendingInverse(step=-1, option=0.0, mean_curvature=0.0))
         found[SNAPSHOT_STEP] = solve.step
         found |= zip(SNAPSHOT_NUMBERS, (float(solve.option), solve.mean_curvature), strict=True)
         if solve.factors is not None:
             tensors |= {SNAPSHOT + name: x for name, x in solve.factors.entries.items()}
 
-    for entry in inverse_entries(block, layer, solves):
+    for entry in inverse_entries(block, layer, inverses):
         if entry.ranks is None or world.rank in entry.ranks:
             if entry.name in tensors:
                 found[entry.name] = tensors[entry.name]
@@ -260,7 +262,7 @@ def move_factors(
 
 
 def check_saved(
-    saved: Mapping[Tensor, SavedPart], blocks: Sequence[KroneckerBlock], solves: Solves
+    saved: Mapping[Tensor, SavedPart], blocks: Sequence[KroneckerBlock], inverses: Inverses
 ) -> None:
     """Raise ValueError unless all entries are known and finite, and tensors fit their layers.
 
@@ -275,7 +277,7 @@ def check_saved(
         if block is not None and (block.trainable or not block.size_mismatch(part)):
             if part.keys() & {*LETTERS, MEANS, EXAMPLES}:
                 part.require([WEIGHT, MEANS])
-            for entry in (*factor_entries(block, None), *inverse_entries(block, None, solves)):
+            for entry in (*factor_entries(block, None), *inverse_entries(block, None, inverses)):
                 shapes[entry.name] = entry.shape
         for key, value in part.items():
             if key in WHOLE:
@@ -305,7 +307,7 @@ class Loaded:
     """
 
     inverses: dict[KroneckerBlock, LoadedInverse]
-    snapshots: dict[KroneckerBlock, Solve]
+    snapshots: dict[KroneckerBlock, PendingInverse]
     missing: set[KroneckerBlock]
     wanted: set[KroneckerBlock]
 
@@ -357,10 +359,10 @@ def trainable_layers_changed(
 def load_inverses(
     saved: Mapping[Tensor, SavedPart],
     plan: Mapping[KroneckerBlock, LayerPlan],
-    solves: Solves,
+    inverses: Inverses,
 ) -> Loaded:
     """Read the inverses of the layers that train, and what was being computed."""
-    rank = solves.training.world.rank
+    rank = inverses.training.world.rank
     loaded = Loaded({}, {}, set(), set())
     for block, layer in plan.items():
         part = saved.get(block.weight)
@@ -373,35 +375,35 @@ def load_inverses(
             step = int(part[STEP])
             inverse = LoadedInverse(InverseState(step, step + int(part[DELAY])))
             if rank in layer.workers:
-                inverse = _read_inverse(part, block, solves, inverse)
+                inverse = _read_inverse(part, block, inverses, inverse)
                 if inverse.inverse is None:
                     loaded.missing.add(block)
             loaded.inverses[block] = inverse
-        if part.get(SNAPSHOT_STEP, -1) >= 0 and not solves.waits and layer.keeps_all:
+        if part.get(SNAPSHOT_STEP, -1) >= 0 and not inverses.waits_for_all and layer.keeps_all:
             names = {SNAPSHOT + name: name for name in (*HEADS, *block.shape.factor_names)}
             if part.keys() >= names.keys():
                 factors = block.read_factors({names[name]: part[name] for name in names})
                 damping, curvature = (float(part[name]) for name in SNAPSHOT_NUMBERS)
                 step = int(part[SNAPSHOT_STEP])
-                loaded.snapshots[block] = Solve(step, damping, curvature, factors=factors)
+                loaded.snapshots[block] = PendingInverse(step, damping, curvature, factors=factors)
             else:
                 loaded.missing.add(block)
     return loaded
 
 
 def _read_inverse(
-    part: Mapping[str, Any], block: KroneckerBlock, solves: Solves, loaded: LoadedInverse
+    part: Mapping[str, Any], block: KroneckerBlock, inverses: Inverses, loaded: LoadedInverse
 ) -> LoadedInverse:
     """Add the inverse itself, unless it has another solver or ``grafting``."""
-    names = solves.solver.saved_shapes(block.shape)
+    names = inverses.solver.saved_shapes(block.shape)
     if not part.keys() >= {INVERSE_DAMPING, *names}:
         return loaded
     damping, trace, option, scaled = part[INVERSE_DAMPING].tolist()
     empty = not all(bool(part[name].any()) for name in names)  # no inverse was read
-    if empty or scaled != solves.scaled:
+    if empty or scaled != inverses.scaled:
         return loaded
     entries: dict[str, Tensor] = {}
     for name in names:
-        entries[name] = part[name].to(block.weight.device, solves.options.inv_dtype, copy=True)
+        entries[name] = part[name].to(block.weight.device, inverses.options.inv_dtype, copy=True)
     state = replace(loaded.state, damping=damping, trace=trace, option=option)
-    return LoadedInverse(state, solves.solver(entries))
+    return LoadedInverse(state, inverses.solver(entries))

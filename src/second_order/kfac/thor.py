@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from second_order.checkpoint.saved import SavedPart
-from second_order.kfac.solve import Solve, Solves
+from second_order.kfac.inversion import Inverses, PendingInverse
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.storage import read_numbers
 
@@ -52,17 +52,19 @@ class TraceRefresh:
         self.num_skipped = 0  # those that kept their inverse
         self.stopped: set[KroneckerBlock] = set()  # the same on every rank
 
-    def choose(self, solves: Solves, due: Mapping[KroneckerBlock, Solve]) -> list[KroneckerBlock]:
+    def choose(
+        self, inverses: Inverses, due: Mapping[KroneckerBlock, PendingInverse]
+    ) -> list[KroneckerBlock]:
         """The layers whose curvature has moved, of those that are due; a collective.
 
         A layer without an inverse is computed, and one whose last refresh failed.
         """
         self.stopped -= {block for block in due if not block.solved}
         judged = [block for block in due if block.solved and not block.failures]
-        flags = self._flags(solves, {block: due[block] for block in judged})
-        if judged and solves.training.world.size > 1:
+        flags = self._flags(inverses, {block: due[block] for block in judged})
+        if judged and inverses.training.world.size > 1:
             message = torch.tensor(flags, dtype=torch.float32, device="cpu")
-            solves.training.world.on_cpu().all_reduce_max([message]).wait()
+            inverses.training.world.on_cpu().all_reduce_max([message]).wait()
             flags = message.tolist()
         kept = {block: flag for block, flag in zip(judged, flags, strict=True) if flag > COMPUTED}
         self.stopped |= {block for block, flag in kept.items() if flag == NOW_SETTLED}
@@ -70,13 +72,15 @@ class TraceRefresh:
         self.num_skipped += len(kept)
         return [block for block in due if block not in kept]
 
-    def _flags(self, solves: Solves, judged: Mapping[KroneckerBlock, Solve]) -> list[float]:
+    def _flags(
+        self, inverses: Inverses, judged: Mapping[KroneckerBlock, PendingInverse]
+    ) -> list[float]:
         """What this rank finds for layers; COMPUTED for those that other ranks invert."""
-        local = {b: each for b, each in judged.items() if b in solves.step.to_solve}
-        damped = solves.damped({block: block.ensure_factors() for block in local}, local)
+        local = {b: each for b, each in judged.items() if b in inverses.step_plan.to_solve}
+        damped = inverses.layer_dampings({block: block.ensure_factors() for block in local}, local)
         numbers: list[Tensor] = []
         for block, each in damped.items():
-            before = solves.inverses[block]
+            before = inverses.states[block]
             like = each.trace
             options = local[block].option, before.option
             four = like, before.trace, *options

@@ -21,9 +21,9 @@ from torch import nn
 
 from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
+from second_order.kfac.async_inversion import ThreadedInverter
 from second_order.kfac.curvature import KFAC
 from second_order.kfac.plan import System, block_rules, distkfac_plan
-from second_order.kfac.solve_async import ThreadedInverter
 from second_order.kfac.stats_workers import StatsWorker, with_stats_workers
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.config import (
@@ -150,7 +150,7 @@ class DistKFAC(KroneckerOptimizer):
         """By layer, the age in steps of the factors of the inverse in use at the next step."""
         if isinstance(self._curvature, StatsWorker):
             return {}
-        steps, inverses = self.training.steps, self._curvature.solves.inverses
+        steps, inverses = self.training.steps, self._curvature.inverses.states
         return {block.name: steps - state.step for block, state in inverses.items()}
 
     @property
@@ -158,7 +158,7 @@ class DistKFAC(KroneckerOptimizer):
         """By layer, the number of steps for which its last solve was under way."""
         if isinstance(self._curvature, StatsWorker):
             return {}
-        inverses = self._curvature.solves.inverses
+        inverses = self._curvature.inverses.states
         return {block.name: each.installed_at - each.step for block, each in inverses.items()}
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:

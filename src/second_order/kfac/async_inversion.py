@@ -26,7 +26,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from second_order.kfac.solve import Job, Result, describe_error
+from second_order.kfac.inversion import Job, Result, describe_error
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.solvers import Decomposition, Problem, Solver
 from second_order.kronecker.storage import DeviceRead

@@ -1,4 +1,4 @@
-"""Damped inverses of the layers' factors: computed, agreed on, exchanged, installed.
+"""LayerDamping inverses of the layers' factors: computed, agreed on, exchanged, installed.
 
 submit    each inverse rank hands its factors of the layers that are due to its inverter
 collect   it takes what the inverter has finished: at once, or from threads
@@ -7,7 +7,7 @@ exchange  the decompositions of valid layers go to the layers' gradient workers
 install   all gradient workers use the new inverses from this step on; the other layers keep what
           they have, or nothing
 
-The inverter is :class:`SynchronousInverter`, or the threads of :mod:`solve_async`.
+The inverter is :class:`SynchronousInverter`, or the threads of :mod:`async_inversion`.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from second_order.utils.stages import stage
 
 __all__ = [
     "InverseState",
+    "Inverses",
     "Job",
     "LoadedInverse",
     "Outcome",
+    "PendingInverse",
     "Refresh",
     "Result",
-    "Solve",
-    "Solves",
     "SynchronousInverter",
     "stacked_means",
 ]
@@ -96,7 +96,7 @@ class LoadedInverse:
 
 
 @dataclass(frozen=True)
-class Damped:
+class LayerDamping:
     """The damping of a layer."""
 
     damping: Damping  # γ
@@ -105,13 +105,13 @@ class Damped:
 
 
 @dataclass(frozen=True)
-class Solve:
+class PendingInverse:
     """A layer whose inverse is being computed, from the factors of a step."""
 
     step: int
     option: Damping  # γ as the option had it at that step
     mean_curvature: float  # of all layers, then
-    damped: Damped | None = None  # on the layer's gradient workers
+    damped: LayerDamping | None = None  # on the layer's gradient workers
     outcome: Outcome = Outcome.PENDING  # on this rank
     parts: Mapping[str, Decomposition] = field(default_factory=dict)  # by letter, on this rank
     error: str = ""  # what was raised on this rank
@@ -158,7 +158,7 @@ class Refresh:
 
 
 class Inverter(Protocol):
-    """Decomposes factors: :class:`SynchronousInverter`, or the threads of :mod:`solve_async`.
+    """Decomposes factors: :class:`SynchronousInverter`, or the threads of :mod:`async_inversion`.
 
     ``staleness`` is the number of steps after which a layer is waited for, None for no bound. If
     the inverter is ``deterministic``, layers are installed then, and never before.
@@ -309,7 +309,7 @@ def stacked_means(
     return [(b, torch.stack([factors[x].factor_means for x in b], 1)) for b in same_shape.values()]
 
 
-class Solves:
+class Inverses:
     """The inverses of a training's layers, and the layers whose inverses are being computed."""
 
     def __init__(
@@ -329,19 +329,21 @@ class Solves:
         self.solver = SOLVERS[options.solver]
         make: Callable[..., Inverter] = inverter or SynchronousInverter
         self.inverter = make(training, options, self.solver)
-        self.waits = self.inverter.staleness == 0
-        self.solves_at_once = inverter is None
-        self.damping: Damping = math.nan  # γ as the option has it
-        self.failed = 0  # number of inverses without a valid decomposition, of all layers so far
+        self.waits_for_all = self.inverter.staleness == 0
+        self.is_synchronous = inverter is None
+        self.damping_option: Damping = math.nan  # γ as the option has it
+        self.num_failures = (
+            0  # number of inverses without a valid decomposition, of all layers so far
+        )
         self.restart(StepPlan({}, training.world, training.world))
 
     def restart(self, step: StepPlan) -> None:
         """Compute all inverses of a plan again, from other factors or on other ranks."""
-        self.step = step
+        self.step_plan = step
         self.plan = step.layers
-        self.wanted: set[KroneckerBlock] = set(self.plan)  # layers that are due out of turn
-        self.inverses: dict[KroneckerBlock, InverseState] = {}  # of the inverses in use
-        self.under_way: dict[KroneckerBlock, Solve] = {}
+        self.requested: set[KroneckerBlock] = set(self.plan)  # layers that are due out of turn
+        self.states: dict[KroneckerBlock, InverseState] = {}  # of the inverses in use
+        self.pending: dict[KroneckerBlock, PendingInverse] = {}
         self.inverter.clear()
 
     def close(self) -> None:
@@ -359,7 +361,7 @@ class Solves:
         """
         training = self.training
         has_device = training.device.type != "cpu"
-        return self.solves_at_once and training.world.size == 1 and has_device
+        return self.is_synchronous and training.world.size == 1 and has_device
 
     @property
     def scaled(self) -> bool:
@@ -389,26 +391,26 @@ class Solves:
         Raises:
             DecompositionError: On every rank, if a layer could not be decomposed too often.
         """
-        if self.wanted:
-            due = [block for block in self.plan if block in self.wanted or block in due]
+        if self.requested:
+            due = [block for block in self.plan if block in self.requested or block in due]
         try:
             if due:
                 self._read_damping()
-            landing = set(self.under_way)
+            landing = set(self.pending)
             self._submit([block for block in due if block not in landing], mean_curvature)
             attempted = self._compare_attempts()
             cosines = read.add(list(attempted.values()))
             retried = self._collect(read)
-            outcomes = self._agree(pending)
+            outcomes = self._agree_on_outcomes(pending)
             installed, previous = self._install(outcomes)
-            again = [b for b in due if b in landing and b not in self.under_way and b.solved]
+            again = [b for b in due if b in landing and b not in self.pending and b.solved]
             self._submit(again, mean_curvature)
         except BaseException:  # layers under way may have lost their results
-            self.under_way.clear()
+            self.pending.clear()
             self.inverter.clear()
-            self.wanted = set(self.plan)
+            self.requested = set(self.plan)
             raise
-        self.wanted.clear()
+        self.requested.clear()
 
         self.layers.tell_of_silence(list(outcomes))
         most = MAX_CONSECUTIVE_FAILURES
@@ -433,7 +435,7 @@ class Solves:
         if callable(damping):
             damping = damping(self.training.steps)
             check_damping(damping)
-        self.damping = as_scalar(damping)
+        self.damping_option = as_scalar(damping)
 
     # ----------------------------------------------------------------------- submit and collect
 
@@ -442,27 +444,27 @@ class Solves:
         if not blocks:
             return
         own_dampings = values_by_layer(self.training.groups, blocks, "damping")
-        solves: dict[KroneckerBlock, Solve] = {}
+        solves: dict[KroneckerBlock, PendingInverse] = {}
         for block in blocks:
-            option = own_dampings.get(block, self.damping)
-            solves[block] = Solve(self.training.steps, option, mean_curvature)
+            option = own_dampings.get(block, self.damping_option)
+            solves[block] = PendingInverse(self.training.steps, option, mean_curvature)
         if self.rule is not None:
             moved = self.rule(self, solves)
             solves = {block: solves[block] for block in moved}
-        self.under_way |= solves
+        self.pending |= solves
         self._begin({block: block.ensure_factors() for block in solves})
 
     def _begin(self, factors: Mapping[KroneckerBlock, KroneckerFactors]) -> None:
         """Find γ of the layers of this rank, and hand its factors to the inverter."""
-        local = [block for block in factors if block in self.step.to_solve]
-        solves = {block: self.under_way[block] for block in factors if self._works_on(block)}
+        local = [block for block in factors if block in self.step_plan.to_solve]
+        solves = {block: self.pending[block] for block in factors if self._works_on(block)}
         try:
-            for block, damped in self.damped(factors, solves).items():
+            for block, damped in self.layer_dampings(factors, solves).items():
                 self._update(block, damped=damped)
             self.inverter.submit([self._job(block, factors[block]) for block in local])
         except Exception as error:  # an exception must not separate this rank from the others
             for block in solves:
-                if self.under_way[block].damped is None or block in local:
+                if self.pending[block].damped is None or block in local:
                     self._update(block, outcome=Outcome.FAILED, error=describe_error(error))
 
     def _works_on(self, block: KroneckerBlock) -> bool:
@@ -470,16 +472,16 @@ class Solves:
         return self.training.world.rank in self.plan[block].workers
 
     def _update(self, block: KroneckerBlock, **changed: Any) -> None:
-        self.under_way[block] = replace(self.under_way[block], **changed)
+        self.pending[block] = replace(self.pending[block], **changed)
 
-    def damped(
+    def layer_dampings(
         self,
         factors: Mapping[KroneckerBlock, KroneckerFactors],
-        solves: Mapping[KroneckerBlock, Solve],
-    ) -> dict[KroneckerBlock, Damped]:
+        solves: Mapping[KroneckerBlock, PendingInverse],
+    ) -> dict[KroneckerBlock, LayerDamping]:
         """γ of layers, and what their factors get of it; of layers of equal shape at once."""
         options = self.options
-        found: dict[KroneckerBlock, Damped] = {}
+        found: dict[KroneckerBlock, LayerDamping] = {}
         for blocks, means in stacked_means({block: factors[block] for block in solves}):
             curvature = means.prod(0).mean(-1, keepdim=True)
             damping: Any = merge_numbers([solves[block].option for block in blocks], curvature)
@@ -496,15 +498,15 @@ class Solves:
                 if isinstance(damping, Tensor):
                     each = damping.expand(len(blocks), 1)[i, 0]
                 own = [None if x is None else x[i] for x in added]
-                found[block] = Damped(each, traces[i], own)
+                found[block] = LayerDamping(each, traces[i], own)
         return found
 
     def _job(self, block: KroneckerBlock, factors: KroneckerFactors) -> Job:
         """The factors of a layer that this rank decomposes, with their damping."""
-        shape, damped = block.shape, self.under_way[block].damped
+        shape, damped = block.shape, self.pending[block].damped
         assert damped is not None
         problems: dict[str, Problem] = {}
-        for letter in self.step.to_solve[block]:
+        for letter in self.step_plan.to_solve[block]:
             problems[letter] = Problem(
                 factors.entries[letter],
                 shape.dims[letter],
@@ -513,7 +515,7 @@ class Solves:
                 is_diagonal=letter in shape.diagonals,
             )
         weight = None if block.solved else factors.weight
-        return Job(block, problems, self.step.costs[block], weight)
+        return Job(block, problems, self.step_plan.costs[block], weight)
 
     def _compare_attempts(self) -> dict[KroneckerBlock, Tensor]:
         """Compare P by the last inverse and by the attempt at a new one.
@@ -525,14 +527,14 @@ class Solves:
             return cosines
         attempts = self.inverter.attempted()
         dtype = self.options.inv_dtype
-        for bank in self.step.banks:
+        for bank in self.step_plan.banks:
             previous: dict[KroneckerBlock, Inverse] = {}
             for block in bank.blocks:
                 if block in attempts and block.inverse is not None and block.has_gradient:
                     previous[block] = block.inverse
             if previous:
                 new = {block: dict(attempts[block]) for block in previous}
-                dampings = {block: self.under_way[block].damped for block in previous}
+                dampings = {block: self.pending[block].damped for block in previous}
                 attempt = LayerBatch(list(previous), self._combined(new, dampings))
                 cosines |= compare(precondition([attempt], dtype), previous, dtype)
         return cosines
@@ -540,9 +542,9 @@ class Solves:
     def _collect(self, read: DeviceRead) -> set[KroneckerBlock]:
         """Take what is finished. Returns the layers whose first attempt has failed."""
         retried: set[KroneckerBlock] = set()
-        for result in self.inverter.collect(self._must_land, read):
+        for result in self.inverter.collect(self._must_wait_for, read):
             block = result.block
-            whole = len(result.parts) == len(self.step.to_solve[block])
+            whole = len(result.parts) == len(self.step_plan.to_solve[block])
             outcome = Outcome.VALID if whole else Outcome.FAILED
             if not result.has_statistics:
                 outcome = Outcome.NO_STATISTICS
@@ -551,26 +553,26 @@ class Solves:
                 retried.add(block)
         return retried
 
-    def _must_land(self, block: KroneckerBlock) -> bool:
+    def _must_wait_for(self, block: KroneckerBlock) -> bool:
         """Whether a layer under way is waited for at this step; the same on every rank."""
         if not block.solved:
             return True
-        age = self.training.steps - self.under_way[block].step
+        age = self.training.steps - self.pending[block].step
         most = self.inverter.staleness
         late = self.drift is not None and age >= self.drift.interval(block) - 1
         return late or (most is not None and age >= most)
 
     # ------------------------------------------------------------------------------------ agree
 
-    def _agree(self, pending: PendingAverage) -> dict[KroneckerBlock, Outcome]:
+    def _agree_on_outcomes(self, pending: PendingAverage) -> dict[KroneckerBlock, Outcome]:
         """Agree with all ranks on finished layers, on the CPU: a device need not be read.
 
         Gradients have arrived then.
         """
         world = self.training.world
-        name = "solve_exchange" if self.waits else "wait"
-        layers = [block for block in self.plan if block in self.under_way]
-        if self.inverter.deterministic and not any(map(self._must_land, layers)):
+        name = "solve_exchange" if self.waits_for_all else "wait"
+        layers = [block for block in self.plan if block in self.pending]
+        if self.inverter.deterministic and not any(map(self._must_wait_for, layers)):
             layers = []  # exactly so many steps later: before, there is nothing to agree on
         outcomes = [float(self._outcome(block)) for block in layers]
         message = torch.tensor(outcomes, dtype=torch.float32, device="cpu")
@@ -587,10 +589,10 @@ class Solves:
         """What this rank knows of a layer under way."""
         if block.unverified:
             return Outcome.UNVERIFIED
-        elsewhere = block not in self.step.to_solve
+        elsewhere = block not in self.step_plan.to_solve
         if elsewhere and self.training.world.backend == "fake":  # no other rank sends its result
             return Outcome.VALID
-        return self.under_way[block].outcome
+        return self.pending[block].outcome
 
     # --------------------------------------------------------------------- exchange and install
 
@@ -603,9 +605,9 @@ class Solves:
         """
         installed = [block for block, each in outcomes.items() if each is Outcome.VALID]
         received = self._exchange(installed)
-        dampings: dict[KroneckerBlock, Damped | None] = {}
+        dampings: dict[KroneckerBlock, LayerDamping | None] = {}
         for block, outcome in outcomes.items():
-            solve = self.under_way.pop(block)
+            solve = self.pending.pop(block)
             self.inverter.forget(block)  # a thread may still work on it, if another rank has failed
             dampings[block] = solve.damped
             if outcome is Outcome.VALID:
@@ -614,12 +616,12 @@ class Solves:
                 if solve.damped is not None:
                     damped = solve.damped
                     state = replace(state, damping=damped.damping, trace=damped.trace)
-                self.inverses[block] = state
+                self.states[block] = state
             else:
                 self._note_failure(block, outcome, solve.error)
 
         previous: dict[KroneckerBlock, Inverse] = {}
-        for bank in self.step.banks if received else ():
+        for bank in self.step_plan.banks if received else ():
             new = [block for block in bank.blocks if block in received]
             if new:
                 for block in new if self.drift is not None else ():
@@ -633,7 +635,7 @@ class Solves:
     def _combined(
         self,
         received: dict[KroneckerBlock, dict[str, Decomposition]],
-        dampings: Mapping[KroneckerBlock, Damped | None],
+        dampings: Mapping[KroneckerBlock, LayerDamping | None],
     ) -> Inverse:
         """The stacked inverse of layers of a shape, of their decompositions, which are used up."""
         blocks = list(received)
@@ -660,8 +662,8 @@ class Solves:
         their own, so that all have the same.
         """
         preconditioned = [block for block in valid if self._works_on(block)]
-        if self.step.row.size == 1 or not valid:
-            return {block: dict(self.under_way[block].parts) for block in preconditioned}
+        if self.step_plan.row.size == 1 or not valid:
+            return {block: dict(self.pending[block].parts) for block in preconditioned}
         with stage("solve_exchange"):
             return self._delivered(preconditioned)
 
@@ -669,21 +671,21 @@ class Solves:
         self, blocks: Sequence[KroneckerBlock]
     ) -> dict[KroneckerBlock, dict[str, Decomposition]]:
         """Send the decompositions of this rank to the ranks of its row, and receive theirs."""
-        plan, solver = self.step, self.solver
+        plan, solver = self.step_plan, self.solver
         dtype, device = self.options.inv_dtype, self.training.device
         ranks = range(plan.row.size)
         shapes: dict[Item, Shapes] = {}
         routes: dict[Item, tuple[int, Sequence[int]]] = {}
         local: dict[Item, Decomposition] = {}
         for block in blocks:
-            solve = self.under_way[block]
+            solve = self.pending[block]
             for letter in block.shape.factor_names:
                 item = block, letter
                 shapes[item] = solver.sent_shapes(block.shape, letter)
                 routes[item] = plan.to_send[item], ranks
                 if letter in solve.parts:
                     local[item] = solver.to_send(solve.parts[letter], plan.wire)
-            if not self.solves_at_once:
+            if not self.is_synchronous:
                 item = block, NUMBERS
                 shapes[item] = ((2,),)
                 routes[item] = routes[block, "A"]
@@ -699,10 +701,10 @@ class Solves:
             for letter in block.shape.factor_names:
                 sent = found.pop((block, letter))
                 parts[letter] = solver.received(sent, block.shape.dims[letter])
-            if not self.solves_at_once:
+            if not self.is_synchronous:
                 # A copy: a view would keep the whole message as long as the inverse.
                 damping, trace = found.pop((block, NUMBERS))[0].clone().unbind()
-                self._update(block, damped=Damped(damping, trace))
+                self._update(block, damped=LayerDamping(damping, trace))
         return received
 
     def _note_failure(self, block: KroneckerBlock, outcome: Outcome, error: str) -> None:
@@ -710,7 +712,7 @@ class Solves:
         training = self.training
         if outcome is Outcome.FAILED:
             block.count_failed_refresh()
-            self.failed += 1
+            self.num_failures += 1
             if training.is_first_warning(f"failed:{block.name}"):
                 kept = "the base optimizer trains it alone"
                 if block.solved:
@@ -721,7 +723,7 @@ class Solves:
                     f"{training.steps}{reason}; {kept} until a refresh succeeds"
                 )
             return
-        self.inverses.pop(block, None)
+        self.states.pop(block, None)
         if outcome is Outcome.NO_STATISTICS:
             block.drop_inverse_at_refresh(no_statistics=block.status is LayerStatus.NOT_CAPTURED)
             return
@@ -734,45 +736,47 @@ class Solves:
 
     # ------------------------------------------------------------------------------ checkpoints
 
-    def keep_snapshots(self, blocks: Iterable[KroneckerBlock]) -> None:
+    def snapshot_factors(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Copy the factors that layers under way started from; the running averages will change.
 
         They go into checkpoints, which any rank can write.
         """
         for block in blocks:
-            solve = self.under_way.get(block)
+            solve = self.pending.get(block)
             if solve is not None and solve.factors is None and block.factors is not None:
                 self._update(block, factors=block.read_factors(block.saved_factors()))
 
-    def take_over(self, found: Mapping[KroneckerBlock, LoadedInverse], damping: Damping) -> None:
+    def load(self, found: Mapping[KroneckerBlock, LoadedInverse], damping: Damping) -> None:
         """Install the inverses of a checkpoint; their layers are refreshed when they are due.
 
         ``damping`` is the option γ at the last refresh.
         """
-        self.damping = damping
+        self.damping_option = damping
         for block, loaded in found.items():
             block.mark_solved()
-            self.inverses[block] = loaded.state
+            self.states[block] = loaded.state
             if loaded.inverse is not None:
                 block.install_inverse(loaded.inverse)
 
-    def resubmit(self, found: Mapping[KroneckerBlock, Solve]) -> None:
+    def resubmit(self, found: Mapping[KroneckerBlock, PendingInverse]) -> None:
         """Begin again what was being computed when a checkpoint was written."""
         for block, solve in found.items():
             assert solve.factors is not None
-            self.under_way[block] = solve
+            self.pending[block] = solve
             self._begin({block: solve.factors})
         self.inverter.finish()
 
-    def drop_missing(self, missing: Iterable[KroneckerBlock]) -> None:
+    def drop(self, missing: Iterable[KroneckerBlock]) -> None:
         """Refresh layers at the next step, because some rank lacks part of a checkpoint."""
         for block in missing:
             block.drop_inverse()
             self.inverter.forget(block)
-            self.under_way.pop(block, None)
-            self.inverses.pop(block, None)
-            self.wanted.add(block)
+            self.pending.pop(block, None)
+            self.states.pop(block, None)
+            self.requested.add(block)
 
 
-Rule: TypeAlias = Callable[[Solves, Mapping[KroneckerBlock, Solve]], Sequence[KroneckerBlock]]
+Rule: TypeAlias = Callable[
+    [Inverses, Mapping[KroneckerBlock, PendingInverse]], Sequence[KroneckerBlock]
+]
 """Chooses among the layers that are due those that are computed; the same on every rank."""
