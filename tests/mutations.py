@@ -58,7 +58,7 @@ a throttle by the largest duration  <-  throttle::outliers_do_not_count
 a throttle of shorter intervals  <-  throttle::refreshes_take_no_more_than_the_overhead
     return math.ceil(R / (overhead * T))  =>  return math.floor(R / (overhead * T))
 a throttle that no checkpoint keeps  <-  throttle::a_checkpoint_has_the_interval
-    self.interval = part.whole(THROTTLE[0], 0)  =>  pass
+    self.interval = part.whole(interval_entry, 0)  =>  pass
 
 == optimizers/arguments.py
 a GradScaler that parts the ranks
@@ -109,11 +109,11 @@ a gradient that is None everywhere becomes zeros
 == training/groups.py
 names of a group that is added are left out
   <-  groups::a_group_added_has_names_where_the_others_have
-    if known or not any(NAMES in other for other in others):  =>  if True:
+    if is_named or not any(NAMES in other for other in others):  =>  if True:
 the schedule's largest learning rate is not looked up
   <-  invariants_steps::a_constant_clip_follows_the_square_of_the_learning_rate
   <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
-    RATES = "lr", "initial_lr", "max_lr"  =>  RATES = ("lr",)
+    RATES = ("lr", "initial_lr", "max_lr")  =>  RATES = ("lr",)
 
 == training/context.py
 sharded gradients averaged twice  <-  fsdp::layers_that_fsdp_ignores_are_averaged_and_preconditioned

@@ -178,7 +178,7 @@ def test_a_group_added_is_divided_too_and_one_with_a_mark_is_not() -> None:
         (
             lambda m: {"params": m.head.parameters(), "param_names": ["w"]},
             ValueError,
-            "a group has 2 parameters and 1 'param_names'; give each its name",
+            "a group has 2 parameters and 1 'param_names'; name every parameter",
         ),
     ],
 )

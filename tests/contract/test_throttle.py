@@ -14,8 +14,8 @@ from timed_training import Time
 from second_order.checkpoint.saved import SavedPart
 from second_order.distributed.world import World as Processes
 from second_order.training.throttle import (
-    LONGEST,
-    THROTTLE,
+    MAX_INTERVAL,
+    THROTTLE_ENTRIES,
     TIMED_REFRESHES,
     Throttle,
     min_interval,
@@ -34,7 +34,7 @@ class Steps:
         self.time = Time()
         world = Processes.alone() if world is None else world
         training: Any = SimpleNamespace(world=world, device=torch.device("cpu"))
-        self.throttle = Throttle(training, overhead, fewest=fewest)
+        self.throttle = Throttle(training, overhead, min_refreshes=fewest)
         self.throttle.clock = lambda _: self.time()
         self.throttle.begin_step()
 
@@ -51,7 +51,7 @@ def test_refreshes_take_no_more_than_the_overhead(T: float, R: float, overhead: 
     for _ in range(TIMED_REFRESHES + 2):
         steps.take(T, R)
         n = steps.throttle.interval
-        assert n == LONGEST or overhead * n * T * (1 + 1e-9) >= R
+        assert n == MAX_INTERVAL or overhead * n * T * (1 + 1e-9) >= R
         assert n == 1 or overhead * (n - 1) * T * (1 - 1e-6) < R  # none shorter would do
         for _ in range(min(n, 60)):
             steps.take(T)
@@ -86,9 +86,10 @@ def test_nothing_is_timed_after_the_fifth_refresh() -> None:
 
 
 @pytest.mark.parametrize(
-    ("R", "T", "expected"), [(0.0, 1.0, 1), (-1.0, 1.0, 1), (1.0, 0.0, LONGEST), (3.0, 10.0, 3)]
+    ("R", "T", "expected"),
+    [(0.0, 1.0, 1), (-1.0, 1.0, 1), (1.0, 0.0, MAX_INTERVAL), (3.0, 10.0, 3)],
 )
-def test_least_interval(R: float, T: float, expected: int) -> None:
+def test_min_interval(R: float, T: float, expected: int) -> None:
     assert min_interval(R, T, 0.1) == expected
 
 
@@ -117,7 +118,8 @@ def test_a_checkpoint_has_the_interval() -> None:
     part = steps.throttle.saved()
     other = Steps(0.1)
     other.throttle.load(saved(part))
-    assert other.throttle.saved() == part == dict(zip(THROTTLE, (20, 3, 0.1), strict=True))
+    assert part == dict(zip(THROTTLE_ENTRIES, (20, 3, 0.1), strict=True))
+    assert other.throttle.saved() == part
     other.throttle.begin_step()
     other.take(100.0)
     other.take(100.0, 400.0)
@@ -130,7 +132,7 @@ def test_a_checkpoint_has_the_interval() -> None:
 
 def test_a_measurement_without_an_interval_goes_on_after_the_fifth_refresh() -> None:
     """A checkpoint has no durations: the resumed run sees its fifth refresh before other steps."""
-    part = dict(zip(THROTTLE, (0, TIMED_REFRESHES - 1, 0.1), strict=True))
+    part = dict(zip(THROTTLE_ENTRIES, (0, TIMED_REFRESHES - 1, 0.1), strict=True))
     steps = Steps(0.1)
     steps.throttle.load(saved(part))
     steps.throttle.begin_step()

@@ -259,16 +259,16 @@ def steps_of(rank: int, world_size: int) -> list[Any]:
     optimizer.param_groups[0]["lr"] *= 1 + 1e-15 * rank
     take(model, optimizer, shard(BATCHES[0], rank, world_size), CASE.loss)
     sizes = []
-    same = worlds.World.same
+    all_equal = worlds.World.all_equal
 
     def noted(self: Any, word: Any) -> bool:
         with counted() as counts:
-            found = same(self, word)
+            found = all_equal(self, word)
         sizes.append((dict(+counts), self.group is dist.group.WORLD))
         return found
 
     optimizer = make(KAISA, CASE.model())
-    with replaced(worlds.World, {"same": noted}):
+    with replaced(worlds.World, {"all_equal": noted}):
         take(model, optimizer, shard(BATCHES[0], rank, world_size), CASE.loss)
     return sizes
 
@@ -392,4 +392,4 @@ def test_a_step_without_the_process_group_says_so(world: World) -> None:
             assert (
                 "after destroy_process_group(), which has destroyed the group of the 2" in message
             )
-            assert "make the optimizer anew after init_process_group()" in message
+            assert "make the optimizer again after init_process_group()" in message

@@ -66,7 +66,7 @@ def test_the_summary_has_the_interval() -> None:
     run = drifting().go(TIMED - 2)
     assert "overhead 0.1: being measured" in run.optimizer.summary().lines
     run.go(2)
-    line = "overhead 0.1: 5 steps between refreshes at least"
+    line = "overhead 0.1: at least 5 steps between refreshes"
     assert line in run.optimizer.summary().lines
 
 

@@ -460,7 +460,8 @@ def test_a_measurement_goes_on_where_it_was() -> None:
     optimizer, scheduler = run.make(model)
     take(model, optimizer, scheduler, 0, 3)
     model, other, scheduler = resumed(run, saved(model, optimizer, scheduler))
-    assert other._curvature.throttle.saved() == optimizer._curvature.throttle.saved()
+    expected = optimizer._curvature.throttle.saved()
+    assert other._curvature.throttle.saved() == expected
     assert other._curvature.throttle.refreshes == 2
     take(model, other, scheduler, 3, 9)
     assert other._curvature.throttle.refreshes == 5

@@ -129,7 +129,7 @@ class RefreshedPairs:
         self._expected = 0  # iterations, as many as the last refresh needed
         self.throttle: Throttle | None = None
         if options.curvature_interval == AUTO and options.wanted > 0:
-            self.throttle = Throttle(training, options.overhead, fewest=1)
+            self.throttle = Throttle(training, options.overhead, min_refreshes=1)
 
     # ------------------------------------------------------------------------------ a refresh
 

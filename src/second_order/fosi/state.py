@@ -17,7 +17,7 @@ from second_order.checkpoint.saved import HEADER, SavedPart
 from second_order.fosi.flat_params import FlatParams, gathered
 from second_order.fosi.subspace import Subspace
 from second_order.fosi.trust import TrustState
-from second_order.training.throttle import THROTTLE
+from second_order.training.throttle import THROTTLE_ENTRIES
 
 __all__ = [
     "START",
@@ -32,7 +32,7 @@ __all__ = [
 
 SUM, START = "gradient_sum", "epoch_start"  # of an epoch under way: (n,) each, as the pairs
 EPOCH = ("epoch", "epoch_step", "epoch_sums")
-COUNTS = ("refreshed_at", "batch_loss", "rest_scale_bound", *THROTTLE, *EPOCH)
+COUNTS = ("refreshed_at", "batch_loss", "rest_scale_bound", *THROTTLE_ENTRIES, *EPOCH)
 
 
 @dataclass(frozen=True)

@@ -264,7 +264,7 @@ class Cadence:
         self.updated_at = 0  # the step of the last update of the running averages
         self.throttle: Throttle | None = None
         if options.overhead is not None:
-            self.throttle = Throttle(training, options.overhead, fewest=TIMED_REFRESHES)
+            self.throttle = Throttle(training, options.overhead, min_refreshes=TIMED_REFRESHES)
         self.drift: Drift | None = None  # the layers' intervals, if refreshes follow drift
         if options.by_drift:
             self.drift = Drift(ADAPTIVE if options.adaptive else PLAIN, self.throttle)

@@ -49,7 +49,7 @@ from second_order.kronecker.block import (
 )
 from second_order.kronecker.solvers import INVERSE_ENTRIES
 from second_order.training.context import Training
-from second_order.training.throttle import THROTTLE
+from second_order.training.throttle import THROTTLE_ENTRIES
 
 __all__ = [
     "CHOSEN",
@@ -89,14 +89,14 @@ NEWLY_TRAINABLE_AT = "newly_trainable_at"
 DAMPING = "damping"
 """The option γ at the last refresh, or -1 before the first; the same for all layers."""
 
-WHOLE = (*DRIFT, *THROTTLE[:2])
+WHOLE = (*DRIFT, *THROTTLE_ENTRIES[:2])
 """Whole numbers of at least 0."""
 
 KNOWN = (
     *(*LETTERS, *HEADS, *INVERSE_ENTRIES, INVERSE_DAMPING, STEP, DELAY, WANTED, SNAPSHOT_STEP),
     *(*SNAPSHOT_NUMBERS, *(SNAPSHOT + name for name in (*LETTERS, *HEADS)), PASS_HISTORY),
     *(MEAN_CURVATURE, UPDATED_AT, NEWLY_TRAINABLE_AT, DAMPING, *CHOSEN, *STEP_LENGTH),
-    *(*USUAL_CHANGE, *THROTTLE, *DRIFT, SETTLED, *AGREED_STATE, LAST_STEP, LAST_STEP_KNOWN),
+    *(*USUAL_CHANGE, *THROTTLE_ENTRIES, *DRIFT, SETTLED, *AGREED_STATE, LAST_STEP, LAST_STEP_KNOWN),
     *HEADER,
 )
 """All entries."""

@@ -1,1 +1,1 @@
-"""The training run as an optimizer and its curvature share it."""
+"""State of the training run that an optimizer shares with its curvature."""

@@ -1,4 +1,8 @@
-"""What an optimizer and its curvature share: the model, the groups, the ranks, and warnings."""
+"""What an optimizer shares with its curvature: the model, the parameter groups and the ranks.
+
+The optimizer makes one :class:`Training` and passes it to its :class:`Curvature`, which reads the
+parameters, the step count and the ranks from it, and warns through it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ __all__ = ["Training", "base_class_names", "step_without_hooks", "warn"]
 
 
 def step_without_hooks(base: torch.optim.Optimizer) -> Callable[[], None]:
-    """A base's step without the hooks that the wrapper's own step already runs."""
+    """Return the base's ``step`` without step hooks, which the wrapping optimizer already ran."""
     step = type(base).step
     while getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
@@ -28,36 +32,34 @@ def step_without_hooks(base: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 def base_class_names(base: torch.optim.Optimizer) -> str:
-    """The name of a base, or of two, in messages."""
+    """Return the class name of a base optimizer, or both names of two combined bases."""
     parts = getattr(base, "parts", (base,))
     return " and ".join(type(part).__name__ for part in parts)
 
 
 def warn(message: str) -> None:
-    """Give a SecondOrderWarning."""
+    """Show a SecondOrderWarning."""
     warnings.warn(message, SecondOrderWarning, stacklevel=3)
 
 
 @dataclass
 class Training:
-    """One training, as this process takes part in it."""
+    """The training run, from the point of view of this process."""
 
-    name: str  # of the optimizer's class, for messages
-    model: nn.Module  # the user's module, without wrappers
-    owns_params: bool  # the parameters belong to that module
-    outer_class: str  # class of a module around one that was found by its parameters; "" for none
-    under_ddp: bool  # the module was wrapped in DistributedDataParallel
-    world: World  # the processes that train together; on a helper, those that help together
-    averages_gradients: bool  # the optimizer averages gradients over the processes
+    name: str  # class name of the optimizer, for messages
+    model: nn.Module  # the user's model, without wrappers
+    owns_params: bool  # whether the optimized parameters belong to ``model``
+    outer_class: str  # class of a module around ``model``, if ``model`` was found by its params
+    under_ddp: bool  # whether DistributedDataParallel wraps the model
+    world: World  # the ranks that train together; on a helper, the helper ranks
+    averages_gradients: bool  # whether the optimizer averages gradients over the ranks
     scaler: Any  # the GradScaler that scales the loss, or None
     base: torch.optim.Optimizer  # shares its groups and state with the optimizer
-    publish: Callable[[], None]  # shows counters and curvature in ``state``
-    debug: bool = False  # verify at every step what is else verified at the first ones
+    publish: Callable[[], None]  # writes counters and curvature to the optimizer's ``state``
+    debug: bool = False  # verify every layer at every step, not only at the first refreshes
     steps: int = 0  # number of steps taken
-    close_callbacks: list[Callable[[], None]] = field(
-        default_factory=list
-    )  # run as the optimizer closes
-    warned: set[str] = field(default_factory=set)  # keys of warnings that appeared
+    close_callbacks: list[Callable[[], None]] = field(default_factory=list)
+    warned: set[str] = field(default_factory=set)  # keys of warnings that have been shown
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -66,12 +68,12 @@ class Training:
 
     @property
     def base_name(self) -> str:
-        """The name of the base, or of two, in messages."""
+        """The class name of the base optimizer, for messages."""
         return base_class_names(self.base)
 
     @property
     def device(self) -> torch.device:
-        """The device of the first parameter; groups may be empty."""
+        """The device of the first parameter, or the CPU if all groups are empty."""
         for group in self.groups:
             for p in group["params"]:
                 device: torch.device = p.device
@@ -79,53 +81,57 @@ class Training:
         return torch.device("cpu")
 
     def trainable_params(self) -> list[Tensor]:
-        """The parameters in the groups that train now."""
+        """List the parameters in the groups that require gradients."""
         return [p for group in self.groups for p in group["params"] if p.requires_grad]
 
     def averaged_params(self) -> list[Tensor]:
-        """The parameters that train, but those whose gradients FSDP2 averages."""
+        """List the trainable parameters, without those whose gradients FSDP2 averages."""
         return [p for p in self.trainable_params() if not is_dtensor(p)]
 
-    def require_process_group(self, doing: str) -> None:
-        """Raise RuntimeError if the process group that other ranks are reached by is gone."""
+    def require_process_group(self, action: str) -> None:
+        """Check that the process group still exists.
+
+        Raises:
+            RuntimeError: If it was destroyed. ``action`` names what the caller wanted to do.
+        """
         if self.world.size > 1 and self.world.is_destroyed:
             raise RuntimeError(
-                f"{self.name}: {doing} after destroy_process_group(), which has destroyed the "
-                f"group of the {self.world.size} processes that train together; destroy it once "
-                f"training is over, or make the optimizer anew after init_process_group()"
+                f"{self.name}: cannot {action} after destroy_process_group(), which has destroyed "
+                f"the group of the {self.world.size} processes that train together; call it after "
+                f"the last step, or make the optimizer again after init_process_group()"
             )
 
     def param_names(self) -> dict[int, str]:
-        """The names of the model's parameters, by id."""
+        """Return the names of the model's parameters, keyed by the parameters' ids."""
         reshard(self.model)
         return {id(p): name for name, p in self.model.named_parameters()}
 
-    def restrict_to(self, team: World) -> None:
-        """Train with these ranks only from now on: the others help."""
-        self.world = team
-        self.averages_gradients = self.averages_gradients and team.size > 1
+    def restrict_to(self, world: World) -> None:
+        """Train only with the ranks of ``world`` from now on, because the others are helpers."""
+        self.world = world
+        self.averages_gradients = self.averages_gradients and world.size > 1
 
     def model_tensors(self) -> list[Tensor]:
-        """All parameters, the model's and others in the groups, and buffers."""
+        """List all parameters, including those outside of the model, and all buffers."""
         params = [*self.model.parameters(), *group_params(self.groups)]
         return list(dict.fromkeys([*params, *self.model.buffers()]))
 
     def is_first_warning(self, key: str) -> bool:
-        """True once for each key, so that a warning is given once."""
+        """Return True at the first call with a key, so that each warning is shown once."""
         new = key not in self.warned
         self.warned.add(key)
         return new
 
     def warn(self, message: str) -> None:
-        """Give a SecondOrderWarning."""
+        """Show a SecondOrderWarning."""
         warn(message)
 
-    def summary_title(self, *what: str) -> str:
-        """The first line of a summary: the optimizer, its base, ``what``, and the step."""
+    def summary_title(self, *details: str) -> str:
+        """Return the first line of a summary: optimizer, base, learning rate, ranks and step."""
+        rate = "no parameter groups"
+        if self.groups:
+            rate = f"lr {group_settings(self.groups[0])['lr']}"
         size = self.world.size
-        rate = (
-            f"lr {group_settings(self.groups[0])['lr']}" if self.groups else "no parameter groups"
-        )
-        processes = f"{size} process{'es' if size > 1 else ''}"
-        parts = ", ".join([rate, *what, processes, f"step {self.steps}"])
+        processes = "1 process" if size == 1 else f"{size} processes"
+        parts = ", ".join([rate, *details, processes, f"step {self.steps}"])
         return f"{self.name} over {self.base_name}, {parts}"

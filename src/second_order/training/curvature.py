@@ -1,10 +1,14 @@
-"""The interface between an optimizer and its curvature, and the average of gradients.
+"""The interface between an optimizer and its curvature, and the averaging of gradients.
 
-prepare        before gradients are exchanged: assign layers to ranks, or refresh eigenpairs
-precondition   p.grad <- the gradient that the base sees
-step_base      the base's step
-correct        scale or correct the parameters' change
-watch          turn capture on or off for the coming passes
+A step of the optimizer calls, in this order:
+
+    prepare         before gradients are averaged: assign layers to ranks, or refresh eigenpairs
+    precondition    replace p.grad by the preconditioned gradient
+    step_base       run the step of the base optimizer
+    finish_step     rescale the step or add to it
+    watch           turn capture on or off for the passes of the next step
+
+:func:`start_average` averages the gradients between ``prepare`` and ``precondition``.
 """
 
 from __future__ import annotations
@@ -23,16 +27,17 @@ from second_order.training.context import Training
 __all__ = ["NO_AVERAGE", "Curvature", "PendingAverage", "Routed", "start_average"]
 
 Routed: TypeAlias = tuple[Sequence[Tensor], Sequence[int]] | None
+"""Slices of the gradients, and the rank that receives the mean of each; None: every rank does."""
 
 
 class PendingAverage:
-    """One step's average of gradients, which may still be running; ``finish`` completes it."""
+    """The average of one step's gradients, in progress; ``finish`` completes it."""
 
     def __init__(self, finish: Callable[[], None] | None = None) -> None:
         self._finish = finish
 
     def wait(self) -> None:
-        """Wait until the mean gradients have arrived."""
+        """Wait until the mean gradients have arrived. Later calls do nothing."""
         finish = self._finish
         self._finish = None
         if finish is not None:
@@ -43,11 +48,11 @@ NO_AVERAGE = PendingAverage()
 
 
 class Curvature:
-    """The identity: it leaves the base optimizer as it is. Base class of all curvatures."""
+    """Base class of all curvatures. By itself it leaves the base optimizer unchanged."""
 
     is_helper = False  # whether this process is a helper, whose steps only call prepare()
     saves_by_rank = False  # whether torch.distributed.checkpoint may save each rank's part
-    scaler_reason = ""  # why the optimizer needs to know a GradScaler; "" if it does not
+    scaler_reason = ""  # why the optimizer needs the GradScaler, if there is one; "" if it does not
 
     def __init__(self, training: Training) -> None:
         self.training = training
@@ -55,123 +60,137 @@ class Curvature:
     # ------------------------------------------------------------------- construction and changes
 
     def description(self) -> list[str]:
-        """The options that must be equal on all ranks, one per line."""
+        """List the options that must be equal on all ranks, one per line."""
         return []
 
     def begin(self) -> None:
-        """Check the processes, give them their roles, and assign layers to them. Collective.
+        """Check the ranks, split them into roles, and assign layers to them. Collective.
 
         Raises:
-            ValueError: If these processes or devices do not support the options. Nothing has
-                changed then.
+            ValueError: If these ranks or devices do not support the options. Nothing has changed
+                then.
         """
 
     def replan(self) -> None:
         """Search the model for layers again, after parameters or groups have changed."""
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
-        """Adopt the shards that have replaced parameters in the groups."""
+        """Adopt the shards that FSDP2 has put in the place of parameters in the groups."""
 
     def hooks_removed(self) -> AbstractContextManager[None]:
-        """Return a context manager that removes all hooks from the model and restores them."""
+        """Return a context manager without hooks on the model; it restores them at its exit."""
         return nullcontext()
 
     def close(self) -> None:
-        """Stop threads and remove hooks. The base trains alone from now on."""
+        """Stop threads and remove hooks. From now on the base optimizer trains alone."""
 
     # ------------------------------------------------------------------------------------- a step
 
     def fingerprint_values(self) -> list[tuple[str, Any]]:
-        """The values that decide which collectives a step issues, by name. Primitives only."""
+        """List names and values that decide which collectives a step issues. Primitives only.
+
+        Ranks compare a fingerprint of them at every step.
+        """
         return []
 
     def prepare(self) -> None:
         """Prepare a step before gradients are exchanged. Collective."""
 
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
-        """Parts of the gradients and the rank that receives each mean; None: every rank does."""
+        """Choose the ranks that receive the mean gradients."""
         return None
 
     def precondition(self, pending: PendingAverage) -> None:
-        """Replace ``p.grad`` by the gradient that the base sees. Collective."""
+        """Wait for ``pending``, and precondition ``p.grad`` in place. Collective."""
         pending.wait()
 
     def step_base(self, step: Callable[[], None]) -> None:
-        """Let the base take its step."""
+        """Run ``step``, the base optimizer's step."""
         step()
 
     def finish_step(self) -> None:
-        """Correct the parameters after the base's step."""
+        """Rescale the base optimizer's step, or add to it."""
 
     def watch(self) -> None:
         """Turn capture on or off for the passes of the next step."""
 
     def drop_pending(self) -> None:
-        """Drop the statistics of the backward passes since the last step."""
+        """Discard the statistics captured since the last step."""
 
     # -------------------------------------------------------------------------------------- state
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        """The ``"curvature"`` part of each parameter that has one. Tensors are not copied."""
+        """Return each parameter's ``"curvature"`` part. Tensors are shared, not copied."""
         return {}
 
     def state_to_save(self) -> dict[Tensor, dict[str, Any]]:
-        """Entries of these parts that only checkpoints have: tensors that later steps replace.
+        """Return the entries that checkpoints have in addition to :meth:`state`.
 
-        ``optimizer.state`` does not have them, because it would keep the old ones in memory.
+        They are tensors that later steps replace. ``optimizer.state`` excludes them, because it
+        would keep the old tensors in memory.
         """
         return {}
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Raise ValueError if a checkpoint's ``"curvature"`` parts do not fit the model."""
+        """Check a checkpoint's ``"curvature"`` parts before anything is loaded.
+
+        Raises:
+            ValueError: If they do not fit the model.
+        """
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Load the ``"curvature"`` parts of a checkpoint, in the dtypes of the checkpoint."""
+        """Load the ``"curvature"`` parts of a checkpoint, in the checkpoint's dtypes."""
 
     @property
     def remote_state(self) -> str:
-        """A name for state that only other processes store; "" if there is none."""
+        """What state only other ranks store, for messages; "" if there is none."""
         return ""
 
     @property
     def resumes_without_remote_state(self) -> bool:
-        """Whether training can resume without the state that only other processes store."""
+        """Whether training can resume without the state that only other ranks store."""
         return False
 
     def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
-        """Send the state that some of ``ranks`` lack to them. Collective.
+        """Send to ``ranks`` the state that they lack. Collective.
 
-        A ``"base"`` part replaces the part on this rank. A ``"curvature"`` part is added to it.
+        Returns:
+            The parts that this rank received. A ``"base"`` part replaces the rank's own, and a
+            ``"curvature"`` part adds to it.
         """
         return {}
 
     # ---------------------------------------------------------------------------------- reporting
 
     def summary(self) -> Summary:
-        """A table of the layers that are preconditioned."""
+        """Return a table of the preconditioned layers."""
         return Summary(self.training.summary_title(), [])
 
     def metrics(self) -> dict[str, float]:
-        """Numbers to log. Every rank has the same names. No communication."""
+        """Return numbers to log, with the same names on every rank. Does not communicate."""
         return {}
 
 
-# ------------------------------------------------------------------------- average of gradients
+# ------------------------------------------------------------------------- averaging of gradients
 
 
 def start_average(
     training: Training, route: Callable[[Sequence[Tensor], Sequence[Tensor]], Routed]
 ) -> PendingAverage:
-    """Start to average the gradients, on the ranks that ``route`` returns. Collective.
+    """Start to average the gradients over the ranks. Collective.
+
+    ``route`` chooses the ranks that receive each mean; see :meth:`Curvature.route`.
 
     Raises:
         TypeError: If a gradient is sparse.
     """
     _drop_frozen_gradients(training)
     params = training.averaged_params()
-    if not params:  # all are frozen, or others average
+    if not params:  # every parameter is frozen or sharded
         return NO_AVERAGE
     world = training.world
+
+    # A rank without a gradient contributes zeros.
     gradients = []
     for p in params:
         zeros = torch.zeros_like(p, memory_format=torch.contiguous_format)
@@ -181,15 +200,18 @@ def start_average(
             "a sparse gradient cannot be averaged in buckets; use sparse=False in the embedding, "
             "or wrap the model in DistributedDataParallel"
         )
-    torch._foreach_div_(gradients, float(world.size))  # first: a sum in float16 overflows
+    torch._foreach_div_(gradients, float(world.size))  # before the sum, which could overflow
 
-    # Ranks may have different default dtypes, so every message names its dtype.
+    # Count for each parameter the ranks that have a gradient. The dtype is explicit, because
+    # ranks may have different default dtypes.
     missing = [p for p in params if p.grad is None]
     device = params[0].device
     present = torch.ones(len(params), dtype=torch.float32, device=device)
-    if missing:  # otherwise nothing is uploaded to the device
-        here = [float(p.grad is not None) for p in params]
-        present = torch.tensor(here, dtype=torch.float32, device=device)
+    if missing:  # otherwise the step has no upload to the device
+        flags = [float(p.grad is not None) for p in params]
+        present = torch.tensor(flags, dtype=torch.float32, device=device)
+
+    # Send gradients and counts in the same messages.
     routed = route(params, gradients)
     if routed is None:
         work = world.all_reduce([*gradients, present])
@@ -199,7 +221,7 @@ def start_average(
 
     def finish() -> None:
         work.wait()
-        if missing:  # a gradient that is None everywhere stays None, as for the base alone
+        if missing:  # a gradient that is None on every rank stays None
             for p, gradient, ranks in zip(params, gradients, present.tolist(), strict=True):
                 if p.grad is None and ranks > 0:
                     p.grad = gradient
@@ -208,17 +230,17 @@ def start_average(
 
 
 def _drop_frozen_gradients(training: Training) -> None:
-    """Drop the gradients of frozen parameters, which differ between ranks."""
-    names = []
+    """Set the gradients of frozen parameters to None, because they differ between ranks."""
+    dropped = []
     for group in training.groups:
         for p in group["params"]:
             if not p.requires_grad and p.grad is not None:
                 p.grad = None
-                names.append(p)
-    if names and training.is_first_warning("frozen gradients"):
-        known = training.param_names()
-        listed = ", ".join(repr(known.get(id(p), "(not in the model)")) for p in names[:20])
+                dropped.append(p)
+    if dropped and training.is_first_warning("frozen gradients"):
+        names = training.param_names()
+        listed = ", ".join(repr(names.get(id(p), "(not in the model)")) for p in dropped[:20])
         training.warn(
-            f"frozen parameters have gradients that the processes do not average, and that are "
-            f"dropped: {listed}; call zero_grad() after freezing"
+            f"frozen parameters have gradients, which the ranks do not average; they are "
+            f"discarded: {listed}; call zero_grad() after you freeze parameters"
         )

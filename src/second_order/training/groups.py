@@ -1,4 +1,8 @@
-"""Parameter groups: their members, names and settings, and the peaks of their learning rates."""
+"""Parameter groups: their parameters, names and settings, and their peak learning rates.
+
+A group is a dictionary, as in ``torch.optim``. Its parameters may be tensors or ``(name, tensor)``
+pairs. The functions here also accept bare parameters in the place of groups.
+"""
 
 from __future__ import annotations
 
@@ -22,84 +26,106 @@ __all__ = [
 ]
 
 NAMES = "param_names"
-RATES = "lr", "initial_lr", "max_lr"
+RATES = ("lr", "initial_lr", "max_lr")  # the last two are set by learning-rate schedulers
 
 
 def named_trainable_params(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters of a model that train, with their names."""
+    """List the model's trainable parameters as ``(name, parameter)`` pairs."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def copy_group(group: Any) -> Any:
-    """A copy of a group that can be walked through twice, with names beside its parameters.
+    """Copy a group, with its parameters in a list and each name next to its parameter.
+
+    Anything that is not a dictionary is returned unchanged.
 
     Raises:
-        ValueError: If it has no parameters, or not as many names as parameters.
+        ValueError: If the group has no parameters, or not one name for each of them.
     """
     if not isinstance(group, dict):
         return group
     if "params" not in group:
         raise ValueError(f"a parameter group has no 'params', only {[*group]}")
-    whole, params = dict(group), group["params"]
-    whole["params"] = params = [params] if isinstance(params, Tensor) else list(params)
-    names = whole.get(NAMES)
+    copied = dict(group)
+    params = copied["params"]
+    params = [params] if isinstance(params, Tensor) else list(params)
+    copied["params"] = params
+
+    names = copied.get(NAMES)
     if names is not None and (names or params):
         if len(names) != len(params):
             raise ValueError(
-                f"a group has {len(params)} parameters and {len(names)} {NAMES!r}; give each its "
-                f"name, or leave {NAMES!r} out"
+                f"a group has {len(params)} parameters and {len(names)} {NAMES!r}; name every "
+                f"parameter, or leave {NAMES!r} out"
             )
-        whole["params"] = list(zip(whole.pop(NAMES), params, strict=True))
-    return whole
+        del copied[NAMES]
+        copied["params"] = list(zip(names, params, strict=True))
+    return copied
 
 
 def without_names(groups: Iterable[Any]) -> list[Any]:
-    """Copies of groups for a base, which may not know of names; or a list of parameters."""
-    plain = [{**g, "params": group_params([g])} if isinstance(g, dict) else g for g in groups]
-    for group in plain:
+    """Copy groups without names, because base optimizers may not accept them."""
+    unnamed: list[Any] = []
+    for group in groups:
         if isinstance(group, dict):
-            group.pop(NAMES, None)
-    return [g[1] if isinstance(g, tuple) else g for g in plain]
+            copied = {**group, "params": group_params([group])}
+            copied.pop(NAMES, None)
+            unnamed.append(copied)
+        elif isinstance(group, tuple):
+            unnamed.append(group[1])
+        else:
+            unnamed.append(group)
+    return unnamed
 
 
-def group_settings(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's entries but its parameters, with tensors as numbers."""
-    return {
-        k: v.tolist() if isinstance(v, Tensor) else v for k, v in entries.items() if k != "params"
-    }
+def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's settings without its parameters, with tensors as Python numbers."""
+    settings = {}
+    for key, value in group.items():
+        if key != "params":
+            settings[key] = value.tolist() if isinstance(value, Tensor) else value
+    return settings
 
 
 def group_params(groups: Iterable[Any]) -> list[Tensor]:
-    """The parameters of groups, or of a list of parameters, named or not."""
-    members: list[Tensor] = []
+    """List the parameters of groups, or of bare parameters, without their names."""
+    params: list[Tensor] = []
     for group in groups:
         for p in group["params"] if isinstance(group, dict) else [group]:
-            member = p[1] if isinstance(p, tuple) else p
-            if isinstance(member, Tensor):
-                members.append(member)
-    return members
+            param = p[1] if isinstance(p, tuple) else p
+            if isinstance(param, Tensor):
+                params.append(param)
+    return params
 
 
 def match_names(
     others: Sequence[Mapping[str, Any]], group: dict[str, Any], names: Mapping[int, str]
 ) -> dict[str, Any]:
-    """A group with names where the ``others`` have them, as torch asks: all or none.
+    """Name a group's parameters if the other groups have names; torch requires all or none.
 
-    ``names`` are of the model's parameters, by id; others are called by their place.
+    Args:
+        others: The groups that the optimizer has.
+        group: The group that joins them.
+        names: Names of the model's parameters, keyed by the parameters' ids. Other parameters are
+            named by their position in the optimizer.
     """
-    known = any(isinstance(p, tuple) for p in group["params"])
-    if known or not any(NAMES in other for other in others):
+    is_named = any(isinstance(p, tuple) for p in group["params"])
+    if is_named or not any(NAMES in other for other in others):
         return group
     if not group["params"]:
         return {**group, NAMES: []}
-    members = enumerate(group["params"], start=sum(len(other["params"]) for other in others))
-    return {**group, "params": [(names.get(id(p), f"parameter {i}"), p) for i, p in members]}
+    position = sum(len(other["params"]) for other in others)
+    named = []
+    for i, p in enumerate(group["params"], start=position):
+        named.append((names.get(id(p), f"parameter {i}"), p))
+    return {**group, "params": named}
 
 
 def update_peak_rates(groups: Iterable[dict[str, Any]]) -> None:
-    """Keep the largest learning rate of each group, that of the schedule to come included.
+    """Raise each group's peak learning rate to its current one, or to that of its schedule.
 
-    Rates may be tensors on a device, which schedules fill in place: the host does not read them.
+    Learning rates may be device tensors, which schedulers fill in place. The host does not read
+    them.
     """
     for group in groups:
         peak = group[PEAK_LR]
@@ -110,8 +136,12 @@ def update_peak_rates(groups: Iterable[dict[str, Any]]) -> None:
 
 
 def _larger(peak: Any, rate: Any) -> Any:
-    if isinstance(peak, Tensor) and isinstance(rate, Tensor):
-        return torch.maximum(peak, rate.detach().reshape(()))
+    """The larger one of two numbers, each of which may be a tensor."""
     if isinstance(rate, Tensor):
-        return rate.detach().reshape(()).clamp(min=peak)
-    return peak.clamp(min=rate) if isinstance(peak, Tensor) else max(peak, rate)
+        rate = rate.detach().reshape(())
+        if isinstance(peak, Tensor):
+            return torch.maximum(peak, rate)
+        return rate.clamp(min=peak)
+    if isinstance(peak, Tensor):
+        return peak.clamp(min=rate)
+    return max(peak, rate)

@@ -1,4 +1,8 @@
-"""The division of the ranks into workers and helpers, once all of them agree on their options."""
+"""The split of the ranks into workers and helpers, after all ranks have agreed on their options.
+
+:func:`split_into_roles` links the two kinds of ranks and makes a process group for each kind. Then
+the optimizer on a worker trains with the workers only.
+"""
 
 from __future__ import annotations
 
@@ -20,39 +24,47 @@ __all__ = ["split_into_roles"]
 
 
 def split_into_roles(training: Training, roles: Roles, timeout: float) -> list[HelperLink]:
-    """Train with the ranks of this one's role only, linked to the others; a collective.
+    """Restrict training to the ranks of this rank's role, and link workers to helpers. Collective.
 
-    Passes with gradients raise from now on in a DistributedDataParallel over workers and helpers. A
-    model that is wrapped before its optimizer is made is refused then; frameworks wrap it later.
+    From now on, passes with gradients raise if DistributedDataParallel wraps the model over workers
+    and helpers. If the model was wrapped before the optimizer was made, the optimizer has refused
+    it; but some frameworks wrap it later.
+
+    Returns:
+        On a worker a link to each helper, on a helper one link to worker 0.
     """
     world = training.world
     links = connect_helpers(world, roles, timeout, training)
     training.restrict_to(roles.role_world(world, timeout))
+
     if training.owns_params:
-        places = world.global_ranks
-        workers = [places[rank] for rank in roles.workers]
-        helpers = [places[rank] for rank in roles.helpers]
+        global_ranks = world.global_ranks
+        workers = [global_ranks[rank] for rank in roles.workers]
+        helpers = [global_ranks[rank] for rank in roles.helpers]
         option = f"{role_option(roles.helper_role)}={len(helpers)}"
-        hook = partial(_look_who_runs, workers, helpers, option)
+        hook = partial(_refuse_ddp_with_helpers, workers, helpers, option)
         handle = training.model.register_forward_pre_hook(hook)
         training.close_callbacks.append(handle.remove)
         weakref.finalize(training, handle.remove).atexit = False
     return links
 
 
-def _look_who_runs(
+def _refuse_ddp_with_helpers(
     workers: Sequence[int], helpers: Sequence[int], option: str, module: nn.Module, _: Any
 ) -> None:
-    ddp = None if torch.compiler.is_compiling() else active_ddp()
-    if ddp is None or not torch.is_grad_enabled():
+    """Forward pre-hook that raises ValueError if DDP averages over workers and helpers."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    ddp = active_ddp()
+    if ddp is None:
         return
     ranks = dist.get_process_group_ranks(ddp.process_group)
     mixed_in = sorted(set(ranks).intersection(helpers))
     if mixed_in and set(ranks).intersection(workers):
         raise ValueError(
-            f"the model has been wrapped in DistributedDataParallel over ranks {ranks}, of which "
-            f"{mixed_in} help the others ({option}): their gradients would be averaged into those "
-            f"of the workers. Wrap it with DistributedDataParallel(model, "
-            f"process_group=optimizer.worker_group); under a framework that wraps models itself, "
-            f"leave helpers out, or take another optimizer"
+            f"DistributedDataParallel wraps the model over ranks {ranks}, but {option} makes "
+            f"helpers of ranks {mixed_in}: it would average their gradients into those of the "
+            f"workers. Use DistributedDataParallel(model, process_group=optimizer.worker_group). "
+            f"If a framework wraps the model itself, train without helpers, or use another "
+            f"optimizer"
         )

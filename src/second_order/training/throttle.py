@@ -1,12 +1,12 @@
-"""A bound on the time of refreshes: at most ``overhead`` of the time of the other steps.
+"""A limit on the time spent in refreshes: at most ``overhead`` of the time of the other steps.
 
-T     median duration of a step without a refresh
-R     median duration of a step with one, minus T
-n     ⌈R / (overhead T)⌉, the least number of steps from a refresh to the next
+    T    median duration of a step without a refresh
+    R    median duration of a step with a refresh, minus T
+    n    ⌈R / (overhead T)⌉, the smallest number of steps from one refresh to the next
 
-Durations are those of whole steps, passes and batches included, from the end of one step to the end
-of the next. The steps up to the fifth refresh are timed. From then on n is fixed, and a resumed run
-has the n of its checkpoint. All ranks use the largest n of any rank.
+A duration runs from the end of one step to the end of the next, so it includes the forward and
+backward passes and the loading of data. The steps up to the fifth refresh are timed. After that n
+is fixed, and a resumed run uses the n of its checkpoint. All ranks use the largest n of any rank.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from torch import Tensor
 from second_order.checkpoint.saved import SavedPart
 from second_order.training.context import Training
 
-__all__ = ["THROTTLE", "Throttle"]
+__all__ = ["THROTTLE_ENTRIES", "Throttle"]
 
-THROTTLE = "throttle_interval", "throttle_refreshes", "throttle_overhead"
-"""The entries of a checkpoint, the same for all parameters: n, the number of refreshes that have
-been timed, and the overhead that n is for."""
+THROTTLE_ENTRIES = ("throttle_interval", "throttle_refreshes", "throttle_overhead")
+"""The entries of a checkpoint, equal for all parameters: n, the number of timed refreshes, and the
+overhead that n was computed for."""
 
 TIMED_REFRESHES = 5
-TIMED_STEPS = 50  # the last ones that T is the median of
-ENOUGH_STEPS = 10  # after which n is known, if a refresh was timed before them
-LONGEST = 100_000  # steps, if steps without a refresh seem to take no time
+TIMED_STEPS = 50  # T is the median of so many last steps
+ENOUGH_STEPS = 10  # if a refresh was timed first, n is computed after so many other steps
+MAX_INTERVAL = 100_000  # bounds n if the clock is too coarse to time a step without a refresh
 
 
-def mark(device: torch.device) -> Any:
-    """A point in time: on CUDA an event, which the host does not wait for."""
+def record_time(device: torch.device) -> Any:
+    """Return the time now: an event on CUDA, which does not block the host, otherwise seconds."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -46,7 +46,7 @@ def mark(device: torch.device) -> Any:
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """Seconds from one point in time to another; synchronizes with a CUDA device."""
+    """Return the seconds between two recorded times; synchronizes with a CUDA device."""
     if isinstance(start, float):
         return float(end - start)
     end.synchronize()
@@ -54,72 +54,76 @@ def seconds_between(start: Any, end: Any) -> float:
 
 
 def min_interval(R: float, T: float, overhead: float) -> int:
-    """⌈R / (overhead T)⌉, at least 1."""
+    """Return ⌈R / (overhead T)⌉, between 1 and MAX_INTERVAL."""
     if R <= 0:
         return 1
-    return math.ceil(R / (overhead * T)) if LONGEST * overhead * T > R else LONGEST
+    if MAX_INTERVAL * overhead * T <= R:
+        return MAX_INTERVAL
+    return math.ceil(R / (overhead * T))
 
 
 class Throttle:
-    """The least number of steps between refreshes, the same on all ranks.
+    """The smallest number of steps between refreshes, the same on all ranks.
 
     Args:
         training: Has the ranks and the device.
-        overhead: The share of the time of the other steps that refreshes may take.
-        fewest: Number of timed refreshes from which on n is known.
+        overhead: Limit on the time of refreshes, as a fraction of the time of the other steps.
+        min_refreshes: Number of timed refreshes after which n is first computed.
 
     Attributes:
         interval: n; 0 until it is known.
         refreshes: Number of refreshes that have been timed.
     """
 
-    def __init__(self, training: Training, overhead: float, *, fewest: int) -> None:
+    def __init__(self, training: Training, overhead: float, *, min_refreshes: int) -> None:
         self._training = training
         self._overhead = overhead
-        self._fewest = fewest
-        self.clock: Callable[[torch.device], Any] = mark
+        self._min_refreshes = min_refreshes
+        self.clock: Callable[[torch.device], Any] = record_time
         self.restart()
 
     def restart(self) -> None:
-        """Measure from here on: other parameters train now, or the machine is another."""
+        """Measure again, because other parameters train now or the machine has changed."""
         self.interval = 0
         self.refreshes = 0
-        self._ordinary: deque[tuple[Any, Any]] = deque(maxlen=TIMED_STEPS)
-        self._refreshing: list[tuple[Any, Any]] = []
-        self._start: Any = None  # of the step
+        self._steps: deque[tuple[Any, Any]] = deque(maxlen=TIMED_STEPS)  # without a refresh
+        self._refresh_steps: list[tuple[Any, Any]] = []
+        self._start: Any = None  # of the current step
 
     @property
     def measures(self) -> bool:
         """Whether steps are timed: up to the fifth refresh, and until there is an interval.
 
-        A checkpoint has no durations, so a resumed run may see its fifth refresh without them.
+        Checkpoints have no durations, so a resumed run may reach its fifth refresh with too few
+        durations for an interval.
         """
         return self.refreshes < TIMED_REFRESHES or self.interval == 0
 
     def begin_step(self) -> None:
-        """Let a step begin now, if the end of the one before has not been seen."""
+        """Start the clock, unless the end of the previous step has started it."""
         if self._start is None and self.measures:
             self._start = self.clock(self._training.device)
 
     def end_step(self, *, refreshed: bool) -> None:
-        """Time a step; after a refresh agree on the interval, which is a collective."""
+        """Record the duration of a step. After a refresh, agree on the interval: a collective."""
         if not self.measures:
             return
         end = self.clock(self._training.device)
-        durations = self._refreshing if refreshed else self._ordinary
+        durations = self._refresh_steps if refreshed else self._steps
         durations.append((self._start, end))
         self._start = end
         self.refreshes += refreshed
-        enough = len(self._ordinary) == ENOUGH_STEPS and not refreshed
-        if self.refreshes >= self._fewest and (refreshed or enough):
-            self.interval = self._agreed_interval()
 
-    def _agreed_interval(self) -> int:
-        """The largest n that any rank has measured."""
+        has_enough_steps = len(self._steps) == ENOUGH_STEPS and not refreshed
+        if self.refreshes >= self._min_refreshes and (refreshed or has_enough_steps):
+            self.interval = self._agree_on_interval()
+
+    def _agree_on_interval(self) -> int:
+        """Return the largest n that any rank has measured."""
         interval = self.interval
-        if self._ordinary and self._refreshing:
-            T = statistics.median(seconds_between(*each) for each in self._ordinary)
-            R = statistics.median(seconds_between(*each) for each in self._refreshing) - T
+        if self._steps and self._refresh_steps:
+            T = statistics.median(seconds_between(*times) for times in self._steps)
+            R = statistics.median(seconds_between(*times) for times in self._refresh_steps) - T
             interval = min_interval(R, T, self._overhead)
         world = self._training.world
         if world.size > 1:
@@ -130,21 +134,23 @@ class Throttle:
 
     @property
     def summary_line(self) -> str:
-        """A part of a line of the summary."""
+        """The throttle's line of the summary."""
         if not self.interval:
             return f"overhead {self._overhead}: being measured"
-        return f"overhead {self._overhead}: {self.interval} steps between refreshes at least"
+        return f"overhead {self._overhead}: at least {self.interval} steps between refreshes"
 
     def saved(self) -> dict[str, float]:
-        """What a checkpoint has of it with every parameter."""
-        return dict(zip(THROTTLE, (self.interval, self.refreshes, self._overhead), strict=True))
+        """Return the entries that a checkpoint has with every parameter."""
+        values = (self.interval, self.refreshes, self._overhead)
+        return dict(zip(THROTTLE_ENTRIES, values, strict=True))
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Take over the interval of a checkpoint for the same overhead; otherwise measure again."""
+        """Adopt a checkpoint's interval, or measure again if it is for another overhead."""
         self.restart()
+        interval_entry, refreshes_entry, overhead_entry = THROTTLE_ENTRIES
         for part in saved.values():
-            if part.keys() >= set(THROTTLE):
-                if part.number(THROTTLE[2]) == self._overhead:
-                    self.interval = part.whole(THROTTLE[0], 0)
-                    self.refreshes = part.whole(THROTTLE[1], 0)
-                return
+            if part.keys() >= set(THROTTLE_ENTRIES):
+                if part.number(overhead_entry) == self._overhead:
+                    self.interval = part.whole(interval_entry, 0)
+                    self.refreshes = part.whole(refreshes_entry, 0)
+                return  # all parameters have the same entries
