@@ -224,7 +224,7 @@ vectors that are not finite are sent  <-  mrdho2_use::pairs_that_are_not_finite_
     if not pairs.trouble:  =>  if True:
 vectors are rounded under autocast
   <-  mrdho2_accelerator::autocast_around_serve_does_not_round_the_vectors
-    with self.vector.plain():  =>  if True:
+    with self.flat_params.without_autocast():  =>  if True:
 
 == fosi/state.py
 room for eigenpairs taken for eigenpairs
@@ -234,18 +234,18 @@ room for eigenpairs taken for eigenpairs
 == fosi/update.py
 groups' own learning rates in the final update
   <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
-    scale * (as_scalar(group["lr"])  =>  scale * (as_scalar(training.groups[0]["lr"])
+    alpha * (as_scalar(group["lr"])  =>  alpha * (as_scalar(training.groups[0]["lr"])
 a Newton step that does not follow the schedule
   <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
-    scale = scale * (as_scalar(group["lr"]) / larger(peak, 1e-30))  =>  pass
+    alpha = alpha * (as_scalar(group["lr"]) / larger(peak, 1e-30))  =>  pass
 uphill is downhill  <-  dho2_state::uphill_on_the_negative_loss_is_downhill
-    -alpha if group.get("maximize") else alpha  =>  alpha
+    -alpha_at_peak if group.get("maximize") else alpha_at_peak  =>  alpha_at_peak
 parameters without a gradient move
   <-  dho2_state::a_parameter_without_a_gradient_stays_and_the_others_do_not_mind
     [None if p.grad is None else p for p in params]  =>  params
 a vector is cut anew by the next step alone  <-  mrdho2_fsdp::a_checkpoint_goes_on_elsewhere
   - self.replan()
-  -         self.follow()
+  -         self.adopt_params()
   + self.replan()
 
 == fosi/eigenpairs.py
@@ -258,9 +258,9 @@ a start without new directions
 the bound of s is not loaded  <-  dho2_state::a_checkpoint_goes_on_bit_for_bit
     self._bound = counts.get("rest_scale_bound", 1.0)  =>  pass
 carried momentum is not loaded  <-  dho2_state::a_checkpoint_goes_on_bit_for_bit
-    vector.here(pairs.carried_momentum  =>  vector.here(0 * pairs.carried_momentum
+    vector.local_rows(pairs.carried_momentum  =>  vector.local_rows(0 * pairs.carried_momentum
 the last Newton step is not loaded  <-  trust::a_checkpoint_goes_on_bit_for_bit_where_it_binds
-    last=pairs.last_step  =>  last=subspace.newton.last
+    full_step=pairs.last_step  =>  full_step=subspace.newton.full_step
 endless steps where the curvature has vanished
   <-  found::curvature_that_vanishes_makes_no_endless_steps
     or self._vanished(pairs.values)  =>  or False
@@ -283,33 +283,35 @@ no warm-up with accelerators  <-  mrdho2::the_base_alone_warms_up
 
 == fosi/flat_params.py
 packed parameters that are not written back  <-  dho2::steps_are_those_of_dense_algebra
-    zip(self.mine, self._buffer(buffer)[1], tensors, strict=True)  =>  ()
+  - _, views = self._buffer(buffer)
+  -         for piece, view, tensor in zip(self.local_pieces, views, tensors, strict=True):
+  + for piece, view, tensor in ():
 parts of gradients that are not contiguous
   <-  dho2_processes::channels_last_changes_nothing_on_many_processes
     p.grad = gradient.contiguous()  =>  pass
 
 == fosi/subspace.py
 the base moves inside the subspace  <-  dho2::the_base_moves_nothing_inside_the_subspace
-    -scale * self.newton.step - self.rest_scale * c  =>  -scale * self.newton.step
+    -alpha * self.newton.step - self.rest_scale * c  =>  -alpha * self.newton.step
 the share of the gradient counted on every process
   <-  dho2_processes::a_schedule_reaches_the_base_wherever_its_state_is
-    sums[0 if self.by_rows else 1] /= self.world.size  =>  pass
+    sums[complete] /= self.world.size  =>  pass
 near-zero eigenvalues give endless steps  <-  dho2::steps_are_those_of_dense_algebra
-    torch.maximum(sizes, floor * largest)  =>  sizes
+    torch.maximum(magnitudes, floor * largest)  =>  magnitudes
 Newton steps up negative curvature  <-  dho2::one_newton_step_finds_the_minimum_and_leaves_saddles
-    sizes = values.abs()  =>  sizes = values
+    magnitudes = values.abs()  =>  magnitudes = values
 all groups step by the Newton scale of the first
   <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
-    self.group_spans if len(c) > 1 else [slice(None)]  =>  [slice(None)]
+    self.group_spans if len(coefficients) > 1 else [slice(None)]  =>  [slice(None)]
 
 == fosi/trust.py
 Newton steps are never cut  <-  trust::steps_come_to_rest_whatever_the_curvature
-    choose(excess > NEAR, state.scale * AIM / larger(excess, NEAR), grown)  =>  grown
+    select(ratio > NEAR_LIMIT, state.scale * TARGET / larger(ratio, NEAR_LIMIT), grown)  =>  grown
 a Newton step of any length  <-  trust::a_step_is_at_most_ten_times_as_long_as_usual
-    choose(known, RADIUS * state.usual, math.inf)  =>  math.inf
+    select(has_typical, RADIUS * state.typical_decrease, math.inf)  =>  math.inf
 a step said to be taken back is not
   <-  trust::a_step_to_where_the_gradient_is_not_finite_is_taken_back
-    back = NewtonStep(way_back,  =>  back = NewtonStep(zeros,
+    reverted = NewtonStep(way_back,  =>  reverted = NewtonStep(zeros,
 what cannot be compiled is an error
   <-  trust::a_rule_is_compiled_off_the_cpu_and_runs_as_it_is_where_that_fails
     except Exception:  =>  except ImportError:

@@ -123,7 +123,7 @@ def test_another_model_than_the_workers_is_refused() -> None:
     accelerator = Accelerating(optimizer._training, options, None)
     note = {"train": train, "size": 12, "model": 2}
     accelerator._take(Message(taken, note), moved=True)
-    assert accelerator.vector.params == list(model.layers[0].parameters())
+    assert accelerator.flat_params.params == list(model.layers[0].parameters())
     assert all(bool((t == 1).all()) for t in tensors)
     with pytest.raises(SecondOrderError, match="train 24 numbers, this accelerator 12: add"):
         accelerator._take(Message(taken, note | {"size": 24}), moved=True)

@@ -24,9 +24,9 @@ from second_order.fosi.trust import (
     MomentumRule,
     NewtonStep,
     TrustState,
+    bound_step,
     compiled_on_devices,
-    propose,
-    settle,
+    propose_step,
 )
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Line:
     def __init__(self, alpha: float = 1.0) -> None:
         self.alpha = alpha
         none = torch.zeros(1).double()
-        self.newton = NewtonStep(none, none, none, none, TrustState().packed(none))
+        self.newton = NewtonStep(none, none, none, none, TrustState().to_tensor(none))
 
     @property
     def state(self) -> TrustState:
@@ -63,8 +63,8 @@ class Line:
         """The way that is gone for a coefficient c, and whether the last step is undone."""
         coefficient = torch.tensor([c]).double()
         rule = MomentumRule(0.0, 1.0, nesterov=False)
-        proposal = propose(coefficient, self.newton, torch.ones(1).double(), rule)
-        self.newton, undo = settle(proposal.terms, proposal, self.newton, self.alpha, 2.0)
+        proposal = propose_step(coefficient, self.newton, torch.ones(1).double(), rule)
+        self.newton, undo = bound_step(proposal.products, proposal, self.newton, self.alpha, 2.0)
         return float(self.alpha * self.newton.step), bool(undo)
 
     def run(self, curvature: float, w: float = 1.0, steps: int = 60) -> float:
@@ -100,7 +100,7 @@ def test_a_step_that_explodes_is_undone_once(how: str) -> None:
     assert back == pytest.approx(-way)
     assert line.step(math.nan if how == "not finite" else 1.0)[1] is False
     assert line.state.scale <= 0.11 * before
-    assert line.state.undone == 1
+    assert line.state.rejected == 1
     assert bool(line.newton.trust.isfinite().all())
 
 
@@ -300,7 +300,7 @@ def test_a_checkpoint_goes_on_bit_for_bit_where_it_binds() -> None:
     other = spread(twin, 0, 1, **LONG)
     twin.load_state_dict(weights)
     other.load_state_dict(copy.deepcopy(state))
-    steps = [each._curvature.subspace.newton.last for each in (optimizer, other)]
+    steps = [each._curvature.subspace.newton.full_step for each in (optimizer, other)]
     assert bool(steps[0].abs().max() > 0)  # by which the next step tells what this one has done
     assert torch.equal(*steps)
     assert same(go(model, optimizer, BATCHES[5:10]), go(twin, other, BATCHES[5:10]))

@@ -204,7 +204,7 @@ def test_ctrl_c_in_the_closure_leaves_nothing_changed(mode: str, at: int) -> Non
     before = copy.deepcopy([*params, *buffers])
     expected = pytest.raises(KeyboardInterrupt)
     with expected if at == 1 or mode == "differences" else nullcontext():
-        optimizer._curvature.pairs.renew(loss)
+        optimizer._curvature.pairs.refresh(loss)
     assert settings() == usual
     assert torch.equal(torch.get_rng_state(), random)
     assert all(map(torch.equal, [*params, *buffers], before))

@@ -71,7 +71,7 @@ class Accelerating(Divided):
         """Help until the workers have taken a step, instead of taking one."""
         self.training.steps += 1
         self._calls += 1
-        closure = self.closure_now()
+        closure = self.required_closure()
         self._help(lambda epoch: closure, lambda: self._worker_steps >= self._calls)
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
@@ -141,14 +141,14 @@ class Accelerating(Divided):
         """Be the model that worker 0 sent, ``moved`` to the point that follows it, if one does."""
         note = message.note
         load_model(message.tensors[: note["model"]], note["train"], self.training.model_tensors())
-        self.vector.follow()
-        if note["size"] != self.vector.size:
+        self.flat_params.update_layout()
+        if note["size"] != self.flat_params.size:
             raise SecondOrderError(
                 f"the workers train {note['size']} numbers, this accelerator "
-                f"{self.vector.size}: add the same groups of parameters on every rank"
+                f"{self.flat_params.size}: add the same groups of parameters on every rank"
             )
         for flat in message.tensors[note["model"] :] if moved else ():
-            overwrite(self.vector.params, flat.to(self.training.device))
+            overwrite(self.flat_params.params, flat.to(self.training.device))
 
     def _compute(self, closure_at: ClosureAt, message: Message) -> None:
         """Compute û, V̂ at c, and send them to the workers."""
@@ -160,7 +160,7 @@ class Accelerating(Divided):
             return closure_at(epoch)
 
         self._loss_fn = self._together(prepare)
-        with stage("lanczos"), self.vector.hessian(self._loss_fn) as space:
+        with stage("lanczos"), self.flat_params.hessian(self._loss_fn) as space:
             pairs = wanted_pairs(space, space.random(options.seed + epoch, 1.0), options)
         self._together(partial(self._deliver, message, pairs))
         self.answered += 1
@@ -169,7 +169,7 @@ class Accelerating(Divided):
         """Send each worker its vectors: of each accelerator the rows that this one has."""
         found: list[Tensor] = []
         if not pairs.trouble:
-            with self.vector.plain():
+            with self.flat_params.without_autocast():
                 found = [pairs.values, pairs.bounds(), pairs.vectors()]
         cuts = row_bounds(len(pairs.values), len(self.roles.workers))
         note = {
@@ -185,7 +185,7 @@ class Accelerating(Divided):
     def _judge(self, message: Message) -> None:
         """Send the losses of the accelerators' batches without and with the update."""
         assert self._loss_fn is not None
-        vector = self.vector
+        vector = self.flat_params
         losses = []
         for moved in (False, True):
             with stage("judge"):

@@ -20,8 +20,13 @@ from torch import Tensor
 from second_order.checkpoint.saved import SavedPart
 from second_order.fosi.flat_params import FlatParams
 from second_order.fosi.state import counts_of, read_pairs, same_params
-from second_order.fosi.subspace import Basis, Subspace, newton_rates, whole_vectors
-from second_order.fosi.trust import MomentumRule, renewed
+from second_order.fosi.subspace import (
+    Basis,
+    Subspace,
+    exchange_rows_for_vectors,
+    inverse_magnitudes,
+)
+from second_order.fosi.trust import MomentumRule, trust_after_refresh
 from second_order.lanczos.closure import LossFn
 from second_order.lanczos.spectrum import Pairs, default_iterations, extreme_pairs
 from second_order.lanczos.vector_space import RowSpace, row_bounds
@@ -120,7 +125,7 @@ class RefreshedPairs:
     ) -> None:
         self._training = training
         self._options = options
-        self._vector = vector
+        self._flat_params = vector
         self.subspace: Subspace | None = None  # None without eigenpairs
         self.closed = not refreshes  # whether there are none, or none any more
         self.tally = Tally()
@@ -133,12 +138,12 @@ class RefreshedPairs:
 
     # ------------------------------------------------------------------------------ a refresh
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """Whether the eigenpairs are to be refreshed at this step."""
         options = self._options
         step = self._training.steps
         last = self.tally.step
-        if self.closed or options.wanted == 0 or not self._vector.params:
+        if self.closed or options.wanted == 0 or not self._flat_params.params:
             return False
         if last < 0 and options.warmup_steps is not None:
             return step >= options.warmup_steps
@@ -149,20 +154,20 @@ class RefreshedPairs:
         options = self._options
         if self.throttle is not None:
             # Until the throttle knows, a product counts as one step.
-            products = most_products(options, self._vector.size, warm=False)
+            products = most_products(options, self._flat_params.size, warm=False)
             return self.throttle.interval or math.ceil(products / options.overhead)
         every = value_at(options.curvature_interval, step)
         check_interval(f"curvature_interval at step {step}: curvature_interval", every)
         return int(every)
 
-    def renew(self, loss_fn: Closures) -> None:
+    def refresh(self, loss_fn: Closures) -> None:
         """û, V̂ <- the eigenpairs of the curvature batch, if they are finite. A collective.
 
         Raises CurvatureError on all if the loss of one cannot be evaluated or differentiated twice.
         """
         training = self._training
         with stage("lanczos"):
-            with self._vector.hessian(loss_fn) as space:
+            with self._flat_params.hessian(loss_fn) as space:
                 pairs = self._find(space)
                 loss = space.loss()
             failed = bool(pairs.trouble) or not math.isfinite(loss) or self._vanished(pairs.values)
@@ -194,7 +199,7 @@ class RefreshedPairs:
         start = space.random(self._options.seed + self._training.steps, 1 / math.sqrt(space.size))
         warm = last is not None and self._options.warm_start
         if last is not None and warm:
-            old = last.basis.rows_of_sum(space.rows) / math.sqrt(last.basis.count)
+            old = last.basis.sum_of_vectors(space.rows) / math.sqrt(last.basis.count)
             start = old.add_(start, alpha=FRESH)
         pairs = wanted_pairs(space, start, self._options, warm=warm, expected=self._expected)
         self._expected = 0 if pairs.trouble else len(pairs.basis)
@@ -221,20 +226,22 @@ class RefreshedPairs:
             risen = loss - self._batch_loss > TOLERATED_RISE * abs(self._batch_loss)
             self._bound = max(1.0, self._bound * (SHRINK if risen else GROWTH))
         self._batch_loss = loss
-        with self._vector.plain():
+        with self._flat_params.without_autocast():
             momentum = trust = None
             if self.subspace is not None:
-                trust = renewed(self.subspace.newton.trust, risen=risen)
+                trust = trust_after_refresh(self.subspace.newton.trust, loss_has_risen=risen)
                 if momentum_rule(self._options, self._training.groups[0]).decay > 0.0:
                     momentum = self.subspace.momentum_vector()
             self.subspace = None
             self._training.publish()  # frees the old vectors before there are new ones
             vectors = pairs.vectors()
-            if not self._vector.by_rows:
-                vectors = whole_vectors(vectors, self._vector.size, self._training.world)
+            if not self._flat_params.by_rows:
+                vectors = exchange_rows_for_vectors(
+                    vectors, self._flat_params.size, self._training.world
+                )
             self.subspace = self._subspace(vectors, pairs.values, pairs.bounds(), pairs.num_largest)
             if trust is not None:
-                self.subspace.carry(momentum, trust)
+                self.subspace.inherit(momentum, trust)
         self._training.publish()
 
     def _subspace(
@@ -253,7 +260,7 @@ class RefreshedPairs:
             ratio = abs(float(values[0] / values[num_largest - 1]))
             scale = min(max(ratio, 1.0), self._bound if options.lr_scale_guard else clip)
 
-        vector = self._vector
+        vector = self._flat_params
         basis = Basis(
             vectors=vectors,
             count=len(values),
@@ -261,7 +268,7 @@ class RefreshedPairs:
             world=self._training.world,
             group_spans=vector.group_spans,
         )
-        rates = newton_rates(values, options.eigenvalue_floor)[basis.mine].to(vectors)
+        rates = inverse_magnitudes(values, options.eigenvalue_floor)[basis.local_slice].to(vectors)
         return Subspace(basis, values, residuals, num_largest, rates, scale)
 
     def drop(self) -> None:
@@ -308,7 +315,7 @@ class RefreshedPairs:
         pairs = None if self.closed else read_pairs(saved)
         if pairs is None:
             return
-        vector = self._vector
+        vector = self._flat_params
         if not same_params(saved, vector.params):
             self._training.warn(
                 "the eigenpairs of the checkpoint are not taken over: other parameters trained "
@@ -317,7 +324,7 @@ class RefreshedPairs:
             return
         vectors = pairs.eigenvectors.to(self._training.device, vector.dtype)
         if vector.by_rows:
-            vectors = vector.here(vectors)
+            vectors = vector.local_rows(vectors)
         else:
             world = self._training.world
             start, stop = row_bounds(len(vectors), world.size)[world.rank :][:2]
@@ -325,11 +332,11 @@ class RefreshedPairs:
         values = pairs.eigenvalues.to("cpu", torch.float64)
         residuals = pairs.residuals.to("cpu", torch.float64)
         subspace = self._subspace(vectors, values, residuals, pairs.num_largest)
-        subspace.resume(
+        subspace.load(
             momentum=pairs.subspace_momentum,
-            last=pairs.last_step,
+            full_step=pairs.last_step,
             trust=pairs.trust_region,
-            carried=vector.here(pairs.carried_momentum),
-            decayed=float(pairs.carried_decay),
+            carried_momentum=vector.local_rows(pairs.carried_momentum),
+            carried_decay=float(pairs.carried_decay),
         )
         self.subspace = subspace

@@ -37,8 +37,8 @@ from second_order.distributed.helper_link import (
 from second_order.distributed.roles import Role, Roles, assign_roles, sharding_error
 from second_order.fosi.eigenpairs import Closures
 from second_order.fosi.state import START, SUM, counts_of, same_params, with_vectors
-from second_order.fosi.subspace import Basis, newton_rates
-from second_order.fosi.update import FOSICurvature, newton_scales
+from second_order.fosi.subspace import Basis, inverse_magnitudes
+from second_order.fosi.update import FOSICurvature, group_alphas
 from second_order.lanczos.spectrum import lanczos_dtype
 from second_order.optimizers.config import EpochOptions
 from second_order.reporting.summary import EpochReport
@@ -148,7 +148,7 @@ class Worker(Divided):
         """û and the residuals of the last eigenpairs that came."""
         return self._received or super().eigenvalues()
 
-    def parameters_changed(self) -> None:
+    def handle_changed_params(self) -> None:
         """Drop the final update: other parameters train now than at the epoch's start."""
         if self.sums is not None:
             self.training.warn(
@@ -175,7 +175,7 @@ class Worker(Divided):
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """Each parameter's counts; with the first one's c and p, or room to read them into."""
         parts = super().state()
-        vector = self.vector
+        vector = self.flat_params
         sums = self.sums
         if parts and sums is None and is_checkpointing(part=True):
             room = torch.zeros(vector.size, dtype=vector.dtype, device=self.training.device)
@@ -192,10 +192,10 @@ class Worker(Divided):
         part = with_vectors(saved, START)
         if part is None or not (self.links and self.epoch_step and part["epoch_sums"]):
             return
-        params = self.vector.params
+        params = self.flat_params.params
         if same_params(saved, params):
             start = part[START].to(self.training.device, lanczos_dtype(params))
-            total = part[SUM].to(self.training.device, self.vector.dtype)
+            total = part[SUM].to(self.training.device, self.flat_params.dtype)
             self.sums = EpochSums(start, total.clone())
 
     # ---------------------------------------------------------------------------------- an epoch
@@ -214,14 +214,14 @@ class Worker(Divided):
         if self._asked != self.epoch:
             self._begin()
         if self.sums is not None:
-            self.sums.total.add_(self.vector.read([p.grad for p in self.vector.params]))
+            self.sums.total.add_(self.flat_params.read([p.grad for p in self.flat_params.params]))
 
     def _begin(self) -> None:
         """Send c to the accelerators; an epoch from a checkpoint has c and p already."""
         elsewhere = []
         if self.sums is None or self.epoch_step == 0:
-            start = flat_copy(self.vector.params)
-            self.sums = EpochSums(start, torch.zeros_like(start, dtype=self.vector.dtype))
+            start = flat_copy(self.flat_params.params)
+            self.sums = EpochSums(start, torch.zeros_like(start, dtype=self.flat_params.dtype))
         else:
             elsewhere = [self.sums.start]
         self._asked = self.epoch
@@ -235,7 +235,7 @@ class Worker(Divided):
             model = pack_by_dtype(tensors)
             note["request"] = self._request
             note["train"] = [tensor.requires_grad for tensor in tensors]
-            note["size"] = self.vector.size
+            note["size"] = self.flat_params.size
             note["model"] = len(model)
             for link in self.links:
                 link.send([*model, *elsewhere], **note)
@@ -247,7 +247,7 @@ class Worker(Divided):
         self.epoch_step += not self._warming_up
         self._taken += 1
         if self.epoch_step >= self.options.epoch_steps:
-            with stage("final_update"), self.vector.plain():
+            with stage("final_update"), self.flat_params.without_autocast():
                 report = self._end()
             self.reports.append(report)
             if "not finite" in report.reason and self.training.is_first_warning("not finite"):
@@ -264,7 +264,7 @@ class Worker(Divided):
 
     def _end(self) -> EpochReport:
         """End the epoch, and use its eigenpairs if every worker has finite ones."""
-        training, options, vector = self.training, self.options, self.vector
+        training, options, vector = self.training, self.options, self.flat_params
 
         # Wait for the eigenpairs at c.
         messages, waited = answers(training, self.links, self._request, options.helper_timeout)
@@ -291,8 +291,8 @@ class Worker(Divided):
             before - self.sums.start,
             self.sums.total,
             Basis(torch.cat(parts, -1), len(values), False, training.world, vector.group_spans),
-            newton_rates(values, options.eigenvalue_floor),
-            newton_scales(options.newton_scale, training),
+            inverse_magnitudes(values, options.eigenvalue_floor),
+            group_alphas(options.newton_scale, training),
         )
         if not bool(sound):  # the same on all workers, as its sums are
             return replace(report, reason="the final update is not finite")
@@ -387,9 +387,9 @@ def final_update(
     p is ``total``, ``(n,)``, and w_E − c is ``moved``; α of each group is in ``scales``. Returns
     the update, zeros if it is not finite, and whether it is.
     """
-    newton = basis.coefficients(total) * rates[basis.mine].to(total)
+    newton = basis.coefficients(total) * rates[basis.local_slice].to(total)
     inside = basis.coefficients(moved.to(total))
     steps = [-(scale * newton + inside) for scale in scales]
-    sound = basis.total(torch.stack(steps).sum()).isfinite()
+    sound = basis.sum_over_vectors(torch.stack(steps).sum()).isfinite()
     steps = [torch.where(sound, step, 0.0) for step in steps]
-    return basis.add(torch.zeros_like(total), steps), sound
+    return basis.add_combination(torch.zeros_like(total), steps), sound

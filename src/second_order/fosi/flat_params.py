@@ -31,7 +31,7 @@ from second_order.optimizers.config import FOSIOptions
 from second_order.training.context import Training
 from second_order.training.curvature import Routed
 
-__all__ = ["FlatParams", "ParamPiece", "check_one_vector", "gathered"]
+__all__ = ["FlatParams", "ParamPiece", "all_gather_on_cpu", "check_one_vector"]
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -61,7 +61,7 @@ class ParamPiece:
     at: int  # index of its first element in the vector of all parameters
     whole: bool  # whether it is all of a parameter
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def view_of(self, tensor: Tensor) -> Tensor:
         """A view of this piece of a tensor of the parameter's shape; flat, unless it is whole."""
         if self.whole:
             return tensor.detach()
@@ -75,13 +75,13 @@ class FlatParams:
 
     Attributes:
         params: The parameters that train, group by group, in order: n elements, the ``size``.
-        spread: Whether rows are spread over the processes.
+        row_sharded: Whether rows are spread over the processes.
         by_rows: Whether eigenvectors are kept in rows here, and not as whole vectors.
-        sharded: Whether FSDP2 has spread them: it averages gradients, and gathers rows.
-        steps_rows: Whether they are spread, and not by FSDP2.
-        in_parts: Whether the base's state here is cut to this process's rows.
-        pieces: The pieces of all processes, by rank; those here are ``mine``.
-        params_here: The parameters that have a piece here, in order.
+        fsdp_sharded: Whether FSDP2 has spread them: it averages gradients, and gathers rows.
+        base_steps_rows: Whether they are spread, and not by FSDP2.
+        base_state_in_rows: Whether the base's state here is cut to this process's rows.
+        pieces: The pieces of all processes, by rank; those here are ``local_pieces``.
+        local_params: The parameters that have a piece here, in order.
         group_spans: The slice of this process's rows that each group has.
     """
 
@@ -89,35 +89,35 @@ class FlatParams:
         self._training = training
         self._options = options
         self.model = training.model if training.owns_params else None
-        self.restart()
-        if self.steps_rows and type(training.base) not in ELEMENTWISE:
+        self.lay_out()
+        if self.base_steps_rows and type(training.base) not in ELEMENTWISE:
             raise ValueError(
                 f"layout='row' on {training.world.size} processes steps {training.base_name} on "
                 f"parts of the parameters, and it is not known to work element by element; use "
                 f"layout='column'"
             )
 
-    def restart(self) -> None:
+    def lay_out(self) -> None:
         """Cut the vector again, from a base whose state is whole: at first, and after a load."""
-        self.in_parts = False
+        self.base_state_in_rows = False
         self._buffers: dict[str, tuple[Tensor, list[Tensor]]] = {}
         world = self._training.world
         groups = [[p for p in g["params"] if p.requires_grad] for g in self._training.groups]
         self.params = [p for group in groups for p in group]
         self.size = sum(p.numel() for p in self.params)
         self.dtype = self._options.lanczos_dtype or lanczos_dtype(self.params)
-        self.sharded = any(is_dtensor(p) for p in self.params)
-        self.spread = (self._options.layout == "row" or self.sharded) and world.size > 1
-        self.by_rows = self.spread or world.size == 1
-        self.steps_rows = self.spread and not self.sharded
+        self.fsdp_sharded = any(is_dtensor(p) for p in self.params)
+        self.row_sharded = (self._options.layout == "row" or self.fsdp_sharded) and world.size > 1
+        self.by_rows = self.row_sharded or world.size == 1
+        self.base_steps_rows = self.row_sharded and not self.fsdp_sharded
 
         # Cut parameters where the rows of a process end.
-        even = row_bounds(self.size, world.size if self.spread else 1)
+        even = row_bounds(self.size, world.size if self.row_sharded else 1)
         pieces: list[ParamPiece] = []
         at = 0
         for index, group in enumerate(groups):
             for p in group:
-                layout = shard_layout(p, world) if self.sharded else None
+                layout = shard_layout(p, world) if self.fsdp_sharded else None
                 for rank, (first, last) in enumerate(pairwise(even)):
                     if layout is None:
                         start = max(first - at, 0)
@@ -130,17 +130,17 @@ class FlatParams:
                         pieces.append(ParamPiece(p, index, rank, start, size, at + start, whole))
                 at += p.numel()
         self.pieces = sorted(pieces, key=lambda piece: piece.rank)
-        own_rank = world.rank if self.spread else 0
-        self.mine = [piece for piece in self.pieces if piece.rank == own_rank]
-        self.params_here = [piece.param for piece in self.mine]
+        own_rank = world.rank if self.row_sharded else 0
+        self.local_pieces = [piece for piece in self.pieces if piece.rank == own_rank]
+        self.local_params = [piece.param for piece in self.local_pieces]
 
         # Groups follow each other in the rows here.
         sizes = [0] * len(groups)
-        for piece in self.mine:
+        for piece in self.local_pieces:
             sizes[piece.group] += piece.size
         self.group_spans = [slice(a, b) for a, b in pairwise([0, *accumulate(sizes)])]
 
-    def follow(self) -> bool:
+    def update_layout(self) -> bool:
         """Cut the vector again if other parameters train than before; returns whether they do.
 
         A collective then.
@@ -149,8 +149,8 @@ class FlatParams:
         if len(now) == len(self.params) and all(map(operator.is_, now, self.params)):
             return False
         world = self._training.world
-        whole = self.base_state(range(world.size)) if self.in_parts else {}
-        self.restart()
+        whole = self.gather_base_state(range(world.size)) if self.base_state_in_rows else {}
+        self.lay_out()
         for group in self._training.groups:
             for p in group["params"]:
                 if p not in whole:
@@ -163,7 +163,7 @@ class FlatParams:
 
     # ------------------------------------------------------------------------------- numbers
 
-    def plain(self) -> AbstractContextManager[Any]:
+    def without_autocast(self) -> AbstractContextManager[Any]:
         """A context without autocast."""
         kind = self._training.device.type
         if torch.is_autocast_enabled(kind):
@@ -179,33 +179,35 @@ class FlatParams:
         """The curvature of a loss at the parameters, over all processes' batches: a context."""
         world = self._training.world
         options = self._options
-        if self.sharded:
+        if self.fsdp_sharded:
             reshard(self._training.model)
             sharded = ShardedHessian(loss_fn, self.params, world, self.model)
-            return RowSpace(sharded, world, self.dtype, self.sign, self.here)
+            return RowSpace(sharded, world, self.dtype, self.sign, self.local_rows)
         hessian = Hessian(
             loss_fn, self.params, mode=options.hvp, model=self.model, curvature=options.curvature
         )
         return RowSpace(hessian, world, self.dtype, self.sign)
 
-    def here(self, whole: Tensor) -> Tensor:
+    def local_rows(self, whole: Tensor) -> Tensor:
         """The elements that are here of whole vectors, ``(..., n)``."""
-        parts = [whole[..., piece.at : piece.at + piece.size] for piece in self.mine]
+        parts = [whole[..., piece.at : piece.at + piece.size] for piece in self.local_pieces]
         return torch.cat(parts, -1) if parts else whole[..., :0]
 
-    def gathered(self, rows: Tensor) -> Tensor:
+    def gather(self, rows: Tensor) -> Tensor:
         """Whole vectors ``(..., n)`` of the rows of all processes; a collective if spread."""
-        if not self.spread:
+        if not self.row_sharded:
             return rows
         whole = rows.new_empty((*rows.shape[:-1], self.size))
-        everybody = gathered(self._training.world, self._cut(rows))
+        everybody = all_gather_on_cpu(self._training.world, self._cut(rows))
         for piece, part in zip(self.pieces, chain(*everybody), strict=True):
             whole[..., piece.at : piece.at + piece.size] = part
         return whole
 
     def _cut(self, rows: Tensor) -> list[Tensor]:
         """The pieces of rows that are here."""
-        return list(rows.split([piece.size for piece in self.mine], -1)) if self.mine else []
+        if not self.local_pieces:
+            return []
+        return list(rows.split([piece.size for piece in self.local_pieces], -1))
 
     def read(self, tensors: Sequence[Tensor | None], buffer: str = "rows") -> Tensor:
         """Copy the pieces that are here of tensors, one for each, to a buffer; zeros for None.
@@ -215,12 +217,12 @@ class FlatParams:
         flat, views = self._buffer(buffer)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for piece, view, tensor in zip(self.mine, views, tensors, strict=True):
+        for piece, view, tensor in zip(self.local_pieces, views, tensors, strict=True):
             if tensor is None:
                 view.zero_()
             else:
                 targets.append(view)
-                sources.append(piece.of(tensor))
+                sources.append(piece.view_of(tensor))
         if targets:
             torch._foreach_copy_(targets, sources)
         return flat
@@ -229,9 +231,10 @@ class FlatParams:
         """Copy a buffer to the pieces that are here of tensors, but to None."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for piece, view, tensor in zip(self.mine, self._buffer(buffer)[1], tensors, strict=True):
+        _, views = self._buffer(buffer)
+        for piece, view, tensor in zip(self.local_pieces, views, tensors, strict=True):
             if tensor is not None:
-                targets.append(piece.of(tensor))
+                targets.append(piece.view_of(tensor))
                 sources.append(view)
         if targets:
             torch._foreach_copy_(targets, sources)
@@ -240,10 +243,10 @@ class FlatParams:
         """A vector of the rows here, and its views that the pieces are copied to."""
         flat, views = self._buffers.get(name, (None, []))
         if flat is None or flat.device != self._training.device:
-            size = sum(piece.size for piece in self.mine)
+            size = sum(piece.size for piece in self.local_pieces)
             flat = torch.empty(size, dtype=self.dtype, device=self._training.device)
             views = self._cut(flat)
-            for i, piece in enumerate(self.mine):
+            for i, piece in enumerate(self.local_pieces):
                 if piece.whole:
                     views[i] = views[i].view(piece.param.shape)
             self._buffers[name] = flat, views
@@ -260,9 +263,9 @@ class FlatParams:
                     "a sparse gradient is no part of one vector of all parameters; use "
                     "sparse=False in the embedding"
                 )
-            if self.steps_rows and gradient is not None and not gradient.is_contiguous():
+            if self.base_steps_rows and gradient is not None and not gradient.is_contiguous():
                 p.grad = gradient.contiguous()
-        for piece in self.pieces if self.steps_rows else ():
+        for piece in self.pieces if self.base_steps_rows else ():
             if not (piece.whole or piece.param.is_contiguous()):
                 raise ValueError(
                     f"layout='row' cuts a parameter of shape {tuple(piece.param.shape)} whose "
@@ -272,27 +275,27 @@ class FlatParams:
 
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
         """Each process's rows of the gradients, and that process; None if all get all."""
-        if not self.steps_rows:
+        if not self.base_steps_rows:
             return None
         of = dict(zip(params, gradients, strict=True))
-        parts = [piece.of(of[piece.param]) for piece in self.pieces]
+        parts = [piece.view_of(of[piece.param]) for piece in self.pieces]
         return parts, [piece.rank for piece in self.pieces]
 
     def step_base(self, step: Callable[[], None]) -> None:
         """Let the base step this process's piece of each parameter in the parameter's place."""
-        if not self.steps_rows:
+        if not self.base_steps_rows:
             step()
             return
-        here = {piece.param: piece for piece in self.mine}
-        if not self.in_parts:
+        here = {piece.param: piece for piece in self.local_pieces}
+        if not self.base_state_in_rows:
             self._cut_state(here)
         whole = [(p, p.data, p.grad) for p in self.params]
         try:
             for p, data, gradient in whole:
                 p.grad = None
                 if p in here and gradient is not None:
-                    p.data = here[p].of(data)
-                    p.grad = here[p].of(gradient)
+                    p.data = here[p].view_of(data)
+                    p.grad = here[p].view_of(gradient)
             step()
         finally:
             for p, data, gradient in whole:
@@ -307,23 +310,23 @@ class FlatParams:
             if p in here:
                 for key, value in state[p].items():
                     if isinstance(value, Tensor) and value.shape == p.shape and key != "step":
-                        state[p][key] = here[p].of(value.contiguous()).clone()
+                        state[p][key] = here[p].view_of(value.contiguous()).clone()
             elif p.requires_grad:  # a frozen parameter's state stays whole, until it trains again
                 del state[p]
-        self.in_parts = True
+        self.base_state_in_rows = True
 
-    def share(self) -> None:
+    def broadcast_rows(self) -> None:
         """Give every process all rows of the parameters, which processes have stepped apart."""
-        parts = [piece.of(piece.param) for piece in self.pieces]
+        parts = [piece.view_of(piece.param) for piece in self.pieces]
         self._training.world.broadcast(parts, [piece.rank for piece in self.pieces])
 
-    def base_state(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, Any]]:
+    def gather_base_state(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, Any]]:
         """The base's whole state on some ranks; a collective where it is in parts."""
         world = self._training.world
         state = self._training.base.state
-        if not self.in_parts:
+        if not self.base_state_in_rows:
             return dict(state) if world.rank in ranks else {}
-        everybody = gathered(world, [dict(state.get(p, {})) for p in self.params_here])
+        everybody = all_gather_on_cpu(world, [dict(state.get(p, {})) for p in self.local_params])
         if world.rank not in ranks:
             return {}
         parts: dict[Tensor, dict[str, list[Any]]] = {p: {} for p in self.params}
@@ -343,7 +346,7 @@ def _joined(values: Sequence[Any], p: Tensor) -> Any:
     return torch.cat([value.reshape(-1) for value in values]).view(p.shape).to(p.device)
 
 
-def gathered(world: World, value: Any) -> list[Any]:
+def all_gather_on_cpu(world: World, value: Any) -> list[Any]:
     """Every rank's value of nested dictionaries and lists with tensors; a collective.
 
     Tensors travel, and arrive, on the CPU.

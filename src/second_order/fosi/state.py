@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from second_order.checkpoint.saved import HEADER, SavedPart
-from second_order.fosi.flat_params import FlatParams, gathered
+from second_order.fosi.flat_params import FlatParams, all_gather_on_cpu
 from second_order.fosi.subspace import Subspace
 from second_order.fosi.trust import TrustState
 from second_order.training.throttle import THROTTLE_ENTRIES
@@ -25,9 +25,9 @@ __all__ = [
     "SavedPairs",
     "check_saved_pairs",
     "counts_of",
+    "empty_pairs",
+    "gather_pairs",
     "read_pairs",
-    "room_for_pairs",
-    "whole_pairs",
 ]
 
 SUM, START = "gradient_sum", "epoch_start"  # of an epoch under way: (n,) each, as the pairs
@@ -63,19 +63,19 @@ class SavedPairs:
 PAIRS = tuple(field.name for field in fields(SavedPairs))
 
 
-def whole_pairs(subspace: Subspace, vector: FlatParams) -> SavedPairs:
+def gather_pairs(subspace: Subspace, vector: FlatParams) -> SavedPairs:
     """All processes' eigenpairs; a collective. Tensors are shared where all is here."""
     basis = subspace.basis
     newton = subspace.newton
     vectors = basis.vectors
-    carried = subspace.carried
+    carried = subspace.carried_momentum
     momentum = newton.momentum
-    last = newton.last
+    last = newton.full_step
     if basis.by_rows:
-        vectors = vector.gathered(vectors)
-        carried = vector.gathered(carried)
+        vectors = vector.gather(vectors)
+        carried = vector.gather(carried)
     else:
-        everybody = gathered(basis.world, [vectors, momentum, last])
+        everybody = all_gather_on_cpu(basis.world, [vectors, momentum, last])
         vectors, momentum, last = (torch.cat(each) for each in zip(*everybody, strict=True))
     return SavedPairs(
         eigenvectors=vectors,
@@ -86,11 +86,11 @@ def whole_pairs(subspace: Subspace, vector: FlatParams) -> SavedPairs:
         last_step=last,
         trust_region=newton.trust,
         num_largest=subspace.num_largest,
-        carried_decay=subspace.decayed,
+        carried_decay=subspace.carried_decay,
     )
 
 
-def room_for_pairs(count: int, vector: FlatParams) -> SavedPairs:
+def empty_pairs(count: int, vector: FlatParams) -> SavedPairs:
     """Zeros of the shape of so many eigenpairs."""
     r = min(count, vector.size)
     vectors = torch.zeros((r, vector.size), dtype=vector.dtype, device=vector.params[0].device)

@@ -1,14 +1,14 @@
-"""The span of some eigenvectors V̂, and the Newton step in it (FOSI; DHO2, algorithm 3).
+"""The span of the eigenvectors V̂, and the Newton step in it (FOSI; DHO2, algorithm 3).
 
     c = V̂ᵀg,  mom <- β mom + gain · c,  step coefficients −α |û|⁻¹ mom
 
-A basis keeps V̂ in one of two layouts, behind the same methods:
+A :class:`Basis` stores V̂ in one of two layouts, behind the same methods:
 
     row     V̂_p ∈ R^{n/P × r}: this process's rows. V̂ᵀx is summed over processes (r elements).
     column  V̂^{(p)} ∈ R^{n × r/P}: this process's vectors. V̂c is summed over processes (n elements).
 
-V̂ is finite, because Lanczos refuses numbers that are not. If V̂ᵀg is not, on any process, the Newton
-step is left out on all.
+V̂ is finite, because a refresh rejects non-finite eigenvectors. If V̂ᵀg is not finite on some
+process, no process takes a Newton step.
 """
 
 from __future__ import annotations
@@ -16,28 +16,33 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from second_order.distributed.world import World
-from second_order.fosi.trust import MomentumRule, NewtonStep, TrustState, propose, settle
-from second_order.lanczos.vector_space import row_bounds
+from second_order.fosi.trust import (
+    MomentumRule,
+    NewtonStep,
+    TrustState,
+    bound_step,
+    propose_step,
+)
+from second_order.lanczos.vector_space import row_bounds, row_counts
 
-__all__ = ["Basis", "Subspace", "newton_rates"]
+__all__ = ["Basis", "Subspace", "exchange_rows_for_vectors", "inverse_magnitudes"]
 
 
 @dataclass(frozen=True)
 class Basis:
-    """V̂, wherever its parts are.
+    """The eigenvectors V̂, distributed over the processes.
 
     Attributes:
-        vectors: The part of V̂ᵀ here, ``(vectors here, elements here)``.
-        count: r, the number of all vectors.
-        by_rows: Whether each process has some rows of all vectors; otherwise, all rows of some.
+        vectors: This process's part of V̂ᵀ, ``(local vectors, local elements)``.
+        count: r, the number of vectors on all processes.
+        by_rows: Whether a process stores some rows of all vectors. False: all rows of some vectors.
         world: The processes.
-        group_spans: The slice of the elements here that each group of parameters has.
+        group_spans: The slice of the local elements that belongs to each parameter group.
     """
 
     vectors: Tensor
@@ -47,53 +52,62 @@ class Basis:
     group_spans: Sequence[slice]
 
     @property
-    def mine(self) -> slice:
-        """The slice of the r vectors whose coefficients are here."""
+    def local_slice(self) -> slice:
+        """The slice of the r vectors whose coefficients this process has."""
         if self.by_rows:
             return slice(0, self.count)
-        return slice(*row_bounds(self.count, self.world.size)[self.world.rank :][:2])
+        bounds = row_bounds(self.count, self.world.size)
+        return slice(bounds[self.world.rank], bounds[self.world.rank + 1])
 
     def coefficients(self, x: Tensor) -> Tensor:
-        """V̂ᵀx of the vectors that are ``mine``, for this process's elements of x."""
+        """Return V̂ᵀx for the vectors in ``local_slice``, from the local elements of x."""
         c = torch.mv(self.vectors, x)
         if self.by_rows and self.world.size > 1:
             self.world.all_reduce([c]).wait()
         return c
 
-    def total(self, sums: Tensor) -> Tensor:
-        """A sum over all vectors, from that over the vectors that are ``mine``; in place."""
+    def sum_over_vectors(self, sums: Tensor) -> Tensor:
+        """Complete sums over the vectors in ``local_slice`` to sums over all, in place."""
         if not self.by_rows and self.world.size > 1:
             self.world.all_reduce([sums]).wait()
         return sums
 
-    def add(self, x: Tensor, c: Sequence[Tensor]) -> Tensor:
-        """Add V̂c to this process's elements of x, in place; one c for all groups, or for each."""
-        spans = self.group_spans if len(c) > 1 else [slice(None)]
+    def add_combination(self, x: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
+        """Add V̂c to the local elements of x, in place, and return x.
+
+        ``coefficients`` has one c for all parameter groups, or one for each.
+        """
+        spans = self.group_spans if len(coefficients) > 1 else [slice(None)]
         if self.by_rows:
-            for span, each in zip(spans, c, strict=True):
-                x[span].addmv_(self.vectors[:, span].t(), each)
+            for span, c in zip(spans, coefficients, strict=True):
+                x[span].addmv_(self.vectors[:, span].t(), c)
             return x
+
         change = torch.zeros_like(x)
-        for span, each in zip(spans, c, strict=True):
-            torch.mv(self.vectors[:, span].t(), each, out=change[span])
+        for span, c in zip(spans, coefficients, strict=True):
+            torch.mv(self.vectors[:, span].t(), c, out=change[span])
         if self.world.size > 1:
             self.world.all_reduce([change]).wait()
         return x.add_(change)
 
-    def share_inside(self, c: Tensor, square: Tensor) -> Tensor:
-        """The share of a vector in the span, ‖V̂ᵀx‖² / ‖x‖², on the device.
+    def fraction_inside(self, c: Tensor, squared_norm: Tensor) -> Tensor:
+        """Return ‖V̂ᵀx‖² / ‖x‖², the fraction of a vector that lies in the span, on the device.
 
-        From the coefficients that are here, and the squared norm of the elements that are. Every
-        process has all coefficients if rows of V̂ are spread, and all elements otherwise.
+        Args:
+            c: V̂ᵀx for the vectors in ``local_slice``.
+            squared_norm: The squared norm of the local elements of x.
         """
-        sums = torch.stack([c.double().square().sum(), square])
+        sums = torch.stack([c.double().square().sum(), squared_norm])
         if self.world.size > 1:
-            sums[0 if self.by_rows else 1] /= self.world.size
+            # Every process has all coefficients (by rows) or all elements of x, so one of the two
+            # sums is complete before the all-reduce.
+            complete = 0 if self.by_rows else 1
+            sums[complete] /= self.world.size
             self.world.all_reduce([sums]).wait()
         return sums[0] / sums[1].clamp(min=torch.finfo(sums.dtype).tiny)
 
-    def rows_of_sum(self, rows: slice) -> Tensor:
-        """The sum of all vectors, at the rows that this process has of a vector in Lanczos."""
+    def sum_of_vectors(self, rows: slice) -> Tensor:
+        """Return the sum of all vectors, at the rows that this process has in Lanczos."""
         total = self.vectors.sum(0)
         if self.by_rows:
             return total
@@ -101,113 +115,154 @@ class Basis:
         return total[rows]
 
 
-def whole_vectors(rows: Tensor, size: int, world: World) -> Tensor:
-    """This process's whole vectors, from all processes' rows ``(r, rows)`` of all vectors.
+def exchange_rows_for_vectors(rows: Tensor, size: int, world: World) -> Tensor:
+    """Exchange this process's rows of all r vectors for all n rows of its own vectors.
 
     A process sends about n r (P − 1)/P² elements.
+
+    Args:
+        rows: ``(r, rows of this process)``.
+        size: n, the number of rows of all processes.
+        world: The processes.
+
+    Returns:
+        ``(vectors of this process, n)``.
     """
-    bounds = row_bounds(size, world.size)
-    cuts = row_bounds(len(rows), world.size)
-    mine = cuts[world.rank + 1] - cuts[world.rank]
-    widths = [stop - start for start, stop in pairwise(bounds)]
-    parts = rows.split([stop - start for start, stop in pairwise(cuts)])
-    received = world.all_to_all([part.reshape(-1) for part in parts], [mine * n for n in widths])
-    return torch.cat([part.view(mine, n) for part, n in zip(received, widths, strict=True)], 1)
+    num_rows = row_counts(size, world.size)
+    num_vectors = row_counts(len(rows), world.size)
+    num_local = num_vectors[world.rank]
+
+    messages = [part.reshape(-1) for part in rows.split(num_vectors)]
+    received = world.all_to_all(messages, [num_local * count for count in num_rows])
+    blocks = []
+    for block, count in zip(received, num_rows, strict=True):
+        blocks.append(block.view(num_local, count))
+    return torch.cat(blocks, 1)
 
 
-def newton_rates(values: Tensor, floor: float) -> Tensor:
-    """``1 / max(|û|, floor · max|û|)``, ``(r,)``: eigenvalues near 0 would give endless steps."""
-    sizes = values.abs()
-    largest = sizes.max() if len(sizes) else sizes.new_zeros(())
-    rates = 1.0 / torch.maximum(sizes, floor * largest)
-    return torch.where(torch.isfinite(rates), rates, 0.0)
+def inverse_magnitudes(values: Tensor, floor: float) -> Tensor:
+    """Return ``1 / max(|û|, floor · max|û|)``, ``(r,)``.
+
+    The floor bounds Newton steps along eigenvectors whose eigenvalue is near 0.
+    """
+    magnitudes = values.abs()
+    largest = magnitudes.new_zeros(())
+    if len(magnitudes):
+        largest = magnitudes.max()
+    inverses = 1.0 / torch.maximum(magnitudes, floor * largest)
+    return torch.where(torch.isfinite(inverses), inverses, 0.0)
 
 
 @dataclass
 class Subspace:
     """The eigenpairs of the last refresh, and the momentum of the gradient in their span.
 
-    The momentum of g₁ lives in R^n and outlasts refreshes: it is V̂ ``momentum`` + ``decayed`` ·
-    ``carried``, the second part, of earlier subspaces, being orthogonal to V̂.
+    The momentum of g₁ is a vector in R^n that outlasts refreshes. It is V̂ m + ``carried_decay`` ·
+    ``carried_momentum``, where m is the momentum of :attr:`newton`, and the second part comes from
+    earlier subspaces and is orthogonal to V̂.
     """
 
-    basis: Basis  # V̂, in one of the two layouts
+    basis: Basis  # V̂
     values: Tensor  # (r,) û, the largest first; float64 on the CPU
-    residuals: Tensor  # (r,), alike
-    num_largest: int  # k, number of the largest eigenpairs
-    rates: Tensor  # (r_p,) Newton's steps in the vectors that are ``basis.mine``
-    rest_scale: float  # s, by which the base's step is stretched
+    residuals: Tensor  # (r,) of the eigenpairs; float64 on the CPU
+    num_largest: int  # k, how many of the eigenvalues are the largest ones
+    inverse_eigenvalues: Tensor  # |û|⁻¹ of the vectors in ``basis.local_slice``
+    rest_scale: float  # s, the factor on the base's step outside of the span
     newton: NewtonStep = field(init=False)  # the last Newton step
-    carried: Tensor = field(init=False)  # at the elements here
-    decayed: float = 1.0  # the factor of ``carried`` that is left
+    carried_momentum: Tensor = field(init=False)  # at the local elements
+    carried_decay: float = 1.0  # what later steps have left of the carried momentum
 
     def __post_init__(self) -> None:
-        zeros = torch.zeros_like(self.rates)
-        trust = TrustState().packed(self.rates)
-        self.newton = NewtonStep(zeros, zeros, momentum=zeros, last=zeros, trust=trust)
-        self.carried = self.rates.new_zeros(self.basis.vectors.shape[1])
+        zeros = torch.zeros_like(self.inverse_eigenvalues)
+        trust = TrustState().to_tensor(zeros)
+        self.newton = NewtonStep(
+            step=zeros, gradient_change=zeros, momentum=zeros, full_step=zeros, trust=trust
+        )
+        self.carried_momentum = zeros.new_zeros(self.basis.vectors.shape[1])
 
-    def split(
+    def split_gradient(
         self, gradient: Tensor, rule: MomentumRule, alpha: float | Tensor, *, bounded: bool
     ) -> Tensor:
-        """Take g₁ = V̂V̂ᵀg out of the gradient, in place, and make the Newton step of it.
+        """Subtract g₁ = V̂V̂ᵀg from the gradient, in place, and make the Newton step from g₁.
 
         Args:
-            gradient: This process's elements of the mean gradient.
-            rule: How the momentum takes in V̂ᵀg.
+            gradient: The local elements of the mean gradient.
+            rule: The rule of the momentum.
             alpha: The largest |α| of the groups.
             bounded: Whether the trust region bounds the step.
 
         Returns:
-            V̂ᵀg.
+            V̂ᵀg for the vectors in ``basis.local_slice``.
         """
-        if self.rates.device.type != "cpu" and not isinstance(alpha, Tensor):
-            alpha = self.rates.new_full((), alpha)  # every other number would compile again
+        on_cpu = self.inverse_eigenvalues.device.type == "cpu"
+        if not on_cpu and not isinstance(alpha, Tensor):
+            # torch.compile specializes on a Python number, and would compile again for each.
+            alpha = self.inverse_eigenvalues.new_full((), alpha)
+
+        # Make the Newton step.
         c = self.basis.coefficients(gradient)
-        proposal = propose(c, self.newton, self.rates, rule)
-        terms = self.basis.total(proposal.terms)
+        proposal = propose_step(c, self.newton, self.inverse_eigenvalues, rule)
+        products = self.basis.sum_over_vectors(proposal.products)
         limit = rule.stability_limit if bounded else math.inf
-        self.newton, undo = settle(terms, proposal, self.newton, alpha, limit)
-        self.basis.add(gradient, [self.newton.taken_out])
-        if undo is not False:  # the gradient is that of where the last step has led to
-            gradient.masked_fill_(torch.as_tensor(undo, device=gradient.device), 0.0)
-        self.decayed *= rule.decay
+        self.newton, last_is_rejected = bound_step(products, proposal, self.newton, alpha, limit)
+        self.carried_decay *= rule.decay
+
+        # Leave g₂ to the base. A gradient at the end of a rejected step is of no use.
+        self.basis.add_combination(gradient, [self.newton.gradient_change])
+        if last_is_rejected is not False:
+            mask = torch.as_tensor(last_is_rejected, device=gradient.device)
+            gradient.masked_fill_(mask, 0.0)
         return c
 
-    def correct(self, values: Tensor, before: Tensor, scales: Sequence[float | Tensor]) -> None:
-        """Set the parameters after the base's step d₂ to w + d₁ + s (d₂ − V̂V̂ᵀd₂), in place.
+    def correct_step(
+        self, params: Tensor, params_before: Tensor, alphas: Sequence[float | Tensor]
+    ) -> None:
+        """Replace w + d₂, the parameters after the base's step, by w + d₁ + s (d₂ − V̂V̂ᵀd₂).
 
-        α of each group is in ``scales``. ``before`` has the parameters w before the base's step,
-        and is overwritten.
+        Args:
+            params: The local elements of w + d₂. Changed in place.
+            params_before: The local elements of w. Overwritten.
+            alphas: α of each parameter group.
         """
-        moved = torch.sub(values, before, out=before)
-        c = self.basis.coefficients(moved)
+        base_step = torch.sub(params, params_before, out=params_before)
+        c = self.basis.coefficients(base_step)
         if self.rest_scale != 1.0:
-            values.add_(moved, alpha=self.rest_scale - 1.0)
-        steps = [-scale * self.newton.step - self.rest_scale * c for scale in scales]
-        self.basis.add(values, steps)
+            params.add_(base_step, alpha=self.rest_scale - 1.0)
+        steps = [-alpha * self.newton.step - self.rest_scale * c for alpha in alphas]
+        self.basis.add_combination(params, steps)
 
     def momentum_vector(self) -> Tensor:
-        """The momentum in R^n, at this process's elements."""
-        return self.basis.add(self.carried * self.decayed, [self.newton.momentum])
+        """Return the momentum in R^n, at the local elements."""
+        outside = self.carried_momentum * self.carried_decay
+        return self.basis.add_combination(outside, [self.newton.momentum])
 
-    def carry(self, vector: Tensor | None, trust: Tensor) -> None:
-        """Take over a trust region, and a momentum in R^n: its part in V̂, and the rest."""
+    def inherit(self, momentum: Tensor | None, trust: Tensor) -> None:
+        """Continue with the momentum in R^n and the trust state of the last subspace.
+
+        The momentum is split into its part in the new span and the rest. None: no momentum.
+        """
         self.newton = self.newton._replace(trust=trust)
-        if vector is not None:
-            momentum = self.basis.coefficients(vector)
-            self.newton = self.newton._replace(momentum=momentum)
-            self.carried = self.basis.add(vector, [-momentum])
+        if momentum is not None:
+            inside = self.basis.coefficients(momentum)
+            self.newton = self.newton._replace(momentum=inside)
+            self.carried_momentum = self.basis.add_combination(momentum, [-inside])
 
-    def resume(
-        self, momentum: Tensor, last: Tensor, trust: Tensor, carried: Tensor, decayed: float
+    def load(
+        self,
+        *,
+        momentum: Tensor,
+        full_step: Tensor,
+        trust: Tensor,
+        carried_momentum: Tensor,
+        carried_decay: float,
     ) -> None:
-        """Take over a checkpoint's last step; momentum and step are ``(r,)``, of all vectors."""
-        mine = self.basis.mine
+        """Load the last step of a checkpoint. Momentum and step are ``(r,)``, of all vectors."""
+        like = self.inverse_eigenvalues
+        local = self.basis.local_slice
         self.newton = self.newton._replace(
-            momentum=momentum[mine].to(self.rates),
-            last=last[mine].to(self.rates),
-            trust=trust.to(self.rates),
+            momentum=momentum[local].to(like),
+            full_step=full_step[local].to(like),
+            trust=trust.to(like),
         )
-        self.carried = carried.to(self.rates)
-        self.decayed = decayed
+        self.carried_momentum = carried_momentum.to(like)
+        self.carried_decay = carried_decay

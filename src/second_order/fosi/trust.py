@@ -1,18 +1,18 @@
-"""Bounds on Newton steps: how far the quadratic model of the loss is to be trusted.
+"""The trust region of DHO2: it bounds Newton steps that the eigenpairs predict wrongly.
 
-    predicted decrease   q = nᵀ|û|⁻¹n, the square of a full Newton step's length, in units of loss
-    radius               τ <= Δ / √q, with Δ² a hundred times the usual q of the steps taken
-    curvature            α κ = Σ τ nᵀ|û|⁻¹(c − c₊) / Σ τ² q over the last steps
-    scale                where α τ κ comes near the limit of stability, τ is cut to half of it; then
-                         it grows
+    predicted decrease   q = nᵀ|û|⁻¹n, the squared length of a full Newton step, in units of loss
+    radius               τ <= Δ / √q, where Δ² is a hundred times the typical q of the taken steps
+    curvature            α κ = Σ τ nᵀ|û|⁻¹(c − c₊) / Σ τ² q, summed over the last steps
+    scale                if α τ κ comes near the limit of stability, τ is cut to half of that limit;
+                         otherwise it grows again
 
-n is what momentum makes of c = V̂ᵀg, c₊ the next step's c, and −α τ |û|⁻¹ n the step that is taken.
-So κ is the curvature along the steps over that which the eigenvalues tell: with exact pairs of a
-quadratic at most 1. A step of which κ says that c has been thrown far across, or after which the
-gradient is not finite, is taken back.
+c is V̂ᵀg, n is c with momentum, c₊ is the c of the next step, and the step taken is −α τ |û|⁻¹n.
+κ is the curvature measured along the steps, relative to the curvature that the eigenvalues predict.
+On a quadratic with exact eigenpairs it is at most 1. A step is rejected, and the next step reverts
+it, if κ shows that c has exploded or if the gradient after the step is not finite.
 
-The rule works with single numbers. On the CPU they are Python's, which are ten times as quick as
-tensors of one element. On a device they are such tensors, so that the host does not synchronize.
+The rule works with single numbers. On the CPU they are Python floats, which are ten times as fast
+as tensors of one element. On a device they are tensors, so the host does not synchronize with it.
 """
 
 from __future__ import annotations
@@ -29,32 +29,33 @@ __all__ = [
     "NewtonStep",
     "Proposal",
     "TrustState",
+    "bound_step",
     "compiled_on_devices",
     "larger",
-    "propose",
-    "renewed",
-    "settle",
+    "propose_step",
+    "trust_after_refresh",
 ]
 
 T = TypeVar("T")
 Number: TypeAlias = Any  # a float, or a tensor of one element
 Flag: TypeAlias = Any  # a bool, or a tensor of one
 
-RADIUS = 100.0  # Δ² in usual predicted decreases: a step may be ten times as long as usual
-USUAL_DECAY = 0.99  # of the running mean of predicted decreases; Δ doubles in two steps at most
-SUMS_DECAY = 0.8  # of the sums of κ: one step of three times the length outweighs the rest
-NEAR, AIM = 0.75, 0.5  # shares of the limit of stability: where τ is cut, and to what
-GROWTH = 1.05  # of τ, at a step below that
-EXPLODED = 100.0  # times the limit of stability
-AFTER_UNDOING = 0.1  # times τ, where nothing tells how much too long a step was
-RENEWED = 2.0  # times τ with new pairs
-TINY = 1e-300  # Python does not divide by 0
+RADIUS = 100.0  # Δ² in typical predicted decreases: a step is at most ten times its typical length
+TYPICAL_DECAY = 0.99  # decay of the running mean of q; with it, Δ doubles in two steps at most
+SUMS_DECAY = 0.8  # decay of the sums of κ, so that one step of triple length outweighs the others
+NEAR_LIMIT = 0.75  # τ is cut above this fraction of the limit of stability
+TARGET = 0.5  # and it is cut to this fraction
+GROWTH = 1.05  # factor on τ at every step below the limit
+EXPLOSION = 100.0  # a step is rejected above this multiple of the limit of stability
+CUT_AFTER_REJECTION = 0.1  # factor on τ: the rule cannot know by how much the step was too long
+GROWTH_AT_REFRESH = 2.0  # factor on τ when new eigenpairs arrive
+TINY = 1e-300  # avoids a division by 0, which raises an error in Python
 
 
 class MomentumRule(NamedTuple):
     """The rule m <- decay m + gain V̂ᵀg of the momentum in the subspace.
 
-    A step looks ahead by once more of the rule if ``nesterov``.
+    With ``nesterov``, the step applies the rule once more to the new momentum.
     """
 
     decay: float
@@ -63,92 +64,98 @@ class MomentumRule(NamedTuple):
 
     @property
     def stability_limit(self) -> float:
-        """The bound on α τ κ below which steps come to rest on a quadratic."""
-        ahead = 1.0 + 2.0 * self.decay if self.nesterov else 1.0
-        return 2.0 * (1.0 + self.decay) / (self.gain * ahead)
+        """The bound on α τ κ below which the steps converge on a quadratic."""
+        lookahead = 1.0
+        if self.nesterov:
+            lookahead = 1.0 + 2.0 * self.decay
+        return 2.0 * (1.0 + self.decay) / (self.gain * lookahead)
 
 
 class TrustState(NamedTuple):
-    """What the steps so far say about the model; stored as one tensor."""
+    """What the previous steps say about the quadratic model. Checkpoints store it as one tensor."""
 
-    usual: Number = 0.0  # the usual predicted decrease; 0 before there is one
-    scale: Number = 1.0  # the bound on τ by the curvature along the steps
-    change: Number = 0.0  # the sums of κ; this one without what the coming c₊ adds
-    model: Number = 0.0
-    share: Number = 0.0  # τ of the last step
+    typical_decrease: Number = 0.0  # running mean of q; 0 before the first step
+    scale: Number = 1.0  # bound on τ from the curvature along the steps
+    observed: Number = 0.0  # the numerator of α κ; the next step subtracts its part with c₊
+    predicted: Number = 0.0  # the denominator of α κ
+    tau: Number = 0.0  # τ of the last step
     alpha: Number = 0.0  # α of the last step
-    undone: Number = 0.0  # how many steps have been taken back
+    rejected: Number = 0.0  # number of rejected steps
 
-    def packed(self, like: Tensor) -> Tensor:
-        """One tensor of all numbers, with a tensor's dtype and device."""
+    def to_tensor(self, like: Tensor) -> Tensor:
+        """Return all numbers in one tensor, with the dtype and the device of ``like``."""
         if like.device.type == "cpu":
             return like.new_tensor(self)
         return torch.stack([like.new_zeros(()) + number for number in self])
 
 
 class NewtonStep(NamedTuple):
-    """A Newton step, and what it leaves for the next one."""
+    """A Newton step, and the state that the next step needs."""
 
     step: Tensor  # (r,) coefficients, to be multiplied by −α; 0 if the step is left out
-    taken_out: Tensor  # (r,) −V̂ᵀg, to be added to the gradient; 0 unless the step goes forward
+    gradient_change: Tensor  # (r,) −V̂ᵀg, to be added to the gradient; 0 if no new step is taken
     momentum: Tensor  # (r,)
-    last: Tensor  # (r,) |û|⁻¹ n of this step, before τ
-    trust: Tensor
+    full_step: Tensor  # (r,) |û|⁻¹n of this step, before τ
+    trust: Tensor  # the TrustState
 
 
 class Proposal(NamedTuple):
-    """A full Newton step, before the trust region."""
+    """A full Newton step, before the trust region bounds it."""
 
     c: Tensor  # (r,) V̂ᵀg
-    momentum: Tensor  # (r,) with c
-    step: Tensor  # (r,) |û|⁻¹ n
-    terms: Tensor  # (3,) products of |û|⁻¹ n with n and with c, and of the last step with c
+    momentum: Tensor  # (r,) updated with c
+    full_step: Tensor  # (r,) |û|⁻¹n
+    products: Tensor  # (3,) the full step times n, the full step times c, the last one times c
 
 
 # -------------------------------------------------------------------------------- single numbers
 
 
-def numbers_of(tensor: Tensor) -> Sequence[Number]:
-    """The elements of a small tensor; on a device they stay there."""
-    found: Sequence[Number] = tensor.tolist() if tensor.device.type == "cpu" else tensor.unbind()
-    return found
+def to_numbers(tensor: Tensor) -> Sequence[Number]:
+    """Return the elements of a small tensor: floats on the CPU, tensors on a device."""
+    if tensor.device.type != "cpu":
+        return tensor.unbind()
+    numbers: Sequence[Number] = tensor.tolist()
+    return numbers
 
 
-def choose(condition: Flag, value: T, other: T) -> T:
-    """``value`` if the condition holds, otherwise ``other``."""
+def select(condition: Flag, value: T, other: T) -> T:
+    """Return ``value`` if the condition holds, otherwise ``other``."""
     if isinstance(condition, Tensor):
-        chosen: Any = torch.where(condition, value, other)  # type: ignore[call-overload]
-        return chosen  # type: ignore[no-any-return]
+        selected: Any = torch.where(condition, value, other)  # type: ignore[call-overload]
+        return selected  # type: ignore[no-any-return]
     return value if condition else other
 
 
 def larger(a: Number, b: Number) -> Any:
-    """The larger of two numbers; the second if the first is NaN."""
-    return choose(a > b, a, b)
+    """Return the larger of two numbers, and the second one if the first is NaN."""
+    return select(a > b, a, b)
 
 
 def smaller(a: Number, b: Number) -> Any:
-    """The smaller of two numbers; the second if the first is NaN."""
-    return choose(a < b, a, b)
+    """Return the smaller of two numbers, and the second one if the first is NaN."""
+    return select(a < b, a, b)
 
 
 def compiled_on_devices(function: Callable[..., T]) -> Callable[..., T]:
-    """Compile a function of small tensors where its first one is not on the CPU.
+    """Compile a function of small tensors for calls whose first tensor is not on the CPU.
 
-    Its fifty operations on single numbers would be fifty launches there (`make launches`). If
-    ``torch.compile`` fails, as without a compiler, the function runs as it is.
+    The fifty operations of the rule would be fifty kernel launches there (see ``make launches``).
+    If ``torch.compile`` fails, for example because there is no C++ compiler, the function runs
+    uncompiled.
     """
-    chosen: list[Callable[..., T]] = []
+    compiled: Callable[..., T] | None = None
 
     def call(*args: Any) -> T:
+        nonlocal compiled
         if args[0].device.type == "cpu":
             return function(*args)
-        if not chosen:
-            chosen.append(torch.compile(function))
+        if compiled is None:
+            compiled = torch.compile(function)
         try:
-            return chosen[0](*args)
-        except Exception:  # an error of the function itself comes again
-            chosen[0] = function
+            return compiled(*args)
+        except Exception:  # if the function itself is at fault, the next line raises its error
+            compiled = function
             return function(*args)
 
     return call
@@ -158,93 +165,111 @@ def compiled_on_devices(function: Callable[..., T]) -> Callable[..., T]:
 
 
 @compiled_on_devices
-def propose(c: Tensor, before: NewtonStep, rates: Tensor, rule: MomentumRule) -> Proposal:
-    """Let the momentum of the last step take in c = V̂ᵀg."""
-    momentum = torch.add(before.momentum * rule.decay, c, alpha=rule.gain)
-    newton = momentum
+def propose_step(
+    c: Tensor, previous: NewtonStep, inverse_eigenvalues: Tensor, rule: MomentumRule
+) -> Proposal:
+    """Add c = V̂ᵀg to the momentum, and return the full Newton step that follows from it."""
+    momentum = torch.add(previous.momentum * rule.decay, c, alpha=rule.gain)
+    n = momentum
     if rule.nesterov:
-        newton = momentum * rule.decay + rule.gain * c
-    step = newton * rates
-    terms = torch.stack([step @ newton, step @ c, before.last @ c])
-    return Proposal(c, momentum, step, terms)
+        n = momentum * rule.decay + rule.gain * c
+    full_step = n * inverse_eigenvalues
+    products = torch.stack([full_step @ n, full_step @ c, previous.full_step @ c])
+    return Proposal(c, momentum, full_step, products)
 
 
 @compiled_on_devices
-def settle(
-    terms: Tensor, proposal: Proposal, before: NewtonStep, alpha: Number, limit: float
+def bound_step(
+    products: Tensor, proposal: Proposal, previous: NewtonStep, alpha: Number, limit: float
 ) -> tuple[NewtonStep, Flag]:
-    """The Newton step that becomes of a proposal, and whether it takes the last one back.
+    """Return the Newton step that the trust region allows, and whether it reverts the last one.
 
     Args:
-        terms: Those of the proposal, summed over all vectors. They are not finite if V̂ᵀg is not,
-            on any process.
+        products: The products of the proposal, ``(3,)``, summed over all vectors. They are not
+            finite if V̂ᵀg is not finite on any process.
         proposal: The step to bound.
-        before: The last step.
+        previous: The last step.
         alpha: The largest |α| of the groups.
-        limit: The limit of stability; infinite if there is no trust region.
+        limit: The limit of stability. Infinite: no trust region.
     """
-    predicted, descent, crossed = numbers_of(terms)
-    total = predicted + descent + crossed
-    broken = total - total != 0.0  # infinite or NaN
-    c, momentum, step, _ = proposal
-    zeros = torch.zeros_like(step)
-    left_out = NewtonStep(zeros, zeros, before.momentum, before.last, before.trust)
+    predicted_decrease, along_c, last_along_c = to_numbers(products)
+    total = predicted_decrease + along_c + last_along_c
+    non_finite = total - total != 0.0  # infinite or NaN
+    c, momentum, full_step, _ = proposal
+    zeros = torch.zeros_like(full_step)
+    no_step = NewtonStep(zeros, zeros, previous.momentum, previous.full_step, previous.trust)
     if limit == math.inf:
-        forward = NewtonStep(step, -c, momentum, step, before.trust)
-        return _chosen(broken, left_out, forward), False
+        accepted = NewtonStep(full_step, -c, momentum, full_step, previous.trust)
+        return _select_step(non_finite, no_step, accepted), False
 
-    # What has the last step done to V̂ᵀg?
-    state = TrustState(*numbers_of(before.trust))
-    change = state.change - state.share * crossed
-    model = state.model * limit
-    excess = state.scale * change / choose(model > 0.0, model, math.inf)
-    length = state.share * state.alpha
-    undo = (broken | (excess > EXPLODED)) & (length > 0.0) & (alpha > 0.0)
+    # Compare the curvature along the last steps with the limit of stability.
+    state = TrustState(*to_numbers(previous.trust))
+    observed = state.observed - state.tau * last_along_c
+    predicted = state.predicted * limit
+    ratio = state.scale * observed / select(predicted > 0.0, predicted, math.inf)
+    last_length = state.tau * state.alpha
+    exploded = non_finite | (ratio > EXPLOSION)
+    reject_last = exploded & (last_length > 0.0) & (alpha > 0.0)
 
-    # Bound τ by the curvature along the steps.
+    # Bound τ by that curvature.
     grown = smaller(state.scale * GROWTH, 1.0)
-    scale = choose(excess > NEAR, state.scale * AIM / larger(excess, NEAR), grown)
+    scale = select(ratio > NEAR_LIMIT, state.scale * TARGET / larger(ratio, NEAR_LIMIT), grown)
 
-    # Bound it by the radius.
-    square = scale * scale * predicted
-    known = state.usual > 0.0
-    bound = choose(known, RADIUS * state.usual, math.inf)
-    share = scale * smaller(bound / larger(square, TINY), 1.0) ** 0.5
-    taken = smaller(square, bound)
+    # Bound τ by the radius.
+    scaled_decrease = scale * scale * predicted_decrease
+    has_typical = state.typical_decrease > 0.0
+    max_decrease = select(has_typical, RADIUS * state.typical_decrease, math.inf)
+    tau = scale * smaller(max_decrease / larger(scaled_decrease, TINY), 1.0) ** 0.5
+    decrease = smaller(scaled_decrease, max_decrease)
 
-    # Go forward, go back, or leave this step out.
-    usual = state.usual + (1.0 - USUAL_DECAY) * (taken - state.usual)
-    after = state._replace(
-        usual=choose(known, usual, taken),
+    # Take the step,
+    typical = state.typical_decrease + (1.0 - TYPICAL_DECAY) * (decrease - state.typical_decrease)
+    state_after_step = state._replace(
+        typical_decrease=select(has_typical, typical, decrease),
         scale=scale,
-        change=SUMS_DECAY * change + share * descent,
-        model=SUMS_DECAY * state.model + share * share * predicted,
-        share=share,
+        observed=SUMS_DECAY * observed + tau * along_c,
+        predicted=SUMS_DECAY * state.predicted + tau * tau * predicted_decrease,
+        tau=tau,
         alpha=alpha,
     )
-    cut = TrustState(
-        usual=state.usual * AFTER_UNDOING**2,
-        scale=state.scale * AFTER_UNDOING,
-        undone=state.undone + 1.0,
+    trust = state_after_step.to_tensor(previous.trust)
+    accepted = NewtonStep(full_step * tau, -c, momentum, full_step, trust)
+
+    # or revert the last one, or take no step at all.
+    state_after_rejection = TrustState(
+        typical_decrease=state.typical_decrease * CUT_AFTER_REJECTION**2,
+        scale=state.scale * CUT_AFTER_REJECTION,
+        rejected=state.rejected + 1.0,
     )
-    forward = NewtonStep(step * share, -c, momentum, step, after.packed(before.trust))
-    way_back = -length / choose(alpha > 0.0, alpha, 1.0) * before.last
-    back = NewtonStep(way_back, zeros, zeros, zeros, cut.packed(before.trust))
-    return _chosen(undo, back, _chosen(broken, left_out, forward)), undo
+    trust = state_after_rejection.to_tensor(previous.trust)
+    way_back = -last_length / select(alpha > 0.0, alpha, 1.0) * previous.full_step
+    reverted = NewtonStep(way_back, zeros, zeros, zeros, trust)
+    newton = _select_step(reject_last, reverted, _select_step(non_finite, no_step, accepted))
+    return newton, reject_last
 
 
-def _chosen(condition: Flag, step: NewtonStep, other: NewtonStep) -> NewtonStep:
-    """One of two steps, by a condition that may be on a device."""
-    fields = zip(step, other, strict=True)
-    return NewtonStep(*[choose(condition, value, another) for value, another in fields])
+def _select_step(condition: Flag, step: NewtonStep, other: NewtonStep) -> NewtonStep:
+    """Return one of two steps, by a condition that may be on a device."""
+    return NewtonStep(
+        step=select(condition, step.step, other.step),
+        gradient_change=select(condition, step.gradient_change, other.gradient_change),
+        momentum=select(condition, step.momentum, other.momentum),
+        full_step=select(condition, step.full_step, other.full_step),
+        trust=select(condition, step.trust, other.trust),
+    )
 
 
-def renewed(trust: Tensor, *, risen: bool) -> Tensor:
-    """The numbers with new pairs, which get twice the trust that the last ones had at the end.
+def trust_after_refresh(trust: Tensor, *, loss_has_risen: bool) -> Tensor:
+    """Return the trust state for new eigenpairs: twice the scale that the old ones had at the end.
 
-    But no more if the loss of the curvature batch has ``risen`` since the last refresh: every step
-    predicted that it would fall.
+    If the loss of the curvature batch has risen since the last refresh, the scale stays as it is,
+    because every step predicted that the loss would fall.
     """
-    state = TrustState(*numbers_of(trust))
-    scale = state.scale if risen else smaller(RENEWED * state.scale, 1.0)
-    return TrustState(usual=state.usual, scale=scale, undone=state.undone).packed(trust)
+    state = TrustState(*to_numbers(trust))
+    scale = state.scale
+    if not loss_has_risen:
+        scale = smaller(GROWTH_AT_REFRESH * state.scale, 1.0)
+    new_state = TrustState(
+        typical_decrease=state.typical_decrease, scale=scale, rejected=state.rejected
+    )
+    return new_state.to_tensor(trust)

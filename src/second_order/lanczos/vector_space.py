@@ -17,12 +17,17 @@ from second_order.distributed.world import World
 from second_order.errors import CurvatureError
 from second_order.lanczos.hvp import Hessian
 
-__all__ = ["RowSpace", "row_bounds"]
+__all__ = ["RowSpace", "row_bounds", "row_counts"]
 
 
 def row_bounds(size: int, processes: int) -> list[int]:
     """The index at which each process's rows start, and n; parts differ by at most one row."""
     return [size * p // processes for p in range(processes + 1)]
+
+
+def row_counts(size: int, processes: int) -> list[int]:
+    """The number of rows of each process."""
+    return [stop - start for start, stop in pairwise(row_bounds(size, processes))]
 
 
 class RowSpace:
@@ -55,7 +60,7 @@ class RowSpace:
         self._world = world
         self._sign = sign
         self._mine = mine
-        self._sizes = [stop - start for start, stop in pairwise(bounds)]
+        self._sizes = row_counts(hessian.size, world.size)
 
     def __enter__(self) -> RowSpace:
         try:
