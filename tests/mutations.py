@@ -798,24 +798,24 @@ rows without an example in the A of equal Linears
     x = x * live.mask.to(x.device).unsqueeze(-1)  =>  pass
 statistics that are not finite are not counted as dropped
   <-  queued::pairs_that_are_kept_make_the_sums_of_pairs_one_by_one
-    count_dropped([each.pair.staged for each in ready], bad)  =>  pass
+    count_dropped(layers, bad)  =>  pass
 a gradient's scale once instead of squared
   <-  queued::pairs_that_are_kept_make_the_sums_of_pairs_one_by_one
     factors["G"].mul_(scale**2)  =>  factors["G"].mul_(scale)
 
 == kronecker/rows.py
 padded rows in N  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
-    if all_terms or self._type(group) == "examples":  =>  if True:
+    if all_terms or self._type_of(group) == "examples":  =>  if True:
 examples beyond a hinge leave A
   <-  rows::examples_without_a_gradient_are_terms_and_take_part
-    if not self._positions:  =>  if False:
+    if not self._position_counts:  =>  if False:
 a row without a gradient at one layer leaves its A
   <-  rows::padding_leaves_a_and_prompts_stay
-  - self.alive = _either(self.alive, live.mask)
-  + self.alive = live.mask
+  - self.has_gradient = _union(self.has_gradient, live.mask)
+  + self.has_gradient = live.mask
 passes that have nothing in common count together
   <-  rows::separate_losses_of_layers_without_anything_in_common_are_of_their_own_terms
-    known = [each for each in known if not layers.isdisjoint(each.layers)]  =>  pass
+    candidates = [each for each in candidates if not layers.isdisjoint(each.layers)]  =>  pass
 
 == kronecker/solvers.py
 an inverse by Cholesky without its scale

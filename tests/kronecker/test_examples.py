@@ -174,7 +174,7 @@ def test_two_losses_of_one_forward_are_no_micro_batches(reentrant: bool | None) 
         loss.backward()
         optimizer.step()
 
-    with pytest.warns(SecondOrderWarning, match="add the losses up"):
+    with pytest.warns(SecondOrderWarning, match="add the losses, and call backward"):
         go_back_apart()
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     wanted = {n: ref.empirical_factors(plain, x, y, cross_entropy, n) for n in names}

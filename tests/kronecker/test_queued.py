@@ -83,8 +83,8 @@ def keep(
         module=block.modules[0],
         x=x,
         d=d,
-        pass_rows=rows,
-        group=rows.group_of(seen),
+        backward_pass=rows,
+        group=rows.find_group(seen),
         gradient=seen.gradient,
         cleared_at=block.staged.cleared_at,
         versions=(x._version, d._version),
@@ -130,8 +130,8 @@ def test_pairs_that_are_kept_make_the_sums_of_pairs_one_by_one(
             patch.setattr(statistics, "max_stacked_elements", lambda _: 0)
         made.sum_pairs()
     for layer, pass_id, kept in seen:
-        mask = kept.pass_rows.mask(kept.group)
-        live = all_rows(kept.group.number) if mask is None else rows_in(mask)
+        mask = kept.backward_pass.find_mask(kept.group)
+        live = all_rows(kept.group.num_rows) if mask is None else rows_in(mask)
         options = {"bias": bias, "approximation": approximation}
         each = pair_statistics(kept.module, kept.x, kept.d, dtype=F64, rows=live, **options)
         expected[layer].record_pair(pass_id)

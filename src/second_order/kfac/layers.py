@@ -258,7 +258,7 @@ class Layers:
             fsdp=fsdp,
             always_verify=self._training.debug,
             sampled=sampled,
-            labels_per_row=sampled and not callable(likelihood),
+            label_per_row=sampled and not callable(likelihood),
             on_new_statistics=on_new_statistics,
         )
         self.collector.set_blocks(self.blocks)
@@ -332,14 +332,14 @@ class Layers:
         if micro_batches is None:
             micro_batches = self.micro_batches(blocks)
         staged = [block.staged for block in blocks]
-        terms = [each.number for each in self.collector.terms(staged)]
+        terms = [each.number for each in self.collector.count_terms(staged)]
         found = collect_sums(staged, micro_batches, terms)
         self.drop_pending()
         return dict(zip(blocks, found, strict=True))
 
     def terms_so_far(self, staged: StagedStatistics) -> Terms:
         """The terms of a layer's passes since the last step; a pass may still be running."""
-        return self.collector.terms([staged])[0]
+        return self.collector.count_terms([staged])[0]
 
     def whole_steps(
         self, sums: Mapping[KroneckerBlock, StatisticsSums], share: float

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -177,8 +177,17 @@ def count_dropped(staged: Sequence[StagedStatistics], dropped: Tensor) -> None:
     torch._foreach_add_([each.dropped for each in staged], counts)
 
 
-def add_pairs(pairs: Iterable[tuple[StagedStatistics, int, dict[str, Tensor], Tensor]]) -> None:
-    """Add expected pairs of different layers: each one's pass, sums by letter, and record."""
+class PairSums(NamedTuple):
+    """The sums of one pair."""
+
+    staged: StagedStatistics
+    pass_id: int
+    factors: dict[str, Tensor]
+    record: Tensor
+
+
+def add_pairs(pairs: Iterable[PairSums]) -> None:
+    """Add expected pairs of different layers."""
     totals: list[Tensor] = []
     added: list[Tensor] = []
     for staged, pass_id, factors, record in pairs:

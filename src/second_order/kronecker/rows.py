@@ -1,4 +1,4 @@
-"""Decides which rows of a backward pass are terms of its loss, and which rows take part in it.
+"""Decide which rows of a backward pass are terms of its loss, and which rows take part in it.
 
 The loss is a mean over N terms. N is one number for all layers of a pass, and G = N Σ d dᵀ. A is
 the mean of x xᵀ over the rows that take part. A gradient may happen to vanish at one layer: dead
@@ -56,39 +56,51 @@ __all__ = [
 
 @dataclass
 class RowGroup:
-    """Rows that several layers see."""
+    """Rows that several layers see.
+
+    Attributes:
+        family: The family of layers whose rows these are.
+        shape: Leading dimensions of the layers' inputs.
+        are_examples: Whether a layer showed that the rows are the batch's examples.
+        are_selected: Whether the rows were selected for one call, which no other call shares.
+        has_gradient: ``(rows,)``, True for rows with a gradient at any layer so far. None before
+            the first layer, and if all rows have one.
+        all_have_gradient: Whether every row is known to have a gradient at some layer.
+    """
 
     family: str
     shape: tuple[int, ...]
-    examples: bool = False
-    selected: bool = False  # of one call alone
-    alive: Tensor | None = None  # those with a gradient at any layer so far, (rows,)
-    everything: bool = False  # all have had a gradient
+    are_examples: bool = False
+    are_selected: bool = False
+    has_gradient: Tensor | None = None
+    all_have_gradient: bool = False
 
     @property
-    def number(self) -> int:
+    def num_rows(self) -> int:
         """The number of rows."""
         return math.prod(self.shape)
 
     @property
-    def certain(self) -> bool:
+    def all_take_part(self) -> bool:
         """Whether all rows are known to take part."""
-        return self.examples or self.everything
+        return self.are_examples or self.all_have_gradient
 
     def add(self, live: LiveRows) -> None:
-        """Take in which rows have a gradient at another layer."""
-        if live.mask is not None and not self.everything:
-            self.alive = _either(self.alive, live.mask)
-            if self.alive.device.type == "cpu":
-                live = rows_in(self.alive)
+        """Add the rows that have a gradient at one more layer."""
+        if live.mask is not None and not self.all_have_gradient:
+            self.has_gradient = _union(self.has_gradient, live.mask)
+            if self.has_gradient.device.type == "cpu":
+                live = rows_in(self.has_gradient)
         if live.mask is None:
-            self.everything = True
-            self.alive = None
+            self.all_have_gradient = True
+            self.has_gradient = None
 
 
-def _either(first: Tensor | None, second: Tensor) -> Tensor:
-    """The rows of one mask or the other."""
-    return second if first is None else first | second.to(first.device)
+def _union(first: Tensor | None, second: Tensor) -> Tensor:
+    """The rows in either mask."""
+    if first is None:
+        return second
+    return first | second.to(first.device)
 
 
 class _Call(NamedTuple):
@@ -96,26 +108,32 @@ class _Call(NamedTuple):
 
     group: RowGroup
     live: LiveRows  # its rows with a gradient
-    all_terms: bool  # whether labels were drawn for all its rows
+    all_terms: bool  # whether a label was sampled for each of its rows
 
 
 _serials = itertools.count(1)
 
 
 def next_serial() -> int:
-    """A number that is larger than all before."""
+    """Return a number that is larger than all numbers returned before."""
     return next(_serials)
 
 
 class BackwardPass:
-    """The rows that the layers of a backward pass see.
+    """The rows that the layers of one backward pass see.
 
-    With ``reduce``, all positions of an example make one term.
+    While the pass runs, :meth:`record_rows` is called for each of its pairs. When it is over,
+    :meth:`find_live_rows` decides which rows of a group take part, and :meth:`count_terms` counts
+    the terms of the loss.
+
+    Args:
+        number: The number of the pass, which all its pairs share.
+        reduce: Whether all positions of an example make one term.
 
     Attributes:
-        number: The number of the pass, which all its pairs share.
+        serial: Larger than that of all passes that began earlier.
         again: Whether an earlier pass went through the same calls of layers.
-        layers: The staged statistics that it has pairs of.
+        layers: The staged statistics of the layers that have pairs of this pass, by ``id()``.
     """
 
     def __init__(self, number: int, reduce: bool = False) -> None:
@@ -123,178 +141,216 @@ class BackwardPass:
         self.serial = next_serial()
         self.again = False
         self.layers: dict[int, Any] = {}
-        self._first: nn.Module | None = None  # the layer called last
         self._reduce = reduce
-        self._ends = False  # autograd settles it as its pass ends
-        self._terms: float | Tensor | None = None
+        self._end_is_scheduled = False
+        self._terms: float | Tensor | None = None  # once counted
         self._groups: dict[Hashable, RowGroup] = {}
-        self._positions: set[int] = set()  # numbers of rows that are known to be positions
-        self._batches: set[int] = set()  # numbers that may be those of examples
-        self._calls: list[_Call] = []  # of the layer called last
 
-    # ------------------------------------------------------------------------------- pair by pair
+        # The numbers of rows that are known to be positions, and that may be those of examples.
+        self._position_counts: set[int] = set()
+        self._example_counts: set[int] = set()
 
-    def group_of(self, rows: PairRows) -> RowGroup:
-        """The group of a pair's rows."""
+        # The layer called last, which receives its gradient first.
+        self._last_called: nn.Module | None = None
+        self._calls: list[_Call] = []
+
+    # ------------------------------------------------------------------------ while the pass runs
+
+    def find_group(self, rows: PairRows) -> RowGroup:
+        """Return the group of a pair's rows. Selected rows get a new group for each pair."""
         key: Hashable = (rows.family, rows.shape, rows.examples)
         group = self._groups.get(key)
-        if group is None:
-            group = RowGroup(rows.family, rows.shape, rows.examples)
-            if self._type(group) == "selected":  # as is known when its layer arrives
-                group = RowGroup(rows.family, rows.shape, selected=True)
-                key = len(self._groups)
-            self._groups[key] = group
-            if len(rows.shape) > 1 or rows.family == ROUTED:
-                self._positions.add(group.number)
-            if len(rows.shape) > 1:
-                self._batches.update(rows.shape[:2])
-            if rows.examples:
-                self._batches.add(group.number)
+        if group is not None:
+            return group
+
+        group = RowGroup(rows.family, rows.shape, are_examples=rows.examples)
+        if self._type_of(group) == "selected":
+            group = RowGroup(rows.family, rows.shape, are_selected=True)
+            key = len(self._groups)
+        self._groups[key] = group
+
+        # What this group shows about the types of the others.
+        has_positions = len(rows.shape) > 1
+        if has_positions or rows.family == ROUTED:
+            self._position_counts.add(group.num_rows)
+        if has_positions:
+            self._example_counts.update(rows.shape[:2])
+        if rows.examples:
+            self._example_counts.add(group.num_rows)
         return group
 
-    def see(
-        self, rows: PairRows, group: RowGroup, module: nn.Module, *, drawn: bool, reads: bool
+    def record_rows(
+        self,
+        rows: PairRows,
+        group: RowGroup,
+        module: nn.Module,
+        *,
+        has_label_per_row: bool,
+        read_gradient: bool,
     ) -> None:
-        """See a pair of a module; ``reads`` which of its rows have had a gradient so far.
+        """Record the rows of a module's pair.
 
-        On a device, gradients are not read before the end of the pass. ``drawn``: a label was drawn
-        for each of its rows, if it is the layer called last.
+        Args:
+            rows: The rows.
+            group: Their group, as :meth:`find_group` returned it.
+            module: The module.
+            has_label_per_row: Whether a label was sampled for each row of the layer called last.
+            read_gradient: Whether the host reads now which rows have a gradient. On a GPU it
+                waits for the end of the pass.
         """
-        self._first = module if self._first is None else self._first
-        live = all_rows(group.number)
-        if not group.examples and (module is self._first or (reads and not group.everything)):
+        if self._last_called is None:
+            self._last_called = module
+        is_last_called = module is self._last_called
+
+        # The rows of this pair that have a gradient.
+        live = all_rows(group.num_rows)
+        needs_mask = is_last_called or (read_gradient and not group.all_have_gradient)
+        if needs_mask and not group.are_examples:
             live = live_rows(rows.gradient)
-        if reads and not group.certain:
+
+        if read_gradient and not group.all_take_part:
             if live.mask is not None and bool(live.mask.all()):
-                live = all_rows(group.number)
+                live = all_rows(group.num_rows)
             group.add(live)
-        if module is self._first:
-            self._calls.append(_Call(group, live, drawn))
+        if is_last_called:
+            self._calls.append(_Call(group, live, all_terms=has_label_per_row))
 
-    def alive(self, group: RowGroup) -> LiveRows:
-        """The rows that have had a gradient so far."""
-        if group.certain or group.alive is None:
-            return all_rows(group.number)
-        return rows_in(group.alive)
+    def rows_with_gradient(self, group: RowGroup) -> LiveRows:
+        """The rows of a group that have had a gradient so far."""
+        if group.all_take_part or group.has_gradient is None:
+            return all_rows(group.num_rows)
+        return rows_in(group.has_gradient)
 
-    def will_end(self) -> bool:
-        """Note that the end of autograd's pass settles this one; whether that is new."""
-        before, self._ends = self._ends, True
-        return not before
+    def schedule_end(self) -> bool:
+        """Note that autograd will end this pass. Returns whether that is new."""
+        is_new = not self._end_is_scheduled
+        self._end_is_scheduled = True
+        return is_new
 
-    def repeat(self) -> bool:
-        """Note that an earlier pass went through the same calls; whether that is new."""
-        before, self.again = self.again, True
-        return not before
+    def mark_repeated(self) -> bool:
+        """Note that an earlier pass went through the same calls. Returns whether that is new."""
+        is_new = not self.again
+        self.again = True
+        return is_new
 
     @property
-    def unsettled(self) -> bool:
-        """Whether pairs have come since the pass was settled."""
+    def is_open(self) -> bool:
+        """Whether pairs have arrived since the pass was last closed."""
         return bool(self._groups)
 
     @property
-    def decided(self) -> bool:
-        """Whether layers that are still to come can, as a rule, change nothing."""
-        certain = all(group.certain for group in self._groups.values())
-        return bool(self._calls) and certain
+    def all_take_part(self) -> bool:
+        """Whether all rows that were recorded are known to take part.
 
-    # ------------------------------------------------------------------------------ as a whole
+        The layers that are still to come can then, as a rule, change nothing.
+        """
+        known = all(group.all_take_part for group in self._groups.values())
+        return bool(self._calls) and known
 
-    def _type(self, group: RowGroup) -> str:
-        """What rows are: "examples", "positions" or "selected"."""
-        if group.examples:
+    # ------------------------------------------------------------------------ when the pass is over
+
+    def _type_of(self, group: RowGroup) -> str:
+        """The type of a group's rows: "examples", "positions" or "selected"."""
+        if group.are_examples:
             return "examples"
         if len(group.shape) > 1 or group.family == ROUTED:
             return "positions"
-        if group.number in self._positions:
+        if group.num_rows in self._position_counts:
             return "positions"
-        if not self._positions:
+        if not self._position_counts:
             return "examples"
-        if group.selected or group.number not in self._batches:
+        if group.are_selected or group.num_rows not in self._example_counts:
             return "selected"
         return "examples"
 
-    def masked(self, group: RowGroup) -> bool:
-        """Whether rows may be left out, as the pass is over."""
-        return not group.everything and self._type(group) != "examples"
+    def may_leave_out_rows(self, group: RowGroup) -> bool:
+        """Whether some rows of a group may not take part."""
+        return not group.all_have_gradient and self._type_of(group) != "examples"
 
-    def mask(self, group: RowGroup) -> Tensor | None:
-        """The rows that take part, ``(rows,)``, as the pass is over; None if all do."""
-        if not self.masked(group):
+    def find_mask(self, group: RowGroup) -> Tensor | None:
+        """The mask ``(rows,)`` of a group's rows that take part, or None if all do."""
+        if not self.may_leave_out_rows(group):
             return None
-        same = [group]
-        if self._type(group) == "positions" and group.family != ATTENTION:
-            same = self._same_rows(group)
-        if any(each.everything for each in same):
+        groups = [group]
+        if self._type_of(group) == "positions" and group.family != ATTENTION:
+            groups = self._groups_with_same_rows(group)
+        if any(same.all_have_gradient for same in groups):
             return None
-        alive: Tensor | None = None
-        for each in same:
-            if each.alive is not None:
-                alive = _either(alive, each.alive)
-        return alive
+        mask: Tensor | None = None
+        for same in groups:
+            if same.has_gradient is not None:
+                mask = _union(mask, same.has_gradient)
+        return mask
 
-    def live(self, group: RowGroup) -> LiveRows:
-        """The rows that take part, as the pass is over."""
-        mask = self.mask(group)
-        return all_rows(group.number) if mask is None else rows_in(mask)
+    def find_live_rows(self, group: RowGroup) -> LiveRows:
+        """The rows of a group that take part."""
+        mask = self.find_mask(group)
+        return all_rows(group.num_rows) if mask is None else rows_in(mask)
 
-    def _same_rows(self, group: RowGroup) -> list[RowGroup]:
+    def _groups_with_same_rows(self, group: RowGroup) -> list[RowGroup]:
         """The groups whose rows are those of a group, flattened or not."""
-        same = []
-        for each in self._groups.values():
-            flat = 1 in (len(each.shape), len(group.shape))
-            fits = each.shape == group.shape or (flat and each.number == group.number)
-            if fits and each.family != ATTENTION and not each.examples:
-                same.append(each)
-        return same
+        groups = []
+        for other in self._groups.values():
+            is_flattened = len(other.shape) == 1 or len(group.shape) == 1
+            same_number = is_flattened and other.num_rows == group.num_rows
+            same_rows = other.shape == group.shape or same_number
+            if same_rows and other.family != ATTENTION and not other.are_examples:
+                groups.append(other)
+        return groups
 
-    def terms(self) -> float | Tensor:
-        """N, as the pass is over; on a device it may be a scalar tensor."""
+    def count_terms(self) -> float | Tensor:
+        """N, the number of terms of the loss. On a GPU it may be a scalar tensor."""
         if self._terms is None:
-            calls = self._calls if self._in_parts() else self._calls[:1]
-            seen = _sum_of([self._count(call, call.live, call.all_terms) for call in calls])
-            if isinstance(seen, Tensor) or seen == 0.0:
-                # The layer called last has no gradient: its terms are the rows that take part.
-                other = _sum_of([self._count(call, self.live(call.group)) for call in calls])
-                if isinstance(seen, Tensor):
-                    seen = torch.where(seen > 0, seen, torch.as_tensor(other, device=seen.device))
-                else:
-                    seen = other
-            self._terms = seen
+            self._terms = self._count_terms()
         return self._terms
 
-    def _in_parts(self) -> bool:
+    def _count_terms(self) -> float | Tensor:
+        calls = self._calls if self._calls_are_parts() else self._calls[:1]
+        terms = _sum([self._count(call, call.live, call.all_terms) for call in calls])
+        if not isinstance(terms, Tensor) and terms != 0.0:
+            return terms
+
+        # If the layer called last has no gradient, its terms are the rows that take part.
+        rows = _sum([self._count(call, self.find_live_rows(call.group)) for call in calls])
+        if not isinstance(terms, Tensor):
+            return rows
+        return torch.where(terms > 0, terms, torch.as_tensor(rows, device=terms.device))
+
+    def _calls_are_parts(self) -> bool:
         """Whether each call of the layer called last has its own part of the terms.
 
         This holds if the calls' numbers of rows differ (sequences one by one), or add up to the
         rows of another layer (logits in chunks). Otherwise one call may follow the other.
         """
-        numbers = [call.group.number for call in self._calls]
+        numbers = [call.group.num_rows for call in self._calls]
         if len(numbers) < 2:
             return False
+        if len(set(numbers)) > 1:
+            return True
         total = sum(numbers)
-        return len({*numbers}) > 1 or any(g.number == total for g in self._groups.values())
+        return any(group.num_rows == total for group in self._groups.values())
 
     def _count(self, call: _Call, live: LiveRows, all_terms: bool = False) -> float | Tensor:
-        """The number of terms that some rows of a call are."""
+        """The number of terms in some rows of a call."""
         group = call.group
-        if all_terms or self._type(group) == "examples":
-            live = all_rows(group.number)
+        if all_terms or self._type_of(group) == "examples":
+            live = all_rows(group.num_rows)
         if self._reduce and len(group.shape) > 1:
             live = live.parts(group.shape[0])
         return live.count
 
-    def end(self) -> None:
-        """Count the terms, and let go of what is not needed once the pass is over."""
-        self.terms()
-        self._ends = False
+    def close(self) -> None:
+        """Count the terms, and free what is not needed once the pass is over."""
+        self.count_terms()
+        self._end_is_scheduled = False
         self._groups.clear()
-        self._positions.clear()
-        self._batches.clear()
+        self._position_counts.clear()
+        self._example_counts.clear()
         self._calls.clear()
 
 
-def _sum_of(numbers: Iterable[float | Tensor]) -> float | Tensor:
+def _sum(numbers: Iterable[float | Tensor]) -> float | Tensor:
+    """The sum of numbers and scalar tensors, on the device of the first tensor."""
     total: float | Tensor = 0.0
     for number in numbers:
         if not isinstance(total, Tensor) and total == 0.0:
@@ -313,43 +369,47 @@ class Terms(NamedTuple):
     """The number of loss terms of some passes."""
 
     number: float | Tensor
-    passes: tuple[int, ...]
+    passes: tuple[int, ...]  # their serial numbers
 
 
 @dataclass
 class StepPasses:
-    """The passes of a step."""
+    """The backward passes since the last step, by number."""
 
     passes: dict[int, BackwardPass] = field(default_factory=dict)
 
-    def of(self, staged: Any) -> list[BackwardPass]:
+    def passes_of(self, staged: Any) -> list[BackwardPass]:
         """The passes whose terms count for a layer, including passes that do not reach it.
 
         Passes that have a layer in common have parts of one loss. A pass that goes through the
         same calls again has terms that were counted before. It is left out unless there is no
         other pass.
         """
+        # The passes that reach the layer, or that began after its statistics were cleared.
         layers: set[int] = set()
-        known: list[BackwardPass] = []
-        for each in self.passes.values():
-            reaches = staged.has_pass(each.number)
+        candidates: list[BackwardPass] = []
+        for backward_pass in self.passes.values():
+            reaches = staged.has_pass(backward_pass.number)
             if reaches:
-                layers |= each.layers.keys()
-            if reaches or each.serial > staged.cleared_at:
-                known.append(each)
-        if layers:
-            known = [each for each in known if not layers.isdisjoint(each.layers)]
-        first = [each for each in known if not each.again]
-        return first or known[:1]
+                layers |= backward_pass.layers.keys()
+            if reaches or backward_pass.serial > staged.cleared_at:
+                candidates.append(backward_pass)
 
-    def terms(self, layers: Iterable[Any]) -> list[Terms]:
-        """N of a step's passes, by layer."""
+        # Of these, the passes of the same loss.
+        if layers:
+            candidates = [each for each in candidates if not layers.isdisjoint(each.layers)]
+        first_passes = [each for each in candidates if not each.again]
+        return first_passes or candidates[:1]
+
+    def count_terms(self, layers: Iterable[Any]) -> list[Terms]:
+        """N of the step's passes, for each layer's staged statistics."""
         totals: dict[tuple[int, ...], Terms] = {}
-        found: list[Terms] = []
+        terms: list[Terms] = []
         for staged in layers:
-            passes = self.of(staged)
-            key = tuple([each.serial for each in passes])
-            if key not in totals:
-                totals[key] = Terms(_sum_of([each.terms() for each in passes]), key)
-            found.append(totals[key])
-        return found
+            passes = self.passes_of(staged)
+            serials = tuple([each.serial for each in passes])
+            if serials not in totals:
+                number = _sum([each.count_terms() for each in passes])
+                totals[serials] = Terms(number, serials)
+            terms.append(totals[serials])
+        return terms

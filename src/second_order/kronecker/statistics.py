@@ -1,25 +1,25 @@
-"""From captured pairs to the staged statistics of a step.
+"""Form the statistics of a step from the pairs that the hooks capture.
 
-For each pair of a backward pass:
+For each pair of a backward pass, ``StatisticsCollector.consume``:
 
-1. Drop statistics whose gradients the user has dropped, and compare the pair with the gradient.
-2. Note its rows among those of the whole pass.
-3. Keep it.
+1. drops the layer's statistics if the user has dropped the gradients that belong to them;
+2. adds the pair to the comparison with the weight's gradient, if that is due;
+3. records the pair's rows among those of the whole pass, and keeps the pair.
 
-At the end of the pass, or when many bytes are kept:
+At the end of the pass, or when the kept pairs exceed a number of bytes,
+``StatisticsCollector.sum_pairs``:
 
-4. Decide which rows take part. If the pass is still running, a row without a gradient so far may
-   get one at another layer. Such rows are kept until the end.
-5. Form the sums of the pairs. A device spends more time on launches than on a small layer's
-   products, so equal Linears are multiplied together.
-6. Add the sums to the staged statistics of their layers, of all layers at once.
+4. decides which rows take part. While the pass is running, a row without a gradient may still get
+   one at another layer. Such rows are kept until the end of the pass;
+5. computes the sums of the pairs. A GPU spends more time on launches than on a small layer's
+   products, so the pairs of equal Linears are multiplied in one batch;
+6. adds the sums to the staged statistics of all layers with one call.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,6 +33,7 @@ from second_order.kronecker import autograd
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.experts import Routed
 from second_order.kronecker.factors import (
+    PairSums,
     Reduction,
     StagedStatistics,
     add_pairs,
@@ -62,13 +63,12 @@ from second_order.utils.stages import stage
 
 __all__ = ["GradientScale", "StatisticsCollector"]
 
+# Warnings.
 SEVERAL_LOSSES = (
-    "several backward passes of a step come through one forward pass: curvature is that of each "
-    "loss alone, without what the losses have in common; add the losses up, and call backward() "
-    "on their sum"
+    "several backward passes of this step go through one forward pass: the curvature is the sum of "
+    "each loss's own curvature, and lacks the products of their gradients; add the losses, and "
+    "call backward() on their sum"
 )
-
-
 CHANGED_IN_PLACE = (
     "an operation of the backward pass changes the input of layer {!r}, or the gradient of its "
     "output, in place: its statistics lack this pass; let the operation work on a copy, or name "
@@ -77,7 +77,7 @@ CHANGED_IN_PLACE = (
 
 
 def kept_bytes(device: torch.device) -> int:
-    """Bytes up to which pairs are kept. Larger pairs are enough work for a device one by one."""
+    """Bytes up to which pairs are kept. A larger pair keeps a device busy by itself."""
     return 2**22 if device.type == "cpu" else 2**26
 
 
@@ -88,33 +88,41 @@ class GradientScale:
     scaler: Any
 
     def __call__(self, gradient: Tensor) -> Tensor | float:
-        """The factor, as a number or as a scalar on the gradient's device."""
+        """Return the factor, as a number or as a scalar on the gradient's device."""
         if self.scaler is None or not self.scaler.is_enabled():
             return 1.0
-        # scale(1) is the scale as a tensor: get_scale() would wait for the device.
+        # scale(1) is the scale as a tensor. get_scale() would synchronize with the device.
         one = torch.ones((), dtype=torch.float32, device=gradient.device)
         scale: Tensor = self.scaler.scale(one)
         return 1.0 / scale
 
 
+# ------------------------------------------------------------------------------------ kept pairs
+
+
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """A captured pair of a layer that is kept.
+    """A captured pair of a layer, kept until it is summed.
 
     Attributes:
-        pass_rows: The rows of its backward pass.
-        group: Its own among them.
-        gradient: ``(rows, out)``, which tells what rows have a gradient; None once that is known.
-        index: The rows of the group that it has; None for all.
-        cleared_at: The value of the layer's ``staged.cleared_at`` when the pair came.
-        versions: Those of its tensors when it came.
+        block: The layer.
+        module: The module of the layer that was called.
+        x: The input of the call.
+        d: The gradient of the call's output.
+        backward_pass: The pass that delivered the pair.
+        group: The group of the pair's rows in that pass.
+        gradient: ``(rows, out)``, nonzero in the rows with a gradient. None once these rows are
+            recorded in the group.
+        cleared_at: ``staged.cleared_at`` when the pair arrived.
+        versions: The version counters of the pair's tensors when it arrived.
+        index: Indices of the group's rows that the pair has. None for all.
     """
 
     block: KroneckerBlock
     module: nn.Module
     x: Any
     d: Tensor
-    pass_rows: BackwardPass
+    backward_pass: BackwardPass
     group: RowGroup
     gradient: Tensor | None
     cleared_at: int
@@ -123,32 +131,42 @@ class Pair:
 
     @property
     def staged(self) -> StagedStatistics:
-        """The statistics that it belongs to."""
+        """The statistics that the pair belongs to."""
         return self.block.staged
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What is kept."""
-        return _tensors(self.x, self.d)
-
-    @property
     def size(self) -> int:
-        """Elements of the pair and of its sums."""
+        """Number of elements of the pair and of its sums."""
         sums = sum(n**2 for n in self.staged.shape.dims.values())
-        return sum(tensor.numel() for tensor in self.tensors) + sums
+        return sum(tensor.numel() for tensor in _tensors_of(self.x, self.d)) + sums
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pair and of its sums. A slice keeps the memory of the whole tensor."""
-        held = sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
+        """Bytes of the pair and of its sums. A slice keeps the memory of its whole tensor."""
+        tensors = _tensors_of(self.x, self.d)
+        held = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
         return max(4 * self.size, held)
 
 
 class ReadyPair(NamedTuple):
-    """A pair of which it is decided which rows take part."""
+    """A pair, and its rows that take part."""
 
     pair: Pair
     live: LiveRows
+
+
+def _tensors_of(x: Any, d: Tensor) -> tuple[Tensor, ...]:
+    if isinstance(x, Routed):
+        return x.hidden, x.index, x.weights, d
+    return x, d
+
+
+def _versions_of(x: Any, d: Tensor) -> tuple[int, ...]:
+    """The version counters of a pair's tensors, which in-place operations increase."""
+    return tuple(tensor._version for tensor in _tensors_of(x, d))
+
+
+# ------------------------------------------------------------------------------------ collector
 
 
 @dataclass
@@ -156,15 +174,18 @@ class StatisticsCollector:
     """Turns captured pairs into staged statistics.
 
     Attributes:
-        approximation: Of dimensions that share a weight.
-        factor_dtype: In which statistics are formed, or float32 if that is wider.
-        reduction: What the loss of a pass is.
-        gradient_scale: A further factor of captured gradients.
-        conv_approximation: For convolutions; None for the same.
+        approximation: "expand" or "reduce", for dimensions that share a weight.
+        factor_dtype: The dtype of the statistics, or float32 if that is wider.
+        reduction: Returns how the loss of a pass is reduced.
+        gradient_scale: Returns a factor for captured gradients.
+        conv_approximation: The same as ``approximation``, for convolutions. None: no difference.
+        warn: Shows a warning.
+        fsdp: The parameters of a model that FSDP2 shards.
         on_new_statistics: Called when statistics of layers have grown. If it is set, the host reads
-            from the device during the pass which rows count.
-        sampled: The pairs are of drawn labels, and say nothing of the gradient.
-        labels_per_row: A label is drawn for each row of the layer called last.
+            during the pass which rows have a gradient, and so synchronizes with the device.
+        always_verify: Whether the pairs of every step are compared with the gradient.
+        sampled: Whether the pairs are those of sampled labels, which do not add up to the gradient.
+        label_per_row: Whether a label is sampled for each row of the layer called last.
         step_passes: The passes since the last step.
     """
 
@@ -176,45 +197,54 @@ class StatisticsCollector:
     warn: Callable[[str], None] = warnings.warn
     fsdp: FSDPParams | None = None
     on_new_statistics: Callable[[], None] | None = None
-    always_verify: bool = False  # compares the pairs of all steps with the gradient
+    always_verify: bool = False
     sampled: bool = False
-    labels_per_row: bool = False
+    label_per_row: bool = False
     step_passes: StepPasses = field(default_factory=StepPasses)
+
+    # The layers, and their positions in the model.
     _blocks: dict[nn.Module, list[KroneckerBlock]] = field(default_factory=dict)
-    _rows_only: KroneckerBlock | None = None  # whose rows are seen, and no statistics taken
-    _places: dict[KroneckerBlock, int] = field(default_factory=dict)  # in the model
-    _told: bool = False  # of losses that go back apart
+    _positions: dict[KroneckerBlock, int] = field(default_factory=dict)
+    _rows_only: KroneckerBlock | None = None
+
+    # The kept pairs. Autograd has a thread for each device, hence the lock.
     _pairs: list[Pair] = field(default_factory=list)
     _bytes: int = 0
-    # Autograd has a thread for each device.
     _lock: threading.RLock = field(default_factory=threading.RLock)
+    _warned_of_losses: bool = False
 
     def set_blocks(
         self, blocks: Iterable[KroneckerBlock], rows_only: KroneckerBlock | None = None
     ) -> None:
-        """Set the blocks that get the pairs of their modules from now on.
+        """Set the blocks that receive the pairs of their modules from now on.
 
-        ``rows_only`` is one of them whose statistics another process takes.
+        Args:
+            blocks: The blocks, in the order of the model.
+            rows_only: The one among them whose statistics another process computes. Only its rows
+                are recorded, because they show the terms of the loss.
         """
         self._rows_only = rows_only
         self._blocks.clear()
-        self._places.clear()
-        for place, block in enumerate(blocks):
-            self._places[block] = place
+        self._positions.clear()
+        for position, block in enumerate(blocks):
+            self._positions[block] = position
             for module in block.hooked_modules:
                 self._blocks.setdefault(module, []).append(block)
 
-    def _training(self, module: nn.Module) -> list[KroneckerBlock]:
+    def _trainable_blocks(self, module: nn.Module) -> list[KroneckerBlock]:
         return [block for block in self._blocks.get(module, ()) if block.trainable]
 
+    # ----------------------------------------------------------------------------- pair by pair
+
     def wants(self, module: nn.Module) -> bool:
-        """Whether any block of a module trains now."""
-        return bool(self._training(module))
+        """Whether any block of a module is trainable now."""
+        return bool(self._trainable_blocks(module))
 
     def verify(self, module: nn.Module, x: Tensor, d: Tensor) -> None:
-        """Compare a pair of the user's own loss with the gradient, if that is due."""
-        for block in self._training(module):
-            if (self.always_verify or block.needs_verification) and block.fits_pair(module, x, d):
+        """Add a pair of the user's own loss to the comparison with the gradient, if it is due."""
+        for block in self._trainable_blocks(module):
+            is_due = self.always_verify or block.needs_verification
+            if is_due and block.fits_pair(module, x, d):
                 with ieee_matmul(d.device):
                     block.verify_pair(module, x, d, self.fsdp)
 
@@ -226,50 +256,45 @@ class StatisticsCollector:
         pass_id: int,
         again: bool = False,
     ) -> None:
-        """Add one pair to the statistics of its blocks.
+        """Keep one pair for the statistics of its module's blocks.
 
-        ``pass_id`` is one number for all pairs of a backward pass. ``again``: a backward pass has
-        come through this call of the layer before.
+        Args:
+            module: The module that was called.
+            x: Its input.
+            d: The gradient of its output.
+            pass_id: A number that all pairs of one backward pass share.
+            again: Whether an earlier backward pass came through this call of the module.
         """
-        blocks = self._training(module)
-
-        # Statistics go where gradients have been set to zero.
-        # With drawn labels one backward pass brings pairs of several calls of the model.
-        backward = autograd.current_pass() if self.sampled else pass_id
-        unreduced = self.fsdp is not None and self.fsdp.has_unreduced_gradients(module)
-        for block in blocks:
-            block.begin_pass(backward, pass_id, unreduced)
-
-        # Whether the pair can be the layer's.
+        blocks = self._begin_pass(module, pass_id)
         if not self.sampled:
             self.verify(module, x, d)
-        fitting = []
-        for block in blocks:
-            if block.fits_pair(module, x, d):
-                fitting.append(block)
-            else:
-                block.record_residual(1.0)
-        if not fitting:
+        blocks = self._select_fitting(blocks, module, x, d)
+        if not blocks:
             return
+        backward_pass = self._find_pass(pass_id)
+        if again:
+            self._mark_repeated(backward_pass, blocks)
 
-        # The rows of the pair, among those of the whole pass.
-        current = self._pass_of(pass_id)
-        repeats = again and any(block.staged.has_other_pass(pass_id) for block in fitting)
-        if repeats and current.repeat() and not self._told:
-            self._told = True
-            self.warn(SEVERAL_LOSSES)
-        rows = fitting[0].rows_of(module, x, d)
-        group = current.group_of(rows)
-        reads = d.device.type == "cpu" or self.on_new_statistics is not None
-        current.see(rows, group, module, drawn=self.labels_per_row, reads=reads)
+        # The rows of the pair. Reading the CPU's memory costs no synchronization.
+        rows = blocks[0].rows_of(module, x, d)
+        group = backward_pass.find_group(rows)
+        read_gradient = d.device.type == "cpu" or self.on_new_statistics is not None
+        backward_pass.record_rows(
+            rows,
+            group,
+            module,
+            has_label_per_row=self.label_per_row,
+            read_gradient=read_gradient,
+        )
 
-        # Keep it.
-        for block in fitting:
+        # Keep the pair for each block.
+        for block in blocks:
             if block.unverified:
                 continue
-            current.layers[id(block.staged)] = block.staged
+            backward_pass.layers[id(block.staged)] = block.staged
             inputs = 1 if block.shape.diagonal_a else block.shape.in_dim
-            block.staged.record_pair(current.number, again=again, work=6 * d.numel() * inputs)
+            work = 6 * d.numel() * inputs
+            block.staged.record_pair(backward_pass.number, again=again, work=work)
             if block is self._rows_only:
                 continue
             block.record_capture(block.staged.work)
@@ -278,339 +303,401 @@ class StatisticsCollector:
                 module=module,
                 x=x,
                 d=d,
-                pass_rows=current,
+                backward_pass=backward_pass,
                 group=group,
-                gradient=None if reads else rows.gradient,
+                gradient=None if read_gradient else rows.gradient,
                 cleared_at=block.staged.cleared_at,
-                versions=_versions(x, d),
+                versions=_versions_of(x, d),
             )
             with self._lock:
                 self._pairs.append(pair)
                 self._bytes += pair.nbytes
+
         # Experts' products need their weights, which FSDP2 will shard again.
         if self._bytes > kept_bytes(d.device) or isinstance(x, Routed):
-            self.sum_pairs(ended=False)
-        if self.on_new_statistics is not None and current.decided:
+            self.sum_pairs(pass_is_over=False)
+        if self.on_new_statistics is not None and backward_pass.all_take_part:
             self.on_new_statistics()
 
-    # ------------------------------------------------------------------- passes begin and end
+    def _begin_pass(self, module: nn.Module, pass_id: int) -> list[KroneckerBlock]:
+        """The trainable blocks of a module, without statistics whose gradients were dropped."""
+        blocks = self._trainable_blocks(module)
+        # With sampled labels, one backward pass delivers the pairs of several calls of the model.
+        running_pass = autograd.current_pass() if self.sampled else pass_id
+        unreduced = self.fsdp is not None and self.fsdp.has_unreduced_gradients(module)
+        for block in blocks:
+            block.begin_pass(running_pass, pass_id, unreduced)
+        return blocks
 
-    def _pass_of(self, pass_id: int) -> BackwardPass:
-        """The pass of a number, which is settled as it ends."""
+    def _select_fitting(
+        self, blocks: Iterable[KroneckerBlock], module: nn.Module, x: Any, d: Tensor
+    ) -> list[KroneckerBlock]:
+        """The blocks whose sizes a pair fits. The others do not have this module's curvature."""
+        fitting: list[KroneckerBlock] = []
+        for block in blocks:
+            if block.fits_pair(module, x, d):
+                fitting.append(block)
+            else:
+                block.record_residual(1.0)
+        return fitting
+
+    def _mark_repeated(self, backward_pass: BackwardPass, blocks: Iterable[KroneckerBlock]) -> None:
+        """Mark a pass through a forward that an earlier pass went through; warn of it once."""
+        number = backward_pass.number
+        is_other_loss = any(block.staged.has_other_pass(number) for block in blocks)
+        if is_other_loss and backward_pass.mark_repeated() and not self._warned_of_losses:
+            self._warned_of_losses = True
+            self.warn(SEVERAL_LOSSES)
+
+    # --------------------------------------------------------------------- passes begin and end
+
+    def _find_pass(self, pass_id: int) -> BackwardPass:
+        """The pass of a number. If it is new, schedule its end."""
         passes = self.step_passes.passes
-        found = passes.get(pass_id)
-        if found is None:
-            found = passes[pass_id] = BackwardPass(pass_id, self.approximation == "reduce")
-        # Within a reentrant checkpoint another pass runs.
-        runs = self.sampled or autograd.current_pass() == pass_id
-        if runs and found.will_end():
-            autograd.call_after_pass(partial(self._end, found))
-        return found
+        if pass_id not in passes:
+            passes[pass_id] = BackwardPass(pass_id, reduce=self.approximation == "reduce")
+        backward_pass = passes[pass_id]
+        # Inside a reentrant checkpoint, autograd runs a pass of its own within this one.
+        is_running = self.sampled or autograd.current_pass() == pass_id
+        if is_running and backward_pass.schedule_end():
+            autograd.call_after_pass(partial(self._end_pass, backward_pass))
+        return backward_pass
 
-    def _end(self, ended: BackwardPass) -> None:
-        """Settle a pass as autograd ends it: all its layers have been seen."""
-        self._finish(ended)
+    def _end_pass(self, backward_pass: BackwardPass) -> None:
+        """Finish a pass when autograd ends it: it has delivered all its pairs."""
+        self._finish_pass(backward_pass)
         if self.on_new_statistics is not None:
             self.on_new_statistics()
 
-    def _finish(self, ended: BackwardPass) -> None:
+    def _finish_pass(self, backward_pass: BackwardPass) -> None:
+        """Sum the kept pairs, and add the sums of a pass to those of the step."""
         with torch.no_grad(), stage("statistics"):
             self.sum_pairs()
-            terms = ended.terms()
-            mean = self.reduction() == "mean"
-            close_pass(ended.layers.values(), ended.number, terms if mean else None)
-        ended.end()
+            terms = backward_pass.count_terms()
+            is_mean = self.reduction() == "mean"
+            layers = backward_pass.layers.values()
+            close_pass(layers, backward_pass.number, terms if is_mean else None)
+        backward_pass.close()
 
     def finish_passes(self) -> None:
-        """Add the pairs of passes that are still running or that nothing has ended."""
-        for each in [*self.step_passes.passes.values()]:
-            if each.unsettled:
-                self._finish(each)
+        """Finish the passes that are still running, or that autograd did not end."""
+        for backward_pass in list(self.step_passes.passes.values()):
+            if backward_pass.is_open:
+                self._finish_pass(backward_pass)
 
-    def terms(self, layers: Iterable[StagedStatistics]) -> list[Terms]:
-        """N of the passes since the last step, by layer."""
+    def count_terms(self, layers: Iterable[StagedStatistics]) -> list[Terms]:
+        """N of the passes since the last step, for each layer."""
         self.finish_passes()
-        return self.step_passes.terms(layers)
+        return self.step_passes.count_terms(layers)
 
-    # ------------------------------------------------------------------------ from pairs to sums
+    # ---------------------------------------------------------------------- rows that take part
 
-    def sum_pairs(self, ended: bool = True) -> None:
-        """Add the pairs to the statistics of their layers; have their passes ``ended``?
+    def sum_pairs(self, pass_is_over: bool = True) -> None:
+        """Add the kept pairs to the statistics of their layers.
 
-        If not, rows that have had no gradient so far may have one yet, and are kept.
+        Args:
+            pass_is_over: Whether the backward passes of the pairs are over. If not, rows without a
+                gradient may still get one at another layer, and are kept.
         """
         with self._lock, torch.no_grad():
-            pairs, self._pairs, self._bytes = self._pairs, [], 0
-            # Those of a layer whose statistics have been cleared meanwhile are dropped.
-            pairs = [pair for pair in pairs if pair.cleared_at == pair.staged.cleared_at]
-            pairs = self._unchanged(pairs)
-            look_at_rows(pairs, ended)
-            known: dict[int, LiveRows] = {}  # by group
+            pairs = self._take_pairs()
+            find_rows_with_gradient(pairs, pass_is_over)
+            live_rows: dict[int, LiveRows] = {}  # by the id of a group
             ready: list[ReadyPair] = []
             for pair in pairs:
                 group = pair.group
-                if ended or group.certain:
-                    if id(group) not in known:
-                        known[id(group)] = pair.pass_rows.live(group)
-                    live = part_of(known[id(group)], pair.index)
-                    ready.append(ReadyPair(pair, live))
-                elif not self._can_split(pair):
-                    self._pairs.append(replace(pair, gradient=None))
-                else:
-                    whole, rest = split(pair)
-                    ready.append(whole)
+                if pass_is_over or group.all_take_part:
+                    if id(group) not in live_rows:
+                        live_rows[id(group)] = pair.backward_pass.find_live_rows(group)
+                    ready.append(ReadyPair(pair, select_rows(live_rows[id(group)], pair.index)))
+                elif self._can_split(pair):
+                    first, rest = split_pair(pair)
+                    ready.append(first)
                     self._pairs += rest
+                else:
+                    self._pairs.append(replace(pair, gradient=None))
             self._add(ready)
 
-    def _unchanged(self, pairs: Sequence[Pair]) -> list[Pair]:
-        """The pairs that the backward pass has not changed in place while they were kept."""
+    def _take_pairs(self) -> list[Pair]:
+        """Take the kept pairs that are still valid; the others are dropped."""
+        pairs = self._pairs
+        self._pairs = []
+        self._bytes = 0
+        # The statistics of a layer may have been cleared since the pair arrived.
+        pairs = [pair for pair in pairs if pair.cleared_at == pair.staged.cleared_at]
         unchanged: list[Pair] = []
         for pair in pairs:
-            if pair.versions == _versions(pair.x, pair.d):
+            if pair.versions == _versions_of(pair.x, pair.d):
                 unchanged.append(pair)
             else:
                 self.warn(CHANGED_IN_PLACE.format(pair.block.name))
         return unchanged
 
     def _can_split(self, pair: Pair) -> bool:
-        """Whether some rows of a pair are a pair of the layer."""
-        if pair.group.selected:  # the rows without a gradient do not take part
+        """Whether the layer can sum some rows of a pair now and the others later."""
+        if pair.group.are_selected:  # the rows without a gradient do not take part
             return True
         kind = pair.block.kinds.get(pair.module)
-        rows = pair.group.shape
         if pair.index is not None or kind is None or not kind.multiplies_rows:
             return False
-        if self.approximation == "reduce" and len(rows) > 1:
+        shape = pair.group.shape
+        if self.approximation == "reduce" and len(shape) > 1:
             return False
-        return bool(pair.x.shape[: len(rows)] == pair.d.shape[: len(rows)] == rows)
+        return bool(pair.x.shape[: len(shape)] == pair.d.shape[: len(shape)] == shape)
+
+    # --------------------------------------------------------------------------- sums of pairs
 
     def _add(self, ready: Sequence[ReadyPair]) -> None:
         """Add pairs to the statistics of their layers, in the order of the model."""
-        turns: Counter[int] = Counter()  # pairs of one layer come one after the other
-        ordered: list[tuple[int, int, ReadyPair]] = []
+        # Pairs of one layer are added one after the other: round k has the k-th pair of each layer.
+        rounds: list[list[ReadyPair]] = []
+        num_pairs: dict[int, int] = {}  # by the id of a layer's statistics
         for each in ready:
-            staged = each.pair.staged
-            turns[id(staged)] += 1
-            ordered.append((turns[id(staged)], self._places.get(each.pair.block, 0), each))
-        ordered.sort(key=lambda entry: entry[:2])
-        keys = []
-        for turn, _, each in ordered:
-            staged = each.pair.staged
-            keys.append((staged.device, turn, _columns(staged)))
-        for group in group_equal(keys):
-            device = keys[group[0]][0]
-            plain = torch.autocast(device.type, enabled=False)
-            with plain, ieee_matmul(device):
-                self._add_together([ordered[i][2] for i in group])
+            layer = id(each.pair.staged)
+            index = num_pairs.get(layer, 0)
+            num_pairs[layer] = index + 1
+            if index == len(rounds):
+                rounds.append([])
+            rounds[index].append(each)
+
+        for pairs in rounds:
+            pairs.sort(key=lambda each: self._positions.get(each.pair.block, 0))
+            layers = [each.pair.staged for each in pairs]
+            keys = [(staged.device, _record_length(staged)) for staged in layers]
+            for group in group_equal(keys):
+                device = layers[group[0]].device
+                no_autocast = torch.autocast(device.type, enabled=False)
+                with no_autocast, ieee_matmul(device):
+                    self._add_together([pairs[i] for i in group])
 
     def _add_together(self, ready: Sequence[ReadyPair]) -> None:
-        """Add pairs of different layers, with records of one length, to their statistics."""
+        """Add pairs of different layers on one device, with records of one length."""
         first = ready[0].pair.staged
         sizes = [each.pair.size for each in ready]
-        most = max_stacked_elements(first.device)
-        groups = group_equal([self._key(each) for each in ready], sizes, most)
-        ready = [ready[i] for group in groups for i in group]
+        max_size = max_stacked_elements(first.device)
+        groups = group_equal([self._batch_key(each) for each in ready], sizes, max_size)
+        batches = [[ready[i] for i in group] for group in groups]
+        layers = [each.pair.staged for batch in batches for each in batch]
 
-        # The sums of equal layers by the same operations.
-        size = (len(ready), _columns(first))
+        # The sums of equal layers are computed together.
+        size = (len(layers), _record_length(first))
         records = torch.empty(size, dtype=first.dtype, device=first.device)
+        record_parts = records.split([len(batch) for batch in batches])
         sums: list[dict[str, Tensor]] = []
-        start = 0
-        for group in groups:
-            end = start + len(group)
-            sums.append(self._sums(ready[start:end], records[start:end]))
-            start = end
+        for batch, part in zip(batches, record_parts, strict=True):
+            sums.append(self._sum_batch(batch, part))
 
-        # Those that are not finite count nothing.
+        # Non-finite sums are dropped: they count as zeros.
         bad = records.sum(1) * 0.0 != 0.0
         records.masked_fill_(bad.unsqueeze(1), 0.0)
-        count_dropped([each.pair.staged for each in ready], bad)
-        start = 0
-        news = []
-        for group, stacks in zip(groups, sums, strict=True):
-            dropped = bad[start : start + len(group)]
+        count_dropped(layers, bad)
+        bad_parts = bad.split([len(batch) for batch in batches])
+        for stacks, dropped in zip(sums, bad_parts, strict=True):
             # Reading a CPU costs less than a pass over the sums. A device is not read.
             if dropped.device.type != "cpu" or dropped.any():
                 for stack in stacks.values():
-                    stack.masked_fill_(dropped.view(-1, *[1] * (stack.dim() - 1)), 0.0)
-            parts = {letter: stack.unbind() for letter, stack in stacks.items()}
-            for i in range(len(group)):
-                pair = ready[start + i].pair
-                factors = {letter: part[i] for letter, part in parts.items()}
-                news.append((pair.staged, pair.pass_rows.number, factors, records[start + i]))
-            start += len(group)
-        add_pairs(news)
+                    mask = dropped.view(-1, *[1] * (stack.dim() - 1))
+                    stack.masked_fill_(mask, 0.0)
 
-    def _key(self, ready: ReadyPair) -> Hashable:
-        """What pairs have in common that are added up together."""
+        # Add each layer's slice of the stacks.
+        added: list[PairSums] = []
+        for batch, stacks, part in zip(batches, sums, record_parts, strict=True):
+            slices = {name: stack.unbind() for name, stack in stacks.items()}
+            for i, each in enumerate(batch):
+                factors = {name: layer_sums[i] for name, layer_sums in slices.items()}
+                number = each.pair.backward_pass.number
+                added.append(PairSums(each.pair.staged, number, factors, part[i]))
+        add_pairs(added)
+
+    def _batch_key(self, ready: ReadyPair) -> Hashable:
+        """A key that is equal for pairs whose sums are computed together."""
         pair = ready.pair
-        together: Hashable = None
-        if self._is_product(pair):
-            ends = (pair.x.shape[-1], pair.d.shape[-1], pair.x.dtype, pair.d.dtype)
-            together = (self._sizes(pair), *ends, pair.block.trains_bias)
-        return together, pair.staged.shape, id(ready.live.mask)
+        sizes: Hashable = None
+        if self._is_multiplied_in_batch(pair):
+            dims = (pair.x.shape[-1], pair.d.shape[-1])
+            dtypes = (pair.x.dtype, pair.d.dtype)
+            sizes = (self._row_sizes(pair), dims, dtypes, pair.block.trains_bias)
+        return sizes, pair.staged.shape, id(ready.live.mask)
 
-    def _is_product(self, pair: Pair) -> bool:
-        """Whether the pair of a Linear is multiplied together with others.
+    def _is_multiplied_in_batch(self, pair: Pair) -> bool:
+        """Whether the pair is a Linear's that is multiplied in one batch with equal ones.
 
         A CPU multiplies a large pair faster by strips of a triangle.
         """
         kind = pair.block.kinds.get(pair.module)
         if type(pair.block) is not KroneckerBlock or kind is None:
             return False
-        small = pair.d.device.type != "cpu" or pair.size <= max_stacked_elements(pair.d.device)
-        return small and kind.multiplies_rows
+        is_small = pair.size <= max_stacked_elements(pair.d.device)
+        return kind.multiplies_rows and (is_small or pair.d.device.type != "cpu")
 
-    def _sizes(self, pair: Pair) -> tuple[int, ...]:
-        """Number of rows; or of examples, and of the positions of each that are to be reduced."""
+    def _row_sizes(self, pair: Pair) -> tuple[int, ...]:
+        """Number of rows; or, to be reduced, number of examples and of the positions of each."""
         if self.approximation == "reduce" and pair.x.dim() > 2:
             return len(pair.d), pair.d.shape[1:-1].numel()
         return (pair.d.shape[:-1].numel(),)
 
-    def _sums(self, ready: Sequence[ReadyPair], records: Tensor) -> dict[str, Tensor]:
-        """The sums of pairs that are alike, new and as they are stored; fills in records."""
+    def _sum_batch(self, ready: Sequence[ReadyPair], records: Tensor) -> dict[str, Tensor]:
+        """Compute the sums of pairs with one :meth:`_batch_key`.
+
+        Returns the stacked sums by factor, as they are stored, and fills in ``records``.
+        """
         pairs = [each.pair for each in ready]
-        live = ready[0].live
         shape = pairs[0].staged.shape
-        if self._is_product(pairs[0]):
-            factors, examples = self._products(pairs, live)
+
+        # Sums of outer products, and the number of rows of A.
+        if self._is_multiplied_in_batch(pairs[0]):
+            factors, examples = self._multiply_linears(pairs, ready[0].live)
             records[:, 0] = examples
         else:
-            formed = [self._statistics(*each) for each in ready]
+            formed = [self._form_statistics(each.pair, each.live) for each in ready]
             factors = {}
-            for letter in formed[0].factors:
-                factors[letter] = as_stack([each.factors[letter] for each in formed])
+            for name in formed[0].factors:
+                factors[name] = as_stack([each.factors[name] for each in formed])
             records[:, 0] = merge_numbers([each.examples for each in formed], records)
             routed = [each.routed for each in formed if each.routed is not None]
             if routed:
                 records[:, -shape.groups :] = torch.stack(routed)
+
+        # Undo the scale of the gradients. If the layer is gradient-factored, A has them as well.
         scale = self.gradient_scale(factors["G"])
         if isinstance(scale, Tensor) or scale != 1:
             factors["G"].mul_(scale**2)
-            if shape.marginal:  # both are of gradients
+            if shape.marginal:
                 factors["A"].mul_(scale**2)
+
+        # Mean eigenvalues, and triangles.
         column = 1
-        for letter, factor in factors.items():
-            full = letter not in shape.diagonals
-            diagonal = factor.diagonal(dim1=-2, dim2=-1) if full else factor
+        for name, factor in factors.items():
+            is_matrix = name not in shape.diagonals
+            diagonal = factor.diagonal(dim1=-2, dim2=-1) if is_matrix else factor
             torch.mean(diagonal, -1, out=records[:, column : column + shape.groups])
             column += shape.groups
-            if full:
-                factors[letter] = pack_upper_triangular(factor)
+            if is_matrix:
+                factors[name] = pack_upper_triangular(factor)
         return factors
 
-    def _statistics(self, pair: Pair, live: LiveRows) -> PairStatistics:
-        """The sums of a pair, of the rows that take part."""
+    def _form_statistics(self, pair: Pair, live: LiveRows) -> PairStatistics:
+        """Form the statistics of one pair, from the rows that take part."""
         approximation = self.approximation
         if self.conv_approximation is not None and isinstance(pair.module, CONVOLUTIONS):
             approximation = self.conv_approximation
-        wide = pair.staged.dtype
+        dtype = pair.staged.dtype
         x = pair.x
         if isinstance(x, Tensor) and x.is_floating_point():
-            x = x.to(wide)
+            x = x.to(dtype)
         form = Form(pair.block.trains_bias, approximation, rows=live)
-        return pair.block.statistics(pair.module, x, pair.d.to(wide), form)
+        return pair.block.statistics(pair.module, x, pair.d.to(dtype), form)
 
-    def _products(
+    def _multiply_linears(
         self, pairs: Sequence[Pair], live: LiveRows
     ) -> tuple[dict[str, Tensor], int | Tensor]:
-        """A and G, ``(n, 1, size, size)``, of n Linears' equal pairs, and their number of examples.
+        """Compute A and G of the equal pairs of n Linears, with batched products.
 
-        As :func:`~second_order.kronecker.layers.linear_statistics` makes them of each.
+        They equal those of :func:`~second_order.kronecker.layers.linear_statistics` for each pair.
+
+        Returns:
+            A and G, ``(n, 1, size, size)`` each, and the number of examples of each pair.
         """
         first = pairs[0]
-        wide = first.staged.dtype
-        sizes = self._sizes(first)
-        narrow_x = first.x.dtype.itemsize == 2 and len(sizes) == 1
-        narrow_d = first.d.dtype.itemsize == 2 and len(sizes) == 1
-        x = as_stack([pair.x.reshape(*sizes, pair.x.shape[-1]) for pair in pairs]).to(wide)
-        d = as_stack([pair.d.reshape(*sizes, pair.d.shape[-1]) for pair in pairs]).to(wide)
-        if len(sizes) > 1:
-            mask = live.mask
-            each = live if mask is None else LiveRows(mask.repeat(len(pairs)), 0)
-            x, d = reduced(x.flatten(0, 1), d.flatten(0, 1), each)
+        dtype = first.staged.dtype
+        sizes = self._row_sizes(first)
+        is_reduced = len(sizes) > 1
+        is_narrow_x = first.x.dtype.itemsize == 2 and not is_reduced
+        is_narrow_d = first.d.dtype.itemsize == 2 and not is_reduced
+        x = as_stack([pair.x.reshape(*sizes, pair.x.shape[-1]) for pair in pairs]).to(dtype)
+        d = as_stack([pair.d.reshape(*sizes, pair.d.shape[-1]) for pair in pairs]).to(dtype)
+
+        # With "reduce", a row is an example's mean input and the sum of its gradients.
+        if is_reduced:
+            all_live = live
+            if live.mask is not None:
+                all_live = LiveRows(live.mask.repeat(len(pairs)), 0)
+            x, d = reduced(x.flatten(0, 1), d.flatten(0, 1), all_live)
             x = x.unflatten(0, (len(pairs), -1))
             d = d.unflatten(0, (len(pairs), -1))
             live = live.parts(sizes[0])
+
+        # Rows that do not take part are zero in A. In G they are zero already.
         if first.block.trains_bias:
             x = nn.functional.pad(x, (0, 1), value=1.0)
         if live.mask is not None:
             x = x * live.mask.to(x.device).unsqueeze(-1)
-        with ieee_matmul(x.device, wide, narrow=narrow_x):
+        with ieee_matmul(x.device, dtype, narrow=is_narrow_x):
             a = x.mT @ x
-        with ieee_matmul(d.device, wide, narrow=narrow_d):
+        with ieee_matmul(d.device, dtype, narrow=is_narrow_d):
             g = d.mT @ d
         return {"A": a.unsqueeze(1), "G": g.unsqueeze(1)}, live.count
+
+
+def _record_length(staged: StagedStatistics) -> int:
+    """Length of a layer's records: the rows of A, and the numbers of each group."""
+    return 1 + staged.shape.numbers * staged.shape.groups
 
 
 # ------------------------------------------------------------------------ which rows take part
 
 
-def look_at_rows(pairs: Sequence[Pair], ended: bool) -> None:
-    """Find the rows with a gradient, if it is not known that all of them take part."""
+def find_rows_with_gradient(pairs: Sequence[Pair], pass_is_over: bool) -> None:
+    """Record in the pairs' groups which rows have a gradient, where this may decide anything."""
     groups: list[RowGroup] = []
     gradients: list[Tensor] = []
     for pair in pairs:
-        if pair.gradient is None or pair.group.certain:
+        if pair.gradient is None or pair.group.all_take_part:
             continue
-        if not ended or pair.pass_rows.masked(pair.group):
+        if not pass_is_over or pair.backward_pass.may_leave_out_rows(pair.group):
             groups.append(pair.group)
             gradients.append(pair.gradient)
+
+    # The gradients of layers that see the same rows are read as one stack.
     if groups:
-        equal = zip(groups, gradients, strict=True)
-        keys = [(id(group), d.shape, d.dtype, d.device) for group, d in equal]
+        keys: list[Hashable] = []
+        for group, d in zip(groups, gradients, strict=True):
+            keys.append((id(group), d.shape, d.dtype, d.device))
         sizes = [d.numel() for d in gradients]
-        for together in group_equal(keys, sizes, max_stacked_elements(gradients[0].device)):
-            mask = as_stack([gradients[i] for i in together]).any(-1)
-            alive = mask[0] if len(together) == 1 else mask.any(0)
-            groups[together[0]].add(LiveRows(alive, 0))
-    if not ended:
-        _read_rows({id(pair.group): pair.group for pair in pairs}.values())
+        max_size = max_stacked_elements(gradients[0].device)
+        for members in group_equal(keys, sizes, max_size):
+            mask = as_stack([gradients[i] for i in members]).any(-1)
+            has_gradient = mask[0] if len(members) == 1 else mask.any(0)
+            groups[members[0]].add(LiveRows(has_gradient, 0))
+    if not pass_is_over:
+        by_id = {id(pair.group): pair.group for pair in pairs}
+        _read_complete_groups(by_id.values())
 
 
-def _read_rows(groups: Iterable[RowGroup]) -> None:
-    """Read which groups' rows have all had a gradient; a device is read once."""
-    unknown = [(group, group.alive) for group in groups if group.alive is not None]
-    if unknown:
-        device = unknown[0][1].device
-        flags = torch.stack([alive.all().to(device) for _, alive in unknown])
-        for (group, _), everything in zip(unknown, flags.tolist(), strict=True):
-            if everything:
-                group.add(all_rows(group.number))
+def _read_complete_groups(groups: Iterable[RowGroup]) -> None:
+    """Read from the device, once, which groups have a gradient in each row by now."""
+    unknown: list[RowGroup] = []
+    masks: list[Tensor] = []
+    for group in groups:
+        if group.has_gradient is not None:
+            unknown.append(group)
+            masks.append(group.has_gradient)
+    if not unknown:
+        return
+    device = masks[0].device
+    flags = torch.stack([mask.all().to(device) for mask in masks])
+    for group, is_complete in zip(unknown, flags.tolist(), strict=True):
+        if is_complete:
+            group.add(all_rows(group.num_rows))
 
 
-def part_of(live: LiveRows, index: Tensor | None) -> LiveRows:
-    """Those among the rows of an index; None for all."""
+def select_rows(live: LiveRows, index: Tensor | None) -> LiveRows:
+    """Those of a group's live rows that are in an index. None stands for all rows."""
     if index is None:
         return live
     return all_rows(len(index)) if live.mask is None else rows_in(live.mask[index])
 
 
-def split(pair: Pair) -> tuple[ReadyPair, list[Pair]]:
-    """The rows of a pair with a gradient so far, and the others, which are kept."""
+def split_pair(pair: Pair) -> tuple[ReadyPair, list[Pair]]:
+    """Split a pair into the rows with a gradient so far, and a pair of the others, if any."""
     group = pair.group
-    live = pair.pass_rows.alive(group)
+    live = pair.backward_pass.rows_with_gradient(group)
     ready = ReadyPair(pair, live)
-    if live.mask is None or group.selected:
+    if live.mask is None or group.are_selected:
         return ready, []
     index = (~live.mask).nonzero().squeeze(1)
     leading = len(group.shape)
-    x = pair.x.reshape(group.number, *pair.x.shape[leading:])[index]
+    x = pair.x.reshape(group.num_rows, *pair.x.shape[leading:])[index]
     d = pair.d.new_zeros(()).expand(len(index), *pair.d.shape[leading:])
-    rest = replace(pair, x=x, d=d, index=index, gradient=None, versions=_versions(x, d))
+    rest = replace(pair, x=x, d=d, index=index, gradient=None, versions=_versions_of(x, d))
     return ready, [rest]
-
-
-def _columns(staged: StagedStatistics) -> int:
-    """Numbers in a record."""
-    return 1 + staged.shape.numbers * staged.shape.groups
-
-
-def _tensors(x: Any, d: Tensor) -> tuple[Tensor, ...]:
-    if isinstance(x, Routed):
-        return x.hidden, x.index, x.weights, d
-    return x, d
-
-
-def _versions(x: Any, d: Tensor) -> tuple[int, ...]:
-    return tuple(tensor._version for tensor in _tensors(x, d))
