@@ -904,18 +904,18 @@ the Hessian of the negative loss has its sign
 == measuring/accumulators.py
 each call of a layer has a square of its own
   <-  measure_terms::eigenvalues_are_of_all_calls_of_a_layer
-    if len(kept) >= self._calls[layer]:  =>  if True:
+    if len(pairs) >= self._num_calls[layer]:  =>  if True:
 positions that examples share pass for each one's
   <-  measure_terms::positions_that_entries_share_have_no_gradients_of_single_ones
-    if self._is_shared(layer, x):  =>  if False:
+    if self._shares_indices(layer, x):  =>  if False:
 
 == measuring/batches.py
 padding that measure counts  <-  measure::inputs_are_those_of_entries_without_padding
     rows = rows.index_select(0, index)  =>  pass
 terms of ignored labels count  <-  measure_terms::a_label_that_is_ignored_is_no_term
-    if batch.numbers and value  =>  if False and value
+    if batch.term_counts and value  =>  if False and value
 labels sampled for padding  <-  measure::no_label_is_drawn_for_padding
-  -     if index is not None:
+  -     if rows.index is not None:
   -         logits
   +     if False:
   +         logits
@@ -926,18 +926,19 @@ buffers stay as measure leaves them  <-  measure::the_model_is_left_as_it_was
 
 == measuring/measure.py
 an A that is a mean over terms  <-  measure::pairs_and_corrected_eigenvalues_are_those_of_entries
-    counts = all_rows[name] if factor == "A" else [all_terms]  =>  counts = [all_terms]
+    divisors = rows[name] if factor == "A" else [terms]  =>  divisors = [terms]
 terms of a batch that is repeated for FSDP2
   <-  measure_ranks::processes_find_the_same_together
-    (number if counts else 0)  =>  number
+  -                     if has_batch:
+  +                     if True:
 
 == measuring/sums.py
 sums in the host's memory are of the last batch
   <-  measure::the_hosts_memory_changes_nothing
-    sums[key].add_(part) if key in sums else part  =>  part
+    if key in sums:  =>  if False:
 sums that come after their turn in the last batch are lost
   <-  measure_ranks::layers_that_a_process_does_not_call_do_not_hold_up_others
-  -         self._send(len(self._order))
+  -         self._send_until(len(self._order))
   -         return
   +         return
 

@@ -186,7 +186,7 @@ def on_paper(config: dict[str, Any], inputs: bool, ranks: int) -> dict[str, floa
     """Bytes of all triangles, of a process's by owner, and of the largest layer's products."""
     with torch.device("meta"):
         model = llama(**config)
-    layers, _ = find_layers(model, ["*layers*"], inputs, 1)
+    layers = find_layers(model, ["*layers*"], inputs, 1).layers
     costs, largest = [], 0
     for layer in layers:
         letters = "A" if inputs else layer.shape.factor_names

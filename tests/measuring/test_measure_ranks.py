@@ -182,7 +182,7 @@ def test_fsdps_data_may_end_first_but_not_before_they_begin(world: World) -> Non
     for found in world.run(ended, 2, "between"):
         close(found["0", "A"][0], rows.mT @ rows / 12)
     said = world.run(ended, 2, "before")
-    assert all("gave no batch" in each for each in said)
+    assert all("has no batch" in each for each in said)
 
 
 def without(rank: int, ranks: int, moment: str) -> str:

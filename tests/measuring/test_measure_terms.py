@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from second_order import SecondOrderError, SecondOrderWarning, measure
-from second_order.measuring.batches import batch_size_of, entries_of
+from second_order.measuring.batches import batch_tensors, find_batch_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -122,7 +122,7 @@ def test_a_label_that_is_ignored_is_no_term() -> None:
     assert quietly(model, [(x, y)], factors="kfac", loss=labeled).report.examples == 23
     total = {"loss": lambda output, batch: (labeled(output, batch).sum(), 23)}
     assert quietly(model, [(x, y)], factors="kfac", **total).report.examples == 23
-    with pytest.raises(ValueError, match=r"returned 48 terms, and 8 or .* or 23 labels"):
+    with pytest.raises(ValueError, match=r"returned 48 terms, but 8 or .* or 23 labels"):
         measure(model, [(x, y)], factors="kfac", loss=unreduced, progress=False)
 
 
@@ -235,8 +235,8 @@ def test_whose_distribution_is_meant_is_asked() -> None:
     x = torch.randn(5, 3)
     likely = 'likelihood="gaussian"'
     for model, batch, text in (
-        (one, x, f"one class for each row.*{likely}"),
-        (one, (x, torch.randint(2, (5,))), f"one class for each row.*{likely}"),
+        (one, x, f"one class per row.*{likely}"),
+        (one, (x, torch.randint(2, (5,))), f"one class per row.*{likely}"),
         (one, (x, torch.randn(5, 1)), f"targets are torch.float32.*{likely}"),
         (several, (x, torch.randn(5, 2)), f"targets are torch.float32.*{likely}"),
         (several, {"input": x, "labels": torch.ones(5, 2)}, f"targets are torch.float32.*{likely}"),
@@ -348,10 +348,10 @@ def test_how_many_entries_a_batch_has() -> None:
         ([(4,)], 4),
         ([()], 0),
     ):
-        assert batch_size_of(entries_of(zeros(*shapes))) == number, shapes
+        assert find_batch_size(batch_tensors(zeros(*shapes))) == number, shapes
         named = dict(zip("abc", zeros(*shapes), strict=False))
         if shapes[0] != (5, 8, 4):
-            assert batch_size_of(entries_of(named)) == number, shapes
+            assert find_batch_size(batch_tensors(named)) == number, shapes
 
 
 class Scaled(nn.Module):

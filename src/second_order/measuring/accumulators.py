@@ -1,11 +1,15 @@
-"""What is summed over the data: second moments of inputs, of pairs, and EK-FAC's eigenvalues.
+"""Accumulate sums over the data: second moments of inputs, of pairs, and EK-FAC's eigenvalues.
 
-inputs    A += Σ x xᵀ over the rows that count
-pairs     A, and G += Σ d dᵀ over all rows
-ekfac     Λ += Σ_b (Q_Gᵀ ∇_b Q_A)², elementwise, ∇_b = Σ_t d_t x_tᵀ of an example b of the batch,
-          over all rows t of all calls of the layer (George et al. 2018, equation 9)
+    InputAccumulator        A += Σ x xᵀ over the rows of inputs that count
+    PairAccumulator         the same A, and G += Σ d dᵀ over all rows of output gradients
+    EigenvalueAccumulator   Λ += Σ_b (Q_Gᵀ ∇_b Q_A)², elementwise (George et al. 2018, equation 9)
 
-A and G of convolutions are those of Grosse and Martens 2016: A is a sum over an image's locations.
+∇_b = Σ_t d_t x_tᵀ is the gradient of example b of the batch, a sum over the rows t of all calls of
+the layer. A and G of convolutions are those of Grosse & Martens 2016: A sums over the locations of
+an image.
+
+In each batch, ``measure`` calls ``begin_batch``, runs the model, and calls ``end_batch``. Hooks on
+the layers call ``receive`` or ``consume`` in between.
 """
 
 from __future__ import annotations
@@ -28,53 +32,66 @@ from second_order.kronecker.layer_curvature import Eigen
 from second_order.kronecker.layers import CONVOLUTIONS, Form, gram, layout_of, live_rows
 from second_order.kronecker.solvers import ieee_matmul
 from second_order.measuring.batches import Batch
-from second_order.measuring.hooks import capturing_inputs, capturing_pairs
+from second_order.measuring.hooks import capture_inputs, capture_pairs
 from second_order.measuring.layers import Layer
 from second_order.measuring.sums import Sums, full_precision
 
-__all__ = ["Eigenvalues", "Inputs", "Pairs"]
+__all__ = ["EigenvalueAccumulator", "InputAccumulator", "PairAccumulator"]
 
-SHARED = (
+SHARED_INDICES = (
     "all examples of a batch share its indices of shape {shape}, so the gradients of single "
     "examples are not known; give each example its own, for example by position_ids of shape "
     "(examples, positions) in the batch"
 )
-BY_ROW = (
+ROWS_AS_EXAMPLES = (
     "measure: rows of some layers cannot be assigned to examples of a batch, so their corrected "
     "eigenvalues count rows as examples"
 )
+
 CHUNK_BYTES = 2**26
-"""Of the gradients of single examples of a batch that exist at the same time."""
+"""Bound on the memory of the gradients of single examples that exist at the same time: 64 MiB."""
 
 
 class Accumulator:
-    """Adds what the calls of layers contribute, batch by batch.
+    """Adds what the calls of layers contribute to sums, batch by batch.
+
+    Args:
+        layers: The layers to measure.
+        sums: The sums of their matrices.
 
     Attributes:
-        rows: By layer, the number of rows in A's sum; of experts ``(experts,)``, each one's own.
+        rows: By layer, the number of rows in the sum of A. For experts a tensor ``(experts,)`` of
+            the numbers of each.
         failed: By layer, why it has no factors.
+        batch: The current batch.
+        counts: Whether the current batch counts.
     """
+
+    batch: Batch
 
     def __init__(self, layers: Sequence[Layer], sums: Sums) -> None:
         self.layers = list(layers)
         self.sums = sums
+        self.counts = True
         self.rows: dict[str, int | Tensor] = {}
         self.failed: dict[str, str] = {}
-        self.layers_of: dict[nn.Module, list[Layer]] = {}  # fused experts are two layers
+        # A module of fused experts has several layers, one for each of its weights.
+        self._layers_of: dict[nn.Module, list[Layer]] = {}
         for layer in layers:
-            experts = torch.zeros(layer.shape.groups, dtype=torch.int64, device=sums.device)
-            self.rows[layer.name] = experts if layer.shape.routed else 0
+            self.rows[layer.name] = 0
+            if layer.shape.routed:
+                num_experts = layer.shape.groups
+                rows = torch.zeros(num_experts, dtype=torch.int64, device=sums.device)
+                self.rows[layer.name] = rows
             for module in layer.block.modules:
-                self.layers_of.setdefault(module, []).append(layer)
-        self.batch: Batch
-        self.counts = True
+                self._layers_of.setdefault(module, []).append(layer)
 
-    def begin(self, batch: Batch, counts: bool) -> None:
-        """Begin a batch, which may count for nothing."""
+    def begin_batch(self, batch: Batch, counts: bool) -> None:
+        """Begin a batch. With ``counts=False`` its inputs and pairs are ignored."""
         self.batch = batch
         self.counts = counts
 
-    def end(self) -> None:
+    def end_batch(self) -> None:
         """End a batch. Collective with ``keep="owner"``."""
         self.sums.end_batch()
 
@@ -82,95 +99,108 @@ class Accumulator:
 # ------------------------------------------------------------------------------------------ inputs
 
 
-class Inputs(Accumulator):
-    """A of layers, by forward passes."""
+class InputAccumulator(Accumulator):
+    """Accumulates A of layers, from forward passes."""
 
     @contextmanager
-    def capturing(self, model: nn.Module, is_sharded: bool) -> Iterator[None]:
-        """Capture the inputs of the layers in a block."""
-        with capturing_inputs(self.layers_of, self.take):
+    def capture(self, model: nn.Module, is_sharded: bool) -> Iterator[None]:
+        """Capture the inputs of the layers within the block. There is no backward pass."""
+        with capture_inputs(self._layers_of, self.receive):
             yield None
 
-    def take(self, module: nn.Module, x: Any) -> None:
-        """Add the input of a call."""
+    def receive(self, module: nn.Module, x: Any) -> None:
+        """Add the input of a call of a module."""
         if not self.counts:
             return
-        layers = self.layers_of[module]
+        layers = self._layers_of[module]
         if isinstance(x, Routed):
-            # Add the rows that each of the fused experts multiplies.
-            routed, _, _ = x.rows(module, self.batch.rows.mask_of(x.hidden))
-            for layer in layers:
-                rows = routed.of[layer.weight_name].to(self.sums.dtype)
-                by_expert = rows.unsqueeze(0).split(routed.counts, dim=1)
-                with full_precision(rows.device):
-                    a = torch.cat([gram(each) for each in by_expert])
-                self.rows[layer.name] += torch.tensor(routed.counts, device=a.device)
-                self.sums.add((layer.name, "A"), a)
+            self._add_routed(layers, module, x)
             return
         (layer,) = layers
         if not isinstance(x, Tensor):
-            raise SecondOrderError(f"layer {layer.name!r} was not called with one tensor")
-        if x.shape[-1] == layer.shape.dims["A"]:  # else the model itself will raise
-            rows, number = self.batch.rows.pick(x)
-            self.rows[layer.name] += number
+            raise SecondOrderError(
+                f"layer {layer.name!r} was not called with one tensor; leave it out with layers="
+            )
+        # If the input does not have the size of the layer, the model itself will raise.
+        if x.shape[-1] == layer.shape.dims["A"]:
+            rows = self.batch.rows.gather(x)
+            self.rows[layer.name] += len(rows)
             self.sums.add_gram((layer.name, "A"), to_compute_dtype(rows))
+
+    def _add_routed(self, layers: Sequence[Layer], module: nn.Module, x: Routed) -> None:
+        """Add the rows that each of the fused experts multiplies."""
+        routed, _, _ = x.rows(module, self.batch.rows.token_mask(x.hidden))
+        for layer in layers:
+            rows = routed.of[layer.weight_name].to(self.sums.dtype)
+            rows_by_expert = rows.unsqueeze(0).split(routed.counts, dim=1)
+            with full_precision(rows.device):
+                a = torch.cat([gram(expert_rows) for expert_rows in rows_by_expert])
+            self.rows[layer.name] += torch.tensor(routed.counts, device=a.device)
+            self.sums.add((layer.name, "A"), a)
 
 
 # ------------------------------------------------------------------------------------------- pairs
 
 
-class Pairs(Accumulator):
-    """A and G of layers; a consumer of :class:`~second_order.kronecker.capture.Capture`."""
+class PairAccumulator(Accumulator):
+    """Accumulates A and G of layers, from pairs of inputs and output gradients."""
 
     @contextmanager
-    def capturing(self, model: nn.Module, is_sharded: bool) -> Iterator[Callable[[Tensor], None]]:
-        """Capture the pairs of the layers in a block; yields what runs the backward pass."""
-        modules = list(self.layers_of)
-        with capturing_pairs(model, is_sharded, modules, self) as (backward, missed):
-            yield backward
-            for module, why in missed.items():
-                self.failed |= {layer.name: why for layer in self.layers_of.get(module, ())}
+    def capture(self, model: nn.Module, is_sharded: bool) -> Iterator[Callable[[Tensor], None]]:
+        """Capture the pairs of the layers within the block; yield the backward function."""
+        modules = list(self._layers_of)
+        with capture_pairs(model, is_sharded, modules, consumer=self) as captured:
+            yield captured.backward
+            for module, reason in captured.missed.items():
+                for layer in self._layers_of.get(module, ()):
+                    self.failed[layer.name] = reason
 
     def wants(self, module: nn.Module) -> bool:
-        """Whether pairs of a module are wanted."""
-        return module in self.layers_of and self.counts
+        """Return whether to capture pairs of a module."""
+        return module in self._layers_of and self.counts
 
     def count_call(self, module: nn.Module) -> None:
-        """See a call of a module in a forward pass."""
+        """Do nothing: only eigenvalues depend on the number of calls."""
 
-    def consume(self, module: nn.Module, x: Any, d: Tensor, *_: Any, **__: Any) -> None:
+    def consume(self, module: nn.Module, x: Any, d: Tensor, pass_id: int, again: bool) -> None:
         """Add a pair."""
-        for layer in self.layers_of[module]:
-            if self._is_shared(layer, x):
-                self.failed[layer.name] = SHARED.format(shape=tuple(x.shape))
-            self._add(layer, module, x, d)
+        for layer in self._layers_of[module]:
+            if self._shares_indices(layer, x):
+                self.failed[layer.name] = SHARED_INDICES.format(shape=tuple(x.shape))
+            self._add_pair(layer, module, x, d)
 
-    def _is_shared(self, layer: Layer, x: Any) -> bool:
-        """Whether all examples of a batch share an embedding's indices, such as positions.
+    def _shares_indices(self, layer: Layer, x: Any) -> bool:
+        """Return whether all examples of a batch share an embedding's indices, as of positions.
 
-        Else their first dimension is that of the batch, or there are as many as a tensor of the
-        batch has elements.
+        They have their own indices if the first dimension is that of the batch, or if there are as
+        many indices as a tensor of the batch has elements.
         """
         if not layer.shape.diagonal_a or self.batch.size < 2:
             return False
-        known_sizes = {shape.numel() for shape in self.batch.shapes}
-        return len(x) != self.batch.size and x.numel() not in known_sizes
+        batch_numels = {shape.numel() for shape in self.batch.shapes}
+        return len(x) != self.batch.size and x.numel() not in batch_numels
 
-    def _add(self, layer: Layer, module: nn.Module, x: Any, d: Tensor) -> None:
+    def _add_pair(self, layer: Layer, module: nn.Module, x: Any, d: Tensor) -> None:
         if layer.is_linear(module):
-            rows, number = self.batch.rows.pick(x, homogeneous=layer.has_bias)
-            self.rows[layer.name] += number
+            rows = self.batch.rows.gather(x, homogeneous=layer.has_bias)
+            self.rows[layer.name] += len(rows)
             self.sums.add_gram((layer.name, "A"), rows)
             self.sums.add_gram((layer.name, "G"), d.reshape(-1, d.shape[-1]))
             return
+
+        # Other layers compute their statistics as they do in training. There, rows without a
+        # gradient are padding.
         pair = Pair.widened(module, x, d)
         kind = layer.kind(module)
         live = live_rows(kind.rows_of(module, pair.x, pair.d).gradient)
         form = Form(bias=layer.has_bias, approximation="expand", rows=live)
         with ieee_matmul(d.device):
-            found = kind.statistics(module, pair.x, pair.d, form)
-        self.rows[layer.name] += found.examples if found.routed is None else found.routed.long()
-        for name, factor in found.factors.items():
+            statistics = kind.statistics(module, pair.x, pair.d, form)
+        if statistics.routed is None:
+            self.rows[layer.name] += statistics.examples
+        else:
+            self.rows[layer.name] += statistics.routed.long()
+        for name, factor in statistics.factors.items():
             self.sums.add((layer.name, name), factor)
 
 
@@ -179,7 +209,7 @@ class Pairs(Accumulator):
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """A pair of a module, in float32 at least."""
+    """A pair of a module: the input x and the output gradient d, in float32 or float64."""
 
     module: nn.Module
     x: Any
@@ -187,154 +217,185 @@ class Pair:
 
     @classmethod
     def widened(cls, module: nn.Module, x: Any, d: Tensor) -> Pair:
-        """A pair as it was captured, which may be narrower."""
+        """Return a pair in at least float32. An input of indices keeps its dtype."""
         d = d.to(torch.promote_types(d.dtype, torch.float32))
-        is_real = isinstance(x, Tensor) and x.is_floating_point()
-        return cls(module, x.to(d.dtype) if is_real else x, d)
+        if isinstance(x, Tensor) and x.is_floating_point():
+            x = x.to(d.dtype)
+        return cls(module, x, d)
 
 
-class Eigenvalues(Pairs):
-    """The second moment of the gradients of examples in the eigenbasis of A and G.
+class EigenvalueAccumulator(PairAccumulator):
+    """Accumulates the second moment of the gradients of examples in the eigenbasis of A ⊗ G.
 
-    An example's gradient is that of all calls of a layer. So the pairs of a layer that is called
-    several times are kept until the last of them has come. If the rows of a pair cannot be assigned
-    to examples of the batch, each one counts as an example, with a warning.
+    An example's gradient is a sum over all calls of a layer. Therefore, if a layer is called
+    several times in a forward pass, its pairs are stored until the last one arrives. If the rows of
+    a pair cannot be assigned to examples of the batch, each row counts as an example, with a
+    warning.
+
+    Args:
+        layers: The layers to measure.
+        sums: The sums of their eigenvalues "F".
+        bases: By layer, the eigenvectors of the factors.
     """
 
     def __init__(self, layers: Sequence[Layer], sums: Sums, bases: Mapping[str, Eigen]) -> None:
         super().__init__(layers, sums)
         self._bases = bases
-        self._calls: Counter[Layer] = Counter()  # in this batch
-        self._kept: dict[Layer, list[Pair]] = {}
+        self._num_calls: Counter[Layer] = Counter()  # in this batch
+        self._pairs: dict[Layer, list[Pair]] = {}
 
     def count_call(self, module: nn.Module) -> None:
-        """See a call of a module in a forward pass."""
-        self._calls.update(self.layers_of.get(module, ()))
+        """Count a call of a module in a forward pass."""
+        self._num_calls.update(self._layers_of.get(module, ()))
 
-    def consume(self, module: nn.Module, x: Any, d: Tensor, *_: Any, **__: Any) -> None:
-        """Keep a pair, or add the layer's if it is the last."""
+    def consume(self, module: nn.Module, x: Any, d: Tensor, pass_id: int, again: bool) -> None:
+        """Store a pair. If it is the last one of the layer, add the squares of its gradients."""
         pair = Pair.widened(module, x, d)
-        for layer in self.layers_of[module]:
-            kept = self._kept.setdefault(layer, [])
-            kept.append(pair)
-            if len(kept) >= self._calls[layer]:
-                self._add_squares(layer, self._kept.pop(layer))
+        for layer in self._layers_of[module]:
+            pairs = self._pairs.setdefault(layer, [])
+            pairs.append(pair)
+            if len(pairs) >= self._num_calls[layer]:
+                self._add_squares(layer, self._pairs.pop(layer))
 
-    def end(self) -> None:
-        """End a batch, with the pairs of layers of which some calls have no gradient."""
-        for layer in list(self._kept):
-            self._add_squares(layer, self._kept.pop(layer))
-        self._calls.clear()
-        super().end()
+    def end_batch(self) -> None:
+        """Add the pairs of layers with a call without a gradient, and end the batch."""
+        for layer in list(self._pairs):
+            self._add_squares(layer, self._pairs.pop(layer))
+        self._num_calls.clear()
+        super().end_batch()
 
     def _add_squares(self, layer: Layer, pairs: Sequence[Pair]) -> None:
         """Add the squares of the rotated gradients of all examples of a batch."""
-        size = self.batch.size
-        by_example = [pair for pair in pairs if self._num_examples(layer, pair) == size]
-        groups = [(size, by_example)] if by_example else []
+        # Pairs with the same examples belong together. Others are groups by themselves.
+        batch_size = self.batch.size
+        groups: list[ExampleGroup] = []
+        by_example = [pair for pair in pairs if self._num_examples(layer, pair) == batch_size]
+        if by_example:
+            groups.append(ExampleGroup(batch_size, by_example))
         for pair in pairs:
-            if pair not in by_example:
-                warnings.warn(BY_ROW, SecondOrderWarning, stacklevel=2)
-                groups.append((self._num_examples(layer, pair), [pair]))
-        all_linear = all(layer.is_linear(pair.module) for pair in pairs)
-        squares = _squares_of_rows if all_linear else _squares_of_gradients
+            num_examples = self._num_examples(layer, pair)
+            if num_examples != batch_size:
+                warnings.warn(ROWS_AS_EXAMPLES, SecondOrderWarning, stacklevel=2)
+                groups.append(ExampleGroup(num_examples, [pair]))
+
+        # If the layer is a Linear, rows are rotated, and otherwise gradients.
+        basis = self._bases[layer.name]
+        is_linear = all(layer.is_linear(pair.module) for pair in pairs)
+        compute_squares = _squares_of_rows if is_linear else _squares_of_gradients
         with torch.no_grad(), full_precision(pairs[0].d.device):
-            for examples, group in groups:
-                total = squares(layer, self._bases[layer.name], group, examples)
-                self.sums.add((layer.name, "F"), total)
+            for group in groups:
+                self.sums.add((layer.name, "F"), compute_squares(layer, basis, group))
 
     def _num_examples(self, layer: Layer, pair: Pair) -> int:
-        """The number of examples that the rows of a pair belong to.
+        """Return the number of examples that the rows of a pair belong to.
 
-        If there is no multiple of the batch size of rows, each row counts as an example.
+        If the number of rows is not a multiple of the batch size, each row counts as an example.
         """
-        size = self.batch.size
-        rows = pair.d.numel() // pair.d.shape[-1]
-        leading = pair.d.shape[_batch_dim(layer, pair)]
-        in_rows = layer.is_linear(pair.module) or layer.shape.diagonal_a
-        if in_rows and leading == 1:
-            leading = rows
-        if size and leading % size == 0:
-            return size
-        return rows if in_rows else leading
+        batch_size = self.batch.size
+        num_rows = pair.d.numel() // pair.d.shape[-1]
+        size = pair.d.shape[_batch_dim(pair)]
+        has_rows = layer.is_linear(pair.module) or layer.shape.diagonal_a
+        if has_rows and size == 1:
+            size = num_rows
+        if batch_size and size % batch_size == 0:
+            return batch_size
+        return num_rows if has_rows else size
 
 
-def _batch_dim(layer: Layer, pair: Pair) -> int:
-    """The dimension of the examples of a pair that is no matrix's."""
+@dataclass(frozen=True, eq=False)
+class ExampleGroup:
+    """Pairs of a layer whose rows belong to the same examples."""
+
+    num_examples: int
+    pairs: Sequence[Pair]
+
+
+def _batch_dim(pair: Pair) -> int:
+    """Return the dimension of the examples, unless the gradient is a matrix."""
+    # The first dimension of the in-projection of an attention may be q, k and v.
     is_attention = isinstance(pair.module, nn.MultiheadAttention)
-    return int(is_attention and pair.d.dim() > 3)  # 1 if q, k and v come first
+    return 1 if is_attention and pair.d.dim() > 3 else 0
 
 
-def _squares_of_rows(layer: Layer, basis: Eigen, pairs: Sequence[Pair], examples: int) -> Tensor:
-    """Λ of a Linear, from rows ``(..., in)`` and ``(..., out)``."""
-    a = cast(Tensor, basis["A"][1])
-    g = cast(Tensor, basis["G"][1])
-    total = pairs[0].d.new_zeros(1, g.shape[-1], a.shape[-1])
-    with_rows = [pair for pair in pairs if pair.d.numel()]
-    if not with_rows:
+def _squares_of_rows(layer: Layer, basis: Eigen, group: ExampleGroup) -> Tensor:
+    """Return Λ of a Linear, ``(1, out, in)``, from rows ``(..., in)`` and ``(..., out)``."""
+    q_a = cast(Tensor, basis["A"][1])
+    q_g = cast(Tensor, basis["G"][1])
+    total = group.pairs[0].d.new_zeros(1, q_g.shape[-1], q_a.shape[-1])
+    pairs = [pair for pair in group.pairs if pair.d.numel()]
+    if not pairs:
         return total
 
-    # Rotate the rows, which are fewer numbers than the gradients.
-    x = torch.cat([p.x.reshape(examples, -1, p.x.shape[-1]) for p in with_rows], dim=1)
-    d = torch.cat([p.d.reshape(examples, -1, p.d.shape[-1]) for p in with_rows], dim=1)
-    a = a[0].to(x)
-    x = x @ a[:-1] + a[-1] if layer.has_bias else x @ a
-    d = d @ g[0].to(d)
+    # Rotate the rows x Q_A and d Q_G, which have fewer entries than the gradients. With a bias, the
+    # last row of Q_A belongs to the 1 that is appended to x.
+    num_examples = group.num_examples
+    x = torch.cat([p.x.reshape(num_examples, -1, p.x.shape[-1]) for p in pairs], dim=1)
+    d = torch.cat([p.d.reshape(num_examples, -1, p.d.shape[-1]) for p in pairs], dim=1)
+    q_a = q_a[0].to(x)
+    x = x @ q_a[:-1] + q_a[-1] if layer.has_bias else x @ q_a
+    d = d @ q_g[0].to(d)
+
+    # With one row per example, (d xᵀ)² = d² (x²)ᵀ.
     if d.shape[1] == 1:
         return (d[:, 0].square().mT @ x[:, 0].square()).unsqueeze(0)
-    chunk = max(1, CHUNK_BYTES // total.nbytes)
-    for xs, ds in zip(x.split(chunk), d.split(chunk), strict=True):
-        total[0].add_((ds.mT @ xs).square_().sum(0))
+
+    # Otherwise sum over the rows of each example before squaring.
+    chunk_size = max(1, CHUNK_BYTES // total.nbytes)
+    for x_chunk, d_chunk in zip(x.split(chunk_size), d.split(chunk_size), strict=True):
+        total[0].add_((d_chunk.mT @ x_chunk).square_().sum(0))
     return total
 
 
-def _squares_of_gradients(
-    layer: Layer, basis: Eigen, pairs: Sequence[Pair], examples: int
-) -> Tensor:
-    """Λ of a layer of any kind, from one example of the batch after the other."""
-    a = basis["A"][1]
-    g = cast(Tensor, basis["G"][1])
-    total = g.new_zeros(layer.shape.gradient_size, device=pairs[0].d.device)
-    for parts in zip(*(_split(layer, pair, examples) for pair in pairs), strict=True):
-        gradient = torch.stack([_gradient(layer, part) for part in parts]).sum(0)
-        rotated = g.to(gradient).mT @ gradient
-        if a is not None:
-            rotated = rotated @ a.to(gradient)
+def _squares_of_gradients(layer: Layer, basis: Eigen, group: ExampleGroup) -> Tensor:
+    """Return Λ ``(groups, out, in)`` of a layer of any kind, from one example after the other."""
+    q_a = basis["A"][1]
+    q_g = cast(Tensor, basis["G"][1])
+    total = q_g.new_zeros(layer.shape.gradient_size, device=group.pairs[0].d.device)
+    split_pairs = [_split_examples(pair, group.num_examples) for pair in group.pairs]
+    for example_pairs in zip(*split_pairs, strict=True):
+        gradients = [_gradient(layer, pair) for pair in example_pairs]
+        gradient = torch.stack(gradients).sum(0)
+        rotated = q_g.to(gradient).mT @ gradient
+        if q_a is not None:
+            rotated = rotated @ q_a.to(gradient)
         total.add_(rotated.square())
     return total
 
 
-def _split(layer: Layer, pair: Pair, examples: int) -> list[Pair]:
-    """The parts of a pair that belong to single examples."""
-    dim = _batch_dim(layer, pair)
-    each = max(1, pair.d.shape[dim] // max(examples, 1))
+def _split_examples(pair: Pair, num_examples: int) -> list[Pair]:
+    """Split a pair into one pair for each example."""
+    dim = _batch_dim(pair)
+    size = max(1, pair.d.shape[dim] // max(num_examples, 1))
+    ds = pair.d.split(size, dim)
+    xs: Sequence[Any]
     if isinstance(pair.x, Routed):
-        tensors = (pair.x.hidden, pair.x.index, pair.x.weights)
-        xs: Sequence[Any] = [
-            Routed(*part) for part in zip(*(t.split(each) for t in tensors), strict=True)
-        ]
+        hidden = pair.x.hidden.split(size, dim)
+        index = pair.x.index.split(size, dim)
+        weights = pair.x.weights.split(size, dim)
+        xs = [Routed(*parts) for parts in zip(hidden, index, weights, strict=True)]
     else:
-        xs = pair.x.split(each, dim)
-    return [Pair(pair.module, x, d) for x, d in zip(xs, pair.d.split(each, dim), strict=True)]
+        xs = pair.x.split(size, dim)
+    return [Pair(pair.module, x, d) for x, d in zip(xs, ds, strict=True)]
 
 
 def _gradient(layer: Layer, pair: Pair) -> Tensor:
-    """The gradient of a layer's parameters as a matrix ``(groups, out, in)``."""
+    """Return the gradient of a layer's parameters as a matrix ``(groups, out, in)``."""
     gradients = [layer.kind(pair.module).gradient(pair.module, pair.x, pair.d)]
     if layer.has_bias:
         gradients.append(_bias_gradient(layer, pair))
-    sizes = [shape.numel() for shape in layer.shapes.values()]
-    return to_matrices(gradients, layout_of(layer.shape, sizes))
+    numels = [shape.numel() for shape in layer.shapes.values()]
+    return to_matrices(gradients, layout_of(layer.shape, numels))
 
 
 def _bias_gradient(layer: Layer, pair: Pair) -> Tensor:
+    """Return the gradient of a layer's bias: the sum of the output gradients."""
     d = pair.d
     if isinstance(pair.x, Routed):
         _, routed = pair.x.pairs(pair.module, d)
-        by_expert = routed.of[layer.weight_name].split(routed.counts)
-        return torch.stack([rows.sum(0) for rows in by_expert])
+        rows_by_expert = routed.of[layer.weight_name].split(routed.counts)
+        return torch.stack([rows.sum(0) for rows in rows_by_expert])
     if isinstance(pair.module, CONVOLUTIONS):
         return d.flatten(2).sum((0, 2))
-    if _batch_dim(layer, pair) == 1:
+    if _batch_dim(pair) == 1:
         return d.flatten(1, -2).sum(1).flatten()
     return d.reshape(-1, d.shape[-1]).sum(0)

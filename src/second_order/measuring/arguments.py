@@ -1,4 +1,4 @@
-"""Checks of the arguments of ``measure``, each with what to write instead."""
+"""Check the arguments of ``measure``. Each error says what to write instead."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
 from second_order.measuring.batches import Likelihood
-from second_order.measuring.hooks import unwrapped
+from second_order.measuring.hooks import unwrap_model
 from second_order.measuring.sums import Keep
 from second_order.utils.checks import check_choice
 
-__all__ = ["Factors", "check_arguments", "patterns_of"]
+__all__ = ["Factors", "check_arguments", "parse_patterns"]
 
 Factors: TypeAlias = Literal["inputs", "kfac", "ekfac"]
 
 POSITIONS_FIRST = (
-    'factors="ekfac" needs the gradients of single examples, and layer {name!r} has positions '
+    'factors="ekfac" needs the gradients of single examples, but layer {name!r} has positions '
     'before examples; make it with batch_first=True, or use factors="kfac"'
 )
 
 
-def patterns_of(layers: Any) -> list[str] | None:
-    """The patterns in ``layers=``, of which there may be just one; None for all layers.
+def parse_patterns(layers: Any) -> list[str] | None:
+    """Return the patterns of ``layers=``, which may be a single one; None for all layers.
 
     Raises:
-        TypeError: For modules and classes.
+        TypeError: If there are modules or classes instead of names.
     """
     if layers is None:
         return None
-    # Some modules are iterable.
-    is_iterable = isinstance(layers, Iterable) and not isinstance(layers, (str, type, nn.Module))
-    patterns = list(layers) if is_iterable else [layers]
+    if isinstance(layers, (str, type, nn.Module)) or not isinstance(layers, Iterable):
+        layers = [layers]  # a Sequential is iterable, but its layers are not patterns
+    patterns = list(layers)
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(
-                f"layers= takes names of modules or of their classes, as strings, and not "
-                f'{_short(pattern)}; write layers=["Linear"], or names of modules'
+                f"layers= takes names of modules or classes as strings, not "
+                f'{_describe(pattern)}; write layers=["Linear"], or names of modules'
             )
     return patterns
 
@@ -47,11 +47,11 @@ def patterns_of(layers: Any) -> list[str] | None:
 def check_arguments(
     model: Any, loader: Any, factors: str, loss: Any, likelihood: Any, keep: str
 ) -> None:
-    """Raise unless the arguments are what their names say, and fit each other.
+    """Check that the arguments have the right types and fit each other.
 
     Raises:
-        TypeError: If one is something else.
-        ValueError: If a value is not one of those that there are.
+        TypeError: If an argument has the wrong type.
+        ValueError: If a value is not among the choices, or if two arguments exclude each other.
     """
     _check_model_and_loader(model, loader)
     check_choice("factors", factors, get_args(Factors))
@@ -60,55 +60,69 @@ def check_arguments(
         check_choice("likelihood", likelihood, get_args(Likelihood))
     if loss is not None:
         if factors == "inputs":
-            raise ValueError('factors="inputs" takes no loss=: A is of inputs alone; use "kfac"')
+            raise ValueError(
+                'factors="inputs" takes no loss=, because A depends on inputs only; use "kfac" for '
+                "G, or leave loss out"
+            )
         _check_loss(loss)
     if factors == "ekfac":
-        if hasattr(loader, "__next__"):
-            raise ValueError(
-                'the loader can be iterated over only once, and factors="ekfac" takes a second '
-                "pass: give a list of batches, or a DataLoader"
-            )
-        for name, module in unwrapped(model).named_modules():
-            if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and not module.batch_first:
-                raise ValueError(POSITIONS_FIRST.format(name=name))
+        _check_ekfac(model, loader)
+
+
+def _check_ekfac(model: nn.Module, loader: Any) -> None:
+    """Check that a second pass is possible, and that examples come first in all tensors."""
+    if hasattr(loader, "__next__"):
+        raise ValueError(
+            'the loader can be iterated over only once, but factors="ekfac" needs a second pass; '
+            "pass a list of batches, or a DataLoader"
+        )
+    for name, module in unwrap_model(model).named_modules():
+        if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and not module.batch_first:
+            raise ValueError(POSITIONS_FIRST.format(name=name))
 
 
 def _check_model_and_loader(model: Any, loader: Any) -> None:
+    """Check the types, and catch a single batch that was passed as a loader."""
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"model={_short(model)} is not a torch.nn.Module; write measure(model, loader)"
+            f"model={_describe(model)} is not a torch.nn.Module; write measure(model, loader)"
         )
     if isinstance(loader, Mapping):
-        raise TypeError(f"loader={_short(loader)} looks like a single batch; write [batch]")
+        raise TypeError(f"loader={_describe(loader)} looks like a single batch; write [batch]")
     if isinstance(loader, nn.Module) or not hasattr(loader, "__iter__"):
         raise TypeError(
-            f"loader={_short(loader)} cannot be iterated over; pass a DataLoader, or a list of "
+            f"loader={_describe(loader)} cannot be iterated over; pass a DataLoader, or a list of "
             f"batches"
         )
-    if isinstance(loader, (tuple, list)) and len(loader) == 2:
-        x, y = loader
-        if not (isinstance(x, Tensor) and isinstance(y, Tensor) and x.dim() and y.dim()):
-            return
-        if len(x) == len(y) and (x.dtype, x.shape) != (y.dtype, y.shape):
-            raise TypeError(
-                f"loader={_short(loader)} of tensors {tuple(x.shape)} and {tuple(y.shape)} looks "
-                f"like inputs and targets, but would be two batches; write [(x, y)], or "
-                f"DataLoader(TensorDataset(x, y), batch_size=64)"
-            )
+    if not isinstance(loader, (tuple, list)) or len(loader) != 2:
+        return
+
+    # Two batches of inputs have the same dtype and shape. Inputs and targets do not.
+    x, y = loader
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor) or not x.dim() or not y.dim():
+        return
+    if len(x) == len(y) and (x.dtype, x.shape) != (y.dtype, y.shape):
+        raise TypeError(
+            f"loader={_describe(loader)} of tensors {tuple(x.shape)} and {tuple(y.shape)} looks "
+            f"like inputs and targets, but would be two batches; write [(x, y)], or "
+            f"DataLoader(TensorDataset(x, y), batch_size=64)"
+        )
 
 
 def _check_loss(loss: Any) -> None:
-    """Raise for torch's own losses, which take the target instead of the batch."""
+    """Refuse the losses of torch, which take the target instead of the batch."""
     function = loss.func if isinstance(loss, functools.partial) else loss
     if isinstance(function, _Loss) or function in vars(nn.functional).values():
         name = getattr(function, "__name__", type(function).__name__)
         raise TypeError(
-            f"loss={name} takes (output, target), and measure calls loss(output, batch); write "
-            f'loss=lambda output, batch: criterion(output, batch[1]), or batch["labels"] of a '
-            f'mapping, with the criterion\'s reduction="none"'
+            f"loss={name} takes (output, target), but measure calls loss(output, batch); write "
+            f'loss=lambda output, batch: criterion(output, batch[1]), or batch["labels"] if the '
+            f'batch is a mapping, with reduction="none" for the criterion'
         )
 
 
-def _short(value: Any) -> str:
-    """The name of a class, or of a value's class, on one line."""
-    return value.__name__ if isinstance(value, type) else f"{type(value).__name__}(...)"
+def _describe(value: Any) -> str:
+    """Return the name of a class, or "Class(...)" for another value."""
+    if isinstance(value, type):
+        return value.__name__
+    return f"{type(value).__name__}(...)"

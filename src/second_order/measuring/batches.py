@@ -1,12 +1,13 @@
-"""A batch of the loader: the call of the model, the rows that count, and the loss terms.
+"""Read a batch of the loader: call the model, find the rows that count, and sum the loss terms.
 
-Padding does not count. A mask of the batch's examples and positions decides which rows of a
-layer's input are padding. It applies to every tensor whose first dimensions are those of the mask,
-flattened or not. Masks are read on the host, before the batch moves to the model's device, so that
-the host never synchronizes with the device.
+Padding does not count. A mask of shape ``(examples, ...)`` says which positions of a batch are
+padding. It applies to every layer input whose leading dimensions are those of the mask, flattened
+or not. Masks are read on the host, before the batch moves to the model's device, so that the host
+never synchronizes with the device.
 
-All terms that a loss returns count, also if they are zero: the cross-entropy of a confident example
-is exactly 0 in float32. If labels or masks say that fewer count, the loss is refused.
+All terms that a loss returns count, even if they are zero, because the cross-entropy of a confident
+prediction is exactly 0 in float32. If labels or masks say that fewer terms count, the loss is
+refused.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ __all__ = [
     "Call",
     "Likelihood",
     "Loss",
+    "LossTerms",
     "Mask",
     "Rows",
-    "batch_size_of",
+    "batch_tensors",
     "call_model",
-    "entries_of",
-    "loss_terms",
-    "move",
+    "find_batch_size",
+    "move_to_device",
     "read_batch",
-    "sampled_terms",
+    "sample_loss_terms",
+    "sum_loss_terms",
 ]
 
 Call: TypeAlias = Callable[[nn.Module, Any], Any]
@@ -44,74 +46,78 @@ Loss: TypeAlias = Callable[[Any, Any], Any]
 Mask: TypeAlias = Callable[[Any], Any]
 Likelihood: TypeAlias = Literal["categorical", "bernoulli", "gaussian"]
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """The label that torch's losses ignore."""
 
-NO_MASK = "measure: no mask of the batch fits rows of shape {shape}: all of these count"
+NO_MASK_FITS = "measure: no mask of the batch fits rows of shape {shape}, so all of them count"
 UNREDUCED = (
-    'return the losses of all terms, as cross_entropy(..., reduction="none") gives them, or their '
-    "sum and number as (sum, number)"
+    'return the losses of all terms, as cross_entropy(..., reduction="none") does, or their sum '
+    "and number as (sum, number)"
 )
-MASK_OF_POSITIONS = (
-    "the batch's attention_mask of shape {shape} is no mask of examples and positions that is 1 "
-    "where a position counts; pass mask=lambda batch: ..., of shape (examples, positions)"
+NOT_A_POSITION_MASK = (
+    "the batch's attention_mask of shape {shape} is not a mask of shape (examples, positions) that "
+    "is 1 where a position counts; pass mask=lambda batch: ..., which returns one"
 )
 FLOAT_TARGETS = (
-    "the batch's targets are {dtype}, which are not labels of classes: choose what labels are "
-    'sampled from the outputs. likelihood="gaussian" is for regression, "bernoulli" for targets '
-    'of 0 and 1, "categorical" if the outputs are logits of classes'
+    "the batch's targets are {dtype}, so they are not class labels; choose the distribution of "
+    'sampled labels: likelihood="gaussian" for regression, "bernoulli" for targets of 0 and 1, '
+    '"categorical" if the outputs are logits of classes'
 )
 ONE_CLASS = (
-    "the model's output has the shape {shape}, one class for each row: its labels are certain, and "
-    'F is zero. For regression write likelihood="gaussian", for one binary logit '
+    "the model's output has shape {shape}, which is one class per row, so that labels are certain "
+    'and F is zero; for regression write likelihood="gaussian", for a binary logit '
     'likelihood="bernoulli"'
 )
-WHICH_CLASSES = (
-    "the model's output has the shape {shape}, and the batch's labels do not say which dimension "
-    "the classes are: return rows of logits from call=lambda model, batch: ..., which are "
-    "output.movedim(1, -1).flatten(0, -2) if the classes are dimension 1, and output.flatten(0, "
-    '-2) if they are the last; or give likelihood="bernoulli" or "gaussian"'
+UNKNOWN_CLASS_DIMENSION = (
+    "the model's output has shape {shape}, and the batch's labels do not say which dimension the "
+    "classes are; return rows of logits from call=lambda model, batch: ..., which are "
+    "output.movedim(1, -1).flatten(0, -2) if dimension 1 has the classes, or output.flatten(0, -2) "
+    'if the last one has; or pass likelihood="bernoulli" or "gaussian"'
 )
-NO_CLASS = (
+UNKNOWN_LABEL = (
     "the batch has the label {label}, which is not a class of the model's output of shape {shape}. "
-    "If the loss ignores it, pass mask=lambda batch: ..., True where a label counts, or write -100 "
-    "instead. If it is not a label, leave it out of the batch"
+    "If the loss ignores this label, pass mask=lambda batch: ..., which is True where a label "
+    "counts, or write -100 instead. If it is not a label, leave it out of the batch"
 )
 NO_BATCH_DIMENSION = (
-    "the model's output has the shape {shape}, without a dimension for the examples of the batch; "
-    "let the loader give batches, as x.unsqueeze(0) is one of a single example (for one output of "
-    'each example, keep its dimension: (examples, 1), with likelihood="gaussian" or "bernoulli")'
+    "the model's output has shape {shape}, without a dimension for the examples of the batch; let "
+    "the loader return batches, such as x.unsqueeze(0) for a single example. If the model has one "
+    'output per example, keep its dimension, (examples, 1), with likelihood="gaussian" or '
+    '"bernoulli"'
 )
 
 
 # -------------------------------------------------------------------------------------- the model
 
 
-def move(batch: Any, device: torch.device) -> Any:
-    """Move a batch to a device; mappings become dictionaries."""
+def move_to_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch on a device. Mappings become dictionaries, and tuples become lists."""
     if isinstance(batch, Tensor):
-        # A tensor of inference mode cannot be saved for a backward pass; a copy can.
-        batch = batch.clone() if batch.is_inference() else batch
+        if batch.is_inference():
+            # Autograd cannot save an inference tensor for a backward pass, but a copy of it.
+            batch = batch.clone()
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
-        return {key: move(value, device) for key, value in batch.items()}
+        return {key: move_to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return [move(value, device) for value in batch]
+        return [move_to_device(value, device) for value in batch]
     return batch
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """Call the model with a batch, as ``measure`` does without ``call=``.
+    """Call the model with a batch, as ``measure`` does without ``call``, and return the output.
 
-    A mapping gives keywords. Its labels are left out, unless an encoder-decoder model makes the
-    decoder's input of them. A tuple or list gives its first entry, a tensor itself.
+    A mapping is passed as keywords. Its labels are left out, unless an encoder-decoder model
+    computes the decoder's input from them. Of a tuple or list the first entry is passed.
 
     Raises:
-        TypeError: For a batch of another kind.
+        TypeError: If the batch has another type.
     """
     if isinstance(batch, Mapping):
-        with_labels = _has_decoder(model)
-        return model(**{k: v for k, v in batch.items() if with_labels or k != "labels"})
+        kwargs = dict(batch)
+        if not _is_encoder_decoder(model):
+            kwargs.pop("labels", None)
+        return model(**kwargs)
     if isinstance(batch, (tuple, list)) and batch:
         return model(batch[0])
     if isinstance(batch, Tensor):
@@ -122,14 +128,17 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     )
 
 
-def _has_decoder(model: nn.Module) -> bool:
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+def _is_encoder_decoder(model: nn.Module) -> bool:
+    config = getattr(model, "config", None)
+    return bool(getattr(config, "is_encoder_decoder", False))
 
 
-def _predicts_next(model: nn.Module) -> bool:
-    """Whether a model of ``transformers`` predicts at each position the label of the next one."""
+def _predicts_next_token(model: nn.Module) -> bool:
+    """Return whether a ``transformers`` model predicts, at each position, the next label."""
     can_generate = getattr(model, "can_generate", None)
-    return callable(can_generate) and bool(can_generate()) and not _has_decoder(model)
+    if not callable(can_generate) or _is_encoder_decoder(model):
+        return False
+    return bool(can_generate())
 
 
 # -------------------------------------------------------------------------------------- the batch
@@ -137,213 +146,246 @@ def _predicts_next(model: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a batch says about rows and terms.
+    """What a batch says about rows and loss terms.
 
     Attributes:
         size: The number of examples, such as images or sequences.
-        shapes: Shapes of the batch's tensors.
-        rows: The rows of layers' inputs that count.
-        targets: The batch's targets; None if it has none.
-        counted: Where labels of classes count; None without any.
-        logits: The rows of logits that get a sampled label.
-        numbers: How many terms a loss may have, if some labels or positions do not count.
+        shapes: Shapes of the tensors of the batch.
+        rows: The rows of layer inputs that count.
+        targets: The targets of the batch; None if it has none.
+        label_mask: Where class labels count, on the host; None without class labels.
+        logit_rows: The rows of logits for which a label is sampled.
+        term_counts: The numbers of terms that a loss may return; empty if any number is valid.
     """
 
     size: int
     shapes: frozenset[torch.Size]
     rows: Rows
     targets: Tensor | None
-    counted: Tensor | None
-    logits: Rows
-    numbers: frozenset[int]
+    label_mask: Tensor | None
+    logit_rows: Rows
+    term_counts: frozenset[int]
 
 
 def read_batch(batch: Any, model: nn.Module, mask: Mask | None, device: torch.device) -> Batch:
     """Read the size, masks and labels of a batch that is still on the host."""
-    entries = entries_of(batch)
-    targets = entries.get("labels" if isinstance(batch, Mapping) else 1)
-    counted = _label_mask(targets)
+    # Find the masks and the number of examples.
+    tensors = batch_tensors(batch)
+    targets = tensors.get("labels" if isinstance(batch, Mapping) else 1)
+    label_mask = _label_mask(targets)
     if mask is None:
-        masks = _masks_of(entries, counted, model)
-        size = batch_size_of(entries)
+        masks = _batch_masks(tensors, label_mask, model)
+        size = find_batch_size(tensors)
     else:
-        given = torch.as_tensor(mask(batch), device="cpu").detach().bool()
-        if given.dim() == 0:
+        user_mask = torch.as_tensor(mask(batch), device="cpu").detach().bool()
+        if user_mask.dim() == 0:
             raise ValueError(
                 "mask= returned a single value; return a tensor of shape (examples, ...)"
             )
-        masks = [given]
-        size = len(given)
+        masks = [user_mask]
+        size = len(user_mask)
     rows = Rows(masks, device)
-    logits = rows
 
-    # A row of logits is a term if it has a label and the masks do not leave it out.
-    if counted is not None:
-        labeled = counted
-        if isinstance(batch, Mapping) and _predicts_next(model):
-            labeled = nn.functional.pad(labeled[:, 1:], (0, 1))
-        for fit in [_fit([each], counted.shape) for each in masks]:
-            if fit is not None and not torch.equal(fit, counted):
-                counted = counted & fit
-                labeled = labeled & fit
-        logits = Rows([labeled, *masks], device)
+    # A row of logits is a term if it has a label and the masks include it.
+    logit_rows = rows
+    if label_mask is not None:
+        logit_mask = label_mask
+        if isinstance(batch, Mapping) and _predicts_next_token(model):
+            logit_mask = nn.functional.pad(logit_mask[:, 1:], (0, 1))
+        label_shape = label_mask.shape
+        for each_mask in masks:
+            fitted_mask = _fit_mask([each_mask], label_shape)
+            if fitted_mask is not None and not torch.equal(fitted_mask, label_mask):
+                label_mask = label_mask & fitted_mask
+                logit_mask = logit_mask & fitted_mask
+        logit_rows = Rows([logit_mask, *masks], device)
 
-    # The labels of a language model may be those of the next position, and the first is none then.
-    # A classifier of sequences has a term for each example.
-    term_masks = masks if counted is None else [counted, *masks]
-    numbers: set[int] = set()
-    for each in term_masks:
-        numbers.add(int(each.sum()))
-        if each.dim() == 2:
-            numbers |= {int(each[:, 1:].sum()), int(each.any(1).sum())}
-    if all(bool(each.all()) for each in term_masks):
-        numbers = set()  # any
+    term_masks = masks if label_mask is None else [label_mask, *masks]
     return Batch(
         size=size,
-        shapes=frozenset(tensor.shape for tensor in entries.values()),
+        shapes=frozenset(tensor.shape for tensor in tensors.values()),
         rows=rows,
         targets=targets,
-        counted=counted,
-        logits=logits,
-        numbers=frozenset(numbers),
+        label_mask=label_mask,
+        logit_rows=logit_rows,
+        term_counts=_valid_term_counts(term_masks),
     )
 
 
-def entries_of(batch: Any) -> dict[Any, Tensor]:
-    """A batch's tensors that have a dimension, by their keys or positions."""
-    if not isinstance(batch, Mapping):
-        batch = dict(enumerate([batch] if isinstance(batch, Tensor) else batch))
-    return {
-        key: value for key, value in batch.items() if isinstance(value, Tensor) and value.dim() > 0
-    }
+def _valid_term_counts(masks: Sequence[Tensor]) -> frozenset[int]:
+    """Return the numbers of terms that a loss may have; an empty set if any number is valid."""
+    if all(bool(mask.all()) for mask in masks):
+        return frozenset()
+    counts: set[int] = set()
+    for mask in masks:
+        counts.add(int(mask.sum()))
+        if mask.dim() == 2:
+            # A language model may predict the labels of next positions, so the first has no term.
+            # A classifier of sequences has one term per example.
+            counts.add(int(mask[:, 1:].sum()))
+            counts.add(int(mask.any(1).sum()))
+    return frozenset(counts)
 
 
-def batch_size_of(entries: Mapping[Any, Tensor]) -> int:
-    """The number of a batch's examples: the first dimension of most of its tensors.
+def batch_tensors(batch: Any) -> dict[Any, Tensor]:
+    """Return the tensors of a batch with at least one dimension, by their keys or positions."""
+    if isinstance(batch, Tensor):
+        batch = [batch]
+    items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+    return {key: value for key, value in items if isinstance(value, Tensor) and value.dim() > 0}
 
-    If two are equally frequent, it is the larger one, as of ``(1, positions)`` next to
-    ``(examples, positions)``.
+
+def find_batch_size(tensors: Mapping[Any, Tensor]) -> int:
+    """Return the number of examples, which is the first dimension of most tensors of a batch.
+
+    If two sizes are equally frequent, the larger one counts, because tensors such as positions of
+    shape ``(1, positions)`` may be shared by all examples.
     """
-    votes = Counter(map(len, entries.values()))
-    return max(votes, key=lambda size: (votes[size], size), default=0)
+    frequencies = Counter(len(tensor) for tensor in tensors.values())
+    return max(frequencies, key=lambda size: (frequencies[size], size), default=0)
 
 
 def _label_mask(targets: Tensor | None) -> Tensor | None:
-    """Where targets are labels that count, on the host; None without labels of classes."""
+    """Return where class labels count, on the host; None if targets are not class labels."""
     if targets is None or targets.is_floating_point() or targets.dtype is torch.bool:
         return None
-    return (targets.detach() != IGNORED).cpu()
+    return (targets.detach() != IGNORE_INDEX).cpu()
 
 
-def _masks_of(
-    entries: Mapping[Any, Tensor], has_label: Tensor | None, model: nn.Module
+def _batch_masks(
+    tensors: Mapping[Any, Tensor], label_mask: Tensor | None, model: nn.Module
 ) -> list[Tensor]:
-    """The masks of a batch, ``(examples, ...)``, by its attention masks and its labels.
+    """Return the masks ``(examples, ...)`` of a batch, from its attention masks and labels.
 
     Raises:
-        ValueError: If an attention mask is not of examples and positions, or if the masks of an
-            encoder and of its decoder differ and have one shape, so that a row may belong to
-            either.
+        ValueError: If an attention mask does not have the shape (examples, positions), or if the
+            masks of an encoder and its decoder have the same shape but differ, so that a row of
+            this shape could belong to either.
     """
-    of_labels = [] if has_label is None else [has_label]
-    of_encoder = []
-    of_decoder = of_labels
-    if "attention_mask" in entries:
-        of_encoder = [_attention_mask(entries["attention_mask"])]
-    if "decoder_attention_mask" in entries:
-        of_decoder = [_attention_mask(entries["decoder_attention_mask"]), *of_labels]
-    if not _has_decoder(model):
-        return of_encoder + of_decoder
-    for one in of_encoder:
-        for other in of_decoder:
-            if one.shape == other.shape and not torch.equal(one, other):
+    encoder_masks = []
+    decoder_masks = []
+    if "attention_mask" in tensors:
+        encoder_masks.append(_attention_mask(tensors["attention_mask"]))
+    if "decoder_attention_mask" in tensors:
+        decoder_masks.append(_attention_mask(tensors["decoder_attention_mask"]))
+    if label_mask is not None:
+        decoder_masks.append(label_mask)
+    if not _is_encoder_decoder(model):
+        return encoder_masks + decoder_masks
+
+    for encoder_mask in encoder_masks:
+        for decoder_mask in decoder_masks:
+            same_shape = encoder_mask.shape == decoder_mask.shape
+            if same_shape and not torch.equal(encoder_mask, decoder_mask):
                 raise ValueError(
-                    f"the encoder's and the decoder's padding are both {tuple(one.shape)}, and not "
-                    f"the same, so a row may be of either; pad one of them by one position more"
+                    f"the padding masks of the encoder and the decoder both have shape "
+                    f"{tuple(encoder_mask.shape)} and differ, so a row could belong to either; pad "
+                    f"one of them by one more position"
                 )
-    return of_decoder + of_encoder
+    return decoder_masks + encoder_masks
 
 
 def _attention_mask(mask: Tensor) -> Tensor:
-    """An attention mask as booleans on the host."""
+    """Return an attention mask as booleans on the host."""
     is_added_to_scores = mask.is_floating_point() and not bool((mask > 0).any())
     if mask.dim() != 2 or is_added_to_scores:
-        raise ValueError(MASK_OF_POSITIONS.format(shape=tuple(mask.shape)))
+        raise ValueError(NOT_A_POSITION_MASK.format(shape=tuple(mask.shape)))
     return (mask.detach() != 0).cpu()
 
 
 # -------------------------------------------------------------------------------------- the rows
 
 
+@dataclass(frozen=True)
+class RowSelection:
+    """The rows of a tensor that count.
+
+    Attributes:
+        index: Their positions among all rows, on the model's device; None if all rows count.
+        count: Their number.
+    """
+
+    index: Tensor | None
+    count: int
+
+
 @dataclass
 class Rows:
-    """The rows that count in a batch's tensors, found by the shape without the last dimension.
+    """The rows that count in tensors of a batch, given the masks of the batch.
 
-    If no mask fits a shape, all its rows count, with a warning.
+    The shape of a tensor without its last dimension decides which mask applies. If no mask fits,
+    all rows count, with a warning.
     """
 
     masks: Sequence[Tensor]
     device: torch.device
-    _known: dict[torch.Size, tuple[Tensor | None, int]] = field(default_factory=dict)
+    _selections: dict[torch.Size, RowSelection] = field(default_factory=dict)
 
-    def of(self, shape: torch.Size) -> tuple[Tensor | None, int]:
-        """Positions of the rows that count among all rows, None for all; and their number."""
-        if shape not in self._known:
-            self._known[shape] = self._find(shape)
-        return self._known[shape]
+    def select(self, shape: torch.Size) -> RowSelection:
+        """Return the rows that count among the rows of a shape, which is one of leading dims."""
+        if shape not in self._selections:
+            self._selections[shape] = self._select(shape)
+        return self._selections[shape]
 
-    def _find(self, shape: torch.Size) -> tuple[Tensor | None, int]:
+    def _select(self, shape: torch.Size) -> RowSelection:
         if not self.masks:
-            return None, shape.numel()
-        mask = _fit(self.masks, shape)
+            return RowSelection(None, shape.numel())
+        mask = _fit_mask(self.masks, shape)
         if mask is None:
-            warnings.warn(NO_MASK.format(shape=tuple(shape)), SecondOrderWarning, stacklevel=2)
+            message = NO_MASK_FITS.format(shape=tuple(shape))
+            warnings.warn(message, SecondOrderWarning, stacklevel=2)
         if mask is None or bool(mask.all()):
-            return None, shape.numel()
+            return RowSelection(None, shape.numel())
         (index,) = mask.flatten().nonzero(as_tuple=True)
-        return index.to(self.device, non_blocking=True), len(index)
+        return RowSelection(index.to(self.device, non_blocking=True), len(index))
 
-    def num_examples(self, shape: torch.Size) -> int:
-        """The number of examples, the first dimension of a shape, of which any row counts."""
-        mask = _fit(self.masks, shape)
-        return shape[0] if mask is None else int(mask.reshape(len(mask), -1).any(1).sum())
+    def count_examples(self, shape: torch.Size) -> int:
+        """Return how many examples, the first dimension of a shape, have a row that counts."""
+        mask = _fit_mask(self.masks, shape)
+        if mask is None:
+            return shape[0]
+        return int(mask.reshape(len(mask), -1).any(1).sum())
 
-    def pick(self, x: Tensor, homogeneous: bool = False) -> tuple[Tensor, int]:
-        """The rows of ``(..., n)`` that count, as ``(rows, n)``, and their number.
+    def gather(self, x: Tensor, homogeneous: bool = False) -> Tensor:
+        """Return the rows of ``(..., n)`` that count as ``(rows, n)``.
 
-        ``homogeneous`` appends a 1 to each row.
+        ``homogeneous`` appends a 1 to each row, for the bias: ``(rows, n + 1)``.
         """
-        index, number = self.of(x.shape[:-1])
+        index = self.select(x.shape[:-1]).index
         rows = x.reshape(-1, x.shape[-1])
         if index is not None:
             rows = rows.index_select(0, index)
         if homogeneous:
             rows = nn.functional.pad(rows, (0, 1), value=1.0)
-        return rows, number
+        return rows
 
-    def mask_of(self, tokens: Tensor) -> Tensor:
-        """A mask of the rows of ``(tokens, n)`` that count."""
-        index, number = self.of(tokens.shape[:1])
+    def token_mask(self, tokens: Tensor) -> Tensor:
+        """Return a mask ``(tokens,)`` of the rows of ``(tokens, n)`` that count."""
+        index = self.select(tokens.shape[:1]).index
         if index is None:
-            return torch.ones(number, dtype=torch.bool, device=tokens.device)
+            return torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
         mask = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
         return mask.index_fill_(0, index, True)
 
 
-def _fit(masks: Sequence[Tensor], shape: torch.Size) -> Tensor | None:
-    """The mask that fits a shape best, in that shape; None if none does.
+def _fit_mask(masks: Sequence[Tensor], shape: torch.Size) -> Tensor | None:
+    """Return the mask that fits a shape best, expanded to the shape; None if no mask fits."""
+    # Positions may be the first dimension.
+    transposed_masks = [mask.mT for mask in masks if mask.dim() == 2]
+    candidates = [*masks, *transposed_masks]
 
-    First comes one of the same elements, then one of the first dimensions, then one of examples
-    and positions if the positions have been pooled.
-    """
-    layouts = [*masks, *(mask.mT for mask in masks if mask.dim() == 2)]  # positions may be first
-    for mask in layouts:
+    # The best mask has the same number of elements.
+    for mask in candidates:
         if shape in (mask.shape, (mask.numel(),)):
             return mask.reshape(shape)
-    for mask in sorted(layouts, key=Tensor.dim, reverse=True):
+
+    # The next best covers the leading dimensions.
+    for mask in sorted(candidates, key=Tensor.dim, reverse=True):
         if shape[: mask.dim()] == mask.shape:
-            rest = (1,) * (len(shape) - mask.dim())
-            return mask.reshape(*mask.shape, *rest).expand(shape)
+            trailing_dims = (1,) * (len(shape) - mask.dim())
+            return mask.reshape(*mask.shape, *trailing_dims).expand(shape)
+
+    # If positions have been pooled, an example counts if any of its positions does.
     for mask in masks:
         if shape == mask.shape[:1]:
             return mask.flatten(1).any(1)
@@ -353,87 +395,107 @@ def _fit(masks: Sequence[Tensor], shape: torch.Size) -> Tensor | None:
 # ------------------------------------------------------------------------------------- the terms
 
 
-def loss_terms(value: Any, batch: Batch) -> tuple[Tensor, int | Tensor]:
-    """The sum of the terms that a loss returned, and their number.
+@dataclass(frozen=True)
+class LossTerms:
+    """The sum of the loss terms of a batch, and their number."""
+
+    total: Tensor
+    count: int | Tensor
+
+
+def sum_loss_terms(value: Any, batch: Batch) -> LossTerms:
+    """Sum the loss terms that the user's loss returned.
 
     Raises:
-        TypeError: If the loss is a single number, so that its number of terms is not known.
-        ValueError: If some labels or positions do not count, and the loss has other terms.
+        TypeError: If the loss returned a single number, because its number of terms is unknown.
+        ValueError: If some labels or positions do not count, and the number of terms differs from
+            those that count.
     """
     if isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], Tensor):
-        total, number = value
-        return total.sum(), number
-    if not (isinstance(value, Tensor) and value.dim() > 0):
-        what = "a scalar" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        total, count = value
+        return LossTerms(total.sum(), count)
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        returned = "a scalar" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise TypeError(
-            f"the loss returned {what}, so its number of terms is not known: {UNREDUCED}"
+            f"the loss returned {returned}, so its number of terms is not known; {UNREDUCED}"
         )
-    if batch.numbers and value.numel() not in batch.numbers:
-        numbers = " or ".join(map(str, sorted(batch.numbers)))
+    if batch.term_counts and value.numel() not in batch.term_counts:
+        counts = " or ".join(str(count) for count in sorted(batch.term_counts))
         raise ValueError(
-            f"the loss returned {value.numel()} terms, and {numbers} labels or positions of the "
-            f"batch count: return the terms that count alone, as losses[labels != -100] are, or "
-            f"(sum, number)"
+            f"the loss returned {value.numel()} terms, but {counts} labels or positions of the "
+            f"batch count; return only the terms that count, as losses[labels != -100] does, or "
+            f"return (sum, number)"
         )
-    return value.sum(), value.numel()
+    return LossTerms(value.sum(), value.numel())
 
 
-def sampled_terms(
+def sample_loss_terms(
     output: Any, likelihood: Likelihood | None, batch: Batch, seed: int
-) -> tuple[Tensor, int | Tensor]:
-    """The summed loss of labels that are sampled from the model's output, and its number of terms.
+) -> LossTerms:
+    """Sample labels from the model's output, and sum the loss terms with these labels.
 
-    A term is a row of logits with "categorical", the default, else an example of the batch. Rows
-    of logits that do not count get no labels.
+    With "categorical", the default, a term is a row of logits. With other likelihoods it is an
+    example of the batch. No label is sampled for a row of logits that does not count.
 
     Raises:
-        ValueError: If the output, or the batch's targets, do not fit the likelihood.
+        ValueError: If the output or the targets of the batch do not fit the likelihood.
     """
+    # Check the output, and move the classes to its last dimension.
     logits = logits_of(output)
-    if likelihood is None and batch.targets is not None and batch.counted is None:
-        raise ValueError(FLOAT_TARGETS.format(dtype=batch.targets.dtype))
-    likelihood = likelihood or "categorical"
+    if likelihood is None:
+        if batch.targets is not None and batch.label_mask is None:
+            raise ValueError(FLOAT_TARGETS.format(dtype=batch.targets.dtype))
+        likelihood = "categorical"
     if likelihood == "categorical":
-        logits = _classes_last(logits, batch)
+        logits = _move_classes_last(logits, batch)
     elif logits.dim() < 2 and logits.numel() != batch.size:
         raise ValueError(NO_BATCH_DIMENSION.format(shape=tuple(logits.shape)))
 
-    shape = logits.shape[:-1] if logits.dim() > 1 else logits.shape
-    index, number = batch.logits.of(shape)
+    # Sample labels for the rows that count.
+    shape = logits.shape
+    if logits.dim() > 1:
+        shape = shape[:-1]
+    rows = batch.logit_rows.select(shape)
+    count = rows.count
     if likelihood != "categorical":
-        number = batch.logits.num_examples(shape)
-    if index is not None:
-        logits = logits.reshape(-1, *logits.shape[len(shape) :]).index_select(0, index)
-    return sampled_loss(logits, likelihood, seed), number
+        count = batch.logit_rows.count_examples(shape)
+    if rows.index is not None:
+        logits = logits.reshape(-1, *logits.shape[len(shape) :]).index_select(0, rows.index)
+    return LossTerms(sampled_loss(logits, likelihood, seed), count)
 
 
-def _classes_last(logits: Tensor, batch: Batch) -> Tensor:
-    """Logits with the classes on the last dimension.
+def _move_classes_last(logits: Tensor, batch: Batch) -> Tensor:
+    """Return logits with the classes in the last dimension.
 
-    Labels of classes decide which dimension that is, as torch's cross_entropy has it second. If
-    they do not, it is the last one of up to three dimensions.
+    The shape of the class labels decides which dimension has the classes: it may be the last one,
+    or the second one, as in ``torch.nn.functional.cross_entropy``. If the labels do not decide, it
+    is the last one of up to three dimensions.
 
     Raises:
-        ValueError: If they do not decide, or if a label that counts is none of the classes.
+        ValueError: If the dimension of the classes is unknown, if there is only one class, or if a
+            label that counts is not one of the classes.
     """
     shape = logits.shape
     if logits.dim() < 2:
         raise ValueError(NO_BATCH_DIMENSION.format(shape=tuple(shape)))
-    labels = None if batch.counted is None else batch.targets
-    last = labels is not None and labels.shape == shape[:-1]
-    second = labels is not None and labels.shape == (shape[0], *shape[2:])
+    labels = None if batch.label_mask is None else batch.targets
+    fits_last = labels is not None and labels.shape == shape[:-1]
+    fits_second = labels is not None and labels.shape == (shape[0], *shape[2:])
     if logits.dim() > 2:
-        if (last and second) or (logits.dim() > 3 and not (last or second)):
-            raise ValueError(WHICH_CLASSES.format(shape=tuple(shape)))
-        if second:
+        is_ambiguous = fits_last and fits_second
+        is_unknown = logits.dim() > 3 and not fits_last and not fits_second
+        if is_ambiguous or is_unknown:
+            raise ValueError(UNKNOWN_CLASS_DIMENSION.format(shape=tuple(shape)))
+        if fits_second:
             logits = logits.movedim(1, -1)
-    classes = logits.shape[-1]
-    if classes == 1:
+    num_classes = logits.shape[-1]
+    if num_classes == 1:
         raise ValueError(ONE_CLASS.format(shape=tuple(shape)))
 
-    if labels is not None and (last or second):
-        counted = labels.detach().cpu()[batch.counted]
-        outside = counted[(counted < 0) | (counted >= classes)]
-        if len(outside):
-            raise ValueError(NO_CLASS.format(label=int(outside[0]), shape=tuple(shape)))
+    if labels is not None and (fits_last or fits_second):
+        labels = labels.detach().cpu()[batch.label_mask]
+        invalid_labels = labels[(labels < 0) | (labels >= num_classes)]
+        if len(invalid_labels):
+            label = int(invalid_labels[0])
+            raise ValueError(UNKNOWN_LABEL.format(label=label, shape=tuple(shape)))
     return logits

@@ -1,16 +1,19 @@
-"""Hooks that see the calls of layers, on a model that is left as it was.
+"""Hooks on the layers of a model that is left as it was.
 
-Inputs are seen by forward pre-hooks, in passes without a graph. Pairs of inputs and output
-gradients come from :class:`~second_order.kronecker.capture.Capture`. No parameter requires a
-gradient meanwhile: the graph begins at the first layers, whose outputs are made to depend on an
-anchor. So no gradient of a weight is computed, and no ``.grad`` is touched.
+Inputs are captured by forward pre-hooks, in passes without autograd. Pairs of inputs and output
+gradients are captured by :class:`~second_order.kronecker.capture.Capture`.
+
+While pairs are captured, no parameter requires a gradient. Autograd's graph begins at the outputs
+of the first layers instead, which hooks make depend on an *anchor*, a scalar that requires a
+gradient. The backward pass ends at the anchor. It computes no weight gradient and touches no
+``.grad``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,22 +25,24 @@ from second_order.kronecker.capture import Capture, input_in
 from second_order.kronecker.experts import Routed, is_experts
 
 __all__ = [
-    "capturing_inputs",
-    "capturing_pairs",
-    "requires_grad",
-    "undisturbed",
-    "unwrapped",
+    "PairCapture",
+    "PairConsumer",
+    "capture_inputs",
+    "capture_pairs",
+    "evaluation_mode",
+    "set_requires_grad",
+    "unwrap_model",
 ]
 
 REENTRANT = (
-    "measure: the model runs layers in checkpoint(..., use_reentrant=True), which can only be "
-    "differentiated with gradients of all weights; use checkpoint(..., use_reentrant=False), or no "
-    "checkpoint"
+    "measure: the model runs layers in checkpoint(..., use_reentrant=True), which computes "
+    "gradients of all weights in its backward pass; use checkpoint(..., use_reentrant=False), or "
+    "no checkpoint"
 )
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's module inside a compiled or a DistributedDataParallel one."""
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """Return the module inside of ``torch.compile`` and DistributedDataParallel wrappers."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -48,23 +53,24 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def requires_grad(model: nn.Module, value: bool) -> Iterator[None]:
-    """Set ``requires_grad`` of all floating-point parameters for a block."""
-    before = [(p, p.requires_grad) for p in model.parameters() if p.is_floating_point()]
+def set_requires_grad(model: nn.Module, value: bool) -> Iterator[None]:
+    """Set ``requires_grad`` of all floating-point parameters within the block."""
+    previous = [(p, p.requires_grad) for p in model.parameters() if p.is_floating_point()]
     try:
-        for p, _ in before:
+        for p, _ in previous:
             p.requires_grad_(value)
         yield
     finally:
-        for p, original in before:
-            p.requires_grad_(original)
+        for p, requires_grad in previous:
+            p.requires_grad_(requires_grad)
 
 
 @contextmanager
-def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put a model in evaluation mode for a block, and leave it as it was.
+def evaluation_mode(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Run a model in evaluation mode, eagerly and without weight gradients, within the block.
 
-    Restores modes, buffers, ``requires_grad`` and the states of random number generators.
+    Afterwards, modes, buffers, ``requires_grad`` and the states of the random number generators
+    are restored.
     """
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
@@ -72,20 +78,20 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
-    fast_attention = torch.backends.mha.get_fastpath_enabled()
-    devices = [] if device.type == "cpu" else [device]
-    kind = "cuda" if device.type == "cpu" else device.type
+    fastpath_enabled = torch.backends.mha.get_fastpath_enabled()
+    rng_devices = [] if device.type == "cpu" else [device]
+    rng_device_type = "cuda" if device.type == "cpu" else device.type
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))  # inference tensors have no graph
-            stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
-            stack.enter_context(requires_grad(model, False))
+            stack.enter_context(torch.random.fork_rng(rng_devices, device_type=rng_device_type))
+            stack.enter_context(set_requires_grad(model, False))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            torch.backends.mha.set_fastpath_enabled(False)  # it does not call modules
+            torch.backends.mha.set_fastpath_enabled(False)  # the fast path does not call modules
             model.eval()
             yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast_attention)
+        torch.backends.mha.set_fastpath_enabled(fastpath_enabled)
         reshard(model)
         for module, training in modes:
             module.training = training
@@ -99,21 +105,25 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def capturing_inputs(
-    modules: Iterable[nn.Module], take: Callable[[nn.Module, Any], None]
+def capture_inputs(
+    modules: Iterable[nn.Module], receive: Callable[[nn.Module, Any], None]
 ) -> Iterator[None]:
-    """Call ``take(module, input)`` before each call of modules.
+    """Call ``receive(module, input)`` before each call of the modules within the block.
 
     The input of fused experts is a :class:`~second_order.kronecker.experts.Routed`.
     """
 
-    def take_input(module: nn.Module, args: Any, kwargs: Any) -> None:
-        routed = Routed.of_call(args, kwargs) if is_experts(module) else None
-        take(module, input_in(args, kwargs) if routed is None else routed)
+    def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
+        x = None
+        if is_experts(module):
+            x = Routed.of_call(args, kwargs)
+        if x is None:
+            x = input_in(args, kwargs)
+        receive(module, x)
 
     with ExitStack() as stack, torch.no_grad():
         for module in modules:
-            handle = module.register_forward_pre_hook(take_input, with_kwargs=True)
+            handle = module.register_forward_pre_hook(before_forward, with_kwargs=True)
             stack.callback(handle.remove)
         yield
 
@@ -121,12 +131,37 @@ def capturing_inputs(
 # ------------------------------------------------------------------------------------------- pairs
 
 
-class _Rooted(torch.autograd.Function):
-    """A tensor that depends on an anchor, at which the graph begins."""
+class PairConsumer(Protocol):
+    """What ``capture_pairs`` needs of the object that receives the pairs."""
+
+    def wants(self, module: nn.Module) -> bool:
+        """Whether to capture pairs of a module in this forward pass."""
+
+    def consume(self, module: nn.Module, x: Any, d: Tensor, pass_id: int, again: bool) -> None:
+        """Receive a pair."""
+
+    def count_call(self, module: nn.Module) -> None:
+        """Count a call of a module in a forward pass."""
+
+
+class PairCapture(NamedTuple):
+    """A capture of pairs.
+
+    Attributes:
+        backward: Runs the backward pass of a loss.
+        missed: By module, why it has no pairs. Complete only at the end of the block.
+    """
+
+    backward: Callable[[Tensor], None]
+    missed: Mapping[nn.Module, str]
+
+
+class _DependOnAnchor(torch.autograd.Function):
+    """The identity, with an output that depends on an anchor, where the graph begins."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:
-        return x.clone()  # a view could not be changed in place
+        return x.clone()  # autograd does not allow to modify a view in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -134,35 +169,42 @@ class _Rooted(torch.autograd.Function):
 
 
 @contextmanager
-def capturing_pairs(
-    model: nn.Module, is_sharded: bool, modules: Sequence[nn.Module], consumer: Any
-) -> Iterator[tuple[Callable[[Tensor], None], Mapping[nn.Module, str]]]:
-    """Give a consumer the pairs of modules in a block.
+def capture_pairs(
+    model: nn.Module, is_sharded: bool, modules: Sequence[nn.Module], consumer: PairConsumer
+) -> Iterator[PairCapture]:
+    """Hand the pairs of the modules to the consumer within the block.
 
-    Yields the function that runs a backward pass, and a mapping that says, by module, why pairs
-    were lost. ``consumer.count_call`` is called at each call of a module.
+    Run the backward pass with ``PairCapture.backward``. ``consumer.count_call`` is called at each
+    call of a module.
     """
     anchor = torch.zeros((), requires_grad=True, device="cpu")
-    capture = Capture(consumer, fsdp=FSDPParams(model) if is_sharded else None, accumulated=False)
+    fsdp = FSDPParams(model) if is_sharded else None
+    capture = Capture(cast(Any, consumer), fsdp=fsdp, accumulated=False)
 
-    def rooted(x: Any) -> Any:
-        needs_root = isinstance(x, Tensor) and x.is_floating_point() and not x.requires_grad
-        return _Rooted.apply(x, anchor) if needs_root else x  # type: ignore[no-untyped-call]
+    def depend_on_anchor(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.requires_grad:
+            return x
+        return _DependOnAnchor.apply(x, anchor)  # type: ignore[no-untyped-call]
 
-    def count(module: nn.Module) -> None:
-        if current_pass() == NO_PASS:  # a checkpoint repeats calls in a backward pass
+    def count_call(module: nn.Module) -> None:
+        # A checkpoint repeats calls in the backward pass.
+        if current_pass() == NO_PASS:
             consumer.count_call(module)
 
-    def root_output(module: nn.Module, args: Any, output: Any) -> Any:
-        count(module)
-        return rooted(output) if torch.is_grad_enabled() else None
+    def after_layer(module: nn.Module, args: Any, output: Any) -> Any:
+        count_call(module)
+        if not torch.is_grad_enabled():
+            return None
+        return depend_on_anchor(output)
 
-    def root_inputs(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        count(module)
-        count(cast(nn.Module, module.out_proj))
-        # A tensor that is given twice stays one tensor.
-        roots = {id(x): rooted(x) for x in (*args, *kwargs.values())}
-        return tuple(roots[id(x)] for x in args), {k: roots[id(x)] for k, x in kwargs.items()}
+    def before_attention(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        count_call(module)
+        count_call(cast(nn.Module, module.out_proj))
+        # Attention checks whether query, key and value are one tensor, which they have to stay.
+        inputs = {id(x): depend_on_anchor(x) for x in (*args, *kwargs.values())}
+        new_args = tuple(inputs[id(x)] for x in args)
+        new_kwargs = {name: inputs[id(x)] for name, x in kwargs.items()}
+        return new_args, new_kwargs
 
     def backward(loss: Tensor) -> None:
         if not loss.requires_grad:
@@ -174,20 +216,23 @@ def capturing_pairs(
                 raise
             raise SecondOrderError(REENTRANT) from error
 
-    attentions = {cast(nn.Module, m.out_proj): m for m in model.modules() if is_attention(m)}
+    # An attention does not call its out_proj, so the hook on the attention serves both.
+    attention_of = {cast(nn.Module, m.out_proj): m for m in model.modules() if is_attention(m)}
+    hooked_modules = dict.fromkeys(attention_of.get(module, module) for module in modules)
     with ExitStack() as stack:
         stack.callback(capture.detach)
         capture.attach(model, modules)
-        capture.missed.clear()  # layers that cannot be seen have no rows in the end
-        for module in dict.fromkeys(attentions.get(module, module) for module in modules):
+        # Modules that cannot be captured are reported because they have no rows.
+        capture.missed.clear()
+        for module in hooked_modules:
             if is_attention(module):
                 # Capture recognizes an attention's products by weights that require a gradient.
                 for part in (module, cast(nn.Module, module.out_proj)):
                     for name, p in part.named_parameters(recurse=False):
                         p.requires_grad_(name.endswith("weight"))
-                handle = module.register_forward_pre_hook(root_inputs, with_kwargs=True)
+                handle = module.register_forward_pre_hook(before_attention, with_kwargs=True)
             else:
-                handle = module.register_forward_hook(root_output, prepend=True)
+                handle = module.register_forward_hook(after_layer, prepend=True)
             stack.callback(handle.remove)
         with torch.enable_grad():
-            yield backward, capture.missed
+            yield PairCapture(backward, capture.missed)

@@ -1,20 +1,19 @@
-"""The curvature of a trained model, in one or two passes over its data, without an optimizer.
+"""Measure the curvature of a trained model over a data set, without an optimizer.
 
-find the layers, and an owner of each                                       layers.py
-first pass, for each batch:                                                 accumulators.py
-    the rows that count, by the masks                                       batches.py
-    "inputs"           forward:  A += xᵀ x
-    "kfac", "ekfac"    forward, sampled or given labels, backward:  A += xᵀ x, G += dᵀ d
-sums of all ranks to their owners, divided by their numbers                 sums.py
-"ekfac": eigenvectors of A and G, and a second pass:  Λ += (Q_Gᵀ ∇ Q_A)²
-the curvature, and a report                                                 report.py
+1. Find the layers, and assign each layer to the rank that stores its factors    (layers.py).
+2. Pass over the data. For each batch:
+find the rows that are not padding                                        (batches.py)
+"inputs":          run the forward pass;              A += xᵀ x           (accumulators.py)
+"kfac", "ekfac":   run forward and backward passes;   A += xᵀ x, G += dᵀ d
+3. Reduce the sums to their owners and divide them by the number of rows or terms (sums.py).
+4. "ekfac": decompose A and G, and pass over the data again: Λ += (Q_Gᵀ ∇ Q_A)²
+5. Return the curvature with a report                                             (report.py).
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import itertools
 import math
 import sys
 import time
@@ -30,34 +29,41 @@ from second_order.distributed.fsdp import sharded_params
 from second_order.distributed.world import World, translate_backend_errors
 from second_order.errors import SecondOrderError, SecondOrderWarning
 from second_order.kronecker.model_curvature import KroneckerCurvature
-from second_order.measuring.accumulators import Eigenvalues, Inputs, Pairs
-from second_order.measuring.arguments import Factors, check_arguments, patterns_of
+from second_order.measuring.accumulators import (
+    EigenvalueAccumulator,
+    InputAccumulator,
+    PairAccumulator,
+)
+from second_order.measuring.arguments import Factors, check_arguments, parse_patterns
 from second_order.measuring.batches import (
     Call,
     Likelihood,
     Loss,
     Mask,
     call_model,
-    loss_terms,
-    move,
+    move_to_device,
     read_batch,
-    sampled_terms,
+    sample_loss_terms,
+    sum_loss_terms,
 )
-from second_order.measuring.hooks import undisturbed, unwrapped
+from second_order.measuring.hooks import evaluation_mode, unwrap_model
 from second_order.measuring.layers import Layer, find_layers
-from second_order.measuring.report import Measurement, build_curvature, report_of
+from second_order.measuring.report import Measurement, build_curvature, build_report
 from second_order.measuring.sums import Keep, Sums
 
 __all__ = ["measure"]
 
 END: Any = object()
-"""Instead of a batch, of a loader that has no more."""
+"""Stands for the batch of a loader that has no more batches."""
 
 NO_ROWS = (
     "it was not called with a row that counts; check that the model calls it, that gradients are "
-    "on there (use checkpoint(..., use_reentrant=False)), and that the mask leaves some of its rows"
+    "on there (use checkpoint(..., use_reentrant=False)), and that the mask keeps some of its rows"
 )
-NO_BATCH = "the loader of this rank gave no batch, and FSDP2 needs every rank in each pass"
+NO_BATCH = (
+    "the loader of this rank has no batch, but FSDP2 needs every rank in each pass; give each rank "
+    "at least one batch"
+)
 
 
 def measure(
@@ -78,67 +84,80 @@ def measure(
     """Measure the curvature of a trained model over a data set.
 
         curvature = second_order.measure(model, loader, factors="kfac")
+        curvature["model.layers.0.mlp.down_proj"].A  # (1, in, in)
+        curvature.solve(gradients, damping=0.1, relative=True)  # (F + γ)⁻¹ g, by parameter name
 
-    Every example has the same weight, however the data are divided into batches and among ranks:
-    sums over the data set are divided by its number of examples. Padding does not count. The model
-    runs in evaluation mode and is left as it was: hooks, ``.grad``, buffers, modes and the states
-    of random number generators.
-
-    A is the mean of x xᵀ over the rows x of a layer's inputs (for a convolution, over images,
-    summed over locations). G is the sum of d dᵀ over all rows, divided by the number N of loss
-    terms, d the gradient of the sum of these terms with respect to a row of the layer's output.
-    F = A ⊗ G then approximates the mean over terms of g gᵀ (Martens & Grosse 2015; Eschenhagen et
+    For each layer, F = A ⊗ G approximates the mean of g gᵀ over the loss terms, where g is the
+    gradient of a term with respect to the layer's parameters (Martens & Grosse 2015; Eschenhagen et
     al. 2023, "expand").
 
+    A is the mean of x xᵀ over the rows x of the layer's inputs. For a convolution, it is a mean
+    over images of sums over locations. G is the sum of d dᵀ over all rows, divided by the number of
+    loss terms N. Here d is the gradient of the sum of all terms with respect to a row of the
+    layer's output.
+
+    Each example has the same weight, however you divide the data into batches and among ranks.
+    Padding does not count. The model runs in evaluation mode. Afterwards its hooks, ``.grad``,
+    buffers, modes and the states of the random number generators are what they were.
+
+    Collective: every rank of ``process_group`` calls it, each with its own batches.
+
     Args:
-        model: The model. FSDP2 or DistributedDataParallel may wrap it.
-        loader: Gives the batches of this rank, each time it is iterated over: tensors, tuples that
-            begin with the model's input, or mappings of its keywords, as collators of
-            ``transformers`` return them.
-        factors: "inputs": A of the weights alone, by forward passes. "kfac": A and G, with a 1
-            appended to the inputs of layers with a bias. "ekfac": A and G, and by a second pass the
-            eigenvalues of F in their eigenbasis (George et al. 2018), from the gradients of whole
-            examples of a batch.
-        loss: ``loss(output, batch)`` with the data's own labels: the terms that count, unreduced,
-            or ``(sum, number)``. None: labels are sampled from the model's predictions, one for
-            each row of logits that has a label in the batch, or for each row that counts.
-        likelihood: What labels are sampled from: "categorical", "bernoulli" or "gaussian". None for
-            "categorical" if the batch has labels of classes, or no targets. Targets in floating
-            point need a choice. To sample from another distribution, give a ``loss`` that does.
-        layers: One or more patterns, shell style, of names or classes of modules to measure, with
-            everything inside them; None for all.
-        mask: ``mask(batch)`` returns which examples and positions count, ``(examples, ...)``; None:
-            the batch's ``attention_mask``, or else labels other than -100. Its first dimension is
-            also the number of examples in the batch; without it, that is the first dimension of
-            most of the batch's tensors.
-        call: ``call(model, batch)`` returns the model's output, if the batch alone does not say
-            how to call it.
-        keep: Where sums are stored: "device": on the model's device, whole; "cpu": as triangles in
-            the host's memory; "owner": as triangles, each layer's on one rank alone, to which the
-            sum of each batch is sent.
-        seed: Seed of sampled labels.
-        process_group: The ranks that measure, each with batches of its own; None for all.
-        progress: Show a progress bar, if ``tqdm`` is installed, and the closing table.
+        model: The model. It may be wrapped by FSDP2 or DistributedDataParallel.
+        loader: An iterable over the batches of this rank. A batch is a tensor, a tuple that begins
+            with the model's input, or a mapping of the model's keywords, as the collators of
+            ``transformers`` return it. "ekfac" iterates over it twice.
+        factors: "inputs" measures A of the weights, with forward passes only. "kfac" measures A and
+            G, where layers with a bias have a 1 appended to their inputs. "ekfac" also measures, in
+            a second pass, the eigenvalues of F in the eigenbasis of A ⊗ G (George et al. 2018),
+            from the gradients of the examples of a batch.
+        loss: ``loss(output, batch)`` returns the unreduced loss terms that count, or ``(sum,
+            number)``. Use it to measure with the data's own labels. None samples labels from the
+            model's predictions: one for each row of logits that has a label in the batch, or for
+            each row that counts.
+        likelihood: The distribution of sampled labels: "categorical", "bernoulli" or "gaussian".
+            None means "categorical" if the batch has class labels or no targets; for
+            floating-point targets you have to choose. To sample from another distribution, pass a
+            ``loss`` that does so.
+        layers: One or more shell-style patterns for the names or classes of modules. Everything
+            inside of a matching module is measured. None measures all layers.
+        mask: ``mask(batch)`` returns a tensor of shape ``(examples, ...)`` that is True where an
+            example or position counts. None uses the batch's ``attention_mask``, or else the labels
+            other than -100. The first dimension of the mask is the number of examples in the batch.
+            Without ``mask`` that is the first dimension of most of the batch's tensors.
+        call: ``call(model, batch)`` returns the model's output. Use it if the batch alone does not
+            say how to call the model.
+        keep: Where the sums are stored during the pass. "device" stores whole matrices on the
+            model's device, "cpu" stores triangles in host memory. "owner" stores each layer's
+            triangles on one rank only, to which the other ranks send their sums of each batch.
+        seed: Seed of the sampled labels.
+        process_group: The ranks that measure. None means all ranks.
+        progress: Whether rank 0 shows a progress bar, if ``tqdm`` is installed, and the report.
 
     Returns:
-        The curvature, in float32 (float64 of a float64 model), each layer on one rank, with a
-        :class:`Report` as ``report``.
+        The curvature, with a :class:`~second_order.measuring.report.Report` as ``report``. Factors
+        are float32, or float64 if a measured weight is. Each layer is stored on one rank.
 
     Raises:
-        ValueError: For options that are not valid, or patterns that match nothing.
-        TypeError: For batches of an unknown kind without ``call=``, or a loss that is one number;
-            for a model, loader, layers or loss that is something else.
-        SecondOrderError: If the loader gives no example, or if another rank has failed.
+        ValueError: If an option is invalid, or if a pattern matches no module.
+        TypeError: If ``model``, ``loader``, ``layers`` or ``loss`` has the wrong type, if a batch
+            has an unknown type and ``call`` is not set, or if the loss is a single number.
+        SecondOrderError: If the loader has no example, or if another rank has failed.
     """
     # Check the arguments, and find the layers and their owners.
     check_arguments(model, loader, factors, loss, likelihood, keep)
-    model = unwrapped(model)
+    model = unwrap_model(model)
     world = World(process_group)
-    found, left = find_layers(model, patterns_of(layers), factors == "inputs", world.size)
-    weights = [layer.block.weight for layer in found]
+    selection = find_layers(
+        model,
+        patterns=parse_patterns(layers),
+        inputs_only=factors == "inputs",
+        num_ranks=world.size,
+    )
+    selected = selection.layers
     dtype = torch.float32
-    for weight in weights:
-        dtype = torch.promote_types(dtype, weight.dtype)
+    for layer in selected:
+        dtype = torch.promote_types(dtype, layer.block.weight.dtype)
     run = Run(
         model=model,
         loader=loader,
@@ -151,46 +170,60 @@ def measure(
         shows_progress=progress and world.rank == 0,
         world=world,
         control=world.control_world(),
-        device=weights[0].device,
+        device=selected[0].block.weight.device,
         dtype=dtype,
         is_sharded=bool(sharded_params(model)),
     )
 
     start = time.perf_counter()
-    with translate_backend_errors(), undisturbed(model, run.device):
-        # Accumulate A, or A and G, and divide the sums by their numbers.
-        accumulator: Inputs | Pairs
+    with translate_backend_errors(), evaluation_mode(model, run.device):
+        # Accumulate A, or A and G, and divide the sums.
+        accumulator: InputAccumulator | PairAccumulator
         if factors == "inputs":
-            accumulator = Inputs(found, sums_of(run, found, Layer.stored_shapes))
+            sums = make_sums(run, selected, Layer.stored_shapes)
+            accumulator = InputAccumulator(selected, sums)
         else:
-            backward_order = found[::-1]
-            accumulator = Pairs(found, sums_of(run, backward_order, Layer.stored_shapes))
-        terms, batches = accumulate(run, accumulator)
-        measured = average(run, accumulator, terms, batches)
+            backward_order = selected[::-1]
+            sums = make_sums(run, backward_order, Layer.stored_shapes)
+            accumulator = PairAccumulator(selected, sums)
+        counts = accumulate(run, accumulator)
+        measurement = average(run, accumulator, counts)
 
         # Accumulate the eigenvalues of F in the eigenbasis of A and G.
         if factors == "ekfac":
-            curvature = build_curvature(model, found, left, measured, world)
-            measured = correct_eigenvalues(run, curvature, found, measured)
+            curvature = build_curvature(model, selection, measurement, world)
+            measurement = correct_eigenvalues(run, curvature, selected, measurement)
 
     # Report what the curvature covers.
-    for name, reason in measured.failed.items():
+    failed = measurement.failed
+    for name, reason in failed.items():
         warnings.warn(f"measure: layer {name!r}: {reason}", SecondOrderWarning, stacklevel=2)
-    if len(measured.failed) == len(found):
-        reasons = "; ".join(f"{name}: {why}" for name, why in list(measured.failed.items())[:3])
+    if len(failed) == len(selected):
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(failed.items())[:3])
         raise SecondOrderError(f"measure: no layer has factors ({reasons})")
-    title = f"Curvature of {type(model).__name__}: {factors}, {world.size} rank(s)"
-    passes = 2 if factors == "ekfac" else 1
-    seconds = time.perf_counter() - start
-    report = report_of(title, model, found, left, measured, passes, seconds)
+    report = build_report(
+        title=f"Curvature of {type(model).__name__}: {factors}, {world.size} rank(s)",
+        model=model,
+        selection=selection,
+        measurement=measurement,
+        passes=2 if factors == "ekfac" else 1,
+        seconds=time.perf_counter() - start,
+    )
     if run.shows_progress:
         sys.stderr.write(f"{report}\n")
-    return build_curvature(model, found, left, measured, world, report)
+    return build_curvature(model, selection, measurement, world, report)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What all passes over the data have in common."""
+    """The arguments of ``measure`` that every pass over the data needs, and what follows from them.
+
+    Attributes:
+        control: The ranks of ``world`` in a group of their own, for small messages.
+        device: The device of the model.
+        dtype: The dtype of the sums.
+        is_sharded: Whether FSDP2 shards the model.
+    """
 
     model: nn.Module
     loader: Any
@@ -202,60 +235,83 @@ class Run:
     seed: int
     shows_progress: bool
     world: World
-    control: World  # the same ranks, for small messages
+    control: World
     device: torch.device
-    dtype: torch.dtype  # of the sums
-    is_sharded: bool  # by FSDP2
+    dtype: torch.dtype
+    is_sharded: bool
+
+
+@dataclass(frozen=True)
+class PassCounts:
+    """The number of loss terms and of batches in a pass of this rank.
+
+    Without a backward pass there are no terms. ``terms`` may be a tensor on the device.
+    """
+
+    terms: int | Tensor
+    batches: int
 
 
 # ------------------------------------------------------------------------------------- one pass
 
 
-def accumulate(run: Run, accumulator: Inputs | Pairs) -> tuple[int | Tensor, int]:
-    """Go through the data once; returns this rank's numbers of terms and of batches.
+def accumulate(run: Run, accumulator: InputAccumulator | PairAccumulator) -> PassCounts:
+    """Run the model on all batches of this rank once, while the accumulator captures its layers.
 
     Collective: every rank continues while any rank has a batch.
     """
     terms: int | Tensor = 0
-    batches = 0
-    loader = batches_of(run)
-    last = END
+    num_batches = 0
+    loader = iterate_batches(run)
+    last_batch = END
     failure: Exception | None = None
-    with accumulator.capturing(run.model, run.is_sharded) as backward:
-        for index in itertools.count():
+    with accumulator.capture(run.model, run.is_sharded) as backward:
+        index = 0
+        while True:
             # Get this rank's next batch.
             batch = END
             if failure is None:
                 try:
                     batch = next(loader, END)
-                    if run.is_sharded and batch is END and last is END:
+                    if run.is_sharded and batch is END and last_batch is END:
                         raise SecondOrderError(NO_BATCH)
                 except Exception as error:
                     failure = error
-            if not any_rank_has_batch(run, batch is not END, failure):
-                return terms, batches
+            has_batch = batch is not END
+            if not any_rank_has_batch(run, has_batch, failure):
+                break
 
-            # Run the model. FSDP2 needs every rank in each pass: a rank without a batch repeats
+            # Run the model. FSDP2 needs every rank in each pass, so a rank without a batch repeats
             # its last one, which does not count.
-            counts = batch is not END
-            last = batch if counts else last
-            if counts or run.is_sharded:
+            if has_batch:
+                last_batch = batch
+            if has_batch or run.is_sharded:
                 try:
-                    number = run_batch(run, accumulator, last, counts, index, backward)
-                    terms = terms + (number if counts else 0)
-                    batches += counts
+                    batch_terms = run_batch(
+                        run,
+                        accumulator,
+                        last_batch,
+                        counts=has_batch,
+                        index=index,
+                        backward=backward,
+                    )
+                    if has_batch:
+                        terms = terms + batch_terms
+                        num_batches += 1
                 except Exception as error:
-                    if run.is_sharded:  # the other ranks are inside FSDP2's collectives
+                    if run.is_sharded:  # the other ranks are inside of FSDP2's collectives
                         raise
                     failure = error
 
-            # Send the batch's sums. A rank that has failed sends zeros, for which the others wait.
-            accumulator.end()
-    raise AssertionError("the loop has no other end")
+            # Send the sums of the batch. A rank that has failed sends zeros, because the other
+            # ranks wait for it, and raises in the next round.
+            accumulator.end_batch()
+            index += 1
+    return PassCounts(terms, num_batches)
 
 
-def batches_of(run: Run) -> Iterator[Any]:
-    """The batches of this rank, with a progress bar of ``tqdm`` if it is installed."""
+def iterate_batches(run: Run) -> Iterator[Any]:
+    """Yield the batches of this rank, with a progress bar if ``tqdm`` is installed."""
     loader = run.loader
     if run.shows_progress and importlib.util.find_spec("tqdm") is not None:
         loader = importlib.import_module("tqdm.auto").tqdm(loader, unit="batch")
@@ -263,134 +319,173 @@ def batches_of(run: Run) -> Iterator[Any]:
 
 
 def any_rank_has_batch(run: Run, has_batch: bool, failure: Exception | None) -> bool:
-    """Whether any rank has another batch; raises on all ranks if one has failed. Collective."""
+    """Return whether any rank has another batch. Collective.
+
+    Raises:
+        Exception: The ``failure`` of this rank.
+        SecondOrderError: If another rank has failed.
+    """
     if failure is None and run.world.size == 1:
         return has_batch
-    message = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    everywhere = run.control.all_gather_object((has_batch, message))
+    message = ""
+    if failure is not None:
+        message = f"{type(failure).__name__}: {failure}"
+    all_ranks = run.control.all_gather_object((has_batch, message))
     if failure is not None:
         raise failure
-    for rank, (_, message) in enumerate(everywhere):
+    for rank, (_, message) in enumerate(all_ranks):
         if message:
             raise SecondOrderError(f"measure: rank {rank} failed: {message}")
-    return (True, "") in everywhere
+    return any(rank_has_batch for rank_has_batch, _ in all_ranks)
 
 
 def run_batch(
     run: Run,
-    accumulator: Inputs | Pairs,
+    accumulator: InputAccumulator | PairAccumulator,
     batch: Any,
     counts: bool,
     index: int,
     backward: Callable[[Tensor], None] | None,
 ) -> int | Tensor:
-    """Run the model on a batch; returns its number of terms, 0 without a backward pass."""
+    """Run the model on a batch, and return its number of loss terms.
+
+    Without a ``backward`` function, only the forward pass runs, and there are no terms.
+    """
     info = read_batch(batch, run.model, run.mask, run.device)
-    batch = move(batch, run.device)
-    accumulator.begin(info, counts)
+    batch = move_to_device(batch, run.device)
+    accumulator.begin_batch(info, counts)
     output = run.call(run.model, batch)
     if backward is None:
         return 0
     if run.loss is not None:
-        total, number = loss_terms(run.loss(output, batch), info)
+        terms = sum_loss_terms(run.loss(output, batch), info)
     else:
         seed = hash((run.seed, index, run.world.rank)) % 2**63
-        total, number = sampled_terms(output, run.likelihood, info, seed)
-    backward(total)
-    return number
+        terms = sample_loss_terms(output, run.likelihood, info, seed)
+    backward(terms.total)
+    return terms.count
 
 
 # ------------------------------------------------------------------------------------- averages
 
 
-def sums_of(
+def make_sums(
     run: Run, layers: Sequence[Layer], shapes_of: Callable[[Layer], Mapping[str, torch.Size]]
 ) -> Sums:
-    """Sums of the matrices of layers that have these shapes, sent in the order of layers."""
+    """Make the sums of matrices of these shapes, which are sent in the order of the layers."""
+    world = run.world
+    if run.is_sharded or run.keep == "cpu":
+        # FSDP2's own collectives run between ours, in an order that differs from rank to rank.
+        world = run.control
     return Sums(
         layers,
         shapes_of,
         keep=run.keep,
-        # FSDP2's collectives come between, in an order that ranks do not share.
-        world=run.control if run.is_sharded or run.keep == "cpu" else run.world,
+        world=world,
         device=run.device,
         dtype=run.dtype,
-        at_once=not run.is_sharded,
+        sends_immediately=not run.is_sharded,
     )
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """What a rank tells the others at the end of a pass."""
+class RankCounts:
+    """The counts that ranks exchange at the end of a pass.
 
-    rows: Mapping[str, list[float]]  # by layer; of experts each one's own
+    Attributes:
+        rows: By layer, the number of rows in the sum of A; for experts, one number for each.
+        terms: The number of loss terms.
+        batches: The number of batches.
+        failed: By layer, why it has no factors.
+    """
+
+    rows: Mapping[str, list[float]]
     terms: float
     batches: int
-    failed: Mapping[str, str]  # by layer
+    failed: Mapping[str, str]
 
 
 def average(
-    run: Run, accumulator: Inputs | Pairs, terms: int | Tensor, batches: int
+    run: Run, accumulator: InputAccumulator | PairAccumulator, counts: PassCounts
 ) -> Measurement:
-    """Divide the sums that this rank owns by the numbers of all ranks. Collective."""
-    # Reduce the sums to their owners, and add up the numbers of rows and terms.
+    """Divide the sums that this rank owns by the counts of all ranks. Collective."""
+    # Reduce the sums to their owners.
     sums = accumulator.sums.finish()
-    not_finite = {
-        name: f"its {factor} is not finite"
-        for (name, factor), total in sums.items()
-        if not bool(total.isfinite().all())
-    }
-    rows = {name: numbers_of(count) for name, count in accumulator.rows.items()}
-    local = Numbers(rows, numbers_of(terms)[0], batches, accumulator.failed | not_finite)
-    everywhere: list[Numbers] = run.control.all_gather_object(local)
-    all_terms = math.fsum(each.terms for each in everywhere)
-    all_rows = {
-        name: [math.fsum(n) for n in zip(*(each.rows[name] for each in everywhere), strict=True)]
-        for name in rows
-    }
-    failed = {name: NO_ROWS for name, numbers in all_rows.items() if not any(numbers)}
-    for each in everywhere:
-        failed |= each.failed
-    has_terms = isinstance(accumulator, Pairs)
-    if not (all_terms if has_terms else any(map(any, all_rows.values()))):
-        raise SecondOrderError("the loader gave no example: nothing can be measured")
-
-    # Divide A by its rows, and all other factors by the number of terms.
+    local_failed = dict(accumulator.failed)
     for (name, factor), total in sums.items():
-        counts = all_rows[name] if factor == "A" else [all_terms]
-        divisors = total.new_tensor(counts).clamp_min(1.0)
-        total.div_(divisors.view(-1, *[1] * (total.dim() - 1)))
+        if not bool(total.isfinite().all()):
+            local_failed[name] = f"its {factor} is not finite"
+
+    # Exchange the counts of all ranks, and add them up.
+    local_counts = RankCounts(
+        rows={name: to_floats(count) for name, count in accumulator.rows.items()},
+        terms=to_floats(counts.terms)[0],
+        batches=counts.batches,
+        failed=local_failed,
+    )
+    all_ranks: list[RankCounts] = run.control.all_gather_object(local_counts)
+    terms = math.fsum(rank.terms for rank in all_ranks)
+    rows: dict[str, list[float]] = {}
+    failed: dict[str, str] = {}
+    for name in local_counts.rows:
+        by_rank = [rank.rows[name] for rank in all_ranks]
+        rows[name] = [math.fsum(column) for column in zip(*by_rank, strict=True)]
+        if not any(rows[name]):
+            failed[name] = NO_ROWS
+    for rank in all_ranks:
+        failed |= rank.failed
+
+    if isinstance(accumulator, PairAccumulator):
+        has_examples = terms != 0
+    else:
+        has_examples = any(any(layer_rows) for layer_rows in rows.values())
+    if not has_examples:
+        raise SecondOrderError(
+            "the loader gave no example on any rank, so there is nothing to measure"
+        )
+
+    # Divide A by its number of rows, and all other factors by the number of terms.
+    for (name, factor), total in sums.items():
+        divisors = rows[name] if factor == "A" else [terms]
+        by_group = total.new_tensor(divisors).clamp_min(1.0)
+        total.div_(by_group.view(-1, *[1] * (total.dim() - 1)))
     return Measurement(
         factors={key: mean for key, mean in sums.items() if key[0] not in failed},
-        rows={name: math.fsum(numbers) for name, numbers in all_rows.items()},
-        terms=all_terms,
-        batches=sum(each.batches for each in everywhere),
+        num_rows={name: math.fsum(layer_rows) for name, layer_rows in rows.items()},
+        num_terms=terms,
+        num_batches=sum(rank.batches for rank in all_ranks),
         failed=failed,
     )
 
 
-def numbers_of(count: int | Tensor) -> list[float]:
-    """A number, or those of a tensor on a device."""
-    return count.reshape(-1).double().tolist() if isinstance(count, Tensor) else [float(count)]
+def to_floats(count: int | Tensor) -> list[float]:
+    """Return a count, or the counts of a tensor, as a list."""
+    if isinstance(count, Tensor):
+        return count.reshape(-1).double().tolist()
+    return [float(count)]
 
 
 # ----------------------------------------------------------------------------- eigenvalues of F
 
 
 def correct_eigenvalues(
-    run: Run, curvature: KroneckerCurvature, layers: Sequence[Layer], measured: Measurement
+    run: Run, curvature: KroneckerCurvature, layers: Sequence[Layer], measurement: Measurement
 ) -> Measurement:
-    """Measure the eigenvalues of F in the eigenbasis of A and G. Collective."""
-    # Compute the eigenvectors on each layer's owner, and give them to every rank.
+    """Add EK-FAC's eigenvalues of F to a measurement of A and G. Collective.
+
+    The eigenvalues are the diagonal of F in the eigenbasis of A ⊗ G (George et al. 2018).
+    """
+    # The owner of each layer decomposes its factors. Every rank needs the eigenvectors.
     bases = curvature.eigen()
 
     # Accumulate the squares of the rotated gradients, and divide them by the number of terms.
-    kept = [layer for layer in layers if layer.name in bases]
-    sums = sums_of(run, kept[::-1], lambda layer: {"F": torch.Size(layer.shape.gradient_size)})
-    if kept:
-        accumulate(run, Eigenvalues(kept, sums, bases))
-    return replace(
-        measured,
-        corrected={name: total.div_(measured.terms) for (name, _), total in sums.finish().items()},
-        bases={name: layer.eigen for name, layer in curvature.here.items()},
-    )
+    layers = [layer for layer in layers if layer.name in bases]
+    backward_order = layers[::-1]
+    sums = make_sums(run, backward_order, Layer.eigenvalue_shapes)
+    if layers:
+        accumulate(run, EigenvalueAccumulator(layers, sums, bases))
+    eigenvalues = {
+        name: total.div_(measurement.num_terms) for (name, _), total in sums.finish().items()
+    }
+    local_bases = {name: layer.eigen for name, layer in curvature.here.items()}
+    return replace(measurement, corrected=eigenvalues, bases=local_bases)

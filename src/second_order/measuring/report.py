@@ -1,23 +1,25 @@
-"""What a measurement returns: the curvature, and a table of what it covers and cost."""
+"""Build the results of ``measure``: the curvature, and a report of what it covers and cost."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from second_order.distributed.world import World
 from second_order.kronecker.layer_curvature import Eigen, LayerCurvature
-from second_order.kronecker.model_blocks import LeftToBase
 from second_order.kronecker.model_curvature import KroneckerCurvature
-from second_order.measuring.layers import Layer
+from second_order.measuring.layers import Layer, Selection
 from second_order.measuring.sums import Key
 from second_order.reporting.summary import aligned
 
-__all__ = ["MeasuredLayer", "Measurement", "Report", "build_curvature", "report_of"]
+__all__ = ["Measurement", "Report", "ReportRow", "build_curvature", "build_report"]
 
-INPUTS_ALONE = 'its layer has A of its inputs alone: measure it with factors="kfac" or "ekfac"'
+INPUTS_ONLY = (
+    "only A of its layer's inputs was measured, which leaves it out; measure with "
+    'factors="kfac" or "ekfac"'
+)
 
 
 @dataclass(frozen=True)
@@ -25,19 +27,19 @@ class Measurement:
     """The results of the passes over the data.
 
     Attributes:
-        factors: Means of the layers that this rank owns.
-        rows: By layer, the number of rows that A is a mean over, of all ranks.
-        terms: The number of loss terms of all ranks; 0 with inputs alone.
-        batches: The number of batches in a pass, of all ranks.
-        failed: By layer, why it has no factors; on every rank.
+        factors: Mean factors of the layers that this rank owns.
+        num_rows: By layer, the number of rows that A is the mean of, over all ranks.
+        num_terms: The number of loss terms over all ranks; 0 if only inputs are measured.
+        num_batches: The number of batches of a pass, over all ranks.
+        failed: By layer, why it has no factors. The same on all ranks.
         corrected: EK-FAC's eigenvalues of the layers that this rank owns.
-        bases: The eigenvalues and eigenvectors of these layers' factors.
+        bases: The eigenvalues and eigenvectors of the factors of these layers.
     """
 
     factors: Mapping[Key, Tensor]
-    rows: Mapping[str, float]
-    terms: float
-    batches: int
+    num_rows: Mapping[str, float]
+    num_terms: float
+    num_batches: int
     failed: Mapping[str, str]
     corrected: Mapping[str, Tensor] = field(default_factory=dict)
     bases: Mapping[str, Eigen] = field(default_factory=dict)
@@ -45,68 +47,68 @@ class Measurement:
 
 def build_curvature(
     model: nn.Module,
-    layers: Sequence[Layer],
-    left: Sequence[LeftToBase],
-    measured: Measurement,
+    selection: Selection,
+    measurement: Measurement,
     world: World,
     report: Report | None = None,
 ) -> KroneckerCurvature:
-    """The curvature, and why parameters have none."""
-    found: dict[str, LayerCurvature] = {}
+    """Build the curvature from a measurement, and note why other parameters have none."""
+    layers: dict[str, LayerCurvature] = {}
+    owners: dict[str, int] = {}
     uncovered: dict[str, str] = {}
-    for layer in layers:
+    for layer in selection.layers:
         name = layer.name
-        if name in measured.failed:
-            uncovered |= dict.fromkeys(layer.shapes, measured.failed[name])
+        if name in measurement.failed:
+            uncovered |= dict.fromkeys(layer.shapes, measurement.failed[name])
             continue
-        found[name] = LayerCurvature(
+        owners[name] = layer.owner
+        layers[name] = LayerCurvature(
             name=name,
             modules=tuple(layer.block.names),
             kind=type(layer.block.modules[0]),
             shapes=layer.shapes,
             shape=layer.shape,
             stored={
-                factor: measured.factors[name, factor]
+                factor: measurement.factors[name, factor]
                 for factor in layer.shape.factor_names
-                if (name, factor) in measured.factors
+                if (name, factor) in measurement.factors
             },
-            examples=measured.terms or measured.rows[name],
+            examples=measurement.num_terms or measurement.num_rows[name],
             updates=1.0,
-            corrected=measured.corrected.get(name),
-            rows=measured.rows[name],
-            basis=measured.bases.get(name),
+            corrected=measurement.corrected.get(name),
+            rows=measurement.num_rows[name],
+            basis=measurement.bases.get(name),
         )
 
-    # Modules that share a weight are one row, "a = b".
-    reasons = {name: row.reason for row in left for name in row.name.split(" = ")}
+    # Reasons for modules that were not measured. Modules that share a weight are one row, "a = b".
+    reasons: dict[str, str] = {}
+    for row in selection.skipped:
+        reasons |= dict.fromkeys(row.name.split(" = "), row.reason)
+    covered = {name for layer in layers.values() for name in layer.shapes}
+
+    # A reason may be given for a parameter or for its module.
     names = [name for name, _ in model.named_parameters()]
-    for name in set(names).difference(uncovered, *(layer.shapes for layer in found.values())):
-        of_module = reasons.get(name.rpartition(".")[0], INPUTS_ALONE)
-        uncovered[name] = reasons.get(name, of_module)
-    return KroneckerCurvature(
-        found,
-        names,
-        uncovered,
-        owners={layer.name: layer.owner for layer in layers if layer.name in found},
-        world=world,
-        report=report,
-    )
+    for name in names:
+        if name not in covered and name not in uncovered:
+            module = name.rpartition(".")[0]
+            uncovered[name] = reasons.get(name, reasons.get(module, INPUTS_ONLY))
+    return KroneckerCurvature(layers, names, uncovered, owners=owners, world=world, report=report)
 
 
 # ---------------------------------------------------------------------------------------- report
 
 
 @dataclass(frozen=True)
-class MeasuredLayer:
-    """One line of the table.
+class ReportRow:
+    """A line of the report, for a layer or for a module without factors.
 
     Attributes:
-        name: The layer's name.
-        kind: Its class.
+        name: Name of the layer.
+        kind: Name of its class.
         parameters: Number of its parameters that have curvature.
         factors: Sizes of its factors, or why it has none.
-        rows: Number of rows that A is a mean over; its rank is at most this.
-        owner: The rank that stores its factors; None if none does.
+        rows: Number of rows that A is the mean of. The rank of A is at most this number.
+        owner: The rank that stores the factors; None if the layer has none.
     """
 
     name: str
@@ -119,21 +121,21 @@ class MeasuredLayer:
 
 @dataclass(frozen=True)
 class Report:
-    """What a measurement covers and cost; ``print`` it, or read its rows.
+    """What a measurement covers and what it cost. ``print`` shows it as a table.
 
     Attributes:
-        title: What was measured, on how many ranks.
-        rows: One for each layer, and for each module that has none.
+        title: What was measured, and on how many ranks.
+        rows: A line for each layer, and for each module without factors.
         parameters: Number of the model's parameters.
-        examples: Number of examples: rows with inputs alone, else terms of the loss.
-        batches: Number of batches in a pass, of all ranks.
+        examples: Number of loss terms; if only inputs are measured, number of rows.
+        batches: Number of batches of a pass, over all ranks.
         passes: Number of passes over the data.
         seconds: Wall-clock time of all passes.
-        nbytes: Bytes of the factors on this rank.
+        nbytes: Size in bytes of the factors on this rank.
     """
 
     title: str
-    rows: Sequence[MeasuredLayer]
+    rows: list[ReportRow]
     parameters: int
     examples: float
     batches: int
@@ -143,66 +145,71 @@ class Report:
 
     @property
     def covered(self) -> float:
-        """Share of the model's parameters that have factors, 0 to 1."""
+        """Share of the model's parameters that have factors, between 0 and 1."""
         covered = sum(row.parameters for row in self.rows if row.owner is not None)
         return covered / self.parameters if self.parameters else 0.0
 
     def __str__(self) -> str:
         table = [("layer", "type", "parameters", "factors / why not", "rows")]
         for row in self.rows:
-            number = "" if row.owner is None else f"{row.rows:,.0f}"
-            table.append((row.name, row.kind, f"{row.parameters:,}", row.factors, number))
-        return "\n".join(
-            [
-                self.title,
-                f"{self.covered:.1%} of {self.parameters:,} parameters",
-                *aligned(table, {2, 4}),
-                f"{self.examples:,.0f} examples in {self.batches:,} batches, {self.passes} "
-                f"pass(es), {self.seconds:,.1f} s; factors on this rank: "
-                f"{self.nbytes / 2**20:,.2f} MiB",
-            ]
-        )
+            num_rows = "" if row.owner is None else f"{row.rows:,.0f}"
+            table.append((row.name, row.kind, f"{row.parameters:,}", row.factors, num_rows))
+        lines = [
+            self.title,
+            f"{self.covered:.1%} of {self.parameters:,} parameters",
+            *aligned(table, {2, 4}),
+            f"{self.examples:,.0f} examples in {self.batches:,} batches, {self.passes} "
+            f"pass(es), {self.seconds:,.1f} s; factors on this rank: "
+            f"{self.nbytes / 2**20:,.2f} MiB",
+        ]
+        return "\n".join(lines)
 
 
-def report_of(
+def build_report(
     title: str,
     model: nn.Module,
-    layers: Sequence[Layer],
-    left: Sequence[LeftToBase],
-    measured: Measurement,
+    selection: Selection,
+    measurement: Measurement,
     passes: int,
     seconds: float,
 ) -> Report:
-    """The table of a measurement."""
-    # A token is a row of several experts, and no measure of the number of examples.
-    plain = [layer for layer in layers if not layer.shape.routed] or layers
-    stored = (*measured.factors.values(), *measured.corrected.values())
+    """Build the report of a measurement."""
+    layer_rows = [_report_row(layer, measurement) for layer in selection.layers]
+    skipped_rows = [
+        ReportRow(row.name, row.kind, row.parameters, row.reason) for row in selection.skipped
+    ]
+
+    # If only inputs are measured, examples are rows. The rows of experts do not show the number of
+    # examples, because each token is a row of several experts.
+    examples = measurement.num_terms
+    if not examples:
+        layers = [layer for layer in selection.layers if not layer.shape.routed]
+        examples = max(measurement.num_rows[layer.name] for layer in layers or selection.layers)
+
+    stored = [*measurement.factors.values(), *measurement.corrected.values()]
     return Report(
         title=title,
-        rows=[
-            *(_row(layer, measured) for layer in layers),
-            *(MeasuredLayer(row.name, row.kind, row.parameters, row.reason) for row in left),
-        ],
+        rows=layer_rows + skipped_rows,
         parameters=sum(p.numel() for p in model.parameters()),
-        examples=measured.terms or max(measured.rows[layer.name] for layer in plain),
-        batches=measured.batches,
+        examples=examples,
+        batches=measurement.num_batches,
         passes=passes,
         seconds=seconds,
         nbytes=sum(tensor.nbytes for tensor in stored),
     )
 
 
-def _row(layer: Layer, measured: Measurement) -> MeasuredLayer:
+def _report_row(layer: Layer, measurement: Measurement) -> ReportRow:
     shape = layer.shape
     sizes = ", ".join(f"{factor} {shape.dims[factor]}" for factor in layer.factors)
     if shape.groups > 1:
         sizes = f"{shape.groups} x {sizes}"
-    reason = measured.failed.get(layer.name)
-    return MeasuredLayer(
+    reason = measurement.failed.get(layer.name)
+    return ReportRow(
         name=layer.name,
         kind=type(layer.block.modules[0]).__name__,
         parameters=sum(size.numel() for size in layer.shapes.values()),
         factors=sizes if reason is None else reason,
-        rows=measured.rows[layer.name],
+        rows=measurement.num_rows[layer.name],
         owner=layer.owner if reason is None else None,
     )

@@ -1,12 +1,13 @@
-"""Sums over a data set of the matrices of layers, and where they are stored meanwhile.
+"""Sums of matrices of layers over a data set, and where they are stored during a pass.
 
-device   whole matrices on the device of the model, reduced to their owners at the end
-cpu      triangles in the host's memory, reduced to their owners at the end
-owner    triangles, each on its owner alone: every rank sends its sum of each batch to the owner
+    keep="device"   whole matrices on the model's device, reduced to their owners at the end
+    keep="cpu"      triangles in host memory, reduced to their owners at the end
+    keep="owner"    triangles on their owner only, to which each rank sends its sums of each batch
 
-With "owner" all ranks send in one fixed order, that in which layers are usually called. When a
-layer adds to its sum, the rank sends it and those that come before it in that order, as zeros if
-the layer was not called. What a layer adds later is sent with the next batch.
+With "owner", all ranks have to issue the same collectives. Therefore the matrices have one order,
+in which layers usually receive their gradients. When a rank adds to a matrix, it reduces all
+matrices up to this one that it has not reduced in this batch, with zeros for layers that were not
+called. If a layer adds to its matrix after that, the addition is sent with the next batch.
 """
 
 from __future__ import annotations
@@ -28,27 +29,28 @@ from second_order.measuring.layers import Layer
 __all__ = ["WIDENING", "Keep", "Key", "Sums", "full_precision"]
 
 WIDENING = {"cuda"}
-"""Devices whose products of bfloat16 or float16 can be accumulated in float32."""
+"""Device types with ``torch.mm(..., out_dtype=torch.float32)`` of bfloat16 and float16."""
 
 Keep: TypeAlias = Literal["device", "cpu", "owner"]
 
 Key: TypeAlias = tuple[str, str]
-"""A layer's name, and the name of one of its matrices."""
+"""The name of a layer, and the name of one of its matrices: "A", "G", "L" or "F"."""
 
 
 class Sums:
-    """Sums of the matrices of layers.
+    """Sums of matrices of layers, one for each key.
 
     Args:
         layers: The layers, in the order in which their sums are sent to their owners.
-        shapes_of: The shapes of a layer's matrices as its owner stores them, by name:
+        shapes_of: Returns the shapes of a layer's matrices as their owner stores them, by name:
             ``(groups, n (n + 1) / 2)``, ``(groups, n)`` or ``(groups, n, m)``.
-        keep: Where they are stored.
+        keep: Where the sums are stored.
         world: The ranks.
         device: The device of the model.
         dtype: The dtype of the sums.
-        at_once: With "owner", send each sum when it is added to, rather than at the end of a batch.
-            FSDP2 does not allow it, because its own collectives come between.
+        sends_immediately: With "owner", whether each sum is sent when it is added to, instead of at
+            the end of the batch. FSDP2 needs the latter, because its own collectives run during the
+            batch.
     """
 
     def __init__(
@@ -59,33 +61,39 @@ class Sums:
         world: World,
         device: torch.device,
         dtype: torch.dtype,
-        at_once: bool,
+        sends_immediately: bool,
     ) -> None:
         self.device = device
         self.dtype = dtype
-        self._by_owner = keep == "owner" and world.size > 1
-        self._packed = keep != "device"
-        self._on_host = keep == "cpu"
-        self._sizes = {(x.name, key): size for x in layers for key, size in shapes_of(x).items()}
-        self._owners = {layer.name: layer.owner for layer in layers}
         self._world = world
-        self._at_once = at_once
-        self._order = list(self._sizes)
-        self._turns = {key: turn for turn, key in enumerate(self._order)}
-        self._next_turn = 0  # the number of sums that have been sent in this batch
-        self._local: dict[Key, Tensor] = {}
-        self._owned: dict[Key, Tensor] = {}
+        self._is_packed = keep != "device"
+        self._is_on_host = keep == "cpu"
+        self._sends_batches = keep == "owner" and world.size > 1
+        self._sends_immediately = sends_immediately
+
+        self._shapes: dict[Key, torch.Size] = {}
+        self._owners: dict[Key, int] = {}
+        for layer in layers:
+            for name, shape in shapes_of(layer).items():
+                self._shapes[layer.name, name] = shape
+                self._owners[layer.name, name] = layer.owner
+        self._order = list(self._shapes)
+        self._positions = {key: position for position, key in enumerate(self._order)}
+        self._num_sent = 0  # in this batch
+
+        self._local: dict[Key, Tensor] = {}  # not sent yet
+        self._owned: dict[Key, Tensor] = {}  # sums over the ranks
 
     def add_gram(self, key: Key, rows: Tensor) -> None:
-        """Add rowsᵀ rows, of ``(rows, n)``."""
-        is_narrow = self.dtype is torch.float32 and rows.dtype in (torch.bfloat16, torch.float16)
-        widens = is_narrow and rows.device.type in WIDENING
+        """Add rowsᵀ rows for rows of shape ``(rows, n)``."""
+        is_narrow = rows.dtype in (torch.bfloat16, torch.float16)
+        widens = is_narrow and self.dtype is torch.float32 and rows.device.type in WIDENING
         if not widens:
             rows = rows.to(self.dtype)
         with full_precision(rows.device):
             if widens:
                 self.add(key, torch.mm(rows.mT, rows, out_dtype=self.dtype).unsqueeze(0))
-            elif self._packed:
+            elif self._is_packed:
                 self.add(key, gram(rows.unsqueeze(0)))
             elif key in self._local:
                 self._local[key][0].addmm_(rows.mT, rows)
@@ -93,55 +101,62 @@ class Sums:
                 self.add(key, (rows.mT @ rows).unsqueeze(0))
 
     def add(self, key: Key, matrix: Tensor) -> None:
-        """Add ``(groups, n, n)``, or a form in which a sum is stored; takes over its memory."""
-        if self._packed and matrix.shape != self._sizes[key]:
+        """Add a matrix ``(groups, n, n)``, or one in its stored shape. It may be overwritten."""
+        if self._is_packed and matrix.shape != self._shapes[key]:
             matrix = pack_upper_triangular(matrix)
-        matrix = matrix.cpu() if self._on_host else matrix
+        if self._is_on_host:
+            matrix = matrix.cpu()
         _add_to(self._local, key, matrix.to(self.dtype))
-        if self._by_owner and self._at_once:
-            self._send(self._turns[key] + 1)
+        if self._sends_batches and self._sends_immediately:
+            self._send_until(self._positions[key] + 1)
 
     def end_batch(self) -> None:
-        """Send the sums that have not been sent in this batch. Collective with "owner"."""
-        if self._by_owner:
-            self._send(len(self._order))
-            self._next_turn = 0
+        """Send the sums that were not sent in this batch. Collective with "owner"."""
+        if self._sends_batches:
+            self._send_until(len(self._order))
+            self._num_sent = 0
 
-    def _send(self, end: int) -> None:
-        """Send all sums up to a turn to their owners."""
-        for key in self._order[self._next_turn : end]:
-            self._next_turn += 1  # also if this one raises
+    def finish(self) -> dict[Key, Tensor]:
+        """Return the sums over ranks that this rank owns, in their stored shapes. Collective."""
+        self._send_until(len(self._order))
+        return self._owned
+
+    def _send_until(self, end: int) -> None:
+        """Send the sums up to a position of the order to their owners."""
+        for key in self._order[self._num_sent : end]:
+            self._num_sent += 1  # counts even if the send fails
             total = self._reduce_to_owner(key)
             if total is not None:
                 _add_to(self._owned, key, total)
 
     def _reduce_to_owner(self, key: Key) -> Tensor | None:
-        """The sum over ranks of what each has added since the last one; None if not the owner."""
+        """Reduce what the ranks have added since the last call; return None if not the owner."""
         part = self._local.pop(key, None)
         if part is None:
-            place = "cpu" if self._on_host else self.device
-            part = torch.zeros(self._sizes[key], dtype=self.dtype, device=place)
-        if part.shape != self._sizes[key]:
+            device = torch.device("cpu") if self._is_on_host else self.device
+            part = torch.zeros(self._shapes[key], dtype=self.dtype, device=device)
+        if part.shape != self._shapes[key]:
             part = pack_upper_triangular(part)
-        owner = self._owners[key[0]]
         device = part.device
+        owner = self._owners[key]
         if self._world.size > 1:
-            part = part.cpu() if self._world.backend == "gloo" else part
+            if self._world.backend == "gloo":
+                part = part.cpu()
             dist.reduce(part, group=self._world.group, group_dst=owner)
-        return part.to(device) if owner == self._world.rank else None
-
-    def finish(self) -> dict[Key, Tensor]:
-        """The sums over all ranks that this rank owns, as they are stored. Collective."""
-        self._send(len(self._order))
-        return self._owned
+        if owner != self._world.rank:
+            return None
+        return part.to(device)
 
 
 def _add_to(sums: dict[Key, Tensor], key: Key, part: Tensor) -> None:
-    sums[key] = sums[key].add_(part) if key in sums else part
+    if key in sums:
+        sums[key].add_(part)
+    else:
+        sums[key] = part
 
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Compute products in full float32 for a block: without TF32 and without autocast."""
+    """Compute matrix products in full float32 within the block, without TF32 and autocast."""
     with ieee_matmul(device), torch.autocast(device.type, enabled=False):
         yield
