@@ -1,4 +1,4 @@
-"""The exceptions and warnings this package raises."""
+"""The exceptions and warnings of this package."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ __all__ = [
 
 
 class SecondOrderError(RuntimeError):
-    """Base class of the errors that a run can meet, as opposed to wrong arguments."""
+    """The base class of errors at run time. Wrong arguments raise ValueError or TypeError."""
 
 
 class CheckpointError(SecondOrderError, ValueError):
-    """A checkpoint's file is cut short, damaged, or of something else; the error names it.
+    """A checkpoint is truncated or damaged, or an entry of its state is wrong or does not fit.
 
-    Or an entry of its state does not fit, or is wrong; nothing has been loaded then.
+    The message names the file or the entry. Nothing was loaded.
     """
 
 
 class DecompositionError(SecondOrderError):
-    """A layer's factors could not be decomposed at three refreshes in a row.
+    """The decomposition of a layer's factors failed at three refreshes in a row.
 
-    Raised on every rank at the same step.
+    Every rank raises this at the same step.
     """
 
 
 class CurvatureError(SecondOrderError):
-    """The loss of a curvature batch could not be evaluated, or not differentiated twice.
+    """The loss of a curvature batch raised an exception, or cannot be differentiated twice.
 
-    Raised on every rank, with the rank that failed.
+    Every rank raises this. The message names the rank that failed.
     """
 
 
 class RankMismatchError(SecondOrderError):
-    """The ranks of a process group have different models or options, or do different things.
+    """The ranks of a process group are out of sync: models, options or calls differ.
 
-    Raised on every rank before anything has changed: at construction, and at the first step of
-    which one of them knows otherwise than the others, or to which one does not come.
+    Every rank raises this before anything changes, when you make the optimizer or at the first step
+    at which the ranks differ, or which a rank does not reach.
     """
 
 
 class SecondOrderWarning(UserWarning):
-    """Something was left to the base optimizer, dropped, or computed by a fallback."""
+    """A layer falls back to the base optimizer, data is ignored, or a fallback is used."""

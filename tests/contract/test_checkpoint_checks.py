@@ -86,7 +86,7 @@ def test_wrong_shapes_and_numbers_are_refused_before_anything_changes(
             r"\['steps'\], of parameter '4.bias', is -1, and no",
         ),
         (("curvature", "version"), 99, r"'version'\].*is 99: another second_order wrote it"),
-        (("curvature", "surprise"), 1, r"'surprise'\].*'4.bias', is not known here"),
+        (("curvature", "surprise"), 1, r"'surprise'\].*'4.bias', is unknown"),
         (("base", "momentum_buffer"), torch.zeros(2), r"shape \(2,\), where \(3,\) is needed"),
     ],
 )
@@ -137,7 +137,7 @@ def test_a_checkpoint_of_another_system_is_refused_with_a_way(System: Any) -> No
     _, theirs = trained(other)
     model, optimizer = trained(System)
     before = snapshot(model, optimizer)
-    with pytest.raises(ValueError, match=r"is not known here.*export_base_state\(checkpoint\)"):
+    with pytest.raises(ValueError, match=r"is unknown.*export_base_state\(checkpoint\)"):
         optimizer.load_state_dict(theirs.state_dict())
     assert alike(snapshot(model, optimizer), before)
     optimizer.load_state_dict(export_base_state(theirs.state_dict()))

@@ -234,7 +234,7 @@ def test_too_few_products() -> None:
             estimate(loss, [w], products=9, directions=4)  # type: ignore[operator]
         with pytest.raises(ValueError, match="directions=-1"):
             estimate(loss, [w], directions=-1)  # type: ignore[operator]
-        with pytest.raises(TypeError, match=r"directions=2\.0 is not a whole number"):
+        with pytest.raises(TypeError, match=r"directions=2\.0 is not an integer"):
             estimate(loss, [w], directions=2.0)  # type: ignore[operator]
 
 

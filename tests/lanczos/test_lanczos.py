@@ -264,7 +264,7 @@ def test_arguments_outside_their_bounds(options: dict[str, Any], message: str) -
 def test_counts_and_seeds_are_whole_numbers() -> None:
     A = symmetric(range(1, 9))
     for name, value in itertools.product(("largest", "smallest", "iterations", "seed"), (2.0, "2")):
-        with pytest.raises(TypeError, match=f"{name}={value!r} is not a whole number; use"):
+        with pytest.raises(TypeError, match=f"{name}={value!r} is not an integer; use"):
             of_quadratic(A, **{name: value})
 
 

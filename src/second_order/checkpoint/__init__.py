@@ -1,1 +1,1 @@
-"""What is saved of an optimizer, and files."""
+"""The state of an optimizer in checkpoints, and files."""

@@ -1,4 +1,4 @@
-"""Looks for the caller on the stack, because torch does not pass this information."""
+"""Find the caller on the stack, where torch does not pass the information as an argument."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["caller", "is_checkpointing"]
 
 
 def caller(module: str = "", function: str = "") -> FrameType | None:
-    """The nearest frame of a module whose name starts with ``module``, or of a ``function``."""
+    """Return the nearest frame of a module whose name starts with ``module``, or a function's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -20,14 +20,16 @@ def caller(module: str = "", function: str = "") -> FrameType | None:
 
 
 def is_checkpointing(part: bool = False) -> bool:
-    """Whether torch.distributed.checkpoint is the caller.
+    """Return whether torch.distributed.checkpoint (DCP) is the caller.
 
-    It calls ``state_dict()`` without arguments, as other callers do, and gathers the ranks' parts
-    itself, unless the user has set ``full_state_dict``. Only the stack shows who the caller is.
+    DCP calls ``state_dict()`` without arguments, as other callers do. It then gathers the parts of
+    the ranks itself, unless the user has set ``full_state_dict``.
 
     Args:
-        part: Whether to return True only if it wants this rank's part.
+        part: True to return False if the user has set ``full_state_dict``.
     """
     frame = caller("torch.distributed.checkpoint")
-    full = frame is not None and getattr(frame.f_locals.get("info"), "full_state_dict", False)
-    return frame is not None and not (part and full)
+    if frame is None:
+        return False
+    wants_full_state = getattr(frame.f_locals.get("info"), "full_state_dict", False)
+    return not (part and wants_full_state)

@@ -1,4 +1,8 @@
-"""The two parts of ``state[p]``; their entries in a checkpoint, checked before they are loaded."""
+"""The two parts of ``state[p]``, and checks of their entries before they are loaded.
+
+``state[p]["base"]`` is the state of the base optimizer, and ``state[p]["curvature"]`` that of the
+factors and inverses.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,11 @@ BASE = "base"
 CURVATURE = "curvature"
 
 HEADER = ("steps", "version", "base_class")
-"""The entries of every ``"curvature"`` part."""
+"""The entries that every ``"curvature"`` part has."""
 
 
 class BaseState(MutableMapping[Tensor, dict[str, Any]]):
-    """A view of ``state[p]["base"]`` by parameter: the state that the base optimizer sees."""
+    """``state[p]["base"]`` by parameter: a view that the base optimizer uses as its state."""
 
     def __init__(self, state: MutableMapping[Tensor, dict[str, Any]]) -> None:
         self._state = state
@@ -48,7 +52,7 @@ class BaseState(MutableMapping[Tensor, dict[str, Any]]):
 
 
 class SavedPart(dict[str, Any]):
-    """A checkpoint's entries for a parameter, by name, in its part "base" or "curvature"."""
+    """The entries of a checkpoint in one part, "base" or "curvature", of a parameter's state."""
 
     def __init__(self, key: Any, part: str, name: str, entries: dict[str, Any]) -> None:
         super().__init__(entries)
@@ -57,55 +61,61 @@ class SavedPart(dict[str, Any]):
         self._name = name
 
     def with_entries(self, entries: dict[str, Any]) -> SavedPart:
-        """The part of the same parameter with other entries."""
+        """Return a part of the same parameter with other entries."""
         return SavedPart(self._key, self._part, self._name, entries)
 
     def with_entry(self, key: str, value: Any) -> SavedPart:
-        """A copy with another value of an entry."""
+        """Return a copy in which one entry has another value."""
         return self.with_entries({**self, key: value})
 
     def wrong(self, key: str, what: str) -> CheckpointError:
-        """The error for an entry, with what is wrong."""
+        """Return the error for an entry. ``what`` completes the sentence that names it."""
         return CheckpointError(
             f"the checkpoint's state[{self._key!r}][{self._part!r}][{key!r}], of parameter "
-            f"{self._name!r}, {what}; nothing has been loaded"
+            f"{self._name!r}, {what}; nothing was loaded"
         )
 
     def check_known(self, known: Iterable[str]) -> None:
-        """Raise ValueError if an entry has none of the known names."""
+        """Raise CheckpointError if an entry has an unknown name."""
         for key in self.keys() - set(known):
             raise self.wrong(
                 key,
-                "is not known here: it is of another optimizer's checkpoint, perhaps; "
-                "export_base_state(checkpoint) gives the base's part of any",
+                "is unknown: the checkpoint may be that of another optimizer; "
+                "export_base_state(checkpoint) returns the base optimizer's part of any checkpoint",
             )
 
     def require(self, keys: Iterable[str]) -> None:
-        """Raise ValueError if one of these entries is missing."""
+        """Raise CheckpointError if one of these entries is missing."""
         for key in keys:
             if key not in self:
                 raise self.wrong(key, "is missing")
 
     def whole(self, key: str, low: int, high: int = 2**53) -> int:
-        """The whole number of an entry, checked to lie between bounds."""
+        """Return the integer of an entry, after checking that it is within bounds."""
         value = self[key]
         if not isinstance(value, int) or not low <= value <= high:
-            raise self.wrong(key, f"is {value!r}, and no whole number in [{low}, {high}]")
+            raise self.wrong(key, f"is {value!r}, which is not an integer in [{low}, {high}]")
         return value
 
     def number(self, key: str, low: float = -math.inf, high: float = math.inf) -> float:
-        """The number of an entry, or in its tensor, checked to be finite and between bounds."""
+        """Return the number of an entry, after checking that it is finite and within bounds.
+
+        The entry can also be a tensor with one element.
+        """
         value = self[key]
         if isinstance(value, Tensor):
             value = self.tensor(key, ()).item()
         if not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise self.wrong(key, f"is {value!r}, and no finite number")
+            raise self.wrong(key, f"is {value!r}, which is not a finite number")
         if not low <= value <= high:
             raise self.wrong(key, f"is {value:g}, outside [{low:g}, {high:g}]")
         return float(value)
 
     def tensor(self, key: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        """The tensor of an entry, or its rows here, checked to be finite, and of a shape."""
+        """Return the tensor of an entry, after checking its shape and that it is finite.
+
+        If the tensor is sharded, only the local rows are checked.
+        """
         value = self[key]
         if not isinstance(value, Tensor):
             raise self.wrong(key, f"is of type {type(value).__name__}, not a tensor")
@@ -117,19 +127,20 @@ class SavedPart(dict[str, Any]):
 
 
 def check_base_part(part: SavedPart, base: torch.optim.Optimizer, p: Tensor) -> None:
-    """Raise ValueError unless the base's tensors for a parameter are finite, and of its shape.
+    """Raise CheckpointError if the base optimizer's state for a parameter is wrong.
 
-    The tensors of torch's optimizers have the parameter's shape, or 1 instead of some dimensions,
-    as Adafactor's factors, or are one number. Other bases store what they like.
+    In the state of torch's optimizers, a tensor is finite, and has the parameter's shape (with 1 in
+    place of some dimensions in Adafactor's factors) or is a scalar. Other optimizers are not checked.
     """
-    of_torch = getattr(torch.optim, type(base).__name__, None) is type(base)
-    for key, value in part.items() if of_torch else ():
+    is_from_torch = getattr(torch.optim, type(base).__name__, None) is type(base)
+    if not is_from_torch:
+        return
+    for key, value in part.items():
         if not isinstance(value, Tensor):
             continue
-        fits = len(value.shape) == len(p.shape) and all(
-            n in (1, m) for n, m in zip(value.shape, p.shape, strict=True)
-        )
-        if value.dim() and not fits:
+        same_dim = value.dim() == p.dim()
+        fits = same_dim and all(n in (1, m) for n, m in zip(value.shape, p.shape, strict=True))
+        if value.dim() > 0 and not fits:
             raise part.wrong(
                 key, f"has the shape {tuple(value.shape)}, where {tuple(p.shape)} is needed"
             )

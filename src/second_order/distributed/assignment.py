@@ -79,7 +79,7 @@ def gradient_worker_count(world_size: int, fraction: float) -> int:
     """Gradient workers a layer: max(1, fraction x world size).
 
     Raises:
-        ValueError: If that is not a whole number that divides the world size.
+        ValueError: If that is not an integer that divides the world size.
     """
     if not 0.0 <= fraction <= 1.0:
         raise ValueError(

@@ -1,1 +1,1 @@
-"""Small parts that every folder may use."""
+"""Small functions that every folder can use."""

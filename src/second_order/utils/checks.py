@@ -52,23 +52,28 @@ AutoInterval: TypeAlias = Interval | Literal["auto"]
 
 AUTO: Literal["auto"] = "auto"
 
-LONGEST_WAIT = 1e6  # seconds, 11 days: clocks of threads and of process groups take no endless wait
+LONGEST_WAIT = 1e6  # seconds (11 days); threads and process groups do not accept infinity
 
 DEBUG_STEPS = 100
 
 PEAK_LR = "peak_lr"
-"""The entry of a group with the largest learning rate so far, or to come by its schedule."""
+"""The entry of a parameter group with the largest learning rate of its schedule so far.
+
+If the schedule is known, as with ``OneCycleLR``, it is the largest rate of the whole schedule.
+"""
 
 
 def is_adaptive(base: Any) -> bool:
-    """Whether an optimizer scales its steps itself: each that is not made from SGD."""
+    """Return whether an optimizer normalizes its steps, as all do that do not derive from SGD."""
     return isinstance(base, type) and not issubclass(base, (torch.optim.SGD, torch.optim.ASGD))
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """A question about the known name that is most like this one; "" if none is."""
-    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    """Return a question that suggests the most similar known name, or "" if none is similar."""
+    matches = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    if not matches:
+        return ""
+    return f"; did you mean {matches[0]!r}?"
 
 
 def check_number(
@@ -81,18 +86,19 @@ def check_number(
     open_high: bool = False,
     remedy: str,
 ) -> None:
-    """Raise ValueError unless a number lies between its bounds."""
+    """Raise TypeError unless a value is a number, and ValueError unless it is within its bounds."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}={value!r} is not a number; {remedy}")
-    above = value > low if open_low else value >= low
-    if not above or not (value < high if open_high else value <= high):
+    above = value > low or (value == low and not open_low)
+    below = value < high or (value == high and not open_high)
+    if not (above and below):
         left = "(" if open_low else "["
         right = ")" if open_high else "]"
         raise ValueError(f"{name}={value} is outside {left}{low:g}, {high:g}{right}; {remedy}")
 
 
 def check_scalar(name: str, value: Any, **bounds: Any) -> None:
-    """Check a number, or a tensor with one element, which is not read if it is on a device."""
+    """Check a number or a tensor with one element. The value of a tensor on a GPU is not read."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or not value.is_floating_point():
             raise TypeError(
@@ -106,26 +112,26 @@ def check_scalar(name: str, value: Any, **bounds: Any) -> None:
 
 
 def check_interval(name: str, value: Any) -> None:
-    """Raise unless a number of steps is a whole number of at least 1, or a callable."""
+    """Raise unless a number of steps is a positive integer or a callable."""
     if not callable(value):
         check_whole(name, value, 1, "1 for every step, 10 for every tenth")
 
 
 def check_count(name: str, value: Any, meaning: str) -> None:
-    """Raise unless ``value`` is a whole number of at least 1."""
+    """Raise unless ``value`` is a positive integer."""
     check_whole(name, value, 1, f"1 or more: it is the number of {meaning}")
 
 
 def check_whole(name: str, value: Any, low: int, remedy: str) -> None:
-    """Raise unless ``value`` is a whole number of at least ``low``."""
+    """Raise unless ``value`` is an integer of at least ``low``."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} is not a whole number; use {remedy}")
+        raise TypeError(f"{name}={value!r} is not an integer; use {remedy}")
     if value < low:
         raise ValueError(f"{name}={value} is below {low}; use {remedy}")
 
 
 def check_debug(value: Any) -> int:
-    """Check the option ``debug``; returns the steps between comparisons, 0 for none."""
+    """Check the option ``debug``, and return the steps between two comparisons (0: never)."""
     if isinstance(value, bool):
         return DEBUG_STEPS if value else 0
     check_whole("debug", value, 1, f"True for every {DEBUG_STEPS} steps, False for never")
@@ -133,30 +139,30 @@ def check_debug(value: Any) -> int:
 
 
 LARGEST_SEED = 2**63 - 1
-"""Torch's generators take 64 bits; what is added to a seed, such as a step, has one of them."""
+"""Torch's generators accept 64 bits. One bit is left for the step, which is added to a seed."""
 
 
 def check_seed(name: str, value: Any) -> None:
-    """Raise unless ``value`` is a whole number that torch's generators take, steps added."""
+    """Raise unless ``value`` is an integer that torch's generators accept as a seed."""
     check_whole(name, value, 0, "0")
     if value > LARGEST_SEED:
         raise ValueError(f"{name}={value} is above {LARGEST_SEED}, 2^63 - 1; use a smaller one, 0")
 
 
 def check_timeout(name: str, value: Any) -> None:
-    """Raise unless ``value`` is a number of seconds that threads and process groups can wait."""
+    """Raise unless ``value`` is a number of seconds that threads and process groups accept."""
     check_number(name, value, low=0.1, high=LONGEST_WAIT, remedy="60.0 is the default")
 
 
 def check_learning_rate(value: Any) -> None:
-    """Raise unless ``value`` is a finite number or a tensor; the rest is the base's to check."""
-    if not isinstance(value, Tensor):  # a tensor may be on a device, which is not read
-        remedy = "a finite number or a tensor is needed, 0.1 perhaps"
+    """Raise unless ``value`` is a finite number or a tensor. The base checks its bounds."""
+    if not isinstance(value, Tensor):  # a tensor can be on a GPU, and is not read
+        remedy = "pass a finite number or a tensor, such as 0.1"
         check_number("lr", value, low=-math.inf, open_low=True, open_high=True, remedy=remedy)
 
 
 def check_params(name: str, value: Any) -> None:
-    """Raise TypeError unless ``value`` can be walked through for parameters or groups."""
+    """Raise TypeError unless ``value`` is an iterable of parameters or groups."""
     if isinstance(value, Tensor):
         raise TypeError(f"{name} got a tensor; put it into a list, as in {name}([tensor], lr=...)")
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
@@ -168,16 +174,17 @@ def check_params(name: str, value: Any) -> None:
 
 
 def brief(value: Any) -> str:
-    """A value as messages show it; only its class if the value takes more than a line."""
+    """Return a value as text for a message, or only its class if the text is longer than a line."""
     text = repr(value)
-    fits = len(text) <= 80 and "\n" not in text
+    if len(text) <= 80 and "\n" not in text:
+        return text
     kind = type(value).__name__
     article = "an" if kind[0] in "AEIOUaeiou" else "a"
-    return text if fits else f"{article} {kind}"
+    return f"{article} {kind}"
 
 
 def check_rank(method: str, to: int | None, world_size: int) -> None:
-    """Raise unless ``to`` is a rank, or None."""
+    """Raise unless ``to`` is a rank or None."""
     if to is not None:
         check_whole(f"{method}: to", to, 0, "the number of a rank, or None for all")
     if to is not None and to >= world_size:
@@ -189,7 +196,7 @@ def check_rank(method: str, to: int | None, world_size: int) -> None:
 def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``."""
     choices = list(choices)
-    # The type is compared as well, because 1 == True, and tensors cannot be compared in an `if`.
+    # Compare the types first: 1 == True, and a comparison with a tensor is not a bool.
     if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
         listed = ", ".join(map(repr, choices))
         hint = closest(str(value), map(str, choices))
@@ -197,7 +204,7 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
 
 
 def check_patterns(value: Any, option: str = "skip_layers") -> tuple[str, ...]:
-    """Patterns of modules as a tuple; TypeError unless they are a sequence of strings."""
+    """Return patterns of modules as a tuple, or raise TypeError if they are not strings."""
     usable = isinstance(value, Collection) and not isinstance(value, str)
     patterns = tuple(value) if usable else ()
     if not usable or not all(isinstance(pattern, str) for pattern in patterns):
@@ -209,7 +216,7 @@ def check_patterns(value: Any, option: str = "skip_layers") -> tuple[str, ...]:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Raise TypeError unless ``value`` is True or False."""
+    """Return ``value``, or raise TypeError unless it is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} is not a flag; use True or False")
     return value
@@ -231,23 +238,25 @@ LAYER_OPTIONS: dict[str, Callable[[str, Any], object]] = {
     ),
     "precondition": check_flag,
 }
-"""The options that a parameter group may set for its own layers, with their checks."""
+"""The options that a parameter group can set for its layers, with their checks."""
 
 
 def check_group_options(
     name: str, groups: Iterable[Any], ours: Collection[str], by_layer: bool, first: int = 0
 ) -> None:
-    """Raise ValueError if a group sets an option of the optimizer ``name`` that cannot differ.
+    """Raise ValueError if a parameter group sets an option that cannot differ between groups.
 
     Args:
-        name: The optimizer's class.
-        groups: Groups, or parameters.
-        ours: The optimizer's own keywords, which no group may have.
-        by_layer: Whether groups may set ``LAYER_OPTIONS``.
-        first: The number of the first group.
+        name: The name of the optimizer's class.
+        groups: Parameter groups or parameters.
+        ours: The optimizer's own keywords, which a group cannot set.
+        by_layer: Whether groups can set ``LAYER_OPTIONS``.
+        first: The index of the first group.
     """
     for i, group in enumerate(groups, start=first):
-        for option, value in group.items() if isinstance(group, dict) else ():
+        if not isinstance(group, dict):
+            continue
+        for option, value in group.items():
             if by_layer and option in LAYER_OPTIONS:
                 LAYER_OPTIONS[option](f"{option!r} of parameter group {i}: {option}", value)
             elif option in ours or option in LAYER_OPTIONS:
@@ -261,7 +270,7 @@ def check_group_options(
 
 
 def rate_of_groups(name: str, groups: Sequence[Any]) -> Scalar:
-    """The learning rate of the first group; raise TypeError unless every group has its own."""
+    """Return the first group's learning rate, or raise TypeError if a group has none."""
     for i, group in enumerate(groups):
         if not isinstance(group, dict) or "lr" not in group:
             absent = f"; group {i} has none" if isinstance(group, dict) else ""
@@ -275,29 +284,37 @@ def rate_of_groups(name: str, groups: Sequence[Any]) -> Scalar:
 
 
 def value_at(option: Any, step: int) -> Any:
-    """An option's value at a step, be it a constant or a callable of the step."""
-    return option(step) if callable(option) else option
+    """Return the value of an option at a step. The option is a constant or a callable."""
+    if callable(option):
+        return option(step)
+    return option
 
 
 def as_scalar(value: Scalar) -> Scalar:
-    """A Python number; or a scalar tensor if it is on a device, which is not read."""
-    on_device = isinstance(value, Tensor) and value.device.type != "cpu"
-    return value.detach().reshape(()) if on_device else float(value)  # type: ignore[union-attr]
+    """Return a Python number, or a scalar tensor if the value is on a GPU."""
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return value.detach().reshape(())
+    return float(value)
 
 
 def scheduled(options: Any, names: Iterable[str], step: int) -> list[tuple[str, Any]]:
-    """The values at a step of the options that are callables, by name, to compare ranks.
+    """Return the values of all options that are callables, by name, to compare them among ranks.
 
-    If a callable raises an error, the error's text is the value. The use of the option raises it.
+    If a callable raises an exception, its text is the value. The exception is raised again when the
+    option is used.
     """
-    found: list[tuple[str, Any]] = []
+    values: list[tuple[str, Any]] = []
     for name in names:
-        if callable(option := getattr(options, name)):
-            try:
-                value = option(step)
-            except Exception as error:
-                value = f"{type(error).__name__}: {error}"
-            if isinstance(value, Tensor):  # a device is not read
-                value = value.tolist() if value.device.type == "cpu" else "a tensor"
-            found.append((name, value if isinstance(value, int | float) else str(value)))
-    return found
+        option = getattr(options, name)
+        if not callable(option):
+            continue
+        try:
+            value = option(step)
+        except Exception as error:
+            value = f"{type(error).__name__}: {error}"
+        if isinstance(value, Tensor):
+            value = value.tolist() if value.device.type == "cpu" else "a tensor"
+        if not isinstance(value, int | float):
+            value = str(value)
+        values.append((name, value))
+    return values

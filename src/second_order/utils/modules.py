@@ -1,4 +1,4 @@
-"""Modules of a model: their classes, and shell-style patterns of their names and classes."""
+"""Match modules by shell-style patterns of their names and classes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,25 @@ __all__ = ["first_match", "plain_type", "unmatched_patterns"]
 def first_match(
     patterns: Iterable[str], everything: Mapping[str, nn.Module], name: str
 ) -> str | None:
-    """The first pattern, as "blocks.*.mlp" or "Conv*", of a module or of one that it is inside of.
+    """Return the first pattern that matches a module or a module that contains it.
 
-    ``everything``: the modules of a model by all of their names, shared ones by each.
+    Args:
+        patterns: Such as "blocks.*.mlp" (names) or "Conv*" (classes).
+        everything: All modules of the model by name. A shared module has several names.
+        name: The name of the module. Parameters of fused experts have names but no modules.
     """
+    # The module and those around it, from the outside in.
     parts = name.split(".") if name else []
-    chain = [".".join(parts[:end]) for end in range(len(parts) + 1)]
-    # Each parameter of fused experts is a layer without a module of its own.
-    lineage = [(each, everything[each]) for each in chain if each in everything]
-    return next((p for p in patterns if any(_matches(p, *member) for member in lineage)), None)
+    names = [".".join(parts[:end]) for end in range(len(parts) + 1)]
+    ancestors = {each: everything[each] for each in names if each in everything}
+    for pattern in patterns:
+        if any(_matches(pattern, each, module) for each, module in ancestors.items()):
+            return pattern
+    return None
 
 
 def unmatched_patterns(model: nn.Module, patterns: Iterable[str]) -> list[str]:
-    """The patterns that match no module at all."""
+    """Return the patterns that match no module of a model."""
     modules = list(model.named_modules())
     return [p for p in patterns if not any(_matches(p, name, module) for name, module in modules)]
 
@@ -37,9 +43,10 @@ def _matches(pattern: str, name: str, module: nn.Module) -> bool:
 
 
 def plain_type(module: nn.Module) -> type[nn.Module]:
-    """The class of a module before ``fully_shard`` gave it another: Linear, not FSDPLinear."""
-    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    kind = type(module)
-    if fsdp is None or fsdp not in kind.__mro__[1:]:
-        return kind
-    return cast(type[nn.Module], kind.__mro__[kind.__mro__.index(fsdp) + 1])
+    """Return the class of a module before ``fully_shard`` changed it: Linear, not FSDPLinear."""
+    fsdp_module = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    ancestors = type(module).__mro__
+    if fsdp_module is None or fsdp_module not in ancestors[1:]:
+        return type(module)
+    # fully_shard derives a class from FSDPModule and the original class, in this order.
+    return cast(type[nn.Module], ancestors[ancestors.index(fsdp_module) + 1])

@@ -1,4 +1,4 @@
-"""The stages of a step, as ranges that ``torch.profiler`` shows.
+"""Record the stages of a step as ranges of ``torch.profiler``.
 
     with stage("statistics"):
         ...
@@ -20,7 +20,7 @@ from torch.autograd import profiler
 __all__ = ["RANGES", "recorded_by", "stage"]
 
 RANGES = "second_order."
-"""The names of all ranges begin so."""
+"""The prefix of all range names."""
 
 Recorder: TypeAlias = Callable[[str], AbstractContextManager[Any]]
 
@@ -28,10 +28,11 @@ _recorders: list[Recorder] = []
 
 
 def stage(name: str) -> AbstractContextManager[Any]:
-    """Make a context manager that enters a range of the profiler, if a profiler runs."""
+    """Return a context manager that records a range, if a profiler is running."""
     if _recorders:
         return _recorders[-1](name)
-    # The first is true in this thread and in those that take over its state, the second in all.
+    # The first is true in the thread that started the profiler and in those that inherit its
+    # state; the second is true in all threads.
     if torch._C._autograd._profiler_enabled() or profiler._is_profiler_enabled:
         return profiler.record_function(RANGES + name)
     return nullcontext()
@@ -39,7 +40,7 @@ def stage(name: str) -> AbstractContextManager[Any]:
 
 @contextmanager
 def recorded_by(recorder: Recorder) -> Iterator[None]:
-    """Replace the context managers of stages by ``recorder(name)`` inside a ``with`` block."""
+    """Inside the ``with`` block, record stages with ``recorder(name)`` instead of the profiler."""
     _recorders.append(recorder)
     try:
         yield
