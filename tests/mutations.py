@@ -330,35 +330,34 @@ statistics from before a load  <-  contract_state::statistics_from_before_a_load
 == kfac/curvature.py
 a factor that a checkpoint lacks is not lost
   <-  factor_exchange::a_layer_whose_factor_is_lost_starts_anew
-    if listed[2 * i + 1]]  =>  if False]
+    if agreed[2 * i + 1]]  =>  if False]
 a chosen fraction that checkpoints forget
   <-  planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks
     common |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)  =>  pass
 messages forget since the beginning of a resumed run
   <-  stats::a_first_message_forgets_no_more_than_since_the_last_update
-  - self._cadence.note_update(int(read_shared_number(saved, UPDATED_AT, self.training.steps)))
-  + pass
+    self._schedule.record_update(int(updated_at))  =>  pass
 statistics that leave in the passes as sums
   <-  loss_reduction::unequal_shares_however_statistics_travel
     if layers.reduction != "step_mean":  =>  if True:
 an instrument without the owners' clip
   <-  metrics::the_clip_is_the_one_that_shortened_the_gradient
-    StepInfo(refresh.installed, result.clip,  =>  StepInfo(refresh.installed, None,
+    clip=result.clip,  =>  clip=None,
 a frozen layer keeps its inverse  <-  kaisa::a_frozen_layer_holds_no_inverse
     block.drop_inverse()  =>  pass
 ranks' losses not compared  <-  loss_reduction::ranks_that_are_told_differently
-  - ("losses", self.layers.reduction),
+  - ("loss reduction", self.layers.reduction),
 messages forget since the beginning
   <-  stats::factors_forget_between_messages_as_much_as_in_so_many_steps
   - self.layers.take_in(sums, decay)
-  -         self._cadence.note_update()
+  -         self._schedule.record_update(self.training.steps)
   + self.layers.take_in(sums, decay)
 a resumed run that forgets its intervals  <-  drift::a_resumed_run_has_the_intervals
     self.drift.load(saved, self.layers.blocks)  =>  pass
 a resumed run that refreshes all layers  <-  resume::a_resumed_run_is_the_run
     inverses.load(loaded.inverses,  =>  inverses.load({},
 inverses that one rank lacks  <-  resume::inverses_that_no_rank_has_are_refreshed
-    world.on_cpu().all_reduce_max([flags]).wait()  =>  pass
+    training.world.on_cpu().all_reduce_max([flags]).wait()  =>  pass
 
 == kfac/feedback.py
 steps that maximize judged as those that minimize
@@ -470,17 +469,20 @@ a young training remembers as much as an old one
   <-  defaults::a_young_training_remembers_a_share_of_its_steps
     decay = min(decay, 1 - 1 / max(2.0, past.share * step))  =>  pass
 newcomers wait for the interval  <-  robustness::a_newcomer_is_solved_as_soon_as_it_has_statistics
-    return step == self._layers.newcomers_at  =>  return False
+  - if step == self._layers.newcomers_at:
+  -             return layers
+  + if False:
+  +             return layers
 factors forget by the update, not by the step
   <-  distkfac::without_a_decay_factors_forget_evenly_in_time
-    since = steps - self.updated_at if age is None else age  =>  since = 1
+    age = step - self.updated_at  =>  age = 1
 intervals that never fall  <-  drift::intervals_grow_where_nothing_changes_and_fall_where_all_does
-    if cosine < bounds.apart:  =>  if False:
+    if cosine < bounds.halve_below:  =>  if False:
 intervals that grow after one refresh alike  <-  drift::what_a_refresh_changes_by_hand
-    elif alike >= bounds.patience:  =>  elif alike >= 1:
+    elif num_stable >= bounds.patience:  =>  elif num_stable >= 1:
 refreshes as often as the first layer wants
   <-  drift::layers_are_due_at_multiples_and_no_oftener_than_a_quarter_wants
-    solved[int(len(solved) * WANTED_BY)]  =>  solved[0]
+    of_solved[int(len(of_solved) * NEEDING_SHARE)]  =>  of_solved[0]
 
 == kfac/sharded_gradients.py
 the clip of a bucket's own layers  <-  fsdp::one_all_to_all_each_way_for_a_bucket

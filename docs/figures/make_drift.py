@@ -19,7 +19,7 @@ import torch
 from matplotlib.figure import Figure
 
 from reporting import BLUE, RED, save
-from second_order.kfac.schedule import ADAPTIVE, LONGEST
+from second_order.kfac.schedule import ADAPTIVE, MAX_INTERVAL
 from tasks import TASKS, Job, build
 
 HERE = Path(__file__).parent
@@ -88,8 +88,8 @@ def drawn(found: Drifts) -> Figure:
     middle = {"color": BLUE, "linewidth": 1.5, "drawstyle": "steps-post"}
     worst = {"color": RED, "linewidth": 1.0, "drawstyle": "steps-post"}
 
-    cosine.axhspan(ADAPTIVE.alike, 1.0, color="#e9f4fb", lw=0)
-    cosine.axhspan(-1.0, ADAPTIVE.apart, color="#fdf1e7", lw=0)
+    cosine.axhspan(ADAPTIVE.double_above, 1.0, color="#e9f4fb", lw=0)
+    cosine.axhspan(-1.0, ADAPTIVE.halve_below, color="#fdf1e7", lw=0)
     cosine.plot(at, held(statistics.median, found.cosines), **middle)
     cosine.plot(at, held(min, found.cosines), **worst)
     lowest = min(map(min, found.cosines))
@@ -98,8 +98,8 @@ def drawn(found: Drifts) -> Figure:
     cosine.text(
         0.995,
         0.04,
-        f"shaded below {ADAPTIVE.apart:g}: the layer's interval is halved\n"
-        f"shaded above {ADAPTIVE.alike:g}: it is doubled",
+        f"shaded below {ADAPTIVE.halve_below:g}: the layer's interval is halved\n"
+        f"shaded above {ADAPTIVE.double_above:g}: it is doubled",
         transform=cosine.transAxes,
         ha="right",
         va="bottom",
@@ -117,8 +117,8 @@ def drawn(found: Drifts) -> Figure:
     interval.plot(at, held(statistics.median, found.intervals), **middle)
     interval.plot(at, held(min, found.intervals), **worst)
     interval.set_yscale("log", base=2)
-    interval.set_ylim(0.4, 1.3 * LONGEST)
-    powers = [2**i for i in range(LONGEST.bit_length())]
+    interval.set_ylim(0.4, 1.3 * MAX_INTERVAL)
+    powers = [2**i for i in range(MAX_INTERVAL.bit_length())]
     interval.set_yticks(powers, list(map(str, powers)))
     interval.minorticks_off()
     interval.set_ylabel("steps to the layer's\nnext refresh")

@@ -31,7 +31,7 @@ from second_order.distributed.assignment import (
     assign_owners,
     gradient_worker_count,
 )
-from second_order.kfac.schedule import LONGEST
+from second_order.kfac.schedule import MAX_INTERVAL
 
 HERE = Path(__file__).parent
 
@@ -145,7 +145,7 @@ def step() -> Figure:
         8.02,
         bottom - 0.05,
         "At every step at first,\nand the more seldom,\n"
-        f"the less it changes: 1 to {LONGEST} steps.",
+        f"the less it changes: 1 to {MAX_INTERVAL} steps.",
         ha="right",
         va="center",
         color=BLACK,

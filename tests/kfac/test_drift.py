@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from second_order import DistKFAC
 from second_order.kfac.schedule import (
-    LONGEST,
-    SMALL,
+    MAX_INTERVAL,
+    STEP_OVERHEAD,
     Bounds,
-    Change,
     Drift,
+    LayerDrift,
     least_intervals,
 )
 
@@ -40,7 +40,7 @@ SYSTEMS = {System.__name__: System for System in KRONECKER}
 
 
 @pytest.mark.parametrize(
-    ("interval", "alike", "cosine", "least", "expected"),
+    ("interval", "num_stable", "cosine", "least", "expected"),
     [
         (8, 0, 0.94, 1, (4, 0)),
         (8, 1, 0.94, 1, (4, 0)),
@@ -49,18 +49,18 @@ SYSTEMS = {System.__name__: System for System in KRONECKER}
         (8, 1, 0.96, 1, (8, 0)),  # not in a row
         (8, 0, 0.99, 1, (8, 1)),
         (8, 1, 0.99, 1, (16, 0)),
-        (LONGEST, 1, 0.99, 1, (LONGEST, 0)),
+        (MAX_INTERVAL, 1, 0.99, 1, (MAX_INTERVAL, 0)),
         (1, 1, 0.99, 8, (16, 0)),  # it was 8 steps apart that they were alike
         (2, 0, 0.5, 8, (4, 0)),
         (64, 1, 0.99, 64, (64, 0)),
     ],
 )
 def test_what_a_refresh_changes_by_hand(
-    interval: int, alike: int, cosine: float, least: int, expected: tuple[int, int]
+    interval: int, num_stable: int, cosine: float, least: int, expected: tuple[int, int]
 ) -> None:
-    bounds = Bounds(apart=0.95, alike=0.985, patience=2)
-    found = Change(interval, alike=alike).then(cosine, bounds, least)
-    assert (found.interval, found.alike) == expected
+    bounds = Bounds(halve_below=0.95, double_above=0.985, patience=2)
+    found = LayerDrift(interval, num_stable=num_stable).updated(cosine, bounds, least)
+    assert (found.interval, found.num_stable) == expected
     assert found.cosine == cosine
 
 
@@ -73,9 +73,9 @@ def test_least_intervals_keep_the_work_of_the_passes(costs: list[float], work: f
     found = least_intervals(costs, work)
     assert all(every > 0 and every & (every - 1) == 0 for every in found)
     total = sum(map(math.sqrt, costs))
-    if all(math.sqrt(cost) * total / (work + SMALL) < 2**10 for cost in costs):
+    if all(math.sqrt(cost) * total / (work + STEP_OVERHEAD) < 2**10 for cost in costs):
         spent = sum(cost / every for cost, every in zip(costs, found, strict=True))
-        assert spent <= math.sqrt(2) * (work + SMALL) * (1 + 1e-9)
+        assert spent <= math.sqrt(2) * (work + STEP_OVERHEAD) * (1 + 1e-9)
     by_cost = [every for _, every in sorted(zip(costs, found, strict=True))]
     assert by_cost == sorted(by_cost)
 
@@ -90,7 +90,7 @@ class Layer:
 def drift_of(intervals: list[int]) -> tuple[Drift, list[Any]]:
     drift, layers = Drift(), [Layer() for _ in intervals]
     drift.changes = {
-        layer: Change(interval)  # type: ignore[misc]
+        layer: LayerDrift(interval)  # type: ignore[misc]
         for layer, interval in zip(layers, intervals, strict=True)
     }
     return drift, layers
@@ -102,7 +102,7 @@ def test_layers_are_due_at_multiples_and_no_oftener_than_a_quarter_wants(
 ) -> None:
     drift, layers = drift_of(intervals)
     tick = sorted(intervals)[len(intervals) // 4]
-    due = drift.due(layers, step)
+    due = drift.layers_due(layers, step)
     assert due == [
         layer
         for layer, every in zip(layers, intervals, strict=True)
@@ -252,14 +252,15 @@ def test_solves_on_threads_are_waited_for_by_the_step_before_the_next() -> None:
         curvature = optimizer._curvature
         while min(map(curvature.drift.interval, curvature.layers.blocks)) < 8:
             take(model, optimizer, BATCHES[0])
-        while not curvature._cadence.due():
+        while not curvature._schedule.layers_due(optimizer._training.steps):
             take(model, optimizer, BATCHES[0])
         before = dict(curvature.inverses.states)
-        launched, due = optimizer._training.steps, curvature._cadence.due()
+        launched = optimizer._training.steps
+        due = curvature._schedule.layers_due(launched)
         with solving(gate), gate.open_when_waited_for():
             next_due = launched + 1
             take(model, optimizer, BATCHES[0])
-            while not curvature._cadence.due():
+            while not curvature._schedule.layers_due(optimizer._training.steps):
                 assert all(curvature.inverses.states[b] is before[b] for b in due)
                 take(model, optimizer, BATCHES[0])
                 next_due += 1

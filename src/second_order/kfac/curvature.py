@@ -1,22 +1,24 @@
-"""The K-FAC step, whoever does which part of it.
+"""The K-FAC step of KAISA, DPKFAC and DistKFAC.
 
-plan          who does what, compiled anew where layers were frozen, unfrozen or added
-statistics    A, G of the step's passes, summed over the ranks that contribute
-averages      A, G <- running averages, every factor_update_steps
-solve         damped inverse of A ⊗ G, layer by layer, every inv_update_steps
-precondition  P = (A ⊗ G + γ)⁻¹ ∇, by the layer's gradient workers
-clip          ν = min(1, sqrt(κ / Σ lr² |P·∇|))
-p.grad        <- ν P, everywhere
+    assign         which rank does what for each layer, when layers were frozen, unfrozen or added
+    statistics     A, G of this step's batches, summed over the ranks that contribute
+    averages       A, G <- running averages, every factor_update_steps
+    inverses       damped inverses of A ⊗ G, layer by layer, every inv_update_steps
+    precondition   P = (A ⊗ G + γ)⁻¹ ∇, on the layer's gradient workers
+    clip           ν = min(1, sqrt(κ / Σ lr² |P·∇|))
+    p.grad         <- ν P, on all ranks
+
+:meth:`KFAC.precondition` is the step. The base optimizer then uses ``p.grad`` as its gradient.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -57,7 +59,7 @@ from second_order.kfac.precondition import (
     owners_of,
     precondition_gradients,
 )
-from second_order.kfac.schedule import UPDATED_AT, Cadence
+from second_order.kfac.schedule import UPDATED_AT, Schedule
 from second_order.kfac.sharded_gradients import Bucket, make_buckets, precondition_rows
 from second_order.kfac.spd_kfac import Pipeline, Sums
 from second_order.kfac.state import (
@@ -91,17 +93,51 @@ from second_order.training.curvature import NO_AVERAGE, Curvature, PendingAverag
 from second_order.utils.checks import AUTO, Scalar, scheduled, value_at
 from second_order.utils.stages import stage
 
-__all__ = ["KFAC", "OfLayers", "StepInfo"]
+__all__ = ["KFAC", "LayeredCurvature", "StepInfo"]
 
-PRICE = {"inverse": 4.0, "eigen": 15.0}  # operations of a solve over n³ of its factors
+# Operations to invert the factors of a layer, divided by n³ of their dimensions.
+INVERSION_COST = {"inverse": 4.0, "eigen": 15.0}
 
 NO_REFRESH = Refresh()
 
-EXACT = 20  # first steps whose statistics travel unrounded
+# At the first steps, statistics are sent in their own dtype. The running average then consists of
+# few entries, and the rounding of one of them may exceed a small damping.
+FULL_PRECISION_STEPS = 20
+
+# Steps between refreshes that the cost model assumes if drift will choose the intervals.
+ASSUMED_INTERVAL = 10
 
 
-class OfLayers(Curvature):
-    """What is alike on workers and on stats workers: both have the layers of a training."""
+class Helpers(Protocol):
+    """Stats workers, as a gradient worker uses them."""
+
+    @property
+    def own_passes(self) -> bool:
+        """Whether statistics come from this rank's own training passes."""
+
+    def begin(self, training: Training, /) -> None:
+        """Assign the roles. Collective."""
+
+    def offer(self, training: Training, send: Callable[..., None], /) -> None:
+        """Send the parameters to stats workers that wait for them."""
+
+    def statistics(
+        self, layers: Mapping[str, KroneckerBlock], training: Training, /
+    ) -> Iterable[Sums]:
+        """Return the sums of each message that arrived since the last step."""
+
+    def restart(self) -> None:
+        """Use the own passes until statistics for the new assignment arrive."""
+
+    def agree(self, training: Training, /) -> None:
+        """Agree with all ranks whether to use the own passes, and on lost links. Collective."""
+
+    def close(self) -> None:
+        """Shut down the links."""
+
+
+class LayeredCurvature(Curvature):
+    """A curvature with K-FAC layers: base class of gradient workers and stats workers."""
 
     scaler_reason = "the gradients it has captured carry the scale"
     saves_by_rank = True
@@ -109,54 +145,98 @@ class OfLayers(Curvature):
     _system: System
 
     def description(self) -> list[str]:
-        """The options, and the layers."""
+        """The options and the layers, which must be equal on all ranks."""
         return self.layers.description(self._system.said)
 
     def drop_pending(self) -> None:
-        """Drop the statistics of backward passes already completed."""
+        """Drop the statistics of the backward passes since the last step."""
         self.layers.drop_pending()
 
     def hooks_removed(self) -> AbstractContextManager[None]:
-        """Make a context manager that takes all hooks off the model and puts them back."""
+        """Return a context manager that removes all hooks from the model and restores them."""
         return self.layers.hooks_removed()
 
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What a step has done.
+    """The result of a step.
 
     Attributes:
-        refreshed: The layers that have a new inverse; the same on every rank.
-        clip: ν, a scalar; None where nothing was clipped.
-        refresh_due: Whether the schedule had a refresh at this step.
-        refresh_coming: Whether layers may be refreshed at the next step.
+        refreshed: The layers that have a new inverse, equal on all ranks.
+        clip: ν, a scalar; None if nothing was clipped.
+        refresh_due: Whether a refresh was due at this step.
+        may_refresh_next: Whether the next step may install new inverses.
     """
 
     refreshed: Sequence[KroneckerBlock] = ()
     clip: Scalar | None = None
     refresh_due: bool = False
-    refresh_coming: bool = False
+    may_refresh_next: bool = False
 
 
-class KFAC(OfLayers):
-    """The layers of a training, their factors and inverses; ``helpers`` are the stats workers."""
+def choose_num_workers(
+    training: Training, options: KFACOptions, blocks: Sequence[KroneckerBlock]
+) -> int:
+    """Return the number of gradient workers with the fastest predicted step. Collective."""
+    world = training.world
+    shapes = [block.shape for block in blocks if block.trainable]
+    if world.size == 1 or not shapes:
+        return 1
+    machine, network = calibrate(training.device, world.group)
+    interval = options.refresh_interval
+    if interval is None:
+        interval = ASSUMED_INTERVAL
+    workers = cheapest_workers(
+        shapes,
+        world.size,
+        machine,
+        network,
+        solver=options.solver,
+        inv_update_steps=max(int(value_at(interval, 0)), 1),
+    )
+    # All ranks use rank 0's number, because hosts may round differently.
+    return int(world.all_gather_object(workers)[0])
+
+
+class KFAC(LayeredCurvature):
+    """The layers of a model, their factors and their inverses.
+
+    Args:
+        training: The model, the parameter groups and the ranks.
+        options: The options of all K-FAC optimizers.
+        system: What distinguishes KAISA, DPKFAC and DistKFAC.
+        helpers: The stats workers, if there are any.
+    """
 
     def __init__(
         self,
         training: Training,
         options: KFACOptions,
         system: System,
-        helpers: Any = None,
+        helpers: Helpers | None = None,
     ) -> None:
         super().__init__(training)
-        self._options, self._system, self.helpers = options, system, helpers
+        self._options = options
+        self._system = system
+        self.helpers = helpers
+        self._dtype = options.inv_dtype
+
+        # Layers, and the ranks that work on them.
         self.layers = Layers(training, options, system.rules, system.conv_approximation)
-        self.plan: Mapping[KroneckerBlock, LayerPlan] = {}  # of each layer that trains
-        self.known: dict[KroneckerBlock, LayerPlan] = {}  # of layers that have ever trained
-        self._cadence = Cadence(training, options, self.layers)
-        self.throttle, self.drift = self._cadence.throttle, self._cadence.drift
-        rule = options.trace_rule
-        self.traces = None if rule is None else TraceRefresh(rule.upper, rule.lower)
+        self.plan: Mapping[KroneckerBlock, LayerPlan] = {}  # of the layers that train now
+        self.known: dict[KroneckerBlock, LayerPlan] = {}  # of all layers that have ever trained
+        self._step = StepPlan({}, World.alone(), World.alone())
+        self._buckets: list[Bucket] = []  # of layers whose gradients are sharded
+        self._owners: dict[Tensor, int] | None = None  # of the averaged gradients
+        self.workers = 0  # chosen number of gradient workers; 0 if the user gave it
+
+        # Schedules and inverses.
+        self._schedule = Schedule(training, options, self.layers)
+        self.throttle = self._schedule.throttle
+        self.drift = self._schedule.drift
+        self.traces: TraceRefresh | None = None
+        if options.trace_rule is not None:
+            self.traces = TraceRefresh(options.trace_rule.upper, options.trace_rule.lower)
         self.inverses = Inverses(
             training,
             options,
@@ -166,30 +246,51 @@ class KFAC(OfLayers):
             inverter=system.inverter,
         )
         self.mean_curvature = 0.0  # of all layers, at the last refresh
-        self._step = StepPlan({}, World.alone(), World.alone())
-        self._buckets: list[Bucket] = []  # of layers whose gradients are sharded
-        self._owners: tuple[Any, dict[Tensor, int]] = (None, {})
+
+        # Exchange, clip and step scale.
         self._pipeline: Pipeline | None = None
         if system.pipelined and training.world.size > 1:
             self._pipeline = Pipeline(training, self.layers, options.factor_dtype)
-        lengths = ADAPTIVE if options.adaptive else PLAIN
-        self.step_length = StepLength(lengths) if options.follows_steps else None
-        self._closed = False
+        self.clip: Clip | None = None
+        if options.kl_clip is not None:
+            self.clip = Clip(training, options)
+        self.step_length: StepLength | None = None
+        if options.follows_steps:
+            self.step_length = StepLength(ADAPTIVE if options.adaptive else PLAIN)
         self._last = StepInfo()
+        self._closed = False
+
+        # State that a checkpoint has once, with the part of every layer.
+        usual = None if self.clip is None else self.clip.usual
+        candidates: list[Any] = [self.throttle, self.step_length, usual]
+        self._common_state = [part for part in candidates if part is not None]
         # Between loading a checkpoint and the first step after it: the checkpoint, and the layers
-        # that this rank lacks a part of.
+        # of which this rank lacks a part.
         self._loaded: Mapping[Tensor, SavedPart] | None = None
         self._missing: set[KroneckerBlock] = set()
-        self.workers = 0  # number of gradient workers that has been chosen; 0 where it is given
-        self.clip = None if options.kl_clip is None else Clip(training, options)
-        # What a checkpoint has with every layer.
-        usual = None if self.clip is None else self.clip.usual
-        parts = (self.throttle, self.step_length, usual)
-        self._parts: list[Any] = [part for part in parts if part is not None]
-        self.layers.find()
-        self._look_at_shards()
 
-    def _look_at_shards(self) -> None:
+        self.layers.find()
+        self._check_sharding()
+
+    # ------------------------------------------------------------------- construction and changes
+
+    def begin(self) -> None:
+        """Assign roles to the ranks and layers to the gradient workers, and hook the model.
+
+        Raises:
+            ValueError: If the processes or devices do not support the options.
+        """
+        self._system.plan([], self.training.world.size)  # raises for an unsupported world size
+        if self.helpers is not None:
+            self.helpers.begin(self.training)
+        # Sharded gradients are collected on one rank per layer, whatever the cost model says.
+        if self._system.auto_workers and not self.layers.sharded:
+            workers = choose_num_workers(self.training, self._options, self.layers.blocks)
+            self._set_num_workers(workers)
+        self._start_capture()
+
+    def _check_sharding(self) -> None:
+        """Note whether FSDP2 shards layers, and raise ValueError if the options forbid it."""
         self.sharded = self.layers.sharded
         if self.sharded and self._options.unsupported_layers == "gradient_factors":
             raise ValueError(
@@ -199,105 +300,83 @@ class KFAC(OfLayers):
             )
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
-        """Go on with FSDP2's shards of parameters; beside stats workers raise ValueError."""
+        """Adopt the shards that FSDP2 has put in the place of parameters.
+
+        Raises:
+            ValueError: If there are stats workers.
+        """
         if self._closed:
             return
         if self.helpers is not None:
             raise ValueError(sharding_error(self.training.name, "stats"))
         self.layers.replace_params(others)
-        self._look_at_shards()
+        self._check_sharding()
+        # No rank has the whole gradients of gradient-factored layers any more.
         if self._options.unsupported_layers == AUTO and gradient_blocks(self.layers.blocks):
-            self.replan()  # no rank has their whole gradients: they are left to the base
+            self.replan()
 
-    def begin(self) -> None:
-        """Give the processes their roles, plan, and watch the model.
+    def replan(self) -> None:
+        """Search the model for layers again."""
+        if not self._closed:
+            self.layers.find()
+            self._check_sharding()
+            self._start_capture()
 
-        Raises:
-            ValueError: If these processes and devices cannot do what is asked.
-        """
-        self._system.plan([], self.training.world.size)
-        if self.helpers is not None:
-            self.helpers.begin(self.training)
-        if self._system.auto_workers and not self.layers.sharded:
-            # Sharded gradients come together on one rank, whatever would be chosen.
-            self._take_workers(self._cheapest_workers())
-        self._look()
+    def _start_capture(self) -> None:
+        """Assign the layers to ranks, and capture their statistics from now on. Collective."""
+        self.layers.forget_plan()
+        on_statistics = None if self._pipeline is None else self._pipeline.send_complete
+        self.layers.connect(on_statistics)
+        if self.layers.follow():
+            self._assign_layers()
+        self.layers.name_those_left()
+        self.watch()
 
-    def _cheapest_workers(self) -> int:
-        """The number of gradient workers with the fastest predicted step; a collective."""
-        world = self.training.world
-        shapes = [block.shape for block in self.layers.blocks if block.trainable]
-        if world.size == 1 or not shapes:
-            return 1
-        machine, network = calibrate(self.training.device, world.group)
-        interval = self._options.refresh_interval
-        if interval is None:
-            interval = 10  # drift chooses it later
-        workers = cheapest_workers(
-            shapes,
-            world.size,
-            machine,
-            network,
-            solver=self._options.solver,
-            inv_update_steps=max(int(value_at(interval, 0)), 1),
-        )
-        # Ranks on different hosts may round differently.
-        return int(world.all_gather_object(workers)[0])
-
-    def _take_workers(self, workers: int) -> None:
-        """Plan with so many gradient workers, at the next look at the layers."""
+    def _set_num_workers(self, workers: int) -> None:
+        """Use this number of gradient workers from the next assignment on."""
         self.workers = workers
         fraction = workers / self.training.world.size
         self._system = replace(self._system, plan=partial(self._system.plan, fraction=fraction))
         self.layers.forget_plan()
 
-    def _look(self) -> None:
-        self.layers.forget_plan()
-        self.layers.connect(None if self._pipeline is None else self._pipeline.send_complete)
-        if self.layers.follow():
-            self._compile()
-        self.layers.name_those_left()
-        self.watch()
-
-    def replan(self) -> None:
-        """Look for the model's layers again."""
-        if not self._closed:
-            self.layers.find()
-            self._look_at_shards()
-            self._look()
-
-    # --------------------------------------------------------------------------------- the step
+    # ----------------------------------------------------------------------------------- the step
 
     def prepare(self) -> None:
-        """Plan anew where layers have changed: gradients go to those that precondition them."""
+        """Assign layers to ranks again if they have changed. Collective.
+
+        This happens before gradients are averaged, because they are sent to the new owners.
+        """
         if self.throttle is not None:
             self.throttle.begin_step()
         if self.layers.follow():
-            self._compile()
+            self._assign_layers()
         if self._loaded is not None:
             self._agree_on_loaded(self._loaded)
             self._loaded = None
 
     def precondition(self, pending: PendingAverage) -> StepInfo:  # type: ignore[override]
-        """Replace every covered ``p.grad`` by ν P, as at the top of this file; a collective."""
-        inverses, length = self.inverses, self.step_length
+        """Replace every covered ``p.grad`` by ν P, as at the top of this file. Collective."""
+        step = self.training.steps
+        inverses = self.inverses
+        due = self._schedule.layers_due(step)
 
         # Update A and G from this step's batches.
-        due = self._cadence.takes_statistics()
-        if due or self.helpers is not None or self._pipeline is not None:
+        statistics_due = self._schedule.statistics_due(step)
+        if statistics_due or self.helpers is not None or self._pipeline is not None:
             with stage("statistics"):
-                self._update_factors(due, pending)
+                self._update_factors(statistics_due, pending)
 
         # Recompute the inverses that are due, each on its inverse rank.
-        layers = self._cadence.due()
         refresh = NO_REFRESH
         report: Report | None = None
         read = DeviceRead()
-        if layers or inverses.requested or inverses.pending:
+        if due or inverses.requested or inverses.pending:
             with stage("solve"):
                 if inverses.reads_once and pending is NO_AVERAGE:
-                    report = self._report(read, self._measured_layers())
-                refresh = inverses.refresh(layers, pending, self.mean_curvature, read)
+                    report = self._report_refresh(read, self._measured_layers())
+                refresh = inverses.refresh(due, pending, self.mean_curvature, read)
+
+        # Wait for the mean gradients.
         if pending is not NO_AVERAGE:
             with stage("average_gradients"):
                 pending.wait()
@@ -307,53 +386,177 @@ class KFAC(OfLayers):
         # Measure the effect of the last step, before gradients are preconditioned.
         if refresh.installed and report is None:
             solved = [block for block in self._measured_layers() if block.solved]
-            report = self._report(read, solved)
+            report = self._report_refresh(read, solved)
 
         # Precondition on the gradient workers, exchange P, clip, and write p.grad.
         with stage("precondition"):
-            result = self._precondition(refresh.previous)
+            result = self._precondition_gradients(refresh.previous)
 
-        # Adapt the refresh intervals and the step scale to what the refresh has changed.
+        # Adapt the refresh intervals and the step scale to what the refresh changed.
         if refresh.installed and report is not None:
             self._adapt(report, refresh.cosines, result.cosines, read)
-        coming = bool(inverses.pending) or self._cadence.may_come()
-        if length is not None:
-            length.keep(self._step.layers, wanted=coming)
-        self._last = StepInfo(refresh.installed, result.clip, bool(layers), coming)
+
+        # Keep the weights before the base's step, if the next refresh may measure its effect.
+        next_due = self._schedule.layers_due(step + 1, ahead=True)
+        may_refresh_next = len(next_due) > 0 or len(inverses.pending) > 0
+        if self.step_length is not None:
+            self.step_length.keep(self._step.layers, wanted=may_refresh_next)
+        self._last = StepInfo(
+            refreshed=refresh.installed,
+            clip=result.clip,
+            refresh_due=bool(due),
+            may_refresh_next=may_refresh_next,
+        )
         return self._last
 
     def finish_step(self) -> None:
-        """Scale the base's step, and offer the parameters to stats workers."""
+        """Scale the base's step, and offer the new parameters to stats workers."""
         if self.step_length is not None:
-            self.step_length.scale(wanted=self._last.refresh_coming)
+            self.step_length.scale(wanted=self._last.may_refresh_next)
         if self.helpers is not None:
             self.helpers.offer(self.training, self.inverses.inverter.post)
         if self.throttle is not None:
             self.throttle.end_step(refreshed=self._last.refresh_due)
 
-    def _precondition(self, previous: Mapping[KroneckerBlock, Inverse]) -> Preconditioning:
-        """Precondition the mean gradients, by rows if FSDP2 has sharded them."""
-        training, step, dtype = self.training, self._step, self._options.inv_dtype
+    def watch(self) -> None:
+        """Capture statistics in the passes of the next step only if they are due at that step."""
+        due = self._schedule.statistics_due(self.training.steps)
+        if self.helpers is not None and not self.helpers.own_passes:
+            due = False
+        if due or self.layers.expecting:
+            self.layers.expect(due)
+        if due and self._pipeline is not None:
+            self._pipeline.expect(self._statistics_dtype)
+
+    # --------------------------------------------------------------------- statistics and averages
+
+    def _update_factors(self, due: bool, pending: PendingAverage) -> None:
+        """Update A and G from this step's passes, if they are ``due``, and from stats workers."""
+        helpers = self.helpers
+        schedule = self._schedule
+        age = self.training.steps - schedule.updated_at
+
+        # The passes of this step. With stats workers, statistics must also have been due when the
+        # passes ran: only then were they captured.
+        from_passes = due
+        if helpers is not None:
+            from_passes = due and helpers.own_passes and self.layers.capture.gate.open
+        terms: Tensor | None = None  # of the step's loss, if a layer has counted them
+        if from_passes:
+            decay = schedule.factor_decay()
+            sums = self._sum_statistics()
+            if self._step.of_gradients and sums and helpers is None:
+                numbers = [each.head[0].to(self.training.device) for each in sums.values()]
+                terms = torch.stack(numbers).max()
+            self._update_averages(sums, decay)
+        elif self._pipeline is not None:
+            self._pipeline.drain()
+
+        # The messages of stats workers, whose batches are their own.
+        if helpers is not None:
+            rank = self.training.world.rank
+            owned = {b.name: b for b, layer in self.plan.items() if layer.solver("A") == rank}
+            for sums in helpers.statistics(owned, self.training):
+                self._update_averages(sums, schedule.factor_decay())
+
+        # Layers with factors of the weight gradient.
+        if due and self._step.of_gradients:
+            self._update_from_gradients(pending, age, terms)
+
+    def _sum_statistics(self) -> Sums:
+        """Return the statistics of this step's passes, summed over the ranks. Collective."""
+        layers = self.layers
+        step = self._step
+        world = self.training.world
+        layers.look(step.taken)
+        for block in step.layers:
+            block.ensure_factors(statistics_due=True)
+
+        exchange = partial(sum_statistics, world, step.layers)
+        if self._pipeline is not None:
+            self._pipeline.expect(self._statistics_dtype)
+            sums = self._pipeline.sums(layers, exchange)
+        else:
+            sums = layers.sums(step.taken)
+            if world.size > 1:
+                with stage("statistics_exchange"):
+                    exchange(sums, self._statistics_dtype)
+
+        if layers.reduction != "step_mean":
+            return sums
+        # With owners, sums have the terms of the owner's batch only. The other ranks are assumed to
+        # have as many.
+        share = 1.0 / world.size if self._system.owners is None else 1.0
+        return layers.whole_steps(sums, share)
+
+    def _update_averages(self, sums: Sums, decay: float) -> None:
+        """Update the running averages. Inverses under way keep the factors of their step."""
+        if self.inverses.pending:
+            self.inverses.snapshot_factors(sums)
+        self.layers.take_in(sums, decay)
+        self._schedule.record_update(self.training.steps)
+
+    def _update_from_gradients(
+        self, pending: PendingAverage, age: int, terms: Tensor | None
+    ) -> None:
+        """Update the factors of gradient-factored layers.
+
+        Args:
+            pending: The average of the gradients, which must be complete first.
+            age: Steps since the last update.
+            terms: Number of loss terms of the step, if it is known.
+        """
+        with stage("average_gradients"):
+            pending.wait()
+        gradient_factored = self._step.of_gradients
+        sums = gradient_statistics(
+            self.training,
+            terms,
+            [block for block in gradient_factored if self._contributes(block)],
+            counts_own=self._system.owners is not None,
+            mean_loss=self._options.loss_reduction != "sum",
+        )
+        for block in gradient_factored:
+            block.ensure_factors(statistics_due=True)
+        self._update_averages(sums, self._schedule.factor_decay(age))
+
+    @property
+    def _statistics_dtype(self) -> torch.dtype | None:
+        """The dtype in which sums of factors are sent at this step; None for their own."""
+        if self.training.steps < FULL_PRECISION_STEPS:
+            return None
+        return self._system.exchange_dtype
+
+    # ----------------------------------------------------------------- preconditioning and feedback
+
+    def _precondition_gradients(
+        self, previous: Mapping[KroneckerBlock, Inverse]
+    ) -> Preconditioning:
+        """Precondition the mean gradients: by rows if FSDP2 shards them."""
         if self.sharded:
-            return precondition_rows(self._buckets, step, training, self.clip, dtype, previous)
-        owners = self.owners() if training.averages_gradients and self.only_to_owners else None
-        return precondition_gradients(step, self.clip, dtype, previous, owners)
+            return precondition_rows(
+                self._buckets, self._step, self.training, self.clip, self._dtype, previous
+            )
+        owners = None
+        if self.training.averages_gradients and self.only_to_owners:
+            owners = self.owners()
+        return precondition_gradients(self._step, self.clip, self._dtype, previous, owners)
 
     def _measured_layers(self) -> Sequence[KroneckerBlock]:
-        """The layers whose mean curvature this rank reports, because it has their statistics."""
+        """Return the layers whose mean curvature this rank reports: it has their statistics."""
         if self.helpers is None:
             return self._step.reporting
         rank = self.training.world.rank
         return [block for block, layer in self._step.layers.items() if layer.solver("A") == rank]
 
-    def _report(self, read: DeviceRead, layers: Sequence[KroneckerBlock]) -> Report | None:
-        """What this rank reports of a refresh; None if nothing adapts to refreshes."""
-        length = self.step_length
-        if self.drift is None and length is None and self._options.floor == 0:
+    def _report_refresh(self, read: DeviceRead, layers: Sequence[KroneckerBlock]) -> Report | None:
+        """Measure what this rank reports of a refresh; None if nothing adapts to refreshes."""
+        adapts = self.drift is not None or self.step_length is not None
+        if not adapts and self._options.floor == 0:
             return None
         slopes: list[Tensor] = []
-        if length is not None:
-            slopes = length.measure(self._step, self.sharded, self.training.groups)
+        if self.step_length is not None:
+            slopes = self.step_length.measure(self._step, self.sharded, self.training.groups)
         return report_refresh(self.training, self._step, layers, slopes, read)
 
     def _adapt(
@@ -363,265 +566,211 @@ class KFAC(OfLayers):
         cosines: Mapping[KroneckerBlock, Tensor],
         read: DeviceRead,
     ) -> None:
-        """Let γ, the step scale and the refresh intervals follow a refresh, on all ranks alike."""
-        training, options, step = self.training, self._options, self._step
-        with stage("solve_exchange"):
-            found = share_feedback(training, step, report, known, cosines, read)
-        if self.step_length is not None:
-            self.step_length.follow(found.slope, found.learning_rate, training.steps)
-        if found.mean_curvature is not None:
-            self.mean_curvature = found.mean_curvature
-        if self.drift is not None:
-            price = PRICE[options.solver] / training.world.size
-            costs = [price * step.costs[block] for block in step.layers]
-            self.drift.hear(list(step.layers), found.cosines, found.work, costs)
+        """Adapt the floor of γ, the step scale and the refresh intervals, equally on all ranks.
 
-    def watch(self) -> None:
-        """Capture during the coming passes only if the coming step wants statistics."""
-        own = self.helpers is None or self.helpers.own_passes
-        due = own and self._cadence.takes_statistics()
-        if due or self.layers.expecting:
-            self.layers.expect(due)
-        if self._pipeline is not None and due:
-            self._pipeline.expect(self._wire)
-
-    def _update_factors(self, due: bool, pending: PendingAverage) -> None:
-        """Update the running averages by the step's passes, if ``due``, and by stats workers."""
-        helpers, layers, cadence, step = self.helpers, self.layers, self._cadence, self._step
-        age = self.training.steps - cadence.updated_at
-        terms: Tensor | None = None  # of the step's loss, if any layer has counted them
-        # With stats workers, statistics of passes are taken if they were due during the passes.
-        if due and (helpers is None or (helpers.own_passes and layers.capture.gate.open)):
-            decay = cadence.decay()
-            sums = self._sum_statistics()
-            if step.of_gradients and sums and helpers is None:  # helpers have their own batches
-                numbers = [each.head[0].to(self.training.device) for each in sums.values()]
-                terms = torch.stack(numbers).max()
-            self._take_in(sums, decay)
-        elif self._pipeline is not None:
-            self._pipeline.drain()
-        if helpers is not None:
-            rank = self.training.world.rank
-            own = {b.name: b for b, layer in self.plan.items() if layer.solver("A") == rank}
-            for sums in helpers.statistics(own, self.training):
-                self._take_in(sums, cadence.decay())
-        if due and step.of_gradients:
-            self._update_from_gradients(pending, age, terms)
-
-    def _sum_statistics(self) -> Sums:
-        """The statistics of the step's passes, summed over the ranks; a collective."""
-        layers, step, world = self.layers, self._step, self.training.world
-        layers.look(step.taken)
-        for block in step.layers:
-            block.ensure_factors(statistics_due=True)
-        exchange = partial(sum_statistics, world, step.layers)
-        if self._pipeline is not None:
-            self._pipeline.expect(self._wire)
-            sums = self._pipeline.sums(layers, exchange)
-        else:
-            sums = layers.sums(step.taken)
-            if world.size > 1:
-                with stage("statistics_exchange"):
-                    exchange(sums, self._wire)
-        if layers.reduction != "step_mean":
-            return sums
-        # Owners have the terms of their own batches alone: other ranks are taken to have as many.
-        share = 1.0 / world.size if self._system.owners is None else 1.0
-        return layers.whole_steps(sums, share)
-
-    def _take_in(self, sums: Sums, decay: float) -> None:
-        """Update the running averages; layers under way keep the factors that they started from."""
-        if self.inverses.pending:
-            self.inverses.snapshot_factors(sums)
-        self.layers.take_in(sums, decay)
-        self._cadence.note_update()
-
-    @property
-    def _wire(self) -> torch.dtype | None:
-        """The dtype in which factors' sums travel at this step; None for their own.
-
-        The averages' first entries are exact: a later one's rounding is divided by the number of
-        those before it, where alone it may be larger than a small damping.
+        Args:
+            report: What this rank measured.
+            known: Cosines of P by the old and the new inverse that the host knows.
+            cosines: Those of other layers, on the device.
+            read: The device read that the report belongs to.
         """
-        exact = self.training.steps < EXACT
-        return None if exact else self._system.exchange_dtype
-
-    def _update_from_gradients(
-        self, pending: PendingAverage, age: int, terms: Tensor | None
-    ) -> None:
-        """Update the averages of gradient-factored matrices, ``age`` steps after the last time."""
-        with stage("average_gradients"):
-            pending.wait()
-        sums = gradient_statistics(
-            self.training,
-            terms,
-            [block for block in self._step.of_gradients if self._takes(block)],
-            counts_own=self._system.owners is not None,
-            mean_loss=self._options.loss_reduction != "sum",
-        )
-        for block in self._step.of_gradients:
-            block.ensure_factors(statistics_due=True)
-        self._take_in(sums, self._cadence.decay(age))
-
-    # ------------------------------------------------------------------------------ who does what
-
-    def owners(self) -> dict[Tensor, int]:
-        """The rank that owns each gradient that is averaged, in a layer or not."""
-        params = self.training.averaged_params()
-        if self._owners[0] != (key := list(map(id, params))):
-            self._owners = key, owners_of(self.plan, params, self.training.world.size)
-        return self._owners[1]
-
-    @property
-    def only_to_owners(self) -> bool:
-        """Whether each mean gradient goes to its owner alone."""
-        return self._system.owners == "owner" and not self.sharded
-
-    def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
-        """The rank that each mean gradient goes to."""
-        return (gradients, list(self.owners().values())) if self.only_to_owners else None
-
-    def _takes(self, block: KroneckerBlock) -> bool:
-        """Whether this rank's batches go into a layer's factors."""
-        # A layer that was frozen from the start is watched by all: whoever gets it has its passes.
-        layer = self.known.get(block)
-        return layer is None or layer.source in (None, self.training.world.rank)
-
-    def _compile(self) -> None:
-        """Assign the layers that train now to ranks, and move factors to where they belong."""
-        layers, steps, world = self.layers, self.training.steps, self.training.world
-        plan: Plan = self._system.plan([dims_of(block) for block in layers.active], world.size)
-        if self.sharded:
-            plan = with_one_worker(plan)
-        before = self.known
-        self.plan = dict(zip(layers.active, plan.layers, strict=True))
-        known = {**before, **self.plan}
-        self.known = {block: known[block] for block in layers.blocks if block in known}
-
-        # Newly trainable layers, and those of other sources, need the passes before the next step.
-        new = steps > 0 and any(block.factors is None for block in layers.active)
-        pairs = [(before.get(block, layer), layer) for block, layer in self.plan.items()]
-        moved = any(old.source != layer.source for old, layer in pairs)
-        resumes = self._loaded is not None and not trainable_layers_changed(self._loaded, self.plan)
-        if (new or moved) and not resumes:
-            layers.take_all_at(steps + 1)
-
-        # Hooks, factors and inverses follow.
-        self._step = compile_step(world, plan.grid, self.plan, self._system.exchange_dtype)
-        self._buckets = make_buckets(self._step, world) if self.sharded else []
-        self._owners = None, {}
-        if self._pipeline is not None:
-            self._pipeline.follow(self._step.taken)
-        move_factors(world, self.plan, before)
-        layers.watch(self._takes)
-        for block in layers.blocks:
-            block.drop_inverse()
-        self.inverses.restart(self._step)
+        step = self._step
+        with stage("solve_exchange"):
+            feedback = share_feedback(self.training, step, report, known, cosines, read)
+        if self.step_length is not None:
+            self.step_length.follow(feedback.slope, feedback.learning_rate, self.training.steps)
+        if feedback.mean_curvature is not None:
+            self.mean_curvature = feedback.mean_curvature
         if self.drift is not None:
-            self.drift.follow(layers.blocks)
-        if self.helpers is not None:
-            self.helpers.restart()
-        if self._loaded is not None:  # by the layers or the workers before
-            self._take_over(self._loaded)
-        if steps > 0:
-            self.training.publish()  # frees factors that other ranks keep now
+            cost = INVERSION_COST[self._options.solver] / self.training.world.size
+            costs = [cost * step.costs[block] for block in step.layers]
+            self.drift.record(list(step.layers), feedback.cosines, feedback.work, costs)
 
     @property
     def _step_scale(self) -> float:
         """τ."""
         return 1.0 if self.step_length is None else self.step_length.factor
 
-    def fingerprint_values(self) -> list[tuple[str, Any]]:
-        """The values, by name, that decide which collectives a step has."""
-        return [
-            *(("closed", self._closed), ("sharded by FSDP2", self.sharded)),
-            (
-                "inverses wanted at once",
-                [b.name for b in self.plan if b in self.inverses.requested],
-            ),
-            ("anew at", self.layers.newcomers_at),
-            *scheduled(self._options, SCHEDULES, self.training.steps),
-            ("losses", self.layers.reduction),
-            ("length of steps", self._step_scale),
-            *([("intervals", self.drift.intervals(self.layers.active))] if self.drift else []),
-            *([("gradient workers", self.workers)] if self.workers else []),
-            *([("least interval", self.throttle.interval)] if self.throttle else []),
-        ]
+    # --------------------------------------------------------------------------------- assignment
 
-    # ------------------------------------------------------------------------ state and summary
+    def owners(self) -> dict[Tensor, int]:
+        """Return the rank that owns each averaged gradient, of layers and of other parameters."""
+        params = self.training.averaged_params()
+        owners = self._owners
+        if owners is None or [id(p) for p in owners] != [id(p) for p in params]:
+            owners = owners_of(self.plan, params, self.training.world.size)
+            self._owners = owners
+        return owners
+
+    @property
+    def only_to_owners(self) -> bool:
+        """Whether each mean gradient is sent to its owner only."""
+        return self._system.owners == "owner" and not self.sharded
+
+    def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
+        """Return the rank that each mean gradient is sent to; None for all ranks."""
+        if not self.only_to_owners:
+            return None
+        return gradients, list(self.owners().values())
+
+    def _contributes(self, block: KroneckerBlock) -> bool:
+        """Return whether this rank's batches enter a layer's factors."""
+        # All ranks capture a layer that has never trained, so that its owner will have statistics.
+        layer = self.known.get(block)
+        return layer is None or layer.source in (None, self.training.world.rank)
+
+    def _assign_layers(self) -> None:
+        """Assign the layers that train now to ranks, and move their factors. Collective."""
+        layers = self.layers
+        steps = self.training.steps
+        world = self.training.world
+
+        # Which rank does what.
+        plan: Plan = self._system.plan([dims_of(block) for block in layers.active], world.size)
+        if self.sharded:
+            plan = with_one_worker(plan)
+        before = self.known
+        self.plan = dict(zip(layers.active, plan.layers, strict=True))
+        latest = {**before, **self.plan}
+        self.known = {block: latest[block] for block in layers.blocks if block in latest}
+
+        # Newly trainable layers, and layers whose source has changed, have captured nothing in the
+        # last passes. They are due after the next passes, unless a checkpoint had them already.
+        is_new = steps > 0 and any(block.factors is None for block in layers.active)
+        is_moved = False
+        for block, layer in self.plan.items():
+            if before.get(block, layer).source != layer.source:
+                is_moved = True
+        resumes = self._loaded is not None and not trainable_layers_changed(self._loaded, self.plan)
+        if (is_new or is_moved) and not resumes:
+            layers.take_all_at(steps + 1)
+
+        # What this rank does at each step.
+        self._step = compile_step(world, plan.grid, self.plan, self._system.exchange_dtype)
+        self._buckets = make_buckets(self._step, world) if self.sharded else []
+        self._owners = None
+        if self._pipeline is not None:
+            self._pipeline.follow(self._step.taken)
+
+        # Move the factors, and start without inverses.
+        move_factors(world, self.plan, before)
+        layers.watch(self._contributes)
+        for block in layers.blocks:
+            block.drop_inverse()
+        self.inverses.restart(self._step)
+        if self.drift is not None:
+            self.drift.keep_only(layers.blocks)
+        if self.helpers is not None:
+            self.helpers.restart()
+        if self._loaded is not None:  # it was installed for another assignment
+            self._install_loaded(self._loaded)
+        if steps > 0:
+            self.training.publish()  # frees factors that other ranks store now
+
+    def fingerprint_values(self) -> list[tuple[str, Any]]:
+        """The values, by name, that decide which collectives a step issues."""
+        wanted = [block.name for block in self.plan if block in self.inverses.requested]
+        facts: list[tuple[str, Any]] = [
+            ("closed", self._closed),
+            ("sharded by FSDP2", self.sharded),
+            ("layers to refresh at once", wanted),
+            ("step at which all layers are due", self.layers.newcomers_at),
+            *scheduled(self._options, SCHEDULES, self.training.steps),
+            ("loss reduction", self.layers.reduction),
+            ("step scale", self._step_scale),
+        ]
+        if self.drift is not None:
+            facts.append(("refresh intervals", self.drift.intervals(self.layers.active)))
+        if self.workers:
+            facts.append(("gradient workers", self.workers))
+        if self.throttle is not None:
+            facts.append(("least refresh interval", self.throttle.interval))
+        return facts
+
+    # ---------------------------------------------------------------------------------- checkpoints
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        """The factors that this process stores, by the layers' weights; shared, not copied."""
+        """Return the factors that this rank stores, by the layers' weights. They are not copied."""
+        # Entries that are equal for all layers.
         common: dict[str, Any] = {}
-        for part in self._parts:
+        for part in self._common_state:
             common |= part.saved()
         common[MEAN_CURVATURE] = self.mean_curvature
-        common[UPDATED_AT] = self._cadence.updated_at
+        common[UPDATED_AT] = self._schedule.updated_at
         common[NEWLY_TRAINABLE_AT] = self.layers.newcomers_at
         if self._system.auto_workers:
             common |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)
+
         # Before the first step, every rank has the same entries, because
         # set_optimizer_state_dict(full_state_dict=True) fails for 0-d tensors that a rank lacks.
-        fresh = self.training.steps == 0
-        found: dict[Tensor, dict[str, Any]] = {}
+        is_first = self.training.steps == 0
+        state: dict[Tensor, dict[str, Any]] = {}
         for block in self.layers.blocks:
             if block not in self.plan and block.factors is None:
                 continue
-            entries = found[block.weight] = {**common, **block.agreed_entries()}
-            if fresh or (block.factors is not None and self._takes(block)):
+            entries = {**common, **block.agreed_entries()}
+            if is_first or (block.factors is not None and self._contributes(block)):
                 entries |= block.saved_factors()
-            for each in (self.traces, self.drift):
-                entries |= {} if each is None else each.saved(block)
-        return found
+            if self.traces is not None:
+                entries |= self.traces.saved(block)
+            if self.drift is not None:
+                entries |= self.drift.saved(block)
+            state[block.weight] = entries
+        return state
 
     def state_to_save(self) -> dict[Tensor, dict[str, Any]]:
-        """What decides the steps between two refreshes: inverses, and the last step.
+        """Return what decides the steps between two refreshes: inverses, and the last step.
 
-        The tensors are shared, not copied. This waits for inverses on threads.
+        Tensors are not copied. Waits for the inverses that are computed on threads.
         """
         if self._closed:
             return {}
         inverses = self.inverses
         inverses.inverter.finish()
-        room = is_checkpointing(part=True)  # torch.distributed.checkpoint reads into what is there
+        # torch.distributed.checkpoint reads into tensors, which must exist.
+        fill = is_checkpointing(part=True)
         damping = float(inverses.damping_option)
-        found: dict[Tensor, dict[str, Any]] = {}
+        state: dict[Tensor, dict[str, Any]] = {}
         for block, layer in self.plan.items():
-            for p in block.params:
-                if self.step_length is not None:
-                    found[p] = self.step_length.saved_step(p, room)
-            part = inverse_state(block, layer, inverses, room)
-            part[DAMPING] = -1.0 if math.isnan(damping) else damping
-            found.setdefault(block.weight, {}).update(part)
-        return found
+            if self.step_length is not None:
+                for p in block.params:
+                    state[p] = self.step_length.saved_step(p, fill)
+            entries = inverse_state(block, layer, inverses, fill)
+            entries[DAMPING] = -1.0 if math.isnan(damping) else damping
+            state.setdefault(block.weight, {}).update(entries)
+        return state
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Raise ValueError if a checkpoint does not fit the layers."""
         check_saved(saved, self.layers.blocks, self.inverses)
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Take over a checkpoint; missing inverses are computed at the next step."""
+        """Load a checkpoint. The next step computes the inverses that it lacks."""
         load_factors(saved, self.layers.blocks, self.training)
         self.inverses.restart(self._step)
         workers = read_num_gradient_workers(saved, self.training.world.size)
         if self.workers and workers not in (0, self.workers):
-            self._take_workers(workers)
+            self._set_num_workers(workers)
+
+        # Numbers that are equal for all layers.
         if self.drift is not None:
             self.drift.load(saved, self.layers.blocks)
-        for part in self._parts:
+        for part in self._common_state:
             part.load(saved)
         self.mean_curvature = read_shared_number(saved, MEAN_CURVATURE, 0.0)
-        self._cadence.note_update(int(read_shared_number(saved, UPDATED_AT, self.training.steps)))
+        updated_at = read_shared_number(saved, UPDATED_AT, self.training.steps)
+        self._schedule.record_update(int(updated_at))
         self.layers.take_all_at(int(read_shared_number(saved, NEWLY_TRAINABLE_AT, -1)))
+
         self._loaded = saved
-        self._take_over(saved)
+        self._install_loaded(saved)
         self.watch()
 
-    def _take_over(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Install the inverses of a checkpoint, and begin again what was being computed.
+    def _install_loaded(self, saved: Mapping[Tensor, SavedPart]) -> None:
+        """Install the inverses of a checkpoint, and start again those that were under way.
 
-        Requires that the factors are loaded, and that the plan matches the layers that train.
-        Scripts may freeze layers after loading: then the first step does this again.
+        The factors must have been loaded, and the plan must match the layers that train. A script
+        may freeze layers after it loads. Then the first step installs the inverses again.
         """
         inverses = self.inverses
         loaded = load_inverses(saved, self.plan, inverses)
@@ -639,101 +788,117 @@ class KFAC(OfLayers):
             inverses.drop(self._missing)
 
     def _agree_on_loaded(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Refresh layers if any rank lacks their part of the checkpoint; a collective.
+        """Refresh the layers of which any rank lacks a part of the checkpoint. Collective.
 
-        If other layers train now than when the checkpoint was written, refresh all layers. A run
-        that freezes or unfreezes layers at this step does the same. A layer that lacks a factor
-        starts again.
+        If other layers train now than when the checkpoint was written, refresh all layers, as a run
+        does that freezes or unfreezes layers at this step. A layer that lacks a factor starts again
+        without statistics.
         """
-        training, world, blocks = self.training, self.training.world, self.layers.blocks
-        missing = set(self.plan) if trainable_layers_changed(saved, self.plan) else self._missing
-        found: list[float] = []
+        training = self.training
+        blocks = self.layers.blocks
+        missing = self._missing
+        if trainable_layers_changed(saved, self.plan):
+            missing = set(self.plan)
+
+        # Two flags per layer: this rank lacks its inverse; this rank has lost a factor.
+        local_flags: list[float] = []
         for block in blocks:
-            found.append(float(block in missing))
-            found.append(float(block.has_lost_factor))
-        flags = torch.tensor(found, dtype=torch.float32, device="cpu")
-        world.on_cpu().all_reduce_max([flags]).wait()
-        listed = flags.tolist()
-        missing = {block for i, block in enumerate(blocks) if listed[2 * i]}
-        lost = [block for i, block in enumerate(blocks) if listed[2 * i + 1]]
+            local_flags += [float(block in missing), float(block.has_lost_factor)]
+        flags = torch.tensor(local_flags, dtype=torch.float32, device="cpu")
+        training.world.on_cpu().all_reduce_max([flags]).wait()
+        agreed = flags.tolist()
+        missing = {block for i, block in enumerate(blocks) if agreed[2 * i]}
+        lost = [block for i, block in enumerate(blocks) if agreed[2 * i + 1]]
+
+        # Refresh what is missing, and start lost layers again.
         self.inverses.drop([*missing, *lost])
         self._missing = set()
         for block in lost:
             training.warn(
-                f"a factor of layer {block.name!r} is lost: the process that should keep it has "
-                f"not got it, from a checkpoint written without consolidate(), perhaps; the base "
-                f"optimizer trains the layer alone until its statistics have been taken again"
+                f"a factor of layer {block.name!r} is lost: the process that should store it did "
+                f"not load it, perhaps because the checkpoint was written without consolidate(); "
+                f"the base optimizer trains the layer alone until it has new statistics"
             )
             block.restart_averages()
         if lost:
             self.layers.take_all_at(training.steps + 1)
             training.publish()  # without the lost factors
         if missing and self.drift is not None:
-            self.drift.follow(self.layers.blocks)  # layers without an inverse have other intervals
+            self.drift.keep_only(blocks)  # layers without an inverse change the intervals
+
+    # ------------------------------------------------------------------- state of other ranks
 
     @property
     def factors_elsewhere(self) -> bool:
-        """Whether some factors are stored by other ranks alone.
+        """Whether only other ranks store some of the factors.
 
-        Before the first step there are none: Accelerate asks for the state of each new optimizer.
+        Before the first step there are none: Accelerate reads the state of each new optimizer.
         """
-        spread = not all(layer.keeps_all for layer in self.known.values())
-        return self.training.world.size > 1 and self.training.steps > 0 and spread
+        distributed = not all(layer.keeps_all for layer in self.known.values())
+        return self.training.world.size > 1 and self.training.steps > 0 and distributed
 
     @property
     def remote_state(self) -> str:
-        """A name for what other ranks alone store, factors or inverses; "" if there is nothing."""
+        """A name for what only other ranks store, factors or inverses; "" if there is nothing."""
         if self.factors_elsewhere:
             return "the factors that other processes keep"
         size = self.training.world.size
-        spread = any(b.solved and len(layer.workers) < size for b, layer in self.plan.items())
-        return "the inverses that other processes keep" if spread else ""
+        for block, layer in self.plan.items():
+            if block.solved and len(layer.workers) < size:
+                return "the inverses that other processes keep"
+        return ""
 
     @property
     def resumes_without_remote_state(self) -> bool:
-        """Whether other ranks store inverses alone, which the next step can refresh."""
+        """Whether the next step can recompute everything that only other ranks store."""
         return not self.factors_elsewhere
 
     def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
-        """Collect copies of what other ranks store, factors and inverses; a collective."""
+        """Send the factors and inverses that some of ``ranks`` lack to them. Collective."""
         if not self._closed and self.layers.follow():
-            self._compile()
-        state, more = self.state(), self.state_to_save()
-        found: dict[Tensor, dict[str, dict[str, Any]]] = {}
+            self._assign_layers()
+        state = self.state()
+        to_save = self.state_to_save()
+        gathered: dict[Tensor, dict[str, dict[str, Any]]] = {}
         for block, layer in self.known.items():
             entries = factor_entries(block, layer)
             if block in self.plan:
                 entries += inverse_entries(block, layer, self.inverses)
-            here = {**state.get(block.weight, {}), **more.get(block.weight, {})}
-            received = send_entries(self.training.world, block, entries, here, ranks)
-            found[block.weight] = {"curvature": received}
-        return found
+            local = {**state.get(block.weight, {}), **to_save.get(block.weight, {})}
+            received = send_entries(self.training.world, block, entries, local, ranks)
+            gathered[block.weight] = {"curvature": received}
+        return gathered
 
     def close(self) -> None:
-        """End threads and hooks; the optimizer goes on as its base alone."""
+        """Stop threads, and remove all hooks. The base trains alone from now on."""
         if self.helpers is not None:
             self.helpers.close()
         self.inverses.close()
         self.layers.close()
         if self.drift is not None:
-            self.drift.follow(())
+            self.drift.keep_only(())
         if self.traces is not None:
             self.traces.stopped.clear()
         if self._pipeline is not None:
             self._pipeline.close()
         self._closed = True
-        self.plan, self.known = {}, {}
+
+        # Release the layers, which refer to the model.
+        self.plan = {}
+        self.known = {}
         self._step = StepPlan({}, self._step.row, self._step.column)
         self._buckets = []
-        self._owners = None, {}
+        self._owners = None
         self._last = StepInfo()
         self._loaded = None
         self._missing = set()
 
+    # ------------------------------------------------------------------------------------ reporting
+
     def build_curvature(self, dtype: torch.dtype, gather: bool) -> KroneckerCurvature:
-        """The factors as an object of their own; a collective if some are kept elsewhere."""
+        """Return a copy of the running averages. Collective if other ranks store some of them."""
         if self.factors_elsewhere and self.layers.follow():
-            self._compile()
+            self._assign_layers()
         return build_curvature(
             training=self.training,
             options=self._options,
@@ -745,45 +910,54 @@ class KFAC(OfLayers):
         )
 
     def metrics(self) -> dict[str, float]:
-        """Numbers to log: clip, damping, step scale, ages, intervals, drift and failures."""
-        last, nu = self.training.steps - 1, self._last.clip
-        found = metrics_of(self.layers, self.plan, self.inverses, last)
-        found["clip"] = 1.0 if nu is None else float(nu)
-        found["step_length"] = self._step_scale
-        if last >= 0 and not self._closed:
-            found["age/statistics"] = float(max(last - self._cadence.updated_at, 0))  # 0: loaded
-            found |= {} if self.drift is None else self.drift.metrics
-        return found
+        """Return numbers to log: clip, damping, step scale, ages, intervals, drift, failures."""
+        last_step = self.training.steps - 1
+        metrics = metrics_of(self.layers, self.plan, self.inverses, last_step)
+        clip = self._last.clip
+        metrics["clip"] = 1.0 if clip is None else float(clip)
+        metrics["step_length"] = self._step_scale
+        if last_step >= 0 and not self._closed:
+            # A loaded run may have updated the averages after the last step that it counts.
+            age = max(last_step - self._schedule.updated_at, 0)
+            metrics["age/statistics"] = float(age)
+            if self.drift is not None:
+                metrics |= self.drift.metrics
+        return metrics
 
     def summary(self) -> Summary:
-        """A table of every layer: its factors, who computes what, what is left to the base."""
-        said = {block.name: str(layer) for block, layer in self.plan.items()}
-        of_layers = (each.said for each in (self.traces, self.drift) if each is not None)
+        """Return a table of all layers: their factors, and the ranks that work on them."""
+        assignment = {block.name: str(layer) for block, layer in self.plan.items()}
+        table = self.layers.summary(assignment)
+        lines = [
+            f"statistics dropped: {table.dropped}; layers failing to decompose: {table.failed}"
+        ]
+
+        # The settings on one line.
         settings = [
             self._options.describe(),
             describe_group_options(self.training.groups),
-            *of_layers,
         ]
+        if self.traces is not None:
+            settings.append(self.traces.summary_line)
+        if self.drift is not None:
+            settings.append(self.drift.summary_line)
         if self.workers:
             ranks = self.training.world.size
             settings.append(f"gradient workers chosen: {self.workers} of {ranks} for each layer")
-        table = self.layers.summary(said)
-        lines = [
-            f"statistics dropped: {table.dropped}; layers failing to decompose: {table.failed}",
-            "; ".join(filter(None, settings)),
-        ]
+        lines.append("; ".join(setting for setting in settings if setting))
+
+        # Limits, and ages of the inverses.
         if self.throttle is not None:
             lines.append(self.throttle.summary_line)
         if not self.inverses.is_synchronous:
-            lines.append(self._ages())
+            lines.append(self._describe_ages())
         return replace(table, lines=lines)
 
-    def _ages(self) -> str:
-        """A line on the ages of inverses that are computed while training continues."""
-        ages = sorted(self.training.steps - each.step for each in self.inverses.states.values())
+    def _describe_ages(self) -> str:
+        """Return a line on the ages of inverses that are computed while training continues."""
+        steps = self.training.steps
+        ages = sorted(steps - inverse.step for inverse in self.inverses.states.values())
         if not ages:
             return "no inverses yet"
-        return (
-            f"inverses are {ages[0]} to {ages[-1]} steps old; "
-            f"{len(self.inverses.pending)} under way"
-        )
+        under_way = len(self.inverses.pending)
+        return f"inverses are {ages[0]} to {ages[-1]} steps old; {under_way} under way"

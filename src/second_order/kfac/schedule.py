@@ -1,17 +1,20 @@
-"""When statistics and refreshes come: as numbers, callables, drift and the throttle say.
+"""When statistics and refreshes are due: by numbers, callables, drift and the throttle.
 
-Refreshes by drift come as often as each layer changes by them:
+Refreshes by drift compare the old and the new inverse of a layer and adapt its interval:
 
-at a refresh    P₀ = old inverse ∇, P = new inverse ∇         of the step's own mean gradient
-                c = cos(P₀, P)                                all ranks receive it
-interval        halved where c is low, doubled where it is high; 1 at first, 32 steps at most
-due             every interval-th step, and no oftener than three layers of four want to be
+    at a refresh   P₀ = (old inverse) ∇, P = (new inverse) ∇    of the step's mean gradient
+                   c = cos(P₀, P)                               all ranks receive c
+    interval       halved if c is low, doubled if c is high; between 1 and 32 steps
+    due            at the multiples of the interval, and only as often as a quarter of the layers
+                   needs
 
-Intervals are powers of two and due steps their multiples, so that layers come due together and the
-ranks that solve are busy at the same steps. A layer's solves cost, on average, no more than the
-passes through the model. Let k be the cost of a layer's solve and W the work of a step's passes.
-The least interval of a layer is sqrt(k) Σ sqrt(k) / W. Then Σ k / interval is W, and no other
-choice with that cost has a smaller sum of intervals.
+Intervals are powers of two and layers are due at their multiples, so that many layers are due at
+the same step and the inverse ranks work at the same time.
+
+On average, the refreshes of a layer cost at most as much as the passes through the model. Let k be
+the cost of a layer's refresh and W the work of a step's passes. The layer's least interval is
+sqrt(k) Σ sqrt(k) / W. With these intervals, Σ k / interval equals W, and no other intervals of the
+same total cost have a smaller sum.
 """
 
 from __future__ import annotations
@@ -35,197 +38,244 @@ from second_order.utils.checks import Interval, check_interval, value_at
 __all__ = [
     "ADAPTIVE",
     "DRIFT",
-    "LONGEST",
+    "MAX_INTERVAL",
     "PLAIN",
     "UPDATED_AT",
     "Bounds",
-    "Cadence",
-    "Change",
     "Drift",
+    "LayerDrift",
     "Schedule",
     "least_intervals",
     "past_at",
 ]
 
 DRIFT = ("drift_interval", "drift_alike", "drift_least")
-"""The entries of a checkpoint, in the part of every layer: the interval that it has shown to need,
-refreshes in a row that were alike, and the least interval that its cost allows."""
+"""Checkpoint entries of each layer: :attr:`LayerDrift.interval`, ``num_stable``, ``least``."""
 
 UPDATED_AT = "updated_at"
-"""The entry of a checkpoint, the same for all layers: the step of the averages' last update."""
+"""Checkpoint entry, equal for all layers: the step of the last update of the running averages."""
 
-INVERSE_STEPS, FACTOR_STEPS = "inv_update_steps", "factor_update_steps"
-LONGEST = 32  # interval
-WANTED_BY = 0.25  # of the layers, at least, for a refresh to come oftener
-SMALL = 5e8  # operations that take as long as what a step costs besides its products
-TIMED_INTERVAL = 2  # steps between refreshes while the throttle times both kinds of steps
+MAX_INTERVAL = 32  # steps; longer only if the cost of a refresh or the throttle requires it
+MAX_LEAST_EXPONENT = 10  # least intervals are at most 2 ** 10 steps
+NEEDING_SHARE = 0.25  # of the layers; these decide how often any layer is refreshed
+STEP_OVERHEAD = 5e8  # operations that take as long as the parts of a step that are no products
+TIMED_INTERVAL = 2  # steps between refreshes while the throttle times steps of both kinds
+
+
+# ------------------------------------------------------------------------------ drift of one layer
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """When an interval changes."""
+    """The cosines at which a layer's interval changes.
 
-    apart: float  # cosine below which it is halved
-    alike: float  # cosine above which it is doubled
-    patience: int  # number of refreshes in a row that have to be so much alike
+    Attributes:
+        halve_below: A smaller cosine halves the interval.
+        double_above: A larger cosine at ``patience`` refreshes in a row doubles it.
+        patience: Number of such refreshes.
+    """
+
+    halve_below: float
+    double_above: float
+    patience: int
 
 
 # Chosen on the tasks and seeds that benchmarks/progress/tuned_rivals.py tunes its rivals on. The
-# bounds over SGD are stricter: SGD does not rescale its steps, and the averages of the factors
-# remember longer over it, so they change less from one refresh to the next.
-PLAIN, ADAPTIVE = Bounds(0.95, 0.985, 2), Bounds(0.9, 0.97, 1)
+# bounds over SGD are stricter because SGD does not rescale its steps. Its running averages also
+# remember more steps, and so change less between two refreshes.
+PLAIN = Bounds(halve_below=0.95, double_above=0.985, patience=2)
+ADAPTIVE = Bounds(halve_below=0.9, double_above=0.97, patience=1)
 
 
 @dataclass(frozen=True)
-class Change:
-    """What the last refresh of a layer changed."""
+class LayerDrift:
+    """What the last refresh of a layer changed.
 
-    interval: int = 1  # steps from a refresh to the next, as drift has it
-    cosine: float = math.nan  # between P₀ and P
-    alike: int = 0  # number of refreshes in a row after which the two were alike
-    least: int = 1  # the least interval that the layer's cost allows
+    Attributes:
+        interval: Steps between two refreshes, by drift alone.
+        cosine: Between P₀ and P; NaN before the second refresh.
+        num_stable: Refreshes in a row whose cosine exceeded ``Bounds.double_above``.
+        least: The least interval that the cost of the layer's refresh allows.
+    """
 
-    def then(self, cosine: float, bounds: Bounds, least: int = 1) -> Change:
-        """What the next refresh makes of it, the interval having been ``least`` at least."""
+    interval: int = 1
+    cosine: float = math.nan
+    num_stable: int = 0
+    least: int = 1
+
+    def updated(self, cosine: float, bounds: Bounds, least: int = 1) -> LayerDrift:
+        """Return the state after another refresh; the interval had been ``least`` or longer."""
         interval = max(self.interval, least)
-        alike = self.alike + 1 if cosine > bounds.alike else 0
-        if cosine < bounds.apart:
+        num_stable = 0
+        if cosine > bounds.double_above:
+            num_stable = self.num_stable + 1
+        if cosine < bounds.halve_below:
             interval = max(interval // 2, 1)
-        elif alike >= bounds.patience:
-            interval = min(2 * interval, max(LONGEST, least))
-            alike = 0
-        return replace(self, interval=interval, cosine=cosine, alike=alike)
+        elif num_stable >= bounds.patience:
+            interval = min(2 * interval, max(MAX_INTERVAL, least))
+            num_stable = 0
+        return replace(self, interval=interval, cosine=cosine, num_stable=num_stable)
 
 
 def least_intervals(costs: Sequence[float], work: float) -> list[int]:
-    """Least intervals, powers of two, by which solves cost no more than the passes of a step.
+    """Return the least intervals, powers of two, that bound the cost of refreshes.
 
     Args:
-        costs: Operations of the solves of each layer, on the rank that does most.
-        work: Operations of a step's passes on a rank; 0 where they are not known: no bound.
+        costs: Operations of each layer's refresh, on the rank with the largest share.
+        work: Operations of a step's passes on a rank. If it is 0, it is unknown, and nothing is
+            bounded.
     """
     if not work:
         return [1] * len(costs)
     total = sum(map(math.sqrt, costs))
-    found: list[int] = []
+    intervals: list[int] = []
     for cost in costs:
-        wanted = math.sqrt(cost) * total / (work + SMALL)
-        found.append(2 ** min(max(round(math.log2(wanted)), 0), 10) if wanted > 0 else 1)
-    return found
+        bound = math.sqrt(cost) * total / (work + STEP_OVERHEAD)
+        exponent = 0
+        if bound > 0:
+            exponent = min(max(round(math.log2(bound)), 0), MAX_LEAST_EXPONENT)
+        intervals.append(2**exponent)
+    return intervals
+
+
+# ------------------------------------------------------------------------------ drift of all layers
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """When layers are due, until their intervals change."""
+class DriftIntervals:
+    """The intervals of all layers, until a refresh or the throttle changes them.
 
-    least: int  # steps between refreshes that the throttle allows at least
-    tick: int  # steps between refreshes of any layer
-    intervals: tuple[int, ...]  # of each layer
+    Attributes:
+        least: Steps between two refreshes that the throttle requires.
+        tick: Steps between two refreshes of any layers.
+        by_layer: The interval of each layer.
+    """
+
+    least: int
+    tick: int
+    by_layer: tuple[int, ...]
 
 
 class Drift:
-    """The intervals of layers that are refreshed as they drift; the same on every rank."""
+    """The refresh intervals of layers that are refreshed as they drift; equal on all ranks."""
 
     def __init__(self, bounds: Bounds = PLAIN, throttle: Throttle | None = None) -> None:
         self._bounds = bounds
         self._throttle = throttle
-        self.changes: dict[KroneckerBlock, Change] = {}  # by each layer's last refresh
-        self._schedule: Schedule | None = None  # as long as it holds
+        self.changes: dict[KroneckerBlock, LayerDrift] = {}
+        self._current: DriftIntervals | None = None  # None after a change
 
     @property
     def least(self) -> int:
-        """Steps between refreshes at least, a power of two as all intervals are."""
+        """The throttle's least interval, rounded up to a power of two."""
         if self._throttle is None:
             return 1
         steps = self._throttle.interval or TIMED_INTERVAL
         return 1 << (steps - 1).bit_length()
 
     def interval(self, block: KroneckerBlock) -> int:
-        """Steps from a layer's refresh to the next, as drift, throttle and work allow."""
-        change = self.changes.get(block, Change())
+        """Return a layer's interval by drift, cost and throttle, in steps."""
+        change = self.changes.get(block, LayerDrift())
         return max(change.interval, change.least, self.least)
 
-    def due(self, blocks: Sequence[KroneckerBlock], step: int) -> list[KroneckerBlock]:
-        """The layers that are due at a step; those without an inverse are whenever any could be."""
-        schedule = self._current(blocks)
-        tick = schedule.tick
+    def layers_due(self, blocks: Sequence[KroneckerBlock], step: int) -> list[KroneckerBlock]:
+        """Return the layers that are due at a step.
+
+        Layers without an inverse are due whenever any layer may be.
+        """
+        intervals = self._current_intervals(blocks)
+        tick = intervals.tick
         if step % tick != 0:
             return []
-        found: list[KroneckerBlock] = []
-        for block, every in zip(blocks, schedule.intervals, strict=True):
-            if not block.solved or step % max(every, tick) == 0:
-                found.append(block)
-        return found
+        due: list[KroneckerBlock] = []
+        for block, interval in zip(blocks, intervals.by_layer, strict=True):
+            if not block.solved or step % max(interval, tick) == 0:
+                due.append(block)
+        return due
 
-    def _current(self, blocks: Sequence[KroneckerBlock]) -> Schedule:
-        """The schedule of the layers; made when intervals have changed."""
-        schedule = self._schedule
-        if schedule is None or schedule.least != self.least:
-            intervals = tuple(map(self.interval, blocks))
-            solved = [n for n, block in zip(intervals, blocks, strict=True) if block.solved]
-            solved.sort()
-            tick = solved[int(len(solved) * WANTED_BY)] if solved else 1
-            schedule = self._schedule = Schedule(self.least, tick, intervals)
-        return schedule
+    def _current_intervals(self, blocks: Sequence[KroneckerBlock]) -> DriftIntervals:
+        """Return the intervals of the layers, computed again if they have changed."""
+        current = self._current
+        if current is None or current.least != self.least:
+            by_layer: list[int] = []
+            of_solved: list[int] = []
+            for block in blocks:
+                interval = self.interval(block)
+                by_layer.append(interval)
+                if block.solved:
+                    of_solved.append(interval)
+            of_solved.sort()
+            tick = 1
+            if of_solved:
+                tick = of_solved[int(len(of_solved) * NEEDING_SHARE)]
+            current = DriftIntervals(self.least, tick, tuple(by_layer))
+            self._current = current
+        return current
 
-    def hear(
+    def record(
         self,
         blocks: Sequence[KroneckerBlock],
         cosines: Sequence[float],
         work: float,
         costs: Sequence[float],
     ) -> None:
-        """Follow what a refresh has changed: the cosine of each layer, NaN where there is none.
+        """Adapt the intervals to a refresh.
 
-        ``work`` and ``costs`` are those of :func:`least_intervals`.
+        Args:
+            blocks: All layers that train.
+            cosines: cos(P₀, P) of each layer; NaN if it was not refreshed.
+            work: Operations of a step's passes, as in :func:`least_intervals`.
+            costs: Operations of each layer's refresh, as in :func:`least_intervals`.
         """
         affordable = least_intervals(costs, work)
         for block, cosine, least in zip(blocks, cosines, affordable, strict=True):
-            change = self.changes.get(block, Change())
+            change = self.changes.get(block, LayerDrift())
             if math.isfinite(cosine):
                 bounded = max(min(cosine, 1.0), -1.0)
-                change = change.then(bounded, self._bounds, max(change.least, self.least))
+                change = change.updated(bounded, self._bounds, max(change.least, self.least))
             self.changes[block] = replace(change, least=least)
-        self._schedule = None
+        self._current = None
 
-    def follow(self, blocks: Iterable[KroneckerBlock]) -> None:
-        """Keep what is known of these layers, and of no others."""
+    def keep_only(self, blocks: Iterable[KroneckerBlock]) -> None:
+        """Drop the drift of all other layers."""
         kept = set(blocks)
         self.changes = {b: change for b, change in self.changes.items() if b in kept}
-        self._schedule = None
+        self._current = None
 
     def intervals(self, blocks: Sequence[KroneckerBlock]) -> tuple[int, ...]:
-        """The intervals, which must be equal on all ranks."""
-        return self._current(blocks).intervals
+        """Return the interval of each layer. They must be equal on all ranks."""
+        return self._current_intervals(blocks).by_layer
 
     def saved(self, block: KroneckerBlock) -> dict[str, Any]:
-        """What a checkpoint keeps of a layer."""
-        change = self.changes.get(block, Change())
-        return dict(zip(DRIFT, (change.interval, change.alike, change.least), strict=True))
+        """Return the checkpoint entries of a layer."""
+        change = self.changes.get(block, LayerDrift())
+        return dict(zip(DRIFT, (change.interval, change.num_stable, change.least), strict=True))
 
     def load(self, saved: Mapping[Tensor, SavedPart], blocks: Iterable[KroneckerBlock]) -> None:
-        """Take over the intervals of a checkpoint."""
-        self.follow(())
+        """Load the intervals of a checkpoint."""
+        self.keep_only(())
         for block in blocks:
             part = saved.get(block.weight)
-            if part is not None and part.keys() >= set(DRIFT):
-                interval, alike, least = (part.whole(name, 0) for name in DRIFT)
-                self.changes[block] = Change(max(interval, 1), alike=alike, least=max(least, 1))
+            if part is None or not part.keys() >= set(DRIFT):
+                continue
+            interval, num_stable, least = (part.whole(name, 0) for name in DRIFT)
+            self.changes[block] = LayerDrift(
+                interval=max(interval, 1), num_stable=num_stable, least=max(least, 1)
+            )
 
     @property
-    def said(self) -> str:
-        """A part of a line of the summary; "" before anything has drifted."""
+    def summary_line(self) -> str:
+        """A part of a line of the summary; "" before the first refresh."""
         if not self.changes:
             return ""
-        every = sorted(map(self.interval, self.changes))
-        first, last = ("step" if n == 1 else f"{n:.0f} steps" for n in (every[0], every[-1]))
+        intervals = sorted(map(self.interval, self.changes))
+        first, last = ("step" if n == 1 else f"{n} steps" for n in (intervals[0], intervals[-1]))
         return f"refreshes by drift, every {first} to {last}"
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Cosines and intervals at the layers' last refreshes, to log."""
-        cosines = [change.cosine for change in self.changes.values()]
-        cosines = [cosine for cosine in cosines if not math.isnan(cosine)]
+        """The cosines and intervals of the layers' last refreshes."""
+        cosines = [c.cosine for c in self.changes.values() if not math.isnan(c.cosine)]
         return {
             "drift/interval": _median([self.interval(block) for block in self.changes]),
             "drift/cosine": _median(cosines),
@@ -234,11 +284,15 @@ class Drift:
 
 
 def _median(values: Sequence[float]) -> float:
+    """Return the median, or NaN if there are no values."""
     return float(statistics.median(values)) if values else math.nan
 
 
+# ---------------------------------------------------------------------------------------- schedule
+
+
 def past_at(past: PerStep, since: int, step: int) -> float:
-    """The weight of the past at an update at ``step``, so many steps after the last one."""
+    """Return the weight of the past in an update, ``since`` steps after the update before it."""
     decay = past.decay
     if past.share is not None:
         decay = min(decay, 1 - 1 / max(2.0, past.share * step))
@@ -246,70 +300,82 @@ def past_at(past: PerStep, since: int, step: int) -> float:
 
 
 def interval_at(interval: Interval, step: int, name: str) -> int:
-    """The number of steps that an option, which may be a callable, gives at a step."""
+    """Return the interval that an option, a number or a callable, gives at a step."""
     if not callable(interval):
         return int(interval)
-    every = interval(step)
-    check_interval(f"{name} at step {step}: {name}", every)
-    return int(every)
+    value = interval(step)
+    check_interval(f"{name} at step {step}: {name}", value)
+    return int(value)
 
 
-class Cadence:
-    """When statistics and refreshes are due, and how much of the past an update keeps."""
+class Schedule:
+    """When statistics and refreshes are due, and how much of the past an update keeps.
+
+    Attributes:
+        updated_at: The step of the last update of the running averages.
+        throttle: Bounds the cost of refreshes; None without ``overhead=``.
+        drift: The layers' own intervals; None if the interval is a number or a callable.
+    """
 
     def __init__(self, training: Training, options: KFACOptions, layers: Layers) -> None:
         self._training = training
-        self._options = options
         self._layers = layers
-        self.updated_at = 0  # the step of the last update of the running averages
+        self._refresh_interval = options.refresh_interval  # None: by drift
+        self._statistics_interval = options.statistics_interval  # None: at each refresh
+        self._factor_decay = options.factor_decay
+        self.updated_at = 0
         self.throttle: Throttle | None = None
         if options.overhead is not None:
             self.throttle = Throttle(training, options.overhead, min_refreshes=TIMED_REFRESHES)
-        self.drift: Drift | None = None  # the layers' intervals, if refreshes follow drift
+        self.drift: Drift | None = None
         if options.by_drift:
             self.drift = Drift(ADAPTIVE if options.adaptive else PLAIN, self.throttle)
 
-    def note_update(self, step: int | None = None) -> None:
-        """Note that the running averages were updated at a step; None for this one."""
-        self.updated_at = self._training.steps if step is None else step
+    def layers_due(self, step: int, ahead: bool = False) -> Sequence[KroneckerBlock]:
+        """Return the layers whose inverses are recomputed at a step.
 
-    def takes_statistics(self) -> bool:
-        """Whether statistics are due at this step."""
-        step = self._training.steps
-        every = self._options.statistics_interval
-        if every is None:
-            return bool(self.due())
-        return self._all_due(step) or step % interval_at(every, step, FACTOR_STEPS) == 0
-
-    def _all_due(self, step: int) -> bool:
-        """Whether newly trainable layers have their first statistics at a step."""
-        return step == self._layers.newcomers_at
-
-    def due(self, coming: int = 0) -> list[KroneckerBlock]:
-        """The layers that are to be solved at this step, or as many steps later."""
-        step = self._training.steps + coming
-        layers = self._layers.active
-        every = self._options.refresh_interval
-        if self._all_due(step):
-            return [*layers]
-        if self.drift is not None:
-            return self.drift.due(layers, step)
-        assert every is not None
-        return [*layers] if step % interval_at(every, step, INVERSE_STEPS) == 0 else []
-
-    def may_come(self) -> bool:
-        """Whether a refresh may be due at the next step.
-
-        A callable is not called before its step: if it raised on one rank, the others would wait.
+        Args:
+            step: The number of the step.
+            ahead: The step has not begun yet. Then the layers are those that may be due. A
+                callable is not called before its step: if it raised on one rank, the other ranks
+                would block.
         """
-        return callable(self._options.refresh_interval) or bool(self.due(coming=1))
+        layers = self._layers.active
+        if step == self._layers.newcomers_at:
+            return layers
+        if self.drift is not None:
+            return self.drift.layers_due(layers, step)
+        interval = self._refresh_interval
+        assert interval is not None
+        if ahead and callable(interval):
+            return layers
+        return layers if step % interval_at(interval, step, "inv_update_steps") == 0 else ()
 
-    def decay(self, age: int | None = None) -> float:
-        """The averages' weight of the past at an update."""
-        past, steps = self._options.factor_decay, self._training.steps
-        since = steps - self.updated_at if age is None else age
+    def statistics_due(self, step: int) -> bool:
+        """Return whether A and G are updated from a step's batches."""
+        interval = self._statistics_interval
+        if interval is None:
+            return len(self.layers_due(step)) > 0
+        if step == self._layers.newcomers_at:
+            return True
+        return step % interval_at(interval, step, "factor_update_steps") == 0
+
+    def record_update(self, step: int) -> None:
+        """Record the step of the last update of the running averages."""
+        self.updated_at = step
+
+    def factor_decay(self, age: int | None = None) -> float:
+        """Return the weight of the past in an update at this step.
+
+        Args:
+            age: Steps since the last update; None: since :attr:`updated_at`.
+        """
+        past = self._factor_decay
+        step = self._training.steps
+        if age is None:
+            age = step - self.updated_at
         if isinstance(past, PerStep):
-            return past_at(past, since, steps)
-        decay: float = value_at(past, steps)
+            return past_at(past, age, step)
+        decay: float = value_at(past, step)
         check_decay(decay)
         return decay

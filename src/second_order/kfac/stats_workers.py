@@ -28,7 +28,7 @@ from second_order.distributed.helper_link import (
     pack_by_dtype,
 )
 from second_order.distributed.roles import Roles, assign_roles, cycle_batches, sharding_error
-from second_order.kfac.curvature import KFAC, OfLayers
+from second_order.kfac.curvature import KFAC, LayeredCurvature
 from second_order.kfac.layers import Layers
 from second_order.kfac.metrics import NAMES
 from second_order.kfac.plan import System, dims_of, distkfac_plan
@@ -173,7 +173,7 @@ class StatsWorkers:
         self.active = [link for link in self.active if link not in links]
 
 
-class StatsWorker(OfLayers):
+class StatsWorker(LayeredCurvature):
     """A process that computes statistics for the others' training, and does not train."""
 
     is_helper = True

@@ -97,7 +97,7 @@ class TraceRefresh:
         return list(flags.values())
 
     @property
-    def said(self) -> str:
+    def summary_line(self) -> str:
         """A part of a line of the summary."""
         layers = "1 layer" if len(self.stopped) == 1 else f"{len(self.stopped)} layers"
         skipped = f"{self.num_skipped} of {self.num_due} solves spared"
