@@ -176,9 +176,9 @@ rows of a replica sent by another  <-  fsdp::sharded_trajectories_are_those_of_o
 a group of its own for each optimizer  <-  robustness::optimizers_share_their_groups
     if key not in groups:  =>  if True:
 only the first bucket of a sum arrives  <-  collectives::sums_of_any_shape_and_dtype
-    while self.messages:  =>  if self.messages:
+    while self.collectives:  =>  if self.collectives:
 buckets without a bound  <-  collectives::sums_of_any_shape_and_dtype
-    if key not in open_bucket or filled[key] + size > most:  =>  if key not in open_bucket:
+    if key not in open_bucket or filled[key] + size > max_bytes:  =>  if key not in open_bucket:
 bfloat16 sent as it is  <-  collectives::half_precision_travels_on_gloo
     in (torch.bfloat16, torch.float16)  =>  in (torch.float16,)
 bfloat16 sums added in bfloat16  <-  collectives::narrow_sums_are_added_wide_in_the_order_of_ranks

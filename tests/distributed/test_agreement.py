@@ -342,7 +342,7 @@ def limits(rank: int, world_size: int) -> dict[str, Any]:
         on_device = world.on_cpu()
     groups = {
         "itself": world,
-        "of some": world.subgroup([0, 1, 2] if rank < 3 else [3], grouped=True),
+        "of some": world.subgroup([0, 1, 2] if rank < 3 else [3], needs_group=True),
         "aside": world.control_world(),
         "for a device's": on_device,
         "team": roles.role_world(world),

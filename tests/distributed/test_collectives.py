@@ -17,7 +17,7 @@ from ranks import counted
 from second_order import RankMismatchError
 from second_order.distributed import world as worlds
 from second_order.distributed.assignment import Grid
-from second_order.distributed.world import World, send_tensors, sum_in_order
+from second_order.distributed.world import Route, World, send_tensors, sum_in_order
 from second_order.optimizers.consistency import require_same
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def parts_of(key: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 
 
 def parcels_delivered(
-    rank: int, world_size: int, routes: dict[str, tuple[int, list[int]]], dtype: torch.dtype
+    rank: int, world_size: int, routes: dict[str, Route], dtype: torch.dtype
 ) -> tuple[dict[str, tuple[torch.Tensor, ...]], Counter[str]]:
     """Sources have their parts in another dtype, and "lost" is nowhere."""
     has = [key for key, (source, _) in routes.items() if source == rank and key != "lost"]
@@ -248,7 +248,12 @@ def test_parts_arrive_in_their_shapes(
 ) -> None:
     """What is missing on its source arrives as zeros; strangers to an item get nothing of it."""
     last, everybody = world_size - 1, list(range(world_size))
-    routes = {"a": (0, everybody), "b": (last, [0]), "c": (last, [last]), "lost": (last, [0])}
+    routes = {
+        "a": Route(0, everybody),
+        "b": Route(last, [0]),
+        "c": Route(last, [last]),
+        "lost": Route(last, [0]),
+    }
     for rank, (found, sent) in enumerate(world.run(parcels_delivered, world_size, routes, dtype)):
         expected = {key for key, (source, to) in routes.items() if rank in (source, *to)}
         if rank == last:

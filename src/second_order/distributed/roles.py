@@ -1,7 +1,8 @@
-"""Ranks with different jobs: which ranks do what, as a pure function of world size and options.
+"""The roles of ranks, as a pure function of the world size and the options.
 
-Workers train. Helpers (accelerators, statistics workers) compute curvature for them meanwhile; they
-are the last ranks, so that rank 0, which saves and prints, is a worker.
+Workers train. Helpers compute curvature for the workers: "accelerator" ranks compute eigenpairs for
+MRDHO2, and "stats" ranks compute statistics for DistKFAC. Helpers are the last ranks, so that rank
+0, which usually saves and prints, is a worker.
 """
 
 from __future__ import annotations
@@ -22,77 +23,85 @@ Role: TypeAlias = Literal["worker", "accelerator", "stats"]
 class Roles:
     """The ranks of each role."""
 
-    workers: tuple[int, ...]  # who train; rank 0 is the first
-    helpers: tuple[int, ...]  # who compute curvature for them
+    workers: tuple[int, ...]  # rank 0 is the first
+    helpers: tuple[int, ...]
     helper_role: Role
 
     @translate_backend_errors()
     def role_world(self, world: World, helper_timeout: float | None = None) -> World:
-        """The world of this process's own kind, of the world of all; every process calls it.
+        """Return the world of the ranks with this rank's role. Collective over ``world``.
 
-        Helpers wait for each other for ``helper_timeout`` seconds at most.
+        Args:
+            world: All ranks.
+            helper_timeout: Largest number of seconds that helpers wait for each other in a
+                collective. The timeout of ``world`` applies to workers, and to helpers as well.
         """
-        helps = world.rank in self.helpers
-        limit = None
-        if helps and helper_timeout is not None and world.group is not None:
-            limit = timedelta(seconds=helper_timeout)
-            limit = min(limit, world.timeout or limit)
-        team = world.subgroup(self.helpers if helps else self.workers, grouped=True, timeout=limit)
-        team.control_world()  # made now, while every rank calls
-        return team
+        ranks = self.workers
+        timeout = None
+        if world.rank in self.helpers:
+            ranks = self.helpers
+            if helper_timeout is not None and world.group is not None:
+                timeout = timedelta(seconds=helper_timeout)
+                if world.timeout is not None:
+                    timeout = min(timeout, world.timeout)
+        role_world = world.subgroup(ranks, needs_group=True, timeout=timeout)
+        role_world.control_world()  # the first call is a collective, so make the group now
+        return role_world
 
 
 def assign_roles(
     world_size: int, helpers: int, helper_role: Role, under_ddp: bool = False
 ) -> Roles:
-    """Assign roles: the last ``helpers`` ranks help, the others train; one process alone trains.
+    """Assign the last ``helpers`` ranks to help, and the others to train.
+
+    A single rank trains, whatever ``helpers`` is.
 
     Raises:
-        ValueError: If no process would be left to train, or DistributedDataParallel would wait for
-            the gradients of helpers.
+        ValueError: If no rank is left to train, or if DistributedDataParallel (``under_ddp``) would
+            wait for the gradients of helpers.
     """
+    option = f"{role_option(helper_role)}={helpers}"
     if helpers < 0 or (world_size > 1 and helpers >= world_size):
         raise ValueError(
-            f"{role_option(helper_role)}={helpers} with {world_size} processes leaves none to "
-            f"train; use 0 to {world_size - 1}"
+            f"{option} with {world_size} processes leaves none to train; use 0 to {world_size - 1}"
         )
     count = helpers if world_size > 1 else 0
     if under_ddp and count:
         raise ValueError(
-            f"{role_option(helper_role)}={helpers} with a model in DistributedDataParallel, which "
-            f"waits for gradients of the ranks of role {helper_role!r}, and they have none; give "
-            f"the optimizer the plain model and gradient_averaging=False, and wrap it afterwards "
-            f"with DistributedDataParallel(model, process_group=optimizer.worker_group)"
+            f"{option} with a model in DistributedDataParallel, which would wait for the gradients "
+            f"of ranks with the role {helper_role!r}, which have none; pass the model without "
+            f"DistributedDataParallel and gradient_averaging=False to the optimizer, and then wrap "
+            f"it with DistributedDataParallel(model, process_group=optimizer.worker_group)"
         )
     ranks = tuple(range(world_size))
-    return Roles(ranks[: world_size - count], ranks[world_size - count :], helper_role)
+    num_workers = world_size - count
+    return Roles(ranks[:num_workers], ranks[num_workers:], helper_role)
 
 
 def sharding_error(name: str, role: Role) -> str:
-    """Why a model that FSDP2 has sharded is refused where there are helpers, and what to do."""
-    option = role_option(role)
+    """Return the message of the error for a model that FSDP2 shards, if there are helpers."""
     return (
-        f"{name}: fully_shard (FSDP2) has sharded the model, and helpers and their workers hold "
-        f"whole models; use {option}=0, or DistributedDataParallel(model, "
+        f"{name}: fully_shard (FSDP2) has sharded the model, but helpers and their workers hold "
+        f"whole models; use {role_option(role)}=0, or DistributedDataParallel(model, "
         f"process_group=optimizer.worker_group)"
     )
 
 
 def role_option(role: Role) -> str:
-    """The option that says how many ranks have a helper's role."""
+    """Return the name of the option that sets the number of ranks with a helper's role."""
     return "helper_ranks" if role == "accelerator" else "stats_workers"
 
 
 def cycle_batches(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches that a helper serves with, over and over.
+    """Yield the batches over and over. Unlike ``itertools.cycle``, restarts the iterable.
 
     Raises:
-        ValueError: If there is no batch.
+        ValueError: If the iterable yields no batch.
     """
     while True:
-        empty = True
+        is_empty = True
         for batch in batches:
-            empty = False
+            is_empty = False
             yield batch
-        if empty:
+        if is_empty:
             raise ValueError("batches is empty, or an iterator that has ended; give a loader")

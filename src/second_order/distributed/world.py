@@ -1,14 +1,15 @@
 """The ranks that an optimizer works with, their process groups, and the collectives that it uses.
 
-Tensors of all layers travel in flat buffers, so the number of collectives does not grow with the
-number of layers.
+Each method of :class:`World` packs the tensors of all layers into flat buffers, so the number of
+collectives does not grow with the number of layers. Each buffer is sent by one torch collective:
 
-    all_reduce           sums and maxima for every rank
-    all_to_all_single    sums for one owner each, and tensors that a rank sends to others
-    broadcast            the first rank's tensors
+    all_reduce           sums and maxima that every rank receives
+    all_to_all_single    sums that one rank receives, and tensors that a rank sends to others
+    broadcast            tensors of the first rank
 
-If most of a buffer belongs to a few ranks, a direct exchange would make these send or receive P
-times their part. Such buffers are all-reduced. With one rank, all methods return immediately.
+If most of a buffer belongs to a few of the P ranks, an all-to-all would make these send or receive
+P times their part. Such a buffer is all-reduced instead. On one rank, all methods return
+immediately.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ __all__ = [
     "BUCKET_BYTES",
     "Parts",
     "PendingReduction",
+    "Route",
     "Shapes",
     "World",
     "count_elements",
@@ -52,9 +54,9 @@ Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
 BUCKET_BYTES = 64 * 2**20
 EXIT_SECONDS = 0.1
-CONTROL = ("control",)
+CONTROL = ("control",)  # key of the control group among the shared groups
 
-# One set of groups serves all optimizers: an NCCL group costs hundreds of megabytes.
+# All optimizers share their groups, because an NCCL group takes hundreds of megabytes.
 _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
@@ -62,24 +64,25 @@ _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], dist
 
 # ---------------------------------------------------------------------------------------- errors
 
-# Gloo and NCCL raise plain RuntimeErrors for some failures of connections.
-BACKENDS = "gloo", "nccl", "pair closure"
+# If a connection fails, gloo and NCCL may raise a plain RuntimeError with one of these words.
+BACKEND_WORDS = ("gloo", "nccl", "pair closure")
 
 
 @contextlib.contextmanager
 def translate_backend_errors() -> Iterator[None]:
-    """Turn a backend's errors into SecondOrderErrors that name the likely cause.
+    """Translate errors of a communication backend into errors that name the likely cause.
 
     Raises:
-        SecondOrderError: Instead of the backend's own error.
+        SecondOrderError: Instead of the backend's error.
     """
     try:
         yield
     except RuntimeError as error:
         message = str(error).strip().split("\n", maxsplit=1)[0]
-        of_backend = dist.is_available() and isinstance(error, dist.DistError)
-        of_backend = of_backend or any(word in message.lower() for word in BACKENDS)
-        if not of_backend or isinstance(error, SecondOrderError):
+        is_backend_error = any(word in message.lower() for word in BACKEND_WORDS)
+        if dist.is_available() and isinstance(error, dist.DistError):
+            is_backend_error = True
+        if not is_backend_error or isinstance(error, SecondOrderError):
             raise
         raise SecondOrderError(
             f"Lost contact with the other ranks: one of them exited, raised, or exceeded the "
@@ -89,10 +92,10 @@ def translate_backend_errors() -> Iterator[None]:
 
 @cache
 def _wait_for_gloo_at_exit() -> None:
-    """Give gloo's threads a moment to release tensors when the script has ended.
+    """Let gloo's threads release their tensors before the interpreter exits.
 
-    A gloo thread releases the tensors of a collective after the collective has returned, and needs
-    the GIL to do so. If the interpreter is already finalizing, torch aborts the process:
+    A gloo thread releases the tensors of a collective after the collective has returned, and it
+    needs the GIL for that. If the interpreter is already finalizing, torch aborts the process with
     "terminate called without an active exception". FSDP2's collectives use such threads as well.
     """
     atexit.register(time.sleep, EXIT_SECONDS)
@@ -109,11 +112,18 @@ class OwnedTensor(NamedTuple):
 
 
 def split_into_buckets(
-    items: Iterable[T], kind: Callable[[T], Hashable], nbytes: Callable[[T], int], most: int
+    items: Iterable[T], kind: Callable[[T], Hashable], nbytes: Callable[[T], int], max_bytes: int
 ) -> list[list[T]]:
-    """Split items into buckets of one kind, each of up to ``most`` bytes or one item.
+    """Split items into buckets, in the order of the items.
 
-    Buckets come in the order of the first item of each.
+    Args:
+        items: What to split.
+        kind: Returns the kind of an item; the items of a bucket are of one kind.
+        nbytes: Returns the size of an item in bytes.
+        max_bytes: Largest size of a bucket. A larger item has its own bucket.
+
+    Returns:
+        The buckets, in the order of their first items.
     """
     buckets: list[list[T]] = []
     open_bucket: dict[Hashable, list[T]] = {}
@@ -121,7 +131,7 @@ def split_into_buckets(
     for item in items:
         key = kind(item)
         size = nbytes(item)
-        if key not in open_bucket or filled[key] + size > most:
+        if key not in open_bucket or filled[key] + size > max_bytes:
             open_bucket[key] = []
             filled[key] = 0
             buckets.append(open_bucket[key])
@@ -131,17 +141,17 @@ def split_into_buckets(
 
 
 def count_elements(tensors: Iterable[Tensor]) -> int:
-    """Number of elements of all tensors."""
+    """Return the number of elements of all tensors together."""
     return sum(tensor.numel() for tensor in tensors)
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate flattened tensors."""
+    """Concatenate the tensors into one flat tensor."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def sum_in_order(addends: Tensor) -> Tensor:
-    """Sum ``(ranks, n)`` over the ranks, in the order of ranks and at least in float32."""
+    """Sum ``addends`` of shape ``(ranks, n)`` in the order of ranks, at least in float32."""
     total = addends[0].to(accumulation_dtype(addends.dtype))
     for row in addends[1:]:
         total += row
@@ -149,38 +159,47 @@ def sum_in_order(addends: Tensor) -> Tensor:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which numbers of a dtype are summed: at least float32 for floating point."""
-    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    """Return the dtype to sum in: for floating-point dtypes, at least float32."""
+    if not dtype.is_floating_point:
+        return dtype
+    return torch.promote_types(dtype, torch.float32)
 
 
 def unflatten_into(flat: Tensor, targets: Sequence[Tensor]) -> None:
-    """Copy a flat buffer back to the tensors that were concatenated in it."""
-    pieces = flat.split([target.numel() for target in targets])
-    for target, piece in zip(targets, pieces, strict=True):
-        target.copy_(piece.view(target.shape))
+    """Copy the segments of a flat buffer into tensors: the inverse of :func:`flatten`."""
+    segments = flat.split([target.numel() for target in targets])
+    for target, segment in zip(targets, segments, strict=True):
+        target.copy_(segment.view(target.shape))
 
 
 def _buckets(tensors: Iterable[OwnedTensor]) -> list[list[OwnedTensor]]:
-    """Tensors with their owners, in buckets of one dtype and device."""
+    """Split tensors into buckets of one dtype and device."""
     return split_into_buckets(
         tensors,
         kind=lambda owned: (owned.tensor.dtype, owned.tensor.device),
         nbytes=lambda owned: owned.tensor.nbytes,
-        most=BUCKET_BYTES,
+        max_bytes=BUCKET_BYTES,
     )
+
+
+class PendingCollective(NamedTuple):
+    """A collective in progress, and the function that copies its result into the tensors."""
+
+    work: dist.Work
+    finish: Callable[[], None]
 
 
 @dataclass
 class PendingReduction:
-    """Messages in progress, each with a function to call after it."""
+    """The collectives of a reduction, in the order in which they were started."""
 
-    messages: list[tuple[Any, Callable[[], None]]] = field(default_factory=list)
+    collectives: list[PendingCollective] = field(default_factory=list)
 
     @translate_backend_errors()
     def wait(self) -> None:
-        """Wait for all messages, and write what they brought."""
-        while self.messages:
-            work, finish = self.messages.pop(0)
+        """Wait for all collectives, and write the results into the tensors."""
+        while self.collectives:
+            work, finish = self.collectives.pop(0)
             work.wait()
             finish()
 
@@ -191,7 +210,19 @@ class PendingReduction:
 class World:
     """The ranks of a process group, or this process alone.
 
-    Without a ``group`` it is the default group if that is initialized, otherwise this process.
+    Args:
+        group: The process group; None for the default group, or for this process if no group is
+            initialized.
+        alone: Whether to ignore process groups.
+
+    Attributes:
+        group: The process group, or None for one process.
+        rank: Rank of this process in the group.
+        size: Number of ranks.
+
+    Raises:
+        TypeError: If ``group`` is not a process group.
+        ValueError: If this process is not a member of ``group``.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
@@ -200,8 +231,8 @@ class World:
         self.size = 1
         if alone or not dist.is_available():
             return
-        outside = cast(Any, group) is dist.GroupMember.NON_GROUP_MEMBER
-        if not (group is None or outside or isinstance(group, dist.ProcessGroup)):
+        is_outside = cast(Any, group) is dist.GroupMember.NON_GROUP_MEMBER
+        if not (group is None or is_outside or isinstance(group, dist.ProcessGroup)):
             raise TypeError(
                 f"process_group={group!r} is not a torch.distributed.ProcessGroup; pass what "
                 f"torch.distributed.new_group() returns, or None for the default group"
@@ -212,20 +243,23 @@ class World:
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
         if self.rank < 0:
-            raise ValueError("this process is not a member of process_group=; pass one it is in")
+            raise ValueError(
+                "this process is not a member of process_group=; pass a group that includes it"
+            )
         if self.backend == "gloo":
             _wait_for_gloo_at_exit()
 
     @classmethod
     def alone(cls) -> World:
-        """Make the world of this process alone."""
+        """Return the world of this process alone."""
         return World(alone=True)
 
     @property
     def global_ranks(self) -> list[int]:
-        """The ranks as torch numbers them in the default group."""
+        """The ranks of these processes in the default group."""
         if self.group is None:
-            return [dist.get_rank()] if dist.is_available() and dist.is_initialized() else [0]
+            has_default_group = dist.is_available() and dist.is_initialized()
+            return [dist.get_rank()] if has_default_group else [0]
         return list(dist.get_process_group_ranks(self.group))
 
     @property
@@ -241,7 +275,7 @@ class World:
 
     @property
     def backend(self) -> str:
-        """Name of the backend, or "none" for one process alone."""
+        """Name of the backend, or "none" if there is no process group."""
         return "none" if self.group is None else str(dist.get_backend(self.group))
 
     # ---------------------------------------------------------------------------------- groups
@@ -249,10 +283,9 @@ class World:
     @property
     def timeout(self) -> timedelta | None:
         """The timeout of the group's collectives, or None if it is unknown."""
-        # "cpu:gloo,cuda:nccl"
-        config = str(dist.get_backend_config(self.group))
+        config = str(dist.get_backend_config(self.group))  # such as "cpu:gloo,cuda:nccl"
         devices = [torch.device(part.partition(":")[0]) for part in config.split(",")]
-        # Torch has no public way to read a timeout: each device's backend stores its own.
+        # torch has no public function for the timeout. The backend of each device stores its own.
         group: Any = self.group
         with contextlib.suppress(AttributeError, RuntimeError):
             timeouts: list[timedelta]
@@ -262,28 +295,33 @@ class World:
 
     @translate_backend_errors()
     def equalize_group_counts(self) -> None:
-        """Make unused groups until every rank is in the same number of groups; a collective.
+        """Make unused groups until every rank is in the same number of groups. Collective.
 
-        Torch derives the name of a group that only its members make from the number of groups that
-        a rank is in. If the user made groups of some ranks, these numbers differ, and
-        ``new_group`` would wait for a group of another name until the timeout.
+        If only its members make a group, torch derives the group's name from the number of groups
+        that a rank is in. These numbers differ if the user made groups of some ranks. Then the
+        ranks would wait in ``new_group`` for groups of different names until the timeout.
         """
-        here = len(dist.distributed_c10d._world.pg_names)
-        counts = self.all_gather_object(here)
-        for _ in range(max(counts) - here):
+        local_count = len(dist.distributed_c10d._world.pg_names)
+        counts = self.all_gather_object(local_count)
+        for _ in range(max(counts) - local_count):
             dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
     @translate_backend_errors()
     def subgroup(
-        self, ranks: Sequence[int], *, grouped: bool = False, timeout: timedelta | None = None
+        self, ranks: Sequence[int], *, needs_group: bool = False, timeout: timedelta | None = None
     ) -> World:
-        """The world of some of these ranks. Its members call this in the same order.
+        """Return the world of some of these ranks. Its members make their calls in the same order.
 
-        Groups are made once and reused. With ``grouped``, one rank gets a process group as well.
+        Groups are made once and reused.
+
+        Args:
+            ranks: The ranks of the subgroup, as this world numbers them.
+            needs_group: Whether a single rank gets a process group as well.
+            timeout: Timeout of the group's collectives, if not that of this world.
         """
         if len(ranks) == self.size:
             return self
-        if len(ranks) == 1 and not grouped:
+        if len(ranks) == 1 and not needs_group:
             return World.alone()
         members = tuple(self.global_ranks[rank] for rank in ranks)
         groups = self._shared_groups
@@ -294,14 +332,14 @@ class World:
 
     @translate_backend_errors()
     def control_world(self) -> World:
-        """The same ranks in a gloo group of their own, for small control messages.
+        """Return the same ranks in the control group, a separate gloo group for small messages.
 
-        The device is not synchronized for them, and no other collective comes between them. The
-        first call is a collective.
+        Messages in it do not synchronize with the device, and no other collective can come between
+        them. The first call is a collective.
         """
         if self.group is None:
             return self
-        if self.backend == "fake":  # there is no other process
+        if self.backend == "fake":  # torch's test backend, which has no other processes
             return World.alone()
         groups = self._shared_groups
         if CONTROL not in groups:
@@ -312,16 +350,16 @@ class World:
 
     @translate_backend_errors()
     def with_new_group(self) -> World:
-        """The same ranks in a new group, for collectives whose order no other sender knows."""
+        """Return the same ranks in a new group, whose collectives have an order of their own."""
         return self if self.group is None else World(self._new_group(self.global_ranks))
 
     def on_cpu(self) -> World:
-        """The world of the same ranks for CPU tensors."""
+        """Return the same ranks in a group that sends CPU tensors."""
         return self.control_world() if self.backend == "nccl" else self
 
     @property
     def _shared_groups(self) -> dict[tuple[Any, ...], dist.ProcessGroup]:
-        """The groups of some of these ranks that have been made."""
+        """The groups made for some of these ranks, by their members and timeouts."""
         assert self.group is not None
         return _shared.setdefault(self.group, {})
 
@@ -334,15 +372,15 @@ class World:
     ) -> dist.ProcessGroup:
         """Make a group of some global ranks. Only these ranks call this.
 
-        Backend and timeout are those of the ranks' own group unless they are given.
+        The default backend and timeout are those of this world.
         """
-        made = dist.new_group(
+        group = dist.new_group(
             list(members),
             timeout=timeout or self.timeout,
             backend=backend or dist.get_backend_config(self.group),
             use_local_synchronization=True,
         )
-        return cast(dist.ProcessGroup, made)
+        return cast(dist.ProcessGroup, group)
 
     # ------------------------------------------------------------------------------ collectives
 
@@ -355,8 +393,10 @@ class World:
     ) -> PendingReduction:
         """Start to all-reduce tensors in place, in buckets.
 
-        Every rank passes the same shapes and dtypes in the same order. ``dtype`` is the
-        communication dtype, if it is not that of the tensors.
+        Args:
+            tensors: The tensors. Every rank passes the same shapes and dtypes in the same order.
+            op: The reduction; the sum by default.
+            dtype: The communication dtype, if it is not that of the tensors.
         """
         pending = PendingReduction()
         if self.size == 1:
@@ -365,11 +405,12 @@ class World:
             targets = [tensor for tensor, _ in bucket]
             flat = self._stage(flatten(targets), dtype)
             work = self._all_reduce(flat, op)
-            pending.messages.append((work, partial(unflatten_into, flat, targets)))
+            finish = partial(unflatten_into, flat, targets)
+            pending.collectives.append(PendingCollective(work, finish))
         return pending
 
     def all_reduce_max(self, tensors: Iterable[Tensor]) -> PendingReduction:
-        """Start to take each element's maximum over the ranks, as :meth:`all_reduce`."""
+        """Start to replace each element by its maximum over the ranks."""
         return self.all_reduce(tensors, dist.ReduceOp.MAX)
 
     @translate_backend_errors()
@@ -379,46 +420,62 @@ class World:
         owners: Iterable[int | None],
         dtype: torch.dtype | None = None,
     ) -> PendingReduction:
-        """Start to sum tensors over the ranks, each for its owner: half of an all-reduce's traffic.
+        """Start to sum tensors over the ranks in place, each on its owner only.
 
-        If an owner is None, every rank gets the sum. Tensors of other owners stay as they are. All
-        owners add in the order of ranks, unless the sum is an all-reduce. Otherwise as
-        :meth:`all_reduce`.
+        This sends half as much as an all-reduce. Owners add in the order of ranks, except in
+        buckets that are all-reduced.
+
+        Args:
+            tensors: The tensors. Every rank passes the same shapes and dtypes in the same order.
+            owners: For each tensor the rank that receives the sum, or None if every rank does.
+                Tensors with other owners keep their values.
+            dtype: The communication dtype, if it is not that of the tensors.
         """
         pending = PendingReduction()
         if self.size > 1:
             for bucket in _buckets(map(OwnedTensor, tensors, owners)):
-                pending.messages.append(self._reduce_bucket(bucket, dtype))
+                pending.collectives.append(self._reduce_bucket(bucket, dtype))
         return pending
 
     def _reduce_bucket(
         self, bucket: Sequence[OwnedTensor], dtype: torch.dtype | None
-    ) -> tuple[Any, Callable[[], None]]:
-        """Start to sum a bucket. Returns the message, and a function to call after it."""
-        parts: list[list[Tensor]] = [[] for _ in range(self.size)]
+    ) -> PendingCollective:
+        """Start to sum a bucket."""
+        parts: list[list[Tensor]] = [[] for _ in range(self.size)]  # by the receiving rank
         for tensor, owner in bucket:
             for rank in range(self.size) if owner is None else [owner]:
                 parts[rank].append(tensor)
+        tensors = [tensor for tensor, _ in bucket]
         sizes = [count_elements(part) for part in parts]
-        total = count_elements(tensor for tensor, _ in bucket)
 
-        if self._is_uneven(sizes, total):
-            staged = self._stage(flatten([tensor for tensor, _ in bucket]), dtype)
+        # If a few ranks own most of the bucket: all-reduce it, and copy the own sums out of it.
+        if self._is_uneven(sizes, count_elements(tensors)):
+            staged = self._stage(flatten(tensors), dtype)
             whole = staged.to(accumulation_dtype(staged.dtype))
 
-            def take_own_sums() -> None:
-                pieces = whole.split([tensor.numel() for tensor, _ in bucket])
-                for (tensor, owner), piece in zip(bucket, pieces, strict=True):
+            def copy_own_sums() -> None:
+                segments = whole.split([tensor.numel() for tensor in tensors])
+                for (tensor, owner), segment in zip(bucket, segments, strict=True):
                     if owner is None or owner == self.rank:
-                        tensor.copy_(piece.view(tensor.shape))
+                        tensor.copy_(segment.view(tensor.shape))
 
-            return self._all_reduce(whole), take_own_sums
+            return PendingCollective(self._all_reduce(whole), copy_own_sums)
 
+        # Otherwise: receive every rank's addends, and add them here.
         flat = self._stage(flatten([tensor for part in parts for tensor in part]), dtype)
-        addends = flat.new_empty(self.size, sizes[self.rank])
-        arriving = [sizes[self.rank]] * self.size
-        work = self._all_to_all(addends.view(-1), flat, arriving, sizes)
-        return work, lambda: unflatten_into(sum_in_order(addends), parts[self.rank])
+        own_size = sizes[self.rank]
+        addends = flat.new_empty(self.size, own_size)
+        work = self._all_to_all(
+            received=addends.view(-1),
+            sent=flat,
+            received_sizes=[own_size] * self.size,
+            sent_sizes=sizes,
+        )
+
+        def add() -> None:
+            unflatten_into(sum_in_order(addends), parts[self.rank])
+
+        return PendingCollective(work, add)
 
     @translate_backend_errors()
     def broadcast(
@@ -427,10 +484,12 @@ class World:
         owners: Iterable[int],
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Give every rank the value that each tensor has on its owner, in place, in buckets.
+        """Broadcast each tensor from its owner to every rank, in place, in buckets.
 
-        Tensors have the same shapes and dtypes in the same order on every rank. ``dtype`` is the
-        communication dtype, if it is not theirs.
+        Args:
+            tensors: The tensors. Every rank passes the same shapes and dtypes in the same order.
+            owners: The rank that sends each tensor.
+            dtype: The communication dtype, if it is not that of the tensors.
         """
         if self.size == 1:
             return
@@ -450,17 +509,19 @@ class World:
     def _gather(
         self, own: Tensor, sizes: Sequence[int], dtype: torch.dtype | None
     ) -> Sequence[Tensor]:
-        """Every rank's flat tensor, by rank; ``sizes`` are their lengths."""
+        """All-gather flat tensors of different lengths; ``sizes`` are their lengths by rank."""
         total = sum(sizes)
         if total == 0:
             return [own] * self.size
         if not self._is_uneven(sizes, total):
             parts = [own] * self.size
             parts[self.rank] = own[:0]
-            arriving = list(sizes)
-            arriving[self.rank] = 0
-            return self.all_to_all(parts, arriving, dtype)
-        # -0.0 + x is x bit for bit, whereas 0.0 + -0.0 would be 0.0.
+            received_sizes = list(sizes)
+            received_sizes[self.rank] = 0
+            return self.all_to_all(parts, received_sizes, dtype)
+
+        # A sum of which all but one addend are zero. The zeros are negative, because -0.0 + x is
+        # bit for bit x, whereas 0.0 + -0.0 is 0.0.
         staged = self._stage(own, dtype)
         whole = staged.new_full((total,), -0.0)
         whole.split(list(sizes))[self.rank].copy_(staged)
@@ -469,7 +530,7 @@ class World:
 
     @translate_backend_errors()
     def broadcast_from_first(self, tensors: Iterable[Tensor]) -> None:
-        """Give every rank the first rank's values, in place, in buckets."""
+        """Broadcast tensors from the first rank, in place, in buckets."""
         if self.size == 1:
             return
         for bucket in _buckets(map(OwnedTensor, tensors)):
@@ -482,19 +543,33 @@ class World:
     def all_to_all(
         self, parts: Sequence[Tensor], sizes: Iterable[int], dtype: torch.dtype | None = None
     ) -> list[Tensor]:
-        """Send each rank its flat part, and receive one of so many elements from each, by rank."""
+        """Send a flat tensor to each rank, and receive one from each.
+
+        Args:
+            parts: The tensor for each rank, of one dtype and device.
+            sizes: The number of elements that each rank sends to this one.
+            dtype: The communication dtype, if it is not that of the tensors.
+
+        Returns:
+            The received tensors, by rank.
+        """
         if self.size == 1:
             return list(parts)
-        arriving = list(sizes)
-        leaving = [len(part) for part in parts]
+        received_sizes = list(sizes)
         flat = torch.cat(list(parts))
         staged = self._stage(flat, dtype)
-        received = staged.new_empty(sum(arriving))
-        self._all_to_all(received, staged, arriving, leaving).wait()
-        return list(received.to(flat.device, flat.dtype).split(arriving))
+        received = staged.new_empty(sum(received_sizes))
+        work = self._all_to_all(
+            received=received,
+            sent=staged,
+            received_sizes=received_sizes,
+            sent_sizes=[len(part) for part in parts],
+        )
+        work.wait()
+        return list(received.to(flat.device, flat.dtype).split(received_sizes))
 
     def _is_uneven(self, sizes: Sequence[int], total: int) -> bool:
-        """Whether a rank would send or receive more than twice the whole buffer."""
+        """Whether an all-to-all would make a rank send or receive over twice the whole buffer."""
         return self.size * max(sizes) > 2 * total
 
     def _all_reduce(self, flat: Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
@@ -502,87 +577,107 @@ class World:
         return dist.all_reduce(flat, op, group=self.group, async_op=True)
 
     def _all_to_all(
-        self, received: Tensor, sent: Tensor, arriving: list[int], leaving: list[int]
+        self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int]
     ) -> Any:
-        """Start to send consecutive parts of a flat tensor to the ranks, and to receive others."""
+        """Start to exchange segments of a flat tensor with every rank."""
         return dist.all_to_all_single(
-            received, sent, arriving, leaving, group=self.group, async_op=True
+            received, sent, received_sizes, sent_sizes, group=self.group, async_op=True
         )
 
     def _stage(self, flat: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A buffer in a form that the backend can send."""
+        """Move a buffer to a device and dtype that the backend can send."""
         if self.backend != "gloo":
             return flat if dtype is None else flat.to(dtype)
-        if dtype is None:
-            half = flat.dtype in (torch.bfloat16, torch.float16)
-            dtype = torch.float32 if half else flat.dtype
+        if dtype is None:  # gloo adds in the dtype that it sends
+            is_half = flat.dtype in (torch.bfloat16, torch.float16)
+            dtype = torch.float32 if is_half else flat.dtype
         return flat.to("cpu", dtype)
 
     # -------------------------------------------------------------------------------- agreement
 
-    def all_agree(self, mine: bool, device: torch.device) -> bool:
-        """Whether ``mine`` is True on all ranks; a collective."""
-        noes = torch.tensor([float(not mine)], dtype=torch.float32, device=device)
+    def all_agree(self, vote: bool, device: torch.device) -> bool:
+        """Return whether ``vote`` is True on all ranks. Collective."""
+        noes = torch.tensor([float(not vote)], dtype=torch.float32, device=device)
         self.all_reduce([noes]).wait()
         return not bool(noes)
 
     @translate_backend_errors()
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value of a small object that can be pickled, by rank."""
+        """Gather a small object from every rank by pickling it. Returns the objects by rank."""
         values: list[Any] = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
     def all_equal(self, word: int) -> bool:
-        """Whether all ranks have the same 64-bit integer; an all-reduce of 16 bytes."""
+        """Return whether all ranks have the same 64-bit integer, by an all-reduce of 16 bytes."""
         if self.size == 1:
             return True
-        # The greatest word, and the greatest complement, which is that of the least word.
+        # The largest complement is the complement of the smallest word.
         both = torch.tensor([word, ~word], dtype=torch.int64, device="cpu")
         self.all_reduce_max([both]).wait()
         return int(both[0]) == ~int(both[1])
 
 
+class Route(NamedTuple):
+    """The rank that sends an item, and the ranks that receive it."""
+
+    source: int
+    destinations: Sequence[int]
+
+
 def send_tensors(
     world: World,
     shapes: Mapping[Key, Shapes],
-    routes: Mapping[Key, tuple[int, Sequence[int]]],
-    mine: Mapping[Key, Parts],
+    routes: Mapping[Key, Route],
+    local: Mapping[Key, Parts],
     dtype: torch.dtype,
     device: torch.device,
-    wire: torch.dtype | None = None,
+    communication_dtype: torch.dtype | None = None,
 ) -> dict[Key, Parts]:
-    """Send tuples of tensors from their sources to their destinations, in buckets; a collective.
+    """Send tuples of tensors from their sources to their destinations, in buckets. Collective.
 
-    ``routes`` have each item's source and destinations. Routes, and the ``shapes`` of an item's
-    parts, are the same on every rank. ``mine`` are the items of this rank; an item that its source
-    lacks arrives as zeros. ``wire`` is the communication dtype, if it is not ``dtype``. Messages go
-    to all ranks, which drop what is not theirs.
+    Every rank receives every message, and drops the items that are not for it.
+
+    Args:
+        world: The ranks.
+        shapes: The shapes of each item's tensors, the same on every rank.
+        routes: The source and the destinations of each item, the same on every rank.
+        local: The items of this rank. An item that its source lacks arrives as zeros.
+        dtype: Dtype of the tensors that arrive.
+        device: Device of the tensors that arrive.
+        communication_dtype: The dtype in messages, if it is not ``dtype``.
 
     Returns:
         All items that this rank has or received.
     """
-    everything = dict(mine)
+    items = dict(local)
+    moving: list[Key] = []
+    for key, (source, destinations) in routes.items():
+        if any(rank != source for rank in destinations):
+            moving.append(key)
 
-    def parts_of(key: Key) -> Parts:
-        """What this rank sends, or the memory for what it receives."""
-        if routes[key][0] == world.rank and key in mine:
-            return tuple(part.to(dtype) for part in mine[key])
+    def make_buffers(key: Key) -> Parts:
+        """Return what this rank sends, or the memory for what it receives."""
+        if routes[key].source == world.rank and key in local:
+            return tuple(part.to(dtype) for part in local[key])
         return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes[key])
 
-    moving = [key for key, (source, to) in routes.items() if any(rank != source for rank in to)]
     for bucket in split_into_buckets(
         moving,
         kind=lambda _: None,
         nbytes=lambda key: dtype.itemsize * sum(map(math.prod, shapes[key])),
-        most=BUCKET_BYTES,
+        max_bytes=BUCKET_BYTES,
     ):
-        parts = {key: parts_of(key) for key in bucket}
-        owners = [routes[key][0] for key in bucket for _ in shapes[key]]
-        world.broadcast([part for key in bucket for part in parts[key]], owners, wire)
+        buffers = {key: make_buffers(key) for key in bucket}
+        tensors: list[Tensor] = []
+        owners: list[int] = []
         for key in bucket:
-            source, to = routes[key]
-            if source != world.rank and world.rank in to:
-                everything[key] = parts[key]
-    return everything
+            tensors += buffers[key]
+            owners += [routes[key].source] * len(buffers[key])
+        world.broadcast(tensors, owners, communication_dtype)
+        for key in bucket:
+            source, destinations = routes[key]
+            if source != world.rank and world.rank in destinations:
+                items[key] = buffers[key]
+    return items

@@ -259,7 +259,7 @@ def _product(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
         kind=lambda pair: (pair[0].device, pair[0].dtype, pair[1].dtype),
         # On the CPU a copy costs more than a call, so that each pair is a bucket.
         nbytes=lambda pair: JOINED_BYTES if pair[0].is_cpu else pair[0].nbytes + pair[1].nbytes,
-        most=JOINED_BYTES,
+        max_bytes=JOINED_BYTES,
     )
     products: list[Tensor] = []
     for bucket in buckets:

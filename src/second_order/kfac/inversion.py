@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from second_order.distributed.world import Shapes, send_tensors
+from second_order.distributed.world import Route, Shapes, send_tensors
 from second_order.errors import DecompositionError
 from second_order.kfac.layers import Layers, values_by_layer
 from second_order.kfac.plan import Item, StepPlan
@@ -675,14 +675,14 @@ class Inverses:
         dtype, device = self.options.inv_dtype, self.training.device
         ranks = range(plan.row.size)
         shapes: dict[Item, Shapes] = {}
-        routes: dict[Item, tuple[int, Sequence[int]]] = {}
+        routes: dict[Item, Route] = {}
         local: dict[Item, Decomposition] = {}
         for block in blocks:
             solve = self.pending[block]
             for letter in block.shape.factor_names:
                 item = block, letter
                 shapes[item] = solver.sent_shapes(block.shape, letter)
-                routes[item] = plan.to_send[item], ranks
+                routes[item] = Route(plan.to_send[item], ranks)
                 if letter in solve.parts:
                     local[item] = solver.to_send(solve.parts[letter], plan.wire)
             if not self.is_synchronous:

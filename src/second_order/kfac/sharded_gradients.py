@@ -102,7 +102,7 @@ def make_buckets(step: StepPlan, world: World) -> list[Bucket]:
         step.layers,
         kind=lambda block: (block.work_dtype, step.layers[block].workers[0]),
         nbytes=lambda block: block.work_dtype.itemsize * sum(p.numel() for p in block.params),
-        most=BUCKET_BYTES,
+        max_bytes=BUCKET_BYTES,
     )
     # The first run of each worker is in the first bucket of its dtype, and so on.
     buckets: dict[tuple[torch.dtype, int], Bucket] = {}
