@@ -287,11 +287,11 @@ SCHEDULES = [
     ("factor_decay", 1.0, ValueError, r"factor_decay=1\.0 is outside"),
     ("kl_clip", 0.0, ValueError, r"kl_clip=0\.0 is outside"),
     ("factor_update_steps", 0, ValueError, "factor_update_steps.*=0 is below 1"),
-    ("inv_update_steps", 0.5, TypeError, r"inv_update_steps.*=0\.5 is not a whole"),
+    ("inv_update_steps", 0.5, TypeError, r"inv_update_steps.*=0\.5 is not an integer"),
     ("newton_scale", -1.0, ValueError, r"newton_scale=-1\.0 is outside"),
     ("newton_scale", "fast", TypeError, "newton_scale='fast' is not a number"),
     ("curvature_interval", 0, ValueError, "curvature_interval.*=0 is below 1"),
-    ("curvature_interval", 0.5, TypeError, r"curvature_interval.*=0\.5 is not a whole"),
+    ("curvature_interval", 0.5, TypeError, r"curvature_interval.*=0\.5 is not an integer"),
 ]
 
 

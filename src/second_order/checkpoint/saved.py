@@ -129,8 +129,9 @@ class SavedPart(dict[str, Any]):
 def check_base_part(part: SavedPart, base: torch.optim.Optimizer, p: Tensor) -> None:
     """Raise CheckpointError if the base optimizer's state for a parameter is wrong.
 
-    In the state of torch's optimizers, a tensor is finite, and it is a scalar or has the parameter's
-    shape, with 1 in place of some dimensions in Adafactor's factors. Other bases are not checked.
+    In the state of torch's optimizers, a tensor is finite, and it is a scalar or has the
+    parameter's shape, with 1 in place of some dimensions in Adafactor's factors. Other bases are
+    not checked.
     """
     is_from_torch = getattr(torch.optim, type(base).__name__, None) is type(base)
     if not is_from_torch:
