@@ -706,10 +706,10 @@ padded rows in A  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_o
 == kronecker/factors.py
 sums of narrow factors that travel as they were added up
   <-  pipelined::sums_of_narrow_factors_are_rounded_before_they_leave
-    total.to(staged[i].factor_dtype) for  =>  total for
+    factor.to(staged.factor_dtype) for  =>  factor for
 the mean eigenvalue of G of modules used twice
   <-  invariants_factors::9_the_mean_eigenvalues_of_a_module_used_twice_are_those_of_its_factors
-    (sums[letter], sums[RECORD][start : start + groups])  =>  (sums[letter],)
+    (sums[name], mean_eigenvalues)  =>  (sums[name],)
 sums divided in bfloat16
   <-  invariants_factors::13_bfloat16_factors_are_divided_by_the_exact_number_of_examples
     mean = total.to(counts.dtype)  =>  mean = total
@@ -729,7 +729,7 @@ a short batch counts alone  <-  defaults::a_short_batch_is_one_of_many
   + stack_in_place(entries, "examples").copy_(examples)
 an expert's A moves as if it had tokens in all steps
   <-  experts::a_is_a_mean_over_an_experts_own_tokens_of_all_steps
-    step * news / after.where(seen, 1.0), 0.0)  =>  step, 0.0)
+    step * new_shares / after.where(seen, 1.0), 0.0)  =>  step, 0.0)
 
 == kronecker/fisher.py
 micro-batches draw the same noise

@@ -1,8 +1,14 @@
-"""Staged statistics of one step, and the running averages they go into.
+"""Sum a layer's statistics over one step, and average them over the steps.
 
-``X <- X + (x - X) / W`` with ``W <- beta W + 1`` is the exponential moving average divided by
-1 - beta^t: the first update equals the first statistic and a constant stays constant.
-Everything is decided on the device, so that no update waits for the host.
+    pair    ``add_pairs`` adds the sums of each captured pair to those of its backward pass.
+    pass    ``close_pass`` adds the sums of a pass to those of the step, when the pass is over and
+            the number of its loss terms is known.
+    step    ``collect_sums`` returns the sums of the step, which the ranks then all-reduce.
+            ``update_running_averages`` adds them to the running averages.
+
+With ``X <- X + (x - X) / W`` and ``W <- beta W + 1``, X is the exponential moving average divided
+by 1 - beta^t: after the first update it is the first statistic, and a constant stays constant.
+Every decision is a tensor operation, so that no update synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ from second_order.kronecker.verification import Verification
 
 __all__ = [
     "KroneckerFactors",
+    "PairSums",
     "Reduction",
     "StagedStatistics",
     "StatisticsSums",
@@ -40,46 +47,55 @@ __all__ = [
 ]
 
 Reduction: TypeAlias = Literal["mean", "sum", "step_mean"]
-"""What a loss is: a mean over its pass's terms, a sum over them, or that over the step's."""
+"""How a loss is reduced: mean or sum over its pass's terms, or divided by the terms of the step."""
 
 
 @dataclass
 class StatisticsSums:
-    """One step's statistics of a layer, as the ranks add them up."""
+    """One step's statistics of a layer, in the form that the ranks add.
 
-    # By letter, the sum over examples of a factor, stored as the running average is.
+    Attributes:
+        factors: By factor name, the sum over examples, stored as the running average is.
+        head: N, the number of loss terms. Then the number of rows of A. Then the sums of the mean
+            eigenvalues: of A's groups, of G's, of L's. Then the number of rows of each group, if
+            the groups have examples of their own.
+    """
+
     factors: dict[str, Tensor]
-    # N, the number of loss terms, and the number of rows of A; then the sums of the mean
-    # eigenvalues of A's groups, G's, and L's; then the rows of each group, if these have their own.
     head: Tensor
 
 
 RECORD = "record"
 
 PassSums: TypeAlias = dict[str, Tensor]
-"""A layer's sums of a pass, by factor, and their "record".
+"""A layer's sums of a pass, by factor name, and their "record".
 
-The record has the number of A's rows, the mean eigenvalues of the sums, and the rows of each group.
+The record is the head of :class:`StatisticsSums` without N.
 """
 
 
+# ----------------------------------------------------------------------------- sums of one step
+
+
 class StagedStatistics:
-    """Sums over the pairs of one step, waiting for the step to be taken.
+    """A layer's sums over the pairs of one step, which the next step adds to the averages.
 
-    Those of a pass are kept apart until it is over, when the number of its loss's terms is known.
-
-    They are kept as the running averages are, so that no more than one layer's full matrices exist
-    at a time. A pair with a non-finite statistic counts nothing and is counted in :attr:`dropped`.
+    The sums of a pass stay separate until it is over, when the number of its loss terms is known.
+    They are stored as the running averages are (packed), so that no more than one layer's full
+    matrices exist at a time.
 
     Attributes:
-        dtype: Dtype of the sums; they leave in ``factor_dtype``.
-        pairs: Number of pairs cleared_at the last :meth:`clear`.
-        work: Operations of their passes.
-        verification: The gradient in these passes beside the pairs, where they are compared.
-        cleared_at: A number that is larger than those of all passes before the last :meth:`clear`.
+        shape: Sizes of the layer's factors.
+        device: The device of the sums.
+        factor_dtype: The dtype in which :func:`collect_sums` returns the factors.
+        dtype: The dtype of the sums: float32 at least.
+        dropped: Number of pairs that were dropped because a statistic was non-finite.
+        pairs: Number of pairs since the last :meth:`clear`.
+        work: Number of operations of the layer in their passes.
+        verification: The comparison of the pairs with the weight's gradient, if there is one.
+        cleared_at: A serial number. Passes that began after the last :meth:`clear` have larger
+            ones.
     """
-
-    verification: Verification | None = None
 
     def __init__(self, shape: FactorShape, device: torch.device, factor_dtype: torch.dtype) -> None:
         self.shape = shape
@@ -90,33 +106,33 @@ class StagedStatistics:
         self.clear()
 
     def clear(self) -> None:
-        """Drop every pair cleared_at the last step."""
-        self.verification = None
+        """Drop every pair since the last step."""
+        self.verification: Verification | None = None
         self.pairs = 0
         self.work = 0
         self.cleared_at = next_serial()
-        self._total: PassSums | None = None  # of passes that have ended
-        self._open: dict[int, PassSums] = {}  # of passes that are not over
-        self._passes: dict[int, bool] = {}  # whether each was the first through some forward
+        self._total: PassSums | None = None  # of the passes that are over
+        self._open: dict[int, PassSums] = {}  # of the passes that are running, by number
+        self._is_first: dict[int, bool] = {}  # by pass: whether it was the first through a forward
 
     def ensure_verification(self) -> Verification:
-        """The comparison of these passes' pairs with the gradient, made on first use."""
+        """Return :attr:`verification`, and create it on first use."""
         if self.verification is None:
             self.verification = Verification()
         return self.verification
 
     def has_pass(self, pass_id: int) -> bool:
-        """Whether a backward pass has brought a pair."""
-        return pass_id in self._passes
+        """Whether a backward pass has delivered a pair."""
+        return pass_id in self._is_first
 
     def has_other_pass(self, pass_id: int) -> bool:
-        """Whether another backward pass has brought a pair."""
-        return bool(self._passes.keys() - {pass_id})
+        """Whether a backward pass other than this one has delivered a pair."""
+        return bool(self._is_first.keys() - {pass_id})
 
     @property
     def micro_batches(self) -> int:
         """Number of backward passes that were the first through some forward."""
-        return sum(self._passes.values())
+        return sum(self._is_first.values())
 
     @property
     def empty(self) -> bool:
@@ -125,27 +141,31 @@ class StagedStatistics:
 
     @property
     def revision(self) -> tuple[int, int]:
-        """A value that changes whenever the sums may have."""
+        """A value that changes whenever the sums may have changed."""
         return self.cleared_at, self.pairs
 
     def record_pair(self, pass_id: int, *, again: bool = False, work: int = 0) -> None:
-        """Count a pair of a backward pass, which :func:`add_pairs` brings.
+        """Count a pair of a backward pass, whose sums :func:`add_pairs` will add.
 
-        ``again``: an earlier pass has come through the same forward. ``work``: operations of its
-        layer.
+        Args:
+            pass_id: The number of the pass.
+            again: Whether an earlier pass went through the same forward.
+            work: Number of operations of the layer in this pass.
         """
-        self._passes[pass_id] = self._passes.get(pass_id, False) or not again
+        self._is_first[pass_id] = self._is_first.get(pass_id, False) or not again
         self.work += work
         self.pairs += 1
 
-    def open_sums(self, pass_id: int, sums: PassSums) -> PassSums:
-        """The sums of a pass that is not over: those given, if they are its first."""
-        return self._open.setdefault(pass_id, sums)
+    def open_sums(self, pass_id: int, first: PassSums) -> PassSums:
+        """The sums of a running pass. If it has none yet, ``first`` becomes its sums."""
+        return self._open.setdefault(pass_id, first)
 
     def end_sums(self, pass_id: int) -> tuple[PassSums | None, PassSums | None]:
-        """The sums of a pass that is over, and those of the step, to which they are to be added.
+        """Move the sums of a pass to those of the step.
 
-        The first pass's become those of the step.
+        Returns:
+            The sums of the pass, and those of the step to which the caller adds them. The latter
+            are None for the first pass, whose sums become those of the step.
         """
         sums = self._open.pop(pass_id, None)
         if self._total is None:
@@ -154,40 +174,36 @@ class StagedStatistics:
         return sums, self._total
 
     def total(self) -> PassSums:
-        """The sums of the step, of passes that have ended, or that nothing ends; zeros of none."""
-        for pass_id in [*self._open]:  # losses that are sums
-            close_pass([self], pass_id, None)
+        """The sums of the step; zeros if there are none."""
+        # The loss of a pass that is still open counts as a sum.
+        for pass_id in list(self._open):
+            close_pass([self], pass_id, terms=None)
         if self._total is not None:
             return self._total
         zeros = partial(torch.zeros, dtype=self.dtype, device=self.device)
-        sums = {
-            letter: zeros(self.shape.stored_shape(letter)) for letter in self.shape.factor_names
-        }
-        return {**sums, RECORD: zeros(1 + self.shape.numbers * self.shape.groups)}
-
-
-def _letters_of_gradients(shape: FactorShape) -> str:
-    """The factors that are sums of products of gradients."""
-    return "AG" if shape.marginal else "G"
-
-
-def count_dropped(staged: Sequence[StagedStatistics], dropped: Tensor) -> None:
-    """Count pairs or sums that layers have dropped, ``(n,)``, without waiting for a device."""
-    counts = dropped.to(torch.int64).unbind()
-    torch._foreach_add_([each.dropped for each in staged], counts)
+        names = self.shape.factor_names
+        sums = {name: zeros(self.shape.stored_shape(name)) for name in names}
+        sums[RECORD] = zeros(1 + self.shape.numbers * self.shape.groups)
+        return sums
 
 
 class PairSums(NamedTuple):
-    """The sums of one pair."""
+    """The sums of one pair, for :func:`add_pairs`."""
 
     staged: StagedStatistics
     pass_id: int
-    factors: dict[str, Tensor]
+    factors: dict[str, Tensor]  # by factor name
     record: Tensor
 
 
+def count_dropped(layers: Sequence[StagedStatistics], dropped: Tensor) -> None:
+    """Add to the layers' counts of dropped pairs, ``(layers,)``, without reading a device."""
+    counts = dropped.to(torch.int64).unbind()
+    torch._foreach_add_([staged.dropped for staged in layers], counts)
+
+
 def add_pairs(pairs: Iterable[PairSums]) -> None:
-    """Add expected pairs of different layers."""
+    """Add the sums of pairs, one per layer, to those of their passes."""
     totals: list[Tensor] = []
     added: list[Tensor] = []
     for staged, pass_id, factors, record in pairs:
@@ -203,72 +219,100 @@ def add_pairs(pairs: Iterable[PairSums]) -> None:
 def close_pass(
     layers: Iterable[StagedStatistics], pass_id: int, terms: Tensor | float | None
 ) -> None:
-    """Add what a pass has brought to the sums of the step.
+    """Add the sums of a pass to those of the step.
 
-    ``terms``: N, if the pass's loss is a mean over so many, so that G is N² times that of the
-    captured gradients, as it would be for one term's.
+    Args:
+        layers: The layers that have pairs of the pass.
+        pass_id: The number of the pass.
+        terms: N, if the loss of the pass is a mean over N terms. The captured gradients are then
+            1/N of one term's gradients, and G is multiplied by N².
     """
     by_device: dict[torch.device, list[StagedStatistics]] = {}
     for staged in layers:
         by_device.setdefault(staged.device, []).append(staged)
-    for device, together in by_device.items():
-        gradients: list[Tensor] = []
+
+    for device, layers_here in by_device.items():
+        of_gradients: list[Tensor] = []
         totals: list[Tensor] = []
         added: list[Tensor] = []
-        for staged in together:
+        for staged in layers_here:
             sums, total = staged.end_sums(pass_id)
             if sums is None:
                 continue
             groups = staged.shape.groups
-            for letter in _letters_of_gradients(staged.shape):
-                start = 1 + groups * staged.shape.factor_names.index(letter)
-                gradients += (sums[letter], sums[RECORD][start : start + groups])
+            for name in _gradient_factors(staged.shape):
+                start = 1 + groups * staged.shape.factor_names.index(name)
+                mean_eigenvalues = sums[RECORD][start : start + groups]
+                of_gradients += (sums[name], mean_eigenvalues)
             if total is not None:
                 totals += total.values()
                 added += sums.values()
-        if gradients and terms is not None:
-            number = terms.to(device, gradients[0].dtype) if isinstance(terms, Tensor) else terms
-            torch._foreach_mul_(gradients, number**2)
+
+        if of_gradients and terms is not None:
+            number = terms
+            if isinstance(number, Tensor):
+                number = number.to(device, of_gradients[0].dtype)
+            torch._foreach_mul_(of_gradients, number**2)
         if totals:
             torch._foreach_add_(totals, added)
 
 
+def _gradient_factors(shape: FactorShape) -> str:
+    """The names of the factors that are sums of products of gradients."""
+    return "AG" if shape.marginal else "G"
+
+
+# ----------------------------------------------------------------- from sums to what ranks send
+
+
 def collect_sums(
-    staged: Sequence[StagedStatistics],
+    layers: Sequence[StagedStatistics],
     micro_batches: int = 1,
     terms: Sequence[Tensor | float] | None = None,
 ) -> list[StatisticsSums]:
-    """The sums of a step by layer, to be added over ranks and divided by the numbers in the head.
+    """Return the sums of a step by layer, which the caller adds over ranks.
 
-    ``terms`` are N of the step by layer; None: the rows that A is a sum over. Each pass's loss was
-    divided by ``micro_batches``. A module used several times in a pass has as many more rows: A is
-    the mean over its uses, and G their sum (the lumped statistics of Ba et al. 2017, appendix C).
+    A module that is used several times in a pass has as many more rows. A is then the mean over its
+    uses, and G is their sum (the lumped statistics of Ba et al. 2017, appendix C).
+
+    Args:
+        layers: The layers' staged statistics.
+        micro_batches: The number that each pass's loss was divided by.
+        terms: N of the step by layer. None stands for the number of rows of A.
     """
-    totals = [{**each.total()} for each in staged]
+    totals = [dict(staged.total()) for staged in layers]
     records = [total.pop(RECORD) for total in totals]
-    keys = [(each.device, each.shape.groups, each.shape.numbers) for each in staged]
-    found: dict[int, StatisticsSums] = {}
-    for group in group_equal(keys):
-        # Heads: the records, behind N.
-        stack = as_stack([records[i] for i in group])
-        heads = stack.new_empty(len(group), 1 + stack.shape[1])
-        heads[:, 1:] = stack
-        rows = stack[:, 0]
-        heads[:, 0] = rows if terms is None else merge_numbers([terms[i] for i in group], stack)
+    heads: dict[int, Tensor] = {}  # by the index of a layer
 
+    # Layers with records of one length share a stack of heads.
+    keys = [(staged.device, staged.shape.groups, staged.shape.numbers) for staged in layers]
+    for group in group_equal(keys):
+        # A head is N and then the record.
+        stack = as_stack([records[i] for i in group])
+        stacked_heads = stack.new_empty(len(group), 1 + stack.shape[1])
+        stacked_heads[:, 1:] = stack
+        if terms is None:
+            stacked_heads[:, 0] = stack[:, 0]
+        else:
+            stacked_heads[:, 0] = merge_numbers([terms[i] for i in group], stack)
+
+        # Gradients of a loss that was divided by k are 1/k of the loss's own.
         if micro_batches > 1:
             square = float(micro_batches**2)
-            heads[:, _gradients_of(staged[group[0]].shape)].mul_(square)
+            stacked_heads[:, _places_of_g(layers[group[0]].shape)].mul_(square)
             scaled = torch._foreach_mul([totals[i]["G"] for i in group], square)
             for i, g in zip(group, scaled, strict=True):
                 totals[i]["G"] = g
-        for i, head in zip(group, heads.unbind(), strict=True):
-            narrow = {k: total.to(staged[i].factor_dtype) for k, total in totals[i].items()}
-            found[i] = StatisticsSums(narrow, head)
-    return [found[i] for i in range(len(staged))]
+        heads.update(zip(group, stacked_heads.unbind(), strict=True))
+
+    sums: list[StatisticsSums] = []
+    for i, (staged, total) in enumerate(zip(layers, totals, strict=True)):
+        factors = {name: factor.to(staged.factor_dtype) for name, factor in total.items()}
+        sums.append(StatisticsSums(factors, heads[i]))
+    return sums
 
 
-def _gradients_of(shape: FactorShape) -> slice:
+def _places_of_g(shape: FactorShape) -> slice:
     """The places of G's mean eigenvalues in a head."""
     return slice(2 + shape.groups, 2 + 2 * shape.groups)
 
@@ -276,28 +320,37 @@ def _gradients_of(shape: FactorShape) -> slice:
 def scale_to_one_term(
     sums: Sequence[StatisticsSums], shapes: Sequence[FactorShape], share: Tensor | float
 ) -> list[StatisticsSums]:
-    """The sums over all processes with G that of one term, of losses divided by their number N.
+    """Return the sums with G scaled to one term, for losses that were divided by N of the step.
 
-    ``share`` of N are the terms in the sums.
+    Args:
+        sums: The sums over all ranks.
+        shapes: The layers' factor shapes.
+        share: The N that the losses were divided by, as a multiple of N in the sums' heads.
     """
-    found: list[StatisticsSums] = []
-    for each, shape in zip(sums, shapes, strict=True):
-        square = (each.head[0] * share) ** 2
-        head = each.head.clone()
-        head[_gradients_of(shape)] *= square
-        g = each.factors["G"]
-        found.append(StatisticsSums({**each.factors, "G": g * square.to(g.dtype)}, head))
-    return found
+    scaled: list[StatisticsSums] = []
+    for layer_sums, shape in zip(sums, shapes, strict=True):
+        square = (layer_sums.head[0] * share) ** 2
+        head = layer_sums.head.clone()
+        head[_places_of_g(shape)] *= square
+        g = layer_sums.factors["G"]
+        factors = {**layer_sums.factors, "G": g * square.to(g.dtype)}
+        scaled.append(StatisticsSums(factors, head))
+    return scaled
+
+
+# ------------------------------------------------------------------------------ running averages
 
 
 class KroneckerFactors:
-    """Running averages of the factors, each on the ranks that keep it, and their traces, on all.
+    """Running averages of a layer's factors, and of their traces.
+
+    A rank keeps the factors that it owns. The traces are kept on all ranks.
 
     Attributes:
         shape: Sizes of the layer's factors.
-        dtype: Dtype in which the factors are stored.
-        entries: By their names in a checkpoint, the factors that are kept here, by letter, and
-            :attr:`weight`, :attr:`means` and :attr:`examples`. A factor that is lost is missing.
+        dtype: The dtype in which the factors are stored.
+        entries: By their names in a checkpoint: the factors that this rank keeps, and
+            :attr:`weight`, :attr:`means` and :attr:`examples`. A lost factor has no entry.
     """
 
     def __init__(
@@ -315,30 +368,34 @@ class KroneckerFactors:
             "mean_eigenvalues": zeros((shape.numbers, shape.groups)),
             "examples": zeros(()),
         }
-        for k in shape.factor_names:
-            if held[k == "G"]:
-                self.entries[k] = zeros(shape.stored_shape(k), dtype=dtype)
+        keeps_a, keeps_g = held
+        for name in shape.factor_names:
+            is_kept = keeps_g if name == "G" else keeps_a
+            if is_kept:
+                self.entries[name] = zeros(shape.stored_shape(name), dtype=dtype)
 
     @property
     def stored(self) -> dict[str, Tensor]:
-        """The factors that are kept here, by letter."""
-        return {k: self.entries[k] for k in self.shape.factor_names if k in self.entries}
+        """The factors that this rank keeps, by name."""
+        names = self.shape.factor_names
+        return {name: self.entries[name] for name in names if name in self.entries}
 
     @property
     def weight(self) -> Tensor:
-        """W of the top of this file, a scalar; 0 before the first statistic."""
+        """W, the weight of the average (see the top of this file), a scalar; at first 0."""
         return self.entries["average_weight"]
 
     @property
     def examples(self) -> Tensor:
-        """Number of rows of A in an update, averaged as the factors are; 0 before the first."""
+        """Average number of rows of A per update, a scalar; at first 0."""
         return self.entries["examples"]
 
     @property
     def means(self) -> Tensor:
-        """The mean eigenvalues of A and of G, averaged as they are, ``(2, groups)``.
+        """The mean eigenvalues of A and G, averaged as the factors are, ``(2, groups)``.
 
-        Or ``(3, 1)`` with that of L; or ``(3, groups)`` with each expert's share of the examples.
+        ``(3, 1)`` if the layer also has L. ``(3, groups)`` if the groups have examples of their
+        own; the last row is then each group's share of the examples.
         """
         return self.entries["mean_eigenvalues"]
 
@@ -348,109 +405,135 @@ class KroneckerFactors:
         return self.means[: len(self.shape.factor_names)]
 
     def mean_curvature(self) -> Tensor:
-        """Mean eigenvalue of A ⊗ G, or A ⊗ L ⊗ G, over the groups; a scalar."""
+        """The mean eigenvalue of A ⊗ G, or of A ⊗ L ⊗ G, over all groups; a scalar."""
         return self.factor_means.prod(0).mean()
 
 
 def update_running_averages(
     averages: Sequence[KroneckerFactors], sums: Sequence[StatisticsSums], decay: float
 ) -> None:
-    """Take in one step's sums over all ranks, which are used up; ``decay`` is β."""
+    """Update running averages with the sums of one step.
+
+    Args:
+        averages: The averages of each layer.
+        sums: The sums of each layer over all ranks. Their tensors may be overwritten.
+        decay: β, the weight of the average relative to that of the next update.
+    """
+    # Layers whose small tensors have one shape are updated together.
     keys: list[object] = []
-    for each in averages:
-        shape = each.shape
-        size = shape.groups, shape.numbers, shape.factor_names
+    for layer in averages:
+        shape = layer.shape
+        sizes = (shape.groups, shape.numbers, shape.factor_names)
         columns = shape.in_dim if shape.marginal else 0
-        keys.append((each.weight.device, each.dtype, columns, frozenset(each.entries), size))
+        names = frozenset(layer.entries)
+        keys.append((layer.weight.device, layer.dtype, columns, names, sizes))
+
     for group in group_equal(keys):
-        # Layers of equal shape next to each other: their factors are one tensor.
+        # Among these, the factors of layers of equal shape are updated as one stack.
         shapes = [averages[i].shape for i in group]
-        most = max_stacked_elements(averages[group[0]].weight.device)
-        runs = group_equal(shapes, [shape.elements for shape in shapes], most)
-        order = [group[k] for run in runs for k in run]
-        lengths = [len(run) for run in runs]
-        _update([averages[i] for i in order], [sums[i] for i in order], lengths, decay)
+        max_size = max_stacked_elements(averages[group[0]].weight.device)
+        runs = group_equal(shapes, [shape.elements for shape in shapes], max_size)
+        order = [group[i] for run in runs for i in run]
+        _update(
+            [averages[i] for i in order],
+            [sums[i] for i in order],
+            run_lengths=[len(run) for run in runs],
+            decay=decay,
+        )
 
 
 def _update(
     averages: Sequence[KroneckerFactors],
     sums: Sequence[StatisticsSums],
-    lengths: Sequence[int],
+    run_lengths: Sequence[int],
     decay: float,
 ) -> None:
-    """Update averages of one kind; equal ones are next to each other, in runs of these lengths."""
+    """Update the averages of layers with one key, in which equal shapes form consecutive runs."""
     shape = averages[0].shape
-    entries = [each.entries for each in averages]
-    heads = as_stack([each.head for each in sums])
+    entries = [layer.entries for layer in averages]
+    heads = as_stack([layer_sums.head for layer_sums in sums])
     terms = heads[:, 0]
     examples = heads[:, 1]
     means = heads[:, 2:].unflatten(1, (shape.numbers, -1))
 
-    # Both factors of gradients have the trace of the curvature, which their product is to have
-    # once: A's is made the number of examples, and that of its mean 1.
+    # If a layer is gradient-factored, both factors have the trace of the curvature, and their
+    # product shall have it once. The trace of A's mean is scaled to 1, that of its sum to the
+    # number of examples.
     unit_trace: Tensor | None = None
     if shape.marginal:
         trace = means[:, 0, 0] * shape.dims["A"]
         unit_trace = torch.where(trace > 0, examples / trace.where(trace > 0, 1.0), 0.0)
         means[:, 0, 0] *= unit_trace
 
-    # The weight W. A layer of which no row has ever had a gradient has no curvature to average.
+    # W. A layer of which no row has ever had a gradient has no curvature to average.
     weight = stack_in_place(entries, "average_weight")
     present = (examples > 0) & ((means[:, 1] != 0).any(1) | (weight > 0))
     torch.where(present, weight * decay + 1.0, weight, out=weight)
 
-    # X + step (x - X), where a step of 0 leaves X bit for bit.
+    # X + step (x - X). A step of 0 leaves X bit for bit.
     step = weight.clamp_min(1.0).reciprocal_() * present
     stack_in_place(entries, "examples").lerp_(examples.to(weight.dtype), step)
 
-    # The mean eigenvalues. A, and L, are means over rows, G is one over terms.
-    counts = torch.stack([terms if k == "G" else examples for k in shape.factor_names], 1)
+    # The mean eigenvalues. A and L are means over rows, G is a mean over terms.
+    counts = torch.stack([terms if name == "G" else examples for name in shape.factor_names], 1)
     if shape.routed:
         counts = torch.cat([counts, examples.unsqueeze(1)], 1)
     counts = counts.clamp_min(1.0)
     average = stack_in_place(entries, "mean_eigenvalues")
-    news = (means / _rows(counts, means)).to(average.dtype)
-    steps = _rows(step, average)
+    new_means = (means / _expand_to(counts, means)).to(average.dtype)
+    steps = _expand_to(step, average)
     if shape.routed:
-        own, step_a = _own_means(average[:, -1], news[:, -1], step.unsqueeze(1))
-        news[:, 0].mul_(own)
-        steps = steps.repeat(1, *news.shape[1:])
-        steps[:, 0] = step_a
-    average.lerp_(news, steps)
+        routed = _average_routed(average[:, -1], new_means[:, -1], step.unsqueeze(1))
+        new_means[:, 0].mul_(routed.scale)
+        steps = steps.repeat(1, *new_means.shape[1:])
+        steps[:, 0] = routed.step
+    average.lerp_(new_means, steps)
 
     # The factors.
     start = 0
-    for length in lengths:
-        equal = slice(start, start + length)
+    for length in run_lengths:
+        run = slice(start, start + length)
         start += length
-        for column, letter in enumerate(shape.factor_names):
-            if letter not in entries[0]:
+        for column, name in enumerate(shape.factor_names):
+            if name not in entries[0]:
                 continue
-            average = stack_in_place(entries[equal], letter)
-            total = as_stack([each.factors[letter] for each in sums[equal]])
-            mean = total.to(counts.dtype)  # numbers are not rounded to the factors' dtype
-            steps = step[equal]
-            if unit_trace is not None and letter == "A":
-                mean.mul_(_rows(unit_trace[equal], mean))
-            mean.div_(_rows(counts[equal, column], mean))
-            if shape.routed and letter == "A":
-                mean.mul_(_rows(own[equal], mean))
-                steps = step_a[equal]
-            average.lerp_(mean.to(average.dtype), _rows(steps.to(average.dtype), average))
+            average = stack_in_place(entries[run], name)
+            total = as_stack([layer_sums.factors[name] for layer_sums in sums[run]])
+            mean = total.to(counts.dtype)  # so that counts are not rounded to the factors' dtype
+            steps = step[run]
+            if unit_trace is not None and name == "A":
+                mean.mul_(_expand_to(unit_trace[run], mean))
+            mean.div_(_expand_to(counts[run, column], mean))
+            if shape.routed and name == "A":
+                mean.mul_(_expand_to(routed.scale[run], mean))
+                steps = routed.step[run]
+            average.lerp_(mean.to(average.dtype), _expand_to(steps.to(average.dtype), average))
 
 
-def _rows(numbers: Tensor, like: Tensor) -> Tensor:
-    """One number for each slice of a stack, or for each of its groups, in its dimensions."""
-    return numbers.reshape(*numbers.shape, *[1] * (like.dim() - numbers.dim()))
+def _expand_to(numbers: Tensor, stack: Tensor) -> Tensor:
+    """Append dimensions of size 1, so that numbers broadcast to the slices of a stack."""
+    return numbers.reshape(*numbers.shape, *[1] * (stack.dim() - numbers.dim()))
 
 
-def _own_means(shares: Tensor, news: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-    """What makes an expert's A a mean over its own examples, and the step that it then takes.
+class _Routed(NamedTuple):
+    """How A of fused experts is averaged, by layer and expert: ``(layers, groups)``."""
 
-    Of ``(layers, groups)``: its share of all examples so far, and of this step's. An average of
-    sums, over that of shares, moves by the step times the new share over the share thereafter.
+    scale: Tensor  # makes A a mean over the expert's own examples
+    step: Tensor
+
+
+def _average_routed(shares: Tensor, new_shares: Tensor, step: Tensor) -> _Routed:
+    """Return the scale and the step of the average of each expert's A.
+
+    An average of sums, divided by the average of shares, moves by the step times the new share over
+    the share afterwards.
+
+    Args:
+        shares: Each expert's share of all examples so far, ``(layers, groups)``.
+        new_shares: Its share of this step's examples.
+        step: The step of the average of shares, ``(layers, 1)``.
     """
-    after = torch.lerp(shares, news, step)
-    seen = news > 0
-    own = torch.where(seen, 1.0 / news.where(seen, 1.0), 0.0)
-    return own, torch.where(seen, step * news / after.where(seen, 1.0), 0.0)
+    after = torch.lerp(shares, new_shares, step)
+    seen = new_shares > 0
+    scale = torch.where(seen, 1.0 / new_shares.where(seen, 1.0), 0.0)
+    return _Routed(scale, torch.where(seen, step * new_shares / after.where(seen, 1.0), 0.0))
