@@ -839,11 +839,11 @@ rounded inverses that may be indefinite  <-  rounding::a_rounded_matrix_is_at_le
 == kronecker/storage.py
 tensors out of order taken for a stack
   <-  queued::a_stack_is_a_view_of_tensors_that_lie_in_order
-    part.storage_offset() != at  =>  False
+    and part.storage_offset() == offset  =>  and True
 
 == kronecker/storage.py
 a triangle mirrored from the wrong side  <-  triangles::packing_and_back_is_the_identity
-    upper.triu() + upper.triu(1).mT  =>  upper.tril() + upper.tril(-1).mT
+    x11.triu() + x11.triu(1).mT  =>  x11.tril() + x11.tril(-1).mT
 
 == lanczos/closure.py
 a vector of losses counts as one example  <-  hvp::micro_batches_of_outputs

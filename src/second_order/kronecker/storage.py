@@ -1,24 +1,25 @@
-"""How curvature is stored: equal tensors as slices of a stack, symmetric matrices as triangles.
+"""Store curvature: stacks of equal tensors, triangles of symmetric matrices.
 
-What layers keep are tensors of their own, which may be read, loaded, moved or freed one by one.
-Where they are slices of one tensor, in order, that tensor is used; else they are stacked anew.
+**Stacks.** Each layer owns its tensors, which code may read, load, move or free one by one. If the
+tensors of several layers are consecutive slices of one tensor, :func:`as_stack` returns a view of
+it. Otherwise it copies them into a new stack, and :func:`stack_in_place` then gives each layer its
+slice of that stack, so that the next call finds a view.
 
-The triangle of an n x n matrix is laid out as two rectangles, so that packing and unpacking a large
-one are a few block copies instead of a gather with n(n+1)/2 indices; of a small one those cost more
-than the gather, and indices are few. With h = n // 2 and m = n - h,
+**Triangles.** The triangle of an n x n matrix is stored as two rectangles. Packing and unpacking a
+large matrix then take a few block copies instead of a gather with n(n+1)/2 indices. For a small
+matrix the gather is faster. With h = n // 2 and m = n - h,
 
     X = [ X11  X12 ]   X11: h x h      first rectangle:  X12                      (h x m)
         [  .   X22 ]   X22: m x m      second rectangle: tril(X22) | triu(X11)    (m x (h + 1))
 
-where triu(X11) is shifted one column to the right, into the room that tril(X22) leaves.
+where triu(X11) is shifted one column to the right, into the entries that tril(X22) leaves free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from functools import lru_cache
-from itertools import islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,40 +39,52 @@ __all__ = [
     "unpack_upper_triangular",
 ]
 
-_base_of: Any = vars(torch._C.TensorBase)["_base"].__get__
-"""The tensor that one is a view of, or None."""
+# ------------------------------------------------------------------------- groups and numbers
 
 
 def max_stacked_elements(device: torch.device) -> int:
-    """Elements up to which tensors are stacked: beyond, an operation pays for being launched."""
+    """Elements up to which tensors are stacked. Larger ones hide the cost of a launch."""
     return 2**16 if device.type == "cpu" else 2**24
 
 
 def group_equal(
-    keys: Sequence[Hashable], sizes: Sequence[float] | None = None, most: float = 0
+    keys: Sequence[Hashable], sizes: Sequence[float] | None = None, max_size: float = 0
 ) -> list[list[int]]:
-    """The positions of equal keys, together; of those with ``sizes`` no more than ``most``."""
+    """Group the indices of equal keys, in the order in which the keys first appear.
+
+    Args:
+        keys: The keys.
+        sizes: The size of each entry. None: groups have no limit.
+        max_size: The limit of a group's total size. An entry that is larger has its own group.
+    """
     groups: list[list[int]] = []
-    newest: dict[Hashable, list[int]] = {}  # group of each key
-    filled: dict[Hashable, float] = {}  # its size
+    newest_groups: dict[Hashable, list[int]] = {}
+    total_sizes: dict[Hashable, float] = {}  # of the newest groups
     for i, key in enumerate(keys):
         size = 0 if sizes is None else sizes[i]
-        filled[key] = filled.get(key, 0.0) + size
-        if key not in newest or filled[key] > most:
-            newest[key] = []
-            filled[key] = size
-            groups.append(newest[key])
-        newest[key].append(i)
+        total_sizes[key] = total_sizes.get(key, 0.0) + size
+        if key not in newest_groups or total_sizes[key] > max_size:
+            newest_groups[key] = []
+            total_sizes[key] = size
+            groups.append(newest_groups[key])
+        newest_groups[key].append(i)
     return groups
 
 
 def read_numbers(*groups: Sequence[Tensor]) -> list[list[float]]:
-    """The numbers of groups of tensors; a device is waited for once."""
+    """Read all numbers of several groups of tensors, with one device-to-host copy."""
     flat = [tensor.reshape(-1) for group in groups for tensor in group]
     if not flat:
         return [[] for _ in groups]
-    numbers = iter(torch.cat([each.to(flat[0].device) for each in flat]).tolist())
-    return [list(islice(numbers, sum(map(Tensor.numel, group)))) for group in groups]
+    device = flat[0].device
+    numbers = torch.cat([tensor.to(device) for tensor in flat]).tolist()
+    results: list[list[float]] = []
+    start = 0
+    for group in groups:
+        stop = start + sum(tensor.numel() for tensor in group)
+        results.append(numbers[start:stop])
+        start = stop
+    return results
 
 
 Numbers: TypeAlias = Callable[[], list[float]]
@@ -103,50 +116,66 @@ class DeviceRead:
 
 
 def merge_numbers(numbers: Sequence[Tensor | float], like: Tensor) -> Tensor | float:
-    """The number that all layers have, as it is; else the numbers of all, ``(n,)``.
+    """Return the number that all layers share; if they differ, stack them as ``(n,)``.
 
-    A device gets a number that all have once.
+    A shared number is copied to the device of ``like`` once instead of n times.
     """
-    if len({*numbers}) == 1:
+    if len(set(numbers)) == 1:
         return numbers[0]
-    return torch.stack(
-        [n.to(like) if isinstance(n, Tensor) else like.new_full((), n) for n in numbers]
-    )
+    scalars: list[Tensor] = []
+    for number in numbers:
+        if isinstance(number, Tensor):
+            scalars.append(number.to(like))
+        else:
+            scalars.append(like.new_full((), number))
+    return torch.stack(scalars)
+
+
+# ------------------------------------------------------------------------------------- stacks
 
 
 def as_stack(parts: Sequence[Tensor]) -> Tensor:
-    """Tensors of a shape as ``(n, *shape)``: a view of them where they lie in order, or a copy."""
+    """Stack tensors of one shape as ``(n, *shape)``.
+
+    Returns a view if the tensors are consecutive slices of one tensor, and a copy otherwise.
+    """
     first = parts[0]
     if len(parts) == 1:
         return first.unsqueeze(0)
-    base = _base_of(first)
-    at = first.storage_offset()
-    step = parts[1].storage_offset() - at
+    base = first._base
+    offset = first.storage_offset()
+    step = parts[1].storage_offset() - offset
     if base is None or step < first.numel() or not first.is_contiguous():
         return torch.stack(list(parts))
     for part in parts:
-        if _base_of(part) is not base or part.storage_offset() != at or part.dtype != first.dtype:
+        is_next = part._base is base and part.storage_offset() == offset
+        if not is_next or part.dtype != first.dtype:
             return torch.stack(list(parts))
-        at += step
+        offset += step
     return first.as_strided((len(parts), *first.shape), (step, *first.stride()))
 
 
 def stack_in_place(owners: Sequence[MutableMapping[str, Tensor]], name: str) -> Tensor:
-    """The tensors that owners have by a name as one, of which each has a slice from now on."""
-    whole = as_stack([owner[name] for owner in owners])
-    if _base_of(whole) is None:  # a copy
-        for owner, part in zip(owners, whole.unbind(), strict=True):
+    """Stack the owners' tensors of a name, and replace each owner's tensor by its slice."""
+    stack = as_stack([owner[name] for owner in owners])
+    is_copy = stack._base is None
+    if is_copy:
+        for owner, part in zip(owners, stack.unbind(), strict=True):
             owner[name] = part
-    return whole
+    return stack
 
 
-# Packed by a gather: on one core 5 µs instead of 70 at n = 65, 45 instead of 120 at 320, 160 of 260
-# at 577. The indices of a size take 6 n² bytes.
+# ----------------------------------------------------------------------------------- triangles
+
+
+# Largest n whose triangles are packed by a gather. On one core the gather takes 5 µs where block
+# copies take 70 (n = 65), 45 instead of 120 (n = 320), and 260 instead of 160 (n = 577). The
+# indices of one n take 6 n² bytes.
 GATHERED_UP_TO = 320
 
 
 def packed_length(dim: int) -> int:
-    """Elements in the triangle of a ``dim`` x ``dim`` matrix: dim (dim + 1) / 2."""
+    """Number of elements in the triangle of a ``dim`` x ``dim`` matrix: dim (dim + 1) / 2."""
     return dim * (dim + 1) // 2
 
 
@@ -154,59 +183,63 @@ def pack_upper_triangular(matrix: Tensor) -> Tensor:
     """Pack symmetric matrices of shape ``(..., n, n)`` into ``(..., n (n + 1) / 2)``."""
     dim = matrix.shape[-1]
     if dim <= GATHERED_UP_TO:
-        return matrix.flatten(-2).index_select(-1, _gathers(dim, matrix.device).pack)
+        indices = _gather_indices(dim, matrix.device)
+        return matrix.flatten(-2).index_select(-1, indices.pack)
     return _pack_by_blocks(matrix)
 
 
-class _Gathers(NamedTuple):
-    """Indices of a triangle's elements in its matrix, and the reverse."""
+class _GatherIndices(NamedTuple):
+    """Indices that gather a triangle from its matrix, and the matrix from its triangle."""
 
-    pack: Tensor
-    unpack: Tensor
+    pack: Tensor  # (n (n + 1) / 2,)
+    unpack: Tensor  # (n²,)
 
 
 @lru_cache(maxsize=256)
-def _gathers(dim: int, device: torch.device) -> _Gathers:
+def _gather_indices(dim: int, device: torch.device) -> _GatherIndices:
+    """The indices for one dimension: pack the matrix's own indices, and unpack the triangle's."""
     with torch.inference_mode(False):
-        places = torch.arange(dim * dim, device="cpu").view(dim, dim)
-        pack = _pack_by_blocks(torch.minimum(places, places.T))
+        indices = torch.arange(dim * dim, device="cpu").view(dim, dim)
+        pack = _pack_by_blocks(torch.minimum(indices, indices.T))
         unpack = _unpack_by_blocks(torch.arange(packed_length(dim), device="cpu"), dim)
-        found = (pack, unpack.flatten())
-        return _Gathers(*(i.to(device, torch.int32) for i in found))
+        return _GatherIndices(
+            pack=pack.to(device, torch.int32),
+            unpack=unpack.flatten().to(device, torch.int32),
+        )
 
 
 def _pack_by_blocks(matrix: Tensor) -> Tensor:
     *batch, n, _ = matrix.shape
     h = n // 2
     packed = matrix.new_empty(*batch, packed_length(n))
-    first, upper, lower = _blocks_of(packed, n)
-    first.copy_(matrix[..., :h, h:])
-    # Of a square, its lower triangle stays: X11 is written over the rest.
-    lower.copy_(matrix[..., h:, h:])
+    blocks = _blocks_of(packed, n)
+    blocks.x12.copy_(matrix[..., :h, h:])
+    # X22 fills a square. X11's upper triangle then replaces the entries above X22's diagonal.
+    blocks.x22.copy_(matrix[..., h:, h:])
     mask = torch.ones(h, h, dtype=torch.bool, device=matrix.device).triu_()
-    upper.copy_(torch.where(mask, matrix[..., :h, :h], upper))
+    blocks.x11.copy_(torch.where(mask, matrix[..., :h, :h], blocks.x11))
     return packed
 
 
 class _Blocks(NamedTuple):
-    """Views of X12, of a square with X11 in its upper triangle, and X22 in its lower one."""
+    """Views of a packed triangle. The squares of X11 and X22 overlap."""
 
-    first: Tensor
-    upper: Tensor
-    lower: Tensor
+    x12: Tensor  # (h, m)
+    x11: Tensor  # (h, h), of which the upper triangle is X11's
+    x22: Tensor  # (m, m), of which the lower triangle is X22's
 
 
 def _blocks_of(packed: Tensor, dim: int) -> _Blocks:
-    """The blocks of a triangle, as views."""
     batch = packed.shape[:-1]
-    h, m = dim // 2, dim - dim // 2
+    h = dim // 2
+    m = dim - h
     first = packed[..., : h * m].view(*batch, h, m)
     second = packed[..., h * m :].view(*batch, m, h + 1)
-    return _Blocks(first, second[..., :h, 1:], second[..., :m])
+    return _Blocks(x12=first, x11=second[..., :h, 1:], x22=second[..., :m])
 
 
 def unpack_upper_triangular(packed: Tensor, dim: int) -> Tensor:
-    """Undo :func:`pack_upper_triangular`: ``(..., dim (dim + 1) / 2)`` to ``(..., dim, dim)``.
+    """Unpack triangles ``(..., dim (dim + 1) / 2)`` to matrices ``(..., dim, dim)``.
 
     Raises:
         ValueError: If the last dimension is not ``dim (dim + 1) / 2``.
@@ -217,17 +250,18 @@ def unpack_upper_triangular(packed: Tensor, dim: int) -> Tensor:
             f"got {packed.shape[-1]}"
         )
     if dim <= GATHERED_UP_TO:
-        matrix = packed.index_select(-1, _gathers(dim, packed.device).unpack)
+        indices = _gather_indices(dim, packed.device)
+        matrix = packed.index_select(-1, indices.unpack)
         return matrix.view(*packed.shape[:-1], dim, dim)
     return _unpack_by_blocks(packed, dim)
 
 
 def _unpack_by_blocks(packed: Tensor, dim: int) -> Tensor:
-    first, upper, lower = _blocks_of(packed, dim)
+    x12, x11, x22 = _blocks_of(packed, dim)
     h = dim // 2
     matrix = packed.new_empty(*packed.shape[:-1], dim, dim)
-    matrix[..., :h, h:] = first
-    matrix[..., h:, :h] = first.mT
-    matrix[..., :h, :h] = upper.triu() + upper.triu(1).mT
-    matrix[..., h:, h:] = lower.tril() + lower.tril(-1).mT
+    matrix[..., :h, h:] = x12
+    matrix[..., h:, :h] = x12.mT
+    matrix[..., :h, :h] = x11.triu() + x11.triu(1).mT
+    matrix[..., h:, h:] = x22.tril() + x22.tril(-1).mT
     return matrix

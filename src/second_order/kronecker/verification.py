@@ -1,22 +1,26 @@
-"""Verification that the pairs of a layer's hooks reproduce the gradient of its weight.
+"""Verify that the pairs of a layer's hooks reproduce the gradient of its weight.
 
-If hooks see all calls of a layer, the sum over passes of dᵀ x (of patches, of one-hot rows) is the
-gradient of its weight, whatever the loss is. If it is not, A and G are not the layer's curvature:
-its forward computes something else, its weight is used without a call of it, or the loss contains
-derivatives. Both are compared by their products with a few random vectors R,
+If the hooks capture all calls of a layer, the sum of dᵀ x over the passes (x may also be patches or
+one-hot rows) is the gradient of its weight, whatever the loss is. If it is not, A and G are not the
+layer's curvature: the forward computes something else, the weight is used outside of the layer, or
+the loss contains derivatives. Both are compared by their products with a few random vectors R:
 
-    E = Σ dᵀ x R          of the pairs
-    Γ = Σ ∇ R             as it arrives at the weight, before anything averages or clips it
+    E = Σ dᵀ x R          from the pairs
+    Γ = Σ ∇ R             from the gradient that arrives at the weight, before any averaging or
+                          clipping
     r = min over c of ‖Γ - E - c W R‖ / max(‖Γ‖, ‖E‖)
 
-c leaves room for a penalty on the weight's length in the loss, whose curvature is no layer's.
+c allows for a penalty on the norm of the weight in the loss. No layer has the curvature of that.
+
+    forward, backward   ``Verification.add`` adds E of each pair.
+    gradient            A hook on the weight calls ``Verification.add_gradient``, which adds Γ.
+    step                ``residuals`` returns r of all layers, with one device read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import lru_cache, partial
-from itertools import chain
 from typing import NamedTuple, cast
 
 import torch
@@ -28,36 +32,42 @@ from second_order.kronecker.storage import group_equal, read_numbers
 
 __all__ = ["TOLERANCE", "Verification", "residuals"]
 
+# The largest r of a verified layer. Rounding in bfloat16 gives up to 0.04.
 TOLERANCE = 0.1
-"""The largest r of a layer whose gradient counts as explained: low precision rounds by 4 %."""
 
-VECTORS = 8  # columns of R
-LONGEST = 2**18  # columns of a matrix that weights of more than two dimensions are seen as
-ROUNDING = 8 * torch.finfo(torch.float32).eps  # of sums
+# Columns of R.
+NUM_VECTORS = 8
+
+# Weights of more than two dimensions become matrices of at most this many columns.
+MAX_COLUMNS = 2**18
+
+# Relative rounding errors: of float32 sums, and of products in TF32.
+ROUNDING = 8 * torch.finfo(torch.float32).eps
 TF32_ROUNDING = 2.0**-11
 
 _norm = torch.linalg.vector_norm
 
 
 class PairSketch(NamedTuple):
-    """What a captured pair contributes to the comparison."""
+    """The contribution of a captured pair."""
 
-    product: Tensor  # its part of E, or of the gradient if the weight is a vector
+    product: Tensor  # to E; if the weight is a vector, to its gradient
     x_norm: Tensor
     d_norm: Tensor
 
 
 class Verification:
-    """The products with R that a layer's passes leave for a step to compare.
+    """E and Γ of a layer, summed over the passes of a step.
 
-    A hook hangs on the weight from a pair until the gradient arrives, in the same pass.
+    A pair registers a hook on the weight. The hook removes itself when the gradient arrives in the
+    same pass.
 
     Attributes:
         pairs: The captured pairs.
-        gradient: Γ.
-        weight: W R, of a weight that is no vector.
+        gradient: Γ. None before the first gradient arrives.
+        weight: W R. None for a weight that is a vector.
         elements: Number of elements of the weight.
-        dtype: Dtype of the gradients of the layer's output.
+        dtype: The dtype of the gradients of the layer's output.
     """
 
     def __init__(self) -> None:
@@ -66,113 +76,125 @@ class Verification:
         self.weight: Tensor | None = None
         self.elements = 0
         self.dtype = torch.float32
-        self._complete = True  # no hook of the user's changes the gradient before it arrives
+        self._is_possible = True
         self._hook: RemovableHandle | None = None
 
     @property
     def is_complete(self) -> bool:
-        """Whether pairs and gradient are all seen."""
-        return self._complete and bool(self.pairs) and self.gradient is not None
+        """Whether the pairs and the gradient are both there, and comparable."""
+        return self._is_possible and bool(self.pairs) and self.gradient is not None
 
     @property
     def key(self) -> Hashable:
-        """What layers have in common that are compared together."""
-        product, _, _ = self.pairs[0]
+        """A key that is equal for layers that :func:`residuals` compares in one batch."""
+        product = self.pairs[0].product
         gradient = cast(Tensor, self.gradient)
-        size = product.shape, self.elements, len(self.pairs), self.weight is None
-        return size, product.device, product.dtype, gradient.dtype, self.dtype
+        sizes = (product.shape, self.elements, len(self.pairs), self.weight is None)
+        return sizes, product.device, product.dtype, gradient.dtype, self.dtype
 
     def add(self, product: Tensor, x: Tensor, d: Tensor, weight: Tensor) -> None:
-        """Add a pair, whose part of the gradient of a leaf is a product of the leaf's shape."""
+        """Add a pair.
+
+        Args:
+            product: The pair's part of the gradient, of the weight's shape.
+            x: The rows of the input.
+            d: The gradient of the output.
+            weight: The leaf that the gradient will arrive at.
+        """
+        # A hook of the user on the weight may change the gradient before it arrives.
         if self._hook is None and weight._backward_hooks:
-            self._complete = False
-        if not self._complete:
+            self._is_possible = False
+        if not self._is_possible:
             return
+
+        # Integer inputs are indices of one-hot rows, each of norm 1.
         sketch = _sketch(product)
-        x_norm = _size(x) if x.is_floating_point() else sketch.new_full((), x.numel() ** 0.5)
-        self.pairs.append(PairSketch(sketch, x_norm, _size(d)))
+        x_norm = _norm_of(x) if x.is_floating_point() else sketch.new_full((), x.numel() ** 0.5)
+        self.pairs.append(PairSketch(sketch, x_norm, _norm_of(d)))
         self.elements = weight.numel()
         self.dtype = d.dtype
         if self._hook is None:
-            self._hook = weight.register_hook(partial(self.take, weight))
+            self._hook = weight.register_hook(partial(self.add_gradient, weight))
 
     @torch.no_grad()
-    def take(self, weight: Tensor, gradient: Tensor) -> None:
-        """Add a pass's gradient, as it arrives at the weight."""
-        if not is_reached(weight):  # torch.autograd.grad also comes by here
+    def add_gradient(self, weight: Tensor, gradient: Tensor) -> None:
+        """Add the gradient of a pass as it arrives at the weight."""
+        if not is_reached(weight):  # torch.autograd.grad calls the hook as well
             return
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        sketch = _sketch(gradient.to(wide))
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        sketch = _sketch(gradient.to(dtype))
         self.gradient = sketch if self.gradient is None else self.gradient + sketch
         if self.weight is None and weight.dim() > 1:
-            self.weight = _sketch(weight.detach().to(wide))
+            self.weight = _sketch(weight.detach().to(dtype))
 
 
-def residuals(explanations: Sequence[Verification]) -> list[float]:
-    """The residuals of explanations that are known; a device is read once."""
-    groups = group_equal([each.key for each in explanations])
-    (values,) = read_numbers([_residuals([explanations[i] for i in group]) for group in groups])
-    found = [0.0] * len(explanations)
-    for i, value in zip(chain(*groups), values, strict=True):
-        found[i] = value
-    return found
+def residuals(verifications: Sequence[Verification]) -> list[float]:
+    """Return r of complete verifications, less the part that rounding may cause.
+
+    All of them are computed before the host reads the device, once.
+    """
+    groups = group_equal([layer.key for layer in verifications])
+    parts = [_residuals([verifications[i] for i in group]) for group in groups]
+    (values,) = read_numbers(parts)
+    order = [i for group in groups for i in group]
+    by_index = dict(zip(order, values, strict=True))
+    return [by_index[i] for i in range(len(verifications))]
 
 
 def _residuals(layers: Sequence[Verification]) -> Tensor:
-    """The share r of the gradient that pairs leave over, less what rounding may make, ``(n,)``.
-
-    The layers have one :attr:`Verification.key`.
-    """
+    """R of layers with one :attr:`Verification.key`, less the part of rounding, ``(layers,)``."""
     first = layers[0]
     sketches = [pair for layer in layers for pair in layer.pairs]
-    parts = torch.stack([pair.product for pair in sketches])
-    parts = parts.unflatten(0, (len(layers), -1)).flatten(2)  # (layers, pairs, elements)
-    pairs = parts.sum(1)
+    products = torch.stack([pair.product for pair in sketches])
+    products = products.unflatten(0, (len(layers), -1)).flatten(2)  # (layers, pairs, elements)
+    explained = products.sum(1)
     gradient = torch.stack([cast(Tensor, layer.gradient) for layer in layers]).flatten(1)
 
-    # What is left over, apart from a multiple of the weight.
-    rest = gradient - pairs
+    # Γ - E, without its component along the weight.
+    rest = gradient - explained
     if first.weight is not None:
         weight = torch.stack([cast(Tensor, layer.weight) for layer in layers]).flatten(1)
-        common = (rest * weight).sum(1) / weight.square().sum(1).clamp_min(1e-30)
-        rest = rest - common.unsqueeze(1) * weight
+        c = (rest * weight).sum(1) / weight.square().sum(1).clamp_min(1e-30)
+        rest = rest - c.unsqueeze(1) * weight
 
-    # What rounding may change: of products, of sums, by underflow.
-    number = torch.finfo(first.dtype)
-    tf32 = parts.device.type == "cuda" and first.dtype is torch.float32
+    # What rounding may cause: in the products, in their sums, and by underflow.
+    dtype_info = torch.finfo(first.dtype)
     norms = torch.stack([norm for pair in sketches for norm in (pair.x_norm, pair.d_norm)])
-    products = norms.view(len(layers), -1, 2).prod(-1).sum(1)
-    noise = products * (TF32_ROUNDING if tf32 else ROUNDING)
-    noise = noise + _norm(parts, dim=-1).sum(1) * number.eps
-    noise = noise + number.smallest_normal * number.eps * first.elements**0.5
+    norm_products = norms.view(len(layers), -1, 2).prod(-1).sum(1)
+    may_be_tf32 = products.device.type == "cuda" and first.dtype is torch.float32
+    noise = norm_products * (TF32_ROUNDING if may_be_tf32 else ROUNDING)
+    noise = noise + _norm(products, dim=-1).sum(1) * dtype_info.eps
+    noise = noise + dtype_info.smallest_normal * dtype_info.eps * first.elements**0.5
 
-    largest = torch.maximum(_norm(gradient, dim=-1), _norm(pairs, dim=-1))
-    shares: Tensor = (_norm(rest, dim=-1) - noise).clamp_min(0.0) / largest
-    return shares
+    largest = torch.maximum(_norm(gradient, dim=-1), _norm(explained, dim=-1))
+    result: Tensor = (_norm(rest, dim=-1) - noise).clamp_min(0.0) / largest
+    return result
 
 
-def _size(tensor: Tensor) -> Tensor:
-    size: Tensor = _norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
-    return size
+def _norm_of(tensor: Tensor) -> Tensor:
+    """The norm of a tensor in float32 at least."""
+    norm: Tensor = _norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+    return norm
 
 
 def _sketch(tensor: Tensor) -> Tensor:
-    """The product of a tensor, as a matrix of its first dimension's rows, with R; or a vector.
+    """Multiply a tensor, as a matrix, by R. Vectors are copied.
 
-    Rows of many entries, such as those of fused experts, are cut to the last dimension's.
+    The rows of the matrix are those of the first dimension. If these have too many entries, as for
+    fused experts, the rows are those of the last dimension.
     """
     if tensor.dim() < 2:
         return tensor.clone()
-    matrix = tensor.flatten(1) if tensor[0].numel() <= LONGEST else tensor.flatten(0, -2)
-    return matrix @ _signs(matrix.shape[1], matrix.dtype, matrix.device)
+    matrix = tensor.flatten(1) if tensor[0].numel() <= MAX_COLUMNS else tensor.flatten(0, -2)
+    return matrix @ _random_signs(matrix.shape[1], matrix.dtype, matrix.device)
 
 
 @lru_cache(maxsize=256)
-def _signs(rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """R, ``(rows, VECTORS)``: independent signs of a size by which ‖M R‖² is ‖M‖² on average."""
+def _random_signs(rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """R, ``(rows, NUM_VECTORS)``: independent signs, scaled so that E‖M R‖² = ‖M‖²."""
     generator = torch.Generator(device).manual_seed(0)
-    signs = torch.empty(rows, VECTORS, dtype=dtype, device=device)
-    return signs.bernoulli_(generator=generator).sub_(0.5).mul_(2 / VECTORS**0.5)
+    signs = torch.empty(rows, NUM_VECTORS, dtype=dtype, device=device)
+    return signs.bernoulli_(generator=generator).sub_(0.5).mul_(2 / NUM_VECTORS**0.5)
