@@ -767,10 +767,10 @@ experts that reduce takes for examples of their own
 == kronecker/layer_curvature.py
 a curvature object of another covariance
   <-  model_curvature::samples_have_the_inverse_as_covariance
-    normal * (like + gamma).rsqrt()  =>  normal / (like + gamma)
+    normal * (values + gamma).rsqrt()  =>  normal / (values + gamma)
 a diagonal of corrected eigenvalues in their own basis
   <-  curvature_functions::all_functions_of_a_layer_are_those_of_the_dense_matrix
-    {k: q.square() for k, q in self._vectors.items()}  =>  {}
+    _multiply(self.corrected, squared)  =>  _multiply(self.corrected, {})
 corrected eigenvalues without the vectors that they belong to
   <-  curvature_functions::corrected_eigenvalues_stay_with_their_vectors
     basis=read_eigen(tensors) or None,  =>  basis=None,

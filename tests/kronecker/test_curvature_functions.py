@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from second_order import CheckpointError, KroneckerCurvature, LayerCurvature, SecondOrderError
 from second_order.distributed.world import World as Processes
+from second_order.kronecker.layer_curvature import FactorEigen
 from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.storage import pack_upper_triangular
 
@@ -335,7 +336,8 @@ def test_corrected_eigenvalues_stay_with_their_vectors(tmp_path: Path) -> None:
     turned = torch.linalg.qr(torch.randn(1, 4, 4, dtype=torch.float64)).Q
     eye = torch.eye(4, dtype=torch.float64)[None]
     layer = layer_of("linear", "x", 4, 4, packed=False, corrected=True)
-    basis = {letter: (torch.ones(1, 4, dtype=torch.float64), turned) for letter in "AG"}
+    ones = torch.ones(1, 4, dtype=torch.float64)
+    basis = {name: FactorEigen(values=ones, vectors=turned) for name in "AG"}
     layer = replace(layer, stored={"A": eye, "G": eye}, basis=basis)
     KroneckerCurvature({"x": layer}, [], {}).save(tmp_path)
     loaded = KroneckerCurvature.load(tmp_path)["x"]
@@ -381,14 +383,14 @@ def test_only_classes_of_modules_are_taken_from_a_file(tmp_path: Path) -> None:
     ("call", "message"),
     [
         (lambda c: c.logdet(0.0, relative=True), "damping=0.0 of layer 'a/b' must be positive"),
-        (lambda c: c.logdet(relative=True), "relative=True needs damping=, in mean eigenvalues"),
+        (lambda c: c.logdet(relative=True), "relative=True needs damping= in units of the mean"),
         (lambda c: c.logdet(), "damping of layer 'a/b' is not known, .* write damping="),
         (lambda c: c.logdet({"a": 1.0}), r"damping= is of 'a', no layer; give names of \['a/b'"),
         (
             lambda c: replace(c["a/b"], stored={"A": c["a/b"].A}).G,
             "layer 'a/b' has no factor G here: it has A",
         ),
-        (lambda c: replace(c["a/b"], stored={}).A, "no factor A here: it is kept elsewhere"),
+        (lambda c: replace(c["a/b"], stored={}).A, "no factor A here: another rank stores it"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(call: Any, message: str) -> None:

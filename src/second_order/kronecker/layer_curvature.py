@@ -1,11 +1,11 @@
-"""The curvature of one layer, of Kronecker factors.
+"""The curvature F of one layer, as a Kronecker product of its factors.
 
-    F = A ⊗ G,   or A ⊗ L ⊗ G,   or a block for each group of a convolution
+    F = A ⊗ G,   or A ⊗ L ⊗ G,   or one such block for each group of a convolution
     A = Q_A diag(a) Q_Aᵀ,  G = Q_G diag(g) Q_Gᵀ   =>   f(F) V = Q_G [ f(g aᵀ) ∘ (Q_Gᵀ V Q_A) ] Q_Aᵀ
 
-V is a vector of the layer's parameters as a matrix (groups, out, in), in which a bias is the last
-column; many vectors at once are (..., groups, out, in). With corrected eigenvalues Λ (George et al.
-2018, EK-FAC) Λ takes the place of g aᵀ.
+V is a vector of the layer's parameters, written as a matrix of shape ``(groups, out, in)``. A bias
+is its last column. Several vectors have the shape ``(..., groups, out, in)``. If there are
+corrected eigenvalues Λ (EK-FAC, George et al. 2018), they replace the products g aᵀ.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import TypeAlias
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,46 +25,68 @@ from second_order.kronecker.layers import FactorShape, Layout, layout_of
 from second_order.kronecker.solvers import Problem, attempt_all, diagonal, eigh, ieee_matmul
 from second_order.kronecker.storage import unpack_upper_triangular
 
-__all__ = ["Eigen", "LayerCurvature", "read_eigen"]
+__all__ = ["Eigen", "FactorEigen", "LayerCurvature", "read_eigen"]
 
-Eigen: TypeAlias = Mapping[str, tuple[Tensor, Tensor | None]]
-"""By letter, eigenvalues ``(groups, n)`` and eigenvectors ``(groups, n, n)``; None if diagonal."""
 
-CORRECTED, VALUES, VECTORS = "corrected", "_eigenvalues", "_eigenvectors"
+class FactorEigen(NamedTuple):
+    """The eigendecomposition of a factor.
 
-INPUTS_ALONE = (
-    'layer {name!r} has A of its inputs alone, and no F: measure it with factors="kfac" or '
-    '"ekfac". A itself is curvature[{name!r}].A'
+    Attributes:
+        values: Eigenvalues ``(groups, n)``.
+        vectors: Eigenvectors ``(groups, n, n)``, in columns; None if the factor is diagonal.
+    """
+
+    values: Tensor
+    vectors: Tensor | None
+
+
+Eigen: TypeAlias = Mapping[str, FactorEigen]
+"""The eigendecompositions of a layer's factors, by factor name."""
+
+# Names of tensors in files.
+CORRECTED = "corrected"
+VALUES_SUFFIX = "_eigenvalues"
+VECTORS_SUFFIX = "_eigenvectors"
+
+INPUTS_ONLY = (
+    'layer {name!r} has only A, so there is no F; measure it with factors="kfac" or "ekfac". A '
+    "itself is curvature[{name!r}].A"
 )
 
 
 @dataclass(frozen=True, eq=False)
 class LayerCurvature:
-    """A layer's factors, and what they are a curvature of.
+    """The factors of a layer, and what you can compute with F.
+
+        layer = curvature["model.layers.0.mlp.down_proj"]
+        layer.A  # (1, in, in)
+        gradient = layer.to_matrix({"model.layers.0.mlp.down_proj.weight": weight.grad})
+        layer.solve(gradient, damping=0.1, relative=True)  # (F + γ)⁻¹ g, (1, out, in)
 
     Attributes:
-        name: The layer's name, as in ``summary()``.
-        modules: Names of the modules that share the weight, one for most layers.
-        kind: The class of the first of them.
+        name: The name of the layer, as in ``summary()``.
+        modules: Names of the modules that share the weight. Most layers have one.
+        kind: The class of the first of these modules.
         shapes: Shapes of the layer's parameters, by name; the weight first.
         shape: Sizes of the factors.
-        stored: The factors as they are kept, by letter: symmetric matrices ``(groups, n, n)``,
-            their packed triangles ``(groups, n (n + 1) / 2)``, or the diagonal ``(groups, n)`` of a
-            diagonal A. Empty if another process keeps them. "A" is of inputs, "G" of the outputs'
-            gradients, "L" of a doubly factored layer's locations. The layer of a bias or of a
-            normalisation has A = 1 and is all in G. Without "G" they are of inputs alone, and there
-            is no F.
-        examples: Number of examples that the factors are the mean of; of running averages, the mean
-            number in an update.
-        updates: Number of updates that running averages are of, as far as they remember: W, the sum
-            of the weights of all updates, the last one's being 1. Of a mean over a data set 1.
-        damping: γ of the training for these factors, without its floor; None if it is not known.
-        corrected: Eigenvalues of F in the eigenbasis of its factors, ``(groups, out, in)``; None
-            for the products of the factors' own.
-        rows: Number of rows of inputs that A is the mean of; None if it is not known.
-        basis: The eigenvalues and eigenvectors of the factors, where they are known, as
-            :attr:`eigen`; None to find them when they are needed. Belongs with ``corrected``, as
-            another computer finds other vectors of eigenvalues that are close to each other.
+        stored: The factors in their stored form, by factor name: symmetric matrices
+            ``(groups, n, n)``, packed upper triangles ``(groups, n (n + 1) / 2)``, or the diagonal
+            ``(groups, n)`` of a diagonal A. "A" is the factor of the inputs, "G" that of the output
+            gradients, "L" that of the locations of a doubly factored layer. A norm layer, or a bias
+            without a weight, has A = 1, so that G is F. Empty if another rank stores the layer.
+            Without "G", only inputs were measured, and there is no F.
+        examples: Number of examples that the factors are the mean of; for running averages, the
+            mean number per update.
+        updates: Effective number of updates in running averages, which is the sum of their weights
+            with the latest weighted by 1. It is 1 for a mean over a data set.
+        damping: The damping γ that training used with these factors, without its floor; None if
+            unknown.
+        corrected: Corrected eigenvalues Λ of F in the eigenbasis of the factors,
+            ``(groups, out, in)``; None to use the products of the factors' eigenvalues.
+        rows: Number of rows of inputs that A is the mean of; None if unknown.
+        basis: The eigendecompositions of the factors, if known; None to compute them when needed.
+            It is stored with ``corrected``, because eigenvectors of close eigenvalues differ from
+            one machine to another.
     """
 
     name: str
@@ -84,153 +106,166 @@ class LayerCurvature:
 
     @property
     def factors(self) -> dict[str, Tensor]:
-        """By letter, whole matrices ``(groups, n, n)``, or ``(groups, n)`` of a diagonal A."""
-        return {letter: self.factor(letter) for letter in self.stored}
+        """The factors, by name: matrices ``(groups, n, n)``, or ``(groups, n)`` of a diagonal A."""
+        return {name: self.factor(name) for name in self.stored}
 
-    def factor(self, letter: str) -> Tensor:
-        """A factor by its letter; a new tensor if it is kept as a triangle.
+    def factor(self, name: str) -> Tensor:
+        """Return the factor "A", "G" or "L". If it is stored as a triangle, the tensor is new.
 
         Raises:
-            ValueError: If the layer has none of that letter here.
+            ValueError: If the layer does not have this factor on this rank.
         """
-        if letter not in self.stored:
-            here = f"it has {' and '.join(self.stored)}" if self.stored else "it is kept elsewhere"
-            raise ValueError(f"layer {self.name!r} has no factor {letter} here: {here}")
-        kept = self.stored[letter]
-        if kept.dim() == 3 or letter in self.shape.diagonals:
-            return kept
-        return unpack_upper_triangular(kept, self.shape.dims[letter])
+        if name not in self.stored:
+            reason = "another rank stores it"
+            if self.stored:
+                reason = f"it has {' and '.join(self.stored)}"
+            raise ValueError(f"layer {self.name!r} has no factor {name} here: {reason}")
+        stored = self.stored[name]
+        if stored.dim() == 3 or name in self.shape.diagonals:
+            return stored
+        return unpack_upper_triangular(stored, self.shape.dims[name])
 
     @property
     def A(self) -> Tensor:  # noqa: N802
-        """E[a aᵀ] of the layer's inputs, a 1 for the bias appended."""
+        """E[x xᵀ] of the layer's inputs x, with a 1 appended for the bias: ``(groups, in, in)``."""
         return self.factor("A")
 
     @property
     def G(self) -> Tensor:  # noqa: N802
-        """E[d dᵀ] of the gradients of the layer's outputs."""
+        """E[d dᵀ] of the gradients d of the layer's outputs: ``(groups, out, out)``."""
         return self.factor("G")
 
     @cached_property
     def eigen(self) -> Eigen:
-        """By letter, eigenvalues ``(groups, n)`` and eigenvectors; None where it is diagonal.
-
-        Found once and kept.
+        """The eigendecompositions of the factors, by factor name. They are computed once.
 
         Raises:
-            DecompositionError: For a factor that is not finite, or that no routine decomposes.
+            DecompositionError: If a factor is not finite, or if no routine can decompose it.
         """
         if self.basis is not None:
             return self.basis
-        problems = [
-            Problem(
-                kept,
-                self.shape.dims[letter],
-                torch.promote_types(kept.dtype, torch.float32),
-                is_diagonal=letter in self.shape.diagonals,
+        problems = []
+        for name, stored in self.stored.items():
+            problem = Problem(
+                stored,
+                dim=self.shape.dims[name],
+                dtype=torch.promote_types(stored.dtype, torch.float32),
+                is_diagonal=name in self.shape.diagonals,
             )
-            for letter, kept in self.stored.items()
-        ]
-        found: dict[str, tuple[Tensor, Tensor | None]] = {}
-        for letter, parts in zip(self.stored, attempt_all(problems, eigh).result(), strict=True):
-            if parts is None:
-                raise DecompositionError(
-                    f"factor {letter} of layer {self.name!r} cannot be decomposed: "
-                    f"{int((~self.stored[letter].isfinite()).sum())} of its entries are not finite"
-                )
-            found[letter] = (parts[-1], parts[0] if len(parts) > 1 else None)
-        return found
+            problems.append(problem)
 
-    def _check_is_whole(self) -> None:
-        """Raise ValueError if there is no G."""
-        if self.stored and "G" not in self.stored:
-            raise ValueError(INPUTS_ALONE.format(name=self.name))
+        eigen: dict[str, FactorEigen] = {}
+        decompositions = attempt_all(problems, eigh).result()
+        for name, decomposition in zip(self.stored, decompositions, strict=True):
+            if decomposition is None:
+                num_invalid = int((~self.stored[name].isfinite()).sum())
+                raise DecompositionError(
+                    f"factor {name} of layer {self.name!r} cannot be decomposed: {num_invalid} of "
+                    f"its entries are not finite"
+                )
+            # A diagonal has eigenvalues only.
+            vectors = decomposition[0] if len(decomposition) > 1 else None
+            eigen[name] = FactorEigen(decomposition[-1], vectors)
+        return eigen
 
     @property
     def values(self) -> Tensor:
         """The eigenvalues of F, ``(groups, out, in)``, at their places in the eigenbasis.
 
         Raises:
-            ValueError: If the layer has A alone; so do all functions of F.
+            ValueError: If the layer has only A. All functions of F raise it.
         """
-        self._check_is_whole()
+        self._check_has_f()
         if self.corrected is not None:
             return self.corrected
-        return self._outer({letter: values for letter, (values, _) in self.eigen.items()})
+        return self._outer({name: factor.values for name, factor in self.eigen.items()})
 
     @property
     def eigenvalues(self) -> Tensor:
-        """The eigenvalues of F, the largest first."""
+        """The eigenvalues of F in descending order."""
         return self.values.flatten().sort(descending=True).values
+
+    def _check_has_f(self) -> None:
+        if self.stored and "G" not in self.stored:
+            raise ValueError(INPUTS_ONLY.format(name=self.name))
 
     # ------------------------------------------------------------------------------------- vectors
 
     def to_matrix(self, vector: Mapping[str, Tensor]) -> Tensor:
-        """A vector as a matrix ``(groups, out, in)``; parameters that it lacks are zeros.
+        """Return a vector by parameter name as a matrix ``(groups, out, in)``.
 
-        In the dtype of the factors, float32 at least, as all that is computed with them.
+        Missing parameters count as zeros. The matrix has the dtype of the factors, at least
+        float32, as have all results that are computed with the factors.
         """
-        like = _wide(next(iter(self.stored.values()))[:0])
-        parts = [
-            vector[name].to(like) if name in vector else like.new_zeros(size)
-            for name, size in self.shapes.items()
-        ]
+        like = _to_float32(next(iter(self.stored.values()))[:0])
+        parts = []
+        for name, size in self.shapes.items():
+            part = vector[name].to(like) if name in vector else like.new_zeros(size)
+            parts.append(part)
         return to_matrices(parts, self._layout)
 
     def to_vector(self, matrix: Tensor) -> dict[str, Tensor]:
-        """A matrix ``(groups, out, in)`` as a vector by the parameters' names."""
-        parts = zip(self.shapes.items(), split_by_parameter(matrix, self._layout), strict=True)
-        copy = partial(torch.clone, memory_format=torch.contiguous_format)
-        return {name: copy(part.reshape(size)) for (name, size), part in parts}
+        """Return a matrix ``(groups, out, in)`` as a vector by parameter name, in new tensors."""
+        vector = {}
+        parts = split_by_parameter(matrix, self._layout)
+        for (name, size), part in zip(self.shapes.items(), parts, strict=True):
+            vector[name] = part.reshape(size).clone(memory_format=torch.contiguous_format)
+        return vector
 
     @property
     def _layout(self) -> Layout:
-        return layout_of(self.shape, map(math.prod, self.shapes.values()))
+        return layout_of(self.shape, [math.prod(size) for size in self.shapes.values()])
 
     # ----------------------------------------------------------------------------------- functions
 
     def apply(self, matrix: Tensor) -> Tensor:
-        """F V for ``(..., groups, out, in)``."""
-        self._check_is_whole()
+        """Return F V for V of shape ``(..., groups, out, in)``."""
+        self._check_has_f()
         if self.corrected is not None:
             return self.function(matrix, lambda values: values)
-        return _product(matrix, self.factors)
+        return _multiply(matrix, self.factors)
 
     def function(self, matrix: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
-        """f(F) V for ``(..., groups, out, in)``, f of the eigenvalues, element by element."""
-        self._check_is_whole()
-        rotated = _product(matrix, {letter: q.mT for letter, q in self._vectors.items()})
-        return _product(rotated * f(self.values), self._vectors)
+        """Return f(F) V for V of shape ``(..., groups, out, in)``.
+
+        ``f`` maps the eigenvalues of F, ``(groups, out, in)``, elementwise.
+        """
+        self._check_has_f()
+        transposed = {name: vectors.mT for name, vectors in self._vectors.items()}
+        rotated = _multiply(matrix, transposed)
+        return _multiply(rotated * f(self.values), self._vectors)
 
     def solve(
         self, matrix: Tensor, damping: float | None = None, *, relative: bool = False
     ) -> Tensor:
-        """(F + γ)⁻¹ V for ``(..., groups, out, in)``, γ as :meth:`gamma` finds it."""
+        """Return (F + γ)⁻¹ V for V of shape ``(..., groups, out, in)``; see :meth:`gamma` for γ."""
         gamma = self.gamma(damping, relative)
         return self.function(matrix, lambda values: 1.0 / (values + gamma))
 
     def sqrt(self, matrix: Tensor) -> Tensor:
-        """F^(1/2) V for ``(..., groups, out, in)``."""
+        """Return F^(1/2) V for V of shape ``(..., groups, out, in)``."""
         return self.function(matrix, torch.sqrt)
 
     def trace(self) -> float:
-        """Tr F, of the factors' traces."""
-        self._check_is_whole()
+        """Return Tr F, which needs no eigendecomposition."""
+        self._check_has_f()
         if self.corrected is not None:
             return float(self.corrected.sum())
-        traces = {letter: each.sum(-1, keepdim=True) for letter, each in self._diagonals.items()}
+        traces = {name: d.sum(-1, keepdim=True) for name, d in self._diagonals.items()}
         return float(self._outer(traces).sum())
 
     def logdet(self, damping: float | None = None, *, relative: bool = False) -> float:
-        """Log det (F + γ), γ as :meth:`gamma` finds it."""
+        """Return log det (F + γ); see :meth:`gamma` for γ."""
         return float((self.values + self.gamma(damping, relative)).log().sum())
 
     def diagonal(self) -> Tensor:
-        """The diagonal of F as a matrix ``(groups, out, in)``."""
-        self._check_is_whole()
+        """Return the diagonal of F as a matrix ``(groups, out, in)``."""
+        self._check_has_f()
         if self.corrected is None:
             return self._outer(self._diagonals)
-        return _product(self.corrected, {k: q.square() for k, q in self._vectors.items()})
+        # diag(Q diag(Λ) Qᵀ) = Q² Λ, with Q = Q_A ⊗ Q_G and Q² elementwise.
+        squared = {name: vectors.square() for name, vectors in self._vectors.items()}
+        return _multiply(self.corrected, squared)
 
     def sample(
         self,
@@ -239,48 +274,59 @@ class LayerCurvature:
         *,
         relative: bool = False,
     ) -> Tensor:
-        """A sample of N(0, (F + γ)⁻¹) as a matrix ``(groups, out, in)``."""
-        like = self.values
+        """Return a sample of N(0, (F + γ)⁻¹) as a matrix ``(groups, out, in)``.
+
+        The ``generator`` has to be on the device of the factors.
+        """
+        values = self.values
         gamma = self.gamma(damping, relative)
-        normal = torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
-        return _product(normal * (like + gamma).rsqrt(), self._vectors)
+        normal = torch.randn(
+            values.shape, dtype=values.dtype, device=values.device, generator=generator
+        )
+        return _multiply(normal * (values + gamma).rsqrt(), self._vectors)
 
     def to_dense(self) -> Tensor:
-        """F ``(n, n)`` of the parameters flattened one after the other; for small layers."""
-        counts = [math.prod(size) for size in self.shapes.values()]
-        units = torch.eye(sum(counts), device=next(iter(self.stored.values())).device)
+        """Return F as a dense matrix ``(n, n)``, for small layers.
+
+        Rows and columns are the entries of the parameters, flattened, in the order of ``shapes``.
+        """
+        numels = [math.prod(size) for size in self.shapes.values()]
+        identity = torch.eye(sum(numels), device=next(iter(self.stored.values())).device)
 
         def column(unit: Tensor) -> Tensor:
-            parts = unit.split(counts)
-            pairs = zip(self.shapes.items(), parts, strict=True)
-            vector = {name: part.view(size) for (name, size), part in pairs}
+            vector = {}
+            for (name, size), part in zip(self.shapes.items(), unit.split(numels), strict=True):
+                vector[name] = part.view(size)
             product = self.to_vector(self.apply(self.to_matrix(vector)))
             return torch.cat([part.flatten() for part in product.values()])
 
-        return torch.vmap(column, out_dims=1)(units)
+        return torch.vmap(column, out_dims=1)(identity)
 
     # ------------------------------------------------------------------------------------- damping
 
     def gamma(self, damping: float | None = None, relative: bool = False) -> float:
-        """γ: ``damping``, or the training's own; or, if ``relative``, that many mean eigenvalues.
+        """Return the damping γ of the layer.
 
-        Where F is zero, the mean eigenvalue counts as 1.
+        Args:
+            damping: A positive number; None for the damping that training used.
+            relative: Whether ``damping`` is in units of the mean eigenvalue of F. If F is zero, the
+                mean eigenvalue counts as 1.
 
         Raises:
-            ValueError: Unless the damping is positive, finite and known; a relative one has to be
-                given.
+            ValueError: If the damping is not positive and finite, or if it is None and either
+                unknown or ``relative``.
         """
         if damping is None and relative:
             raise ValueError(
-                f"relative=True needs damping=, in mean eigenvalues of layer {self.name!r}; the "
-                f"training's own is absolute"
+                f"relative=True needs damping= in units of the mean eigenvalue of layer "
+                f"{self.name!r}, because the damping of training is absolute; write damping=0.1"
             )
         damping = self.damping if damping is None else damping
         if damping is None:
             raise ValueError(
-                f"the damping of layer {self.name!r} is not known, as no optimizer has solved an "
-                f"inverse for it; write damping=0.1, relative=True for a tenth of the layer's mean "
-                f"eigenvalue, or damping=1e-3 for an absolute one"
+                f"the damping of layer {self.name!r} is not known, because no optimizer has "
+                f"computed an inverse for it; write damping=0.1, relative=True for a tenth of the "
+                f"layer's mean eigenvalue, or damping=1e-3 for an absolute one"
             )
         if not 0 < damping < math.inf:
             raise ValueError(
@@ -288,80 +334,106 @@ class LayerCurvature:
             )
         if not relative:
             return float(damping)
-        mean = self.trace() / math.prod(self.shape.gradient_size)
-        return damping * (mean if mean > 0 else 1.0)
+        mean_eigenvalue = self.trace() / math.prod(self.shape.gradient_size)
+        if mean_eigenvalue <= 0:
+            mean_eigenvalue = 1.0
+        return damping * mean_eigenvalue
 
     # ------------------------------------------------------------------------------------- tensors
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that the layer keeps, by name: :meth:`with_tensors` reads it.
+        """Return all tensors of the layer by name, which :meth:`with_tensors` reads.
 
-        The factors by their letters, as they are stored; with "corrected" the basis that it is in,
-        ``"A_eigenvalues"`` and ``"A_eigenvectors"``.
+        They are the factors in their stored form, under their names. If there are corrected
+        eigenvalues, they are "corrected", and those of :meth:`eigen_tensors` are included.
         """
-        found = dict(self.stored)
+        tensors = dict(self.stored)
         if self.corrected is not None:
-            found |= {CORRECTED: self.corrected, **self.eigen_tensors()}
-        return found
+            tensors[CORRECTED] = self.corrected
+            tensors |= self.eigen_tensors()
+        return tensors
 
     def eigen_tensors(self) -> dict[str, Tensor]:
-        """:attr:`eigen` by name, ``"A_eigenvalues"`` and so on: :func:`read_eigen` reads it."""
-        found: dict[str, Tensor] = {}
-        for letter, (values, vectors) in self.eigen.items():
-            found[letter + VALUES] = values
+        """Return the tensors of :attr:`eigen` by name, which :func:`read_eigen` reads.
+
+        Names are "A_eigenvalues", "A_eigenvectors" and so on.
+        """
+        tensors: dict[str, Tensor] = {}
+        for name, (values, vectors) in self.eigen.items():
+            tensors[name + VALUES_SUFFIX] = values
             if vectors is not None:
-                found[letter + VECTORS] = vectors
-        return found
+                tensors[name + VECTORS_SUFFIX] = vectors
+        return tensors
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> LayerCurvature:
-        """The layer with what :meth:`tensors` gave."""
+        """Return the layer with the tensors that :meth:`tensors` returned."""
+        names = [name for name in self.shape.factor_names if name in tensors]
         return replace(
             self,
-            stored={
-                letter: tensors[letter] for letter in self.shape.factor_names if letter in tensors
-            },
+            stored={name: tensors[name] for name in names},
             corrected=tensors.get(CORRECTED),
             basis=read_eigen(tensors) or None,
         )
 
+    # ------------------------------------------------------------------------------------- details
+
     @property
     def _vectors(self) -> dict[str, Tensor]:
-        """Eigenvectors by letter, of the factors that are not diagonal."""
-        return {letter: q for letter, (_, q) in self.eigen.items() if q is not None}
+        """Eigenvectors of the factors that are not diagonal, by factor name."""
+        vectors = {}
+        for name, factor in self.eigen.items():
+            if factor.vectors is not None:
+                vectors[name] = factor.vectors
+        return vectors
 
     @property
     def _diagonals(self) -> dict[str, Tensor]:
-        return {letter: _wide(diagonal(factor)) for letter, factor in self.factors.items()}
+        """Diagonals ``(groups, n)`` of the factors, by factor name."""
+        return {name: _to_float32(diagonal(factor)) for name, factor in self.factors.items()}
 
-    def _outer(self, of: Mapping[str, Tensor]) -> Tensor:
-        """Products ``(groups, out, in)`` of one number each of A, L and G, ``(groups, n)``."""
-        a = of["A"]
-        if "L" in of:
-            a = (a.unsqueeze(-1) * of["L"].unsqueeze(-2)).flatten(-2)
-        return of["G"].unsqueeze(-1) * a.unsqueeze(-2)
+    def _outer(self, entries: Mapping[str, Tensor]) -> Tensor:
+        """Return the products of one entry of each factor, ``(groups, out, in)``.
+
+        ``entries`` has shape ``(groups, n)`` for each factor.
+        """
+        a = entries["A"]
+        if "L" in entries:
+            a = (a.unsqueeze(-1) * entries["L"].unsqueeze(-2)).flatten(-2)
+        return entries["G"].unsqueeze(-1) * a.unsqueeze(-2)
 
 
 def read_eigen(tensors: Mapping[str, Tensor]) -> Eigen:
-    """The eigenvalues and eigenvectors that :meth:`LayerCurvature.eigen_tensors` gave."""
-    return {
-        letter: (tensors[letter + VALUES], tensors.get(letter + VECTORS))
-        for letter in "ALG"
-        if letter + VALUES in tensors
-    }
+    """Return the eigendecompositions in the tensors of :meth:`LayerCurvature.eigen_tensors`."""
+    eigen = {}
+    for name in "ALG":
+        values = tensors.get(name + VALUES_SUFFIX)
+        if values is not None:
+            eigen[name] = FactorEigen(values, tensors.get(name + VECTORS_SUFFIX))
+    return eigen
 
 
-def _product(matrix: Tensor, by: Mapping[str, Tensor]) -> Tensor:
-    """G V Aᵀ, or G V (A ⊗ L)ᵀ, for ``(..., groups, out, in)``; one that is missing counts as 1."""
-    a, g, locations = (by[k].to(matrix.dtype) if k in by else None for k in "AGL")
+def _multiply(matrix: Tensor, factors: Mapping[str, Tensor]) -> Tensor:
+    """Return G V Aᵀ, or G V (A ⊗ L)ᵀ, for V of shape ``(..., groups, out, in)``.
+
+    A missing factor is the identity. A diagonal A has shape ``(groups, n)``.
+    """
+    factors = {name: factor.to(matrix.dtype) for name, factor in factors.items()}
+    a = factors.get("A")
+    locations = factors.get("L")
+    g = factors.get("G")
     with ieee_matmul(matrix.device, matrix.dtype):
         if a is not None and locations is not None:
             maps = matrix.reshape(-1, a.shape[-1], locations.shape[-1])
             matrix = (a[0] @ maps @ locations[0].mT).view(matrix.shape)
+        elif a is not None and a.dim() == 2:
+            matrix = matrix * a.unsqueeze(-2)
         elif a is not None:
-            matrix = matrix @ a.mT if a.dim() == 3 else matrix * a.unsqueeze(-2)
-        return matrix if g is None else g @ matrix
+            matrix = matrix @ a.mT
+        if g is not None:
+            matrix = g @ matrix
+    return matrix
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    """A tensor in float32 at least."""
+def _to_float32(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32, or in float64 if it has this dtype."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -319,8 +319,8 @@ def _batch_dim(pair: Pair) -> int:
 
 def _squares_of_rows(layer: Layer, basis: Eigen, group: ExampleGroup) -> Tensor:
     """Return Λ of a Linear, ``(1, out, in)``, from rows ``(..., in)`` and ``(..., out)``."""
-    q_a = cast(Tensor, basis["A"][1])
-    q_g = cast(Tensor, basis["G"][1])
+    q_a = cast(Tensor, basis["A"].vectors)
+    q_g = cast(Tensor, basis["G"].vectors)
     total = group.pairs[0].d.new_zeros(1, q_g.shape[-1], q_a.shape[-1])
     pairs = [pair for pair in group.pairs if pair.d.numel()]
     if not pairs:
@@ -348,8 +348,8 @@ def _squares_of_rows(layer: Layer, basis: Eigen, group: ExampleGroup) -> Tensor:
 
 def _squares_of_gradients(layer: Layer, basis: Eigen, group: ExampleGroup) -> Tensor:
     """Return Λ ``(groups, out, in)`` of a layer of any kind, from one example after the other."""
-    q_a = basis["A"][1]
-    q_g = cast(Tensor, basis["G"][1])
+    q_a = basis["A"].vectors
+    q_g = cast(Tensor, basis["G"].vectors)
     total = q_g.new_zeros(layer.shape.gradient_size, device=group.pairs[0].d.device)
     split_pairs = [_split_examples(pair, group.num_examples) for pair in group.pairs]
     for example_pairs in zip(*split_pairs, strict=True):
