@@ -490,34 +490,34 @@ the clip of a bucket's own layers  <-  fsdp::one_all_to_all_each_way_for_a_bucke
 
 == kfac/inversion.py
 the damping of the landing  <-  distkfac::an_inverse_has_the_damping_of_its_snapshot
-    [damped.damping for damped in known]  =>  [self.damping_option for damped in known]
+    dampings.append(layer_damping.damping)  =>  dampings.append(self.damping_option)
 layers that are due when they land wait for the next interval
   <-  distkfac::a_layer_that_is_due_when_it_lands_is_launched_again
-    self._submit(again, mean_curvature)  =>  pass
+    self._submit([block for block in finished if block.solved], mean_curvature)  =>  pass
 layers under way are launched again  <-  distkfac::never_more_than_so_many_steps_under_way
-    [block for block in due if block not in landing]  =>  list(due)
+    [b for b in due if b not in pending_before]  =>  list(due)
 decompositions that their solver has not rounded
   <-  exchange_dtype::every_rank_has_the_same_numbers
-    solver.to_send(solve.parts[letter], plan.wire)  =>  solver.to_send(solve.parts[letter], None)
+    to_send(pending.parts[factor_name], plan.wire)  =>  to_send(pending.parts[factor_name], None)
 a failed G is not told  <-  failures::one_factor_that_fails_is_told
-    outcome = Outcome.VALID if whole else Outcome.FAILED  =>  outcome = Outcome(2 if whole else 1)
+    outcome = Outcome.FAILED  =>  outcome = Outcome.NO_STATISTICS
 verdicts are added up  <-  failures::one_factor_that_fails_is_told
-    all_reduce_max([message] if layers  =>  all_reduce([message] if layers
+    all_reduce_max([message] if blocks  =>  all_reduce([message] if blocks
 a dead layer is called unused where it is called
   <-  kaisa::a_dead_layer_is_called_unused_where_it_is_not_called
     no_statistics=block.status is LayerStatus.NOT_CAPTURED  =>  no_statistics=True
 one refresh too many before an error
   <-  failures::too_many_failures_in_a_row_are_an_error_on_every_rank
-    block.failures >= most  =>  block.failures > most
+    block.failures >= limit  =>  block.failures > limit
 relative damping without the mean curvature
   <-  invariants_steps::relative_damping_is_in_units_of_a_layers_mean_curvature
     damping = damping * positive  =>  damping = damping * torch.ones_like(positive)
 a gradient's scale without the damping
   <-  defaults::the_gradients_scale_is_newtons_times_the_mean_damped_curvature
-    traces = (curvature + damping)  =>  traces = (curvature + 0 * damping)
+    mean_eigenvalues = (curvature + damping)  =>  mean_eigenvalues = (curvature + 0 * damping)
 damping for scale, from another process
   <-  distkfac_ranks::all_have_the_same_parameters_however_the_threads_are_scheduled
-    [solve.damped.damping, solve.damped.trace]  =>  [solve.damped.damping] * 2
+    [layer_damping.damping, layer_damping.mean_eigenvalue]  =>  [layer_damping.damping] * 2
 stale inverses after a change of layers
   <-  kaisa::a_layer_without_an_inverse_gets_one_at_the_next_step
     if self.requested:  =>  if False:
@@ -530,18 +530,20 @@ decompositions of threads arrive with another damping
 an instrument without the failures  <-  metrics::failures_are_counted
   -             self.num_failures += 1
   -
+damping without a floor  <-  step_length::damping_has_a_floor_by_all_layers
+    self.options.floor * pending[blocks[0]].mean_curvature  =>  0.0
+a step staler than allowed  <-  distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age
+    staleness is not None and age >= staleness  =>  staleness is not None and age > staleness
+a solve on a thread that is older than drift allows
+  <-  drift::solves_on_threads_are_waited_for_by_the_step_before_the_next
+    if self._drift is not None and age >= self._drift.interval(block) - 1:  =>  if False:
+of a thread's decompositions one is enough  <-  distkfac::one_factor_that_fails_on_a_thread_is_told
+    == len(self.step_plan.to_solve[block])  =>  > 0
+
+== kfac/inverter.py
 a dead layer solved with the others
   <-  refresh_on_device::a_refresh_comes_to_the_same_on_a_device
     if not weight > 0}  =>  if False}
-damping without a floor  <-  step_length::damping_has_a_floor_by_all_layers
-    options.floor * solves[blocks[0]].mean_curvature  =>  0.0
-a step staler than allowed  <-  distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age
-    most is not None and age >= most  =>  most is not None and age > most
-a solve on a thread that is older than drift allows
-  <-  drift::solves_on_threads_are_waited_for_by_the_step_before_the_next
-    late = self.drift is not None and age >= self.drift.interval(block) - 1  =>  late = False
-of a thread's decompositions one is enough  <-  distkfac::one_factor_that_fails_on_a_thread_is_told
-    == len(self.step_plan.to_solve[block])  =>  > 0
 
 == kfac/async_inversion.py
 a dropped result is that of a later refresh

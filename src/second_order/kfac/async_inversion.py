@@ -26,7 +26,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from second_order.kfac.inversion import Job, Result, describe_error
+from second_order.kfac.inverter import Job, Result, describe_error
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.solvers import Decomposition, Problem, Solver
 from second_order.kronecker.storage import DeviceRead
@@ -134,7 +134,7 @@ class ThreadedInverter:
             )
             self._tickets[job.block] = self._on_thread(work)
 
-    def attempted(self) -> dict[KroneckerBlock, Mapping[str, Decomposition]]:
+    def attempts(self) -> Mapping[KroneckerBlock, Mapping[str, Decomposition]]:
         """Return nothing: threads check what they have decomposed."""
         return {}
 
@@ -161,11 +161,13 @@ class ThreadedInverter:
 
         return self.pool.submit(in_stream)
 
-    def collect(self, waits: Callable[[KroneckerBlock], bool], read: DeviceRead) -> list[Result]:
+    def collect(
+        self, must_wait: Callable[[KroneckerBlock], bool], read: DeviceRead
+    ) -> list[Result]:
         """Return finished layers, and those that are waited for; nothing is read."""
         results: list[Result] = []
         for block, ticket in list(self._tickets.items()):
-            if waits(block):
+            if must_wait(block):
                 with stage("wait"):
                     wait([ticket])
             elif self.deterministic or not ticket.done():

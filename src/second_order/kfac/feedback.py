@@ -35,7 +35,7 @@ from torch import Tensor
 from second_order.checkpoint.saved import SavedPart
 from second_order.distributed.fsdp import dtensor_from_rows, is_dtensor, local_tensor, shard_like
 from second_order.distributed.world import flatten, split_into_buckets
-from second_order.kfac.inversion import stacked_means
+from second_order.kfac.inversion import stack_means
 from second_order.kfac.plan import StepPlan
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.storage import DeviceRead, Numbers
@@ -329,7 +329,7 @@ def report_refresh(
     factors = {block: block.factors for block in layers if block.factors is not None}
     ordered: list[KroneckerBlock] = []
     curvatures: list[Tensor] = []
-    for blocks, means in stacked_means(factors):
+    for blocks, means in stack_means(factors):
         ordered += blocks
         curvatures.append(means.prod(0).mean(-1))
     return Report(

@@ -1,13 +1,16 @@
-"""LayerDamping inverses of the layers' factors: computed, agreed on, exchanged, installed.
+"""The damped inverses of the layers' factors, and the refresh that recomputes them.
 
-submit    each inverse rank hands its factors of the layers that are due to its inverter
-collect   it takes what the inverter has finished: at once, or from threads
-agree     all ranks find the largest outcome of each layer
-exchange  the decompositions of valid layers go to the layers' gradient workers
-install   all gradient workers use the new inverses from this step on; the other layers keep what
-          they have, or nothing
+damp       γ of each layer that is due, and what it adds to the diagonals of A and G
+submit     each inverse rank submits its damped factors to its inverter
+collect    it collects what the inverter has finished, in this step or on threads
+agree      all ranks all-reduce (max) the outcome of each layer
+exchange   inverse ranks send the decompositions of valid layers to the gradient workers
+install    gradient workers combine them into the inverses that they use from this step on
 
-The inverter is :class:`SynchronousInverter`, or the threads of :mod:`async_inversion`.
+A layer whose refresh fails keeps its last inverse, or else is left to the base optimizer.
+
+See :mod:`second_order.kfac.inverter` for the inverters, and
+:mod:`second_order.kfac.async_inversion` for the one with threads.
 """
 
 from __future__ import annotations
@@ -16,28 +19,21 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from second_order.distributed.world import Route, Shapes, send_tensors
 from second_order.errors import DecompositionError
+from second_order.kfac.inverter import Inverter, Job, SynchronousInverter, describe_error
 from second_order.kfac.layers import Layers, values_by_layer
 from second_order.kfac.plan import Item, StepPlan
 from second_order.kfac.precondition import compare, precondition
 from second_order.kfac.schedule import Drift
 from second_order.kronecker.block import KroneckerBlock, LayerBatch, LayerStatus, per_group
 from second_order.kronecker.factors import KroneckerFactors
-from second_order.kronecker.solvers import (
-    SOLVERS,
-    Attempts,
-    Damping,
-    Decomposition,
-    Inverse,
-    Problem,
-    Solver,
-)
+from second_order.kronecker.solvers import SOLVERS, Damping, Decomposition, Inverse, Problem
 from second_order.kronecker.storage import DeviceRead, as_stack, merge_numbers
 from second_order.optimizers.config import KFACOptions, check_damping
 from second_order.training.context import Training
@@ -48,25 +44,23 @@ from second_order.utils.stages import stage
 __all__ = [
     "InverseState",
     "Inverses",
-    "Job",
     "LoadedInverse",
     "Outcome",
     "PendingInverse",
     "Refresh",
-    "Result",
-    "SynchronousInverter",
-    "stacked_means",
+    "stack_means",
 ]
 
 MAX_CONSECUTIVE_FAILURES = 3  # refreshes in a row without an inverse of a layer
 
-NUMBERS = "numbers"  # γ and the trace of a layer, sent next to its decompositions
+DAMPING_ENTRY = "damping"
+"""The item of a message with γ and the mean eigenvalue of a layer, next to its factors' items."""
 
 
 class Outcome(IntEnum):
     """The outcome of computing a layer's inverse. Ranks agree on the largest."""
 
-    PENDING = 0  # not finished yet, or not on this rank
+    PENDING = 0  # not finished yet, or not computed on this rank
     NO_STATISTICS = 1  # no example has reached the layer yet
     VALID = 2  # a decomposition of every factor
     FAILED = 3  # a factor could not be decomposed
@@ -77,19 +71,19 @@ class Outcome(IntEnum):
 class InverseState:
     """Where the inverse in use of a layer comes from.
 
-    All ranks know the steps. The layer's gradient workers know the other numbers.
+    All ranks know the steps. Only the layer's gradient workers know the other numbers.
     """
 
-    step: int  # of the factors that it was computed from
-    installed_at: int  # the step since which it is used
-    option: Damping = 0.0  # γ as the option had it at ``step``
+    step: int  # of the factors that the inverse was computed from
+    installed_at: int  # the first step that used the inverse
+    damping_option: Damping = 0.0  # the value of ``damping=`` at ``step``
     damping: Damping = 0.0  # γ of the layer
-    trace: Damping = 0.0  # the mean eigenvalue of A ⊗ G + γ
+    mean_eigenvalue: Damping = 0.0  # of A ⊗ G + γ
 
 
 @dataclass(frozen=True)
 class LoadedInverse:
-    """A checkpoint's inverse; ``inverse`` is None on ranks that do not precondition with it."""
+    """The inverse in a checkpoint. It is None on ranks that do not precondition the layer."""
 
     state: InverseState
     inverse: Inverse | None = None
@@ -100,45 +94,22 @@ class LayerDamping:
     """The damping of a layer."""
 
     damping: Damping  # γ
-    trace: Tensor  # the mean eigenvalue of A ⊗ G + γ
-    added: Sequence[Tensor | None] = ()  # to the factors' diagonals
+    mean_eigenvalue: Tensor  # of A ⊗ G + γ, a scalar
+    added: Sequence[Tensor | None] = ()  # to the diagonal of each factor, (groups,)
 
 
 @dataclass(frozen=True)
 class PendingInverse:
-    """A layer whose inverse is being computed, from the factors of a step."""
+    """An inverse that is being computed from the factors of a step."""
 
     step: int
-    option: Damping  # γ as the option had it at that step
-    mean_curvature: float  # of all layers, then
-    damped: LayerDamping | None = None  # on the layer's gradient workers
+    damping_option: Damping  # the value of ``damping=`` at that step
+    mean_curvature: float  # of all layers, at that step
+    layer_damping: LayerDamping | None = None  # on the layer's gradient workers
     outcome: Outcome = Outcome.PENDING  # on this rank
-    parts: Mapping[str, Decomposition] = field(default_factory=dict)  # by letter, on this rank
-    error: str = ""  # what was raised on this rank
-    factors: KroneckerFactors | None = None  # of that step, once the running averages have changed
-
-
-@dataclass(frozen=True)
-class Job:
-    """The factors of a layer that this rank decomposes, by letter."""
-
-    block: KroneckerBlock
-    problems: Mapping[str, Problem]
-    cost: float
-    # The weight of the running averages, 0 if there are no statistics; None if it is known that
-    # there are some.
-    weight: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Result:
-    """The result of a job: decompositions by letter, without those that failed."""
-
-    block: KroneckerBlock
-    parts: Mapping[str, Decomposition] = field(default_factory=dict)
-    error: str = ""
-    has_statistics: bool = True
-    was_retried: bool = False  # whether the first attempt at a factor failed
+    parts: Mapping[str, Decomposition] = field(default_factory=dict)  # by factor, on this rank
+    error: str = ""  # raised on this rank
+    factors: KroneckerFactors | None = None  # a copy, once the running averages have changed
 
 
 @dataclass(frozen=True)
@@ -147,9 +118,10 @@ class Refresh:
 
     Attributes:
         installed: The layers that have a new inverse; the same on every rank.
-        cosines: Of P by the last and by the new inverse, of layers for which they are known.
-        previous: The last inverses of the other layers that this rank preconditions, if refresh
-            intervals follow drift.
+        cosines: The cosine of P by the last and by the new inverse, of layers of this rank for
+            which it is already known.
+        previous: The last inverses of the other refreshed layers of this rank, if refresh intervals
+            follow drift.
     """
 
     installed: Sequence[KroneckerBlock] = ()
@@ -157,160 +129,46 @@ class Refresh:
     previous: Mapping[KroneckerBlock, Inverse] = field(default_factory=dict)
 
 
-class Inverter(Protocol):
-    """Decomposes factors: :class:`SynchronousInverter`, or the threads of :mod:`async_inversion`.
+class SelectionRule(Protocol):
+    """Selects the layers to compute among those that are due; the same on every rank."""
 
-    ``staleness`` is the number of steps after which a layer is waited for, None for no bound. If
-    the inverter is ``deterministic``, layers are installed then, and never before.
-    """
-
-    staleness: int | None
-    deterministic: bool
-
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Start to decompose the factors of some layers."""
-
-    def attempted(self) -> dict[KroneckerBlock, Mapping[str, Decomposition]]:
-        """Decompositions of submitted layers, before it is known whether they are accurate."""
-
-    def collect(self, waits: Callable[[KroneckerBlock], bool], read: DeviceRead) -> list[Result]:
-        """Return finished layers, and wait for those that ``waits`` names."""
-
-    def forget(self, block: KroneckerBlock) -> None:
-        """Drop what has been submitted of a layer."""
-
-    def clear(self) -> None:
-        """Drop all that has been submitted."""
-
-    def finish(self) -> None:
-        """Wait for all that has been submitted."""
-
-    def close(self) -> None:
-        """End threads."""
-
-    def post(self, copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
-        """Send tensors from the CPU once the device has computed them."""
+    def __call__(
+        self, inverses: Inverses, due: Mapping[KroneckerBlock, PendingInverse]
+    ) -> Sequence[KroneckerBlock]:
+        """Return the selected layers. Collective."""
 
 
-class SynchronousInverter:
-    """Decomposes at once: factors of one size together, and with one read of the device."""
-
-    staleness: int | None = 0
-    deterministic = True
-
-    def __init__(self, training: Training, options: KFACOptions, solver: Solver) -> None:
-        self._solver = solver
-        self._dtype = options.inv_dtype
-        self.clear()
-
-    def clear(self) -> None:
-        """Drop all that has been submitted."""
-        self._jobs: Sequence[Job] = ()
-        self._items: list[Item] = []
-        self._attempts: Attempts | None = None
-
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Attempt to decompose the factors of some layers."""
-        self.clear()
-        if not jobs:
-            return
-        # Factors of equal layers lie next to each other, so that they are equal in their batches.
-        shapes = list(dict.fromkeys(job.block.shape for job in jobs))
-        problems = {(job.block, k): each for job in jobs for k, each in job.problems.items()}
-        items = sorted(problems, key=lambda item: (shapes.index(item[0].shape), item[1]))
-        self._attempts = self._solver.attempt([problems[item] for item in items], self._dtype)
-        self._items = items
-        self._jobs = jobs
-
-    def attempted(self) -> dict[KroneckerBlock, Mapping[str, Decomposition]]:
-        """Decompositions of submitted layers, before it is known whether they are accurate."""
-        if self._attempts is None:
-            return {}
-        parts = _by_layer(self._items, self._attempts.parts)
-        found: dict[KroneckerBlock, Mapping[str, Decomposition]] = {}
-        for job in self._jobs:
-            if len(parts[job.block]) == len(job.problems):
-                found[job.block] = parts[job.block]
-        return found
-
-    def collect(self, waits: Callable[[KroneckerBlock], bool], read: DeviceRead) -> list[Result]:
-        """Return all that has been submitted, after a read of the device.
-
-        Factors whose first attempt has failed are decomposed in other ways.
-        """
-        attempts = self._attempts
-        if attempts is None:
-            return []
-        items = self._items
-        jobs = self._jobs
-        unknown = [job for job in jobs if job.weight is not None]
-        weights = read.add([job.weight for job in unknown if job.weight is not None])
-        errors = read.add(attempts.errors)
-        self.clear()
-        try:
-            weighed = zip(unknown, weights(), strict=True)
-            empty = {job.block for job, weight in weighed if not weight > 0}
-            failed = [i for i in attempts.inaccurate(errors()) if items[i][0] not in empty]
-            found = attempts.retry(failed)
-        except Exception as error:  # an exception must not separate this rank from the others
-            return [Result(job.block, error=describe_error(error)) for job in jobs]
-
-        parts = _by_layer(items, found)
-        retried = {items[i][0] for i in failed}
-        return [
-            Result(
-                job.block,
-                parts[job.block],
-                has_statistics=job.block not in empty,
-                was_retried=job.block in retried,
-            )
-            for job in jobs
-        ]
-
-    def forget(self, block: KroneckerBlock) -> None:
-        """Do nothing: all is collected at the step at which it is submitted."""
-
-    def finish(self) -> None:
-        """Do nothing: all is collected at the step at which it is submitted."""
-
-    def close(self) -> None:
-        """Do nothing: there are no threads."""
-
-    def post(self, copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
-        """Send tensors from the CPU; wait for those on a device."""
-        send([copy.cpu() for copy in copies])
-
-
-def _by_layer(
-    items: Sequence[Item], parts: Sequence[Decomposition | None]
-) -> dict[KroneckerBlock, dict[str, Decomposition]]:
-    """Decompositions of factors by layer and letter, without those that are None."""
-    found: dict[KroneckerBlock, dict[str, Decomposition]] = {block: {} for block, _ in items}
-    for (block, letter), decomposition in zip(items, parts, strict=True):
-        if decomposition is not None:
-            found[block][letter] = decomposition
-    return found
-
-
-def describe_error(error: BaseException) -> str:
-    """The class and the text of an error."""
-    return f"{type(error).__name__}: {error}"
-
-
-def stacked_means(
+def stack_means(
     factors: Mapping[KroneckerBlock, KroneckerFactors],
 ) -> list[tuple[list[KroneckerBlock], Tensor]]:
-    """Layers of equal shape, and their factors' mean eigenvalues, ``(factors, layers, groups)``."""
+    """Stack the mean eigenvalues of the factors of layers of equal shape.
+
+    Returns:
+        For each shape, its layers and a tensor ``(factors, layers, groups)``.
+    """
     same_shape: dict[object, list[KroneckerBlock]] = {}
-    for block, each in factors.items():
-        means = each.factor_means
-        key = means.shape, means.dtype, means.device, block.shape.exact
+    for block, own in factors.items():
+        means = own.factor_means
+        key = (means.shape, means.dtype, means.device, block.shape.exact)
         same_shape.setdefault(key, []).append(block)
-    return [(b, torch.stack([factors[x].factor_means for x in b], 1)) for b in same_shape.values()]
+    stacks: list[tuple[list[KroneckerBlock], Tensor]] = []
+    for blocks in same_shape.values():
+        means = torch.stack([factors[block].factor_means for block in blocks], dim=1)
+        stacks.append((blocks, means))
+    return stacks
 
 
 class Inverses:
-    """The inverses of a training's layers, and the layers whose inverses are being computed."""
+    """The inverses of all layers, those in use and those that are being computed.
+
+    Attributes:
+        step_plan: What this rank does in a step.
+        requested: Layers to refresh at the next step, whether or not they are due.
+        states: The state of each inverse in use.
+        pending: The inverses that are being computed.
+        damping_option: The value of ``damping=`` at the last refresh; NaN before the first.
+        num_failures: Refreshes of layers that have failed so far.
+    """
 
     def __init__(
         self,
@@ -318,54 +176,55 @@ class Inverses:
         options: KFACOptions,
         layers: Layers,
         drift: Drift | None = None,
-        rule: Rule | None = None,
-        inverter: Callable[..., Any] | None = None,
+        rule: SelectionRule | None = None,
+        inverter: Callable[..., Inverter] | None = None,
     ) -> None:
         self.training = training
         self.options = options
         self.layers = layers
-        self.drift = drift
-        self.rule = rule
         self.solver = SOLVERS[options.solver]
-        make: Callable[..., Inverter] = inverter or SynchronousInverter
-        self.inverter = make(training, options, self.solver)
-        self.waits_for_all = self.inverter.staleness == 0
+        self._drift = drift
+        self._rule = rule
+        make_inverter: Callable[..., Inverter] = inverter or SynchronousInverter
+        self.inverter = make_inverter(training, options, self.solver)
         self.is_synchronous = inverter is None
-        self.damping_option: Damping = math.nan  # γ as the option has it
-        self.num_failures = (
-            0  # number of inverses without a valid decomposition, of all layers so far
-        )
+        self.damping_option: Damping = math.nan
+        self.num_failures = 0
         self.restart(StepPlan({}, training.world, training.world))
 
-    def restart(self, step: StepPlan) -> None:
-        """Compute all inverses of a plan again, from other factors or on other ranks."""
-        self.step_plan = step
-        self.plan = step.layers
-        self.requested: set[KroneckerBlock] = set(self.plan)  # layers that are due out of turn
-        self.states: dict[KroneckerBlock, InverseState] = {}  # of the inverses in use
+    def restart(self, step_plan: StepPlan) -> None:
+        """Drop all inverses, and request those of a new plan."""
+        self.step_plan = step_plan
+        self.requested: set[KroneckerBlock] = set(step_plan.layers)
+        self.states: dict[KroneckerBlock, InverseState] = {}
         self.pending: dict[KroneckerBlock, PendingInverse] = {}
         self.inverter.clear()
 
     def close(self) -> None:
-        """End threads, and forget all layers."""
+        """End threads, and drop all layers."""
         self.inverter.close()
         self.restart(StepPlan({}, self.training.world, self.training.world))
 
     @property
-    def reads_once(self) -> bool:
-        """Whether a refresh needs no more than one read of the device for all that it reports.
+    def waits_for_all(self) -> bool:
+        """Whether a refresh waits for all layers that are due."""
+        return self.inverter.staleness == 0
 
-        What a refresh changes is then measured with the attempts, before they are known to be
-        accurate. With several processes, the inverses have to be exchanged first. On a CPU nothing
-        waits, and the comparison would precondition twice.
+    @property
+    def reads_once(self) -> bool:
+        """Whether a refresh reads the device once for everything that it reports.
+
+        The refresh then measures what it changes with the attempts, before it is known that they
+        are accurate. With several processes, inverses have to be exchanged first. On a CPU, no read
+        waits, and the measurement would precondition twice.
         """
-        training = self.training
-        has_device = training.device.type != "cpu"
-        return self.is_synchronous and training.world.size == 1 and has_device
+        is_single_process = self.training.world.size == 1
+        has_device = self.training.device.type != "cpu"
+        return self.is_synchronous and is_single_process and has_device
 
     @property
     def scaled(self) -> bool:
-        """Whether inverses are multiplied by the mean eigenvalue of the damped curvature."""
+        """Whether inverses are multiplied by the mean eigenvalue of A ⊗ G + γ."""
         return self.options.grafting == "gradient"
 
     # ------------------------------------------------------------------------------- one refresh
@@ -373,356 +232,418 @@ class Inverses:
     def refresh(
         self,
         due: Sequence[KroneckerBlock],
-        pending: PendingAverage,
+        gradients: PendingAverage,
         mean_curvature: float,
         read: DeviceRead,
     ) -> Refresh:
-        """Compute the inverses that are due, and install what the ranks agree is finished.
+        """Compute the inverses that are due, and install those that are finished. Collective.
 
-        Gradients have arrived before a part of the world communicates: NCCL's communicators are not
-        to be used at the same time.
+        The average of the gradients has arrived before subgroups of ranks communicate, because
+        NCCL's communicators must not be used at the same time.
 
         Args:
             due: The layers that are due.
-            pending: The average of the gradients.
-            mean_curvature: Of all layers, at their last refresh.
-            read: What else is read if the device is read.
+            gradients: The average of the gradients.
+            mean_curvature: The mean curvature of all layers, at their last refresh.
+            read: The read of the device to which this adds what it needs.
 
         Raises:
-            DecompositionError: On every rank, if a layer could not be decomposed too often.
+            DecompositionError: On every rank, if a layer has failed too many times in a row.
         """
         if self.requested:
-            due = [block for block in self.plan if block in self.requested or block in due]
+            due = [b for b in self.step_plan.layers if b in self.requested or b in due]
+        pending_before = set(self.pending)
         try:
+            # Damp the factors of the layers that are due, and submit them to the inverter.
             if due:
-                self._read_damping()
-            landing = set(self.pending)
-            self._submit([block for block in due if block not in landing], mean_curvature)
+                self.damping_option = self._evaluate_damping_option()
+            self._submit([b for b in due if b not in pending_before], mean_curvature)
+
+            # Collect the decompositions that are finished.
             attempted = self._compare_attempts()
             cosines = read.add(list(attempted.values()))
             retried = self._collect(read)
-            outcomes = self._agree_on_outcomes(pending)
-            installed, previous = self._install(outcomes)
-            again = [b for b in due if b in landing and b not in self.pending and b.solved]
-            self._submit(again, mean_curvature)
-        except BaseException:  # layers under way may have lost their results
+
+            # Agree with all ranks on the outcomes.
+            outcomes = self._agree_on_outcomes(gradients)
+
+            # Exchange the decompositions of valid layers, and install their inverses.
+            valid = [block for block, outcome in outcomes.items() if outcome is Outcome.VALID]
+            parts = self._exchange(valid)
+            previous = self._install(valid, parts)
+            for block, outcome in outcomes.items():
+                if outcome is not Outcome.VALID:
+                    self._record_failure(block, outcome)
+
+            # Submit again what was still pending when it fell due.
+            finished = [b for b in due if b in pending_before and b not in self.pending]
+            self._submit([block for block in finished if block.solved], mean_curvature)
+        except BaseException:
+            # The results of pending layers may be lost, so compute everything again.
             self.pending.clear()
             self.inverter.clear()
-            self.requested = set(self.plan)
+            self.requested = set(self.step_plan.layers)
             raise
         self.requested.clear()
-
         self.layers.tell_of_silence(list(outcomes))
-        most = MAX_CONSECUTIVE_FAILURES
-        hopeless = [repr(block.name) for block in outcomes if block.failures >= most]
-        if hopeless:
+        self._raise_on_repeated_failures(outcomes)
+
+        # A cosine holds if the attempt itself was installed.
+        known: dict[KroneckerBlock, float] = {}
+        for block, cosine in zip(attempted, cosines(), strict=True):
+            if block in previous and block not in retried:
+                known[block] = cosine
+                del previous[block]
+        return Refresh(installed=valid, cosines=known, previous=previous)
+
+    def _raise_on_repeated_failures(self, blocks: Iterable[KroneckerBlock]) -> None:
+        """Raise DecompositionError if any of the layers has failed too many times in a row."""
+        limit = MAX_CONSECUTIVE_FAILURES
+        names = [repr(block.name) for block in blocks if block.failures >= limit]
+        if names:
             raise DecompositionError(
-                f"the factors of {', '.join(hopeless)} could not be decomposed {most} refreshes in "
+                f"the factors of {', '.join(names)} could not be decomposed {limit} refreshes in "
                 f"a row, in float32 or in float64; raise damping, lower lr, or name them in "
                 f"skip_layers"
             )
 
-        known: dict[KroneckerBlock, float] = {}
-        for block, cosine in zip(attempted, cosines(), strict=True):
-            if block not in retried and block in previous:
-                known[block] = cosine
-                del previous[block]
-        return Refresh(installed, known, previous)
+    # ------------------------------------------------------------------------- damp and submit
 
-    def _read_damping(self) -> None:
-        """Read the option γ of this step, on every rank before anything is computed."""
+    def _evaluate_damping_option(self) -> Damping:
+        """The value of ``damping=`` at this step. If it is invalid, every rank raises here."""
         damping: Any = self.options.damping
         if callable(damping):
             damping = damping(self.training.steps)
             check_damping(damping)
-        self.damping_option = as_scalar(damping)
-
-    # ----------------------------------------------------------------------- submit and collect
+        return as_scalar(damping)
 
     def _submit(self, blocks: Sequence[KroneckerBlock], mean_curvature: float) -> None:
-        """Begin to compute the inverses of some layers, from their running averages."""
+        """Start to compute the inverses of some layers from their running averages."""
         if not blocks:
             return
-        own_dampings = values_by_layer(self.training.groups, blocks, "damping")
-        solves: dict[KroneckerBlock, PendingInverse] = {}
+        group_dampings = values_by_layer(self.training.groups, blocks, "damping")
+        due: dict[KroneckerBlock, PendingInverse] = {}
         for block in blocks:
-            option = own_dampings.get(block, self.damping_option)
-            solves[block] = PendingInverse(self.training.steps, option, mean_curvature)
-        if self.rule is not None:
-            moved = self.rule(self, solves)
-            solves = {block: solves[block] for block in moved}
-        self.pending |= solves
-        self._begin({block: block.ensure_factors() for block in solves})
+            option = group_dampings.get(block, self.damping_option)
+            due[block] = PendingInverse(self.training.steps, option, mean_curvature)
+        if self._rule is not None:
+            due = {block: due[block] for block in self._rule(self, due)}
+        self.pending |= due
+        self._damp_and_submit({block: block.ensure_factors() for block in due})
 
-    def _begin(self, factors: Mapping[KroneckerBlock, KroneckerFactors]) -> None:
-        """Find γ of the layers of this rank, and hand its factors to the inverter."""
-        local = [block for block in factors if block in self.step_plan.to_solve]
-        solves = {block: self.pending[block] for block in factors if self._works_on(block)}
+    def _damp_and_submit(self, factors: Mapping[KroneckerBlock, KroneckerFactors]) -> None:
+        """Compute γ of this rank's layers, and submit the factors that this rank decomposes."""
+        preconditioned = [block for block in factors if self._is_gradient_worker(block)]
+        inverted = [block for block in factors if block in self.step_plan.to_solve]
         try:
-            for block, damped in self.layer_dampings(factors, solves).items():
-                self._update(block, damped=damped)
-            self.inverter.submit([self._job(block, factors[block]) for block in local])
+            pending = {block: self.pending[block] for block in preconditioned}
+            for block, layer_damping in self.compute_dampings(factors, pending).items():
+                self._update(block, layer_damping=layer_damping)
+            self.inverter.submit([self._job(block, factors[block]) for block in inverted])
         except Exception as error:  # an exception must not separate this rank from the others
-            for block in solves:
-                if self.pending[block].damped is None or block in local:
+            for block in preconditioned:
+                if block in inverted or self.pending[block].layer_damping is None:
                     self._update(block, outcome=Outcome.FAILED, error=describe_error(error))
 
-    def _works_on(self, block: KroneckerBlock) -> bool:
-        """Whether this rank preconditions a layer; inverse ranks do."""
-        return self.training.world.rank in self.plan[block].workers
+    def _is_gradient_worker(self, block: KroneckerBlock) -> bool:
+        """Whether this rank preconditions a layer. Inverse ranks do."""
+        return self.training.world.rank in self.step_plan.layers[block].workers
 
-    def _update(self, block: KroneckerBlock, **changed: Any) -> None:
-        self.pending[block] = replace(self.pending[block], **changed)
+    def _update(self, block: KroneckerBlock, **changes: Any) -> None:
+        """Change some fields of a pending inverse."""
+        self.pending[block] = replace(self.pending[block], **changes)
 
-    def layer_dampings(
+    def compute_dampings(
         self,
         factors: Mapping[KroneckerBlock, KroneckerFactors],
-        solves: Mapping[KroneckerBlock, PendingInverse],
+        pending: Mapping[KroneckerBlock, PendingInverse],
     ) -> dict[KroneckerBlock, LayerDamping]:
-        """γ of layers, and what their factors get of it; of layers of equal shape at once."""
-        options = self.options
-        found: dict[KroneckerBlock, LayerDamping] = {}
-        for blocks, means in stacked_means({block: factors[block] for block in solves}):
+        """Compute the damping of pending layers, with one computation for each shape.
+
+        Args:
+            factors: The factors of these layers, and perhaps of others.
+            pending: The layers, with the values of ``damping=``.
+        """
+        dampings: dict[KroneckerBlock, LayerDamping] = {}
+        for blocks, means in stack_means({block: factors[block] for block in pending}):
+            # The mean eigenvalue of A ⊗ G, (layers, 1).
             curvature = means.prod(0).mean(-1, keepdim=True)
-            damping: Any = merge_numbers([solves[block].option for block in blocks], curvature)
+
+            # γ: a number, or (layers, 1).
+            damping: Any = merge_numbers([pending[b].damping_option for b in blocks], curvature)
             if isinstance(damping, Tensor):
                 damping = damping.to(curvature).view(-1, 1)
-            if options.relative_damping:  # where gradients vanish there is no curvature
-                floor = options.floor * solves[blocks[0]].mean_curvature
+            if self.options.relative_damping:
+                floor = self.options.floor * pending[blocks[0]].mean_curvature
+                # Where gradients vanish there is no curvature, and γ is the option itself.
                 positive = curvature.masked_fill(~(curvature > 0), 1.0)
                 damping = damping * positive.clamp_min(floor)
-            traces = (curvature + damping).squeeze(-1)
+
+            mean_eigenvalues = (curvature + damping).squeeze(-1)
             added = self.solver.dampings(means, damping, blocks[0].shape.exact)
             for i, block in enumerate(blocks):
-                each = damping
+                own_damping = damping
                 if isinstance(damping, Tensor):
-                    each = damping.expand(len(blocks), 1)[i, 0]
-                own = [None if x is None else x[i] for x in added]
-                found[block] = LayerDamping(each, traces[i], own)
-        return found
+                    own_damping = damping.expand(len(blocks), 1)[i, 0]
+                own_added = [None if each is None else each[i] for each in added]
+                dampings[block] = LayerDamping(own_damping, mean_eigenvalues[i], own_added)
+        return dampings
 
     def _job(self, block: KroneckerBlock, factors: KroneckerFactors) -> Job:
-        """The factors of a layer that this rank decomposes, with their damping."""
-        shape, damped = block.shape, self.pending[block].damped
-        assert damped is not None
+        """The damped factors of a layer that this rank decomposes."""
+        layer_damping = self.pending[block].layer_damping
+        assert layer_damping is not None
+        shape = block.shape
         problems: dict[str, Problem] = {}
-        for letter in self.step_plan.to_solve[block]:
-            problems[letter] = Problem(
-                factors.entries[letter],
-                shape.dims[letter],
+        for factor_name in self.step_plan.to_solve[block]:
+            problems[factor_name] = Problem(
+                factors.entries[factor_name],
+                shape.dims[factor_name],
                 self.options.inv_dtype,
-                added=damped.added[shape.factor_names.index(letter)],
-                is_diagonal=letter in shape.diagonals,
+                added=layer_damping.added[shape.factor_names.index(factor_name)],
+                is_diagonal=factor_name in shape.diagonals,
             )
         weight = None if block.solved else factors.weight
         return Job(block, problems, self.step_plan.costs[block], weight)
 
-    def _compare_attempts(self) -> dict[KroneckerBlock, Tensor]:
-        """Compare P by the last inverse and by the attempt at a new one.
+    # --------------------------------------------------------------------------------- collect
 
-        Returns the cosines of the layers that have both, if this saves a read of the device.
+    def _compare_attempts(self) -> dict[KroneckerBlock, Tensor]:
+        """Compare P by the last inverse with P by the attempt at a new one.
+
+        Returns the cosine of each layer that has both; none if :attr:`reads_once` is false.
         """
         cosines: dict[KroneckerBlock, Tensor] = {}
-        if self.drift is None or not self.reads_once or self.layers.sharded:
+        if self._drift is None or self.layers.sharded or not self.reads_once:
             return cosines
-        attempts = self.inverter.attempted()
+        attempts = self.inverter.attempts()
         dtype = self.options.inv_dtype
-        for bank in self.step_plan.banks:
+        for batch in self.step_plan.banks:
             previous: dict[KroneckerBlock, Inverse] = {}
-            for block in bank.blocks:
+            for block in batch.blocks:
                 if block in attempts and block.inverse is not None and block.has_gradient:
                     previous[block] = block.inverse
             if previous:
-                new = {block: dict(attempts[block]) for block in previous}
-                dampings = {block: self.pending[block].damped for block in previous}
-                attempt = LayerBatch(list(previous), self._combined(new, dampings))
+                parts = {block: dict(attempts[block]) for block in previous}
+                attempt = LayerBatch(list(previous), self._combine(parts))
                 cosines |= compare(precondition([attempt], dtype), previous, dtype)
         return cosines
 
     def _collect(self, read: DeviceRead) -> set[KroneckerBlock]:
-        """Take what is finished. Returns the layers whose first attempt has failed."""
+        """Collect what the inverter has finished. Returns the layers that it had to retry."""
         retried: set[KroneckerBlock] = set()
         for result in self.inverter.collect(self._must_wait_for, read):
             block = result.block
-            whole = len(result.parts) == len(self.step_plan.to_solve[block])
-            outcome = Outcome.VALID if whole else Outcome.FAILED
             if not result.has_statistics:
                 outcome = Outcome.NO_STATISTICS
+            elif len(result.parts) == len(self.step_plan.to_solve[block]):
+                outcome = Outcome.VALID
+            else:
+                outcome = Outcome.FAILED
             self._update(block, outcome=outcome, parts=result.parts, error=result.error)
             if result.was_retried:
                 retried.add(block)
         return retried
 
     def _must_wait_for(self, block: KroneckerBlock) -> bool:
-        """Whether a layer under way is waited for at this step; the same on every rank."""
+        """Whether this step waits for a pending layer; the same on every rank."""
         if not block.solved:
             return True
         age = self.training.steps - self.pending[block].step
-        most = self.inverter.staleness
-        late = self.drift is not None and age >= self.drift.interval(block) - 1
-        return late or (most is not None and age >= most)
+        if self._drift is not None and age >= self._drift.interval(block) - 1:
+            return True
+        staleness = self.inverter.staleness
+        return staleness is not None and age >= staleness
 
-    # ------------------------------------------------------------------------------------ agree
+    # ----------------------------------------------------------------------------------- agree
 
-    def _agree_on_outcomes(self, pending: PendingAverage) -> dict[KroneckerBlock, Outcome]:
-        """Agree with all ranks on finished layers, on the CPU: a device need not be read.
+    def _agree_on_outcomes(self, gradients: PendingAverage) -> dict[KroneckerBlock, Outcome]:
+        """Agree with all ranks on the outcomes of pending layers. Collective.
 
-        Gradients have arrived then.
+        The message is on the CPU, so the device is not read. While it travels, this waits for the
+        average of the gradients.
+
+        Returns:
+            The outcomes of the layers that are not pending any more.
         """
-        world = self.training.world
-        name = "solve_exchange" if self.waits_for_all else "wait"
-        layers = [block for block in self.plan if block in self.pending]
-        if self.inverter.deterministic and not any(map(self._must_wait_for, layers)):
-            layers = []  # exactly so many steps later: before, there is nothing to agree on
-        outcomes = [float(self._outcome(block)) for block in layers]
-        message = torch.tensor(outcomes, dtype=torch.float32, device="cpu")
-        with stage(name):
-            agreement = world.on_cpu().all_reduce_max([message] if layers else [])
-        with stage("average_gradients"):
-            pending.wait()
-        with stage(name):
-            agreement.wait()
-        agreed = zip(layers, message.tolist(), strict=True)
-        return {block: Outcome(int(number)) for block, number in agreed if number > Outcome.PENDING}
+        blocks = [block for block in self.step_plan.layers if block in self.pending]
+        if self.inverter.deterministic and not any(map(self._must_wait_for, blocks)):
+            blocks = []  # no rank has an outcome at this step
+        local = [float(self._local_outcome(block)) for block in blocks]
+        message = torch.tensor(local, dtype=torch.float32, device="cpu")
 
-    def _outcome(self, block: KroneckerBlock) -> Outcome:
-        """What this rank knows of a layer under way."""
+        stage_name = "solve_exchange" if self.waits_for_all else "wait"
+        with stage(stage_name):
+            agreement = self.training.world.on_cpu().all_reduce_max([message] if blocks else [])
+        with stage("average_gradients"):
+            gradients.wait()
+        with stage(stage_name):
+            agreement.wait()
+
+        outcomes: dict[KroneckerBlock, Outcome] = {}
+        for block, number in zip(blocks, message.tolist(), strict=True):
+            if number > Outcome.PENDING:
+                outcomes[block] = Outcome(int(number))
+        return outcomes
+
+    def _local_outcome(self, block: KroneckerBlock) -> Outcome:
+        """The outcome of a pending layer on this rank."""
         if block.unverified:
             return Outcome.UNVERIFIED
-        elsewhere = block not in self.step_plan.to_solve
-        if elsewhere and self.training.world.backend == "fake":  # no other rank sends its result
-            return Outcome.VALID
+        is_elsewhere = block not in self.step_plan.to_solve
+        if is_elsewhere and self.training.world.backend == "fake":
+            return Outcome.VALID  # with the fake backend there is no rank to report it
         return self.pending[block].outcome
 
-    # --------------------------------------------------------------------- exchange and install
-
-    def _install(
-        self, outcomes: Mapping[KroneckerBlock, Outcome]
-    ) -> tuple[list[KroneckerBlock], dict[KroneckerBlock, Inverse]]:
-        """Use valid inverses from now on.
-
-        Returns the layers that have a new one, and the last ones, if refreshes follow drift.
-        """
-        installed = [block for block, each in outcomes.items() if each is Outcome.VALID]
-        received = self._exchange(installed)
-        dampings: dict[KroneckerBlock, LayerDamping | None] = {}
-        for block, outcome in outcomes.items():
-            solve = self.pending.pop(block)
-            self.inverter.forget(block)  # a thread may still work on it, if another rank has failed
-            dampings[block] = solve.damped
-            if outcome is Outcome.VALID:
-                block.mark_solved()
-                state = InverseState(solve.step, self.training.steps, solve.option)
-                if solve.damped is not None:
-                    damped = solve.damped
-                    state = replace(state, damping=damped.damping, trace=damped.trace)
-                self.states[block] = state
-            else:
-                self._note_failure(block, outcome, solve.error)
-
-        previous: dict[KroneckerBlock, Inverse] = {}
-        for bank in self.step_plan.banks if received else ():
-            new = [block for block in bank.blocks if block in received]
-            if new:
-                for block in new if self.drift is not None else ():
-                    if block.inverse is not None:
-                        previous[block] = block.inverse
-                inverse = self._combined({block: received.pop(block) for block in new}, dampings)
-                for block, own in zip(new, inverse.split_layers(new[0].shape.groups), strict=True):
-                    block.install_inverse(own)
-        return installed, previous
-
-    def _combined(
-        self,
-        received: dict[KroneckerBlock, dict[str, Decomposition]],
-        dampings: Mapping[KroneckerBlock, LayerDamping | None],
-    ) -> Inverse:
-        """The stacked inverse of layers of a shape, of their decompositions, which are used up."""
-        blocks = list(received)
-        shape = blocks[0].shape
-        parts: dict[str, Decomposition] = {}
-        for letter in shape.factor_names:
-            columns = zip(*(each.pop(letter) for each in received.values()), strict=True)
-            parts[letter] = tuple(as_stack(column).flatten(0, 1) for column in columns)
-        like = parts["G"][-1]
-        known = [damped for block in blocks if (damped := dampings[block]) is not None]
-        gammas = per_group([damped.damping for damped in known], shape.groups, like)
-        times = None
-        if self.scaled:
-            times = per_group([damped.trace for damped in known], shape.groups, like)
-        return self.solver.combine(parts, gammas, times)
+    # ------------------------------------------------------------------------------- exchange
 
     def _exchange(
         self, valid: Sequence[KroneckerBlock]
     ) -> dict[KroneckerBlock, dict[str, Decomposition]]:
-        """Send decompositions to the layers' gradient workers; returns those of this rank's layers.
+        """Send the decompositions of valid layers to their gradient workers. Collective.
 
-        If inverses are computed while training continues, the factors have changed meanwhile. Then
-        γ and the trace travel as well. If the communication dtype is narrower, inverse ranks round
-        their own, so that all have the same.
+        Returns the decompositions of the layers that this rank preconditions, by factor.
         """
-        preconditioned = [block for block in valid if self._works_on(block)]
+        blocks = [block for block in valid if self._is_gradient_worker(block)]
+        parts: dict[KroneckerBlock, dict[str, Decomposition]] = {}
         if self.step_plan.row.size == 1 or not valid:
-            return {block: dict(self.pending[block].parts) for block in preconditioned}
-        with stage("solve_exchange"):
-            return self._delivered(preconditioned)
+            for block in blocks:
+                parts[block] = dict(self.pending[block].parts)
+                self._update(block, parts={})  # so that the caller can free them one by one
+            return parts
 
-    def _delivered(
+        with stage("solve_exchange"):
+            received = self._send_decompositions(blocks)
+        for block in blocks:
+            parts[block] = {}
+            for factor_name in block.shape.factor_names:
+                sent = received.pop((block, factor_name))
+                parts[block][factor_name] = self.solver.received(
+                    sent, block.shape.dims[factor_name]
+                )
+            if not self.is_synchronous:
+                # A copy, because a view would keep the whole message in memory.
+                numbers = received.pop((block, DAMPING_ENTRY))[0].clone()
+                damping, mean_eigenvalue = numbers.unbind()
+                self._update(block, layer_damping=LayerDamping(damping, mean_eigenvalue))
+            self._update(block, parts={})
+        return parts
+
+    def _send_decompositions(
         self, blocks: Sequence[KroneckerBlock]
-    ) -> dict[KroneckerBlock, dict[str, Decomposition]]:
-        """Send the decompositions of this rank to the ranks of its row, and receive theirs."""
-        plan, solver = self.step_plan, self.solver
-        dtype, device = self.options.inv_dtype, self.training.device
-        ranks = range(plan.row.size)
+    ) -> dict[Item, tuple[Tensor, ...]]:
+        """Send what this rank has decomposed to the ranks of its row, and receive theirs.
+
+        If inverses are computed while training continues, the factors of the other ranks have
+        changed in the meantime, so γ and the mean eigenvalue are sent as well. If the communication
+        dtype is narrower, inverse ranks round their own parts, so that all ranks have the same.
+        """
+        plan = self.step_plan
+        dtype = self.options.inv_dtype
+        device = self.training.device
+        destinations = range(plan.row.size)
         shapes: dict[Item, Shapes] = {}
         routes: dict[Item, Route] = {}
-        local: dict[Item, Decomposition] = {}
+        local: dict[Item, tuple[Tensor, ...]] = {}
         for block in blocks:
-            solve = self.pending[block]
-            for letter in block.shape.factor_names:
-                item = block, letter
-                shapes[item] = solver.sent_shapes(block.shape, letter)
-                routes[item] = Route(plan.to_send[item], ranks)
-                if letter in solve.parts:
-                    local[item] = solver.to_send(solve.parts[letter], plan.wire)
+            pending = self.pending[block]
+            for factor_name in block.shape.factor_names:
+                item = (block, factor_name)
+                shapes[item] = self.solver.sent_shapes(block.shape, factor_name)
+                routes[item] = Route(plan.to_send[item], destinations)
+                if factor_name in pending.parts:
+                    local[item] = self.solver.to_send(pending.parts[factor_name], plan.wire)
+
+            # The inverse rank of A also sends the damping.
             if not self.is_synchronous:
-                item = block, NUMBERS
+                item = (block, DAMPING_ENTRY)
                 shapes[item] = ((2,),)
                 routes[item] = routes[block, "A"]
-                if "A" in solve.parts and solve.damped is not None:
-                    numbers = [solve.damped.damping, solve.damped.trace]
-                    each = [torch.as_tensor(n, dtype=dtype, device=device) for n in numbers]
-                    local[item] = (torch.stack(each),)
+                layer_damping = pending.layer_damping
+                if "A" in pending.parts and layer_damping is not None:
+                    numbers = [layer_damping.damping, layer_damping.mean_eigenvalue]
+                    scalars = [torch.as_tensor(n, dtype=dtype, device=device) for n in numbers]
+                    local[item] = (torch.stack(scalars),)
+        return send_tensors(plan.row, shapes, routes, local, dtype, device, plan.wire)
 
-        found = send_tensors(plan.row, shapes, routes, local, dtype, device, plan.wire)
-        received: dict[KroneckerBlock, dict[str, Decomposition]] = {}
-        for block in blocks:
-            parts = received[block] = {}
-            for letter in block.shape.factor_names:
-                sent = found.pop((block, letter))
-                parts[letter] = solver.received(sent, block.shape.dims[letter])
-            if not self.is_synchronous:
-                # A copy: a view would keep the whole message as long as the inverse.
-                damping, trace = found.pop((block, NUMBERS))[0].clone().unbind()
-                self._update(block, damped=LayerDamping(damping, trace))
-        return received
+    # -------------------------------------------------------------------------------- install
 
-    def _note_failure(self, block: KroneckerBlock, outcome: Outcome, error: str) -> None:
-        """Treat a layer that has no new inverse."""
-        training = self.training
+    def _install(
+        self,
+        valid: Sequence[KroneckerBlock],
+        parts: dict[KroneckerBlock, dict[str, Decomposition]],
+    ) -> dict[KroneckerBlock, Inverse]:
+        """Install the inverses of valid layers. The ``parts`` are used up, which frees memory.
+
+        Returns the last inverses of the layers of this rank, if refresh intervals follow drift.
+        """
+        # Gradient workers combine the parts of equal layers to one inverse.
+        previous: dict[KroneckerBlock, Inverse] = {}
+        for batch in self.step_plan.banks:
+            blocks = [block for block in batch.blocks if block in parts]
+            if not blocks:
+                continue
+            stacked = self._combine({block: parts.pop(block) for block in blocks})
+            inverses = stacked.split_layers(blocks[0].shape.groups)
+            for block, inverse in zip(blocks, inverses, strict=True):
+                if self._drift is not None and block.inverse is not None:
+                    previous[block] = block.inverse
+                block.install_inverse(inverse)
+
+        # All ranks record that the layers have an inverse.
+        for block in valid:
+            pending = self._take_pending(block)
+            state = InverseState(pending.step, self.training.steps, pending.damping_option)
+            if pending.layer_damping is not None:
+                state = replace(
+                    state,
+                    damping=pending.layer_damping.damping,
+                    mean_eigenvalue=pending.layer_damping.mean_eigenvalue,
+                )
+            self.states[block] = state
+            block.mark_solved()
+        return previous
+
+    def _take_pending(self, block: KroneckerBlock) -> PendingInverse:
+        """Remove a layer from those that are pending."""
+        # If another rank has failed, a thread of this rank may still decompose the factors.
+        self.inverter.forget(block)
+        return self.pending.pop(block)
+
+    def _combine(self, parts: dict[KroneckerBlock, dict[str, Decomposition]]) -> Inverse:
+        """Combine the decompositions of pending layers of equal shape to one stacked inverse.
+
+        The decompositions are removed from ``parts``, which frees memory.
+        """
+        shape = next(iter(parts)).shape
+        stacked: dict[str, Decomposition] = {}
+        for factor_name in shape.factor_names:
+            of_layers = [own.pop(factor_name) for own in parts.values()]
+            columns = zip(*of_layers, strict=True)
+            stacked[factor_name] = tuple(as_stack(column).flatten(0, 1) for column in columns)
+
+        dampings: list[Damping] = []
+        mean_eigenvalues: list[Damping] = []
+        for block in parts:
+            layer_damping = self.pending[block].layer_damping
+            assert layer_damping is not None  # a gradient worker knows it
+            dampings.append(layer_damping.damping)
+            mean_eigenvalues.append(layer_damping.mean_eigenvalue)
+        like = stacked["G"][-1]
+        damping = per_group(dampings, shape.groups, like)
+        scale = per_group(mean_eigenvalues, shape.groups, like) if self.scaled else None
+        return self.solver.combine(stacked, damping, scale)
+
+    def _record_failure(self, block: KroneckerBlock, outcome: Outcome) -> None:
+        """Record that a layer has no new inverse."""
+        error = self._take_pending(block).error
         if outcome is Outcome.FAILED:
             block.count_failed_refresh()
             self.num_failures += 1
-            if training.is_first_warning(f"failed:{block.name}"):
-                kept = "the base optimizer trains it alone"
-                if block.solved:
-                    kept = "its last inverse is kept"
-                reason = f" ({error})" if error else ""
-                training.warn(
-                    f"the factors of layer {block.name!r} could not be decomposed at step "
-                    f"{training.steps}{reason}; {kept} until a refresh succeeds"
-                )
+            self._warn_of_failure(block, error)
             return
+
+        # The layer has no valid statistics, so its last inverse is dropped.
         self.states.pop(block, None)
         if outcome is Outcome.NO_STATISTICS:
             block.drop_inverse_at_refresh(no_statistics=block.status is LayerStatus.NOT_CAPTURED)
@@ -732,51 +653,61 @@ class Inverses:
         block.restart_averages()
         block.drop_inverse_at_refresh(no_statistics=True)
         if had_inverse:
-            training.publish()  # without the factors
+            self.training.publish()  # the optimizer's state does not show the factors any more
 
-    # ------------------------------------------------------------------------------ checkpoints
+    def _warn_of_failure(self, block: KroneckerBlock, error: str) -> None:
+        """Warn that a layer's factors could not be decomposed, once per layer."""
+        training = self.training
+        if not training.is_first_warning(f"failed:{block.name}"):
+            return
+        consequence = "the base optimizer trains it alone"
+        if block.solved:
+            consequence = "its last inverse is kept"
+        reason = f" ({error})" if error else ""
+        training.warn(
+            f"the factors of layer {block.name!r} could not be decomposed at step "
+            f"{training.steps}{reason}; {consequence} until a refresh succeeds"
+        )
+
+    # ----------------------------------------------------------------------------- checkpoints
 
     def snapshot_factors(self, blocks: Iterable[KroneckerBlock]) -> None:
-        """Copy the factors that layers under way started from; the running averages will change.
+        """Copy the factors that pending inverses are computed from, before they change.
 
-        They go into checkpoints, which any rank can write.
+        The copies go into checkpoints, which any rank may write.
         """
         for block in blocks:
-            solve = self.pending.get(block)
-            if solve is not None and solve.factors is None and block.factors is not None:
+            pending = self.pending.get(block)
+            if pending is not None and pending.factors is None and block.factors is not None:
                 self._update(block, factors=block.read_factors(block.saved_factors()))
 
-    def load(self, found: Mapping[KroneckerBlock, LoadedInverse], damping: Damping) -> None:
-        """Install the inverses of a checkpoint; their layers are refreshed when they are due.
+    def load(self, loaded: Mapping[KroneckerBlock, LoadedInverse], damping: Damping) -> None:
+        """Install the inverses of a checkpoint.
 
-        ``damping`` is the option γ at the last refresh.
+        Args:
+            loaded: The inverses.
+            damping: The value of ``damping=`` at the last refresh.
         """
         self.damping_option = damping
-        for block, loaded in found.items():
+        for block, each in loaded.items():
             block.mark_solved()
-            self.states[block] = loaded.state
-            if loaded.inverse is not None:
-                block.install_inverse(loaded.inverse)
+            self.states[block] = each.state
+            if each.inverse is not None:
+                block.install_inverse(each.inverse)
 
-    def resubmit(self, found: Mapping[KroneckerBlock, PendingInverse]) -> None:
-        """Begin again what was being computed when a checkpoint was written."""
-        for block, solve in found.items():
-            assert solve.factors is not None
-            self.pending[block] = solve
-            self._begin({block: solve.factors})
+    def resubmit(self, loaded: Mapping[KroneckerBlock, PendingInverse]) -> None:
+        """Compute the inverses that were pending when a checkpoint was written."""
+        for block, pending in loaded.items():
+            assert pending.factors is not None
+            self.pending[block] = pending
+            self._damp_and_submit({block: pending.factors})
         self.inverter.finish()
 
-    def drop(self, missing: Iterable[KroneckerBlock]) -> None:
-        """Refresh layers at the next step, because some rank lacks part of a checkpoint."""
-        for block in missing:
+    def drop(self, blocks: Iterable[KroneckerBlock]) -> None:
+        """Drop the inverses of layers, and request new ones at the next step."""
+        for block in blocks:
             block.drop_inverse()
             self.inverter.forget(block)
             self.pending.pop(block, None)
             self.states.pop(block, None)
             self.requested.add(block)
-
-
-Rule: TypeAlias = Callable[
-    [Inverses, Mapping[KroneckerBlock, PendingInverse]], Sequence[KroneckerBlock]
-]
-"""Chooses among the layers that are due those that are computed; the same on every rank."""

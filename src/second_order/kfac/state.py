@@ -176,7 +176,7 @@ def inverse_state(
     }
     tensors = {PASS_HISTORY: block.pass_history(layer.contributors(world.size))}
     if block.inverse is not None:
-        numbers = [state.damping, state.trace, state.option, inverses.scaled]
+        numbers = [state.damping, state.mean_eigenvalue, state.damping_option, inverses.scaled]
         tensors |= block.inverse.entries
         tensors[INVERSE_DAMPING] = block.to_checkpoint_tensor([float(number) for number in numbers])
 
@@ -185,9 +185,13 @@ def inverse_state(
         found[WANTED] = int(found[WANTED] or block in inverses.pending)
     elif not inverses.waits_for_all:
         inverses.snapshot_factors([block])
-        solve = inverses.pending.get(block, PendingInverse(step=-1, option=0.0, mean_curvature=0.0))
+        solve = inverses.pending.get(
+            block, PendingInverse(step=-1, damping_option=0.0, mean_curvature=0.0)
+        )
         found[SNAPSHOT_STEP] = solve.step
-        found |= zip(SNAPSHOT_NUMBERS, (float(solve.option), solve.mean_curvature), strict=True)
+        found |= zip(
+            SNAPSHOT_NUMBERS, (float(solve.damping_option), solve.mean_curvature), strict=True
+        )
         if solve.factors is not None:
             tensors |= {SNAPSHOT + name: x for name, x in solve.factors.entries.items()}
 
@@ -405,5 +409,5 @@ def _read_inverse(
     entries: dict[str, Tensor] = {}
     for name in names:
         entries[name] = part[name].to(block.weight.device, inverses.options.inv_dtype, copy=True)
-    state = replace(loaded.state, damping=damping, trace=trace, option=option)
+    state = replace(loaded.state, damping=damping, mean_eigenvalue=trace, damping_option=option)
     return LoadedInverse(state, inverses.solver(entries))

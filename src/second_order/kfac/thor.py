@@ -77,13 +77,15 @@ class TraceRefresh:
     ) -> list[float]:
         """What this rank finds for layers; COMPUTED for those that other ranks invert."""
         local = {b: each for b, each in judged.items() if b in inverses.step_plan.to_solve}
-        damped = inverses.layer_dampings({block: block.ensure_factors() for block in local}, local)
+        damped = inverses.compute_dampings(
+            {block: block.ensure_factors() for block in local}, local
+        )
         numbers: list[Tensor] = []
         for block, each in damped.items():
             before = inverses.states[block]
-            like = each.trace
-            options = local[block].option, before.option
-            four = like, before.trace, *options
+            like = each.mean_eigenvalue
+            options = local[block].damping_option, before.damping_option
+            four = like, before.mean_eigenvalue, *options
             numbers += [torch.as_tensor(n, dtype=like.dtype, device=like.device) for n in four]
         (listed,) = read_numbers(numbers)
 

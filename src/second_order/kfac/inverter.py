@@ -1,0 +1,227 @@
+"""Inverters decompose the damped factors of layers.
+
+submit    takes the factors of some layers
+collect   returns the layers that are finished, with the decomposition of each factor
+
+:class:`SynchronousInverter` decomposes in the step itself. The threads of
+:class:`second_order.kfac.async_inversion.ThreadedInverter` do so while training continues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from second_order.kfac.plan import Item
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.solvers import Attempts, Decomposition, Problem, Solver
+from second_order.kronecker.storage import DeviceRead
+from second_order.optimizers.config import KFACOptions
+from second_order.training.context import Training
+
+__all__ = ["Inverter", "Job", "Result", "SynchronousInverter", "describe_error"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """The factors of a layer that this rank decomposes.
+
+    Attributes:
+        block: The layer.
+        problems: The damped factors, by name.
+        cost: Operations of the decompositions, up to a constant.
+        weight: The weight of the running averages, a scalar. It is 0 if there are no statistics.
+            None if the layer is known to have some.
+    """
+
+    block: KroneckerBlock
+    problems: Mapping[str, Problem]
+    cost: float
+    weight: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a job.
+
+    Attributes:
+        block: The layer.
+        parts: The decompositions of its factors, by name. Factors that failed are missing.
+        error: The error that was raised, if any.
+        has_statistics: Whether the running averages had statistics.
+        was_retried: Whether the first attempt at some factor failed.
+    """
+
+    block: KroneckerBlock
+    parts: Mapping[str, Decomposition] = field(default_factory=dict)
+    error: str = ""
+    has_statistics: bool = True
+    was_retried: bool = False
+
+
+class Inverter(Protocol):
+    """Decomposes the factors of layers.
+
+    Attributes:
+        staleness: Steps after which a refresh waits for a layer; None for no bound.
+        deterministic: Whether layers are installed exactly ``staleness`` steps after they were
+            submitted, even if they are finished before.
+    """
+
+    staleness: int | None
+    deterministic: bool
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Start to decompose the factors of some layers."""
+
+    def attempts(self) -> Mapping[KroneckerBlock, Mapping[str, Decomposition]]:
+        """Decompositions of submitted layers, before it is known whether they are accurate."""
+
+    def collect(
+        self, must_wait: Callable[[KroneckerBlock], bool], read: DeviceRead
+    ) -> list[Result]:
+        """Return the layers that are finished.
+
+        Args:
+            must_wait: Whether to wait for a layer.
+            read: The read of the device to which this adds what it needs.
+        """
+
+    def forget(self, block: KroneckerBlock) -> None:
+        """Drop the job of a layer, whether or not it is finished."""
+
+    def clear(self) -> None:
+        """Drop all jobs."""
+
+    def finish(self) -> None:
+        """Wait until all jobs are finished."""
+
+    def close(self) -> None:
+        """End the threads, if there are any."""
+
+    def post(self, copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
+        """Send copies of tensors from the CPU once the device has computed them."""
+
+
+class SynchronousInverter:
+    """Decomposes all submitted factors together, and reads the device once.
+
+    ``submit`` attempts the decompositions on the device. ``collect`` reads their errors and retries
+    those that are inaccurate.
+    """
+
+    staleness: int | None = 0
+    deterministic = True
+
+    def __init__(self, training: Training, options: KFACOptions, solver: Solver) -> None:
+        self._solver = solver
+        self._dtype = options.inv_dtype
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop all jobs."""
+        self._jobs: Sequence[Job] = ()
+        self._items: list[Item] = []
+        self._attempts: Attempts | None = None
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Attempt to decompose the factors of some layers, those of equal size together."""
+        self.clear()
+        if not jobs:
+            return
+
+        # Sort factors by shape and name. In their batches, the factors of layers of equal shape
+        # then lie next to each other, so that they can be stacked without a copy.
+        shapes = list(dict.fromkeys(job.block.shape for job in jobs))
+        problems: dict[Item, Problem] = {}
+        for job in jobs:
+            for factor_name, problem in job.problems.items():
+                problems[job.block, factor_name] = problem
+        items = sorted(problems, key=lambda item: (shapes.index(item[0].shape), item[1]))
+
+        self._attempts = self._solver.attempt([problems[item] for item in items], self._dtype)
+        self._items = items
+        self._jobs = jobs
+
+    def attempts(self) -> Mapping[KroneckerBlock, Mapping[str, Decomposition]]:
+        """Decompositions of submitted layers, before it is known whether they are accurate."""
+        if self._attempts is None:
+            return {}
+        parts = _by_layer(self._items, self._attempts.parts)
+        complete: dict[KroneckerBlock, Mapping[str, Decomposition]] = {}
+        for job in self._jobs:
+            if len(parts[job.block]) == len(job.problems):
+                complete[job.block] = parts[job.block]
+        return complete
+
+    def collect(
+        self, must_wait: Callable[[KroneckerBlock], bool], read: DeviceRead
+    ) -> list[Result]:
+        """Return all submitted layers, after retries of the factors with a large error.
+
+        Args:
+            must_wait: Not used, because every layer is finished.
+            read: The read of the device to which this adds the errors.
+        """
+        attempts = self._attempts
+        if attempts is None:
+            return []
+        items = self._items
+        jobs = self._jobs
+        self.clear()
+
+        # Read the errors, and the weights that show which layers have statistics.
+        errors = read.add(attempts.errors)
+        uncertain = [job for job in jobs if job.weight is not None]
+        weights = read.add([job.weight for job in uncertain if job.weight is not None])
+        try:
+            weighed = zip(uncertain, weights(), strict=True)
+            empty = {job.block for job, weight in weighed if not weight > 0}
+            failed = [i for i in attempts.inaccurate(errors()) if items[i][0] not in empty]
+            finished = attempts.retry(failed)
+        except Exception as error:  # an exception must not separate this rank from the others
+            return [Result(job.block, error=describe_error(error)) for job in jobs]
+
+        parts = _by_layer(items, finished)
+        retried = {items[i][0] for i in failed}
+        return [
+            Result(
+                job.block,
+                parts[job.block],
+                has_statistics=job.block not in empty,
+                was_retried=job.block in retried,
+            )
+            for job in jobs
+        ]
+
+    def forget(self, block: KroneckerBlock) -> None:
+        """Do nothing, because a refresh collects everything that it submits."""
+
+    def finish(self) -> None:
+        """Do nothing, because a refresh collects everything that it submits."""
+
+    def close(self) -> None:
+        """Do nothing, because there are no threads."""
+
+    def post(self, copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
+        """Send copies of tensors from the CPU. Synchronizes with the device."""
+        send([copy.cpu() for copy in copies])
+
+
+def _by_layer(
+    items: Sequence[Item], parts: Sequence[Decomposition | None]
+) -> dict[KroneckerBlock, dict[str, Decomposition]]:
+    """Group decompositions by layer and name of the factor, without those that are None."""
+    grouped: dict[KroneckerBlock, dict[str, Decomposition]] = {block: {} for block, _ in items}
+    for (block, factor_name), decomposition in zip(items, parts, strict=True):
+        if decomposition is not None:
+            grouped[block][factor_name] = decomposition
+    return grouped
+
+
+def describe_error(error: BaseException) -> str:
+    """Describe an error by its class and its text, for the warning on a layer."""
+    return f"{type(error).__name__}: {error}"
