@@ -254,11 +254,11 @@ the guard does not know a negative loss  <-  dho2::the_guard_of_s_knows_what_is_
   + loss > (1.0 + TOLERATED_RISE) * self._batch_loss
 a start without new directions
   <-  curvature_corners::a_warm_start_sees_curvature_outside_the_old_span
-    old.add_(start, alpha=FRESH)  =>  old
+    last_sum.add_(start, alpha=RANDOM_SHARE)  =>  last_sum
 the bound of s is not loaded  <-  dho2_state::a_checkpoint_goes_on_bit_for_bit
-    self._bound = counts.get("rest_scale_bound", 1.0)  =>  pass
+    self._scale_bound = counts.get("rest_scale_bound", 1.0)  =>  pass
 carried momentum is not loaded  <-  dho2_state::a_checkpoint_goes_on_bit_for_bit
-    vector.local_rows(pairs.carried_momentum  =>  vector.local_rows(0 * pairs.carried_momentum
+    local_rows(pairs.carried_momentum  =>  local_rows(0 * pairs.carried_momentum
 the last Newton step is not loaded  <-  trust::a_checkpoint_goes_on_bit_for_bit_where_it_binds
     full_step=pairs.last_step  =>  full_step=subspace.newton.full_step
 endless steps where the curvature has vanished

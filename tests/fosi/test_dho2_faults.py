@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 NAN = float("nan")
 STEPS, REFRESH = 11, 6  # refreshes are at steps 2, 6 and 10
 EIGH = torch.linalg.eigh
-NOT_FINITE = "the curvature at step 6 is not finite"
+NOT_FINITE = "the refresh at step 6 failed, because the curvature is not finite"
 FAULTS: dict[str, tuple[int, str]] = {  # the step before which it happens, and what is said
     "eigh": (REFRESH, NOT_FINITE),
 }

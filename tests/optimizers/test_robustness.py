@@ -125,7 +125,7 @@ SYSTEMS = [KAISA, DPKFAC, DistKFAC, DHO2, MRDHO2]
 
 
 class ByTensor(torch.optim.SGD):
-    """A base that is not known to work element by element."""
+    """A base that is not known to be elementwise."""
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -133,7 +133,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "device": (DistKFAC, {"inverse_device": "cuda"}, "inverse_device='cuda', but the parameters"),
     "stats": (DistKFAC, {"stats_workers": 2}, "stats_workers=2 with 2 processes leaves none to"),
     "helpers": (MRDHO2, {"helper_ranks": 2}, "helper_ranks=2 with 2 processes leaves none to"),
-    "base": (DHO2, {"base": ByTensor}, "not known to work element by element; use layout"),
+    "base": (DHO2, {"base": ByTensor}, "not known to be elementwise; use layout"),
 }
 UNEQUAL: dict[str, tuple[Any, str, list[Any]]] = {
     "fractions": (KAISA, "grad_worker_fraction", [1.0, 0.75]),

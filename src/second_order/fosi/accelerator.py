@@ -27,7 +27,7 @@ from torch import Tensor
 from second_order.distributed.helper_link import Message, close_links, load_model
 from second_order.distributed.roles import Role, cycle_batches
 from second_order.errors import SecondOrderError
-from second_order.fosi.eigenpairs import Closures, wanted_pairs
+from second_order.fosi.eigenpairs import Closures, compute_pairs
 from second_order.fosi.epochs import Divided, Worker, overwrite
 from second_order.lanczos.spectrum import Pairs, mean_loss
 from second_order.lanczos.vector_space import row_bounds
@@ -161,7 +161,7 @@ class Accelerating(Divided):
 
         self._loss_fn = self._together(prepare)
         with stage("lanczos"), self.flat_params.hessian(self._loss_fn) as space:
-            pairs = wanted_pairs(space, space.random(options.seed + epoch, 1.0), options)
+            pairs = compute_pairs(space, space.random(options.seed + epoch, 1.0), options)
         self._together(partial(self._deliver, message, pairs))
         self.answered += 1
 

@@ -1,10 +1,12 @@
-"""Refreshes of the eigenpairs: Lanczos on the Hessian of a curvature batch, when due.
+"""Refreshes of the eigenpairs: Lanczos on the Hessian of the curvature batch.
 
-    start from V̂1, and FRESH of everything else; half as many products then
-    û, V̂ <- the k largest and l smallest Ritz pairs          lanczos/
-    the bound of s grows while the loss of the batch does not rise
+    is_due     after the warm-up, and every curvature_interval steps from then on
+    refresh    start vector <- V̂1 + 0.1 · random
+               û, V̂ <- the k largest and l smallest Ritz pairs               lanczos/
+               s, momentum and trust region of the new subspace
 
-Accelerators (`accelerator.py`) compute their eigenpairs by the same :func:`wanted_pairs`.
+A start from the last eigenvectors needs half as many Hessian-vector products as a random start.
+Accelerators (`accelerator.py`) compute their eigenpairs with the same :func:`compute_pairs`.
 """
 
 from __future__ import annotations
@@ -36,53 +38,60 @@ from second_order.training.throttle import Throttle
 from second_order.utils.checks import AUTO, check_interval, value_at
 from second_order.utils.stages import stage
 
-__all__ = ["Closures", "RefreshedPairs", "Tally", "momentum_rule", "wanted_pairs"]
+__all__ = ["Closures", "RefreshCounts", "RefreshedPairs", "compute_pairs", "momentum_rule"]
 
 Closures: TypeAlias = LossFn | Sequence[LossFn]
 
-# The guard of s, at a refresh: how it grows or shrinks, and what rise of the loss is chance.
-GROWTH, SHRINK, TOLERATED_RISE = 1.5, 0.5, 0.1
+# lr_scale_guard: the bound on s grows at a refresh if the loss of the curvature batch has not risen
+# by more than a tolerated fraction, which may be chance, and shrinks otherwise.
+GROWTH = 1.5
+SHRINK = 0.5
+TOLERATED_RISE = 0.1
 
-REST_CLIP = 3.0  # FOSI's bound on s for SGD; adaptive bases, which scale their steps, have 1
+SGD_SCALE_CLIP = 3.0  # FOSI's bound on s. Adaptive optimizers scale their steps, and have 1.
 
-VANISHED = 1e-6  # of the last pairs' largest |û|: Newton steps would be a million times as long
+# If the largest |û| falls below this fraction of the last one, new Newton steps would be a million
+# times as long, so the refresh is rejected.
+VANISHED = 1e-6
 
-FRESH = 0.1
-"""The random share of the vector that a refresh starts from."""
-
-WARM_PRODUCTS = 20
-"""Products that a warm start may take whatever the number of pairs."""
+RANDOM_SHARE = 0.1  # length of the random part of a start vector; that of the last pairs has 1
+WARM_PRODUCTS = 20  # products that a warm start may take for any number of pairs
 
 
-def most_products(options: FOSIOptions, size: int, *, warm: bool) -> int:
-    """Products of a refresh at most, m, for n parameters; ``warm`` from the last eigenvectors.
+def max_products(options: FOSIOptions, size: int, *, warm: bool) -> int:
+    """Return m, the most Hessian-vector products that a refresh takes for n parameters.
 
-    Between refreshes the steep directions turn further than what the second half of the products
-    would still correct, so a warm start takes half of them. The smallest eigenvalues, among many
-    others, need all.
+    A ``warm`` start, from the last eigenvectors, takes half of them: between refreshes the steep
+    directions rotate further than the second half of the products would correct. The smallest
+    eigenvalues are close to many others and need all products.
     """
     wanted = min(options.wanted, size)
     if options.lanczos_iterations is not None:
         return min(size, max(options.lanczos_iterations, wanted))
-    usual = default_iterations(size, wanted)
-    if not warm or options.num_smallest:
-        return usual
-    return min(usual, max(2 * wanted, WARM_PRODUCTS))
+    products = default_iterations(size, wanted)
+    if warm and not options.num_smallest:
+        products = min(products, max(2 * wanted, WARM_PRODUCTS))
+    return products
 
 
-def wanted_pairs(
+def compute_pairs(
     space: RowSpace, start: Tensor, options: FOSIOptions, *, warm: bool = False, expected: int = 0
 ) -> Pairs:
-    """The k largest and l smallest eigenpairs; fewer products will do from a ``warm`` start.
+    """Compute the k largest and l smallest eigenpairs. Collective.
 
-    About as many as are ``expected``, where that is known.
+    Args:
+        space: The Hessian, and the rows of this process.
+        start: The rows of the start vector.
+        options: The options of DHO2.
+        warm: Whether the start vector is made of the last eigenvectors.
+        expected: The number of iterations that will probably be needed; 0 if it is not known.
     """
     pairs = extreme_pairs(
         space,
         start,
         options.num_largest,
         options.num_smallest,
-        iterations=most_products(options, space.size, warm=warm),
+        iterations=max_products(options, space.size, warm=warm),
         tol=options.lanczos_tol,
         seed=options.seed,
         expected=expected,
@@ -92,195 +101,244 @@ def wanted_pairs(
 
 
 def momentum_rule(options: FOSIOptions, group: Mapping[str, Any]) -> MomentumRule:
-    """How the momentum in the subspace takes in V̂ᵀg; as the base of a group, if it is named."""
-    chosen = options.subspace_momentum
-    if not isinstance(chosen, str):
-        return MomentumRule(float(chosen), 1.0 - chosen, nesterov=False)
+    """Return the rule of the momentum in the subspace.
+
+    Args:
+        options: The options of DHO2. ``subspace_momentum`` is a number, or refers to the base.
+        group: The base's parameter group, with the base's momentum.
+    """
+    momentum = options.subspace_momentum
+    if not isinstance(momentum, str):
+        return MomentumRule(decay=float(momentum), gain=1.0 - momentum, nesterov=False)
     if "betas" in group:
         beta = float(group["betas"][0])
-        return MomentumRule(beta, 1.0 - beta, nesterov=False)
-    momentum = float(group.get("momentum") or 0.0)
-    gain = 1.0 - momentum
-    if chosen == "base":
-        gain = 1.0 - float(group.get("dampening") or 0.0) if momentum else 1.0
-    return MomentumRule(momentum, gain, bool(group.get("nesterov")))
+        return MomentumRule(decay=beta, gain=1.0 - beta, nesterov=False)
+
+    decay = float(group.get("momentum") or 0.0)
+    gain = 1.0 - decay
+    if momentum == "base":
+        gain = 1.0
+        if decay:
+            gain = 1.0 - float(group.get("dampening") or 0.0)
+    return MomentumRule(decay=decay, gain=gain, nesterov=bool(group.get("nesterov")))
 
 
 @dataclass(frozen=True)
-class Tally:
-    """Counts of refreshes and products so far, for :class:`CurvatureReport`."""
+class RefreshCounts:
+    """The step of the last refresh, and counts for :class:`CurvatureReport`."""
 
-    step: int = -1
-    products: int = 0
+    step: int = -1  # before the first refresh
+    products: int = 0  # of the last refresh
     total_products: int = 0
     refreshes: int = 0
     failures: int = 0
 
 
 class RefreshedPairs:
-    """The eigenpairs in use, refreshed on the curvature batch every ``curvature_interval``."""
+    """The eigenpairs in use, and their refreshes.
+
+    Attributes:
+        subspace: The eigenpairs; None before the first refresh and after :meth:`drop`.
+        closed: Whether refreshes are over, or were never wanted.
+        refresh_counts: The counts of refreshes so far.
+        throttle: The limit on the cost of refreshes, with ``curvature_interval="auto"``.
+    """
 
     def __init__(
-        self, training: Training, options: FOSIOptions, vector: FlatParams, *, refreshes: bool
+        self, training: Training, options: FOSIOptions, flat_params: FlatParams, *, refreshes: bool
     ) -> None:
-        self._training = training
-        self._options = options
-        self._flat_params = vector
-        self.subspace: Subspace | None = None  # None without eigenpairs
-        self.closed = not refreshes  # whether there are none, or none any more
-        self.tally = Tally()
-        self._batch_loss = math.inf  # of the curvature batch at the last refresh
-        self._bound = 1.0  # on s, that the guard allows
-        self._expected = 0  # iterations, as many as the last refresh needed
+        self.subspace: Subspace | None = None
+        self.closed = not refreshes
+        self.refresh_counts = RefreshCounts()
         self.throttle: Throttle | None = None
         if options.curvature_interval == AUTO and options.wanted > 0:
             self.throttle = Throttle(training, options.overhead, min_refreshes=1)
+
+        self._training = training
+        self._options = options
+        self._flat_params = flat_params
+        self._batch_loss = math.inf  # of the curvature batch at the last refresh
+        self._scale_bound = 1.0  # the bound on s from lr_scale_guard
+        self._expected_iterations = 0  # as many as the last refresh took
 
     # ------------------------------------------------------------------------------ a refresh
 
     def is_due(self) -> bool:
         """Whether the eigenpairs are to be refreshed at this step."""
         options = self._options
-        step = self._training.steps
-        last = self.tally.step
         if self.closed or options.wanted == 0 or not self._flat_params.params:
             return False
-        if last < 0 and options.warmup_steps is not None:
+        step = self._training.steps
+        last_refresh = self.refresh_counts.step
+        if last_refresh >= 0:
+            return step - last_refresh >= self.interval(step)
+        if options.warmup_steps is not None:
             return step >= options.warmup_steps
-        return step - max(last, 0) >= self.interval(step if last >= 0 else 0)
+        return step >= self.interval(0)
 
     def interval(self, step: int) -> int:
-        """Steps from a refresh to the next one."""
+        """Return the number of steps from a refresh to the next one."""
         options = self._options
         if self.throttle is not None:
-            # Until the throttle knows, a product counts as one step.
-            products = most_products(options, self._flat_params.size, warm=False)
-            return self.throttle.interval or math.ceil(products / options.overhead)
-        every = value_at(options.curvature_interval, step)
-        check_interval(f"curvature_interval at step {step}: curvature_interval", every)
-        return int(every)
+            if self.throttle.interval:
+                return self.throttle.interval
+            # Until the throttle has measured refreshes, a product counts as one step.
+            products = max_products(options, self._flat_params.size, warm=False)
+            return math.ceil(products / options.overhead)
+        interval = value_at(options.curvature_interval, step)
+        check_interval(f"curvature_interval at step {step}: curvature_interval", interval)
+        return int(interval)
 
     def refresh(self, loss_fn: Closures) -> None:
-        """û, V̂ <- the eigenpairs of the curvature batch, if they are finite. A collective.
+        """Replace û and V̂ by eigenpairs of the curvature batch, if they are finite. Collective.
 
-        Raises CurvatureError on all if the loss of one cannot be evaluated or differentiated twice.
+        Raises:
+            CurvatureError: On all processes, if the loss of one process cannot be evaluated or
+                differentiated twice.
         """
         training = self._training
         with stage("lanczos"):
             with self._flat_params.hessian(loss_fn) as space:
-                pairs = self._find(space)
+                pairs = self._run_lanczos(space)
                 loss = space.loss()
             failed = bool(pairs.trouble) or not math.isfinite(loss) or self._vanished(pairs.values)
-            self.count(training.steps, pairs.iterations, failed=failed)
+            self.count_refresh(training.steps, pairs.iterations, failed=failed)
             if not failed:
-                self._use(pairs, loss)
+                self._use_pairs(pairs, loss)
             elif training.is_first_warning("refresh failed"):
-                kept = "no eigenpairs yet" if self.subspace is None else "the last ones are kept"
+                outcome = "the last eigenpairs stay in use"
+                if self.subspace is None:
+                    outcome = "there are no eigenpairs yet"
                 training.warn(
-                    f"the curvature at step {training.steps} is not finite, was decomposed "
-                    f"wrongly, or has vanished: {kept}, as after each such refresh; metrics() "
-                    f"counts them as 'failed'"
+                    f"the refresh at step {training.steps} failed, because the curvature is not "
+                    f"finite, has vanished, or was decomposed wrongly: {outcome}; later failures "
+                    f"give no warning, but metrics() counts them as 'failed'"
                 )
 
-    def count(self, step: int, products: int, *, failed: bool) -> None:
-        """Count a refresh, here or by an accelerator."""
-        before = self.tally
-        self.tally = Tally(
+    def count_refresh(self, step: int, products: int, *, failed: bool) -> None:
+        """Count a refresh by this process or by an accelerator."""
+        counts = self.refresh_counts
+        self.refresh_counts = RefreshCounts(
             step=step,
             products=products,
-            total_products=before.total_products + products,
-            refreshes=before.refreshes + 1,
-            failures=before.failures + failed,
+            total_products=counts.total_products + products,
+            refreshes=counts.refreshes + 1,
+            failures=counts.failures + failed,
         )
 
-    def _find(self, space: RowSpace) -> Pairs:
-        """The eigenpairs, by Lanczos from the last ones."""
+    def _run_lanczos(self, space: RowSpace) -> Pairs:
+        """Compute eigenpairs, from the last ones if ``warm_start`` is set."""
+        options = self._options
         last = self.subspace
-        start = space.random(self._options.seed + self._training.steps, 1 / math.sqrt(space.size))
-        warm = last is not None and self._options.warm_start
-        if last is not None and warm:
-            old = last.basis.sum_of_vectors(space.rows) / math.sqrt(last.basis.count)
-            start = old.add_(start, alpha=FRESH)
-        pairs = wanted_pairs(space, start, self._options, warm=warm, expected=self._expected)
-        self._expected = 0 if pairs.trouble else len(pairs.basis)
+        scale = 1 / math.sqrt(space.size)
+        start = space.random(options.seed + self._training.steps, scale)
+        warm = False
+        if last is not None and options.warm_start:
+            warm = True
+            last_sum = last.basis.sum_of_vectors(space.rows) / math.sqrt(last.basis.count)
+            start = last_sum.add_(start, alpha=RANDOM_SHARE)
+        expected = self._expected_iterations
+        pairs = compute_pairs(space, start, options, warm=warm, expected=expected)
+        self._expected_iterations = 0 if pairs.trouble else len(pairs.basis)
         return pairs
 
     def _vanished(self, values: Tensor) -> bool:
-        """Whether next to nothing is left of the curvature.
+        """Whether hardly any curvature is left compared with the last refresh.
 
-        As where a softmax is saturated on the curvature batch: gradients of other batches do not
-        vanish with it, and no unit of the loss bounds their Newton steps.
+        This happens if a softmax saturates on the curvature batch. The gradients of other batches
+        do not vanish with it, and nothing would bound their Newton steps.
         """
         if self.subspace is None or not len(values):
             return False
         return bool(values.abs().max() < VANISHED * self.subspace.values.abs().max())
 
-    def _use(self, pairs: Pairs, loss: float) -> None:
-        """Replace the eigenpairs, and carry the momentum over. A collective.
+    def _use_pairs(self, pairs: Pairs, loss: float) -> None:
+        """Replace the eigenpairs, and keep the momentum and the trust region. Collective.
 
-        ``loss`` is that of the batch that they were computed from, at the same point. While it does
-        not rise, s and Newton steps may grow.
+        ``loss`` is the loss of the batch that the pairs were computed from, at the same parameters.
+        While it does not rise from refresh to refresh, s and the Newton steps may grow.
         """
-        risen = False
+        training = self._training
+
+        # Has the loss of the curvature batch risen since the last refresh?
+        loss_has_risen = False
         if math.isfinite(self._batch_loss):
-            risen = loss - self._batch_loss > TOLERATED_RISE * abs(self._batch_loss)
-            self._bound = max(1.0, self._bound * (SHRINK if risen else GROWTH))
+            loss_has_risen = loss - self._batch_loss > TOLERATED_RISE * abs(self._batch_loss)
+            factor = SHRINK if loss_has_risen else GROWTH
+            self._scale_bound = max(1.0, self._scale_bound * factor)
         self._batch_loss = loss
+
         with self._flat_params.without_autocast():
-            momentum = trust = None
+            # Save the momentum and the trust region, and free the old vectors.
+            momentum = None
+            trust = None
             if self.subspace is not None:
-                trust = trust_after_refresh(self.subspace.newton.trust, loss_has_risen=risen)
-                if momentum_rule(self._options, self._training.groups[0]).decay > 0.0:
+                newton = self.subspace.newton
+                trust = trust_after_refresh(newton.trust, loss_has_risen=loss_has_risen)
+                if momentum_rule(self._options, training.groups[0]).decay > 0.0:
                     momentum = self.subspace.momentum_vector()
             self.subspace = None
-            self._training.publish()  # frees the old vectors before there are new ones
+            training.publish()
+
+            # Make the new subspace.
             vectors = pairs.vectors()
             if not self._flat_params.by_rows:
-                vectors = exchange_rows_for_vectors(
-                    vectors, self._flat_params.size, self._training.world
-                )
-            self.subspace = self._subspace(vectors, pairs.values, pairs.bounds(), pairs.num_largest)
+                size = self._flat_params.size
+                vectors = exchange_rows_for_vectors(vectors, size, training.world)
+            self.subspace = self._make_subspace(
+                vectors, pairs.values, residuals=pairs.bounds(), num_largest=pairs.num_largest
+            )
             if trust is not None:
                 self.subspace.inherit(momentum, trust)
-        self._training.publish()
+        training.publish()
 
-    def _subspace(
-        self, vectors: Tensor, values: Tensor, residuals: Tensor, num_largest: int
+    def _make_subspace(
+        self, vectors: Tensor, values: Tensor, *, residuals: Tensor, num_largest: int
     ) -> Subspace:
-        """The subspace of eigenpairs, without momentum."""
+        """Make the subspace of eigenpairs, without momentum."""
         options = self._options
-        clip = options.lr_scale_clip
-        if clip is None:
-            clip = REST_CLIP if type(self._training.base) is torch.optim.SGD else 1.0
-        self._bound = min(self._bound, clip)
-
-        # s = clip(|λ₁| / |λ_k|, 1, lr_scale_clip) (FOSI)
-        scale = 1.0
-        if num_largest and float(values[num_largest - 1]) != 0.0:
-            ratio = abs(float(values[0] / values[num_largest - 1]))
-            scale = min(max(ratio, 1.0), self._bound if options.lr_scale_guard else clip)
-
-        vector = self._flat_params
+        flat_params = self._flat_params
         basis = Basis(
             vectors=vectors,
             count=len(values),
-            by_rows=vector.by_rows,
+            by_rows=flat_params.by_rows,
             world=self._training.world,
-            group_spans=vector.group_spans,
+            group_spans=flat_params.group_spans,
         )
-        rates = inverse_magnitudes(values, options.eigenvalue_floor)[basis.local_slice].to(vectors)
-        return Subspace(basis, values, residuals, num_largest, rates, scale)
+        inverses = inverse_magnitudes(values, options.eigenvalue_floor)[basis.local_slice]
+        return Subspace(
+            basis=basis,
+            values=values,
+            residuals=residuals,
+            num_largest=num_largest,
+            inverse_eigenvalues=inverses.to(vectors),
+            rest_scale=self._compute_rest_scale(values, num_largest),
+        )
+
+    def _compute_rest_scale(self, values: Tensor, num_largest: int) -> float:
+        """Return s = clip(|λ₁| / |λ_k|, 1, lr_scale_clip) (FOSI), within the guard's bound."""
+        options = self._options
+        clip = options.lr_scale_clip
+        if clip is None:
+            clip = SGD_SCALE_CLIP if type(self._training.base) is torch.optim.SGD else 1.0
+        self._scale_bound = min(self._scale_bound, clip)
+
+        if num_largest == 0 or float(values[num_largest - 1]) == 0.0:
+            return 1.0
+        ratio = abs(float(values[0] / values[num_largest - 1]))
+        upper = self._scale_bound if options.lr_scale_guard else clip
+        return min(max(ratio, 1.0), upper)
 
     def drop(self) -> None:
-        """Drop the eigenpairs, because other parameters train, and measure what refreshes cost."""
+        """Drop the eigenpairs because other parameters train now, and time refreshes again."""
         if self.throttle is not None:
             self.throttle.restart()
         if self.subspace is not None:
             self.subspace = None
             self._training.publish()
             self._training.warn(
-                "the parameters that train have changed: the eigenpairs are dropped, and "
-                f"{self._training.base_name} goes on alone until the next refresh"
+                "the parameters that train have changed, so the eigenpairs are dropped, and "
+                f"{self._training.base_name} steps alone until the next refresh"
             )
 
     def close(self) -> None:
@@ -292,51 +350,61 @@ class RefreshedPairs:
     # ---------------------------------------------------------------------------------- state
 
     def counts(self) -> dict[str, float]:
-        """The counts of refreshes and the guard that a checkpoint keeps."""
-        return {
-            "refreshed_at": self.tally.step,
+        """The entries of a checkpoint about refreshes and the guard of s."""
+        counts: dict[str, float] = {
+            "refreshed_at": self.refresh_counts.step,
             "batch_loss": self._batch_loss,
-            "rest_scale_bound": self._bound,
-            **({} if self.throttle is None else self.throttle.saved()),
+            "rest_scale_bound": self._scale_bound,
         }
+        if self.throttle is not None:
+            counts |= self.throttle.saved()
+        return counts
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Take over a checkpoint, with its eigenpairs if the same parameters train.
+        """Load a checkpoint, with its eigenpairs if the same parameters train.
 
-        A checkpoint of the base alone has no counts: the curvature starts from nothing then.
+        A checkpoint of the base alone has no counts. The curvature then starts from the beginning.
         """
+        # Load the counts.
         counts = counts_of(saved)
         self.subspace = None
-        self.tally = replace(self.tally, step=counts.get("refreshed_at", -1))
+        self.refresh_counts = replace(self.refresh_counts, step=counts.get("refreshed_at", -1))
         self._batch_loss = counts.get("batch_loss", math.inf)
-        self._bound = counts.get("rest_scale_bound", 1.0)
+        self._scale_bound = counts.get("rest_scale_bound", 1.0)
         if self.throttle is not None:
             self.throttle.load(saved)
+
+        # Are there eigenpairs of the same parameters?
         pairs = None if self.closed else read_pairs(saved)
         if pairs is None:
             return
-        vector = self._flat_params
-        if not same_params(saved, vector.params):
+        flat_params = self._flat_params
+        if not same_params(saved, flat_params.params):
             self._training.warn(
-                "the eigenpairs of the checkpoint are not taken over: other parameters trained "
-                "then than now; the base goes on alone until the next refresh"
+                "the eigenpairs of the checkpoint are not loaded, because other parameters trained "
+                "when it was made; the base steps alone until the next refresh"
             )
             return
-        vectors = pairs.eigenvectors.to(self._training.device, vector.dtype)
-        if vector.by_rows:
-            vectors = vector.local_rows(vectors)
+
+        # Take this process's part of the vectors.
+        vectors = pairs.eigenvectors.to(self._training.device, flat_params.dtype)
+        if flat_params.by_rows:
+            vectors = flat_params.local_rows(vectors)
         else:
             world = self._training.world
-            start, stop = row_bounds(len(vectors), world.size)[world.rank :][:2]
-            vectors = vectors[start:stop].clone()
-        values = pairs.eigenvalues.to("cpu", torch.float64)
-        residuals = pairs.residuals.to("cpu", torch.float64)
-        subspace = self._subspace(vectors, values, residuals, pairs.num_largest)
+            bounds = row_bounds(len(vectors), world.size)
+            vectors = vectors[bounds[world.rank] : bounds[world.rank + 1]].clone()
+        subspace = self._make_subspace(
+            vectors,
+            pairs.eigenvalues.to("cpu", torch.float64),
+            residuals=pairs.residuals.to("cpu", torch.float64),
+            num_largest=pairs.num_largest,
+        )
         subspace.load(
             momentum=pairs.subspace_momentum,
             full_step=pairs.last_step,
             trust=pairs.trust_region,
-            carried_momentum=vector.local_rows(pairs.carried_momentum),
+            carried_momentum=flat_params.local_rows(pairs.carried_momentum),
             carried_decay=float(pairs.carried_decay),
         )
         self.subspace = subspace

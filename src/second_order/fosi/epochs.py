@@ -36,7 +36,7 @@ from second_order.distributed.helper_link import (
 )
 from second_order.distributed.roles import Role, Roles, assign_roles, sharding_error
 from second_order.fosi.eigenpairs import Closures
-from second_order.fosi.state import START, SUM, counts_of, same_params, with_vectors
+from second_order.fosi.state import EPOCH_START, GRADIENT_SUM, counts_of, find_part, same_params
 from second_order.fosi.subspace import Basis, inverse_magnitudes
 from second_order.fosi.update import FOSICurvature, group_alphas
 from second_order.lanczos.spectrum import lanczos_dtype
@@ -181,7 +181,7 @@ class Worker(Divided):
             room = torch.zeros(vector.size, dtype=vector.dtype, device=self.training.device)
             sums = EpochSums(room, room.clone())
         if parts and sums is not None:
-            parts[vector.params[0]] |= {START: sums.start, SUM: sums.total}
+            parts[vector.params[0]] |= {EPOCH_START: sums.start, GRADIENT_SUM: sums.total}
         return parts
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
@@ -189,13 +189,13 @@ class Worker(Divided):
         self._asked = -1
         self.sums = None
         super().load(saved)
-        part = with_vectors(saved, START)
+        part = find_part(saved, EPOCH_START)
         if part is None or not (self.links and self.epoch_step and part["epoch_sums"]):
             return
         params = self.flat_params.params
         if same_params(saved, params):
-            start = part[START].to(self.training.device, lanczos_dtype(params))
-            total = part[SUM].to(self.training.device, self.flat_params.dtype)
+            start = part[EPOCH_START].to(self.training.device, lanczos_dtype(params))
+            total = part[GRADIENT_SUM].to(self.training.device, self.flat_params.dtype)
             self.sums = EpochSums(start, total.clone())
 
     # ---------------------------------------------------------------------------------- an epoch
@@ -277,7 +277,7 @@ class Worker(Divided):
         finite = all(message.note["finite"] for message in messages)  # on all workers or on none
         products = int(note["products"]) if finite else 0
         first = training.steps + 1 - options.epoch_steps
-        self.pairs.count(first, products, failed=not finite)
+        self.pairs.count_refresh(first, products, failed=not finite)
         if not finite:
             return replace(report, reason=UNSOUND)
         values, residuals, _ = messages[0].tensors

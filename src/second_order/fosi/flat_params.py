@@ -1,21 +1,21 @@
-"""All parameters that train as one vector: every process has the whole of it, or rows of its own.
+"""The trainable parameters as one vector in R^n, complete on every process or sharded by rows.
 
-rows spread   each process receives its rows of the mean gradient, the base steps them there, and
-              all receive all rows: the volume of one all-reduce, and n/P of the base's state
-whole         every process averages, and steps, the whole vector
+    row-sharded   a process receives its rows of the mean gradient, the base steps these rows, and
+                  all processes receive all rows. Together this moves as much as one all-reduce, and
+                  a process stores n/P elements of each of the base's state tensors.
+    complete      every process averages, and steps, the complete vector
 
-The vector is the parameters group by group, each in the order of ``p.reshape(-1)``. This process's
-rows are copied to buffers, where they lie one after the other.
+The vector has the parameters group by group, each in the order of ``p.reshape(-1)``. This process's
+rows are copied to buffers, in which they are contiguous.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
-from typing import Any, cast
+from itertools import chain, pairwise
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -46,43 +46,56 @@ ELEMENTWISE = (
     torch.optim.Adadelta,
     torch.optim.ASGD,
 )
-"""The bases that update each element by itself, so that rows of the parameters can be stepped."""
+"""The bases that update every element separately, so that they can step rows of parameters."""
 
 
 @dataclass(frozen=True, eq=False)
 class ParamPiece:
-    """``size`` elements from ``start`` on of a flattened parameter, which one process steps."""
+    """Contiguous elements of a flattened parameter, which one process steps."""
 
     param: Tensor
-    group: int  # index of the parameter's
+    group: int  # index of the parameter's group
     rank: int  # the process that has the piece
-    start: int
-    size: int
-    at: int  # index of its first element in the vector of all parameters
-    whole: bool  # whether it is all of a parameter
+    start: int  # index of the first element in the parameter
+    size: int  # number of elements
+    offset: int  # index of the first element in the vector of all parameters
+    is_complete: bool  # whether the piece is the complete parameter
 
     def view_of(self, tensor: Tensor) -> Tensor:
-        """A view of this piece of a tensor of the parameter's shape; flat, unless it is whole."""
-        if self.whole:
+        """Return this piece of a tensor of the parameter's shape, as a view.
+
+        The view has the parameter's shape if the piece is complete, and is flat otherwise.
+        """
+        if self.is_complete:
             return tensor.detach()
-        if is_dtensor(tensor):  # what is here of it is the piece
+        if is_dtensor(tensor):  # the local shard is the piece
             return local_tensor(tensor).detach().reshape(-1)
         return tensor.detach().view(-1)[self.start : self.start + self.size]
 
 
+class Buffer(NamedTuple):
+    """A vector of the local rows, and its views that the local pieces are copied to."""
+
+    flat: Tensor
+    views: list[Tensor]
+
+
 class FlatParams:
-    """The vector of parameters, the rows of each process, and the base that steps them.
+    """The vector of parameters, the rows of each process, and the base's step on these rows.
 
     Attributes:
-        params: The parameters that train, group by group, in order: n elements, the ``size``.
-        row_sharded: Whether rows are spread over the processes.
-        by_rows: Whether eigenvectors are kept in rows here, and not as whole vectors.
-        fsdp_sharded: Whether FSDP2 has spread them: it averages gradients, and gathers rows.
-        base_steps_rows: Whether they are spread, and not by FSDP2.
-        base_state_in_rows: Whether the base's state here is cut to this process's rows.
-        pieces: The pieces of all processes, by rank; those here are ``local_pieces``.
-        local_params: The parameters that have a piece here, in order.
-        group_spans: The slice of this process's rows that each group has.
+        params: The parameters that train, group by group, in order.
+        size: n, the number of elements of these parameters.
+        dtype: The dtype of the eigenvectors and of the buffers.
+        fsdp_sharded: Whether FSDP2 has sharded the parameters. It then averages the gradients.
+        row_sharded: Whether every process has its own rows, by ``layout="row"`` or FSDP2.
+        by_rows: Whether eigenvectors are stored by rows here, and not as complete vectors.
+        base_steps_rows: Whether the base steps the local rows of complete parameters.
+        base_state_in_rows: Whether the base's state has been cut to the local rows.
+        pieces: The pieces of all processes, ordered by rank.
+        local_pieces: The pieces of this process.
+        local_params: The parameters of these pieces, in the same order.
+        group_spans: The slice of the local rows that belongs to each parameter group.
     """
 
     def __init__(self, training: Training, options: FOSIOptions) -> None:
@@ -92,79 +105,106 @@ class FlatParams:
         self.lay_out()
         if self.base_steps_rows and type(training.base) not in ELEMENTWISE:
             raise ValueError(
-                f"layout='row' on {training.world.size} processes steps {training.base_name} on "
-                f"parts of the parameters, and it is not known to work element by element; use "
-                f"layout='column'"
+                f"layout='row' on {training.world.size} processes needs an elementwise base, and "
+                f"{training.base_name} is not known to be elementwise; use layout='column'"
             )
 
     def lay_out(self) -> None:
-        """Cut the vector again, from a base whose state is whole: at first, and after a load."""
+        """Lay out the vector. The base's state is complete: at the beginning, and after a load."""
         self.base_state_in_rows = False
-        self._buffers: dict[str, tuple[Tensor, list[Tensor]]] = {}
-        world = self._training.world
-        groups = [[p for p in g["params"] if p.requires_grad] for g in self._training.groups]
-        self.params = [p for group in groups for p in group]
+        self._buffers: dict[str, Buffer] = {}
+
+        groups = []
+        for group in self._training.groups:
+            trainable = [p for p in group["params"] if p.requires_grad]
+            groups.append(trainable)
+        self.params = list(chain(*groups))
         self.size = sum(p.numel() for p in self.params)
         self.dtype = self._options.lanczos_dtype or lanczos_dtype(self.params)
+
+        world = self._training.world
         self.fsdp_sharded = any(is_dtensor(p) for p in self.params)
-        self.row_sharded = (self._options.layout == "row" or self.fsdp_sharded) and world.size > 1
+        self.row_sharded = world.size > 1 and (self._options.layout == "row" or self.fsdp_sharded)
         self.by_rows = self.row_sharded or world.size == 1
         self.base_steps_rows = self.row_sharded and not self.fsdp_sharded
 
-        # Cut parameters where the rows of a process end.
-        even = row_bounds(self.size, world.size if self.row_sharded else 1)
-        pieces: list[ParamPiece] = []
-        at = 0
-        for index, group in enumerate(groups):
-            for p in group:
-                layout = shard_layout(p, world) if self.fsdp_sharded else None
-                for rank, (first, last) in enumerate(pairwise(even)):
-                    if layout is None:
-                        start = max(first - at, 0)
-                        size = min(last - at, p.numel()) - start
-                    else:
-                        start = layout.bounds(rank)[0] * layout.width
-                        size = layout.size(rank)
-                    if size > 0:
-                        whole = size == p.numel() and layout is None
-                        pieces.append(ParamPiece(p, index, rank, start, size, at + start, whole))
-                at += p.numel()
-        self.pieces = sorted(pieces, key=lambda piece: piece.rank)
-        own_rank = world.rank if self.row_sharded else 0
-        self.local_pieces = [piece for piece in self.pieces if piece.rank == own_rank]
+        self.pieces = self._cut_params(groups)
+        local_rank = world.rank if self.row_sharded else 0
+        self.local_pieces = [piece for piece in self.pieces if piece.rank == local_rank]
         self.local_params = [piece.param for piece in self.local_pieces]
 
-        # Groups follow each other in the rows here.
-        sizes = [0] * len(groups)
-        for piece in self.local_pieces:
-            sizes[piece.group] += piece.size
-        self.group_spans = [slice(a, b) for a, b in pairwise([0, *accumulate(sizes)])]
+        # The local rows of the groups follow each other.
+        self.group_spans = []
+        stop = 0
+        for index in range(len(groups)):
+            start = stop
+            stop += sum(piece.size for piece in self.local_pieces if piece.group == index)
+            self.group_spans.append(slice(start, stop))
+
+    def _cut_params(self, groups: Sequence[Sequence[Tensor]]) -> list[ParamPiece]:
+        """Cut the parameters into the pieces of all processes, ordered by rank."""
+        world = self._training.world
+        bounds = row_bounds(self.size, world.size if self.row_sharded else 1)
+        pieces: list[ParamPiece] = []
+        offset = 0  # of the parameter in the vector
+        for index, group in enumerate(groups):
+            for p in group:
+                shards = shard_layout(p, world) if self.fsdp_sharded else None
+                for rank, (first, last) in enumerate(pairwise(bounds)):
+                    if shards is None:
+                        start = max(first - offset, 0)
+                        size = min(last - offset, p.numel()) - start
+                    else:
+                        start = shards.bounds(rank)[0] * shards.width
+                        size = shards.size(rank)
+                    if size <= 0:
+                        continue
+                    piece = ParamPiece(
+                        param=p,
+                        group=index,
+                        rank=rank,
+                        start=start,
+                        size=size,
+                        offset=offset + start,
+                        is_complete=size == p.numel() and shards is None,
+                    )
+                    pieces.append(piece)
+                offset += p.numel()
+        return sorted(pieces, key=lambda piece: piece.rank)
 
     def update_layout(self) -> bool:
-        """Cut the vector again if other parameters train than before; returns whether they do.
+        """Lay out the vector again if other parameters train than before.
 
-        A collective then.
+        This is a collective if parameters have changed.
+
+        Returns:
+            Whether parameters have changed.
         """
-        now = self._training.trainable_params()
-        if len(now) == len(self.params) and all(map(operator.is_, now, self.params)):
+        trainable = self._training.trainable_params()
+        same_length = len(trainable) == len(self.params)
+        if same_length and all(p is q for p, q in zip(trainable, self.params, strict=True)):
             return False
+
+        # Gather the base's state, which is cut to the rows of the old layout.
         world = self._training.world
-        whole = self.gather_base_state(range(world.size)) if self.base_state_in_rows else {}
+        state: Mapping[Tensor, dict[str, Any]] = {}
+        if self.base_state_in_rows:
+            state = self.gather_base_state(range(world.size))
         self.lay_out()
         for group in self._training.groups:
+            step_on_device = group.get("capturable") or group.get("fused")
             for p in group["params"]:
-                if p not in whole:
+                if p not in state:
                     continue
-                on_device = group.get("capturable") or group.get("fused")
-                if on_device and "step" in whole[p]:  # a count
-                    whole[p]["step"] = whole[p]["step"].to(p.device)
-                self._training.base.state[p] = whole[p]
+                if step_on_device and "step" in state[p]:
+                    state[p]["step"] = state[p]["step"].to(p.device)
+                self._training.base.state[p] = state[p]
         return True
 
     # ------------------------------------------------------------------------------- numbers
 
     def without_autocast(self) -> AbstractContextManager[Any]:
-        """A context without autocast."""
+        """Return a context manager that turns autocast off."""
         kind = self._training.device.type
         if torch.is_autocast_enabled(kind):
             return torch.autocast(kind, enabled=False)
@@ -172,11 +212,11 @@ class FlatParams:
 
     @property
     def sign(self) -> float:
-        """The sign of the loss: −1 where it is maximized, else 1."""
+        """The sign of the loss: −1 if it is maximized, else 1."""
         return -1.0 if self._training.groups[0].get("maximize") else 1.0
 
     def hessian(self, loss_fn: LossFn | Sequence[LossFn]) -> RowSpace:
-        """The curvature of a loss at the parameters, over all processes' batches: a context."""
+        """Return the Hessian of a loss on all processes' batches, as a context manager."""
         world = self._training.world
         options = self._options
         if self.fsdp_sharded:
@@ -188,31 +228,39 @@ class FlatParams:
         )
         return RowSpace(hessian, world, self.dtype, self.sign)
 
-    def local_rows(self, whole: Tensor) -> Tensor:
-        """The elements that are here of whole vectors, ``(..., n)``."""
-        parts = [whole[..., piece.at : piece.at + piece.size] for piece in self.local_pieces]
-        return torch.cat(parts, -1) if parts else whole[..., :0]
+    def local_rows(self, vectors: Tensor) -> Tensor:
+        """Return the local elements of complete vectors ``(..., n)``."""
+        parts = []
+        for piece in self.local_pieces:
+            stop = piece.offset + piece.size
+            parts.append(vectors[..., piece.offset : stop])
+        return torch.cat(parts, -1) if parts else vectors[..., :0]
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Whole vectors ``(..., n)`` of the rows of all processes; a collective if spread."""
+        """Return complete vectors ``(..., n)`` from all processes' rows. Collective if sharded."""
         if not self.row_sharded:
             return rows
-        whole = rows.new_empty((*rows.shape[:-1], self.size))
-        everybody = all_gather_on_cpu(self._training.world, self._cut(rows))
-        for piece, part in zip(self.pieces, chain(*everybody), strict=True):
-            whole[..., piece.at : piece.at + piece.size] = part
-        return whole
+        vectors = rows.new_empty((*rows.shape[:-1], self.size))
+        parts_by_rank = all_gather_on_cpu(self._training.world, self._split_rows(rows))
+        for piece, part in zip(self.pieces, chain(*parts_by_rank), strict=True):
+            vectors[..., piece.offset : piece.offset + piece.size] = part
+        return vectors
 
-    def _cut(self, rows: Tensor) -> list[Tensor]:
-        """The pieces of rows that are here."""
+    def _split_rows(self, rows: Tensor) -> list[Tensor]:
+        """Split local rows ``(..., rows)`` into the local pieces."""
         if not self.local_pieces:
             return []
         return list(rows.split([piece.size for piece in self.local_pieces], -1))
 
     def read(self, tensors: Sequence[Tensor | None], buffer: str = "rows") -> Tensor:
-        """Copy the pieces that are here of tensors, one for each, to a buffer; zeros for None.
+        """Copy the local pieces of tensors to a buffer, which the next read overwrites.
 
-        What is returned is good until that buffer is filled again.
+        Args:
+            tensors: A tensor of the parameter's shape for each local parameter; None for zeros.
+            buffer: The name of the buffer.
+
+        Returns:
+            The buffer, ``(local rows,)``.
         """
         flat, views = self._buffer(buffer)
         targets: list[Tensor] = []
@@ -228,7 +276,7 @@ class FlatParams:
         return flat
 
     def write(self, tensors: Sequence[Tensor | None], buffer: str = "rows") -> None:
-        """Copy a buffer to the pieces that are here of tensors, but to None."""
+        """Copy a buffer to the local pieces of tensors. A tensor that is None is left out."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         _, views = self._buffer(buffer)
@@ -239,153 +287,184 @@ class FlatParams:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def _buffer(self, name: str) -> tuple[Tensor, list[Tensor]]:
-        """A vector of the rows here, and its views that the pieces are copied to."""
-        flat, views = self._buffers.get(name, (None, []))
-        if flat is None or flat.device != self._training.device:
+    def _buffer(self, name: str) -> Buffer:
+        """Return the buffer of a name. It is allocated at first use, and if the device changes."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.flat.device != self._training.device:
             size = sum(piece.size for piece in self.local_pieces)
             flat = torch.empty(size, dtype=self.dtype, device=self._training.device)
-            views = self._cut(flat)
+            views = self._split_rows(flat)
             for i, piece in enumerate(self.local_pieces):
-                if piece.whole:
+                if piece.is_complete:
                     views[i] = views[i].view(piece.param.shape)
-            self._buffers[name] = flat, views
-        return flat, views
+            buffer = Buffer(flat, views)
+            self._buffers[name] = buffer
+        return buffer
 
     # ---------------------------------------------------------------------------------- a step
 
     def check_gradients(self) -> None:
-        """Make gradients contiguous, to send parts of; raise if a parameter cannot be cut."""
+        """Make gradients contiguous if parts of them are sent.
+
+        Raises:
+            TypeError: If a gradient is sparse.
+            ValueError: If the base steps rows, and a parameter that is cut is not contiguous.
+        """
         for p in self.params:
             gradient = p.grad
-            if gradient is not None and gradient.is_sparse:
+            if gradient is None:
+                continue
+            if gradient.is_sparse:
                 raise TypeError(
-                    "a sparse gradient is no part of one vector of all parameters; use "
+                    "a sparse gradient cannot be a part of one vector of all parameters; use "
                     "sparse=False in the embedding"
                 )
-            if self.base_steps_rows and gradient is not None and not gradient.is_contiguous():
+            if self.base_steps_rows and not gradient.is_contiguous():
                 p.grad = gradient.contiguous()
-        for piece in self.pieces if self.base_steps_rows else ():
-            if not (piece.whole or piece.param.is_contiguous()):
+
+        if not self.base_steps_rows:
+            return
+        for piece in self.pieces:
+            if not (piece.is_complete or piece.param.is_contiguous()):
                 raise ValueError(
-                    f"layout='row' cuts a parameter of shape {tuple(piece.param.shape)} whose "
-                    f"elements are in another order (channels_last, or transposed); use "
-                    f"layout='column', or make it contiguous"
+                    f"layout='row' cuts a parameter of shape {tuple(piece.param.shape)} that is "
+                    f"not contiguous (channels_last, or transposed); use layout='column', or make "
+                    f"the parameter contiguous"
                 )
 
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
-        """Each process's rows of the gradients, and that process; None if all get all."""
+        """Return the pieces of the gradients, and the rank that receives the mean of each.
+
+        Returns:
+            The pieces and their ranks. None: every rank receives every mean.
+        """
         if not self.base_steps_rows:
             return None
-        of = dict(zip(params, gradients, strict=True))
-        parts = [piece.view_of(of[piece.param]) for piece in self.pieces]
+        gradient_of = dict(zip(params, gradients, strict=True))
+        parts = [piece.view_of(gradient_of[piece.param]) for piece in self.pieces]
         return parts, [piece.rank for piece in self.pieces]
 
     def step_base(self, step: Callable[[], None]) -> None:
-        """Let the base step this process's piece of each parameter in the parameter's place."""
+        """Let the base take its step, with the local piece in the place of each parameter."""
         if not self.base_steps_rows:
             step()
             return
-        here = {piece.param: piece for piece in self.local_pieces}
+        local_pieces = {piece.param: piece for piece in self.local_pieces}
         if not self.base_state_in_rows:
-            self._cut_state(here)
-        whole = [(p, p.data, p.grad) for p in self.params]
+            self._cut_base_state(local_pieces)
+        complete = [(p, p.data, p.grad) for p in self.params]
         try:
-            for p, data, gradient in whole:
+            for p, data, gradient in complete:
                 p.grad = None
-                if p in here and gradient is not None:
-                    p.data = here[p].view_of(data)
-                    p.grad = here[p].view_of(gradient)
+                if p in local_pieces and gradient is not None:
+                    p.data = local_pieces[p].view_of(data)
+                    p.grad = local_pieces[p].view_of(gradient)
             step()
         finally:
-            for p, data, gradient in whole:
+            for p, data, gradient in complete:
                 p.grad = None
                 p.data = data
                 p.grad = gradient
 
-    def _cut_state(self, here: dict[Tensor, ParamPiece]) -> None:
-        """Cut the base's state to this process's pieces: n/P elements of each kind."""
+    def _cut_base_state(self, local_pieces: Mapping[Tensor, ParamPiece]) -> None:
+        """Cut the base's state to the local pieces: n/P elements of each state tensor."""
         state = self._training.base.state
         for p in list(state):
-            if p in here:
+            if p in local_pieces:
                 for key, value in state[p].items():
                     if isinstance(value, Tensor) and value.shape == p.shape and key != "step":
-                        state[p][key] = here[p].view_of(value.contiguous()).clone()
-            elif p.requires_grad:  # a frozen parameter's state stays whole, until it trains again
+                        state[p][key] = local_pieces[p].view_of(value.contiguous()).clone()
+            elif p.requires_grad:  # the state of a frozen parameter stays complete
                 del state[p]
         self.base_state_in_rows = True
 
     def broadcast_rows(self) -> None:
-        """Give every process all rows of the parameters, which processes have stepped apart."""
+        """Send each process's rows of the parameters, which its base has stepped, to all others."""
         parts = [piece.view_of(piece.param) for piece in self.pieces]
         self._training.world.broadcast(parts, [piece.rank for piece in self.pieces])
 
     def gather_base_state(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, Any]]:
-        """The base's whole state on some ranks; a collective where it is in parts."""
+        """Return the base's complete state on some ranks, and an empty one on the others.
+
+        This is a collective if the state is cut to rows.
+        """
         world = self._training.world
         state = self._training.base.state
         if not self.base_state_in_rows:
             return dict(state) if world.rank in ranks else {}
-        everybody = all_gather_on_cpu(world, [dict(state.get(p, {})) for p in self.local_params])
+        local_state = [dict(state.get(p, {})) for p in self.local_params]
+        states_by_rank = all_gather_on_cpu(world, local_state)
         if world.rank not in ranks:
             return {}
+
+        # Join the pieces of each parameter, which come in order.
         parts: dict[Tensor, dict[str, list[Any]]] = {p: {} for p in self.params}
-        for piece, entries in zip(self.pieces, chain(*everybody), strict=True):
+        for piece, entries in zip(self.pieces, chain(*states_by_rank), strict=True):
             for key, value in entries.items():
                 parts[piece.param].setdefault(key, []).append(value)
-        return {
-            p: {key: _joined(values, p) for key, values in entries.items()}
-            for p, entries in parts.items()
-        }
+        joined: dict[Tensor, dict[str, Any]] = {}
+        for p, values_by_key in parts.items():
+            joined[p] = {key: _join(values, p) for key, values in values_by_key.items()}
+        return joined
 
 
-def _joined(values: Sequence[Any], p: Tensor) -> Any:
-    """An entry for a whole parameter from those of its pieces, in their order; or a number."""
+def _join(values: Sequence[Any], p: Tensor) -> Any:
+    """Join the state tensors of a parameter's pieces. A number is that of the first piece."""
     if not isinstance(values[0], Tensor) or values[0].dim() == 0:
         return values[0]
     return torch.cat([value.reshape(-1) for value in values]).view(p.shape).to(p.device)
 
 
 def all_gather_on_cpu(world: World, value: Any) -> list[Any]:
-    """Every rank's value of nested dictionaries and lists with tensors; a collective.
+    """Return every rank's value of nested dictionaries and lists of tensors. Collective.
 
-    Tensors travel, and arrive, on the CPU.
+    The tensors are sent, and arrive, on the CPU.
     """
     on_cpu = tree_map_only(Tensor, Tensor.cpu, value)
     return world.on_cpu().all_gather_object(on_cpu)
 
 
 def check_one_vector(training: Training, options: FOSIOptions) -> None:
-    """Raise unless the parameters can be one vector with a Hessian, whose steps are corrected."""
-    groups, base, name = training.groups, training.base, training.name
+    """Raise unless the parameters can be one vector with a Hessian, and steps can be corrected.
+
+    Raises:
+        TypeError: If the base averages parameters, or FSDP2's sharding is not supported.
+        ValueError: If the parameters are on several devices, or ``maximize`` differs.
+    """
+    groups = training.groups
+    base = training.base
+    name = training.name
     params = [p for group in groups for p in group["params"]]
     check_one_device(params)
     if len({bool(group.get("maximize")) for group in groups}) > 1:
-        raise ValueError("maximize differs between the groups; eigenvectors span all of them")
+        raise ValueError(
+            "maximize differs between parameter groups, but eigenvectors span all of them; use "
+            "the same maximize for all groups"
+        )
     if all(callable(getattr(base, method, None)) for method in ("train", "eval")):
         raise TypeError(
-            f"{name} corrects the parameters after its base's step, and {training.base_name}, "
+            f"{name} corrects the parameters after its base's step, but {training.base_name}, "
             f"which has train() and eval(), keeps averages of them that the correction does not "
             f"reach; use another base, or KAISA, DPKFAC or DistKFAC"
         )
 
-    # FSDP2 leaves rows, and first derivatives.
-    shards = [p for p in params if is_dtensor(p)]
-    if not shards:
+    # FSDP2 shards by rows, and its hooks support first derivatives only.
+    sharded = [p for p in params if is_dtensor(p)]
+    if not sharded:
         return
-    if len(shards) < len(params):
+    if len(sharded) < len(params):
         raise TypeError(
-            f"{name}: fully_shard has sharded {len(shards)} of {len(params)} parameters, and one "
-            f"vector spans all; shard the rest, too, without ignored_params"
+            f"{name}: fully_shard has sharded {len(sharded)} of {len(params)} parameters, but one "
+            f"vector spans all of them; shard all parameters, without ignored_params"
         )
-    if any(cast(Any, p).device_mesh.ndim > 1 for p in shards):
+    if any(cast(Any, p).device_mesh.ndim > 1 for p in sharded):
         raise TypeError(
-            f"{name}: the parameters are sharded over a mesh with replicas (HSDP), and each "
-            f"process is to have rows of its own; shard over a mesh of one dimension"
+            f"{name}: the parameters are sharded over a mesh with replicas (HSDP), but each "
+            f"process needs its own rows; shard over a mesh of one dimension"
         )
     if options.hvp not in ("auto", "differences") or options.curvature != "hessian":
         raise TypeError(
-            f"{name}: hvp={options.hvp!r} with curvature={options.curvature!r} takes other "
-            f"derivatives than the first ones of a loss, which is what FSDP2 has; use "
+            f"{name}: hvp={options.hvp!r} with curvature={options.curvature!r} needs more than "
+            f"first derivatives of the loss, which are all that FSDP2 supports; use "
             f"hvp='differences' and curvature='hessian', or DistributedDataParallel"
         )

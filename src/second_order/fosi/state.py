@@ -1,7 +1,7 @@
-"""Eigenpairs in checkpoints: whole vectors, with the first parameter that trains.
+"""Eigenpairs in checkpoints: complete vectors, in the entries of the first parameter that trains.
 
-They are state, not something to compute again: the batch they were computed from is gone. Every
-parameter that trains has the counts.
+A checkpoint stores the eigenpairs instead of computing them again, because their curvature batch is
+gone. Every parameter that trains has the counts.
 """
 
 from __future__ import annotations
@@ -20,83 +20,95 @@ from second_order.fosi.trust import TrustState
 from second_order.training.throttle import THROTTLE_ENTRIES
 
 __all__ = [
-    "START",
-    "SUM",
+    "EPOCH_START",
+    "GRADIENT_SUM",
     "SavedPairs",
     "check_saved_pairs",
     "counts_of",
     "empty_pairs",
+    "find_part",
     "gather_pairs",
     "read_pairs",
+    "same_params",
 ]
 
-SUM, START = "gradient_sum", "epoch_start"  # of an epoch under way: (n,) each, as the pairs
-EPOCH = ("epoch", "epoch_step", "epoch_sums")
-COUNTS = ("refreshed_at", "batch_loss", "rest_scale_bound", *THROTTLE_ENTRIES, *EPOCH)
+# MRDHO2's sums of the running epoch, (n,) each, stored with the first parameter.
+GRADIENT_SUM = "gradient_sum"
+EPOCH_START = "epoch_start"
+
+EPOCH_COUNTS = ("epoch", "epoch_step", "epoch_sums")
+COUNTS = ("refreshed_at", "batch_loss", "rest_scale_bound", *THROTTLE_ENTRIES, *EPOCH_COUNTS)
 
 
 @dataclass(frozen=True)
 class SavedPairs:
-    """Eigenpairs with their momentum and trust region, of all processes; entries of a checkpoint.
+    """The eigenpairs of all processes, with momentum and trust region: entries of a checkpoint.
 
-    Without eigenpairs ``num_largest`` is below 0: some checkpoints are read into existing tensors.
+    If there are no eigenpairs, ``num_largest`` is below 0. torch.distributed.checkpoint needs such
+    entries, because it reads into existing tensors.
     """
 
     eigenvectors: Tensor  # (r, n)
     carried_momentum: Tensor  # (n,)
-    eigenvalues: Tensor  # (r,), as the next three
-    residuals: Tensor
-    subspace_momentum: Tensor
-    last_step: Tensor
-    trust_region: Tensor
+    eigenvalues: Tensor  # (r,)
+    residuals: Tensor  # (r,)
+    subspace_momentum: Tensor  # (r,)
+    last_step: Tensor  # (r,) the last full Newton step
+    trust_region: Tensor  # the TrustState
     num_largest: int
     carried_decay: float
 
     def entries(self, device: torch.device) -> dict[str, Any]:
-        """The entries by name, on one device: torch loads whole states only if they share one."""
-        return {
-            name: value.to(device) if isinstance(value, Tensor) else value
-            for name, value in vars(self).items()
-        }
+        """Return the entries by name, on one device: torch needs that to load complete states."""
+        entries = {}
+        for name, value in vars(self).items():
+            entries[name] = value.to(device) if isinstance(value, Tensor) else value
+        return entries
 
 
 PAIRS = tuple(field.name for field in fields(SavedPairs))
 
 
-def gather_pairs(subspace: Subspace, vector: FlatParams) -> SavedPairs:
-    """All processes' eigenpairs; a collective. Tensors are shared where all is here."""
+def gather_pairs(subspace: Subspace, flat_params: FlatParams) -> SavedPairs:
+    """Gather the eigenpairs of all processes. Collective.
+
+    On one process the tensors are not copied.
+    """
     basis = subspace.basis
-    newton = subspace.newton
     vectors = basis.vectors
-    carried = subspace.carried_momentum
-    momentum = newton.momentum
-    last = newton.full_step
+    carried_momentum = subspace.carried_momentum
+    momentum = subspace.newton.momentum
+    full_step = subspace.newton.full_step
     if basis.by_rows:
-        vectors = vector.gather(vectors)
-        carried = vector.gather(carried)
+        vectors = flat_params.gather(vectors)
+        carried_momentum = flat_params.gather(carried_momentum)
     else:
-        everybody = all_gather_on_cpu(basis.world, [vectors, momentum, last])
-        vectors, momentum, last = (torch.cat(each) for each in zip(*everybody, strict=True))
+        by_rank = all_gather_on_cpu(basis.world, [vectors, momentum, full_step])
+        vectors = torch.cat([tensors[0] for tensors in by_rank])
+        momentum = torch.cat([tensors[1] for tensors in by_rank])
+        full_step = torch.cat([tensors[2] for tensors in by_rank])
     return SavedPairs(
         eigenvectors=vectors,
-        carried_momentum=carried,
+        carried_momentum=carried_momentum,
         eigenvalues=subspace.values,
         residuals=subspace.residuals,
         subspace_momentum=momentum,
-        last_step=last,
-        trust_region=newton.trust,
+        last_step=full_step,
+        trust_region=subspace.newton.trust,
         num_largest=subspace.num_largest,
         carried_decay=subspace.carried_decay,
     )
 
 
-def empty_pairs(count: int, vector: FlatParams) -> SavedPairs:
-    """Zeros of the shape of so many eigenpairs."""
-    r = min(count, vector.size)
-    vectors = torch.zeros((r, vector.size), dtype=vector.dtype, device=vector.params[0].device)
+def empty_pairs(count: int, flat_params: FlatParams) -> SavedPairs:
+    """Return zeros of the shapes of ``count`` eigenpairs."""
+    n = flat_params.size
+    r = min(count, n)
+    device = flat_params.params[0].device
+    vectors = torch.zeros((r, n), dtype=flat_params.dtype, device=device)
     return SavedPairs(
         eigenvectors=vectors,
-        carried_momentum=vectors.new_zeros(vector.size),
+        carried_momentum=vectors.new_zeros(n),
         eigenvalues=torch.zeros(r, dtype=torch.float64, device="cpu"),
         residuals=torch.zeros(r, dtype=torch.float64, device="cpu"),
         subspace_momentum=vectors.new_zeros(r),
@@ -107,57 +119,70 @@ def empty_pairs(count: int, vector: FlatParams) -> SavedPairs:
     )
 
 
-def counts_of(saved: Mapping[Tensor, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The counts of a checkpoint: parameters that did not train have none."""
-    return next((part for part in saved.values() if "refreshed_at" in part), {})
+def find_part(saved: Mapping[Tensor, SavedPart], key: str) -> SavedPart | None:
+    """Return the part of a checkpoint that has an entry; None if no part has it."""
+    for part in saved.values():
+        if key in part:
+            return part
+    return None
 
 
-def with_vectors(saved: Mapping[Tensor, SavedPart], key: str) -> SavedPart | None:
-    """The part of a checkpoint that has an entry of whole vectors; None if there is none."""
-    return next((part for part in saved.values() if key in part), None)
+def counts_of(saved: Mapping[Tensor, SavedPart]) -> Mapping[str, Any]:
+    """Return a part of a checkpoint that has the counts; an empty one if no parameter trained."""
+    part = find_part(saved, "refreshed_at")
+    return {} if part is None else part
 
 
 def same_params(saved: Mapping[Tensor, SavedPart], params: Sequence[Tensor]) -> bool:
-    """Whether the parameters trained, when a checkpoint was made, that train now."""
-    return {p for p, part in saved.items() if "refreshed_at" in part} == set(params)
+    """Whether these parameters, and no others, trained when the checkpoint was made."""
+    trained = {p for p, part in saved.items() if "refreshed_at" in part}
+    return trained == set(params)
 
 
 def read_pairs(saved: Mapping[Tensor, SavedPart]) -> SavedPairs | None:
-    """The eigenpairs of a checkpoint; None if it has none."""
-    part = with_vectors(saved, "eigenvectors")
+    """Read the eigenpairs of a checkpoint; None if it has none."""
+    part = find_part(saved, "eigenvectors")
     if part is None or part["num_largest"] < 0:
         return None
     return SavedPairs(**{name: part[name] for name in PAIRS})
 
 
 def check_saved_pairs(saved: Mapping[Tensor, SavedPart]) -> None:
-    """Raise ValueError unless counts and eigenpairs are finite, and fit the parameters."""
-    trained = {p: part for p, part in saved.items() if "refreshed_at" in part}
+    """Raise ValueError unless counts and eigenpairs are finite and fit the parameters."""
     for part in saved.values():
-        part.check_known((*HEADER, *COUNTS, *PAIRS, START, SUM))
+        part.check_known((*HEADER, *COUNTS, *PAIRS, EPOCH_START, GRADIENT_SUM))
+    trained = {p: part for p, part in saved.items() if "refreshed_at" in part}
     for part in trained.values():
-        part.require(["batch_loss", "rest_scale_bound"])
-        part.whole("refreshed_at", -1, part["steps"])
-        if not isinstance(part["batch_loss"], float):  # infinite before the first refresh
-            raise part.wrong("batch_loss", "is no number")
-        for key in part.keys() & set(COUNTS) - {"refreshed_at", "batch_loss"}:
-            part.number(key, 0.0)
-
-    # Vectors are of all parameters that trained.
+        _check_counts(part)
     n = sum(p.numel() for p in trained)
     for part in trained.values():
-        shapes: dict[str, tuple[int, ...]] = {START: (n,), SUM: (n,)}
-        if not part.keys().isdisjoint(PAIRS):
-            part.require(PAIRS)
-            # The eigenvalues tell how many pairs there are, so they are checked before the others.
-            counted = tuple(part.tensor("eigenvalues").shape[:1])
-            part.tensor("eigenvalues", counted or (1,))
-            part.whole("num_largest", -1, *counted)
-            part.number("carried_decay", 0.0, 1.0)
-            each = ("residuals", "subspace_momentum", "last_step")
-            shapes |= dict.fromkeys(each, counted)
-            shapes["eigenvectors"] = (*counted, n)
-            shapes["carried_momentum"] = (n,)
-            shapes["trust_region"] = (len(TrustState._fields),)
-        for key in part.keys() & shapes.keys():
-            part.tensor(key, shapes[key])
+        _check_vectors(part, n)
+
+
+def _check_counts(part: SavedPart) -> None:
+    part.require(["batch_loss", "rest_scale_bound"])
+    part.whole("refreshed_at", -1, part["steps"])
+    if not isinstance(part["batch_loss"], float):  # it is infinite before the first refresh
+        raise part.wrong("batch_loss", "is no number")
+    for key in part.keys() & set(COUNTS) - {"refreshed_at", "batch_loss"}:
+        part.number(key, 0.0)
+
+
+def _check_vectors(part: SavedPart, n: int) -> None:
+    """Check the tensors of a part. Vectors span the n elements of all parameters that trained."""
+    shapes: dict[str, tuple[int, ...]] = {EPOCH_START: (n,), GRADIENT_SUM: (n,)}
+    if not part.keys().isdisjoint(PAIRS):
+        part.require(PAIRS)
+
+        # The eigenvalues say how many pairs there are, so they are checked first.
+        r = tuple(part.tensor("eigenvalues").shape[:1])
+        part.tensor("eigenvalues", r or (1,))
+        part.whole("num_largest", -1, *r)
+        part.number("carried_decay", 0.0, 1.0)
+        for name in ("residuals", "subspace_momentum", "last_step"):
+            shapes[name] = r
+        shapes["eigenvectors"] = (*r, n)
+        shapes["carried_momentum"] = (n,)
+        shapes["trust_region"] = (len(TrustState._fields),)
+    for key in part.keys() & shapes.keys():
+        part.tensor(key, shapes[key])

@@ -162,7 +162,7 @@ class FOSICurvature(Curvature):
             with stage("exchange"):
                 self.flat_params.broadcast_rows()
         if self.pairs.throttle is not None:
-            refreshed = self.pairs.tally.step == self.training.steps
+            refreshed = self.pairs.refresh_counts.step == self.training.steps
             self.pairs.throttle.end_step(refreshed=refreshed)
 
     def fingerprint_values(self) -> list[tuple[str, Any]]:
@@ -174,7 +174,7 @@ class FOSICurvature(Curvature):
             ("closed", self.pairs.closed),
             ("the base's state in parts", self.flat_params.base_state_in_rows),
             ("eigenpairs", self.subspace is not None),
-            ("of step", self.pairs.tally.step),
+            ("of step", self.pairs.refresh_counts.step),
             *scheduled(self.options, ("curvature_interval", "newton_scale"), self.training.steps),
             ("least interval", least_interval),
         ]
@@ -295,7 +295,7 @@ class FOSICurvature(Curvature):
             residuals=residuals,
             gradient_share=gradient_share,
             rest_scale=rest_scale,
-            **vars(self.pairs.tally),
+            **vars(self.pairs.refresh_counts),
         )
 
     def metrics(self) -> dict[str, float]:
