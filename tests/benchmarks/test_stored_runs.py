@@ -229,8 +229,8 @@ README_ROWS = {
     "AdamW, lr 0.003": "AdamW",
     "Muon with AdamW, lr 0.014": "Muon",
     "SOAP, lr 0.014": "SOAP",
-    "KAISA over AdamW, nothing set, lr 0.003": "KAISA, defaults",
-    "KAISA over AdamW, nothing set, lr 0.006": "KAISA, twice AdamW's rate",
+    "KAISA over AdamW, default settings, lr 0.003": "KAISA, defaults",
+    "KAISA over AdamW, default settings, lr 0.006": "KAISA, twice AdamW's rate",
 }
 
 
