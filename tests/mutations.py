@@ -435,13 +435,14 @@ owners' gradients balanced by number
 heads are not summed
   <-  distkfac_ranks::all_workers_know_the_weights_and_traces_of_all_layers
   <-  factor_exchange::shards_are_weighted_by_their_examples
-    heads.append(each.head)  =>  heads.append(each.head.clone())
+    heads.append(layer_sums.head)  =>  heads.append(layer_sums.head.clone())
 A kept by the solver of G, and G by that of A
   <-  factor_exchange::each_factor_is_on_one_rank_and_its_trace_on_all
-    None if self.keeps_all else self.solver(letter)  =>  self.solvers[letter == "A"]
+  - None if self.factors_everywhere else self.inverse_rank(factor)
+  + self.inverse_ranks[factor == "A"]
 an owner's layers have statistics of all batches
   <-  dpkfac::a_layers_factors_are_those_of_its_owners_batches
-    keeps_all=False, source=owner)  =>  keeps_all=False)
+    source=owner,  =>  source=None,
 every gradient worker keeps an inverse of a sharded layer
   <-  fsdp::ranks_keep_their_rows_and_the_factors_of_their_layers
     workers=range(rank, rank + 1)))  =>  workers=layer.workers))
@@ -449,14 +450,14 @@ every gradient worker keeps an inverse of a sharded layer
 == kfac/precondition.py
 a clip of a rank's own layers alone
   <-  dpkfac::all_layers_of_all_owners_are_clipped_by_one_coefficient
-    ranks.all_reduce([change]).wait()  =>  pass
+    world.all_reduce([change]).wait()  =>  pass
 outliers that count in full  <-  usual_change::the_bound_is_four_times_the_running_average
-    addcmul_(change, part, value  =>  addcmul_(change, torch.ones_like(part), value
+    addcmul_(change, ratio, value  =>  addcmul_(change, torch.ones_like(ratio), value
 steps without a preconditioned layer that count
   <-  usual_change::steps_without_preconditioned_layers_are_no_usual_change
     if clip is not None and solved:  =>  if clip is not None:
 a resumed run with another usual change  <-  usual_change::a_resumed_run_has_the_usual_change
-    self.steps = int(part.number(USUAL_CHANGE[1]))  =>  pass
+    self.steps = int(part.number(steps_name))  =>  pass
 a clip in lr, not lr²  <-  solvers::the_clip_takes_each_layers_own_learning_rate
     stack.new_ones(()) * rate**2  =>  stack.new_ones(()) * rate
 a clip that stretches  <-  solvers::the_clip_bounds_what_it_measures
@@ -498,7 +499,8 @@ layers under way are launched again  <-  distkfac::never_more_than_so_many_steps
     [b for b in due if b not in pending_before]  =>  list(due)
 decompositions that their solver has not rounded
   <-  exchange_dtype::every_rank_has_the_same_numbers
-    to_send(pending.parts[factor_name], plan.wire)  =>  to_send(pending.parts[factor_name], None)
+  - to_send(pending.parts[factor_name], plan.exchange_dtype)
+  + to_send(pending.parts[factor_name], None)
 a failed G is not told  <-  failures::one_factor_that_fails_is_told
     outcome = Outcome.FAILED  =>  outcome = Outcome.NO_STATISTICS
 verdicts are added up  <-  failures::one_factor_that_fails_is_told
@@ -538,7 +540,7 @@ a solve on a thread that is older than drift allows
   <-  drift::solves_on_threads_are_waited_for_by_the_step_before_the_next
     if self._drift is not None and age >= self._drift.interval(block) - 1:  =>  if False:
 of a thread's decompositions one is enough  <-  distkfac::one_factor_that_fails_on_a_thread_is_told
-    == len(self.step_plan.to_solve[block])  =>  > 0
+    == len(self.step_plan.to_invert[block])  =>  > 0
 
 == kfac/inverter.py
 a dead layer solved with the others
@@ -564,7 +566,7 @@ a stats worker's gradients pile up  <-  stats::a_stats_workers_gradients_do_not_
     p.grad = None  =>  pass
 statistics to the first worker, whoever owns the layer
   <-  distkfac_ranks::statistics_are_those_of_the_helpers_batches_at_the_points_it_got
-    owned[layer.solver("A")].append(block)  =>  owned[0].append(block)
+    owned[layer.inverse_rank("A")].append(block)  =>  owned[0].append(block)
 messages of other layers count  <-  stats::after_a_change_own_passes_go_on_until_newer_messages_come
     if message.note["plan_version"] < self.plan_version:  =>  if False:
 snapshots queue up  <-  stats::no_snapshot_is_sent_while_statistics_are_on_their_way

@@ -21,7 +21,7 @@ from second_order.distributed.assignment import (
     factor_cost,
     gradient_worker_count,
 )
-from second_order.kfac.plan import gradient_owners
+from second_order.kfac.plan import assign_gradient_owners
 
 COSTS: tuple[AssignmentCost, ...] = ("compute", "memory")
 DIMS = st.builds(
@@ -183,4 +183,4 @@ def test_gradients_of_no_layer_go_where_there_is_least(
             rank = load.index(min(load))
             expected[i] = rank
             load[rank] += sizes[i]
-    assert gradient_owners(sizes, [owner for _, owner in gradients], 4) == expected
+    assert assign_gradient_owners(sizes, [owner for _, owner in gradients], 4) == expected

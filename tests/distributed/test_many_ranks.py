@@ -28,14 +28,14 @@ PLANNERS: dict[str, Any] = {
             fraction=1 / rows,
             cost="compute",
             colocate=not apart,
-            keeps_all=False,
+            factors_everywhere=False,
         )
         for rows in (1, 2, 64, 4096)
         for apart in ("", ", apart")
     },
     "DPKFAC": partial(dpkfac_plan, assignment="balanced"),
     "DPKFAC, in turn": partial(dpkfac_plan, assignment="round_robin"),
-    "DistKFAC": partial(distkfac_plan, keeps_all=False),
+    "DistKFAC": partial(distkfac_plan, factors_everywhere=False),
 }
 
 
@@ -51,7 +51,7 @@ def test_a_thousand_layers_are_planned_on_4096_ranks_at_once(name: str) -> None:
         tracemalloc.stop()
     assert seconds < 2.0
     assert kept < 2e6, "a few hundred bytes for each layer, whatever the number of its workers"
-    used = {rank for layer in plan.layers for rank in layer.solvers}
+    used = {rank for layer in plan.layers for rank in layer.inverse_ranks}
     assert len(used) >= 900, "work is spread"
 
 

@@ -214,10 +214,10 @@ def train_thawing(
             keepers.append([row.computed_by for row in optimizer.summary().rows])
             continue
         known = optimizer._curvature.known
-        keepers.append([known[block].solvers for block in optimizer._curvature.layers.blocks])
+        keepers.append([known[block].inverse_ranks for block in optimizer._curvature.layers.blocks])
         for block, layer in optimizer._curvature.plan.items():
             held = tuple(block.stored(which) is not None for which in "AG")
-            mine = tuple(solver == rank for solver in layer.solvers)
+            mine = tuple(solver == rank for solver in layer.inverse_ranks)
             assert held == (mine if placement.spread else (True, True))
     return trajectory, keepers
 

@@ -33,7 +33,7 @@ def shards(batches: Sequence[Batch], rank: int, world_size: int) -> list[Batch]:
 
 def owned_by(optimizer: Any) -> list[tuple[KroneckerBlock, int]]:
     """The layers that train, and the rank that solves each."""
-    return [(block, layer.solver("A")) for block, layer in optimizer._curvature.plan.items()]
+    return [(block, layer.inverse_rank("A")) for block, layer in optimizer._curvature.plan.items()]
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:

@@ -133,7 +133,7 @@ def test_all_have_the_same_parameters_however_the_threads_are_scheduled(
 def owners(rank: int, world_size: int) -> list[int]:
     model = nn.ModuleList([nn.Linear(9, 10), *(nn.Linear(4, 5) for _ in range(4))])
     plan = distkfac(model)._curvature.plan
-    return [layer.solver("A") for layer in plan.values()]
+    return [layer.inverse_rank("A") for layer in plan.values()]
 
 
 def test_owners_are_spread_by_cost(world: World) -> None:
@@ -146,7 +146,7 @@ def heads(rank: int, world_size: int) -> list[tuple[float, Tensor, tuple[bool, b
     model = CASE.model()
     with distkfac(model, max_staleness=0) as optimizer:
         curvature = optimizer._curvature
-        spread = partial(distkfac_plan, keeps_all=False)
+        spread = partial(distkfac_plan, factors_everywhere=False)
         curvature._system = dataclasses.replace(curvature._system, plan=spread)
         curvature.layers.forget_plan()  # plan anew: each factor goes to its owner
         go(model, optimizer, CASE, shards(BATCHES[:2], rank, world_size))

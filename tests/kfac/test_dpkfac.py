@@ -15,7 +15,7 @@ from reference import cross_entropy, empirical_factors
 from torch import Tensor, nn
 
 from second_order.distributed.assignment import assign_owners
-from second_order.kfac.plan import dims_of
+from second_order.kfac.plan import layer_dims
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,7 +84,7 @@ def test_a_layers_factors_are_those_of_its_owners_batches(
     names = [name for _, kept in results for name in kept]
     blocks = dpkfac(case.model())._curvature.layers.blocks
     assert sorted(names) == sorted(block.name for block in blocks)
-    owners = assign_owners(list(map(dims_of, blocks)), world_size, assignment)  # type: ignore[arg-type]
+    owners = assign_owners(list(map(layer_dims, blocks)), world_size, assignment)  # type: ignore[arg-type]
     for block, owner in zip(blocks, owners, strict=True):
         found = results[owner][1][block.name]
         for rank in range(world_size):

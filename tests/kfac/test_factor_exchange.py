@@ -80,7 +80,7 @@ def kept(
         assert block.factors is not None
         held.append(tuple(letter in block.factors.stored for letter in "AG"))
         if options.get("factor_exchange") == "reduce":
-            assert held[-1] == tuple(solver == rank for solver in layer.solvers)
+            assert held[-1] == tuple(solver == rank for solver in layer.inverse_ranks)
     everywhere = [
         t for b in optimizer._curvature.layers.blocks for t in (b.factors.weight, b.factors.means)
     ]  # type: ignore[union-attr]

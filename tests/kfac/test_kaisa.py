@@ -205,7 +205,7 @@ def train_dead(rank: int, world_size: int, user: int, colocate: bool) -> tuple[A
             optimizer.zero_grad()
             cross_entropy(model(x, rank == user), y).backward()
             optimizer.step()
-    plan = {b.name: each.solvers for b, each in optimizer._curvature.plan.items()}
+    plan = {b.name: each.inverse_ranks for b, each in optimizer._curvature.plan.items()}
     return plan["branch"], [str(w.message) for w in caught]
 
 
@@ -323,7 +323,7 @@ def placed_as(rank: int, world_size: int, choices: Sequence[dict[str, Any]]) -> 
         nn.ModuleList([nn.Linear(9, 10), *(nn.Linear(4, 5) for _ in range(8))]) for _ in choices
     ]
     optimizers = [kaisa(model, **each) for model, each in zip(models, choices, strict=True)]
-    return [[layer.solvers for layer in each._curvature.plan.values()] for each in optimizers]
+    return [[layer.inverse_ranks for layer in each._curvature.plan.values()] for each in optimizers]
 
 
 def test_layers_are_placed_as_asked_for(world: World) -> None:

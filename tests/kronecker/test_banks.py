@@ -18,7 +18,7 @@ from ranks import agreed, assert_same_trajectory, vector
 from torch import Tensor, nn
 
 from second_order import KAISA, SecondOrderOptimizer
-from second_order.kfac.precondition import precondition, write
+from second_order.kfac.precondition import precondition_batches, write_gradients
 from second_order.kronecker import block as banks
 from second_order.kronecker.block import KroneckerBlock, LayerBatch, batch_layers, per_group
 from second_order.kronecker.solvers import SOLVERS
@@ -97,7 +97,8 @@ def test_a_bank_is_its_layers_one_by_one(
         for part, whole in zip(block.inverse.tensors, bank.inverse.tensors, strict=True):
             assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
     others = [p.grad.clone() for b in blocks if b not in chosen for p in b.params]  # type: ignore[union-attr]
-    write(precondition([bank], F64, among=chosen), torch.tensor(0.5, dtype=F64))
+    preconditioned = precondition_batches([bank], F64, among=chosen)
+    write_gradients(preconditioned, torch.tensor(0.5, dtype=F64))
     written = [p.grad.reshape(-1) for b in chosen for p in b.params]  # type: ignore[union-attr]
     for found, wanted in zip(written, expected, strict=True):
         torch.testing.assert_close(found, 0.5 * wanted, rtol=1e-10, atol=1e-12)

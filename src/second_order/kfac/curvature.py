@@ -49,14 +49,14 @@ from second_order.kfac.plan import (
     StepPlan,
     System,
     compile_step,
-    dims_of,
+    layer_dims,
     sum_statistics,
     with_one_worker,
 )
 from second_order.kfac.precondition import (
     Clip,
-    Preconditioning,
-    owners_of,
+    PreconditionResult,
+    assign_param_owners,
     precondition_gradients,
 )
 from second_order.kfac.schedule import UPDATED_AT, Schedule
@@ -146,7 +146,7 @@ class LayeredCurvature(Curvature):
 
     def description(self) -> list[str]:
         """The options and the layers, which must be equal on all ranks."""
-        return self.layers.description(self._system.said)
+        return self.layers.description(self._system.description)
 
     def drop_pending(self) -> None:
         """Drop the statistics of the backward passes since the last step."""
@@ -445,7 +445,7 @@ class KFAC(LayeredCurvature):
         if from_passes:
             decay = schedule.factor_decay()
             sums = self._sum_statistics()
-            if self._step.of_gradients and sums and helpers is None:
+            if self._step.gradient_factored and sums and helpers is None:
                 numbers = [each.head[0].to(self.training.device) for each in sums.values()]
                 terms = torch.stack(numbers).max()
             self._update_averages(sums, decay)
@@ -454,13 +454,12 @@ class KFAC(LayeredCurvature):
 
         # The messages of stats workers, whose batches are their own.
         if helpers is not None:
-            rank = self.training.world.rank
-            owned = {b.name: b for b, layer in self.plan.items() if layer.solver("A") == rank}
+            owned = {block.name: block for block in self._layers_of_a()}
             for sums in helpers.statistics(owned, self.training):
                 self._update_averages(sums, schedule.factor_decay())
 
         # Layers with factors of the weight gradient.
-        if due and self._step.of_gradients:
+        if due and self._step.gradient_factored:
             self._update_from_gradients(pending, age, terms)
 
     def _sum_statistics(self) -> Sums:
@@ -468,7 +467,7 @@ class KFAC(LayeredCurvature):
         layers = self.layers
         step = self._step
         world = self.training.world
-        layers.look(step.taken)
+        layers.look(step.contributing)
         for block in step.layers:
             block.ensure_factors(statistics_due=True)
 
@@ -477,7 +476,7 @@ class KFAC(LayeredCurvature):
             self._pipeline.expect(self._statistics_dtype)
             sums = self._pipeline.sums(layers, exchange)
         else:
-            sums = layers.sums(step.taken)
+            sums = layers.sums(step.contributing)
             if world.size > 1:
                 with stage("statistics_exchange"):
                     exchange(sums, self._statistics_dtype)
@@ -508,7 +507,7 @@ class KFAC(LayeredCurvature):
         """
         with stage("average_gradients"):
             pending.wait()
-        gradient_factored = self._step.of_gradients
+        gradient_factored = self._step.gradient_factored
         sums = gradient_statistics(
             self.training,
             terms,
@@ -531,7 +530,7 @@ class KFAC(LayeredCurvature):
 
     def _precondition_gradients(
         self, previous: Mapping[KroneckerBlock, Inverse]
-    ) -> Preconditioning:
+    ) -> PreconditionResult:
         """Precondition the mean gradients: by rows if FSDP2 shards them."""
         if self.sharded:
             return precondition_rows(
@@ -546,8 +545,12 @@ class KFAC(LayeredCurvature):
         """Return the layers whose mean curvature this rank reports: it has their statistics."""
         if self.helpers is None:
             return self._step.reporting
+        return self._layers_of_a()
+
+    def _layers_of_a(self) -> list[KroneckerBlock]:
+        """Return the layers whose A this rank decomposes. It receives their statistics."""
         rank = self.training.world.rank
-        return [block for block, layer in self._step.layers.items() if layer.solver("A") == rank]
+        return [block for block, layer in self.plan.items() if layer.inverse_rank("A") == rank]
 
     def _report_refresh(self, read: DeviceRead, layers: Sequence[KroneckerBlock]) -> Report | None:
         """Measure what this rank reports of a refresh; None if nothing adapts to refreshes."""
@@ -598,7 +601,7 @@ class KFAC(LayeredCurvature):
         params = self.training.averaged_params()
         owners = self._owners
         if owners is None or [id(p) for p in owners] != [id(p) for p in params]:
-            owners = owners_of(self.plan, params, self.training.world.size)
+            owners = assign_param_owners(self.plan, params, self.training.world.size)
             self._owners = owners
         return owners
 
@@ -626,7 +629,7 @@ class KFAC(LayeredCurvature):
         world = self.training.world
 
         # Which rank does what.
-        plan: Plan = self._system.plan([dims_of(block) for block in layers.active], world.size)
+        plan: Plan = self._system.plan([layer_dims(block) for block in layers.active], world.size)
         if self.sharded:
             plan = with_one_worker(plan)
         before = self.known
@@ -650,7 +653,7 @@ class KFAC(LayeredCurvature):
         self._buckets = make_buckets(self._step, world) if self.sharded else []
         self._owners = None
         if self._pipeline is not None:
-            self._pipeline.follow(self._step.taken)
+            self._pipeline.follow(self._step.contributing)
 
         # Move the factors, and start without inverses.
         move_factors(world, self.plan, before)
@@ -834,7 +837,7 @@ class KFAC(LayeredCurvature):
 
         Before the first step there are none: Accelerate reads the state of each new optimizer.
         """
-        distributed = not all(layer.keeps_all for layer in self.known.values())
+        distributed = not all(layer.factors_everywhere for layer in self.known.values())
         return self.training.world.size > 1 and self.training.steps > 0 and distributed
 
     @property

@@ -28,8 +28,8 @@ from second_order.distributed.world import Route, Shapes, send_tensors
 from second_order.errors import DecompositionError
 from second_order.kfac.inverter import Inverter, Job, SynchronousInverter, describe_error
 from second_order.kfac.layers import Layers, values_by_layer
-from second_order.kfac.plan import Item, StepPlan
-from second_order.kfac.precondition import compare, precondition
+from second_order.kfac.plan import FactorKey, StepPlan
+from second_order.kfac.precondition import compare_inverses, precondition_batches
 from second_order.kfac.schedule import Drift
 from second_order.kronecker.block import KroneckerBlock, LayerBatch, LayerStatus, per_group
 from second_order.kronecker.factors import KroneckerFactors
@@ -334,7 +334,7 @@ class Inverses:
     def _damp_and_submit(self, factors: Mapping[KroneckerBlock, KroneckerFactors]) -> None:
         """Compute γ of this rank's layers, and submit the factors that this rank decomposes."""
         preconditioned = [block for block in factors if self._is_gradient_worker(block)]
-        inverted = [block for block in factors if block in self.step_plan.to_solve]
+        inverted = [block for block in factors if block in self.step_plan.to_invert]
         try:
             pending = {block: self.pending[block] for block in preconditioned}
             for block, layer_damping in self.compute_dampings(factors, pending).items():
@@ -395,7 +395,7 @@ class Inverses:
         assert layer_damping is not None
         shape = block.shape
         problems: dict[str, Problem] = {}
-        for factor_name in self.step_plan.to_solve[block]:
+        for factor_name in self.step_plan.to_invert[block]:
             problems[factor_name] = Problem(
                 factors.entries[factor_name],
                 shape.dims[factor_name],
@@ -418,7 +418,7 @@ class Inverses:
             return cosines
         attempts = self.inverter.attempts()
         dtype = self.options.inv_dtype
-        for batch in self.step_plan.banks:
+        for batch in self.step_plan.batches:
             previous: dict[KroneckerBlock, Inverse] = {}
             for block in batch.blocks:
                 if block in attempts and block.inverse is not None and block.has_gradient:
@@ -426,7 +426,7 @@ class Inverses:
             if previous:
                 parts = {block: dict(attempts[block]) for block in previous}
                 attempt = LayerBatch(list(previous), self._combine(parts))
-                cosines |= compare(precondition([attempt], dtype), previous, dtype)
+                cosines |= compare_inverses(precondition_batches([attempt], dtype), previous, dtype)
         return cosines
 
     def _collect(self, read: DeviceRead) -> set[KroneckerBlock]:
@@ -436,7 +436,7 @@ class Inverses:
             block = result.block
             if not result.has_statistics:
                 outcome = Outcome.NO_STATISTICS
-            elif len(result.parts) == len(self.step_plan.to_solve[block]):
+            elif len(result.parts) == len(self.step_plan.to_invert[block]):
                 outcome = Outcome.VALID
             else:
                 outcome = Outcome.FAILED
@@ -490,7 +490,7 @@ class Inverses:
         """The outcome of a pending layer on this rank."""
         if block.unverified:
             return Outcome.UNVERIFIED
-        is_elsewhere = block not in self.step_plan.to_solve
+        is_elsewhere = block not in self.step_plan.to_invert
         if is_elsewhere and self.training.world.backend == "fake":
             return Outcome.VALID  # with the fake backend there is no rank to report it
         return self.pending[block].outcome
@@ -531,7 +531,7 @@ class Inverses:
 
     def _send_decompositions(
         self, blocks: Sequence[KroneckerBlock]
-    ) -> dict[Item, tuple[Tensor, ...]]:
+    ) -> dict[FactorKey, tuple[Tensor, ...]]:
         """Send what this rank has decomposed to the ranks of its row, and receive theirs.
 
         If inverses are computed while training continues, the factors of the other ranks have
@@ -542,17 +542,19 @@ class Inverses:
         dtype = self.options.inv_dtype
         device = self.training.device
         destinations = range(plan.row.size)
-        shapes: dict[Item, Shapes] = {}
-        routes: dict[Item, Route] = {}
-        local: dict[Item, tuple[Tensor, ...]] = {}
+        shapes: dict[FactorKey, Shapes] = {}
+        routes: dict[FactorKey, Route] = {}
+        local: dict[FactorKey, tuple[Tensor, ...]] = {}
         for block in blocks:
             pending = self.pending[block]
             for factor_name in block.shape.factor_names:
                 item = (block, factor_name)
                 shapes[item] = self.solver.sent_shapes(block.shape, factor_name)
-                routes[item] = Route(plan.to_send[item], destinations)
+                routes[item] = Route(plan.sources[item], destinations)
                 if factor_name in pending.parts:
-                    local[item] = self.solver.to_send(pending.parts[factor_name], plan.wire)
+                    local[item] = self.solver.to_send(
+                        pending.parts[factor_name], plan.exchange_dtype
+                    )
 
             # The inverse rank of A also sends the damping.
             if not self.is_synchronous:
@@ -564,7 +566,7 @@ class Inverses:
                     numbers = [layer_damping.damping, layer_damping.mean_eigenvalue]
                     scalars = [torch.as_tensor(n, dtype=dtype, device=device) for n in numbers]
                     local[item] = (torch.stack(scalars),)
-        return send_tensors(plan.row, shapes, routes, local, dtype, device, plan.wire)
+        return send_tensors(plan.row, shapes, routes, local, dtype, device, plan.exchange_dtype)
 
     # -------------------------------------------------------------------------------- install
 
@@ -579,7 +581,7 @@ class Inverses:
         """
         # Gradient workers combine the parts of equal layers to one inverse.
         previous: dict[KroneckerBlock, Inverse] = {}
-        for batch in self.step_plan.banks:
+        for batch in self.step_plan.batches:
             blocks = [block for block in batch.blocks if block in parts]
             if not blocks:
                 continue

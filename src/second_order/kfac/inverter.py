@@ -15,7 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from second_order.kfac.plan import Item
+from second_order.kfac.plan import FactorKey
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.solvers import Attempts, Decomposition, Problem, Solver
 from second_order.kronecker.storage import DeviceRead
@@ -124,7 +124,7 @@ class SynchronousInverter:
     def clear(self) -> None:
         """Drop all jobs."""
         self._jobs: Sequence[Job] = ()
-        self._items: list[Item] = []
+        self._items: list[FactorKey] = []
         self._attempts: Attempts | None = None
 
     def submit(self, jobs: Sequence[Job]) -> None:
@@ -136,7 +136,7 @@ class SynchronousInverter:
         # Sort factors by shape and name. In their batches, the factors of layers of equal shape
         # then lie next to each other, so that they can be stacked without a copy.
         shapes = list(dict.fromkeys(job.block.shape for job in jobs))
-        problems: dict[Item, Problem] = {}
+        problems: dict[FactorKey, Problem] = {}
         for job in jobs:
             for factor_name, problem in job.problems.items():
                 problems[job.block, factor_name] = problem
@@ -212,7 +212,7 @@ class SynchronousInverter:
 
 
 def _by_layer(
-    items: Sequence[Item], parts: Sequence[Decomposition | None]
+    items: Sequence[FactorKey], parts: Sequence[Decomposition | None]
 ) -> dict[KroneckerBlock, dict[str, Decomposition]]:
     """Group decompositions by layer and name of the factor, without those that are None."""
     grouped: dict[KroneckerBlock, dict[str, Decomposition]] = {block: {} for block, _ in items}

@@ -83,7 +83,7 @@ def build_curvature(
     for block in layers.blocks if training.steps > 0 else ():
         # The numbers go to all ranks, the factors to the layer's owner.
         layer = plan.get(block)
-        owner = 0 if layer is None else layer.solver("A")
+        owner = 0 if layer is None else layer.inverse_rank("A")
         saved = {} if block.factors is None or block.has_lost_factor else block.saved_factors()
         averages: dict[str, Tensor] = {}
         for entry in factor_entries(block, layer):

@@ -1,15 +1,18 @@
-"""Plans: which rank does what for each layer, found alike on every rank without messages.
+"""Plans: which rank does what for each layer, computed equally on every rank without messages.
 
-| system   | statistics from | factors kept by   | solved by        | preconditioned by            |
-|----------|-----------------|-------------------|------------------|------------------------------|
-| KAISA    | every rank      | every rank, or    | one rank, or one | a row of the grid of ranks   |
-|          |                 | its solver        | for each factor  |                              |
-| DPKFAC   | the owner       | the owner         | the owner        | the owner                    |
-| DistKFAC | every rank, or  | every rank, or    | one rank, on     | every rank                   |
-|          | stats workers   | its solver        | threads          |                              |
+| system   | statistics from | factors owned by    | inverted by      | preconditioned by         |
+|----------|-----------------|---------------------|------------------|---------------------------|
+| KAISA    | every rank      | every rank, or the  | one rank, or one | a row of the grid of      |
+|          |                 | inverse rank        | for each factor  | ranks                     |
+| DPKFAC   | the owner       | the owner           | the owner        | the owner                 |
+| DistKFAC | every rank, or  | every rank, or the  | one rank, on     | every rank                |
+|          | stats workers   | inverse rank        | threads          |                           |
 
-Where layers have changed, the plan is compiled into a :class:`StepPlan`: what this rank does, as
-data, which steps loop over.
+    Planner         (layer dimensions, world size) -> Plan, a pure function
+    Plan            for each layer, a LayerPlan: its inverse ranks, gradient workers and owners
+    compile_step    Plan -> StepPlan: what this rank does, as data that the steps loop over
+
+Layers are planned when they change. A step executes the plan.
 """
 
 from __future__ import annotations
@@ -40,31 +43,34 @@ from second_order.kronecker.model_blocks import BlockRules
 from second_order.optimizers.config import KFACOptions
 
 __all__ = [
-    "Item",
+    "FactorKey",
     "LayerPlan",
     "Plan",
     "Planner",
     "StepPlan",
     "System",
+    "assign_gradient_owners",
     "block_rules",
     "compile_step",
-    "dims_of",
     "distkfac_plan",
     "dpkfac_plan",
-    "gradient_owners",
     "kaisa_plan",
+    "layer_dims",
     "sum_statistics",
     "with_one_worker",
 ]
 
 MAX_EXACT_DIM = 256
-"""Entries up to which the exact block of a norm is a full matrix; above, it is the diagonal."""
+"""Largest norm layer, in entries, whose exact block is a full matrix. Above, it is the diagonal."""
+
+FactorKey: TypeAlias = tuple[KroneckerBlock, str]
+"""A layer, and the name of one of its factors."""
 
 
 def block_rules(
     options: KFACOptions, doubly_factored: Mapping[str, tuple[int, int]] | str | None = None
 ) -> BlockRules:
-    """The rules for which modules become blocks."""
+    """Return the rules that decide which modules become layers."""
     return BlockRules(
         max_factor_dim=options.max_factor_dim,
         doubly_factored={} if doubly_factored is None else doubly_factored,
@@ -74,56 +80,67 @@ def block_rules(
     )
 
 
-Item: TypeAlias = tuple[KroneckerBlock, str]
-"""A factor of a layer, by its letter."""
+# ------------------------------------------------------------------------------- plans of all ranks
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The ranks that work on a layer."""
+    """The ranks that work on a layer.
 
-    solvers: tuple[int, int]  # the ranks that decompose A and G
-    workers: range  # the gradient workers: the ranks that precondition the layer's gradient
-    keeps_all: bool  # whether every rank keeps A and G, and not the ranks alone that decompose them
-    source: int | None = None  # the rank whose batches alone make the statistics; None if all do
+    Attributes:
+        inverse_ranks: The ranks that decompose A and G.
+        workers: The gradient workers, which precondition the layer's gradient.
+        factors_everywhere: Whether all ranks own A and G; otherwise the inverse ranks do.
+        source: The only rank whose batches enter the statistics; None if all ranks' do.
+    """
 
-    def solver(self, letter: str) -> int:
-        """The rank that decomposes a factor, by its letter."""
-        return self.solvers[letter == "G"]
+    inverse_ranks: tuple[int, int]
+    workers: range
+    factors_everywhere: bool
+    source: int | None = None
 
-    def keeper(self, letter: str) -> int | None:
-        """The rank that keeps a factor, by its letter; None if every rank does."""
-        return None if self.keeps_all else self.solver(letter)
+    def inverse_rank(self, factor: str) -> int:
+        """Return the rank that decomposes a factor."""
+        return self.inverse_ranks[factor == "G"]
+
+    def factor_owner(self, factor: str) -> int | None:
+        """Return the rank that owns a factor; None if all do."""
+        return None if self.factors_everywhere else self.inverse_rank(factor)
 
     @property
     def row(self) -> int:
-        """The number of the gradient workers' row in the grid of ranks."""
+        """The row of the gradient workers in the grid of ranks."""
         return self.workers[0] // len(self.workers)
 
     def contributors(self, ranks: int) -> int:
-        """Of so many ranks, the number whose batches make the statistics."""
+        """Return how many of the ranks contribute statistics."""
         return ranks if self.source is None else 1
 
     def __str__(self) -> str:
         if self.source is not None:
             return f"owner {self.source}"
-        solvers = "+".join(map(str, dict.fromkeys(self.solvers)))
+        inverse_ranks = "+".join(map(str, dict.fromkeys(self.inverse_ranks)))
         workers = "+".join(map(str, self.workers))
         if len(self.workers) > 2:
             workers = f"{self.workers[0]}-{self.workers[-1]}"
-        return f"solve {solvers}, precondition {workers}"
+        return f"solve {inverse_ranks}, precondition {workers}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The ranks, a row of whose grid preconditions a layer, and the plan of each layer in order."""
+    """The plan of all layers.
+
+    Attributes:
+        grid: The grid of ranks. One row of it preconditions a layer.
+        layers: The plan of each layer.
+    """
 
     grid: Grid
     layers: Sequence[LayerPlan]
 
 
 Planner: TypeAlias = Callable[[Sequence[LayerDims], int], Plan]
-"""A plan for layers, in an order that all ranks share, and a number of ranks."""
+"""Makes a plan from layers, in an order that all ranks share, and the number of ranks."""
 
 
 def kaisa_plan(
@@ -133,15 +150,28 @@ def kaisa_plan(
     fraction: float,
     cost: AssignmentCost,
     colocate: bool,
-    keeps_all: bool,
+    factors_everywhere: bool,
 ) -> Plan:
-    """Plan as KAISA does: longest processing time first, rows of the grid as gradient workers."""
+    """Plan as KAISA does: inverses by longest processing time first, and rows of gradient workers.
+
+    Args:
+        layers: The dimensions of each layer.
+        ranks: Number of ranks.
+        fraction: Share of the ranks that precondition a layer.
+        cost: What the assignment balances.
+        colocate: Whether one rank decomposes both factors of a layer.
+        factors_everywhere: As in :class:`LayerPlan`.
+    """
     columns = gradient_worker_count(ranks, fraction)
     grid = Grid(ranks // columns, columns)
     plans = []
-    for each in assign_layers(layers, grid, cost=cost, colocate_factors=colocate):
-        solvers = (each.a_inverse_rank, each.g_inverse_rank)
-        plans.append(LayerPlan(solvers, grid.row(each.row), keeps_all))
+    for assigned in assign_layers(layers, grid, cost=cost, colocate_factors=colocate):
+        plan = LayerPlan(
+            inverse_ranks=(assigned.a_inverse_rank, assigned.g_inverse_rank),
+            workers=grid.row(assigned.row),
+            factors_everywhere=factors_everywhere,
+        )
+        plans.append(plan)
     return Plan(grid, plans)
 
 
@@ -149,130 +179,187 @@ def dpkfac_plan(layers: Sequence[LayerDims], ranks: int, *, assignment: OwnerAss
     """Plan as DPKFAC does: a layer's owner does all the work on it."""
     plans = []
     for owner in assign_owners(layers, ranks, assignment):
-        workers = range(owner, owner + 1)
-        plans.append(LayerPlan((owner, owner), workers, keeps_all=False, source=owner))
+        plan = LayerPlan(
+            inverse_ranks=(owner, owner),
+            workers=range(owner, owner + 1),
+            factors_everywhere=False,
+            source=owner,
+        )
+        plans.append(plan)
     return Plan(Grid(ranks, 1), plans)
 
 
-def distkfac_plan(layers: Sequence[LayerDims], ranks: int, *, keeps_all: bool) -> Plan:
-    """Plan as DistKFAC does: solves spread over the ranks, all of which precondition everything."""
-    solvers = balance_costs([layer.cost for layer in layers], ranks)
-    plans = [LayerPlan((rank, rank), range(ranks), keeps_all) for rank in solvers]
+def distkfac_plan(layers: Sequence[LayerDims], ranks: int, *, factors_everywhere: bool) -> Plan:
+    """Plan as DistKFAC does: inverses are spread over the ranks, and all ranks precondition."""
+    plans = []
+    for rank in balance_costs([layer.cost for layer in layers], ranks):
+        plan = LayerPlan(
+            inverse_ranks=(rank, rank),
+            workers=range(ranks),
+            factors_everywhere=factors_everywhere,
+        )
+        plans.append(plan)
     return Plan(Grid(1, ranks), plans)
 
 
 def with_one_worker(plan: Plan) -> Plan:
-    """A plan where one rank does all the work on each layer that the others have not to see.
+    """Return the plan with one inverse rank and gradient worker per layer: the one of A.
 
-    That suits gradients of which each rank has some rows: they come together on one rank anyway,
-    and the others need no inverse. It is the rank that decomposes A.
+    This suits sharded gradients. The rows of a gradient must be collected on one rank anyway, and
+    the other ranks then need no inverse.
     """
     layers = []
     for layer in plan.layers:
-        rank = layer.solver("A")
-        layers.append(replace(layer, solvers=(rank, rank), workers=range(rank, rank + 1)))
+        rank = layer.inverse_rank("A")
+        layers.append(replace(layer, inverse_ranks=(rank, rank), workers=range(rank, rank + 1)))
     return Plan(Grid(plan.grid.rows * plan.grid.columns, 1), layers)
 
 
-def gradient_owners(sizes: Sequence[int], owners: Sequence[int | None], ranks: int) -> list[int]:
-    """The owner of each gradient, by its elements and the owner of its layer.
+def assign_gradient_owners(
+    sizes: Sequence[int], owners: Sequence[int | None], ranks: int
+) -> list[int]:
+    """Return the owner of each gradient.
 
-    For a gradient of no layer, whose owner is None, it is the rank that gets the least.
+    Args:
+        sizes: Elements of each gradient.
+        owners: The owner of each gradient's layer. A gradient outside of layers has None: it goes
+            to the rank with the fewest elements so far, the largest gradient first.
+        ranks: Number of ranks.
     """
     load = [0] * ranks
     for size, owner in zip(sizes, owners, strict=True):
         if owner is not None:
             load[owner] += size
-    found = list(owners)
+    assigned = list(owners)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        if found[i] is None:
+        if assigned[i] is None:
             rank = min(range(ranks), key=load.__getitem__)
             load[rank] += sizes[i]
-            found[i] = rank
-    return [owner for owner in found if owner is not None]
+            assigned[i] = rank
+    return [owner for owner in assigned if owner is not None]
 
 
-def dims_of(block: KroneckerBlock) -> LayerDims:
-    """The sizes of a layer that a plan is made from, and the cost of its solve.
+def layer_dims(block: KroneckerBlock) -> LayerDims:
+    """Return the dimensions of a layer that a plan is made from, and the cost of its inverse.
 
-    That is the sum of n³ over its factors, of n for a diagonal one.
+    The cost is the sum of n³ over the factors. A diagonal factor costs n.
     """
-    shape, cost = block.shape, 0.0
-    for k in shape.factor_names:
-        cost += shape.groups * shape.dims[k] ** (1 if k in shape.diagonals else 3)
+    shape = block.shape
+    cost = 0.0
+    for factor in shape.factor_names:
+        exponent = 1 if factor in shape.diagonals else 3
+        cost += shape.groups * shape.dims[factor] ** exponent
     return LayerDims(shape.groups, shape.in_dim, shape.out_dim, shape.diagonal_a, cost)
 
 
 @dataclass(frozen=True)
 class System:
-    """The choices in which the systems with Kronecker factors differ."""
+    """What distinguishes KAISA, DPKFAC and DistKFAC.
 
-    plan: Callable[..., Plan]  # a Planner: makes the plan of the layers: which rank does what
-    rules: BlockRules  # for which modules become blocks
-    said: str = ""  # the system's own options, for comparison between ranks
-    # Where mean gradients go: "owner", to the layers' owners alone; "all_reduce", to all ranks
-    # although layers have owners; None without owners.
+    Attributes:
+        plan: The :data:`Planner`.
+        rules: The rules that decide which modules become layers.
+        description: The system's own options as text, which ranks compare.
+        owners: "owner" sends mean gradients to the layers' owners only; "all_reduce" sends them to
+            all ranks. None if layers have no owners.
+        conv_approximation: Replaces the option ``kfac_approx`` for convolutions.
+        inverter: Makes an inverter that uses threads. None: the step computes the inverses.
+        pipelined: Whether statistics are sent while backward still runs (SPD-KFAC).
+        exchange_dtype: Communication dtype of factors and decompositions; None for their own.
+        auto_workers: Whether the cost model chooses the number of gradient workers, which the
+            argument ``fraction`` of the plan sets.
+    """
+
+    plan: Callable[..., Plan]
+    rules: BlockRules
+    description: str = ""
     owners: str | None = None
-    conv_approximation: Approximation | None = None  # None for that of other layers
-    # Makes an inverter on threads; None: inverses are computed in the step.
+    conv_approximation: Approximation | None = None
     inverter: Callable[..., Any] | None = None
-    pipelined: bool = False  # statistics leave for the other ranks while backward still runs
-    exchange_dtype: torch.dtype | None = None  # of factors and decompositions; None for their own
-    # Whether the cost model chooses the number of gradient workers: the ``fraction`` of the plan.
+    pipelined: bool = False
+    exchange_dtype: torch.dtype | None = None
     auto_workers: bool = False
+
+
+# ------------------------------------------------------------------------------- steps of this rank
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What this rank does at a step."""
+    """What this rank does at a step.
 
-    layers: Mapping[KroneckerBlock, LayerPlan]  # the plan of each layer that trains
-    row: World  # the ranks that precondition the same layers as this one
-    column: World  # those it exchanges preconditioned gradients with, one of each row
-    wire: torch.dtype | None = None  # in which decompositions travel; None for their own
-    taken: Sequence[KroneckerBlock] = ()  # into whose factors the passes of this rank go
-    of_gradients: Sequence[GradientBlock] = ()  # whose factors are made of gradients
-    reporting: Sequence[KroneckerBlock] = ()  # whose changes this rank reports after a refresh
-    # The factors that this rank decomposes, by layer.
-    to_solve: Mapping[KroneckerBlock, Sequence[str]] = field(default_factory=dict)
-    # Of the layers that this row preconditions, the position in it of the factor's solver.
-    to_send: Mapping[Item, int] = field(default_factory=dict)
-    costs: Mapping[KroneckerBlock, float] = field(default_factory=dict)  # of the layers' solves
-    banks: Sequence[LayerBatch] = ()  # of layers that this rank preconditions, those alike in one
+    Attributes:
+        layers: The plan of each layer that trains.
+        row: The ranks that precondition the same layers as this rank.
+        column: The ranks that it exchanges preconditioned gradients with, one of each row.
+        exchange_dtype: Communication dtype of decompositions; None for their own.
+        contributing: Layers whose statistics this rank's passes contribute to.
+        gradient_factored: Layers with factors computed from the weight gradient.
+        reporting: Layers whose metrics this rank reports after a refresh.
+        to_invert: The factors that this rank decomposes, by layer.
+        sources: Of the layers that this row preconditions, the position in the row of the rank
+            that decomposes each factor.
+        costs: The cost of each layer's inverse, as in :func:`layer_dims`.
+        batches: The layers that this rank preconditions, in batches of equal shape.
+    """
+
+    layers: Mapping[KroneckerBlock, LayerPlan]
+    row: World
+    column: World
+    exchange_dtype: torch.dtype | None = None
+    contributing: Sequence[KroneckerBlock] = ()
+    gradient_factored: Sequence[GradientBlock] = ()
+    reporting: Sequence[KroneckerBlock] = ()
+    to_invert: Mapping[KroneckerBlock, Sequence[str]] = field(default_factory=dict)
+    sources: Mapping[FactorKey, int] = field(default_factory=dict)
+    costs: Mapping[KroneckerBlock, float] = field(default_factory=dict)
+    batches: Sequence[LayerBatch] = ()
 
 
 def compile_step(
     world: World,
     grid: Grid,
     layers: Mapping[KroneckerBlock, LayerPlan],
-    wire: torch.dtype | None,
+    exchange_dtype: torch.dtype | None,
 ) -> StepPlan:
-    """List what this rank does; a collective, for the groups of its row and its column."""
+    """List what this rank does. Collective: makes the groups of its row and its column."""
     rank = world.rank
     row = grid.row(grid.row_of(rank))
-    taken: list[KroneckerBlock] = []
-    to_solve: dict[KroneckerBlock, list[str]] = {}
-    to_send: dict[Item, int] = {}
+    contributing: list[KroneckerBlock] = []
+    gradient_factored: list[GradientBlock] = []
+    reporting: list[KroneckerBlock] = []
+    to_invert: dict[KroneckerBlock, list[str]] = {}
+    sources: dict[FactorKey, int] = {}
+    preconditioned: list[KroneckerBlock] = []
     for block, layer in layers.items():
-        letters = block.shape.factor_names
         if block.hooked_modules and layer.source in (None, rank):
-            taken.append(block)
-        if rank in layer.solvers:
-            to_solve[block] = [k for k in letters if layer.solver(k) == rank]
-        if layer.workers == row:
-            to_send |= {(block, k): row.index(layer.solver(k)) for k in letters}
+            contributing.append(block)
+        if isinstance(block, GradientBlock):
+            gradient_factored.append(block)
+        if layer.workers[0] == rank:
+            reporting.append(block)
+        if rank in layer.workers:
+            preconditioned.append(block)
+        if rank in layer.inverse_ranks:
+            to_invert[block] = []
+        for factor in block.shape.factor_names:
+            inverse_rank = layer.inverse_rank(factor)
+            if inverse_rank == rank:
+                to_invert[block].append(factor)
+            if layer.workers == row:
+                sources[block, factor] = row.index(inverse_rank)
     return StepPlan(
         layers=layers,
         row=world.subgroup(row),
         column=world.subgroup(grid.column(grid.column_of(rank))),
-        wire=wire,
-        taken=taken,
-        of_gradients=[block for block in layers if isinstance(block, GradientBlock)],
-        reporting=[block for block, layer in layers.items() if layer.workers[0] == rank],
-        to_solve=to_solve,
-        to_send=to_send,
-        costs={block: dims_of(block).cost for block in layers},
-        banks=batch_layers(block for block, layer in layers.items() if rank in layer.workers),
+        exchange_dtype=exchange_dtype,
+        contributing=contributing,
+        gradient_factored=gradient_factored,
+        reporting=reporting,
+        to_invert=to_invert,
+        sources=sources,
+        costs={block: layer_dims(block).cost for block in layers},
+        batches=batch_layers(preconditioned),
     )
 
 
@@ -280,25 +367,38 @@ def sum_statistics(
     world: World,
     layers: Mapping[KroneckerBlock, LayerPlan],
     sums: Mapping[KroneckerBlock, StatisticsSums],
-    wire: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Add statistics over the ranks that contribute, in place."""
-    heads: list[Tensor] = []
+    """Add statistics over the ranks that contribute, in place. Collective.
+
+    Args:
+        world: The ranks.
+        layers: The plan of each layer.
+        sums: The statistics of this rank.
+        dtype: Communication dtype of the factors; None for their own.
+    """
+    heads: list[Tensor] = []  # numbers of examples, and mean eigenvalues: all ranks need them
     factors: list[Tensor] = []
-    keepers: list[int | None] = []
-    for block, each in sums.items():
-        if layers[block].source is None:
-            heads.append(each.head)
-            factors += each.factors.values()
-            keepers += [layers[block].keeper(letter) for letter in each.factors]
+    owners: list[int | None] = []
+    for block, layer_sums in sums.items():
+        layer = layers[block]
+        if layer.source is not None:
+            continue
+        heads.append(layer_sums.head)
+        for factor, tensor in layer_sums.factors.items():
+            factors.append(tensor)
+            owners.append(layer.factor_owner(factor))
+
+    # A narrow dtype would round the numbers of examples, so heads are sent by themselves.
     pending = []
-    if wire is not None:  # numbers of examples are not rounded
+    if dtype is not None:
         pending.append(world.all_reduce(heads))
         heads = []
-    everyone: list[int | None] = [None] * len(heads)
-    if any(keeper is not None for keeper in keepers):
-        pending.append(world.reduce([*heads, *factors], everyone + keepers, wire))
+    tensors = [*heads, *factors]
+    if any(owner is not None for owner in owners):
+        everyone: list[int | None] = [None] * len(heads)
+        pending.append(world.reduce(tensors, [*everyone, *owners], dtype))
     else:
-        pending.append(world.all_reduce([*heads, *factors], dtype=wire))
+        pending.append(world.all_reduce(tensors, dtype=dtype))
     for message in pending:
         message.wait()

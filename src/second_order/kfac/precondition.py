@@ -1,14 +1,15 @@
-"""Preconditioned gradients: P by each layer's gradient workers, sent to all, clipped, in p.grad.
+"""Precondition the gradients, exchange the results between ranks, clip them, and write ``p.grad``.
 
-found     P = (A ⊗ G + γ)⁻¹ ∇ of the layers that this rank preconditions
-change    Σ |P·∇| over its layers, with the squares of their learning rates
-exchange  P, and each part of the change, to the ranks that do not have them
-clip      ν from the whole change, the same on every rank
-p.grad    <- ν P
+    P          (A ⊗ G + γ)⁻¹ ∇ of the layers that this rank preconditions
+    change     Σ |P·∇| over these layers, weighted by the squares of their learning rates
+    clip       ν, from the change of all layers, equal on all ranks
+    p.grad     <- ν P
+    exchange   ν P, to the ranks that do not have it
 
-ν = min(1, sqrt(κ / Σ lr² |P·∇|)) bounds a step, at the learning rates and the bound of that step.
-By default κ is not given: Σ P·∇, without learning rates, may be at most four times its running
-average, so that a batch of outliers cannot throw the model back.
+ν = min(1, sqrt(κ / Σ lr² |P·∇|)) bounds the change of the model's predictions in a step. κ and the
+learning rates are those of the step. By default, κ is not given. Then Σ P·∇, without learning
+rates, may be four times its running average at most, so that a batch of outliers cannot undo
+progress.
 
 Sources: Pauloski et al. 2022, section 5.1; Ba et al. 2017, eq. 14.
 """
@@ -17,14 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from second_order.checkpoint.saved import SavedPart
 from second_order.distributed.world import World
-from second_order.kfac.plan import LayerPlan, StepPlan, gradient_owners
+from second_order.kfac.plan import LayerPlan, StepPlan, assign_gradient_owners
 from second_order.kronecker.block import Gradients, KroneckerBlock, LayerBatch
 from second_order.kronecker.solvers import Inverse
 from second_order.kronecker.storage import as_stack
@@ -36,129 +37,148 @@ from second_order.utils.stages import stage
 __all__ = [
     "USUAL_CHANGE",
     "Clip",
-    "Preconditioned",
-    "Preconditioning",
+    "PreconditionResult",
+    "PreconditionedBatch",
     "UsualChange",
-    "compare",
+    "assign_param_owners",
+    "compare_inverses",
     "kl_change",
     "kl_clip_coefficient",
-    "owners_of",
-    "precondition",
+    "precondition_batches",
     "precondition_gradients",
-    "scale",
-    "write",
+    "scale_tensors",
+    "write_gradients",
 ]
 
-USUAL_CHANGE = "usual_change_bound", "usual_change_steps"
-"""The entries of a checkpoint, in the part of every layer."""
+USUAL_CHANGE = ("usual_change_bound", "usual_change_steps")
+"""Checkpoint entries, equal for all layers: ``UsualChange.bound`` and ``UsualChange.steps``."""
 
-MOST_CHANGE = 4.0  # times the usual change: steps twice as long
-REMEMBERED = 20  # steps in the usual change
-UNBOUNDED = 5  # first steps, which are not bounded
-LEAST_PART = 4e-4  # least share of a change to keep: steps keep at least 1/50 of their length
+MAX_RATIO = 4.0  # of a change to the running average: the step may be twice as long as usual
+WINDOW = 20  # steps that the running average remembers
+WARMUP_STEPS = 5  # first steps, which are not clipped
+MIN_RATIO = 4e-4  # of the bound to a change: a step keeps at least 1/50 of its length
 
 
 # ---------------------------------------------------------------------------------------- the clip
 
 
 def kl_change(products: Sequence[Tensor], learning_rates: Sequence[Scalar]) -> Tensor:
-    """Σ lr² |P·∇| over layers, which estimates how far a step moves the model's predictions.
+    """Return Σ lr² |P·∇| over layers, which estimates the change of the model's predictions.
 
     lr² Σ P·∇ estimates twice the KL divergence between the model before and after the step. A layer
-    whose product is not finite is left out, so that it cannot spoil the sum.
+    whose product is not finite does not count.
 
     Args:
         products: Stacks of P·∇ of one or more layers each; at least one stack.
-        learning_rates: One rate per layer; layers of one group have the same object.
+        learning_rates: One rate per layer. Layers of one parameter group share the object.
     """
     stack = torch.cat([each.to(products[0]) for each in products]).abs()
-    distinct = {id(rate): rate for rate in learning_rates}
-    squares = {key: stack.new_ones(()) * rate**2 for key, rate in distinct.items()}
+    # Square each distinct rate once. On a device, every square is a kernel launch.
+    squares: dict[int, Tensor] = {}
+    for rate in learning_rates:
+        if id(rate) not in squares:
+            squares[id(rate)] = stack.new_ones(()) * rate**2
     weighted = stack * torch.stack([squares[id(rate)] for rate in learning_rates])
     return weighted.nan_to_num(0.0, posinf=0.0).sum()
 
 
 def kl_clip_coefficient(change: Tensor, kl_clip: Scalar) -> Tensor:
-    """ν = min(1, sqrt(κ / Σ lr² |P·∇|)), which bounds the change by κ."""
+    """Return ν = min(1, sqrt(κ / Σ lr² |P·∇|)), which bounds the change by κ."""
     return torch.sqrt(kl_clip / change).clamp(max=1.0)
 
 
 class UsualChange:
-    """The running average of the steps' changes Σ P·∇, and the bound that follows from it.
+    """The running average of the changes Σ P·∇ of the steps, and the bound that it sets.
 
-    A change above the bound counts as the bound, so that outliers move the average little. If
+    A change above the bound enters the average as the bound, so that outliers move it little. If
     changes stay large, the average grows by about 15% per step until it has caught up. The bound
-    is a scalar on the changes' device; the host reads it only for checkpoints.
+    is a scalar on the device of the changes. The host reads it only for checkpoints.
+
+    Attributes:
+        bound: Four times the average; a float before the first change.
+        steps: Steps in the average, at most :data:`WINDOW`.
     """
 
     def __init__(self) -> None:
-        self.bound: Tensor | float = 0.0  # four times the average; a float before the first change
-        self.steps = 0  # in the average, counted up to those that it remembers
+        self.bound: Tensor | float = 0.0
+        self.steps = 0
 
     def coefficient(self, change: Tensor) -> Tensor | None:
-        """ν for the change of a step, which the average takes in; None in the first steps."""
-        share = max(1 / REMEMBERED, 1 / (self.steps + 1))
-        bounded = self.steps >= UNBOUNDED
-        self.steps = min(self.steps + 1, REMEMBERED)
+        """Return ν for the change of a step, and update the average; None for the first steps."""
+        weight = max(1 / WINDOW, 1 / (self.steps + 1))
+        is_warm = self.steps >= WARMUP_STEPS
+        self.steps = min(self.steps + 1, WINDOW)
         if not isinstance(self.bound, Tensor):
             self.bound = change.new_full((), self.bound)
-        if not bounded:
-            self.bound.mul_(1 - share).add_(change, alpha=MOST_CHANGE * share)
+        if not is_warm:
+            self.bound.mul_(1 - weight).add_(change, alpha=MAX_RATIO * weight)
             return None
-        tiny = torch.finfo(change.dtype).tiny  # a change of 0 is not divided by
-        part = ((self.bound + tiny) / (change + tiny)).clamp(LEAST_PART, 1.0)
-        self.bound.mul_(1 - share).addcmul_(change, part, value=MOST_CHANGE * share)
-        return torch.sqrt(part)
+        tiny = torch.finfo(change.dtype).tiny  # avoids 0 / 0
+        ratio = ((self.bound + tiny) / (change + tiny)).clamp(MIN_RATIO, 1.0)
+        self.bound.mul_(1 - weight).addcmul_(change, ratio, value=MAX_RATIO * weight)
+        return torch.sqrt(ratio)
 
     def saved(self) -> dict[str, float]:
-        """What a checkpoint has with every layer."""
+        """Return the checkpoint entries."""
         return dict(zip(USUAL_CHANGE, (float(self.bound), float(self.steps)), strict=True))
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Take over what a checkpoint has; without an entry the average starts empty."""
-        names = set(USUAL_CHANGE)
+        """Load the average of a checkpoint. Without one, start an empty average."""
+        bound_name, steps_name = USUAL_CHANGE
         self.bound = 0.0
         self.steps = 0
-        part = next((part for part in saved.values() if part.keys() >= names), None)
-        if part is not None:
-            self.bound = part.number(USUAL_CHANGE[0])
-            self.steps = int(part.number(USUAL_CHANGE[1]))
+        for part in saved.values():
+            if bound_name in part and steps_name in part:
+                self.bound = part.number(bound_name)
+                self.steps = int(part.number(steps_name))
+                return
 
 
 class Clip:
-    """ν of a step, from the change Σ |P·∇| of all layers."""
+    """Computes ν of a step from the change of all layers."""
 
     def __init__(self, training: Training, options: KFACOptions) -> None:
         self._training = training
         self._kl_clip: Any = options.kl_clip
-        self.usual = UsualChange() if options.kl_clip == AUTO else None
-        # A constant bound is the bound at the schedule's largest lr and shrinks with lr² below it:
-        # ν lr P would otherwise not depend on lr at all while the clip is active.
+        self.usual: UsualChange | None = None
+        if options.kl_clip == AUTO:
+            self.usual = UsualChange()
+        # A constant κ is the bound at the largest lr of a schedule. Below it, the bound shrinks
+        # with lr², because otherwise ν lr P would not depend on lr while the clip is active.
         self._rate = "lr" if callable(options.kl_clip) else PEAK_LR
-        self._dtype = torch.promote_types(options.inv_dtype, torch.float32)  # of messages
+        self._message_dtype = torch.promote_types(options.inv_dtype, torch.float32)
 
-    def change(self, found: Sequence[Preconditioned]) -> Tensor:
-        """Σ lr² |P·∇| over the layers that were preconditioned; without lr for the usual change."""
-        if not found:
+    def change(self, batches: Sequence[PreconditionedBatch]) -> Tensor:
+        """Return Σ lr² |P·∇| over preconditioned layers; without lr if κ is not given."""
+        if not batches:
             return torch.zeros((), dtype=torch.float32, device=self._training.device)
-        products = [each.products() for each in found]
+        products: list[Tensor] = []
+        for each in batches:
+            product = each.products()
+            products.append(product.to(products[0]) if products else product)
         if self.usual is not None:
-            # Inverses are positive: P·∇ can be negative only by rounding.
-            stack = torch.cat([each.to(products[0]) for each in products])
-            return stack.nan_to_num(0.0, posinf=0.0, neginf=0.0).sum()
+            # Inverses are positive definite, so only rounding can make P·∇ negative.
+            return torch.cat(products).nan_to_num(0.0, posinf=0.0, neginf=0.0).sum()
+
         rates: dict[int, Scalar] = {}
         for group in self._training.groups:
             for p in group["params"]:
                 rates[id(p)] = group[self._rate]
-        blocks = [block for each in found for block in each.bank.blocks]
+        blocks = [block for each in batches for block in each.batch.blocks]
         return kl_change(products, [rates[id(block.weight)] for block in blocks])
 
-    def coefficient(self, change: Tensor, ranks: World) -> Tensor | None:
-        """ν, from the change of each rank's layers; None if this step is not clipped."""
-        if ranks.size > 1:
-            change = change.to(self._dtype)
+    def coefficient(self, change: Tensor, world: World) -> Tensor | None:
+        """Return ν from the change of each rank's layers; None if this step is not clipped.
+
+        Collective over ``world``.
+
+        Raises:
+            ValueError: If a callable κ is not positive.
+        """
+        if world.size > 1:
+            change = change.to(self._message_dtype)
             with stage("precondition_exchange"):
-                ranks.all_reduce([change]).wait()
+                world.all_reduce([change]).wait()
         if self.usual is not None:
             return self.usual.coefficient(change)
         bound = self._kl_clip
@@ -170,123 +190,161 @@ class Clip:
         return kl_clip_coefficient(change, bound)
 
 
-# ------------------------------------------------------------------------------- P of this rank
+# ----------------------------------------------------------------------------------- P of this rank
 
 
 @dataclass(frozen=True)
-class Preconditioning:
-    """What preconditioning a step's gradients has come to.
+class PreconditionResult:
+    """The result of preconditioning a step's gradients.
 
     Attributes:
-        clip: ν, a scalar; None where nothing is clipped.
-        cosines: Of P by the last and by the new inverse, of layers of this rank that were
-            refreshed.
+        clip: ν, a scalar; None if nothing was clipped.
+        cosines: Between P by the old and by the new inverse, of the refreshed layers that this rank
+            preconditions. Scalars on the device.
     """
 
     clip: Scalar | None
     cosines: dict[KroneckerBlock, Tensor]
 
 
-class Preconditioned(NamedTuple):
-    """Layers of a bank that have a gradient, ∇ and P, ``(layers x groups, out, in)``."""
+@dataclass(frozen=True)
+class PreconditionedBatch:
+    """Layers of equal shape that have an inverse and a gradient.
 
-    bank: LayerBatch
+    Attributes:
+        batch: The layers.
+        gradient: ∇, ``(layers x groups, out, in)``.
+        result: P, of the same shape.
+    """
+
+    batch: LayerBatch
     gradient: Tensor
-    results: Tensor
+    result: Tensor
 
     def products(self) -> Tensor:
-        """P·∇ of each layer, ``(layers,)``."""
-        layers = len(self.bank.blocks)
-        if layers == 1 and self.results.device.type == "cpu":  # no full-size temporary
-            return torch.dot(self.results.flatten(), self.gradient.flatten()).unsqueeze(0)
-        product = (self.results * self.gradient).sum((1, 2))
-        return product if len(product) == layers else product.view(layers, -1).sum(1)
+        """Return P·∇ of each layer, ``(layers,)``."""
+        num_layers = len(self.batch.blocks)
+        if num_layers == 1 and self.result.device.type == "cpu":  # no full-size temporary
+            return torch.dot(self.result.flatten(), self.gradient.flatten()).unsqueeze(0)
+        products = (self.result * self.gradient).sum((1, 2))
+        if len(products) == num_layers:
+            return products
+        return products.view(num_layers, -1).sum(1)  # over the groups of each layer
 
 
-def precondition(
-    banks: Iterable[LayerBatch],
+def precondition_batches(
+    batches: Iterable[LayerBatch],
     dtype: torch.dtype,
     gradient_of: Gradients | None = None,
     among: Container[KroneckerBlock] | None = None,
-) -> list[Preconditioned]:
-    """Precondition the layers ``among`` those of banks that have an inverse and a gradient."""
-    found: list[Preconditioned] = []
-    for bank in banks:
+) -> list[PreconditionedBatch]:
+    """Precondition the layers that have an inverse and a gradient.
+
+    Args:
+        batches: The layers that this rank preconditions.
+        dtype: Dtype of the inverses.
+        gradient_of: Returns the gradient of a parameter; None for ``p.grad``.
+        among: Precondition only these layers; None for all.
+    """
+    preconditioned: list[PreconditionedBatch] = []
+    for batch in batches:
         ready: list[KroneckerBlock] = []
-        for block in bank.blocks:
-            chosen = among is None or block in among
-            if chosen and block.inverse is not None and block.has_gradient:
+        for block in batch.blocks:
+            is_selected = among is None or block in among
+            if is_selected and block.inverse is not None and block.has_gradient:
                 ready.append(block)
-        if ready:
-            some = bank if len(ready) == len(bank.blocks) else bank.select(ready)
-            gradient = some.gradient(gradient_of)
-            results = some.precondition(gradient, dtype)
-            found.append(Preconditioned(some, gradient, results))
-    return found
+        if not ready:
+            continue
+        selected = batch
+        if len(ready) < len(batch.blocks):
+            selected = batch.select(ready)
+        gradient = selected.gradient(gradient_of)
+        result = selected.precondition(gradient, dtype)
+        preconditioned.append(PreconditionedBatch(selected, gradient, result))
+    return preconditioned
 
 
-def compare(
-    found: Iterable[Preconditioned],
+def compare_inverses(
+    batches: Iterable[PreconditionedBatch],
     previous: Mapping[KroneckerBlock, Inverse],
     dtype: torch.dtype,
 ) -> dict[KroneckerBlock, Tensor]:
-    """The cosine of P by the last and by the new inverse, of layers whose last inverse is given."""
+    """Return the cosine between P by the previous and by the new inverse of each layer.
+
+    Args:
+        batches: Layers, preconditioned by their new inverses.
+        previous: The previous inverses of some of them.
+        dtype: Dtype of the inverses.
+    """
     cosines: dict[KroneckerBlock, Tensor] = {}
-    for bank, gradient, results in found:
-        refreshed = [i for i, block in enumerate(bank.blocks) if block in previous]
+    for each in batches:
+        blocks = each.batch.blocks
+        refreshed = [i for i, block in enumerate(blocks) if block in previous]
         if not refreshed:
             continue
-        gradients = bank.split_layers(gradient)
-        layers = bank.split_layers(results)
-        last = bank.select(
-            [bank.blocks[i] for i in refreshed],
-            [previous[bank.blocks[i]] for i in refreshed],
+
+        # P by the previous inverses.
+        gradients = each.batch.split_layers(each.gradient)
+        previous_batch = each.batch.select(
+            [blocks[i] for i in refreshed],
+            [previous[blocks[i]] for i in refreshed],
         )
         stack = as_stack([gradients[i] for i in refreshed]).flatten(0, 1)
-        old = last.precondition(stack, dtype).view(len(refreshed), -1)
-        new = torch.stack([layers[i] for i in refreshed]).flatten(1)
+        old = previous_batch.precondition(stack, dtype).view(len(refreshed), -1)
+
+        # P by the new inverses, and the cosines.
+        results = each.batch.split_layers(each.result)
+        new = torch.stack([results[i] for i in refreshed]).flatten(1)
         lengths = torch.linalg.vector_norm(old, dim=1) * torch.linalg.vector_norm(new, dim=1)
         cosine = torch.linalg.vecdot(old, new) / lengths
-        cosines |= zip(last.blocks, cosine.unbind(), strict=True)
+        cosines |= zip(previous_batch.blocks, cosine.unbind(), strict=True)
     return cosines
 
 
-def write(
-    found: Sequence[Preconditioned],
-    coefficient: Scalar | None,
+def write_gradients(
+    batches: Sequence[PreconditionedBatch],
+    clip: Scalar | None,
     gradient_of: Gradients | None = None,
 ) -> None:
-    """Write ν P into the gradients. P is clipped first: a narrow dtype rounds once."""
-    targets: list[Tensor] = []
+    """Write ν P into the gradients.
+
+    P is scaled before it is copied, so that a gradient of a narrow dtype is rounded once.
+
+    Args:
+        batches: The preconditioned layers.
+        clip: ν; None for 1.
+        gradient_of: Returns the gradient of a parameter; None for ``p.grad``.
+    """
+    gradients: list[Tensor] = []
     values: list[Tensor] = []
-    for bank, _, results in found:
-        for p, piece in zip(bank.params, bank.parameter_parts(results), strict=True):
+    for each in batches:
+        parts = each.batch.parameter_parts(each.result)
+        for p, part in zip(each.batch.params, parts, strict=True):
             gradient = p.grad if gradient_of is None else gradient_of(p)
             if gradient is None:
                 continue
-            value = piece.reshape(gradient.shape)
-            if coefficient is not None and gradient.device.type == "cpu":
-                torch.mul(value, coefficient, out=gradient)  # one pass over memory instead of two
+            value = part.reshape(gradient.shape)
+            if clip is not None and gradient.device.type == "cpu":
+                torch.mul(value, clip, out=gradient)  # one pass over memory instead of two
                 continue
-            targets.append(gradient)
+            gradients.append(gradient)
             values.append(value)
-    if targets:
-        if coefficient is not None:
-            scale(values, coefficient)
-        torch._foreach_copy_(targets, values)
+    if gradients:
+        if clip is not None:
+            scale_tensors(values, clip)
+        torch._foreach_copy_(gradients, values)
 
 
-def scale(tensors: Iterable[Tensor], coefficient: Scalar) -> None:
-    """Multiply tensors by a scalar, in place: one kernel for those of a device and dtype."""
+def scale_tensors(tensors: Iterable[Tensor], factor: Scalar) -> None:
+    """Multiply tensors by a scalar in place, with one kernel per device and dtype."""
     same_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for each in tensors:
-        same_kind.setdefault((each.device, each.dtype), []).append(each)
+    for tensor in tensors:
+        same_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for (device, dtype), members in same_kind.items():
-        factor = torch.as_tensor(coefficient, dtype=dtype, device=device)
-        torch._foreach_mul_(members, factor)
+        torch._foreach_mul_(members, torch.as_tensor(factor, dtype=dtype, device=device))
 
 
-# ------------------------------------------------------------------------------- P on all ranks
+# ----------------------------------------------------------------------------------- P on all ranks
 
 
 def precondition_gradients(
@@ -295,44 +353,52 @@ def precondition_gradients(
     dtype: torch.dtype,
     previous: Mapping[KroneckerBlock, Inverse],
     owners: Mapping[Tensor, int] | None = None,
-) -> Preconditioning:
-    """Precondition the layers of this rank, exchange P with the other ranks, and write ν P.
+) -> PreconditionResult:
+    """Precondition the layers of this rank, write ν P, and exchange it with the other ranks.
 
     Args:
-        step: The layers of this rank, and the ranks that it exchanges P with.
-        clip: The bound on the change, if there is one.
+        step: The layers of this rank, and the ranks that it exchanges ν P with.
+        clip: Computes ν; None for no clip.
         dtype: Dtype of the inverses.
-        previous: The last inverses of layers that have been refreshed.
-        owners: The owner of each gradient, where those that no layer has are at their owners alone
-            too; None where they are everywhere.
+        previous: The previous inverses of refreshed layers.
+        owners: The owner of each gradient if mean gradients are only at their owners, including
+            those of parameters outside of layers. None if all ranks have them.
     """
-    ranks = step.column
-    found = precondition(step.banks, dtype)
-    cosines = compare(found, previous, dtype) if previous else {}
+    # Precondition, and compare the old and the new inverses.
+    batches = precondition_batches(step.batches, dtype)
+    cosines: dict[KroneckerBlock, Tensor] = {}
+    if previous:
+        cosines = compare_inverses(batches, previous, dtype)
 
-    # Clip by the change of all layers. A step without P is no usual change.
-    coefficient: Scalar | None = None
+    # Clip by the change of all layers. Without P there is no change that could enter the average.
     solved = [block for block in step.layers if block.solved]
+    coefficient: Scalar | None = None
     if clip is not None and solved:
-        coefficient = clip.coefficient(clip.change(found), ranks)
-    write(found, coefficient)
+        coefficient = clip.coefficient(clip.change(batches), step.column)
+    write_gradients(batches, coefficient)
 
-    # Give the results to the ranks that do not have them.
-    if ranks.size > 1:
+    # Broadcast ν P within the column. Every rank expects a message, even without a gradient.
+    if step.column.size > 1:
         if owners is None:
             owners = {p: step.layers[block].row for block in solved for p in block.params}
-        # Every rank expects a message, also where a parameter has no gradient.
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in owners]
         with stage("precondition_exchange"):
-            ranks.broadcast(gradients, owners.values())
-    return Preconditioning(coefficient, cosines)
+            step.column.broadcast(gradients, owners.values())
+    return PreconditionResult(coefficient, cosines)
 
 
-def owners_of(
-    layers: Mapping[KroneckerBlock, LayerPlan], params: Sequence[Tensor], ranks: int
+def assign_param_owners(
+    layers: Mapping[KroneckerBlock, LayerPlan], params: Sequence[Tensor], num_ranks: int
 ) -> dict[Tensor, int]:
-    """The owner of each parameter's gradient, in a layer or not."""
-    owner_of = {id(p): layer.workers[0] for b, layer in layers.items() for p in b.params}
-    owners = [owner_of.get(id(p)) for p in params]
-    found = gradient_owners([p.numel() for p in params], owners, ranks)
-    return dict(zip(params, found, strict=True))
+    """Return the owner of each parameter's gradient, for layers and other parameters.
+
+    The first gradient worker owns the gradients of a layer.
+    """
+    layer_owners: dict[int, int] = {}
+    for block, layer in layers.items():
+        for p in block.params:
+            layer_owners[id(p)] = layer.workers[0]
+    sizes = [p.numel() for p in params]
+    known = [layer_owners.get(id(p)) for p in params]
+    owners = assign_gradient_owners(sizes, known, num_ranks)
+    return dict(zip(params, owners, strict=True))

@@ -24,11 +24,11 @@ from second_order.distributed.world import BUCKET_BYTES, World, split_into_bucke
 from second_order.kfac.plan import StepPlan
 from second_order.kfac.precondition import (
     Clip,
-    Preconditioning,
-    compare,
-    precondition,
-    scale,
-    write,
+    PreconditionResult,
+    compare_inverses,
+    precondition_batches,
+    scale_tensors,
+    write_gradients,
 )
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.solvers import Inverse
@@ -60,13 +60,13 @@ def precondition_rows(
     clip: Clip | None,
     dtype: torch.dtype,
     previous: Mapping[KroneckerBlock, Inverse],
-) -> Preconditioning:
+) -> PreconditionResult:
     """Precondition the layers that are solved, each on its worker, and write ν P by rows.
 
     ``previous`` has the last inverses of layers that have been refreshed.
     """
     if not any(block.solved for block in step.layers):
-        return Preconditioning(None, {})
+        return PreconditionResult(None, {})
     world = training.world
     cosines: dict[KroneckerBlock, Tensor] = {}
     changes: list[Tensor] = []
@@ -75,11 +75,11 @@ def precondition_rows(
         with stage("precondition_exchange"):
             whole = _gather(bucket, world, training.device)
         here = {piece.block for piece in bucket.pieces[world.rank]}
-        found = precondition(step.banks, dtype, whole.get, here)
-        cosines |= compare(found, previous, dtype)
+        found = precondition_batches(step.batches, dtype, whole.get, here)
+        cosines |= compare_inverses(found, previous, dtype)
         if clip is not None:
             changes.append(clip.change(found))
-        write(found, None, whole.get)
+        write_gradients(found, None, whole.get)
         with stage("precondition_exchange"):
             results |= _return(bucket, world, whole, training.device)
 
@@ -89,11 +89,11 @@ def precondition_rows(
         total = torch.stack([change.to(changes[0].dtype) for change in changes]).sum()
         coefficient = clip.coefficient(total, world)
     if coefficient is not None:
-        scale(results.values(), coefficient)
+        scale_tensors(results.values(), coefficient)
     for p, rows in results.items():
         if p.grad is not None:
             local_tensor(p.grad).copy_(rows.view(local_tensor(p.grad).shape))
-    return Preconditioning(coefficient, cosines)
+    return PreconditionResult(coefficient, cosines)
 
 
 def make_buckets(step: StepPlan, world: World) -> list[Bucket]:

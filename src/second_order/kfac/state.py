@@ -124,7 +124,7 @@ def factor_entries(block: KroneckerBlock, layer: LayerPlan | None) -> list[Entry
     wide = torch.promote_types(block.factor_dtype, torch.float32)
     owners: dict[str, Sequence[int] | None] = {}
     for letter in block.shape.factor_names:
-        keeper = None if layer is None else layer.keeper(letter)
+        keeper = None if layer is None else layer.factor_owner(letter)
         owners[letter] = None if keeper is None else [keeper]
     means = (block.shape.numbers, block.shape.groups)
     found = [
@@ -150,7 +150,7 @@ def inverse_entries(
     ]
     for name, shape in inverses.solver.saved_shapes(block.shape).items():
         found.append(Entry(name, shape, inverses.options.inv_dtype, workers))
-    if not inverses.waits_for_all and (layer is None or layer.keeps_all):
+    if not inverses.waits_for_all and (layer is None or layer.factors_everywhere):
         factors = factor_entries(block, None)
         found += [replace(entry, name=SNAPSHOT + entry.name) for entry in factors]
     return found
@@ -181,7 +181,7 @@ def inverse_state(
         tensors[INVERSE_DAMPING] = block.to_checkpoint_tensor([float(number) for number in numbers])
 
     # The inverse that is being computed.
-    if not layer.keeps_all:  # its owner alone has what it is computed from
+    if not layer.factors_everywhere:  # its owner alone has what it is computed from
         found[WANTED] = int(found[WANTED] or block in inverses.pending)
     elif not inverses.waits_for_all:
         inverses.snapshot_factors([block])
@@ -248,16 +248,16 @@ def move_factors(
     for block, layer in plan.items():
         old = before.get(block, layer)
         received: dict[str, Tensor | None] = {}
-        if not layer.keeps_all and old.solvers != layer.solvers:
+        if not layer.factors_everywhere and old.inverse_ranks != layer.inverse_ranks:
             saved = {} if block.factors is None else block.saved_factors()
             for entry in factor_entries(block, old):
                 letter = entry.name in block.shape.factor_names
-                new = [layer.solver(entry.name)] if letter else layer.solvers
+                new = [layer.inverse_rank(entry.name)] if letter else layer.inverse_ranks
                 found = send_entries(world, block, [entry], saved, new)
                 if world.rank in new and (letter or entry.name in found):
                     received[entry.name] = found.get(entry.name)  # None if it is lost
         here = (None, world.rank)
-        block.set_held((layer.keeper("A") in here, layer.keeper("G") in here))
+        block.set_held((layer.factor_owner("A") in here, layer.factor_owner("G") in here))
         if received and block.factors is not None:
             block.receive_factors(received)
 
@@ -383,7 +383,11 @@ def load_inverses(
                 if inverse.inverse is None:
                     loaded.missing.add(block)
             loaded.inverses[block] = inverse
-        if part.get(SNAPSHOT_STEP, -1) >= 0 and not inverses.waits_for_all and layer.keeps_all:
+        if (
+            part.get(SNAPSHOT_STEP, -1) >= 0
+            and not inverses.waits_for_all
+            and layer.factors_everywhere
+        ):
             names = {SNAPSHOT + name: name for name in (*HEADS, *block.shape.factor_names)}
             if part.keys() >= names.keys():
                 factors = block.read_factors({names[name]: part[name] for name in names})

@@ -31,7 +31,7 @@ from second_order.distributed.roles import Roles, assign_roles, cycle_batches, s
 from second_order.kfac.curvature import KFAC, LayeredCurvature
 from second_order.kfac.layers import Layers
 from second_order.kfac.metrics import NAMES
-from second_order.kfac.plan import System, dims_of, distkfac_plan
+from second_order.kfac.plan import System, distkfac_plan, layer_dims
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.statistics import GradientScale
@@ -287,11 +287,11 @@ class StatsWorker(LayeredCurvature):
         sums = self.layers.sums([block for block in active if not block.staged.empty])
         if self.layers.reduction == "step_mean":
             sums = self.layers.whole_steps(sums, share=1.0)
-        plan = self._system.plan(list(map(dims_of, active)), self._workers)
+        plan = self._system.plan(list(map(layer_dims, active)), self._workers)
         owned: list[list[KroneckerBlock]] = [[] for _ in range(self._workers)]
         for block, layer in zip(active, plan.layers, strict=True):
             if block in sums:
-                owned[layer.solver("A")].append(block)
+                owned[layer.inverse_rank("A")].append(block)
         if self.link is None:
             return
         for rank, blocks in enumerate(owned):
@@ -329,7 +329,7 @@ def with_stats_workers(
     """Make this rank's curvature where the last ranks compute statistics for the others."""
     count, patience = own.stats_workers, float(own.helper_timeout)
     if own.inverse_device == "cuda":
-        system = replace(system, said=f"{system.said} {training.device.type}")
+        system = replace(system, description=f"{system.description} {training.device.type}")
     if count and training.world.size == 1:
         training.warn(
             f"{training.name}(stats_workers={count}) with one process: nobody computes "
@@ -338,7 +338,7 @@ def with_stats_workers(
         count = 0
     if not count:
         return KFAC(training, options, system)
-    system = replace(system, plan=partial(distkfac_plan, keeps_all=False))
+    system = replace(system, plan=partial(distkfac_plan, factors_everywhere=False))
     if training.world.rank < training.world.size - count:
         return KFAC(training, options, system, StatsWorkers(count, patience))
     return StatsWorker(training, options, system, count, patience)

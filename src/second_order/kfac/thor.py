@@ -76,7 +76,7 @@ class TraceRefresh:
         self, inverses: Inverses, judged: Mapping[KroneckerBlock, PendingInverse]
     ) -> list[float]:
         """What this rank finds for layers; COMPUTED for those that other ranks invert."""
-        local = {b: each for b, each in judged.items() if b in inverses.step_plan.to_solve}
+        local = {b: each for b, each in judged.items() if b in inverses.step_plan.to_invert}
         damped = inverses.compute_dampings(
             {block: block.ensure_factors() for block in local}, local
         )

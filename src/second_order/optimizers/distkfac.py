@@ -119,7 +119,7 @@ class DistKFAC(KroneckerOptimizer):
         script = options_from(ScriptOptions, arguments)
         own = options_from(DistKFACOptions, arguments)
         system = System(
-            partial(distkfac_plan, keeps_all=True),
+            partial(distkfac_plan, factors_everywhere=True),
             block_rules(options, own.wide_layers),
             str(replace(own, inverse_threads=None)),  # ranks may have other numbers of cores
             conv_approximation="reduce" if conv_factors == "cheap" else None,

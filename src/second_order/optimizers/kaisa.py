@@ -135,7 +135,7 @@ class KAISA(KroneckerOptimizer):
             fraction=1.0 if chooses else float(grad_worker_fraction),
             cost="compute",
             colocate=colocate_factors,
-            keeps_all=factor_exchange != "reduce",
+            factors_everywhere=factor_exchange != "reduce",
         )
         system = System(
             plan,
