@@ -704,7 +704,7 @@ padding tokens count
 a sum over positions for their mean  <-  invariants_factors::4_reduce_is_exact_with_pooled_positions
     return x.mean(1), d.sum(1)  =>  return x.sum(1), d.sum(1)
 padded rows in A  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
-  - return live.pick(x), d, live
+  - return live.apply(x), d, live
   + return x, d, live
 
 == kronecker/factors.py
@@ -727,7 +727,7 @@ a second pass through a forward as a micro-batch
     or not again  =>  or True
 both factors of gradients with the trace of the curvature
   <-  kinds::a_tied_embedding_has_the_partial_traces_of_both_uses
-    if shape.marginal:  =>  if False:
+    if shape.gradient_factored:  =>  if False:
 a short batch counts alone  <-  defaults::a_short_batch_is_one_of_many
   - stack_in_place(entries, "examples").lerp_(examples.to(weight.dtype), step)
   + stack_in_place(entries, "examples").copy_(examples)
@@ -780,7 +780,7 @@ corrected eigenvalues without the vectors that they belong to
     basis=read_eigen(tensors) or None,  =>  basis=None,
 relative damping by the trace
   <-  curvature_functions::all_functions_of_a_layer_are_those_of_the_dense_matrix
-    self.trace() / math.prod(self.shape.gradient_size)  =>  self.trace()
+    self.trace() / math.prod(self.shape.gradient_shape)  =>  self.trace()
 
 == kronecker/model_curvature.py
 an owner that fails alone  <-  curvature_functions::owners_together_are_what_one_process_is

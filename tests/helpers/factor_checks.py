@@ -19,12 +19,12 @@ from second_order.kronecker.factors import KroneckerFactors, PairSums, StagedSta
 from second_order.kronecker.kinds import match
 from second_order.kronecker.layers import (
     FactorShape,
-    Form,
     LayerKind,
-    LiveRows,
+    PairOptions,
     PairStatistics,
-    all_rows,
-    live_rows,
+    RowMask,
+    full_row_mask,
+    nonzero_row_mask,
 )
 from second_order.kronecker.storage import pack_upper_triangular
 
@@ -46,10 +46,10 @@ def pair_statistics(
     module: nn.Module, x: Tensor, d: Tensor, *, dtype: torch.dtype, **form: Any
 ) -> PairStatistics:
     kind = kind_of(module)
-    rows = kind.rows_of(module, x, d)
-    live = all_rows(len(d)) if rows.examples else live_rows(rows.gradient)
+    rows = kind.gradient_rows(module, x, d)
+    live = full_row_mask(len(d)) if rows.examples else nonzero_row_mask(rows.gradient)
     x = x.to(dtype) if x.is_floating_point() else x
-    return kind.statistics(module, x, d.to(dtype), Form(**{"rows": live, **form}))
+    return kind.statistics(module, x, d.to(dtype), PairOptions(**{"row_mask": live, **form}))
 
 
 def kind_of(module: nn.Module) -> LayerKind:
@@ -61,10 +61,10 @@ def kind_of(module: nn.Module) -> LayerKind:
 def bring(staged: StagedStatistics, pair: PairStatistics, scale: Any, pass_id: int) -> None:
     """Add a pair's sums, of matrices that are not packed, to a layer's statistics."""
     sums = dict(pair.factors)
-    letters = "AG" if staged.shape.marginal else "G"
+    letters = "AG" if staged.shape.gradient_factored else "G"
     sums |= {letter: sums[letter] * scale**2 for letter in letters}
     means = [factor.diagonal(dim1=-2, dim2=-1).mean(-1) for factor in sums.values()]
-    record = torch.cat([torch.as_tensor(pair.examples).view(1), *means]).to(staged.dtype)
+    record = torch.cat([torch.as_tensor(pair.num_examples).view(1), *means]).to(staged.dtype)
     packed = {letter: pack_upper_triangular(factor) for letter, factor in sums.items()}
     if not bool(record.isfinite().all()):
         record = torch.zeros_like(record)
@@ -131,7 +131,7 @@ def exact(
         return outputs.reshape(rows.shape)[term] @ vectors[label, term]
 
     optimizer = make(KAISA, model, lr=0.0, fisher=one_term, **options)
-    with patch.object(pass_rows, "live_rows", lambda d: LiveRows(None, len(d))):
+    with patch.object(pass_rows, "nonzero_row_mask", lambda d: RowMask(None, len(d))):
         for _ in todo:
             model(x).sum().backward()  # the user's own, which the sampled gradients wait for
     optimizer.step()

@@ -102,7 +102,7 @@ def test_the_choice_takes_both_ways(kind: str) -> None:
             mock.patch.object(conv_file, "extract_patches", wraps=extract_patches) as patches,
         ):
             options = {"approximation": "expand", "dtype": torch.float64}
-            found.append(pair_statistics(conv, x, d, bias=conv.bias is not None, **options))
+            found.append(pair_statistics(conv, x, d, has_bias=conv.bias is not None, **options))
         assert patches.called is not (chosen and least == 0)
     assert error(found[0].factors["A"], found[1].factors["A"]) < 1e-12
     assert torch.equal(found[0].factors["G"], found[1].factors["G"])

@@ -58,13 +58,13 @@ def layer_of(
     shapes = {f"{name}.weight": torch.Size(size)}
     if bias:
         shapes[f"{name}.bias"] = torch.Size((out,))
-    values = torch.rand(shape.gradient_size, dtype=torch.float64) if corrected else None
+    values = torch.rand(shape.gradient_shape, dtype=torch.float64) if corrected else None
     return LayerCurvature(name, (name,), nn.Linear, shapes, shape, stored, 8.0, 1.0, None, values)
 
 
 def dense(layer: LayerCurvature) -> Tensor:
     """F in the order of the parameters flattened, by Kronecker products of factors or vectors."""
-    groups, out, width = layer.shape.gradient_size
+    groups, out, width = layer.shape.gradient_shape
     a = torch.diag_embed(layer.A) if layer.shape.diagonal_a else layer.A
     g = layer.G
     if layer.corrected is None:

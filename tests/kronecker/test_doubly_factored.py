@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from second_order import DistKFAC
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.doubly_factored import rank_one
-from second_order.kronecker.layers import Form, all_rows
+from second_order.kronecker.layers import PairOptions, full_row_mask
 from second_order.kronecker.solvers import SOLVERS, Problem
 
 F32, F64 = torch.float32, torch.float64
@@ -117,7 +117,9 @@ def test_18_exact_for_one_example_of_rank_one(channels: int, locations: int, see
     total = torch.zeros_like(empirical)
     for label in range(CLASSES):
         ((_, d),) = ref.captured(model, x, lambda out, i=label: (out * v[i]).sum(), "1")["1"]
-        pair = block.statistics(model[1], x.flatten(1), d, Form(False, "expand", all_rows(len(x))))
+        pair = block.statistics(
+            model[1], x.flatten(1), d, PairOptions(False, "expand", full_row_mask(len(x)))
+        )
         A, G, L = (part[0] for part in pair.factors.values())
         total += ref.kron(G, A, L)
     exact = weight_fisher(ref.exact_fisher(model, x, "categorical", "1"), width)
@@ -146,7 +148,9 @@ def test_an_input_that_is_not_finite_is_told_by_a_whatever_its_gradient() -> Non
     _, block = doubly_factored(network(2, 3), 2, 3, lr=0.0)
     x, d = torch.randn(4, 6, dtype=F64), torch.randn(4, block.shape.out_dim, dtype=F64)
     x[1, 1] = math.nan
-    pair = block.statistics(block.modules[0], x, d, Form(False, "expand", all_rows(len(x))))
+    pair = block.statistics(
+        block.modules[0], x, d, PairOptions(False, "expand", full_row_mask(len(x)))
+    )
     assert not pair.factors["A"].isfinite().all()
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from second_order import KAISA, DistKFAC, SecondOrderWarning
 from second_order.kronecker.factors import collect_sums
-from second_order.kronecker.layers import LiveRows, live_rows
+from second_order.kronecker.layers import RowMask, nonzero_row_mask
 from second_order.kronecker.storage import unpack_upper_triangular
 
 if TYPE_CHECKING:
@@ -283,10 +283,10 @@ def test_rows_without_a_gradient_are_no_examples(seed: int, dead: set[int]) -> N
         alive = [i for i in range(len(x)) if i not in dead]
         d[list(dead)] = 0
         for bias in (False, True) if getattr(module, "bias", None) is not None else (False,):
-            options = {"bias": bias, "approximation": "expand", "dtype": F64}
+            options = {"has_bias": bias, "approximation": "expand", "dtype": F64}
             found = pair_statistics(module, x, d, **options)
             without = pair_statistics(module, x[alive], d[alive], **options)
-            assert found.examples == without.examples
+            assert found.num_examples == without.num_examples
             for a, b in zip(found.factors.values(), without.factors.values(), strict=True):
                 torch.testing.assert_close(a, b)
 
@@ -295,7 +295,7 @@ def test_rows_without_a_gradient_are_no_examples(seed: int, dead: set[int]) -> N
 def test_rows_that_begin_with_zeros_are_examples(shape: tuple[int, ...]) -> None:
     d = torch.zeros(4, *shape)
     d.flatten(1)[0, -1], d.flatten(1)[2, 0], d.flatten(1)[3, -2] = 1.0, -1.0, torch.nan
-    found = live_rows(d)
+    found = nonzero_row_mask(d)
     assert found.mask is not None
     assert found.mask.tolist() == [True, False, True, True]
     assert found.count == 3
@@ -325,11 +325,11 @@ def test_masks_of_a_device_give_what_picked_rows_give(
         d[list(dead)] = 0
         options = {"approximation": approx, "dtype": F64}
         bias = getattr(module, "bias", None) is not None
-        picked = pair_statistics(module, x, d, bias=bias, **options)
-        mask = kind_of(module).rows_of(module, x, d).gradient.any(1)
-        rows = LiveRows(mask, mask.sum())
-        masked = pair_statistics(module, x, d, bias=bias, rows=rows, **options)
-        assert float(masked.examples) == picked.examples
+        picked = pair_statistics(module, x, d, has_bias=bias, **options)
+        mask = kind_of(module).gradient_rows(module, x, d).gradient.any(1)
+        rows = RowMask(mask, mask.sum())
+        masked = pair_statistics(module, x, d, has_bias=bias, row_mask=rows, **options)
+        assert float(masked.num_examples) == picked.num_examples
         for a, b in zip(masked.factors.values(), picked.factors.values(), strict=True):
             torch.testing.assert_close(a, b)
 

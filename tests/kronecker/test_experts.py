@@ -499,7 +499,7 @@ def test_rows_without_a_backward_pass() -> None:
     mask = torch.arange(9) % 3 > 0
     calls: list[Any] = []
     model.experts.register_forward_hook(
-        lambda module, args, kwargs, output: calls.append(Routed.of_call(args, kwargs)),
+        lambda module, args, kwargs, output: calls.append(Routed.from_call(args, kwargs)),
         with_kwargs=True,
     )
     with torch.no_grad():
@@ -513,5 +513,5 @@ def test_rows_without_a_backward_pass() -> None:
         kept = mask[of]
         torch.testing.assert_close(xs.of[name].split(xs.counts)[expert], rows[kept])
         assert torch.equal(tokens[expert], of[kept])
-    assert Routed.of_call((x,), {}) is None
-    assert Routed.of_call((x, weights), {"top_k_weights": weights}) is None
+    assert Routed.from_call((x,), {}) is None
+    assert Routed.from_call((x, weights), {"top_k_weights": weights}) is None

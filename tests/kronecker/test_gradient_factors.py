@@ -16,7 +16,7 @@ from reference import cross_entropy
 from torch import Tensor, nn
 
 from second_order import DPKFAC, KAISA, DistKFAC, SecondOrderWarning
-from second_order.kronecker.gradient import folded
+from second_order.kronecker.gradient import matrix_shape
 
 if TYPE_CHECKING:
     from pool import World
@@ -64,7 +64,7 @@ def made(kind: type[nn.Module], *args: Any) -> nn.Module:
 def gradient_of(model: nn.Module, batch: Batch, name: str) -> Tensor:
     p = model.get_parameter(name)
     (found,) = torch.autograd.grad(cross_entropy(model(batch[0]), batch[1]), p)
-    return found.reshape(folded(p.shape))
+    return found.reshape(matrix_shape(p.shape))
 
 
 # What it is.
@@ -122,7 +122,7 @@ def test_the_step_is_the_dense_solve(System: Any, name: str, most: int, solver: 
 def test_a_tensor_is_folded_where_its_factors_are_the_smallest(
     shape: tuple[int, ...], expected: tuple[int, int]
 ) -> None:
-    assert folded(shape) == expected
+    assert matrix_shape(shape) == expected
 
 
 # What it is for.

@@ -119,10 +119,10 @@ def staging(module: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]]) -> Staged
     for index, (x, gradients) in enumerate(pairs):
         terms = x.shape[:-1].numel() if isinstance(module, nn.Linear) else len(x)
         pair = pair_statistics(
-            module, x, gradients / terms, bias=bias, approximation="expand", dtype=F64
+            module, x, gradients / terms, has_bias=bias, approximation="expand", dtype=F64
         )
         staged.record_pair(index)
-        bring(staged, pair, pair.examples, index)
+        bring(staged, pair, pair.num_examples, index)
     return staged
 
 

@@ -89,8 +89,10 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 def conv_statistics(conv: Any, x: Tensor, d: Tensor, approx: Approx) -> Factors:
     """The package's A and G of one pair, for a loss that is a mean over examples."""
-    pair = pair_statistics(conv, x, d, bias=conv.bias is not None, approximation=approx, dtype=F64)
-    return pair.factors["A"] / pair.examples, pair.factors["G"] * pair.examples
+    pair = pair_statistics(
+        conv, x, d, has_bias=conv.bias is not None, approximation=approx, dtype=F64
+    )
+    return pair.factors["A"] / pair.num_examples, pair.factors["G"] * pair.num_examples
 
 
 @settings(max_examples=300)

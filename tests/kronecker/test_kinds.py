@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import second_order
 from second_order import KAISA
 from second_order.kfac import plan
-from second_order.kronecker.kinds import SUPPOSED_LINEAR, match
+from second_order.kronecker.kinds import ASSUMED_LINEAR, match
 from second_order.kronecker.layers import LINEAR, LayerKind, Linear
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def test_a_transposed_linear_trains_as_a_linear(System: Any, options: dict[str, 
         (Conv1D(5, 4), Linear(transposed=True)),
         (Conv1D(4, 4), Linear(transposed=True)),
         (TransposedLinear(5, 4), Linear(transposed=True)),
-        (Noisy(5, 4), SUPPOSED_LINEAR),
+        (Noisy(5, 4), ASSUMED_LINEAR),
         (GraphLinear(5, 4), LINEAR),
         (nn.Bilinear(3, 3, 4), None),
         (nn.LSTMCell(3, 4), None),

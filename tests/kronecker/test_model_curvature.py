@@ -67,7 +67,7 @@ def dense(layer: Any) -> Tensor:
         a = torch.kron(a[0], layer.factors["L"][0])[None]
     blocks = [torch.kron(gi, ai) for gi, ai in zip(g, a, strict=True)]
     whole = torch.block_diag(*blocks)  # of the rows of a matrix (groups, out, in)
-    groups, out, width = layer.shape.gradient_size
+    groups, out, width = layer.shape.gradient_shape
     index = torch.arange(groups * out * width).view(groups, out, width)
     sizes = list(layer.shapes.values())
     if layer.shape.exact:
@@ -119,7 +119,7 @@ def test_samples_have_the_inverse_as_covariance(kind: str) -> None:
     curvature = optimizer.curvature(dtype=torch.float64)
     assert (kind == "doubly factored") == any("L" in each.factors for each in curvature.values())
     for layer in curvature.values():
-        shape = layer.shape.gradient_size
+        shape = layer.shape.gradient_shape
         columns = []
         for unit in torch.eye(math.prod(shape), dtype=torch.float64):
             z = unit.view(shape)

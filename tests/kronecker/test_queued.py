@@ -23,7 +23,7 @@ from second_order.kronecker.factors import (
     collect_sums,
     update_running_averages,
 )
-from second_order.kronecker.layers import FactorShape, all_rows, rows_in
+from second_order.kronecker.layers import FactorShape, full_row_mask, to_row_mask
 from second_order.kronecker.rows import BackwardPass
 from second_order.kronecker.statistics import Pair, StatisticsCollector
 from second_order.kronecker.storage import as_stack, group_equal, stack_in_place
@@ -77,7 +77,7 @@ def keep(
     made: StatisticsCollector, block: KroneckerBlock, x: Tensor, d: Tensor, rows: BackwardPass
 ) -> Pair:
     """Keep a pair of a pass, as `consume` does."""
-    seen = block.rows_of(block.modules[0], x, d)
+    seen = block.gradient_rows(block.modules[0], x, d)
     pair = Pair(
         block=block,
         module=block.modules[0],
@@ -131,9 +131,9 @@ def test_pairs_that_are_kept_make_the_sums_of_pairs_one_by_one(
         made.sum_pairs()
     for layer, pass_id, kept in seen:
         mask = kept.backward_pass.find_mask(kept.group)
-        live = all_rows(kept.group.num_rows) if mask is None else rows_in(mask)
-        options = {"bias": bias, "approximation": approximation}
-        each = pair_statistics(kept.module, kept.x, kept.d, dtype=F64, rows=live, **options)
+        live = full_row_mask(kept.group.num_rows) if mask is None else to_row_mask(mask)
+        options = {"has_bias": bias, "approximation": approximation}
+        each = pair_statistics(kept.module, kept.x, kept.d, dtype=F64, row_mask=live, **options)
         expected[layer].record_pair(pass_id)
         bring(expected[layer], each, scale, pass_id)
     for pass_id in passes:
@@ -203,7 +203,7 @@ SHAPES = st.lists(
             FactorShape(1, 3, 3),
             FactorShape(2, 2, 3),
             FactorShape(1, 4, 3, diagonal_a=True),
-            FactorShape(1, 2, 3, marginal=True),
+            FactorShape(1, 2, 3, gradient_factored=True),
             FactorShape(1, 4, 3, locations=2),
         ]
     ),

@@ -465,7 +465,7 @@ def _factors(shape: FactorShape) -> str:
     if shape.exact:
         size = shape.groups * shape.out_dim
         return f"exact, diagonal {size}" if shape.groups > 1 else f"exact {size}²"
-    groups = "of gradients: " if shape.marginal else ""
+    groups = "of gradients: " if shape.gradient_factored else ""
     groups = f"{shape.groups} x " if shape.groups > 1 and not groups else groups
     squares = {k: "" if k in shape.diagonals else "²" for k in shape.factor_names}
     return groups + ", ".join(f"{k} {shape.dims[k]}{square}" for k, square in squares.items())

@@ -141,7 +141,7 @@ def _left_to_the_base(training: Training, layers: Layers) -> dict[str, str]:
 
 def _params_of(block: KroneckerBlock) -> list[nn.Parameter]:
     """The parameters that a block's factors are of, be they frozen now."""
-    size = math.prod(block.shape.gradient_size)
+    size = math.prod(block.shape.gradient_shape)
     if sum(p.numel() for p in block.owned) == size:
         return block.owned
     return block.params if isinstance(block, ExactBlock) else [block.weight]
@@ -151,8 +151,8 @@ def _why_not(
     block: KroneckerBlock, params: list[nn.Parameter], averages: Mapping[str, Tensor]
 ) -> str:
     """Why a block has no curvature; "" if it has."""
-    if block.shape.marginal:
+    if block.shape.gradient_factored:
         return "its factors are those of the gradient, which make no Fisher information"
-    if sum(p.numel() for p in params) != math.prod(block.shape.gradient_size):
+    if sum(p.numel() for p in params) != math.prod(block.shape.gradient_shape):
         return "its bias has been frozen or unfrozen since its factors were taken"
     return "" if WEIGHT in averages and float(averages[WEIGHT]) > 0 else SILENT

@@ -126,7 +126,7 @@ def factor_entries(block: KroneckerBlock, layer: LayerPlan | None) -> list[Entry
     for letter in block.shape.factor_names:
         keeper = None if layer is None else layer.factor_owner(letter)
         owners[letter] = None if keeper is None else [keeper]
-    means = (block.shape.numbers, block.shape.groups)
+    means = (block.shape.record_size, block.shape.groups)
     found = [
         Entry(WEIGHT, (), wide, owners["A"]),
         Entry(MEANS, means, wide, owners["A"]),

@@ -26,12 +26,12 @@ from second_order.kronecker.factors import (
 )
 from second_order.kronecker.layers import (
     FactorShape,
-    Form,
     LayerKind,
     Layout,
+    PairOptions,
     PairRows,
     PairStatistics,
-    layout_of,
+    matrix_layout,
 )
 from second_order.kronecker.solvers import Inverse
 from second_order.kronecker.storage import as_stack, group_equal, merge_numbers, stack_in_place
@@ -180,7 +180,7 @@ class KroneckerBlock:
     @property
     def layout(self) -> Layout:
         """The places of the gradients of :attr:`params` in the layer's matrix."""
-        return layout_of(self.shape, [p.numel() for p in self.params])
+        return matrix_layout(self.shape, [p.numel() for p in self.params])
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
         """Put other parameters of the same shapes in the place of some of the block's."""
@@ -217,13 +217,15 @@ class KroneckerBlock:
         """
         return not (self.staged.empty or self.has_gradient or unreduced)
 
-    def statistics(self, module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
+    def statistics(
+        self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions
+    ) -> PairStatistics:
         """Statistics of a captured pair of one of the modules, in the dtype of the pair."""
-        return self.kinds[module].statistics(module, x, d, form)
+        return self.kinds[module].statistics(module, x, d, options)
 
-    def rows_of(self, module: nn.Module, x: Any, d: Tensor) -> PairRows:
+    def gradient_rows(self, module: nn.Module, x: Any, d: Tensor) -> PairRows:
         """The rows of a captured pair."""
-        return self.kinds[module].rows_of(module, x, d)
+        return self.kinds[module].gradient_rows(module, x, d)
 
     def fits_pair(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
         """Whether a pair's sizes can be those of the layer."""
@@ -466,7 +468,7 @@ def to_matrices(gradients: list[Tensor], layout: Layout) -> Tensor:
         whole = whole.unflatten(layout.axis, (layers, -1)).movedim(layout.axis, 0)
     if grouped:
         whole = whole.flatten(0, 1)
-    return whole.mT if layout.flipped else whole
+    return whole.mT if layout.transposed else whole
 
 
 def split_by_parameter(matrices: Tensor, layout: Layout, layers: int = 1) -> Sequence[Tensor]:
@@ -474,7 +476,7 @@ def split_by_parameter(matrices: Tensor, layout: Layout, layers: int = 1) -> Seq
 
     Each is ``(layers, ...)``, a view; the rest of its shape has the order of the parameter's.
     """
-    stacked = matrices.mT if layout.flipped else matrices
+    stacked = matrices.mT if layout.transposed else matrices
     if len(layout.views[0]) > 2:
         stacked = stacked.unflatten(0, (layers, -1))
     sizes = [view[layout.axis] for view in layout.views]
@@ -574,5 +576,5 @@ def batch_layers(blocks: Iterable[KroneckerBlock]) -> list[LayerBatch]:
         alone = block if shape.locations else None
         keys.append((shape, block.work_dtype, weight.dtype, weight.device, block.layout, alone))
         most = CPU_BATCH_BYTES if weight.device.type == "cpu" else BATCH_BYTES
-        shares.append(block.work_dtype.itemsize * math.prod(shape.gradient_size) / most)
+        shares.append(block.work_dtype.itemsize * math.prod(shape.gradient_shape) / most)
     return [LayerBatch([blocks[i] for i in group]) for group in group_equal(keys, shares, 1)]

@@ -318,7 +318,7 @@ class _NodeHook:
             # Detached, because an x that is later changed in place has the node in its history.
             self._read_input = x.detach().detach
         elif isinstance(x, Routed):
-            self._read_input = x.kept()
+            self._read_input = x.save_input()
         elif x is not None:
             self._read_input = autograd.save_input(x)
 
@@ -542,7 +542,7 @@ class Capture:
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
     ) -> list[_Product]:
         """The product of a layer that is not an attention; empty if the call has no pair."""
-        x: Any = Routed.of_call(args, kwargs) if is_experts(module) else input_in(args, kwargs)
+        x: Any = Routed.from_call(args, kwargs) if is_experts(module) else input_in(args, kwargs)
         if not isinstance(x, (Tensor, Routed)) or not isinstance(output, Tensor):
             self.missed[module] = NOT_TENSORS
             return []

@@ -34,13 +34,13 @@ from second_order.kronecker.layers import (
     CONVOLUTIONS,
     KINDS,
     FactorShape,
-    Form,
     LayerKind,
+    PairOptions,
     PairRows,
     PairStatistics,
+    append_ones,
     gram,
-    rows_of_images,
-    with_ones,
+    image_rows,
 )
 
 __all__ = ["ConvolutionKind", "extract_patches", "pad_input", "patch_second_moment"]
@@ -242,7 +242,7 @@ def _gram_without_patches(x: Tensor, conv: Convolution, homogeneous: bool) -> Te
     if not homogeneous:
         return moment
     windows = x.sum(0).unfold(1, height, 1).unfold(2, width, 1)  # (C, k₁, k₂, H, W)
-    return with_ones(moment, windows.sum((-2, -1)).view(1, -1), len(x) * height * width)
+    return append_ones(moment, windows.sum((-2, -1)).view(1, -1), len(x) * height * width)
 
 
 def _rows(maps: Tensor, dims: int) -> Tensor:
@@ -264,7 +264,7 @@ class ConvolutionKind(LayerKind):
     transposed: bool = False
 
     @property
-    def bias_apart(self) -> str:  # type: ignore[override]
+    def separate_bias_reason(self) -> str:  # type: ignore[override]
         """Why the bias is not the homogeneous coordinate of A; "" if it is."""
         return "multiplied at other positions" if self.transposed else ""
 
@@ -276,7 +276,9 @@ class ConvolutionKind(LayerKind):
             return FactorShape(conv.groups, first, patch, transposed=True)
         return FactorShape(conv.groups, patch + int(bias), first)
 
-    def statistics(self, module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
+    def statistics(
+        self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions
+    ) -> PairStatistics:
         """Statistics of a pair, ``(N, channels, *spatial)`` or one example without N."""
         conv = cast(Convolution, module)
         dims = len(conv.kernel_size)
@@ -284,7 +286,7 @@ class ConvolutionKind(LayerKind):
         x, d = _batched(x, d, dims)
 
         # Maps of inputs and of gradients, (N, groups, *features, *locations).
-        reduces = form.approximation == "reduce"
+        reduces = options.approximation == "reduce"
         spared = not (reduces or self.transposed) and _spares_patches(conv, d)
         if self.transposed:
             inputs = x.unflatten(1, (conv.groups, -1))
@@ -296,13 +298,13 @@ class ConvolutionKind(LayerKind):
             outputs = d.unflatten(1, (conv.groups, -1))
 
         if reduces:
-            a = gram(inputs.mean(spatial).flatten(2).transpose(0, 1), form.bias)
+            a = gram(inputs.mean(spatial).flatten(2).transpose(0, 1), options.has_bias)
             g = gram(outputs.sum(spatial).flatten(2).transpose(0, 1))
             return PairStatistics({"A": a, "G": g}, len(d))
         if spared:
-            a = _gram_without_patches(x, conv, form.bias)
+            a = _gram_without_patches(x, conv, options.has_bias)
         else:
-            a = gram(_rows(inputs, dims), form.bias)
+            a = gram(_rows(inputs, dims), options.has_bias)
         g = gram(_rows(outputs, dims)).div_(outputs.shape[-dims:].numel())
         return PairStatistics({"A": a, "G": g}, len(d))
 
@@ -334,9 +336,9 @@ class ConvolutionKind(LayerKind):
             return False
         return x.shape[channels] == conv.in_channels and d.shape[channels] == conv.out_channels
 
-    def rows_of(self, module: nn.Module, x: Tensor, d: Tensor) -> PairRows:
+    def gradient_rows(self, module: nn.Module, x: Tensor, d: Tensor) -> PairRows:
         """Whole images or signals."""
-        return rows_of_images(d, d.dim() > len(cast(Convolution, module).kernel_size) + 1)
+        return image_rows(d, d.dim() > len(cast(Convolution, module).kernel_size) + 1)
 
 
 def _batched(x: Tensor, d: Tensor, dims: int) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from second_order.kronecker.layers import FactorShape, Form, Linear, PairStatistics, gram
+from second_order.kronecker.layers import FactorShape, Linear, PairOptions, PairStatistics, gram
 
 __all__ = ["DoublyFactored", "rank_one"]
 
@@ -48,20 +48,22 @@ class DoublyFactored(Linear):
     """
 
     locations: int = 0
-    bias_apart = "doubly factored"
+    separate_bias_reason = "doubly factored"
     multiplies_rows = False
 
     def shape(self, module: nn.Module, bias: bool) -> FactorShape:
         """Sizes of the factors, those of A and L by the channels and the locations."""
         return replace(super().shape(module, False), locations=self.locations)
 
-    def statistics(self, module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
+    def statistics(
+        self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions
+    ) -> PairStatistics:
         """Sums of ψψᵀ, ddᵀ and κκᵀ over the rows of a pair."""
-        maps = form.rows.pick(x.reshape(-1, x.shape[-1] // self.locations, self.locations))
+        maps = options.row_mask.apply(x.reshape(-1, x.shape[-1] // self.locations, self.locations))
         # Inputs that are not finite fail in eigh; the statistics drop them.
         finite = torch.isfinite(maps).flatten(1).all(1)
         psi, kappa = rank_one(torch.where(finite[:, None, None], maps, 0.0))
         psi = torch.where(finite[:, None], psi, torch.nan)
         parts = {"A": psi, "G": d.reshape(-1, d.shape[-1]), "L": kappa}
         factors = {letter: gram(part.unsqueeze(0)) for letter, part in parts.items()}
-        return PairStatistics(factors, form.rows.count)
+        return PairStatistics(factors, options.row_mask.count)

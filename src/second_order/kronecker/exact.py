@@ -22,12 +22,12 @@ from second_order.kronecker.layers import (
     CONVOLUTIONS,
     Approximation,
     FactorShape,
-    Form,
+    PairOptions,
     PairRows,
     PairStatistics,
+    flatten_rows,
     gram,
-    rows_by,
-    rows_of_images,
+    image_rows,
 )
 
 __all__ = ["GAINS", "ExactBlock", "Gain", "gain_of"]
@@ -68,7 +68,7 @@ def _batch_normalized(module: nn.BatchNorm2d, x: Tensor) -> Tensor:
     return batch_norm(x, mean, variance, eps=module.eps)
 
 
-def _normalized_as_supposed(module: nn.Module, x: Tensor) -> Tensor:
+def _assumed_normalized(module: nn.Module, x: Tensor) -> Tensor:
     """As by a LayerNorm if the module has a bias, by an RMSNorm if it has none."""
     found = (getattr(module, name, None) for name in ("variance_epsilon", "eps", "epsilon"))
     eps = next((value for value in found if isinstance(value, float)), 1e-6)
@@ -76,7 +76,7 @@ def _normalized_as_supposed(module: nn.Module, x: Tensor) -> Tensor:
     return (rms_norm if plain else layer_norm)(x, x.shape[-1:], eps=eps)
 
 
-SUPPOSED = Gain(_normalized_as_supposed)
+ASSUMED_NORM = Gain(_assumed_normalized)
 
 GAINS: dict[type[nn.Module], Gain | None] = {
     nn.LayerNorm: Gain(_layer_normalized),
@@ -107,7 +107,7 @@ def gain_of(module: nn.Module) -> Gain | None:
         return None
     vectors = weight.dim() == 1 and (bias is None or bias.shape == weight.shape)
     named_so = "norm" in kind.__name__.lower()
-    return SUPPOSED if named_so and vectors and len(weight) > 1 else None
+    return ASSUMED_NORM if named_so and vectors and len(weight) > 1 else None
 
 
 class ExactBlock(KroneckerBlock):
@@ -166,7 +166,7 @@ class ExactBlock(KroneckerBlock):
 
     def fits_pair(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
         """Whether a pair's sizes can be those of the layer; a registered gain takes all."""
-        if self.gain is SUPPOSED and x.shape[-1:] != cast(Tensor, module.weight).shape:
+        if self.gain is ASSUMED_NORM and x.shape[-1:] != cast(Tensor, module.weight).shape:
             return False
         return self.gain is None or not self.gain.same_shape or x.shape == d.shape
 
@@ -176,15 +176,17 @@ class ExactBlock(KroneckerBlock):
             return FactorShape(size, 1, 1, diagonal_a=True, exact=True)
         return FactorShape(1, 1, size, diagonal_a=True, exact=True)
 
-    def statistics(self, module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
+    def statistics(
+        self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions
+    ) -> PairStatistics:
         """Sums of ĝ ĝᵀ over the examples of a pair.
 
         Positions of a sequence are examples with "expand", parts of one with "reduce"; locations of
         a feature map always are parts of one.
         """
-        rows = self._example_gradients(module, x, d, form.approximation)
+        rows = self._example_gradients(module, x, d, options.approximation)
         # As many parts of d make an example as there are rows.
-        examples = form.rows.parts(len(rows)).count if d.numel() else 0
+        examples = options.row_mask.to_examples(len(rows)).count if d.numel() else 0
         if self.shape.groups > 1:
             g = rows.square().sum(0).view(-1, 1, 1)
         else:
@@ -192,11 +194,11 @@ class ExactBlock(KroneckerBlock):
         a = d.new_empty(self.shape.groups, 1).fill_(examples)
         return PairStatistics({"A": a, "G": g}, examples)
 
-    def rows_of(self, module: nn.Module, x: Tensor, d: Tensor) -> PairRows:
+    def gradient_rows(self, module: nn.Module, x: Tensor, d: Tensor) -> PairRows:
         """The rows of a pair: whole examples if there are channels."""
         if isinstance(module, CHANNELS_SECOND):
-            return rows_of_images(d, _is_batched(module, d))
-        return rows_by(d.shape[: max(d.dim() - self.owned[0].dim(), 0)], d)
+            return image_rows(d, _is_batched(module, d))
+        return flatten_rows(d.shape[: max(d.dim() - self.owned[0].dim(), 0)], d)
 
     def _example_gradients(
         self, module: nn.Module, x: Tensor, d: Tensor, approximation: Approximation

@@ -30,8 +30,8 @@ from second_order.kronecker import autograd
 from second_order.kronecker.layers import (
     ROUTED,
     FactorShape,
-    Form,
     LayerKind,
+    PairOptions,
     PairStatistics,
     gram,
 )
@@ -79,7 +79,7 @@ class Routed:
     _pairs: tuple[Rows, Rows] | None = field(default=None, repr=False)
 
     @classmethod
-    def of_call(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Routed | None:
+    def from_call(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Routed | None:
         """The input among the arguments of a call, hidden states first; None if it is another."""
         given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         if len(given) != 3:
@@ -90,7 +90,7 @@ class Routed:
         fits = numbers and index.shape == weights.shape and len(hidden) == len(index)
         return cls(hidden, index, weights) if fits else None
 
-    def kept(self) -> Callable[[], Routed]:
+    def save_input(self) -> Callable[[], Routed]:
         """Keep the input as autograd keeps its own; what is returned reads it."""
         hidden, index, weights = map(autograd.save_input, (self.hidden, self.index, self.weights))
         return lambda: Routed(hidden(), index(), weights())
@@ -178,13 +178,15 @@ class ExpertsKind(LayerKind):
             out, width = width, out
         return FactorShape(experts, width + int(bias), out, transposed=transposed, routed=True)
 
-    def statistics(self, module: nn.Module, x: Any, d: Tensor, form: Form) -> PairStatistics:
-        inputs, gradients = x.pairs(module, d, form.rows.mask)
-        a = [gram(rows.unsqueeze(0), form.bias) for rows in self._by_expert(inputs, d)]
+    def statistics(
+        self, module: nn.Module, x: Any, d: Tensor, options: PairOptions
+    ) -> PairStatistics:
+        inputs, gradients = x.pairs(module, d, options.row_mask.mask)
+        a = [gram(rows.unsqueeze(0), options.has_bias) for rows in self._by_expert(inputs, d)]
         g = [gram(rows.unsqueeze(0)) for rows in self._by_expert(gradients, d)]
         counts = torch.tensor(inputs.counts, dtype=d.dtype, device=d.device)
         factors = {"A": torch.cat(a), "G": torch.cat(g)}
-        return PairStatistics(factors, form.rows.count, routed=counts)
+        return PairStatistics(factors, options.row_mask.count, examples_per_group=counts)
 
     def gradient(self, module: nn.Module, x: Any, d: Tensor) -> Tensor:
         inputs, gradients = replace(x, _pairs=None).pairs(module, d)

@@ -183,7 +183,7 @@ class StagedStatistics:
         zeros = partial(torch.zeros, dtype=self.dtype, device=self.device)
         names = self.shape.factor_names
         sums = {name: zeros(self.shape.stored_shape(name)) for name in names}
-        sums[RECORD] = zeros(1 + self.shape.numbers * self.shape.groups)
+        sums[RECORD] = zeros(1 + self.shape.record_size * self.shape.groups)
         return sums
 
 
@@ -259,7 +259,7 @@ def close_pass(
 
 def _gradient_factors(shape: FactorShape) -> str:
     """The names of the factors that are sums of products of gradients."""
-    return "AG" if shape.marginal else "G"
+    return "AG" if shape.gradient_factored else "G"
 
 
 # ----------------------------------------------------------------- from sums to what ranks send
@@ -285,7 +285,7 @@ def collect_sums(
     heads: dict[int, Tensor] = {}  # by the index of a layer
 
     # Layers with records of one length share a stack of heads.
-    keys = [(staged.device, staged.shape.groups, staged.shape.numbers) for staged in layers]
+    keys = [(staged.device, staged.shape.groups, staged.shape.record_size) for staged in layers]
     for group in group_equal(keys):
         # A head is N and then the record.
         stack = as_stack([records[i] for i in group])
@@ -365,7 +365,7 @@ class KroneckerFactors:
         zeros = partial(torch.zeros, dtype=torch.promote_types(dtype, torch.float32), device=device)
         self.entries = {
             "average_weight": zeros(()),
-            "mean_eigenvalues": zeros((shape.numbers, shape.groups)),
+            "mean_eigenvalues": zeros((shape.record_size, shape.groups)),
             "examples": zeros(()),
         }
         keeps_a, keeps_g = held
@@ -423,8 +423,8 @@ def update_running_averages(
     keys: list[object] = []
     for layer in averages:
         shape = layer.shape
-        sizes = (shape.groups, shape.numbers, shape.factor_names)
-        columns = shape.in_dim if shape.marginal else 0
+        sizes = (shape.groups, shape.record_size, shape.factor_names)
+        columns = shape.in_dim if shape.gradient_factored else 0
         names = frozenset(layer.entries)
         keys.append((layer.weight.device, layer.dtype, columns, names, sizes))
 
@@ -454,13 +454,13 @@ def _update(
     heads = as_stack([layer_sums.head for layer_sums in sums])
     terms = heads[:, 0]
     examples = heads[:, 1]
-    means = heads[:, 2:].unflatten(1, (shape.numbers, -1))
+    means = heads[:, 2:].unflatten(1, (shape.record_size, -1))
 
     # If a layer is gradient-factored, both factors have the trace of the curvature, and their
     # product shall have it once. The trace of A's mean is scaled to 1, that of its sum to the
     # number of examples.
     unit_trace: Tensor | None = None
-    if shape.marginal:
+    if shape.gradient_factored:
         trace = means[:, 0, 0] * shape.dims["A"]
         unit_trace = torch.where(trace > 0, examples / trace.where(trace > 0, 1.0), 0.0)
         means[:, 0, 0] *= unit_trace

@@ -29,10 +29,10 @@ from second_order.kronecker.factors import StatisticsSums, count_dropped
 from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.storage import pack_upper_triangular
 
-__all__ = ["GradientBlock", "folded", "gradient_sums"]
+__all__ = ["GradientBlock", "gradient_sums", "matrix_shape"]
 
 
-def folded(shape: Sequence[int]) -> tuple[int, int]:
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Rows and columns of a tensor folded into a matrix, cut where the factors are the smallest.
 
     A convolution's ``(out, in, *kernel)`` is cut behind its first dimension as a rule, a stack of
@@ -61,12 +61,12 @@ class GradientBlock(KroneckerBlock):
         self.hooked_modules = []  # no pass of a module is looked at
 
     def _current_shape(self) -> FactorShape:
-        rows, columns = folded(self.weight.shape)
+        rows, columns = matrix_shape(self.weight.shape)
         wide = self.most is not None and max(rows, columns) > self.most
         if wide:  # the longer side is the columns', whose factor can be a diagonal
             rows, columns = sorted((rows, columns))
-        flipped = folded(self.weight.shape) != (rows, columns)
-        return FactorShape(1, columns, rows, wide, transposed=flipped, marginal=True)
+        flipped = matrix_shape(self.weight.shape) != (rows, columns)
+        return FactorShape(1, columns, rows, wide, transposed=flipped, gradient_factored=True)
 
 
 def gradient_sums(

@@ -34,21 +34,21 @@ from second_order.kronecker.layers import (
     LINEAR,
     Embedding,
     FactorShape,
-    Form,
     LayerKind,
     Linear,
+    PairOptions,
     PairStatistics,
     Rows,
-    all_rows,
     at_least_one,
-    class_of,
-    form_rows,
+    full_row_mask,
     gram,
-    outer_sum,
-    rows_in,
+    linear_rows,
+    registered_class,
+    sum_outer_products,
+    to_row_mask,
 )
 
-__all__ = ["match", "register_layer", "ties_of"]
+__all__ = ["match", "register_layer", "tied_kinds"]
 
 OTHER_PACKAGES: dict[str, LayerKind] = {
     "transformers.pytorch_utils.Conv1D": Linear(transposed=True),
@@ -56,7 +56,7 @@ OTHER_PACKAGES: dict[str, LayerKind] = {
 }
 """Other packages' classes, by their full names."""
 
-SUPPOSED_LINEAR = Linear(supposed=True)
+ASSUMED_LINEAR = Linear(assumed=True)
 """A Linear's subclass with a forward of its own; its first statistics show whether it is one."""
 
 
@@ -75,30 +75,34 @@ class Attention(LayerKind):
         width = cast(nn.MultiheadAttention, module).embed_dim
         return FactorShape(3, width + int(bias), width)
 
-    def statistics(self, module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
+    def statistics(
+        self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions
+    ) -> PairStatistics:
         if _is_packed(x, d):
-            x, d, live = form_rows(x, d, form)
-            a = gram(x.unsqueeze(0), form.bias, live.count)
+            x, d, live = linear_rows(x, d, options)
+            a = gram(x.unsqueeze(0), options.has_bias, live.count)
             g = gram(d.unflatten(1, (3, -1)).transpose(0, 1))
             return PairStatistics({"A": a.repeat(3, 1, 1), "G": g}, live.count)
-        masks = None if form.rows.mask is None else form.rows.mask.view(3, -1)
+        masks = None if options.row_mask.mask is None else options.row_mask.mask.view(3, -1)
         rows = d[0, ..., 0].numel()
         each: list[PairStatistics] = []
         for third in range(3):
-            live = all_rows(rows) if masks is None else rows_in(masks[third])
-            each.append(LINEAR.statistics(module, x[third], d[third], replace(form, rows=live)))
+            live = full_row_mask(rows) if masks is None else to_row_mask(masks[third])
+            each.append(
+                LINEAR.statistics(module, x[third], d[third], replace(options, row_mask=live))
+            )
         # The examples are the queries, which have loss terms; A is a mean over each third's own
         # rows.
-        counts = [at_least_one(pair.examples) for pair in each]
+        counts = [at_least_one(pair.num_examples) for pair in each]
         more = [counts[0] / count for count in counts]
         a = torch.cat([pair.factors["A"] * by for pair, by in zip(each, more, strict=True)])
         g = torch.cat([pair.factors["G"] for pair in each])
-        return PairStatistics({"A": a, "G": g}, each[0].examples)
+        return PairStatistics({"A": a, "G": g}, each[0].num_examples)
 
     def gradient(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
         if _is_packed(x, d):
-            return outer_sum(x, d)
-        return torch.cat([outer_sum(part, of) for part, of in zip(x, d, strict=True)])
+            return sum_outer_products(x, d)
+        return torch.cat([sum_outer_products(part, of) for part, of in zip(x, d, strict=True)])
 
 
 def _is_packed(x: Tensor, d: Tensor) -> bool:
@@ -117,14 +121,16 @@ def _is_packed(x: Tensor, d: Tensor) -> bool:
 class TiedOutput(Linear):
     """A Linear whose weight is an embedding's, too."""
 
-    bias_apart = "tied to an embedding"
+    separate_bias_reason = "tied to an embedding"
     multiplies_rows = False
 
     def shape(self, module: nn.Module, bias: bool) -> FactorShape:
         return TIED_EMBEDDING.shape(module, bias)
 
-    def statistics(self, module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
-        x, d, live = form_rows(x, d, form)
+    def statistics(
+        self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions
+    ) -> PairStatistics:
+        x, d, live = linear_rows(x, d, options)
         squares = d.square()
         entries = x.square().sum(1) @ squares
         weighted = x * squares.sum(1, keepdim=True).sqrt()
@@ -136,7 +142,7 @@ TIED_EMBEDDING = Embedding(tied=True)
 TIED_USES: dict[LayerKind | None, LayerKind] = {
     EMBEDDING: TIED_EMBEDDING,
     LINEAR: TiedOutput(),
-    SUPPOSED_LINEAR: TiedOutput(),
+    ASSUMED_LINEAR: TiedOutput(),
 }
 
 KINDS[nn.MultiheadAttention] = Attention()
@@ -146,7 +152,7 @@ KINDS[NonDynamicallyQuantizableLinear] = Linear(family=ATTENTION)
 # ------------------------------------------------------------------------------------ what is what
 
 
-def ties_of(kinds: Mapping[nn.Module, LayerKind | None]) -> dict[nn.Module, LayerKind]:
+def tied_kinds(kinds: Mapping[nn.Module, LayerKind | None]) -> dict[nn.Module, LayerKind]:
     """The modules that use one weight both as an embedding and as an output layer, and how."""
     sharing: dict[Tensor, list[nn.Module]] = {}
     for module in kinds:
@@ -179,8 +185,8 @@ def match(module: nn.Module) -> Match:
     if isinstance(module, torch.jit.ScriptModule):
         return Match(None, "torch.jit has compiled it and runs no hooks; train the plain module")
     if is_router(module):
-        return Match(SUPPOSED_LINEAR)
-    known = class_of(module)
+        return Match(ASSUMED_LINEAR)
+    known = registered_class(module)
     kind = KINDS.get(known) if known is not None else _of_other_packages(module)
     if kind is None:
         return Match(None, f"{name} has no Kronecker factors here")
@@ -188,7 +194,7 @@ def match(module: nn.Module) -> Match:
     if known is not None and type(module).forward is not known.forward and not scaled:
         if known is not nn.Linear or _has_layers(module):
             return Match(None, f"{name} overrides {known.__name__}.forward")
-        kind = SUPPOSED_LINEAR
+        kind = ASSUMED_LINEAR
     reason = _why_unusable(module, module._parameters.get(kind.weight))
     return Match(kind) if reason is None else Match(None, reason)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from second_order.errors import DecompositionError
 from second_order.kronecker.block import split_by_parameter, to_matrices
-from second_order.kronecker.layers import FactorShape, Layout, layout_of
+from second_order.kronecker.layers import FactorShape, Layout, matrix_layout
 from second_order.kronecker.solvers import Problem, attempt_all, diagonal, eigh, ieee_matmul
 from second_order.kronecker.storage import unpack_upper_triangular
 
@@ -214,7 +214,7 @@ class LayerCurvature:
 
     @property
     def _layout(self) -> Layout:
-        return layout_of(self.shape, [math.prod(size) for size in self.shapes.values()])
+        return matrix_layout(self.shape, [math.prod(size) for size in self.shapes.values()])
 
     # ----------------------------------------------------------------------------------- functions
 
@@ -334,7 +334,7 @@ class LayerCurvature:
             )
         if not relative:
             return float(damping)
-        mean_eigenvalue = self.trace() / math.prod(self.shape.gradient_size)
+        mean_eigenvalue = self.trace() / math.prod(self.shape.gradient_shape)
         if mean_eigenvalue <= 0:
             mean_eigenvalue = 1.0
         return damping * mean_eigenvalue

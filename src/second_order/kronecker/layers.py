@@ -35,7 +35,7 @@ __all__ = [
     "Layout",
     "PairStatistics",
     "gram",
-    "layout_of",
+    "matrix_layout",
 ]
 
 Approximation: TypeAlias = Literal["expand", "reduce"]
@@ -52,7 +52,9 @@ class FactorShape:
     locations: int = 0  # if doubly factored, with A of in / locations channels, and L of locations
     exact: bool = False  # G is the whole curvature, and A is 1
     transposed: bool = False  # the weight is (groups in, out)
-    marginal: bool = False  # G is of gradients' rows and A of their columns; A has the trace 1
+    gradient_factored: bool = (
+        False  # G is of gradients' rows and A of their columns; A has the trace 1
+    )
     routed: bool = False  # each group has examples of its own, over which A is a mean
 
     @cached_property
@@ -78,12 +80,12 @@ class FactorShape:
         return sum(n**2 for n in self.dims.values())
 
     @cached_property
-    def numbers(self) -> int:
+    def record_size(self) -> int:
         """Numbers of a group in a record of sums."""
         return len(self.dims) + self.routed
 
     @cached_property
-    def gradient_size(self) -> tuple[int, int, int]:
+    def gradient_shape(self) -> tuple[int, int, int]:
         """The shape of the gradient as a matrix for each group."""
         return self.groups, self.out_dim, self.in_dim
 
@@ -103,42 +105,42 @@ class FactorShape:
 
 
 @dataclass(frozen=True)
-class LiveRows:
+class RowMask:
     """The rows of a captured pair that count."""
 
     mask: Tensor | None  # (rows,), True where a row counts; None if all are known to count
     count: int | Tensor  # of these; on a device a scalar tensor, which the host does not read
 
-    def pick(self, rows: Tensor) -> Tensor:
+    def apply(self, rows: Tensor) -> Tensor:
         """Those among ``(rows, ...)`` that count; the others are zero.
 
         One that does not count and is not finite becomes NaN, as it does in the weight's gradient.
         """
         return rows if self.mask is None else rows * self.mask.view(-1, *[1] * (rows.dim() - 1))
 
-    def parts(self, number: int) -> LiveRows:
+    def to_examples(self, number: int) -> RowMask:
         """The examples that have a row that counts, where each of so many has equally many rows."""
         if self.mask is None or number == 0:
-            return all_rows(number)
-        return rows_in(self.mask.view(number, -1).any(1))
+            return full_row_mask(number)
+        return to_row_mask(self.mask.view(number, -1).any(1))
 
 
-def live_rows(d: Tensor) -> LiveRows:
+def nonzero_row_mask(d: Tensor) -> RowMask:
     """The rows of ``(rows, ...)`` that have an entry other than zero."""
-    return rows_in(d.flatten(1).any(1))
+    return to_row_mask(d.flatten(1).any(1))
 
 
-def all_rows(number: int) -> LiveRows:
+def full_row_mask(number: int) -> RowMask:
     """So many rows, all of which count."""
-    return LiveRows(None, number)
+    return RowMask(None, number)
 
 
-def rows_in(mask: Tensor) -> LiveRows:
+def to_row_mask(mask: Tensor) -> RowMask:
     """The rows of a mask, ``(rows,)``; on the CPU None takes the place of one that has them all."""
     if mask.device.type != "cpu":
-        return LiveRows(mask, mask.sum())
+        return RowMask(mask, mask.sum())
     count = int(mask.sum())
-    return LiveRows(None if count == len(mask) else mask, count)
+    return RowMask(None if count == len(mask) else mask, count)
 
 
 @dataclass(frozen=True)
@@ -150,17 +152,19 @@ class PairStatistics:
     """
 
     factors: dict[str, Tensor]  # the sums by letter, (groups, n, n), or diagonals (groups, n)
-    examples: int | Tensor  # on a device a scalar tensor, which the host does not read
-    routed: Tensor | None = None  # examples of each group, if these have their own, (groups,)
+    num_examples: int | Tensor  # on a device a scalar tensor, which the host does not read
+    examples_per_group: Tensor | None = (
+        None  # examples of each group, if these have their own, (groups,)
+    )
 
 
 @dataclass(frozen=True)
-class Form:
+class PairOptions:
     """How the statistics of a pair are formed."""
 
-    bias: bool  # the homogeneous coordinate belongs to A
+    has_bias: bool  # the homogeneous coordinate belongs to A
     approximation: Approximation  # of dimensions that share the weight (Eschenhagen et al. 2023)
-    rows: LiveRows  # that A is a sum over
+    row_mask: RowMask  # that A is a sum over
 
 
 CONVOLUTIONS = (
@@ -187,7 +191,7 @@ def gram(x: Tensor, homogeneous: bool = False, ones: int | Tensor | None = None)
     if dim <= strip:
         matrix = torch.bmm(x.mT, x)  # `@` without the views that it takes around it
         if homogeneous:
-            matrix = with_ones(matrix, x.sum(1), rows if ones is None else ones)
+            matrix = append_ones(matrix, x.sum(1), rows if ones is None else ones)
         return matrix
     matrix = x.new_empty(groups, total, total)
     for start in range(0, dim, strip):
@@ -206,7 +210,7 @@ def gram(x: Tensor, homogeneous: bool = False, ones: int | Tensor | None = None)
     return matrix
 
 
-def with_ones(matrix: Tensor, column: Tensor, ones: int | Tensor) -> Tensor:
+def append_ones(matrix: Tensor, column: Tensor, ones: int | Tensor) -> Tensor:
     """The sum of outer products of rows, from that without the 1 that each is to have appended.
 
     ``column``, ``(groups, dim)``, is the sum of the rows, and ``ones`` their number.
@@ -242,7 +246,7 @@ class PairRows(NamedTuple):
     examples: bool = False  # known to be a batch's examples, whatever other layers see
 
 
-def rows_by(leading: Sequence[int], d: Tensor, family: str = "") -> PairRows:
+def flatten_rows(leading: Sequence[int], d: Tensor, family: str = "") -> PairRows:
     """The rows of gradients with so many leading dimensions."""
     # (B, 1, ...) has the examples of (B, ...).
     while len(leading) > 1 and leading[-1] == 1:
@@ -252,30 +256,30 @@ def rows_by(leading: Sequence[int], d: Tensor, family: str = "") -> PairRows:
     return PairRows(family, tuple(leading) or (1,), flat)
 
 
-def rows_of_images(d: Tensor, batched: bool = True) -> PairRows:
+def image_rows(d: Tensor, batched: bool = True) -> PairRows:
     """The rows of gradients whose second dimension is that of channels: whole examples."""
     d = d if batched else d.unsqueeze(0)
     return PairRows("", (len(d),), d.flatten(1), examples=True)
 
 
-def form_rows(x: Tensor, d: Tensor, form: Form) -> tuple[Tensor, Tensor, LiveRows]:
+def linear_rows(x: Tensor, d: Tensor, options: PairOptions) -> tuple[Tensor, Tensor, RowMask]:
     """The rows of a Linear's pair, ``(rows, in)`` and ``(rows, out)``, and those that count.
 
     Rows of x that do not count are zero. With "reduce" a row is an example's mean input and the sum
     of its gradients.
     """
-    live = form.rows
-    if form.approximation == "reduce" and x.dim() > 2:
-        x, d = reduced(x.flatten(1, -2), d.flatten(1, -2), live)
-        live = live.parts(len(d))
+    live = options.row_mask
+    if options.approximation == "reduce" and x.dim() > 2:
+        x, d = reduce_positions(x.flatten(1, -2), d.flatten(1, -2), live)
+        live = live.to_examples(len(d))
     else:
         number = d.numel() // d.shape[-1]
         x = x.reshape(number, x.shape[-1])
         d = d.reshape(number, d.shape[-1])
-    return live.pick(x), d, live
+    return live.apply(x), d, live
 
 
-def reduced(x: Tensor, d: Tensor, live: LiveRows) -> tuple[Tensor, Tensor]:
+def reduce_positions(x: Tensor, d: Tensor, live: RowMask) -> tuple[Tensor, Tensor]:
     """Means of inputs ``(N, T, in)`` over positions that count, and sums of ``(N, T, out)``."""
     if live.mask is None:
         return x.mean(1), d.sum(1)
@@ -283,7 +287,7 @@ def reduced(x: Tensor, d: Tensor, live: LiveRows) -> tuple[Tensor, Tensor]:
     return (x * mask).sum(1) / mask.sum(1).clamp_min(1), d.sum(1)
 
 
-def outer_sum(x: Tensor, d: Tensor) -> Tensor:
+def sum_outer_products(x: Tensor, d: Tensor) -> Tensor:
     """The sum of d xᵀ over all rows of a pair, ``(out, in)``."""
     return d.reshape(-1, d.shape[-1]).mT @ x.reshape(-1, x.shape[-1])
 
@@ -303,7 +307,7 @@ class LayerKind(ABC):
         bias: Name of the bias.
         family: Of its rows.
         rows: The rows of an input and of an output's gradient; None: they are as they are.
-        bias_apart: Why the bias is not the homogeneous coordinate of A; "" if it is.
+        separate_bias_reason: Why the bias is not the homogeneous coordinate of A; "" if it is.
         multiplies_rows: Whether it multiplies the rows of its input, as they are, by a matrix.
     """
 
@@ -311,7 +315,7 @@ class LayerKind(ABC):
     bias: str = "bias"
     family: str = ""
     rows: Rows | None = None
-    bias_apart = ""
+    separate_bias_reason = ""
     multiplies_rows = False
 
     @abstractmethod
@@ -319,7 +323,9 @@ class LayerKind(ABC):
         """Sizes of the factors; ``bias``: A has the homogeneous coordinate."""
 
     @abstractmethod
-    def statistics(self, module: nn.Module, x: Any, d: Tensor, form: Form) -> PairStatistics:
+    def statistics(
+        self, module: nn.Module, x: Any, d: Tensor, options: PairOptions
+    ) -> PairStatistics:
         """Statistics of a pair, the input x and the gradient d of the output."""
 
     @abstractmethod
@@ -330,9 +336,9 @@ class LayerKind(ABC):
         """Whether a pair's sizes can be the layer's."""
         return True
 
-    def rows_of(self, module: nn.Module, x: Any, d: Tensor) -> PairRows:
+    def gradient_rows(self, module: nn.Module, x: Any, d: Tensor) -> PairRows:
         """The rows of a pair."""
-        return rows_by(d.shape[:-1], d, self.family)
+        return flatten_rows(d.shape[:-1], d, self.family)
 
 
 @dataclass(frozen=True)
@@ -341,11 +347,11 @@ class Linear(LayerKind):
 
     Attributes:
         transposed: Whether the weight is ``(in, out)``.
-        supposed: Whether it is one is not known before the first statistics.
+        assumed: Whether it is one is not known before the first statistics.
     """
 
     transposed: bool = False
-    supposed: bool = False
+    assumed: bool = False
 
     @property
     def multiplies_rows(self) -> bool:  # type: ignore[override]
@@ -363,14 +369,16 @@ class Linear(LayerKind):
         out_dim, in_dim = self._size(module)
         return FactorShape(1, in_dim + int(bias), out_dim, transposed=self.transposed)
 
-    def statistics(self, module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
-        x, d, live = form_rows(*self._rows(module, x, d), form)
-        a = gram(x.unsqueeze(0), form.bias, live.count)
+    def statistics(
+        self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions
+    ) -> PairStatistics:
+        x, d, live = linear_rows(*self._rows(module, x, d), options)
+        a = gram(x.unsqueeze(0), options.has_bias, live.count)
         return PairStatistics({"A": a, "G": gram(d.unsqueeze(0))}, live.count)
 
     def gradient(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
         x, d = self._rows(module, x, d)
-        return outer_sum(d, x) if self.transposed else outer_sum(x, d)
+        return sum_outer_products(d, x) if self.transposed else sum_outer_products(x, d)
 
     def fits(self, module: nn.Module, x: Any, d: Tensor) -> bool:
         """Whether a pair has the sizes of the weight, and as many rows of x as of d."""
@@ -381,9 +389,9 @@ class Linear(LayerKind):
         dense = x.layout is torch.strided and x.is_floating_point()
         return sizes and dense and d.numel() * in_dim == x.numel() * out_dim
 
-    def rows_of(self, module: nn.Module, x: Tensor, d: Tensor) -> PairRows:
+    def gradient_rows(self, module: nn.Module, x: Tensor, d: Tensor) -> PairRows:
         _, d = self._rows(module, x, d)
-        return rows_by(d.shape[:-1], d, self.family)
+        return flatten_rows(d.shape[:-1], d, self.family)
 
 
 def _scaled(module: nn.Module, d: Tensor) -> Tensor:
@@ -406,28 +414,32 @@ class Embedding(LayerKind):
 
     def shape(self, module: nn.Module, bias: bool) -> FactorShape:
         entries, width = cast(Tensor, module.weight).shape
-        return FactorShape(1, entries, width, diagonal_a=True, transposed=True, marginal=self.tied)
+        return FactorShape(
+            1, entries, width, diagonal_a=True, transposed=True, gradient_factored=self.tied
+        )
 
-    def statistics(self, module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
+    def statistics(
+        self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions
+    ) -> PairStatistics:
         # The second moment of a mean of one-hot rows is not diagonal. So with "reduce", where the
         # loss has a term per example, the tokens are treated as the locations of a convolution are.
         embedding = cast(nn.Embedding, module)
         tokens = x.reshape(-1)
         rows = _scaled(module, d).reshape(-1, d.shape[-1])
-        live = form.rows
+        live = options.row_mask
         padding = embedding.padding_idx
         if self.tied:
             rows = rows if padding is None else rows * (tokens != padding).unsqueeze(1)
             ones = rows.square().sum(1)
         else:
-            ones = live.pick(torch.ones(tokens.shape, dtype=d.dtype, device=d.device))
+            ones = live.apply(torch.ones(tokens.shape, dtype=d.dtype, device=d.device))
             if padding is not None:
                 ones = ones * (tokens != padding)
         entries = torch.zeros(embedding.num_embeddings, dtype=d.dtype, device=d.device)
         entries.scatter_add_(0, tokens.long(), ones)
         g = gram(rows.unsqueeze(0))
-        if form.approximation == "reduce" and x.dim() > 1:
-            examples = live.parts(len(d)).count
+        if options.approximation == "reduce" and x.dim() > 1:
+            examples = live.to_examples(len(d)).count
             if not self.tied:
                 g.mul_(examples / at_least_one(live.count))
         else:
@@ -454,7 +466,7 @@ KINDS: dict[type[nn.Module], LayerKind] = {nn.Linear: LINEAR, nn.Embedding: EMBE
 """The kinds of layers by their classes, those of users among them."""
 
 
-def class_of(module: nn.Module) -> type[nn.Module] | None:
+def registered_class(module: nn.Module) -> type[nn.Module] | None:
     """The class of a module, or the nearest one that it is made from, that has a kind."""
     return next((kind for kind in type(module).__mro__ if kind in KINDS), None)
 
@@ -467,10 +479,10 @@ class Layout(NamedTuple):
 
     axis: int  # along which they are joined
     views: tuple[tuple[int, ...], ...]  # the shape of each; without groups if there is but one
-    flipped: bool = False  # the last two dimensions change places thereafter
+    transposed: bool = False  # the last two dimensions change places thereafter
 
 
-def layout_of(shape: FactorShape, sizes: Iterable[int]) -> Layout:
+def matrix_layout(shape: FactorShape, sizes: Iterable[int]) -> Layout:
     """The layout of a layer whose parameters have so many elements, the weight first."""
     groups, out = shape.groups, shape.out_dim
     head = (groups,) if groups > 1 else ()

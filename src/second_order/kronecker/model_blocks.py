@@ -13,8 +13,8 @@ from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.doubly_factored import DoublyFactored
 from second_order.kronecker.exact import ExactBlock, gain_of
 from second_order.kronecker.experts import EXPERTS, is_experts
-from second_order.kronecker.gradient import GradientBlock, folded
-from second_order.kronecker.kinds import match, ties_of
+from second_order.kronecker.gradient import GradientBlock, matrix_shape
+from second_order.kronecker.kinds import match, tied_kinds
 from second_order.kronecker.layers import CONVOLUTIONS, Approximation, FactorShape, LayerKind
 from second_order.utils.modules import first_match, plain_type
 
@@ -185,7 +185,7 @@ class _Search:
         for module, found in self._matches.items():
             if found.kind is not None:
                 self._kinds[module] = found.kind
-        self._ties = ties_of(self._kinds)
+        self._ties = tied_kinds(self._kinds)
         self._kinds.update(self._ties)
         self._layers_own: set[int] = set()
         for module, kind in self._kinds.items():
@@ -248,7 +248,7 @@ class _Search:
                 locations = self._rules.locations(name, module, fed_by)
                 if locations:
                     kind = self._kinds[module] = DoublyFactored(locations=locations)
-                wider = not kind.bias_apart and own.get(kind.bias) is not None
+                wider = not kind.separate_bias_reason and own.get(kind.bias) is not None
                 reason = self._rules.too_large(kind.shape(module, wider))
                 unexpected = reason is not None
         if getattr(module, "sparse", False):
@@ -326,7 +326,7 @@ class _Search:
         bias: nn.Parameter | None = None
         for (module, name), kind in zip(members.items(), kinds, strict=True):
             own = module._parameters.get(kind.bias)
-            if not kind.bias_apart:
+            if not kind.separate_bias_reason:
                 bias = own if id(own) in self._owned else None
                 continue
             # Their biases have blocks of their own.
@@ -334,7 +334,7 @@ class _Search:
             if exact is not None:
                 blocks.append(exact)
             elif id(own) in self._owned.keys() - self._in_exact:
-                reason = f"its weight is {kind.bias_apart}, and there are no exact blocks"
+                reason = f"its weight is {kind.separate_bias_reason}, and there are no exact blocks"
                 self.leave_alone(f"{name}.{kind.bias}", [own], reason)
         block = self._known.get(key)
         if block is not None and (block.modules != modules or block.bias is not bias):
@@ -362,7 +362,7 @@ class _Search:
         taken = self._barred | self._taken_by(blocks)
         for name, module in self._model.named_modules():
             for letter, p in module.named_parameters(recurse=False):
-                vector = p.dim() < 2 or p.numel() == 0 or min(folded(p.shape)) == 1
+                vector = p.dim() < 2 or p.numel() == 0 or min(matrix_shape(p.shape)) == 1
                 if id(p) not in self._owned or id(p) in taken or vector:
                     continue
                 taken.add(id(p))

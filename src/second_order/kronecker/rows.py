@@ -38,11 +38,11 @@ from torch import Tensor, nn
 from second_order.kronecker.layers import (
     ATTENTION,
     ROUTED,
-    LiveRows,
     PairRows,
-    all_rows,
-    live_rows,
-    rows_in,
+    RowMask,
+    full_row_mask,
+    nonzero_row_mask,
+    to_row_mask,
 )
 
 __all__ = [
@@ -85,12 +85,12 @@ class RowGroup:
         """Whether all rows are known to take part."""
         return self.are_examples or self.all_have_gradient
 
-    def add(self, live: LiveRows) -> None:
+    def add(self, live: RowMask) -> None:
         """Add the rows that have a gradient at one more layer."""
         if live.mask is not None and not self.all_have_gradient:
             self.has_gradient = _union(self.has_gradient, live.mask)
             if self.has_gradient.device.type == "cpu":
-                live = rows_in(self.has_gradient)
+                live = to_row_mask(self.has_gradient)
         if live.mask is None:
             self.all_have_gradient = True
             self.has_gradient = None
@@ -107,7 +107,7 @@ class _Call(NamedTuple):
     """A call of the layer called last."""
 
     group: RowGroup
-    live: LiveRows  # its rows with a gradient
+    live: RowMask  # its rows with a gradient
     all_terms: bool  # whether a label was sampled for each of its rows
 
 
@@ -203,23 +203,23 @@ class BackwardPass:
         is_last_called = module is self._last_called
 
         # The rows of this pair that have a gradient.
-        live = all_rows(group.num_rows)
+        live = full_row_mask(group.num_rows)
         needs_mask = is_last_called or (read_gradient and not group.all_have_gradient)
         if needs_mask and not group.are_examples:
-            live = live_rows(rows.gradient)
+            live = nonzero_row_mask(rows.gradient)
 
         if read_gradient and not group.all_take_part:
             if live.mask is not None and bool(live.mask.all()):
-                live = all_rows(group.num_rows)
+                live = full_row_mask(group.num_rows)
             group.add(live)
         if is_last_called:
             self._calls.append(_Call(group, live, all_terms=has_label_per_row))
 
-    def rows_with_gradient(self, group: RowGroup) -> LiveRows:
+    def rows_with_gradient(self, group: RowGroup) -> RowMask:
         """The rows of a group that have had a gradient so far."""
         if group.all_take_part or group.has_gradient is None:
-            return all_rows(group.num_rows)
-        return rows_in(group.has_gradient)
+            return full_row_mask(group.num_rows)
+        return to_row_mask(group.has_gradient)
 
     def schedule_end(self) -> bool:
         """Note that autograd will end this pass. Returns whether that is new."""
@@ -282,10 +282,10 @@ class BackwardPass:
                 mask = _union(mask, same.has_gradient)
         return mask
 
-    def find_live_rows(self, group: RowGroup) -> LiveRows:
+    def find_live_rows(self, group: RowGroup) -> RowMask:
         """The rows of a group that take part."""
         mask = self.find_mask(group)
-        return all_rows(group.num_rows) if mask is None else rows_in(mask)
+        return full_row_mask(group.num_rows) if mask is None else to_row_mask(mask)
 
     def _groups_with_same_rows(self, group: RowGroup) -> list[RowGroup]:
         """The groups whose rows are those of a group, flattened or not."""
@@ -330,13 +330,13 @@ class BackwardPass:
         total = sum(numbers)
         return any(group.num_rows == total for group in self._groups.values())
 
-    def _count(self, call: _Call, live: LiveRows, all_terms: bool = False) -> float | Tensor:
+    def _count(self, call: _Call, live: RowMask, all_terms: bool = False) -> float | Tensor:
         """The number of terms in some rows of a call."""
         group = call.group
         if all_terms or self._type_of(group) == "examples":
-            live = all_rows(group.num_rows)
+            live = full_row_mask(group.num_rows)
         if self._reduce and len(group.shape) > 1:
-            live = live.parts(group.shape[0])
+            live = live.to_examples(group.shape[0])
         return live.count
 
     def close(self) -> None:

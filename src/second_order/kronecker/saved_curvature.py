@@ -59,7 +59,7 @@ def read_layer(
             f"the whole folder, or save the curvature again"
         ) from error
     expected = layer.shape.matrix_shapes()
-    expected["corrected"] = layer.shape.gradient_size
+    expected["corrected"] = layer.shape.gradient_shape
     found = {name: tuple(tensors[name].shape) for name in expected if name in tensors}
     wrong = {name: shape for name, shape in found.items() if shape != tuple(expected[name])}
     if wrong or "A" not in found:

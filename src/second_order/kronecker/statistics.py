@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,12 +43,12 @@ from second_order.kronecker.factors import (
 from second_order.kronecker.layers import (
     CONVOLUTIONS,
     Approximation,
-    Form,
-    LiveRows,
+    PairOptions,
     PairStatistics,
-    all_rows,
-    reduced,
-    rows_in,
+    RowMask,
+    full_row_mask,
+    reduce_positions,
+    to_row_mask,
 )
 from second_order.kronecker.rows import BackwardPass, RowGroup, StepPasses, Terms
 from second_order.kronecker.solvers import ieee_matmul
@@ -152,7 +152,7 @@ class ReadyPair(NamedTuple):
     """A pair, and its rows that take part."""
 
     pair: Pair
-    live: LiveRows
+    live: RowMask
 
 
 def _tensors_of(x: Any, d: Tensor) -> tuple[Tensor, ...]:
@@ -276,7 +276,7 @@ class StatisticsCollector:
             self._mark_repeated(backward_pass, blocks)
 
         # The rows of the pair. Reading the CPU's memory costs no synchronization.
-        rows = blocks[0].rows_of(module, x, d)
+        rows = blocks[0].gradient_rows(module, x, d)
         group = backward_pass.find_group(rows)
         read_gradient = d.device.type == "cpu" or self.on_new_statistics is not None
         backward_pass.record_rows(
@@ -402,14 +402,14 @@ class StatisticsCollector:
         with self._lock, torch.no_grad():
             pairs = self._take_pairs()
             find_rows_with_gradient(pairs, pass_is_over)
-            live_rows: dict[int, LiveRows] = {}  # by the id of a group
+            row_masks: dict[int, RowMask] = {}  # by the id of a group
             ready: list[ReadyPair] = []
             for pair in pairs:
                 group = pair.group
                 if pass_is_over or group.all_take_part:
-                    if id(group) not in live_rows:
-                        live_rows[id(group)] = pair.backward_pass.find_live_rows(group)
-                    ready.append(ReadyPair(pair, select_rows(live_rows[id(group)], pair.index)))
+                    if id(group) not in row_masks:
+                        row_masks[id(group)] = pair.backward_pass.find_live_rows(group)
+                    ready.append(ReadyPair(pair, select_rows(row_masks[id(group)], pair.index)))
                 elif self._can_split(pair):
                     first, rest = split_pair(pair)
                     ready.append(first)
@@ -553,16 +553,16 @@ class StatisticsCollector:
             factors = {}
             for name in formed[0].factors:
                 factors[name] = as_stack([each.factors[name] for each in formed])
-            records[:, 0] = merge_numbers([each.examples for each in formed], records)
-            routed = [each.routed for each in formed if each.routed is not None]
-            if routed:
-                records[:, -shape.groups :] = torch.stack(routed)
+            records[:, 0] = merge_numbers([each.num_examples for each in formed], records)
+            if shape.routed:
+                counts = [cast(Tensor, each.examples_per_group) for each in formed]
+                records[:, -shape.groups :] = torch.stack(counts)
 
         # Undo the scale of the gradients. If the layer is gradient-factored, A has them as well.
         scale = self.gradient_scale(factors["G"])
         if isinstance(scale, Tensor) or scale != 1:
             factors["G"].mul_(scale**2)
-            if shape.marginal:
+            if shape.gradient_factored:
                 factors["A"].mul_(scale**2)
 
         # Mean eigenvalues, and triangles.
@@ -576,7 +576,7 @@ class StatisticsCollector:
                 factors[name] = pack_upper_triangular(factor)
         return factors
 
-    def _form_statistics(self, pair: Pair, live: LiveRows) -> PairStatistics:
+    def _form_statistics(self, pair: Pair, live: RowMask) -> PairStatistics:
         """Form the statistics of one pair, from the rows that take part."""
         approximation = self.approximation
         if self.conv_approximation is not None and isinstance(pair.module, CONVOLUTIONS):
@@ -585,11 +585,11 @@ class StatisticsCollector:
         x = pair.x
         if isinstance(x, Tensor) and x.is_floating_point():
             x = x.to(dtype)
-        form = Form(pair.block.trains_bias, approximation, rows=live)
+        form = PairOptions(pair.block.trains_bias, approximation, row_mask=live)
         return pair.block.statistics(pair.module, x, pair.d.to(dtype), form)
 
     def _multiply_linears(
-        self, pairs: Sequence[Pair], live: LiveRows
+        self, pairs: Sequence[Pair], live: RowMask
     ) -> tuple[dict[str, Tensor], int | Tensor]:
         """Compute A and G of the equal pairs of n Linears, with batched products.
 
@@ -611,11 +611,11 @@ class StatisticsCollector:
         if is_reduced:
             all_live = live
             if live.mask is not None:
-                all_live = LiveRows(live.mask.repeat(len(pairs)), 0)
-            x, d = reduced(x.flatten(0, 1), d.flatten(0, 1), all_live)
+                all_live = RowMask(live.mask.repeat(len(pairs)), 0)
+            x, d = reduce_positions(x.flatten(0, 1), d.flatten(0, 1), all_live)
             x = x.unflatten(0, (len(pairs), -1))
             d = d.unflatten(0, (len(pairs), -1))
-            live = live.parts(sizes[0])
+            live = live.to_examples(sizes[0])
 
         # Rows that do not take part are zero in A. In G they are zero already.
         if first.block.trains_bias:
@@ -631,7 +631,7 @@ class StatisticsCollector:
 
 def _record_length(staged: StagedStatistics) -> int:
     """Length of a layer's records: the rows of A, and the numbers of each group."""
-    return 1 + staged.shape.numbers * staged.shape.groups
+    return 1 + staged.shape.record_size * staged.shape.groups
 
 
 # ------------------------------------------------------------------------ which rows take part
@@ -658,7 +658,7 @@ def find_rows_with_gradient(pairs: Sequence[Pair], pass_is_over: bool) -> None:
         for members in group_equal(keys, sizes, max_size):
             mask = as_stack([gradients[i] for i in members]).any(-1)
             has_gradient = mask[0] if len(members) == 1 else mask.any(0)
-            groups[members[0]].add(LiveRows(has_gradient, 0))
+            groups[members[0]].add(RowMask(has_gradient, 0))
     if not pass_is_over:
         by_id = {id(pair.group): pair.group for pair in pairs}
         _read_complete_groups(by_id.values())
@@ -678,14 +678,14 @@ def _read_complete_groups(groups: Iterable[RowGroup]) -> None:
     flags = torch.stack([mask.all().to(device) for mask in masks])
     for group, is_complete in zip(unknown, flags.tolist(), strict=True):
         if is_complete:
-            group.add(all_rows(group.num_rows))
+            group.add(full_row_mask(group.num_rows))
 
 
-def select_rows(live: LiveRows, index: Tensor | None) -> LiveRows:
+def select_rows(live: RowMask, index: Tensor | None) -> RowMask:
     """Those of a group's live rows that are in an index. None stands for all rows."""
     if index is None:
         return live
-    return all_rows(len(index)) if live.mask is None else rows_in(live.mask[index])
+    return full_row_mask(len(index)) if live.mask is None else to_row_mask(live.mask[index])
 
 
 def split_pair(pair: Pair) -> tuple[ReadyPair, list[Pair]]:

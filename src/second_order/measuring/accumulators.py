@@ -29,7 +29,13 @@ from second_order.kronecker.autograd import to_compute_dtype
 from second_order.kronecker.block import to_matrices
 from second_order.kronecker.experts import Routed
 from second_order.kronecker.layer_curvature import Eigen
-from second_order.kronecker.layers import CONVOLUTIONS, Form, gram, layout_of, live_rows
+from second_order.kronecker.layers import (
+    CONVOLUTIONS,
+    PairOptions,
+    gram,
+    matrix_layout,
+    nonzero_row_mask,
+)
 from second_order.kronecker.solvers import ieee_matmul
 from second_order.measuring.batches import Batch
 from second_order.measuring.hooks import capture_inputs, capture_pairs
@@ -192,14 +198,14 @@ class PairAccumulator(Accumulator):
         # gradient are padding.
         pair = Pair.widened(module, x, d)
         kind = layer.kind(module)
-        live = live_rows(kind.rows_of(module, pair.x, pair.d).gradient)
-        form = Form(bias=layer.has_bias, approximation="expand", rows=live)
+        live = nonzero_row_mask(kind.gradient_rows(module, pair.x, pair.d).gradient)
+        form = PairOptions(has_bias=layer.has_bias, approximation="expand", row_mask=live)
         with ieee_matmul(d.device):
             statistics = kind.statistics(module, pair.x, pair.d, form)
-        if statistics.routed is None:
-            self.rows[layer.name] += statistics.examples
+        if statistics.examples_per_group is None:
+            self.rows[layer.name] += statistics.num_examples
         else:
-            self.rows[layer.name] += statistics.routed.long()
+            self.rows[layer.name] += statistics.examples_per_group.long()
         for name, factor in statistics.factors.items():
             self.sums.add((layer.name, name), factor)
 
@@ -350,7 +356,7 @@ def _squares_of_gradients(layer: Layer, basis: Eigen, group: ExampleGroup) -> Te
     """Return Λ ``(groups, out, in)`` of a layer of any kind, from one example after the other."""
     q_a = basis["A"].vectors
     q_g = cast(Tensor, basis["G"].vectors)
-    total = q_g.new_zeros(layer.shape.gradient_size, device=group.pairs[0].d.device)
+    total = q_g.new_zeros(layer.shape.gradient_shape, device=group.pairs[0].d.device)
     split_pairs = [_split_examples(pair, group.num_examples) for pair in group.pairs]
     for example_pairs in zip(*split_pairs, strict=True):
         gradients = [_gradient(layer, pair) for pair in example_pairs]
@@ -384,7 +390,7 @@ def _gradient(layer: Layer, pair: Pair) -> Tensor:
     if layer.has_bias:
         gradients.append(_bias_gradient(layer, pair))
     numels = [shape.numel() for shape in layer.shapes.values()]
-    return to_matrices(gradients, layout_of(layer.shape, numels))
+    return to_matrices(gradients, matrix_layout(layer.shape, numels))
 
 
 def _bias_gradient(layer: Layer, pair: Pair) -> Tensor:

@@ -116,7 +116,7 @@ def capture_inputs(
     def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
         x = None
         if is_experts(module):
-            x = Routed.of_call(args, kwargs)
+            x = Routed.from_call(args, kwargs)
         if x is None:
             x = input_in(args, kwargs)
         receive(module, x)

@@ -78,7 +78,7 @@ class Layer:
 
     def eigenvalue_shapes(self) -> dict[str, torch.Size]:
         """Return the shape ``(groups, out, in)`` of the eigenvalues of F, under the name "F"."""
-        return {"F": torch.Size(self.shape.gradient_size)}
+        return {"F": torch.Size(self.shape.gradient_shape)}
 
 
 class Selection(NamedTuple):
@@ -124,9 +124,9 @@ def find_layers(
             reason = ""
             if patterns is not None and not _matches(block, patterns, modules):
                 reason = NOT_SELECTED
-            elif block.shape.marginal or kind is None:
+            elif block.shape.gradient_factored or kind is None:
                 reason = TIED
-            elif isinstance(kind, Linear) and kind.supposed:
+            elif isinstance(kind, Linear) and kind.assumed:
                 reason = LIKE_LINEAR
             elif inputs_only and (module in never_called or not _has_input_rows(block)):
                 reason = NO_INPUT_ROWS
