@@ -219,9 +219,9 @@ files renamed before they are on the disk  <-  files::a_file_is_there_as_a_whole
 
 == fosi/accelerator.py
 maximize is forgotten where updates are judged  <-  mrdho2::uphill_on_the_negative_loss_is_downhill
-    losses.append(vector.sign * loss)  =>  losses.append(loss)
+    losses.append(flat_params.sign * loss)  =>  losses.append(loss)
 vectors that are not finite are sent  <-  mrdho2_use::pairs_that_are_not_finite_are_not_sent
-    if not pairs.trouble:  =>  if True:
+    finite = not pairs.trouble  =>  finite = True
 vectors are rounded under autocast
   <-  mrdho2_accelerator::autocast_around_serve_does_not_round_the_vectors
     with self.flat_params.without_autocast():  =>  if True:
@@ -272,14 +272,14 @@ gradients go to the sum of another point
   -         super().load(saved)
   + super().load(saved)
 an update where the loss falls at all  <-  mrdho2::the_guard_asks_for_half_the_loss
-    after <= before - LEAST_FALL * abs(before)  =>  after <= before
+    after <= before - MIN_LOSS_FALL * abs(before)  =>  after <= before
 a final update without the way back to c  <-  mrdho2::equation_17_on_a_quadratic_is_its_closed_form
     before - self.sums.start,  =>  0 * before,
 eigenvectors of the accelerators in another order
   <-  mrdho2::final_updates_of_a_network_are_those_of_dense_hessians
     for message in messages]  =>  for message in messages[::-1]]
 no warm-up with accelerators  <-  mrdho2::the_base_alone_warms_up
-    if not self.links or self._warming_up:  =>  if not self.links:
+    if not self.links or self._is_warming_up:  =>  if not self.links:
 
 == fosi/flat_params.py
 packed parameters that are not written back  <-  dho2::steps_are_those_of_dense_algebra

@@ -99,7 +99,7 @@ def spoilt_epoch(rank: int, world_size: int) -> Any:
 
     def before(step: int) -> None:
         if rank == 1 and step == EPOCH + 2:
-            optimizer._curvature.sums.total[0] = NAN
+            optimizer._curvature.sums.gradient_sum[0] = NAN
 
     with noted() as warned, mrdho2(model) as optimizer:
         if optimizer.role == "accelerator":

@@ -52,7 +52,7 @@ FALL = 0.03  # that "guarded" asks for here: batches and epochs are small
 
 
 def several(rank: int, world_size: int, choices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    with replaced(module, {"LEAST_FALL": FALL}):
+    with replaced(module, {"MIN_LOSS_FALL": FALL}):
         return [train(rank, world_size, options) for options in choices]
 
 
@@ -68,7 +68,7 @@ def up_or_down(rank: int, world_size: int, sign: float) -> Any:
     """On the loss or on its negative; trajectory, and losses as they were judged."""
     model = CASE.model()
     options = {"newton_scale": 0.3, "final_update": "guarded", "maximize": sign < 0}
-    with replaced(module, {"LEAST_FALL": FALL}), mrdho2(model, **options) as optimizer:
+    with replaced(module, {"MIN_LOSS_FALL": FALL}), mrdho2(model, **options) as optimizer:
         if optimizer.role == "accelerator":
             return optimizer.serve(CURVED, lambda batch: sign * loss_of(model, batch))
         trajectory = []
@@ -175,7 +175,7 @@ def test_equation_17_on_a_quadratic_is_its_closed_form(
     ],
 )
 def test_the_guard_asks_for_half_the_loss(before: float, after: float, reason: str) -> None:
-    found = module.refusal(before, after)
+    found = module.rejection_reason(before, after)
     assert found == (f"the loss of the accelerators' batches {reason}" if reason else "")
 
 
@@ -336,7 +336,7 @@ def kept_by_dcp(rank: int, world_size: int, path: Any) -> list[Any] | None:
             else:
                 dcp.save(state, checkpoint_id=path, no_dist=True)
             sums = optimizer._curvature.sums
-            found.append([sums.start.clone(), sums.total.clone()])
+            found.append([sums.start.clone(), sums.gradient_sum.clone()])
     return found or None
 
 

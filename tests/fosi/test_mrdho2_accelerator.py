@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from second_order import MRDHO2, SecondOrderError
 from second_order.distributed.helper_link import Message, load_model, pack_by_dtype
-from second_order.fosi.accelerator import Accelerating, loss_by_epoch
+from second_order.fosi.accelerator import AcceleratorCurvature, closures_by_epoch
 
 if TYPE_CHECKING:
     from pool import World as Pool
@@ -40,7 +40,7 @@ class Unsized:
     ],
 )
 def test_an_epoch_has_the_batch_of_its_number(batches: Any, expected: dict[int, int]) -> None:
-    taken = loss_by_epoch(batches, lambda batch: batch)
+    taken = closures_by_epoch(batches, lambda batch: batch)
     assert [taken(epoch)() for epoch in expected] == list(expected.values())
 
 
@@ -120,13 +120,15 @@ def test_another_model_than_the_workers_is_refused() -> None:
     train = [True] * 2 + [False] * 4
     taken = pack_by_dtype([torch.ones_like(t) for t in tensors])
     options: Any = optimizer._curvature.options
-    accelerator = Accelerating(optimizer._training, options, None)
+    accelerator = AcceleratorCurvature(optimizer._training, options, None)
     note = {"train": train, "size": 12, "model": 2}
-    accelerator._take(Message(taken, note), moved=True)
+    accelerator._load_model(Message(taken, note), use_point=True)
     assert accelerator.flat_params.params == list(model.layers[0].parameters())
     assert all(bool((t == 1).all()) for t in tensors)
-    with pytest.raises(SecondOrderError, match="train 24 numbers, this accelerator 12: add"):
-        accelerator._take(Message(taken, note | {"size": 24}), moved=True)
+    with pytest.raises(
+        SecondOrderError, match="train 24 parameters, but this accelerator has 12; add"
+    ):
+        accelerator._load_model(Message(taken, note | {"size": 24}), use_point=True)
 
 
 def autocast_around(rank: int, world_size: int, enabled: bool) -> Any:

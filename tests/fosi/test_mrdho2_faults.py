@@ -60,7 +60,7 @@ SCRIPT = """
     torch.save((found, warned, reports), directory / f"{rank}.pt")
     print("the end", flush=True)
 """
-GONE = "the accelerators are gone"
+LOST_CONTACT = "lost contact with the accelerators"
 
 
 def start(
@@ -79,8 +79,8 @@ def trajectory(directory: Path, epochs: int, workers: int = 2) -> list[torch.Ten
     results = [result(directory, rank) for rank in range(workers)]
     for _, warned, reports in results:
         (line,) = warned
-        assert "SGD goes on alone" in line
-        assert reports == [(True, "")] * epochs + [(False, GONE)]
+        assert "SGD steps alone from now on" in line
+        assert reports == [(True, "")] * epochs + [(False, LOST_CONTACT)]
     found = agreed([each for each, _, _ in results])
     assert len(found) == STEPS, "no step is lost"
     return list(found)

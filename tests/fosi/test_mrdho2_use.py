@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 
     from pool import World
 
-GONE, UNSOUND = "the accelerators are gone", "the eigenpairs are not finite"
+LOST_CONTACT = "lost contact with the accelerators"
+PAIRS_NOT_FINITE = "the eigenpairs are not finite"
 
 
 # Loops.
@@ -71,9 +72,9 @@ def test_an_accelerator_that_leaves_early(world: World) -> None:
     results = world.run(play, 3, (leaves_worker, leaves_accelerator))
     expected = expected_until(2, curved=CURVED[:1])
     assert_same_trajectory(trajectory_of(results), expected, rtol=1e-7)
-    told_once(results, "SGD goes on alone")
+    told_once(results, "SGD steps alone from now on")
     for result in results[:2]:
-        assert result["reports"] == [(True, ""), (True, ""), (False, GONE)]
+        assert result["reports"] == [(True, ""), (True, ""), (False, LOST_CONTACT)]
     assert results[2]["warned"] == []
 
 
@@ -120,8 +121,8 @@ def test_one_accelerator_that_fails_takes_the_others_along(
     assert time.monotonic() - begun < 15.0
     epochs = 1 if where == "loader" else 0
     assert len(results[0]["found"]) == STEPS
-    assert results[0]["reports"] == [(True, "")] * epochs + [(False, GONE)]
-    told_once(results[:1], "SGD goes on alone")
+    assert results[0]["reports"] == [(True, "")] * epochs + [(False, LOST_CONTACT)]
+    told_once(results[:1], "SGD steps alone from now on")
     for rank in 1, 2:
         text = (
             f"KeyError('in the {where}')" if rank == failing else "another accelerator has failed"
@@ -156,9 +157,9 @@ def test_pairs_that_are_not_finite_are_not_sent(world: World) -> None:
     assert results[2]["found"] == [(False, 0)] * 6, "three epochs, two workers"
     assert all(map(torch.equal, trajectory_of(results), base_alone(workers=2, **MOMENTUM)))
     for result in results[:2]:
-        assert result["reports"] == [(False, UNSOUND)] * 3
+        assert result["reports"] == [(False, PAIRS_NOT_FINITE)] * 3
         (line,) = result["warned"]
-        assert line == f"epoch 0 has no final update: {UNSOUND}"
+        assert line == f"epoch 0 has no final update: {PAIRS_NOT_FINITE}"
 
 
 # Schedulers, copies, and parameters that change.

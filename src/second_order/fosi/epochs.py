@@ -1,15 +1,17 @@
-"""MRDHO2: what a rank does, by its role, and a worker's epochs.
+"""MRDHO2 by role: what a rank does, and the epochs of a worker.
 
-    helper_ranks=0, or one process   Divided itself: DHO2 with an interval of an epoch
-    the first P - A ranks            Worker: the base, and a final update at the end of each epoch
-    the last A ranks                 Accelerating (`accelerator.py`): eigenpairs for the workers
+    helper_ranks=0, or one process   EpochCurvature: DHO2 with an interval of one epoch
+    the first P - A ranks            WorkerCurvature: the base, and a final update after each epoch
+    the last A ranks                 AcceleratorCurvature (`accelerator.py`): compute eigenpairs
 
-    begin   c <- w, p <- 0; worker 0 sends c and what does not train; all expect the pairs at c
-    add     p <- p + g, every step
-    end     w <- w − Σⱼ V̂ⱼ [α |ûⱼ|⁻¹ ∘ (V̂ⱼᵀp) + V̂ⱼᵀ(w − c)]; "guarded" first asks for the losses
+    epoch's first step   c <- w, p <- 0; worker 0 sends c and the model to the accelerators
+    every step           p <- p + g
+    epoch's last step    w <- w − Σⱼ V̂ⱼ [α |ûⱼ|⁻¹ ∘ (V̂ⱼᵀp) + V̂ⱼᵀ(w − c)], the final update;
+                         with "guarded", only if the loss of the accelerators' batches halves
 
-The first `warmup_steps` are of no epoch. The workers agree on each of these, so that their weights
-stay equal. All ranks keep the counts of a checkpoint about the epoch under way.
+V̂ⱼ, ûⱼ are the eigenpairs at c that worker j received. The first ``warmup_steps`` belong to no
+epoch. The workers agree on whether an update is made, so that their parameters stay equal. A
+checkpoint stores the running epoch's counts on all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +38,13 @@ from second_order.distributed.helper_link import (
 )
 from second_order.distributed.roles import Role, Roles, assign_roles, sharding_error
 from second_order.fosi.eigenpairs import Closures
-from second_order.fosi.state import EPOCH_START, GRADIENT_SUM, counts_of, find_part, same_params
+from second_order.fosi.state import (
+    EPOCH_START,
+    GRADIENT_SUM,
+    counts_of,
+    find_part,
+    same_params,
+)
 from second_order.fosi.subspace import Basis, inverse_magnitudes
 from second_order.fosi.update import FOSICurvature, group_alphas
 from second_order.lanczos.spectrum import lanczos_dtype
@@ -47,54 +55,70 @@ from second_order.training.curvature import PendingAverage
 from second_order.training.helpers import split_into_roles
 from second_order.utils.stages import stage
 
-__all__ = ["LEAST_FALL", "Divided", "Worker", "answers", "final_update", "overwrite", "refusal"]
+__all__ = [
+    "MIN_LOSS_FALL",
+    "EpochCurvature",
+    "WorkerCurvature",
+    "assign_params",
+    "collect_answers",
+    "compute_final_update",
+    "rejection_reason",
+]
 
-# Share by which the loss of the accelerators' batch must fall for "guarded". Smaller
-# falls on one batch at one moment tell little of where training ends.
-LEAST_FALL = 0.5
-REMEMBERED = 1000  # number of reports kept
-GONE, UNSOUND = "the accelerators are gone", "the eigenpairs are not finite"
+# With "guarded", the fraction by which the loss of the accelerators' batches must fall. A smaller
+# fall on one batch says little about the loss at the end of training.
+MIN_LOSS_FALL = 0.5
+
+MAX_REPORTS = 1000  # number of reports that are kept
+LOST_CLOSE_SECONDS = 0.1  # no accelerator is left that messages could still reach
+
+# Reasons for which an epoch has no final update.
+LOST_CONTACT = "lost contact with the accelerators"
+PAIRS_NOT_FINITE = "the eigenpairs are not finite"
+UPDATE_NOT_FINITE = "the final update is not finite"
+PARAMS_CHANGED = "other parameters train now"
 
 
-class Divided(FOSICurvature):
-    """MRDHO2 on one process; without accelerators each computes eigenpairs once an epoch."""
+class EpochCurvature(FOSICurvature):
+    """MRDHO2 without accelerators: every process computes eigenpairs once per epoch."""
 
     options: EpochOptions
     roles: Roles
     role: Role = "worker"
-    refreshes = True  # whether this process computes eigenpairs for itself
+    refreshes = True  # whether this process computes the eigenpairs that it uses
 
     def __init__(self, training: Training, options: EpochOptions, closure: Closures | None) -> None:
         super().__init__(training, options, closure, refreshes=self.refreshes)
-        self.epoch = 0  # the epoch under way
-        self.epoch_step = 0  # how many of its steps are taken
+        self.epoch = 0  # the running epoch
+        self.epoch_step = 0  # number of its steps so far
         self.links: Sequence[HelperLink] = ()  # to the ranks of the other role
-        # Workers wait until they agree on what has come: ``waited`` is long on all where one waits.
-        self.reports: deque[EpochReport] = deque(maxlen=REMEMBERED)
+        self.reports: deque[EpochReport] = deque(maxlen=MAX_REPORTS)
 
     def begin(self) -> None:
-        """Assign roles, if some are left to train, and link workers and accelerators."""
-        training, options = self.training, self.options
+        """Assign the roles, and link the workers with the accelerators. Collective."""
+        training = self.training
+        options = self.options
         size = training.world.size
         self.roles = assign_roles(size, options.helper_ranks, "accelerator", training.under_ddp)
         super().begin()
         if not self.refreshes:
             self.links = split_into_roles(training, self.roles, options.helper_timeout)
         elif options.wanted:
+            processes = "1 process" if size == 1 else f"{size} processes"
             training.warn(
-                f"MRDHO2 with {size} process{'es' if size > 1 else ''} and "
-                f"helper_ranks={options.helper_ranks}: nobody computes eigenpairs on the side, so "
-                f"each process stops for them every {options.epoch_steps} steps, as DHO2 does"
+                f"MRDHO2 with {processes} and helper_ranks={options.helper_ranks} has no "
+                f"accelerators, so every process interrupts training every {options.epoch_steps} "
+                f"steps to compute eigenpairs, as DHO2 does"
             )
 
     def replan(self) -> None:
-        """Check that changed parameters are still one vector, whole where there are helpers."""
+        """Check that changed parameters are one vector, and not sharded if there are helpers."""
         super().replan()
         if self.links and any(map(is_dtensor, self.training.trainable_params())):
             raise ValueError(sharding_error(self.training.name, "accelerator"))
 
     def fingerprint_values(self) -> list[tuple[str, Any]]:
-        """The values, by name, that decide which collectives a step has."""
+        """The values that decide which collectives a step issues, by name."""
         return [
             *super().fingerprint_values(),
             ("epoch and its steps", (self.epoch, self.epoch_step)),
@@ -106,17 +130,21 @@ class Divided(FOSICurvature):
         return {**super().counts(), "epoch": self.epoch, "epoch_step": self.epoch_step}
 
     def metrics(self) -> dict[str, float]:
-        """Numbers to log, those of the epoch under way and of the last that ended among them."""
-        last = self.reports[-1] if self.reports else None
+        """Numbers to log, also about the running epoch and the last one."""
+        waited = math.nan
+        applied = math.nan
+        if self.reports:
+            waited = self.reports[-1].waited
+            applied = float(self.reports[-1].applied)
         return {
             **super().metrics(),
             "epoch/number": float(self.epoch),
-            "epoch/waited": math.nan if last is None else last.waited,
-            "epoch/applied": math.nan if last is None else float(last.applied),
+            "epoch/waited": waited,
+            "epoch/applied": applied,
         }
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Take over counts, eigenpairs, and the place in the epochs."""
+        """Load the counts, the eigenpairs, and the position in the epoch."""
         super().load(saved)
         counts = counts_of(saved)
         self.epoch = counts.get("epoch", 0)
@@ -125,68 +153,72 @@ class Divided(FOSICurvature):
 
 @dataclass(frozen=True)
 class EpochSums:
-    """What an epoch's final update is made from, flat."""
+    """The flat vectors that an epoch's final update is computed from."""
 
-    start: Tensor  # c
-    total: Tensor  # p, which gradients are added to in place
+    start: Tensor  # c, the parameters at the first step
+    gradient_sum: Tensor  # p, which grows in place
 
 
-class Worker(Divided):
-    """Trains by the base, and updates by others' eigenpairs at the end of each epoch."""
+class WorkerCurvature(EpochCurvature):
+    """A worker: it trains with the base, and updates with the accelerators' eigenpairs."""
 
     refreshes = False
 
     def __init__(self, training: Training, options: EpochOptions, closure: Closures | None) -> None:
         super().__init__(training, options, closure)
-        self.sums: EpochSums | None = None  # None for no final update
-        self._received: tuple[Tensor, Tensor] | None = None  # û and residuals of the last pairs
-        self._asked = -1  # the epoch whose eigenpairs are under way
-        self._request = -1  # number of the message with these
-        self._taken = 0  # steps taken with this object
+        self.sums: EpochSums | None = None  # None: the epoch has no final update
+        self._last_pairs: tuple[Tensor, Tensor] | None = None  # û and residuals
+        self._requested_epoch = -1  # the last epoch whose eigenpairs have been requested
+        self._request = -1  # number of the last request
+        self._steps_taken = 0  # by this object; a checkpoint does not change it
 
     def eigenvalues(self) -> tuple[Tensor, Tensor]:
-        """û and the residuals of the last eigenpairs that came."""
-        return self._received or super().eigenvalues()
+        """Return û and the residuals of the last eigenpairs that arrived."""
+        return self._last_pairs or super().eigenvalues()
 
     def handle_changed_params(self) -> None:
-        """Drop the final update: other parameters train now than at the epoch's start."""
+        """Drop the final update, because other parameters train than at the epoch's start."""
         if self.sums is not None:
             self.training.warn(
-                "the parameters that train have changed: this epoch has no final update"
+                "the parameters that train have changed, so this epoch has no final update"
             )
             self.sums = None
             self.training.publish()
 
     def close(self) -> None:
-        """Shut down the links to the accelerators, and go on as the base alone."""
-        self._part(self.options.helper_timeout)
+        """Shut down the links to the accelerators. The base trains alone from now on."""
+        self._disconnect(self.options.helper_timeout)
 
-    def _part(self, patience: float) -> None:
-        close_links(self.links, patience)
+    def _disconnect(self, timeout: float) -> None:
+        close_links(self.links, timeout)
         self.links = ()
         self.sums = None
 
     # ------------------------------------------------------------------------------------ state
 
     def counts(self) -> dict[str, float]:
-        """The counts that are saved with each parameter, and whether c and p are."""
+        """The counts that are saved with each parameter, and whether c and p are saved."""
         return {**super().counts(), "epoch_sums": float(self.sums is not None)}
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        """Each parameter's counts; with the first one's c and p, or room to read them into."""
+        """Each parameter's counts, and c and p with the first parameter."""
         parts = super().state()
-        vector = self.flat_params
+        flat_params = self.flat_params
         sums = self.sums
         if parts and sums is None and is_checkpointing(part=True):
-            room = torch.zeros(vector.size, dtype=vector.dtype, device=self.training.device)
-            sums = EpochSums(room, room.clone())
+            # torch.distributed.checkpoint reads into existing tensors, so these must exist.
+            zeros = torch.zeros(
+                flat_params.size, dtype=flat_params.dtype, device=self.training.device
+            )
+            sums = EpochSums(zeros, zeros.clone())
         if parts and sums is not None:
-            parts[vector.params[0]] |= {EPOCH_START: sums.start, GRADIENT_SUM: sums.total}
+            first = flat_params.params[0]
+            parts[first] |= {EPOCH_START: sums.start, GRADIENT_SUM: sums.gradient_sum}
         return parts
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Go on where a checkpoint was made, with its c and p, without pairs that are under way."""
-        self._asked = -1
+        """Load the counts, and c and p. The epoch's eigenpairs are requested again."""
+        self._requested_epoch = -1
         self.sums = None
         super().load(saved)
         part = find_part(saved, EPOCH_START)
@@ -195,201 +227,251 @@ class Worker(Divided):
         params = self.flat_params.params
         if same_params(saved, params):
             start = part[EPOCH_START].to(self.training.device, lanczos_dtype(params))
-            total = part[GRADIENT_SUM].to(self.training.device, self.flat_params.dtype)
-            self.sums = EpochSums(start, total.clone())
+            gradient_sum = part[GRADIENT_SUM].to(self.training.device, self.flat_params.dtype)
+            self.sums = EpochSums(start, gradient_sum.clone())
 
     # ---------------------------------------------------------------------------------- an epoch
 
     @property
-    def _warming_up(self) -> bool:
+    def _is_warming_up(self) -> bool:
         """Whether the base steps alone, before the first epoch."""
-        begun = self.epoch or self.epoch_step
-        return not begun and self.training.steps < (self.options.warmup_steps or 0)
+        has_begun = self.epoch > 0 or self.epoch_step > 0
+        return not has_begun and self.training.steps < (self.options.warmup_steps or 0)
 
     def precondition(self, pending: PendingAverage) -> None:
-        """Add the step's gradients to p."""
+        """Begin an epoch if one is due, and add the mean gradient to p."""
         super().precondition(pending)
-        if not self.links or self._warming_up:
+        if not self.links or self._is_warming_up:
             return
-        if self._asked != self.epoch:
-            self._begin()
+        if self._requested_epoch != self.epoch:
+            self._begin_epoch()
         if self.sums is not None:
-            self.sums.total.add_(self.flat_params.read([p.grad for p in self.flat_params.params]))
+            gradients = [p.grad for p in self.flat_params.params]
+            self.sums.gradient_sum.add_(self.flat_params.read(gradients))
 
-    def _begin(self) -> None:
-        """Send c to the accelerators; an epoch from a checkpoint has c and p already."""
-        elsewhere = []
+    def _begin_epoch(self) -> None:
+        """Request the eigenpairs at c. An epoch that a checkpoint continues has c and p already."""
+        points = []
         if self.sums is None or self.epoch_step == 0:
-            start = flat_copy(self.flat_params.params)
-            self.sums = EpochSums(start, torch.zeros_like(start, dtype=self.flat_params.dtype))
+            start = flatten_params(self.flat_params.params)
+            gradient_sum = torch.zeros_like(start, dtype=self.flat_params.dtype)
+            self.sums = EpochSums(start, gradient_sum)
         else:
-            elsewhere = [self.sums.start]
-        self._asked = self.epoch
-        self._send_request(elsewhere, do="compute", epoch=self.epoch)
+            points = [self.sums.start]  # the parameters have moved away from c
+        self._requested_epoch = self.epoch
+        self._send_request(points, do="compute", epoch=self.epoch)
 
-    def _send_request(self, elsewhere: Sequence[Tensor], **note: Any) -> None:
-        """Number a request; send it as worker 0, with the model and another point than its own."""
+    def _send_request(self, points: Sequence[Tensor], **note: Any) -> None:
+        """Number a request, and send it from worker 0 with the model.
+
+        Args:
+            points: Parameters, ``(n,)``, to use instead of the model's; empty for the model's.
+            note: What to do.
+        """
         self._request += 1
-        if self.training.world.rank == 0:
-            tensors = self.training.model_tensors()
-            model = pack_by_dtype(tensors)
-            note["request"] = self._request
-            note["train"] = [tensor.requires_grad for tensor in tensors]
-            note["size"] = self.flat_params.size
-            note["model"] = len(model)
-            for link in self.links:
-                link.send([*model, *elsewhere], **note)
+        if self.training.world.rank != 0:
+            return
+        tensors = self.training.model_tensors()
+        packed_model = pack_by_dtype(tensors)
+        note["request"] = self._request
+        note["train"] = [tensor.requires_grad for tensor in tensors]
+        note["size"] = self.flat_params.size
+        note["model"] = len(packed_model)
+        for link in self.links:
+            link.send([*packed_model, *points], **note)
 
     def finish_step(self) -> None:
-        """Count a step of the base; after the epoch's last, end it."""
+        """Count a step of the base, and end the epoch after its last step."""
         if not self.links:
             return
-        self.epoch_step += not self._warming_up
-        self._taken += 1
+        if not self._is_warming_up:
+            self.epoch_step += 1
+        self._steps_taken += 1
         if self.epoch_step >= self.options.epoch_steps:
-            with stage("final_update"), self.flat_params.without_autocast():
-                report = self._end()
-            self.reports.append(report)
-            if "not finite" in report.reason and self.training.is_first_warning("not finite"):
-                self.training.warn(f"epoch {self.epoch} has no final update: {report.reason}")
-            self.sums = None
-            self.epoch += 1
-            self.epoch_step = 0
-            if report.reason == GONE:
-                self._part(0.1)  # no accelerator is left that messages would reach
-            self.training.publish()  # frees c and p
+            self._end_epoch()
         if self.training.world.rank == 0:
             for link in self.links:
-                link.send([], do="step", steps=self._taken)
+                link.send([], do="step", steps=self._steps_taken)
 
-    def _end(self) -> EpochReport:
-        """End the epoch, and use its eigenpairs if every worker has finite ones."""
-        training, options, vector = self.training, self.options, self.flat_params
+    def _end_epoch(self) -> None:
+        """Make the final update and report it, and prepare for the next epoch."""
+        with stage("final_update"), self.flat_params.without_autocast():
+            report = self._update_params()
+        self.reports.append(report)
+        if "not finite" in report.reason and self.training.is_first_warning("not finite"):
+            self.training.warn(f"epoch {self.epoch} has no final update: {report.reason}")
+
+        self.sums = None
+        self.epoch += 1
+        self.epoch_step = 0
+        if report.reason == LOST_CONTACT:
+            self._disconnect(LOST_CLOSE_SECONDS)
+        self.training.publish()  # frees c and p
+
+    def _update_params(self) -> EpochReport:
+        """Make the final update, if all workers have finite eigenpairs. Collective."""
+        training = self.training
+        options = self.options
+        flat_params = self.flat_params
 
         # Wait for the eigenpairs at c.
-        messages, waited = answers(training, self.links, self._request, options.helper_timeout)
-        report = EpochReport(self.epoch, waited, applied=False)
+        answers = collect_answers(training, self.links, self._request, options.helper_timeout)
+        messages = answers.messages
+        report = EpochReport(self.epoch, answers.waited, applied=False)
         if not messages:
-            return replace(report, reason=GONE)
+            return replace(report, reason=LOST_CONTACT)
         if self.sums is None:
-            return replace(report, reason="other parameters train now")
-        note = messages[0].note
-        finite = all(message.note["finite"] for message in messages)  # on all workers or on none
-        products = int(note["products"]) if finite else 0
-        first = training.steps + 1 - options.epoch_steps
-        self.pairs.count_refresh(first, products, failed=not finite)
+            return replace(report, reason=PARAMS_CHANGED)
+        finite = all(message.note["finite"] for message in messages)  # the same on all workers
+        products = int(messages[0].note["products"]) if finite else 0
+        first_step = training.steps + 1 - options.epoch_steps
+        self.pairs.count_refresh(first_step, products, failed=not finite)
         if not finite:
-            return replace(report, reason=UNSOUND)
-        values, residuals, _ = messages[0].tensors
-        self._received = values, residuals
+            return replace(report, reason=PAIRS_NOT_FINITE)
         report = replace(report, products=products)
 
-        # The final update, equation 17.
-        parts = [message.tensors[2].to(training.device, vector.dtype) for message in messages]
-        before = flat_copy(vector.params)
-        change, sound = final_update(
-            before - self.sums.start,
-            self.sums.total,
-            Basis(torch.cat(parts, -1), len(values), False, training.world, vector.group_spans),
-            inverse_magnitudes(values, options.eigenvalue_floor),
-            group_alphas(options.newton_scale, training),
+        # Each accelerator has sent some rows of this worker's vectors.
+        values, residuals, _ = messages[0].tensors
+        self._last_pairs = values, residuals
+        rows = [message.tensors[2].to(training.device, flat_params.dtype) for message in messages]
+        basis = Basis(
+            vectors=torch.cat(rows, -1),
+            count=len(values),
+            by_rows=False,
+            world=training.world,
+            group_spans=flat_params.group_spans,
         )
-        if not bool(sound):  # the same on all workers, as its sums are
-            return replace(report, reason="the final update is not finite")
 
-        # "guarded": only if the loss of the accelerators' batches halves with it.
-        after = before + change
+        # The final update, equation 17.
+        before = flatten_params(flat_params.params)
+        update, is_finite = compute_final_update(
+            basis,
+            displacement=before - self.sums.start,
+            gradient_sum=self.sums.gradient_sum,
+            inverse_eigenvalues=inverse_magnitudes(values, options.eigenvalue_floor),
+            alphas=group_alphas(options.newton_scale, training),
+        )
+        if not bool(is_finite):  # the same on all workers, because it is all-reduced
+            return replace(report, reason=UPDATE_NOT_FINITE)
+
+        # With "guarded", the loss decides.
+        after = before + update
         if options.final_update == "guarded":
-            report = self._judged(report, after)
-        if not report.reason:
-            overwrite(vector.params, after)
-        return replace(report, applied=not report.reason)
+            report = self._judge_update(report, after)
+        if report.reason:
+            return report
+        assign_params(flat_params.params, after)
+        return replace(report, applied=True)
 
-    def _judged(self, report: EpochReport, after: Tensor) -> EpochReport:
-        """The report with the accelerators' losses, and the reason to leave the update out."""
+    def _judge_update(self, report: EpochReport, after: Tensor) -> EpochReport:
+        """Add the accelerators' losses to a report, and the reason if the update is rejected."""
         self._send_request([after], do="judge")
         timeout = self.options.helper_timeout
-        messages, waited = answers(self.training, self.links, self._request, timeout)
-        report = replace(report, waited=report.waited + waited)
-        if not messages:
-            return replace(report, reason=GONE)
-        before, with_update = messages[0].note["losses"]
+        answers = collect_answers(self.training, self.links, self._request, timeout)
+        report = replace(report, waited=report.waited + answers.waited)
+        if not answers.messages:
+            return replace(report, reason=LOST_CONTACT)
+        loss_before, loss_after = answers.messages[0].note["losses"]
         return replace(
             report,
-            reason=refusal(before, with_update),
-            loss_before=before,
-            loss_after=with_update,
+            reason=rejection_reason(loss_before, loss_after),
+            loss_before=loss_before,
+            loss_after=loss_after,
         )
 
 
-def flat_copy(params: Sequence[Tensor]) -> Tensor:
-    """A copy of parameters as one vector, which loses nothing of them."""
+def flatten_params(params: Sequence[Tensor]) -> Tensor:
+    """Copy parameters to one vector, in a dtype that represents all of them exactly."""
     dtype = lanczos_dtype(params)
     parts = [p.detach().reshape(-1).to(dtype) for p in params]
     return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device="cpu")
 
 
-def overwrite(params: Sequence[Tensor], flat: Tensor) -> None:
-    """Set parameters to those of a vector."""
+def assign_params(params: Sequence[Tensor], flat: Tensor) -> None:
+    """Copy a vector to parameters, in place."""
     parts = flat.split([p.numel() for p in params])
     for p, part in zip(params, parts, strict=True):
         p.copy_(part.view(p.shape))
 
 
-def answers(
-    training: Training, links: Sequence[HelperLink], request: int, seconds: float
-) -> tuple[list[Message], float]:
-    """Every accelerator's answer to a request, and the seconds waited; a collective of workers.
+class Answers(NamedTuple):
+    """The accelerators' answers to a request."""
 
-    Returns no answers if one is missing on any worker: the accelerators are lost then, and the base
-    trains alone.
+    messages: list[Message]  # one from each accelerator; empty if one is missing on any worker
+    waited: float  # seconds
+
+
+def collect_answers(
+    training: Training, links: Sequence[HelperLink], request: int, timeout: float
+) -> Answers:
+    """Wait for every accelerator's answer to a request. Collective of the workers.
+
+    If an answer is missing on any worker, all workers warn and return no answers.
     """
-    begun = time.monotonic()
-    patience = WaitTimer(seconds)
+    begin = time.monotonic()
+    timer = WaitTimer(timeout)
+    messages = []
     with stage("wait"):
-        messages = [_answer(link, request, patience) for link in links]
-    found = [message for message in messages if message is not None]
-    if training.world.all_agree(len(found) == len(links), training.device):
-        return found, time.monotonic() - begun
+        for link in links:
+            message = _wait_for_answer(link, request, timer)
+            if message is not None:
+                messages.append(message)
+    complete = training.world.all_agree(len(messages) == len(links), training.device)
+    waited = time.monotonic() - begin
+    if complete:
+        return Answers(messages, waited)
     training.warn(
-        f"the accelerators have left, died, or not answered in {seconds:g} s{links[0].reason}: "
-        f"{training.base_name} goes on alone"
+        f"Lost contact with the accelerators{links[0].reason}: one of them exited, raised, or did "
+        f"not answer in {timeout:g} s. See their logs. {training.base_name} steps alone from now on"
     )
-    return [], time.monotonic() - begun
+    return Answers([], waited)
 
 
-def _answer(link: HelperLink, request: int, patience: WaitTimer) -> Message | None:
-    """Wait for the answer to a request, and drop those to earlier ones: a checkpoint was loaded."""
-    message = link.wait(patience.is_expired)
+def _wait_for_answer(link: HelperLink, request: int, timer: WaitTimer) -> Message | None:
+    """Wait for the answer to a request.
+
+    Answers to earlier requests, which were sent before a checkpoint was loaded, are dropped.
+    """
+    message = link.wait(timer.is_expired)
     while message is not None and message.note["request"] < request:
-        message = link.wait(patience.is_expired)
+        message = link.wait(timer.is_expired)
     return message
 
 
-def refusal(before: float, after: float) -> str:
-    """Why "guarded" does not make an update between these losses of batches; "" if it does."""
-    what = "the loss of the accelerators' batches"
+def rejection_reason(before: float, after: float) -> str:
+    """Return why "guarded" rejects an update between two losses; "" if it does not."""
+    name = "the loss of the accelerators' batches"
     if not (math.isfinite(before) and math.isfinite(after)):
-        return f"{what} is not finite, without the update or with it"
-    falls = after < before and after <= before - LEAST_FALL * abs(before)
-    return "" if falls else f"{what} would not have fallen by {LEAST_FALL:.0%}"
+        return f"{name} is not finite, without the update or with it"
+    if after < before and after <= before - MIN_LOSS_FALL * abs(before):
+        return ""
+    return f"{name} would not have fallen by {MIN_LOSS_FALL:.0%}"
 
 
-def final_update(
-    moved: Tensor,
-    total: Tensor,
+def compute_final_update(
     basis: Basis,
-    rates: Tensor,
-    scales: Sequence[float | Tensor],
+    *,
+    displacement: Tensor,
+    gradient_sum: Tensor,
+    inverse_eigenvalues: Tensor,
+    alphas: Sequence[float | Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """−V̂ [α |û|⁻¹ ∘ V̂ᵀp + V̂ᵀ(w_E − c)], equation 17 of MR-DHO2.
+    """Compute −V̂ [α |û|⁻¹ ∘ V̂ᵀp + V̂ᵀ(w_E − c)], equation 17 of MR-DHO2. Collective.
 
-    p is ``total``, ``(n,)``, and w_E − c is ``moved``; α of each group is in ``scales``. Returns
-    the update, zeros if it is not finite, and whether it is.
+    Args:
+        basis: V̂.
+        displacement: w_E − c, ``(n,)``.
+        gradient_sum: p, ``(n,)``.
+        inverse_eigenvalues: |û|⁻¹, ``(r,)``.
+        alphas: α of each parameter group.
+
+    Returns:
+        The update, ``(n,)``, which is zero if it would not be finite, and whether it is finite.
     """
-    newton = basis.coefficients(total) * rates[basis.local_slice].to(total)
-    inside = basis.coefficients(moved.to(total))
-    steps = [-(scale * newton + inside) for scale in scales]
-    sound = basis.sum_over_vectors(torch.stack(steps).sum()).isfinite()
-    steps = [torch.where(sound, step, 0.0) for step in steps]
-    return basis.add_combination(torch.zeros_like(total), steps), sound
+    rates = inverse_eigenvalues[basis.local_slice].to(gradient_sum)
+    newton = basis.coefficients(gradient_sum) * rates
+    inside = basis.coefficients(displacement.to(gradient_sum))
+    steps = [-(alpha * newton + inside) for alpha in alphas]
+    is_finite = basis.sum_over_vectors(torch.stack(steps).sum()).isfinite()
+    steps = [torch.where(is_finite, step, 0.0) for step in steps]
+    return basis.add_combination(torch.zeros_like(gradient_sum), steps), is_finite

@@ -24,9 +24,9 @@ from torch import nn
 
 from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
-from second_order.fosi.accelerator import Accelerating, divided_curvature
+from second_order.fosi.accelerator import AcceleratorCurvature, make_curvature
 from second_order.fosi.eigenpairs import Closures
-from second_order.fosi.epochs import Divided
+from second_order.fosi.epochs import EpochCurvature
 from second_order.lanczos.closure import check_curvature
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.config import EpochOptions, ScriptOptions
@@ -62,7 +62,7 @@ class MRDHO2(EigenpairOptimizer):
     ``epoch_steps``.
     """
 
-    _curvature: Divided
+    _curvature: EpochCurvature
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class MRDHO2(EigenpairOptimizer):
             lr,
             script=script,
             base_kwargs=base_kwargs,
-            curvature=lambda training: divided_curvature(training, options, curvature_closure),
+            curvature=lambda training: make_curvature(training, options, curvature_closure),
             needs_model=False,
             helper_role="accelerator" if helped else None,
             helpers=helper_ranks,
@@ -166,7 +166,7 @@ class MRDHO2(EigenpairOptimizer):
             ValueError: If there is no batch.
         """
         self.take_shards()
-        if not isinstance(self._curvature, Accelerating):
+        if not isinstance(self._curvature, AcceleratorCurvature):
             raise SecondOrderError(
                 f"rank {self.training.world.rank} is a worker: it trains, and serve() is for the "
                 f"ranks whose optimizer.role is 'accelerator'"
