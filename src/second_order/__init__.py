@@ -1,6 +1,10 @@
-"""Second-order optimizers that go where ``torch.optim`` optimizers go.
+"""Second-order optimizers for PyTorch, compatible with ``torch.optim``.
 
-A name is loaded when it is asked for: DHO2 loads nothing of K-FAC, nor KAISA anything of Lanczos.
+    from second_order import KAISA
+
+    optimizer = KAISA(model.parameters(), lr=0.1, momentum=0.9)
+
+The modules are imported on first use. DHO2 imports no module of K-FAC, and KAISA none of Lanczos.
 """
 
 import importlib
@@ -78,7 +82,7 @@ __all__ = [
     "save_checkpoint",
 ]
 
-_NAMES_IN = {
+_NAMES_BY_MODULE = {
     "optimizers.checkpoint": "export_base_state",
     "errors": (
         "CheckpointError CurvatureError DecompositionError RankMismatchError SecondOrderError "
@@ -100,17 +104,17 @@ _NAMES_IN = {
     "planning.plan": "Plan plan",
     "reporting.summary": "CurvatureReport EpochReport LayerRow Summary",
 }
-_HOMES = {name: home for home, names in _NAMES_IN.items() for name in names.split()}
+_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 
 
-if not TYPE_CHECKING:  # who checks types is to hear of names that there are not
+if not TYPE_CHECKING:  # hidden from type checkers, so that they report unknown names
 
     def __getattr__(name: str) -> object:
-        if name in _HOMES:
-            home = importlib.import_module(f"{__name__}.{_HOMES[name]}")
-            found = getattr(home, name)
-            globals()[name] = found
-            return found
+        if name in _MODULE_OF:
+            module = importlib.import_module(f"{__name__}.{_MODULE_OF[name]}")
+            value = getattr(module, name)
+            globals()[name] = value
+            return value
         if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
             return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
