@@ -499,8 +499,7 @@ layers under way are launched again  <-  distkfac::never_more_than_so_many_steps
     [b for b in due if b not in pending_before]  =>  list(due)
 decompositions that their solver has not rounded
   <-  exchange_dtype::every_rank_has_the_same_numbers
-  - to_send(pending.parts[factor_name], plan.exchange_dtype)
-  + to_send(pending.parts[factor_name], None)
+    pending.parts[factor_name], plan.exchange_dtype  =>  pending.parts[factor_name], None
 a failed G is not told  <-  failures::one_factor_that_fails_is_told
     outcome = Outcome.FAILED  =>  outcome = Outcome.NO_STATISTICS
 verdicts are added up  <-  failures::one_factor_that_fails_is_told

@@ -29,6 +29,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import second_order
 import structure
@@ -271,8 +272,10 @@ def foreign(path: Path) -> list[str]:
         if isinstance(node, ast.Attribute)
         and node.attr in owners
         and path not in owners[node.attr]
-        # The package's optimizers are one with their base; torch's names are torch's.
+        # The package's optimizers are one with their base; torch's names are torch's, such as a
+        # view's ``_base``.
         and node.attr not in ("_training", "_curvature")
+        and not hasattr(torch.Tensor, node.attr)
         and not {getattr(n, "id", "") for n in ast.walk(node.value)} & {"torch", "dist", "group"}
     ]
 
