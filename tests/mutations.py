@@ -360,21 +360,24 @@ inverses that one rank lacks  <-  resume::inverses_that_no_rank_has_are_refreshe
     training.world.on_cpu().all_reduce_max([flags]).wait()  =>  pass
 
 == kfac/feedback.py
-steps that maximize judged as those that minimize
-  <-  step_length::to_maximize_a_negative_loss_is_to_minimize_the_loss
-    -local_tensor(p.grad) if p in ascending else local_tensor(p.grad)  =>  local(p.grad)
-a floor by the arithmetic mean  <-  step_length::damping_has_a_floor_by_all_layers
-    (sum_of_roots / layers) ** 2  =>  sum_of_roots / layers
-steps over adaptive bases that are earned under a schedule
-  <-  step_length::over_adaptive_bases_steps_are_twice_as_long_while_the_rate_moves
-    least, most = bounds.least_scheduled, SCHEDULED  =>  least, most = bounds.least, SCHEDULED
+a floor by the arithmetic mean  <-  step_scale::damping_has_a_floor_by_all_layers
+  - mean_curvature = (total.curvature_roots / total.num_curvatures) ** 2
+  + mean_curvature = total.curvature_roots / total.num_curvatures
 each rank's own cosines  <-  drift::cosines_are_those_of_dense_preconditioning
-    if b in reported else 0.0  =>  if True else 0.0
+    if is_reported else 0.0  =>  if True else 0.0
+
+== kfac/step_scale.py
+steps that maximize judged as those that minimize
+  <-  step_scale::to_maximize_a_negative_loss_is_to_minimize_the_loss
+    gradient = -gradient  =>  pass
+steps over adaptive bases that are earned under a schedule
+  <-  step_scale::over_adaptive_bases_steps_are_twice_as_long_while_the_rate_moves
+    low = bounds.low_scheduled  =>  low = bounds.low
 steps that are scaled by the base's side
-  <-  step_length::preconditioned_weights_alone_are_scaled_and_no_base_sees_it
-  <-  step_length::what_a_step_did_is_the_next_gradient_along_it
-  - torch._foreach_lerp_(now, old, 1.0 - self.factor)
-  + torch._foreach_lerp_(now, old, self.factor)
+  <-  step_scale::preconditioned_weights_alone_are_scaled_and_no_base_sees_it
+  <-  step_scale::what_a_step_did_is_the_next_gradient_along_it
+  - torch._foreach_lerp_(after, before, 1.0 - self.factor)
+  + torch._foreach_lerp_(after, before, self.factor)
 
 == kfac/layers.py
 layers whose weight and bias differ
@@ -531,7 +534,7 @@ decompositions of threads arrive with another damping
 an instrument without the failures  <-  metrics::failures_are_counted
   -             self.num_failures += 1
   -
-damping without a floor  <-  step_length::damping_has_a_floor_by_all_layers
+damping without a floor  <-  step_scale::damping_has_a_floor_by_all_layers
     self.options.floor * pending[blocks[0]].mean_curvature  =>  0.0
 a step staler than allowed  <-  distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age
     staleness is not None and age >= staleness  =>  staleness is not None and age > staleness

@@ -28,10 +28,7 @@ from second_order.checkpoint.saved import SavedPart
 from second_order.distributed.roles import sharding_error
 from second_order.distributed.world import World
 from second_order.kfac.feedback import (
-    ADAPTIVE,
-    PLAIN,
     Report,
-    StepLength,
     report_refresh,
     share_feedback,
 )
@@ -79,6 +76,7 @@ from second_order.kfac.state import (
     send_entries,
     trainable_layers_changed,
 )
+from second_order.kfac.step_scale import ADAPTIVE_BOUNDS, PLAIN_BOUNDS, StepScale
 from second_order.kfac.thor import TraceRefresh
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.model_curvature import KroneckerCurvature
@@ -254,15 +252,16 @@ class KFAC(LayeredCurvature):
         self.clip: Clip | None = None
         if options.kl_clip is not None:
             self.clip = Clip(training, options)
-        self.step_length: StepLength | None = None
+        self.step_scale: StepScale | None = None
         if options.follows_steps:
-            self.step_length = StepLength(ADAPTIVE if options.adaptive else PLAIN)
+            bounds = ADAPTIVE_BOUNDS if options.adaptive else PLAIN_BOUNDS
+            self.step_scale = StepScale(bounds)
         self._last = StepInfo()
         self._closed = False
 
         # State that a checkpoint has once, with the part of every layer.
         usual = None if self.clip is None else self.clip.usual
-        candidates: list[Any] = [self.throttle, self.step_length, usual]
+        candidates: list[Any] = [self.throttle, self.step_scale, usual]
         self._common_state = [part for part in candidates if part is not None]
         # Between loading a checkpoint and the first step after it: the checkpoint, and the layers
         # of which this rank lacks a part.
@@ -399,8 +398,8 @@ class KFAC(LayeredCurvature):
         # Keep the weights before the base's step, if the next refresh may measure its effect.
         next_due = self._schedule.layers_due(step + 1, ahead=True)
         may_refresh_next = len(next_due) > 0 or len(inverses.pending) > 0
-        if self.step_length is not None:
-            self.step_length.keep(self._step.layers, wanted=may_refresh_next)
+        if self.step_scale is not None:
+            self.step_scale.keep_weights(self._step.layers, keep_step=may_refresh_next)
         self._last = StepInfo(
             refreshed=refresh.installed,
             clip=result.clip,
@@ -411,8 +410,8 @@ class KFAC(LayeredCurvature):
 
     def finish_step(self) -> None:
         """Scale the base's step, and offer the new parameters to stats workers."""
-        if self.step_length is not None:
-            self.step_length.scale(wanted=self._last.may_refresh_next)
+        if self.step_scale is not None:
+            self.step_scale.scale_step(keep_step=self._last.may_refresh_next)
         if self.helpers is not None:
             self.helpers.offer(self.training, self.inverses.inverter.post)
         if self.throttle is not None:
@@ -554,12 +553,12 @@ class KFAC(LayeredCurvature):
 
     def _report_refresh(self, read: DeviceRead, layers: Sequence[KroneckerBlock]) -> Report | None:
         """Measure what this rank reports of a refresh; None if nothing adapts to refreshes."""
-        adapts = self.drift is not None or self.step_length is not None
+        adapts = self.drift is not None or self.step_scale is not None
         if not adapts and self._options.floor == 0:
             return None
         slopes: list[Tensor] = []
-        if self.step_length is not None:
-            slopes = self.step_length.measure(self._step, self.sharded, self.training.groups)
+        if self.step_scale is not None:
+            slopes = self.step_scale.measure_slope(self._step, self.sharded, self.training.groups)
         return report_refresh(self.training, self._step, layers, slopes, read)
 
     def _adapt(
@@ -580,8 +579,8 @@ class KFAC(LayeredCurvature):
         step = self._step
         with stage("solve_exchange"):
             feedback = share_feedback(self.training, step, report, known, cosines, read)
-        if self.step_length is not None:
-            self.step_length.follow(feedback.slope, feedback.learning_rate, self.training.steps)
+        if self.step_scale is not None:
+            self.step_scale.update(feedback.slope, feedback.learning_rate, self.training.steps)
         if feedback.mean_curvature is not None:
             self.mean_curvature = feedback.mean_curvature
         if self.drift is not None:
@@ -592,7 +591,7 @@ class KFAC(LayeredCurvature):
     @property
     def _step_scale(self) -> float:
         """τ."""
-        return 1.0 if self.step_length is None else self.step_length.factor
+        return 1.0 if self.step_scale is None else self.step_scale.factor
 
     # --------------------------------------------------------------------------------- assignment
 
@@ -735,9 +734,9 @@ class KFAC(LayeredCurvature):
         damping = float(inverses.damping_option)
         state: dict[Tensor, dict[str, Any]] = {}
         for block, layer in self.plan.items():
-            if self.step_length is not None:
+            if self.step_scale is not None:
                 for p in block.params:
-                    state[p] = self.step_length.saved_step(p, fill)
+                    state[p] = self.step_scale.saved_step(p, fill)
             entries = inverse_state(block, layer, inverses, fill)
             entries[DAMPING] = -1.0 if math.isnan(damping) else damping
             state.setdefault(block.weight, {}).update(entries)

@@ -35,11 +35,11 @@ from torch import Tensor
 
 from second_order.checkpoint.saved import HEADER, SavedPart
 from second_order.distributed.world import World
-from second_order.kfac.feedback import LAST_STEP, LAST_STEP_KNOWN, STEP_LENGTH
 from second_order.kfac.inversion import Inverses, InverseState, LoadedInverse, PendingInverse
 from second_order.kfac.plan import LayerPlan
 from second_order.kfac.precondition import USUAL_CHANGE
 from second_order.kfac.schedule import DRIFT, UPDATED_AT
+from second_order.kfac.step_scale import LAST_STEP, LAST_STEP_KNOWN, SCALE_ENTRIES
 from second_order.kfac.thor import SETTLED
 from second_order.kronecker.block import (
     AGREED_STATE,
@@ -95,7 +95,7 @@ WHOLE = (*DRIFT, *THROTTLE_ENTRIES[:2])
 KNOWN = (
     *(*LETTERS, *HEADS, *INVERSE_ENTRIES, INVERSE_DAMPING, STEP, DELAY, WANTED, SNAPSHOT_STEP),
     *(*SNAPSHOT_NUMBERS, *(SNAPSHOT + name for name in (*LETTERS, *HEADS)), PASS_HISTORY),
-    *(MEAN_CURVATURE, UPDATED_AT, NEWLY_TRAINABLE_AT, DAMPING, *CHOSEN, *STEP_LENGTH),
+    *(MEAN_CURVATURE, UPDATED_AT, NEWLY_TRAINABLE_AT, DAMPING, *CHOSEN, *SCALE_ENTRIES),
     *(*USUAL_CHANGE, *THROTTLE_ENTRIES, *DRIFT, SETTLED, *AGREED_STATE, LAST_STEP, LAST_STEP_KNOWN),
     *HEADER,
 )

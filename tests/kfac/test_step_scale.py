@@ -22,8 +22,14 @@ from torch.nn.utils import parameters_to_vector
 
 from second_order import KAISA
 from second_order.checkpoint.saved import SavedPart
-from second_order.kfac import feedback as rule
-from second_order.kfac.feedback import ADAPTIVE, PLAIN, STEP_LENGTH, Lengths, StepLength
+from second_order.kfac import step_scale as rule
+from second_order.kfac.step_scale import (
+    ADAPTIVE_BOUNDS,
+    PLAIN_BOUNDS,
+    SCALE_ENTRIES,
+    ScaleBounds,
+    StepScale,
+)
 from second_order.optimizers.config import DAMPING, FLOOR
 
 if TYPE_CHECKING:
@@ -39,7 +45,9 @@ ADAM: dict[str, Any] = {**GRADIENT, "base": torch.optim.Adam, "lr": 0.01}
 SYSTEMS = {System.__name__: System for System in KRONECKER}
 
 
-def followed(told: list[tuple[float, int]], lengths: Lengths, moves: bool = False) -> list[float]:
+def followed(
+    told: list[tuple[float, int]], bounds: ScaleBounds, moves: bool = False
+) -> list[float]:
     """τ after each number, by the formula at the top of the module."""
     tau, last = 1.0, None
     found: list[float] = []
@@ -47,7 +55,7 @@ def followed(told: list[tuple[float, int]], lengths: Lengths, moves: bool = Fals
     sizes: list[float] = []
 
     def average(values: list[float]) -> float:
-        weights = [rule.PAST**k for k in range(len(values))][::-1]
+        weights = [rule.DECAY**k for k in range(len(values))][::-1]
         return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights or [1.0])
 
     for s, step in told:
@@ -61,13 +69,13 @@ def followed(told: list[tuple[float, int]], lengths: Lengths, moves: bool = Fals
         elif not rises:
             rate += 0.2 * level * (1 if last is None else min(step - last, 4))
         last = step
-        most = min(lengths.most, 2.0) if moves else lengths.most
-        tau = min(max(tau * math.exp(rate), lengths.least), most)
+        most = min(bounds.high, 2.0) if moves else bounds.high
+        tau = min(max(tau * math.exp(rate), bounds.low), most)
         found.append(tau)
     return found
 
 
-@pytest.mark.parametrize("lengths", [PLAIN, ADAPTIVE], ids=["plain", "adaptive"])
+@pytest.mark.parametrize("bounds", [PLAIN_BOUNDS, ADAPTIVE_BOUNDS], ids=["plain", "adaptive"])
 @pytest.mark.parametrize("every", [1, 2, 7])
 @pytest.mark.parametrize(
     "told",
@@ -81,14 +89,14 @@ def followed(told: list[tuple[float, int]], lengths: Lengths, moves: bool = Fals
     ],
     ids=str,
 )
-def test_it_follows_what_steps_do(told: list[float], every: int, lengths: Lengths) -> None:
-    length, found = StepLength(lengths), []
+def test_it_follows_what_steps_do(told: list[float], every: int, bounds: ScaleBounds) -> None:
+    scale, found = StepScale(bounds), []
     at = [(s, every * i) for i, s in enumerate(told)]
     for s, step in at:
-        length.follow(s, 0.1, step)
-        found.append(length.factor)
-    assert found == pytest.approx(followed(at, lengths), rel=1e-12)
-    assert all(lengths.least <= tau <= lengths.most for tau in found)
+        scale.update(s, 0.1, step)
+        found.append(scale.factor)
+    assert found == pytest.approx(followed(at, bounds), rel=1e-12)
+    assert all(bounds.low <= tau <= bounds.high for tau in found)
 
 
 @pytest.mark.parametrize(
@@ -97,13 +105,13 @@ def test_it_follows_what_steps_do(told: list[float], every: int, lengths: Length
     ids=["falls", "noise", "mostly rises", "rises"],
 )
 def test_while_a_schedule_moves_the_rate_steps_need_not_be_earned(signs: list[float]) -> None:
-    length, found = StepLength(PLAIN), []
-    length.follow(math.nan, 1.0, 0)
+    scale, found = StepScale(PLAIN_BOUNDS), []
+    scale.update(math.nan, 1.0, 0)
     at = [(s, i + 1) for i, s in enumerate(signs)]
     for s, step in at:
-        length.follow(s, 1.0 / (step + 1), step)
-        found.append(length.factor)
-    assert found == pytest.approx(followed(at, PLAIN, moves=True), rel=1e-12)
+        scale.update(s, 1.0 / (step + 1), step)
+        found.append(scale.factor)
+    assert found == pytest.approx(followed(at, PLAIN_BOUNDS, moves=True), rel=1e-12)
     assert max(found) <= 2.0
 
 
@@ -112,24 +120,24 @@ def test_over_adaptive_bases_steps_are_twice_as_long_while_the_rate_moves(
     told: list[float],
 ) -> None:
     """Whatever they do to the loss; and they follow it again once the rate is constant."""
-    length = StepLength(ADAPTIVE)
-    length.follow(math.nan, 1.0, 0)
+    scale = StepScale(ADAPTIVE_BOUNDS)
+    scale.update(math.nan, 1.0, 0)
     for i, s in enumerate(told):
-        length.follow(s, 1.0 / (i + 2), i + 1)
-        assert length.factor == 2.0
+        scale.update(s, 1.0 / (i + 2), i + 1)
+        assert scale.factor == 2.0
     for step in range(200, 240):  # a tenth of the steps after its last change a rate is constant
-        length.follow(-1.0, 1.0, step)
-    assert length.factor < 2.0
+        scale.update(-1.0, 1.0, step)
+    assert scale.factor < 2.0
 
 
 def test_a_rate_that_moves_bounds_steps_also_where_the_last_step_is_not_known() -> None:
-    length = StepLength(PLAIN)
+    scale = StepScale(PLAIN_BOUNDS)
     for step in range(40):
-        length.follow(1.0, 0.1, step)
-    length.follow(math.nan, 0.1, 40)
-    assert length.factor == 5.0
-    length.follow(math.nan, 0.05, 41)
-    assert length.factor == 2.0
+        scale.update(1.0, 0.1, step)
+    scale.update(math.nan, 0.1, 40)
+    assert scale.factor == 5.0
+    scale.update(math.nan, 0.05, 41)
+    assert scale.factor == 2.0
 
 
 @pytest.mark.parametrize(
@@ -146,16 +154,16 @@ def test_noise_lengthens_steps_only_while_the_rate_moves(
     rate: Callable[[int], float], moving: Sequence[int]
 ) -> None:
     """The loss rises along every second step: τ stays at 1 where the rate is constant."""
-    length, longer = StepLength(PLAIN), []
+    scale, longer = StepScale(PLAIN_BOUNDS), []
     for step in range(100):
-        before = length.factor
-        length.follow((-1.0) ** step, rate(step), step)
-        longer += [step] if length.factor > max(before, 1.1) else []
+        before = scale.factor
+        scale.update((-1.0) ** step, rate(step), step)
+        longer += [step] if scale.factor > max(before, 1.1) else []
         if step == 60:  # goes on in another process
-            saved = length.saved()
-            length = StepLength(PLAIN)
-            length.load({torch.zeros(()): SavedPart(0, "curvature", "weight", saved)})
-            assert length.saved() == saved
+            saved = scale.saved()
+            scale = StepScale(PLAIN_BOUNDS)
+            scale.load({torch.zeros(()): SavedPart(0, "curvature", "weight", saved)})
+            assert scale.saved() == saved
     after_first = [step for step in longer if step > 5]  # the first signs are no average
     assert set(after_first) <= set(moving)
     assert bool(after_first) == bool(moving)
@@ -172,14 +180,14 @@ def measured(rank: int, world_size: int, system: str, options: Any) -> tuple[lis
     """What each step is told to have done, and what it has, by hand."""
     model, told, by_hand = MLP.model(), [], []
     optimizer = make(SYSTEMS[system], model, **options)
-    length = optimizer._curvature.step_length
-    follow = length.follow
+    scale = optimizer._curvature.step_scale
+    follow = scale.update
 
     def hearing(s: float, rate: float, step: int) -> None:
         told.append(s)
         follow(s, rate, step)
 
-    with replaced(length, {"follow": hearing}):
+    with replaced(scale, {"update": hearing}):
         for i, batch in enumerate(BATCHES[:6]):
             before = [p.detach().clone() for p in model.parameters()]
             take(model, optimizer, shard(batch, rank, world_size))
@@ -213,10 +221,10 @@ def test_preconditioned_weights_alone_are_scaled_and_no_base_sees_it(
         model = MLP.model()
         optimizer = make(System, model, **options, skip_layers=["2"])
         take(model, optimizer, BATCHES[0])
-        length = optimizer._curvature.step_length
-        length.state = replace(length.state, step_length=factor)
+        scale = optimizer._curvature.step_scale
+        scale.state = replace(scale.state, step_length=factor)
         before = [p.detach().clone() for p in model.parameters()]
-        with replaced(length, {"follow": lambda *told: None}):
+        with replaced(scale, {"update": lambda *told: None}):
             take(model, optimizer, BATCHES[1])
         ends.append([p.detach() - b for p, b in zip(model.parameters(), before, strict=True)])
         states.append(
@@ -246,7 +254,7 @@ def test_with_newtons_scale_or_none_wanted_steps_stay_as_they_are() -> None:
         for batch in BATCHES[:4]:
             take(model, optimizer, batch)
         assert optimizer.metrics()["step_length"] == 1.0
-        assert optimizer._curvature.step_length is None
+        assert optimizer._curvature.step_scale is None
 
 
 @each_kronecker
@@ -255,20 +263,20 @@ def test_a_resumed_run_has_the_length(System: Any) -> None:
     optimizer = make(System, model, **FOLLOWS)
     for batch in BATCHES[:5]:
         take(model, optimizer, batch)
-    optimizer._curvature.step_length.follow(-1e3, optimizer.param_groups[0]["lr"], 5)
+    optimizer._curvature.step_scale.update(-1e3, optimizer.param_groups[0]["lr"], 5)
     saved = copy.deepcopy(optimizer.state_dict())
     resumed = make(System, model, **FOLLOWS)
     resumed.load_state_dict(saved)
-    before, after = (o._curvature.step_length.saved() for o in (optimizer, resumed))
+    before, after = (o._curvature.step_scale.saved() for o in (optimizer, resumed))
     assert after == before
-    assert after.keys() == set(STEP_LENGTH)
+    assert after.keys() == set(SCALE_ENTRIES)
     assert after["step_length"] < 1.0
     assert resumed._curvature.mean_curvature == optimizer._curvature.mean_curvature
     twin = copy.deepcopy(model)
     for each in (optimizer, resumed):
         model.load_state_dict(twin.state_dict())
         take(model, each, BATCHES[5])
-    before, after = (o._curvature.step_length.saved() for o in (optimizer, resumed))
+    before, after = (o._curvature.step_scale.saved() for o in (optimizer, resumed))
     assert after == before, "the step before is not known"
 
 
