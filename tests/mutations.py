@@ -63,28 +63,28 @@ a throttle that no checkpoint keeps  <-  throttle::a_checkpoint_has_the_interval
 == optimizers/arguments.py
 a GradScaler that parts the ranks
   <-  options::grad_scaler_is_refused_where_the_optimizer_averages_gradients_itself
-    if averages and processes > 1 and  =>  if False and
+    if averages_gradients and num_ranks > 1 and  =>  if False and
 parameters on meta taken in  <-  groups::parameters_on_meta_are_refused_until_they_are_made
-  -     refuse_meta(name, params, found.module)
+  -     check_not_on_meta(name, params, found.module)
   -
 
 == optimizers/checkpoint.py
 groups in another order load
   <-  checkpoint_checks::groups_in_another_order_are_refused_or_put_in_order_by_a_hook
-    if called != own_names and sorted(called) == sorted(own_names):  =>  if False:
+    if saved_names == names or sorted(saved_names) != sorted(names):  =>  if True:
 collected factors are not in the state  <-  factor_exchange::whoever_saves_has_all_factors
-  - CURVATURE: {**entry.get(CURVATURE, {}), **more[p].get(CURVATURE, {})}
+  - CURVATURE: {**entry.get(CURVATURE, {}), **added[p].get(CURVATURE, {})}
   + CURVATURE: {**entry.get(CURVATURE, {})}
 two bases: other weights went to each
   <-  aux_base_state::a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed
-    if mark is not None and mark != group.get(key, default):  =>  if False:
+    if saved_value is not None and saved_value != value:  =>  if False:
 two bases: both are exported
   <-  aux_base_state::plain_optimizers_take_their_parts_and_give_them_back
-    if two_bases and group[AUX_BASE] is not aux_base:  =>  if False:
+    if has_two_bases and group[AUX_BASE] is not aux_base:  =>  if False:
 
 == optimizers/consistency.py
 settings are not compared  <-  agreement::a_rank_out_of_line_is_told_of_on_all
-    *_settings(groups)]  =>  ]
+    *_group_settings(groups)]  =>  ]
 descriptions compared by their length  <-  collectives::every_rank_is_told_the_first_difference
     repr(facts).encode()  =>  repr(len(facts)).encode()
 checksums without places  <-  debug::places_count
@@ -124,19 +124,19 @@ warnings again and again
 
 == optimizers/base_pair.py
 two bases: the head is hidden  <-  aux_base::hidden_weights_go_to_the_base
-    if module in head or embeds  =>  if embeds
+    module is head  =>  False
 two bases: Muon is given more than matrices  <-  aux_base::hidden_weights_go_to_the_base
-    (p.ndim == 2 if self._matrices else p.ndim >= 2)  =>  (p.ndim >= 2)
+    p.ndim == 2 if self._only_matrices else p.ndim >= 2  =>  p.ndim >= 2
 two bases: marks are taken as they come
   <-  aux_base::a_group_that_cannot_be_added_leaves_all_as_it_was
-  - self._check_mark(group)
+  - self._check_marked_group(group)
   -             return [group]
   + return [group]
 two bases: one steps all groups
   <-  aux_base::without_curvature_two_optimizers_made_by_hand_do_the_same
-    [g for g in self.param_groups if g[AUX_BASE] is bool(mark)]  =>  list(self.param_groups)
+    [g for g in self.param_groups if g[AUX_BASE] is is_aux]  =>  list(self.param_groups)
 two bases: the wrong one steps  <-  aux_base_state::a_checkpoint_goes_on_bit_for_bit
-    return base.parts[bool(group[AUX_BASE])] if  =>  return base.parts[0] if
+    return aux_part if group[AUX_BASE] else base_part  =>  return base_part
 two bases: a loaded state is nobody's
   <-  aux_base_state::a_load_goes_on_with_what_a_base_makes_of_its_state
     if len(part.state):  =>  if False:
@@ -955,43 +955,46 @@ steps within backward
   <-  frameworks_with_parameters_only::a_step_from_a_hook_within_backward_is_refused
     if torch._C._current_graph_task_id() != NO_BACKWARD:  =>  if False:
 collected factors stay  <-  factor_exchange::collected_factors_go_with_the_next_step
-    if self._collected is not None:  # by  =>  if self._constructed is None:  # by
+  -         if self._collected is not None:
+  -             self._collected = None
+  +         if self._constructed is None:
+  +             self._collected = None
 a first zero step taken for a checkpoint's
   <-  contract_state::a_first_step_with_zero_gradients_is_a_step
     not self.state and is_checkpointing()  =>  not self.state
 the step count is not loaded
   <-  contract_state::checkpoint_gives_the_number_of_the_step
   <-  contract_state::a_checkpoint_continues_the_same_trajectory
-    training.steps = steps  =>  pass
+    self._training.steps = checkpoint.steps  =>  pass
 an optimizer that holds itself  <-  contract_state::an_optimizer_goes_as_soon_as_nobody_has_it
-    partial(_share_state_of, weakref.ref(self))  =>  partial(_share_state_of, lambda: self)
+    partial(_publish_state_of, weakref.ref(self))  =>  partial(_publish_state_of, lambda: self)
 one kind of processes alone hears of wrong shards
   <-  mrdho2_fsdp::other_shards_are_refused_on_every_rank
-    if any(world.all_gather_object(sharded)):  =>  if sharded:
+    if any(world.all_gather_object(is_sharded)):  =>  if is_sharded:
 two bases: half a group stays  <-  aux_base::a_group_that_cannot_be_added_leaves_all_as_it_was
-    self.param_groups[:] = before  =>  pass
+    self.param_groups[:] = prev_groups  =>  pass
 two bases: one's defaults for both
   <-  aux_base::a_group_added_is_divided_too_and_one_with_a_mark_is_not
-    {**self.defaults, **base_of(self._base, group).defaults}.items()  =>  self.defaults.items()
+    {**self.defaults, **base_of(self._base, group).defaults}  =>  self.defaults
 a state that loses its curvature by close()
   <-  found::closing_leaves_a_state_that_was_asked_for_as_it_is
     {part: entry[part] for part in parts}  =>  entry
 
 == optimizers/find_model.py
 lists of parameters taken for the model  <-  from_parameters::copies_are_not_confused_with_the_model
-    holds = type(module) is nn.Module or _is(module, HOLDERS)  =>  holds = False
+    type(module) is nn.Module or _is_instance(module, WEAK_OWNERS)  =>  False
 aliases taken for the model  <-  from_parameters::copies_are_not_confused_with_the_model
-    owners = max(len(  =>  owners = min(len(
+    most_owners = max(len(  =>  most_owners = min(len(
 one of two models that share their parameters
   <-  from_parameters::any_of_two_models_with_the_same_parameters_may_run
-    roots += found  =>  roots += found[:1]
+    roots += best  =>  roots += best[:1]
 a DDP that nobody has  <-  from_parameters::wrapped_parameters_train_as_the_wrapped_model
     gc.collect()  =>  pass
 whole parameters of FSDP2's root  <-  from_parameters::sharded_parameters_train_as_the_sharded_model
     cast(Any, module).reshard()  =>  pass
 frozen parts that are not the model's
   <-  from_parameters::frozen_parts_of_the_network_are_part_of_the_model
-    if len(added) > most and not trains  =>  if False
+    if len(added) > most_added and not trains  =>  if False
 
 == optimizers/config.py
 Newton's scale by default  <-  defaults::the_scale_of_steps_is_the_same_over_every_base
@@ -1023,7 +1026,7 @@ a tensor on the device is waited for
 == optimizers/keywords.py
 two bases: special keywords without effect
   <-  aux_base::without_curvature_two_optimizers_made_by_hand_do_the_same
-    return first, {**last, **special}  =>  return first, last
+    aux_result.update(aux_kwargs)  =>  pass
 
 == planning/cost.py
 inverses on threads that are free although training uses the cores

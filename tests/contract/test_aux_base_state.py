@@ -110,7 +110,7 @@ def test_a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed() -> Non
     saved = optimizer.state_dict()
     hand = [{"params": p} for p in optimizer.param_groups[0]["params"]]
     others: list[tuple[Callable[[], Any], str]] = [
-        (lambda: make(KAISA, model), "has 2 parameter groups.*those of SGD apart"),
+        (lambda: make(KAISA, model), "the optimizer over SGD has 1 with"),
         (
             lambda: make(KAISA, hand, model=model, base=Muon),
             "has 2 parameter groups.*those of Muon apart",
@@ -118,7 +118,7 @@ def test_a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed() -> Non
         (lambda: two(KAISA, "SGD AdamW", model), "saved by Muon, and the base here is SGD"),
         (
             lambda: two(KAISA, "Muon AdamW", model, aux_layers=["up"]),
-            r"2 parameter groups with \[2, 8\] parameters, the optimizer 2.*with \[1, 9\]",
+            r"2 parameter groups with \[2, 8\] parameters, but the optimizer .* has 2 with \[1, 9\]",
         ),
         (
             lambda: two(KAISA, "Muon AdamW", [{"params": model.up.weight}], model=model),

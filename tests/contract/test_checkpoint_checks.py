@@ -85,7 +85,7 @@ def test_wrong_shapes_and_numbers_are_refused_before_anything_changes(
             -1,
             r"\['steps'\], of parameter '4.bias', is -1, which is not an integer",
         ),
-        (("curvature", "version"), 99, r"'version'\].*is 99: another second_order wrote it"),
+        (("curvature", "version"), 99, r"'version'\].*is 99, and this version"),
         (("curvature", "surprise"), 1, r"'surprise'\].*'4.bias', is unknown"),
         (("base", "momentum_buffer"), torch.zeros(2), r"shape \(2,\), where \(3,\) is needed"),
     ],

@@ -16,7 +16,7 @@ from torch import nn
 
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, RankMismatchError
 from second_order.optimizers import consistency
-from second_order.optimizers.consistency import BLOCK, checksum
+from second_order.optimizers.consistency import BLOCK_SIZE, checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,9 +49,9 @@ def test_places_count(numbers: list[float], data: st.DataObject) -> None:
 
 
 def test_large_ones_are_read_in_blocks() -> None:
-    tensor = torch.zeros(2 * BLOCK + 5)
+    tensor = torch.zeros(2 * BLOCK_SIZE + 5)
     found = {checksum(tensor)}
-    for at in (0, BLOCK - 1, BLOCK, 2 * BLOCK, 2 * BLOCK + 4):
+    for at in (0, BLOCK_SIZE - 1, BLOCK_SIZE, 2 * BLOCK_SIZE, 2 * BLOCK_SIZE + 4):
         changed = tensor.clone()
         changed[at] = 1.0
         found.add(checksum(changed))
@@ -74,7 +74,7 @@ def go(rank: int, world_size: int, model: Any, optimizer: Any, steps: range) -> 
 def trained(rank: int, world_size: int, System: Any, options: dict[str, Any]) -> Any:
     with make(System, model := CASE.model(), **options) as optimizer:
         found = go(rank, world_size, model, optimizer, range(4))
-        saved = optimizer._consistency.every
+        saved = optimizer._consistency.steps_between_checksums
     return getattr(optimizer, "role", "worker") == "worker", found, saved
 
 

@@ -18,13 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
 from second_order.optimizers.config import (
+    CommonOptions,
     DistKFACOptions,
     DPKFACOptions,
     EpochOptions,
     FOSIOptions,
     KAISAOptions,
     KFACOptions,
-    ScriptOptions,
 )
 
 if TYPE_CHECKING:
@@ -74,11 +74,11 @@ def test_every_keyword_has_its_meaning_in_the_docstring(System: Any) -> None:
 
 
 OPTIONS: dict[Any, tuple[Any, ...]] = {
-    KAISA: (KAISAOptions, KFACOptions, ScriptOptions),
-    DPKFAC: (DPKFACOptions, KFACOptions, ScriptOptions),
-    DistKFAC: (DistKFACOptions, KFACOptions, ScriptOptions),
-    DHO2: (FOSIOptions, ScriptOptions),
-    MRDHO2: (EpochOptions, ScriptOptions),
+    KAISA: (KAISAOptions, KFACOptions, CommonOptions),
+    DPKFAC: (DPKFACOptions, KFACOptions, CommonOptions),
+    DistKFAC: (DistKFACOptions, KFACOptions, CommonOptions),
+    DHO2: (FOSIOptions, CommonOptions),
+    MRDHO2: (EpochOptions, CommonOptions),
 }
 OTHERWISE: dict[Any, dict[str, Any]] = {DistKFAC: {"precondition_norms": True}}
 ABSENT = {  # fields that are no keywords

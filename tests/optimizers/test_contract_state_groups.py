@@ -172,7 +172,7 @@ def test_a_step_from_a_hook_within_backward_is_refused(System: Any) -> None:
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
     before = copy.deepcopy(model)
-    with pytest.raises(RuntimeError, match="Make one optimizer of the model"):
+    with pytest.raises(RuntimeError, match="make one optimizer for the whole model"):
         cross_entropy(model(BATCHES[0][0]), BATCHES[0][1]).backward()
     assert same(model, before)
     assert not any(optimizer.state for optimizer in optimizers.values())

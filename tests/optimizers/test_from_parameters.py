@@ -487,7 +487,7 @@ def test_processes_begin_with_the_same_model_and_strays(world: World) -> None:
 
 def test_a_module_around_the_model_on_some_ranks_is_an_error_on_all(world: World) -> None:
     for first, second in world.run(uneven, 2):
-        assert first.endswith("if another module contains it on some ranks alone, pass model=")
+        assert first.endswith("if only some ranks have a module that contains it, pass model=")
         assert "[module around the model: Sequential]" in second
 
 

@@ -1,4 +1,9 @@
-"""Reads and checks an optimizer's arguments: parameters or a model, its wrappers, a GradScaler."""
+"""Read and check an optimizer's arguments: the parameters or the model, and a GradScaler.
+
+unwrap_model       the user's module without DistributedDataParallel and ``torch.compile``
+read_arguments     the model and the parameter groups, whichever of the two was passed
+check_..., warn_...     errors and warnings about them
+"""
 
 from __future__ import annotations
 
@@ -19,19 +24,19 @@ from second_order.utils.checks import brief, check_params
 __all__ = [
     "Arguments",
     "FoundModel",
-    "Gathered",
+    "UnenclosedModules",
+    "check_model_owns_params",
+    "check_not_on_meta",
     "check_scaler",
-    "look_through",
     "read_arguments",
-    "refuse_foreign_model",
-    "refuse_meta",
+    "unwrap_model",
     "warn_about_unowned",
-    "warn_of_single_launch",
+    "warn_if_no_process_group",
 ]
 
 
-class Gathered(nn.ModuleList):
-    """A list of modules or parameters that no module of the user contains together."""
+class UnenclosedModules(nn.ModuleList):
+    """Modules or parameters that no single module of the user contains."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +44,14 @@ class FoundModel:
     """The model that parameters belong to.
 
     Attributes:
-        module: The module that contains them.
+        module: The module that contains the parameters.
         under_ddp: Whether DistributedDataParallel averages the gradients of all of them.
-        inside: The class of a module around it that may change its outputs; "" if there is none.
+        outer_class: Class of a module around it that may change its outputs; "" if there is none.
     """
 
     module: nn.Module
     under_ddp: bool = False
-    inside: str = ""
+    outer_class: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,23 +59,23 @@ class Arguments:
     """The model and the parameters that an optimizer trains.
 
     Attributes:
-        model: The user's module without its wrappers. If no module was found: an empty module, or
-            one that contains the parameters.
-        known: Whether it is the user's module.
+        model: The user's module without its wrappers. If the parameters belong to no module: an
+            empty module, or one that contains the parameters.
+        owns_params: Whether ``model`` is the user's module.
         under_ddp: Whether it is in DistributedDataParallel.
-        inside: As in :class:`FoundModel`; "" for a model that the user has given.
+        outer_class: As in :class:`FoundModel`; "" for a model that the user passed.
         groups: Parameter groups, or parameters.
     """
 
     model: nn.Module
-    known: bool
+    owns_params: bool
     under_ddp: bool
-    inside: str
+    outer_class: str
     groups: list[Any]
 
 
-def look_through(model: nn.Module) -> tuple[nn.Module, bool]:
-    """Unwrap the user's module. Also returns whether a wrapper averages gradients.
+def unwrap_model(model: nn.Module) -> FoundModel:
+    """Remove the wrappers of a module: DistributedDataParallel and ``torch.compile``.
 
     Raises:
         TypeError: If FSDP1 has flattened the module's parameters.
@@ -85,9 +90,10 @@ def look_through(model: nn.Module) -> tuple[nn.Module, bool]:
             model = cast(nn.Module, model._orig_mod)
         else:
             break
-    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    flat = any(getattr(p, "_is_flat_param", False) for p in model.parameters())
-    if flat or "FullyShardedDataParallel" in kinds:
+
+    class_names = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    has_flat_params = any(getattr(p, "_is_flat_param", False) for p in model.parameters())
+    if has_flat_params or "FullyShardedDataParallel" in class_names:
         raise TypeError(
             "the model is in FullyShardedDataParallel (FSDP1), which flattens its parameters, so "
             "the gradient of a single layer is not available; shard it with "
@@ -99,7 +105,7 @@ def look_through(model: nn.Module) -> tuple[nn.Module, bool]:
                 f"parameter {name!r} is not initialized yet; run one batch through the model "
                 f"before you make the optimizer"
             )
-    return model, under_ddp
+    return FoundModel(model, under_ddp)
 
 
 def read_arguments(
@@ -109,9 +115,14 @@ def read_arguments(
     find_model: Callable[[Sequence[Tensor]], FoundModel | None],
     needs_model: bool,
 ) -> Arguments:
-    """Read the first argument and the keyword ``model`` of the optimizer ``name``.
+    """Read the first argument and the keyword ``model`` of an optimizer.
 
-    If neither is a model, ``find_model`` finds the model of the parameters.
+    Args:
+        name: Name of the optimizer's class, for messages.
+        params_or_model: The first argument.
+        model: The keyword ``model``.
+        find_model: Finds the model of parameters. It is called if the user passed no model.
+        needs_model: Whether parameters that belong to no module get no curvature.
 
     Raises:
         TypeError: For two models, an argument of another type, or parameters that something other
@@ -124,20 +135,28 @@ def read_arguments(
             f"nn.ModuleList"
         )
 
-    found: FoundModel | None
+    # Read the groups, and the model if the user passed it.
+    found: FoundModel | None = None
+    groups: list[Any]
     if isinstance(params_or_model, nn.Module):
         if model is not None and model is not params_or_model:
             raise TypeError(f"{name} got two models; pass the model once")
-        found = unwrapped(params_or_model)
+        found = unwrap_model(params_or_model)
         reshard(found.module)
-        groups: list[Any] = named_trainable_params(found.module)
+        groups = named_trainable_params(found.module)
     else:
         check_params(name, params_or_model)
-        groups = [copy_group(g) for g in params_or_model]
+        groups = [copy_group(group) for group in params_or_model]
         if any(isinstance(group, nn.Module) for group in groups):
             raise TypeError(f"{name} got a list of models; write nn.ModuleList(models)")
-        found = find_model(group_params(groups)) if model is None else unwrapped(model)
+        if model is not None:
+            found = unwrap_model(model)
+
     params = group_params(groups)
+    if found is None:
+        found = find_model(params)
+        if found is not None:
+            unwrap_model(found.module)  # raises for unsupported models
     if not groups or (params and not any(p.requires_grad for p in params)):
         raise ValueError(
             f"{name} got no parameters that train: either there are none, or requires_grad is "
@@ -145,57 +164,57 @@ def read_arguments(
             f"train before you make the optimizer"
         )
 
-    known = found is not None
+    # Without a model, parameters that need no curvature of layers form one.
+    owns_params = found is not None
     if found is None:
-        found = FoundModel(Gathered())
-        members: dict[str, Any] = {str(i): p for i, p in enumerate(params)}
-        found.module._parameters.update({} if needs_model else members)
-    elif model is None and not isinstance(params_or_model, nn.Module):
-        look_through(found.module)  # for its errors
-    refuse_meta(name, params, found.module)
-    if known:
+        found = FoundModel(UnenclosedModules())
+        if not needs_model:
+            for i, p in enumerate(params):
+                found.module._parameters[str(i)] = cast(nn.Parameter, p)
+    check_not_on_meta(name, params, found.module)
+    if owns_params:
         check_sharding(found.module)
-    return Arguments(found.module, known, found.under_ddp, found.inside, groups)
+    return Arguments(
+        model=found.module,
+        owns_params=owns_params,
+        under_ddp=found.under_ddp,
+        outer_class=found.outer_class,
+        groups=groups,
+    )
 
 
-def unwrapped(model: nn.Module) -> FoundModel:
-    """A model without its wrappers."""
-    inner, under_ddp = look_through(model)
-    return FoundModel(inner, under_ddp)
-
-
-def refuse_meta(name: str, params: Iterable[Tensor], model: nn.Module) -> None:
+def check_not_on_meta(name: str, params: Iterable[Tensor], model: nn.Module) -> None:
     """Raise ValueError if a parameter that trains is on the meta device.
 
-    ``to_empty`` replaces the model's parameters by other tensors. An optimizer that was made
+    ``to_empty`` replaces the parameters of the model by other tensors. An optimizer that was made
     before would still hold the tensors on the meta device, which have no data.
     """
-    unmade = next((p for p in params if p.device.type == "meta" and p.requires_grad), None)
-    if unmade is not None:
-        names = {id(p): known for known, p in model.named_parameters()}
-        which = f"parameter {names.get(id(unmade), '(not in the model)')!r}"
+    for p in params:
+        if p.device.type != "meta" or not p.requires_grad:
+            continue
+        names = {id(member): key for key, member in model.named_parameters()}
         raise ValueError(
-            f"{which} is on the meta device and has no data: first call "
-            f"model.to_empty(device=...) and initialize it, then make {name}; with FSDP2: "
-            f"fully_shard(model), model.to_empty(device=...), then {name}"
+            f"parameter {names.get(id(p), '(not in the model)')!r} is on the meta device and has "
+            f"no data: first call model.to_empty(device=...) and initialize it, then make {name}; "
+            f"with FSDP2: fully_shard(model), model.to_empty(device=...), then {name}"
         )
 
 
-def warn_of_single_launch(training: Training) -> None:
-    """Warn if a launcher has started several processes without a process group."""
-    launched = os.environ.get("WORLD_SIZE", "1")
-    if launched.isdigit() and int(launched) > 1 and training.world.group is None:
+def warn_if_no_process_group(training: Training) -> None:
+    """Warn if a launcher started several processes, but there is no process group."""
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size.isdigit() and int(world_size) > 1 and training.world.group is None:
         training.warn(
-            f"WORLD_SIZE is {launched}, but no process group is initialized: each process "
+            f"WORLD_SIZE is {world_size}, but no process group is initialized: each process "
             f"trains alone; call torch.distributed.init_process_group() before making the "
             f"optimizer"
         )
 
 
-def refuse_foreign_model(training: Training, params: Sequence[Tensor]) -> None:
-    """Raise ValueError if the user's model has none of the parameters."""
+def check_model_owns_params(training: Training, params: Sequence[Tensor]) -> None:
+    """Raise ValueError if the user's model contains none of the parameters."""
     owned = {id(p) for p in training.model.parameters()}
-    if training.owns_params and params and owned.isdisjoint(map(id, params)):
+    if training.owns_params and params and owned.isdisjoint(id(p) for p in params):
         raise ValueError(
             f"none of the {len(params)} parameters belongs to "
             f"model={type(training.model).__name__}, so {training.name} would be no more than "
@@ -206,7 +225,6 @@ def refuse_foreign_model(training: Training, params: Sequence[Tensor]) -> None:
 def warn_about_unowned(training: Training, groups: Sequence[Any]) -> None:
     """Warn about parameters that are not in the model."""
     owned = {id(p) for p in training.model.parameters()}
-    params = group_params(groups)
     unowned = []
     for group in groups:
         for p in group["params"] if isinstance(group, dict) else [group]:
@@ -215,6 +233,7 @@ def warn_about_unowned(training: Training, groups: Sequence[Any]) -> None:
                 unowned.append(f"{name!r} of shape {tuple(member.shape)}")
     if not unowned:
         return
+
     if training.owns_params:
         where = f"are not in the model, a {type(training.model).__name__}"
         remedy = "if a module has them, make the optimizer with model= one that contains all"
@@ -225,13 +244,14 @@ def warn_about_unowned(training: Training, groups: Sequence[Any]) -> None:
         remedy += "; gc.freeze() hides modules, so pass the model as model="
     more = f", and {len(unowned) - 10} more" if len(unowned) > 10 else ""
     training.warn(
-        f"{len(unowned)} of {len(params)} parameters {where}, so {training.base_name} alone trains "
-        f"them, without curvature: {', '.join(unowned[:10])}{more}; {remedy}"
+        f"{len(unowned)} of {len(group_params(groups))} parameters {where}, so "
+        f"{training.base_name} alone trains them, without curvature: "
+        f"{', '.join(unowned[:10])}{more}; {remedy}"
     )
 
 
-def check_scaler(scaler: Any, averages: bool, processes: int) -> None:
-    """Raise unless ``scaler`` is a GradScaler that skips steps on all processes or on none."""
+def check_scaler(scaler: Any, averages_gradients: bool, num_ranks: int) -> None:
+    """Raise unless ``scaler`` is a GradScaler that skips a step on all ranks or on none."""
     if scaler is None:
         return
     for method in ("scale", "is_enabled"):
@@ -239,11 +259,12 @@ def check_scaler(scaler: Any, averages: bool, processes: int) -> None:
             raise TypeError(
                 f"grad_scaler={scaler!r} has no {method}(); pass a torch.amp.GradScaler"
             )
-    synchronized = type(scaler).__name__ == "ShardedGradScaler"
-    if averages and processes > 1 and scaler.is_enabled() and not synchronized:
+    is_synchronized = type(scaler).__name__ == "ShardedGradScaler"
+    if averages_gradients and num_ranks > 1 and scaler.is_enabled() and not is_synchronized:
         raise ValueError(
             f"grad_scaler={type(scaler).__name__} with gradients averaged by the optimizer over "
-            f"{processes} processes: an overflow on one process would skip step() there alone and "
-            f"leave the others waiting; wrap the model in DistributedDataParallel, or use "
+            f"{num_ranks} processes: after an overflow on one process, only that process would "
+            f"skip step(), and the others would wait for it; wrap the model in "
+            f"DistributedDataParallel, or use "
             f"torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
         )

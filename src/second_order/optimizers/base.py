@@ -1,14 +1,22 @@
-"""The base class of all optimizers here: a ``torch.optim`` optimizer that wraps another.
+"""The base class of all optimizers: a ``torch.optim`` optimizer that wraps a base optimizer.
 
-    loss = closure()                   once, first, with gradients enabled
-    curvature.prepare()                updates the assignment of layers, or the eigenpairs
-    gradients <- mean over processes   unless DistributedDataParallel has averaged them
+One step, as :meth:`SecondOrderOptimizer.step` takes it:
+
+    loss = closure()                   if there is one, with gradients enabled
+    check                              that this step can be taken, and that all ranks take it
+    curvature.prepare()                assigns layers to ranks, or refreshes eigenpairs
+    gradients <- mean over ranks       unless DistributedDataParallel has averaged them
     curvature.precondition()           gradients <- curvature⁻¹ gradients, in place
-    base.step()                        the wrapped optimizer, on the same groups and state
-    curvature.finish_step()                scales or corrects the base's step
+    base.step()                        the base optimizer, on the same groups and state
+    curvature.finish_step()            scales or corrects the step of the base
+    curvature.watch()                  registers the hooks that the next passes need
 
-This file does no numerical work. ``state[p]`` holds two parts. The wrapped optimizer sees the part
-``"base"`` as its whole state for p. ``state_dict()`` fills the part ``"curvature"``.
+The curvature and the base do the numerical work. This file connects them, and makes the result
+behave like any other ``torch.optim`` optimizer: groups, checkpoints, copies, ``train()`` and
+``eval()``.
+
+``state[p]`` has two parts. The base sees ``state[p]["base"]`` as its whole state for p.
+``state_dict()`` writes the curvature's entries to ``state[p]["curvature"]``.
 """
 
 from __future__ import annotations
@@ -25,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from second_order.checkpoint.caller import caller, is_checkpointing
-from second_order.checkpoint.saved import BASE, CURVATURE, BaseState, SavedPart
+from second_order.checkpoint.saved import BASE, CURVATURE, BaseState
 from second_order.distributed.fsdp import (
     DTENSORS,
     ParamLocations,
@@ -37,26 +45,33 @@ from second_order.distributed.fsdp import (
 from second_order.distributed.roles import Role, sharding_error
 from second_order.distributed.world import World
 from second_order.optimizers.arguments import (
+    check_model_owns_params,
+    check_not_on_meta,
     check_scaler,
     read_arguments,
-    refuse_foreign_model,
-    refuse_meta,
     warn_about_unowned,
-    warn_of_single_launch,
+    warn_if_no_process_group,
 )
-from second_order.optimizers.base_pair import AUX_BASE, BasePair, base_of, group_lines, switch_of
+from second_order.optimizers.base_pair import (
+    AUX_BASE,
+    BasePair,
+    base_of,
+    describe_groups,
+    mode_switch,
+)
 from second_order.optimizers.checkpoint import (
+    Checkpoint,
     Collected,
+    add_checkpoint_entries,
     add_collected,
-    add_to_save,
+    check_is_complete,
     check_is_state,
-    collects_by_itself,
+    collects_in_state_dict,
     export_base_state,
     header,
     read_checkpoint,
-    require_whole,
 )
-from second_order.optimizers.config import ScriptOptions
+from second_order.optimizers.config import CommonOptions
 from second_order.optimizers.consistency import Consistency
 from second_order.optimizers.find_model import find_model
 from second_order.optimizers.keywords import Rate, check_base, keywords_of, split_base_keywords
@@ -89,11 +104,12 @@ ParamsOrModel: TypeAlias = nn.Module | Iterable[Any]
 Self = TypeVar("Self", bound="SecondOrderOptimizer")
 
 
-NO_BACKWARD = -1  # the id of the running backward pass, if none runs
+# torch's id of the running backward pass, if none is running.
+NO_BACKWARD = -1
 
 
-def between_graphs(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a method that ``torch.compile`` runs in Python, between two graphs."""
+def runs_eagerly(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a method that ``torch.compile`` must not trace, so that it breaks the graph."""
     disabled = torch.compiler.disable(
         method,
         reason="a second-order step exchanges and decomposes factors in Python, between graphs: "
@@ -103,17 +119,17 @@ def between_graphs(method: Callable[P, R]) -> Callable[P, R]:
 
 
 class SecondOrderOptimizer(torch.optim.Optimizer):
-    """A base optimizer and a curvature, as one optimizer of ``torch.optim``.
+    """A base optimizer and a curvature, as one ``torch.optim`` optimizer.
 
     Args:
         params: The model, or its parameters or parameter groups.
-        lr: The base's learning rate; None if the parameter groups have theirs.
-        script: The base optimizer, and what describes the script.
+        lr: Learning rate of the base. None: every parameter group has its own.
+        common: The keywords that all optimizers share.
         base_kwargs: Arguments of the base optimizer.
-        curvature: Makes the curvature for this training run.
-        needs_model: Whether parameters that belong to no module train without curvature.
-        helper_role: What the last ``helpers`` ranks do instead of training; None if all train.
-        helpers: Number of these ranks.
+        curvature: Builds the curvature of this training run.
+        needs_model: Whether parameters that belong to no module get no curvature.
+        helper_role: Role of the last ``num_helpers`` ranks. None: all ranks train.
+        num_helpers: Number of ranks that do not train.
     """
 
     options_by_layer = False
@@ -124,275 +140,369 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         params: ParamsOrModel,
         lr: Rate | None,
         *,
-        script: ScriptOptions,
+        common: CommonOptions,
         base_kwargs: Mapping[str, Any],
         curvature: Callable[[Training], Curvature],
         needs_model: bool = True,
         helper_role: Role | None = None,
-        helpers: int = 0,
+        num_helpers: int = 0,
     ) -> None:
         name = type(self).__name__
-        second = script.aux
+        aux = common.aux
         self._constructed = False
-        self._collected: Collected | None = None  # by consolidate(), for the next state_dict()
-        self._has_loaded = False  # a checkpoint, since the last step
-        self._unwatched = False
+        self._collected: Collected | None = None  # set by consolidate(), for state_dict()
+        self._loaded_since_step = False
+        self._hooks_are_removed = False
         self._needs_model = needs_model
-        self._consistency = Consistency(script.debug)
+        self._consistency = Consistency(common.debug)
 
-        # Check the keywords, and find the model.
+        # Check the keywords, and divide those of the base between the two bases.
         own_keywords = keywords_of(type(self))
-        check_base(script.base, SecondOrderOptimizer)
-        if second is not None:
-            check_base(second.optimizer_class, SecondOrderOptimizer, "aux_base")
-        shared = dict(base_kwargs) if lr is None else {"lr": lr, **base_kwargs}
-        keywords = split_base_keywords(script.base, shared, second, own_keywords)
-        for each in keywords:
-            check_learning_rate(each.get("lr", 0.0))
-        check_choice("gradient_averaging", script.gradient_averaging, ("auto", True, False))
-        given = read_arguments(name, params, script.model, find_model, needs_model)
-        groups = given.groups
-        self._refused = {*own_keywords} - {"lr"} - ({AUX_BASE} if second is not None else set())
+        check_base(common.base, SecondOrderOptimizer)
+        if aux is not None:
+            check_base(aux.optimizer_class, SecondOrderOptimizer, "aux_base")
+        shared_kwargs = dict(base_kwargs)
+        if lr is not None:
+            shared_kwargs = {"lr": lr, **base_kwargs}
+        kwargs_by_base = split_base_keywords(common.base, shared_kwargs, aux, own_keywords)
+        for kwargs in kwargs_by_base:
+            check_learning_rate(kwargs.get("lr", 0.0))
+        check_choice("gradient_averaging", common.gradient_averaging, ("auto", True, False))
+
+        # Find the model, and check the parameter groups.
+        arguments = read_arguments(name, params, common.model, find_model, needs_model)
+        groups = arguments.groups
+        self._forbidden_in_groups = set(own_keywords) - {"lr"}
+        if aux is not None:
+            self._forbidden_in_groups.discard(AUX_BASE)
         self._check_group_options(groups)
         if lr is None:
             rate = rate_of_groups(name, groups)
-            for each in keywords:
-                each.setdefault("lr", rate)
+            for kwargs in kwargs_by_base:
+                kwargs.setdefault("lr", rate)
 
-        # Find the processes that train together.
-        world = script.process_group
+        # Find the ranks that train together.
+        world = common.process_group
         if not isinstance(world, World):
             world = World(world)
         if world.size == 1:
             helper_role = None
         if helper_role is None:
-            check_mesh(given.model, world)
+            check_mesh(arguments.model, world)
 
-        # Make the base, which shares its groups and state with this optimizer.
-        if second is None:
-            self._base = script.base(without_names(groups), **keywords[0])
+        # Build the base, which shares its groups and its state with this optimizer.
+        if aux is None:
+            self._base = common.base(without_names(groups), **kwargs_by_base[0])
             own_groups = groups
         else:
-            kinds = (script.base, second.optimizer_class)
-            self._base = BasePair(groups, given.model, kinds, keywords, second.layers)
+            self._base = BasePair(
+                groups=groups,
+                model=arguments.model,
+                optimizer_classes=(common.base, aux.optimizer_class),
+                kwargs=kwargs_by_base,
+                layers=aux.layers,
+            )
             own_groups = self._base.param_groups
         defaults = {**self._base.defaults, PEAK_LR: 0.0}
-        super().__init__([*map(copy_group, own_groups)], defaults)
-        for group, of_base in zip(self.param_groups, self._base.param_groups, strict=True):
-            # A base may have changed its entries: torchao's make tensors of learning rates.
-            group.update({k: v for k, v in of_base.items() if k not in ("params", NAMES)})
-        made = dict(self._base.state)  # Adagrad makes its state at construction
-        self._bind_base()
-        self._base.state.update(made)
-        self._step_base = step_without_hooks(self._base)
+        super().__init__([copy_group(group) for group in own_groups], defaults)
+        self._share_groups_and_state()
 
-        # What optimizer and curvature share.
-        members = group_params(groups)
-        averages = script.gradient_averaging
-        training = self._training = Training(
+        # Build the curvature.
+        params_in_groups = group_params(groups)
+        training = Training(
             name=name,
-            model=given.model,
-            owns_params=given.known,
-            outer_class=given.inside,
-            under_ddp=given.under_ddp,
+            model=arguments.model,
+            owns_params=arguments.owns_params,
+            outer_class=arguments.outer_class,
+            under_ddp=arguments.under_ddp,
             world=world,
-            averages_gradients=_averages(averages, given.under_ddp, members, world),
-            scaler=script.grad_scaler,
-            debug=bool(script.debug),
+            averages_gradients=_averages_gradients(
+                common.gradient_averaging, arguments.under_ddp, params_in_groups, world
+            ),
+            scaler=common.grad_scaler,
+            debug=bool(common.debug),
             base=self._base,
-            # Weakly: an optimizer goes as soon as no script has it, and its hooks with it.
-            publish=partial(_share_state_of, weakref.ref(self)),
+            # A weak reference, so that the optimizer and its hooks are freed with the last
+            # reference that the script has.
+            publish=partial(_publish_state_of, weakref.ref(self)),
         )
-        self._places = ParamLocations(given.model, members)
-        warn_of_single_launch(training)
-        refuse_foreign_model(training, members)
+        self._training = training
+        self._param_locations = ParamLocations(arguments.model, params_in_groups)
+        warn_if_no_process_group(training)
+        check_model_owns_params(training, params_in_groups)
         if needs_model:
             warn_about_unowned(training, groups)
         if isinstance(self._base, BasePair):
             for pattern in self._base.unmatched:
                 training.warn(f"aux_base: the pattern {pattern!r} matches no module of the model")
         self._curvature = curvature(training)
-        training_ranks = world.size if helper_role is None else world.size - helpers
-        check_scaler(script.grad_scaler, training.averages_gradients, training_ranks)
+        num_training_ranks = world.size if helper_role is None else world.size - num_helpers
+        check_scaler(common.grad_scaler, training.averages_gradients, num_training_ranks)
+
         self._start_together(helper_role)
 
-    def _start_together(self, helper_role: Role | None) -> None:
-        """Agree with the other processes, and start from the same parameters."""
-        training = self._training
-        world = training.world
-        lines = self._curvature.description()
-        if isinstance(self._base, BasePair):
-            lines += self._base.description()
-        self._consistency.check_built(training, lines)
-        if helper_role is not None:
-            sharded = any(map(is_dtensor, training.model.parameters()))
-            if any(world.all_gather_object(sharded)):  # all raise, whichever has shards
-                raise ValueError(sharding_error(training.name, helper_role))
-        averages = training.averages_gradients  # of all processes, before they get their roles
-        self._constructed = True
-        self._curvature.begin()  # with equal options, so that all raise or none
-        if averages:
-            whole = [t for t in training.model_tensors() if not is_dtensor(t)]
-            with torch.no_grad():
-                world.broadcast_from_first(whole)
+    def _share_groups_and_state(self) -> None:
+        """Let the base work on the groups and the state of this optimizer."""
+        for group, base_group in zip(self.param_groups, self._base.param_groups, strict=True):
+            # A base may change its entries: torchao's turn learning rates into tensors.
+            for key, value in base_group.items():
+                if key not in ("params", NAMES):
+                    group[key] = value
+        initial_state = dict(self._base.state)  # Adagrad creates its state at construction
+        self._bind_base()
+        self._base.state.update(initial_state)
+        self._base_step = step_without_hooks(self._base)
 
     def _bind_base(self) -> None:
-        """Let the base work on the very groups and state of this optimizer."""
         self._base.param_groups = self.param_groups
         self._base.state = BaseState(self.state)  # type: ignore[assignment]
 
-    def agree(self, doing: str, facts: Sequence[tuple[str, Any]] = ()) -> None:
-        """Raise RankMismatchError on every rank unless all do the same; a collective.
+    def _start_together(self, helper_role: Role | None) -> None:
+        """Check that all ranks built the same optimizer, and broadcast the parameters."""
+        training = self._training
+        world = training.world
+        options = self._curvature.description()
+        if isinstance(self._base, BasePair):
+            options += self._base.description()
+        self._consistency.check_construction(training, options)
+        if helper_role is not None:
+            is_sharded = any(is_dtensor(p) for p in training.model.parameters())
+            if any(world.all_gather_object(is_sharded)):  # all ranks raise if one has shards
+                raise ValueError(sharding_error(training.name, helper_role))
 
-        ``facts`` are names and values that must also be equal.
-        """
-        self._training.require_process_group(doing)
-        if not self._curvature.is_helper:  # the workers compare what they do, without the helpers
-            doing = f"{doing} of {type(self).__name__}"
-            self._consistency.check(self._training, self._curvature, doing, facts)
+        # Assigning roles changes `averages_gradients`, but helpers need the parameters as well.
+        averages_gradients = training.averages_gradients
+        self._constructed = True
+        self._curvature.begin()
+        if averages_gradients:
+            tensors = [t for t in training.model_tensors() if not is_dtensor(t)]
+            with torch.no_grad():
+                world.broadcast_from_first(tensors)
 
-    # ------------------------------------------------------------------------------- stepping
-
-    @between_graphs
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; on a helper, serve the workers until they have taken theirs.
+    def check_ranks(self, action: str, facts: Sequence[tuple[str, Any]] = ()) -> None:
+        """Raise RankMismatchError on every rank unless all are about to do the same. Collective.
 
         Args:
-            closure: Evaluates the model, calls ``backward`` and returns the loss. Called once.
+            action: What this rank is about to do, for the message.
+            facts: Further names and values that must be equal on all ranks.
+        """
+        self._training.require_process_group(action)
+        if self._curvature.is_helper:  # workers compare what they do without the helpers
+            return
+        self._consistency.check(
+            self._training, self._curvature, f"{action} of {type(self).__name__}", facts
+        )
+
+    # -------------------------------------------------------------------------------------- steps
+
+    @runs_eagerly
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step. On a helper rank, serve the workers until they have taken theirs.
+
+        Args:
+            closure: Evaluates the model, calls ``backward`` and returns the loss. It is called
+                once.
 
         Returns:
-            What the closure returned, or None.
+            The result of the closure, or None.
 
         Raises:
-            RankMismatchError: On every rank, if the ranks do different things.
+            RankMismatchError: On every rank, if the ranks are not about to do the same.
             SecondOrderError: On every rank, if the curvature cannot be computed.
-            RuntimeError: While backward runs, inside :meth:`hooks_removed`, or if a schedule-free
-                base is not in train mode.
+            RuntimeError: If backward is running, inside :meth:`hooks_removed`, or if a
+                schedule-free base is not in train mode.
         """
         training = self._training
         curvature = self._curvature
+        self._check_step()
 
-        # Run the closure, and check that this step can be taken, and that all ranks take it.
-        _check_step(training, curvature.scaler_reason, self._unwatched)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+
+        # Before it loads a checkpoint, torch.distributed.checkpoint takes a step with zero
+        # gradients, to create the state of the base.
         if training.steps == 0 and not self.state and is_checkpointing():
-            self._make_empty_state()
+            self._create_base_state()
             return loss
+
         if DTENSORS in sys.modules:
-            self.take_shards()
+            self.adopt_shards()
         if curvature.is_helper:
             curvature.prepare()
             return loss
-        if self._collected is not None:  # by consolidate(), before this step
-            self._collected = None
-            self._share_state()
-        if training.world.size > 1:
-            with stage("compare"):
-                doing = f"take a step of {training.name}"
-                loaded = [("a checkpoint loaded since the last step", self._has_loaded)]
-                self._consistency.check(training, curvature, doing, loaded, tensors=True)
+        self._drop_collected_state()
+        self._check_ranks_before_step()
         update_peak_rates(self.param_groups)
 
-        # Start to average the gradients, to the ranks that need them.
+        # Start the average of the gradients. Some ranks may not need those of every layer.
         curvature.prepare()
-        pending = NO_AVERAGE
+        average = NO_AVERAGE
         if training.averages_gradients:
             with stage("average_gradients"):
-                pending = start_average(training, curvature.route)
+                average = start_average(training, curvature.route)
 
-        # Precondition, and let the base step.
-        curvature.precondition(pending)
+        # Precondition the gradients in place, and let the base take the step.
+        curvature.precondition(average)
         with stage("base"):
-            curvature.step_base(self._step_base)
+            curvature.step_base(self._base_step)
         curvature.finish_step()
 
-        # Count the step, and look ahead to the coming passes.
-        if self._has_loaded:
-            self._has_loaded = False
+        # Count the step, and prepare the capture of the next passes.
+        self._loaded_since_step = False
         training.steps += 1
-        if training.steps == 1:  # checkpoints need an entry for each parameter
-            for p in group_params(self.param_groups):
-                self.state[p].setdefault(CURVATURE, {})
+        if training.steps == 1:
+            self._create_curvature_entries()
         curvature.watch()
         return loss
 
-    def _make_empty_state(self) -> None:
-        """Make the base's state for torch.distributed.checkpoint.
+    def _check_step(self) -> None:
+        """Raise an error if a step cannot be taken now, before anything has changed."""
+        training = self._training
+        name = training.name
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{name}.step() cannot be recorded in a CUDA graph, because each step decides in "
+                f"Python which refreshes are due: call it outside of torch.cuda.graph(), and use "
+                f"torch.compile(model) to save launches in the forward and backward pass"
+            )
+        if torch._C._current_graph_task_id() != NO_BACKWARD:
+            raise RuntimeError(
+                f"{name}.step() is called while backward() runs, perhaps by a parameter's hook, "
+                f"but the statistics of a layer are complete only after backward(): make one "
+                f"optimizer for the whole model, {name}(model, lr=...), and call step() after "
+                f"backward()"
+            )
+        training.require_process_group("step()")
+        if any(group.get("train_mode") is False for group in training.groups):
+            raise RuntimeError(
+                f"{name}.step() with a schedule-free base that is not in train mode: call "
+                f"optimizer.train() before training, and optimizer.eval() before evaluation"
+            )
+        if self._hooks_are_removed:
+            raise RuntimeError(
+                f"{name}.step() inside hooks_removed(), where no statistics are captured: leave "
+                f"the block before you continue training"
+            )
 
-        It takes a step with a learning rate of 0 and zero gradients for that. The step is not
-        counted and starts no collective, because one rank alone may take it.
+        # The statistics of an unknown GradScaler's passes are not unscaled. Factors would be too
+        # large by the square of the scale, and training would stall.
+        reason = self._curvature.scaler_reason
+        may_be_scaled = training.steps == 0 and training.scaler is None and reason
+        if may_be_scaled and caller(function="_maybe_opt_step") is not None:
+            raise ValueError(
+                f"{name}.step() is called by a GradScaler that it does not know: {reason}; write "
+                f"{name}(..., grad_scaler=scaler)"
+            )
+
+    def _check_ranks_before_step(self) -> None:
+        training = self._training
+        if training.world.size == 1:
+            return
+        with stage("compare"):
+            facts = [("a checkpoint loaded since the last step", self._loaded_since_step)]
+            self._consistency.check(
+                training,
+                self._curvature,
+                f"take a step of {training.name}",
+                facts,
+                with_params=True,
+            )
+
+    def _create_base_state(self) -> None:
+        """Create the state of the base for torch.distributed.checkpoint.
+
+        The base takes a step with a learning rate of 0 and zero gradients, which torch has set. The
+        step is not counted and is not collective, because one rank may take it alone.
         """
-        if DTENSORS in sys.modules and self.take_shards():
-            # torch has set the gradients of the parameters that shards have replaced.
+        if DTENSORS in sys.modules and self.adopt_shards():
+            # torch has set the gradients of the parameters that the shards replace.
             for p in group_params(self.param_groups):
                 p.grad = torch.zeros_like(p) if p.requires_grad else None
-        self._share_state()
-        self._step_base()
+        self._publish_state()
+        self._base_step()
 
-    def take_shards(self) -> bool:
+    def _create_curvature_entries(self) -> None:
+        """Give each parameter an entry in ``state``: checkpoints need one even if it is empty."""
+        for p in group_params(self.param_groups):
+            self.state[p].setdefault(CURVATURE, {})
+
+    def _drop_collected_state(self) -> None:
+        """Drop the state that consolidate() collected, because this step makes it outdated."""
+        if self._collected is not None:
+            self._collected = None
+            self._publish_state()
+
+    def adopt_shards(self) -> bool:
         """Adopt the DTensor parameters that ``fully_shard`` created since the last call.
 
         Returns:
             Whether any parameter changed.
         """
         training = self._training
-        others = self._places.find_new_shards()
-        if not others:
+        shards = self._param_locations.find_new_shards()
+        if not shards:
             return False
         check_sharding(training.model)
         check_mesh(training.model, training.world)
+
         for group in self.param_groups:
-            group["params"][:] = [others.get(p, p) for p in group["params"]]
-        self._curvature.replace_params(others)
-        for p in others.keys() & self.state.keys():
-            parts = self.state[others[p]] = self.state.pop(p)
-            for key, value in parts.get(BASE, {}).items():
-                if isinstance(value, Tensor):
-                    parts[BASE][key] = shard_like(others[p], value)
-        self._places = ParamLocations(training.model, group_params(self.param_groups))
-        training.publish()  # what the curvature has dropped is in the parts that have moved
+            group["params"][:] = [shards.get(p, p) for p in group["params"]]
+        self._curvature.replace_params(shards)
+        for p in shards.keys() & self.state.keys():
+            self._move_state(p, shards[p])
+        self._param_locations = ParamLocations(training.model, group_params(self.param_groups))
+        training.publish()
         return True
 
-    def _share_state(self) -> None:
-        """Write counters and curvature to ``state``, from which checkpoints read."""
-        parts = self._curvature.state()
+    def _move_state(self, p: Tensor, shard: Tensor) -> None:
+        """Move the state of a parameter to the shard that replaces it."""
+        parts = self.state.pop(p)
+        self.state[shard] = parts
+        for key, value in parts.get(BASE, {}).items():
+            if isinstance(value, Tensor):
+                parts[BASE][key] = shard_like(shard, value)
+
+    def _publish_state(self) -> None:
+        """Write the step counter and the curvature to ``state``, which checkpoints read."""
+        curvature_parts = self._curvature.state()
         steps = self._training.steps
         for group in self.param_groups:
-            written_by = base_of(self._base, group)
+            base = base_of(self._base, group)
             for p in group["params"]:
-                self.state[p][CURVATURE] = {**parts.get(p, {}), **header(steps, written_by)}
+                part = {**curvature_parts.get(p, {}), **header(steps, base)}
+                self.state[p][CURVATURE] = part
 
-    @between_graphs
+    @runs_eagerly
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, and drop the statistics of the last backward pass."""
-        self.take_shards()
+        """Reset the gradients, and drop the statistics of the passes since the last step."""
+        self.adopt_shards()
         super().zero_grad(set_to_none)
         self._curvature.drop_pending()
 
     @property
     def train(self) -> Callable[[], None]:
         """The base's ``train()``. Call it before training with a schedule-free base."""
-        return switch_of(self._base, "train", self._training.name, self.state)
+        return mode_switch(self._base, "train", self._training.name, self.state)
 
     @property
     def eval(self) -> Callable[[], None]:
         """The base's ``eval()``. A schedule-free base sets the parameters to their average."""
-        return switch_of(self._base, "eval", self._training.name, self.state)
+        return mode_switch(self._base, "eval", self._training.name, self.state)
 
     # ------------------------------------------------------------------- groups and checkpoints
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Accept only an empty ``state``, and ``param_groups`` that begin with the present ones."""
+        """Accept only an empty ``state``, and ``param_groups`` that begin with the current ones."""
         # Lightning's wrapper has this class, but no attributes of its own.
-        if name not in ("state", "param_groups") or not getattr(self, "_constructed", False):
+        is_constructed = getattr(self, "_constructed", False)
+        if name not in ("state", "param_groups") or not is_constructed:
             super().__setattr__(name, value)
         elif name == "param_groups":
-            self._resume(value)
-        elif not value:  # fastai resets an optimizer in this way
+            self._assign_groups(value)
+        elif not value:  # fastai resets an optimizer by `state = {}`
             self.state.clear()
         else:
             raise AttributeError(
@@ -400,22 +510,22 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 f"load_state_dict(), or assign an empty dictionary to reset the base"
             )
 
-    def _resume(self, groups: Sequence[dict[str, Any]]) -> None:
+    def _assign_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         """Adopt the groups of an earlier run, as Lightning's BaseFinetuning assigns them."""
-        before = len(self.param_groups)
+        num_groups = len(self.param_groups)
         current = [[id(p) for p in group["params"]] for group in self.param_groups]
         assigned = [[id(p) for p in group["params"]] for group in groups]
-        if assigned[:before] != current:
+        if assigned[:num_groups] != current:
             raise AttributeError(
                 f"{type(self).__name__}.param_groups is shared with the base, and the list that is "
-                f"assigned does not begin with its {before} groups: change settings in place "
+                f"assigned does not begin with its {num_groups} groups: change settings in place "
                 f"(group['lr'] = ...), use add_param_group(), or make a new optimizer"
             )
         for group, settings in zip(self.param_groups, groups, strict=False):
-            group.update(
-                {k: v for k, v in settings.items() if k not in ("params", NAMES, AUX_BASE)}
-            )
-        for group in groups[before:]:
+            for key, value in settings.items():
+                if key not in ("params", NAMES, AUX_BASE):
+                    group[key] = value
+        for group in groups[num_groups:]:
             self.add_param_group(group)
 
     def __reduce_ex__(self, _: Any) -> Any:
@@ -427,19 +537,21 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         )
 
     def _check_group_options(self, groups: Iterable[Any], first: int = 0) -> None:
-        by_layer = self.options_by_layer
-        check_group_options(type(self).__name__, groups, self._refused, by_layer, first)
+        check_group_options(
+            type(self).__name__, groups, self._forbidden_in_groups, self.options_by_layer, first
+        )
 
-    def _complete(self, group: dict[str, Any]) -> None:
-        """Give a group the entries that it lacks, of the base that trains it."""
-        for key, value in {**self.defaults, **base_of(self._base, group).defaults}.items():
+    def _fill_defaults(self, group: dict[str, Any]) -> None:
+        """Give a group the settings that it lacks, from the defaults of its base."""
+        defaults = {**self.defaults, **base_of(self._base, group).defaults}
+        for key, value in defaults.items():
             group.setdefault(key, value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, whose layers are preconditioned from the next step on. Collective.
+        """Add a parameter group. Its layers are preconditioned from the next step on. Collective.
 
         Raises:
-            RankMismatchError: On every process, if the processes do different things.
+            RankMismatchError: On every rank, if the ranks do not add the same group.
         """
         if "_constructed" not in vars(self):  # a wrapper of Lightning's
             self.optimizer.add_param_group(param_group)  # type: ignore[attr-defined]
@@ -447,39 +559,48 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if not self._constructed:
             super().add_param_group(param_group)
             return
+
         training = self._training
-        before = list(self.param_groups)
+        prev_groups = list(self.param_groups)
         group = copy_group(param_group)
-        refuse_meta(training.name, group_params([group]), training.model)
-        base = self._base
-        doing = "add a parameter group"
-        names = training.param_names()
-        added = [names.get(id(p), "not in the model") for p in group_params([group])]
-        divided = base.divided if isinstance(base, BasePair) else lambda group, _: [group]
+        check_not_on_meta(training.name, group_params([group]), training.model)
         try:
-            try:
-                self._check_group_options([group], first=len(before))
-                for part in divided(group, training.model):
-                    named = match_names(self.param_groups, part, training.param_names())
-                    self._complete(named)
-                    super().add_param_group(named)
-            except Exception as error:
-                doing = f"refuse a parameter group ({error})"
-                raise
-            finally:
-                self.agree(doing, [("added parameters", added)])
+            self._add_checked_group(group)
             self._curvature.replan()
         except Exception:
-            self.param_groups[:] = before
+            self.param_groups[:] = prev_groups
             raise
-        self._places = ParamLocations(training.model, group_params(self.param_groups))
+        self._param_locations = ParamLocations(training.model, group_params(self.param_groups))
         if self._needs_model:
             warn_about_unowned(training, [group])
 
-    def consolidate(self, to: int | None = 0) -> None:
-        """Collect the state of the other processes for the next :meth:`state_dict`. Collective.
+    def _add_checked_group(self, group: dict[str, Any]) -> None:
+        """Add a group to the list, and compare the outcome between ranks. Collective."""
+        training = self._training
+        names = training.param_names()
+        added = [names.get(id(p), "not in the model") for p in group_params([group])]
+        action = "add a parameter group"
+        try:
+            self._check_group_options([group], first=len(self.param_groups))
+            parts = [group]
+            if isinstance(self._base, BasePair):
+                parts = self._base.split_group(group, training.model)
+            for part in parts:
+                named = match_names(self.param_groups, part, training.param_names())
+                self._fill_defaults(named)
+                super().add_param_group(named)
+        except Exception as error:
+            action = f"refuse a parameter group ({error})"
+            raise
+        finally:
+            self.check_ranks(action, [("added parameters", added)])
 
-        The next step drops the collected state. If every process has the whole state, this method
+    def consolidate(self, to: int | None = 0) -> None:
+        """Collect the state of other ranks for the next :meth:`state_dict`. Collective.
+
+            optimizer.consolidate(to=0)  # on every rank; then rank 0 saves state_dict()
+
+        The next step drops the collected state. If every rank has the whole state, this method
         does nothing.
 
         Args:
@@ -491,47 +612,54 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         size = self._training.world.size
         check_rank("consolidate", to, size)
         if self._curvature.remote_state:
-            self.agree(f"consolidate(to={to})")
+            self.check_ranks(f"consolidate(to={to})")
             ranks = range(size) if to is None else [to]
             self._collected = Collected(self._curvature.gather(ranks), to)
 
-    # The name that torch's ZeroRedundancyOptimizer has for it: Lightning calls it before it saves.
+    # Lightning calls the method of this name, torch's ZeroRedundancyOptimizer's, before it saves.
     consolidate_state_dict = consolidate
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as primitives and tensors, which ``torch.load`` reads by default.
 
-        The state holds everything that decides the next steps, inverses included. ``summary()``
-        prints how many bytes the inverses add. Tensors are shared, not copied.
+        The state holds everything that determines the next steps, including the inverses.
+        ``summary()`` prints how many bytes these take. Tensors are shared, not copied.
 
         Raises:
-            SecondOrderError: If other processes store a part of the state. Call
-                :meth:`consolidate` first, or save with ``torch.distributed.checkpoint``.
+            SecondOrderError: If other ranks store a part of the state. Call :meth:`consolidate`
+                first, or save with ``torch.distributed.checkpoint``.
         """
-        self.take_shards()
-        if collects_by_itself(self._training, self._curvature, self._collected):
-            ranks = range(self._training.world.size)
-            self._collected = Collected(self._curvature.gather(ranks), None)
-        require_whole(self._training, self._curvature, self._collected)
+        training = self._training
+        curvature = self._curvature
+        self.adopt_shards()
+        if collects_in_state_dict(training, curvature, self._collected):
+            ranks = range(training.world.size)
+            self._collected = Collected(curvature.gather(ranks), to=None)
+        check_is_complete(training, curvature, self._collected)
+
         if self.state:
-            self._share_state()
-        found = super().state_dict()
-        # Copies, because close() takes the curvature out of the entries of `state`. The parts have
-        # one order on every rank: torch.distributed.checkpoint gathers DTensors in that order.
-        for index, entry in found["state"].items():
+            self._publish_state()
+        state_dict = super().state_dict()
+        # Copy the entries, because close() removes the curvature from those of `state`. The parts
+        # have the same order on every rank, in which torch.distributed.checkpoint gathers DTensors.
+        for index, entry in state_dict["state"].items():
             parts = [part for part in (BASE, CURVATURE) if part in entry]
-            found["state"][index] = {part: entry[part] for part in parts}
-        add_to_save(self._training, self._curvature, found["state"])
+            state_dict["state"][index] = {part: entry[part] for part in parts}
+        add_checkpoint_entries(training, curvature, state_dict["state"])
         if self._collected is not None:
-            add_collected(self._training, self._collected, found["state"])
-        return found
+            add_collected(training, self._collected, state_dict["state"])
+        return state_dict
 
     def export_base_state(self, aux_base: bool = False) -> dict[str, Any]:
-        """Return the state that the base, or ``aux_base``, would have saved by itself."""
+        """Return the state that the base would have saved on its own.
+
+        Args:
+            aux_base: True for the state of ``aux_base`` instead.
+        """
         return export_base_state(self.state_dict(), aux_base)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of any number of processes, or the state of the base alone.
+        """Load a checkpoint from any number of ranks, or the state of the base alone.
 
         If the checkpoint lacks inverses, the next step refreshes their layers. If it is the state
         of the base alone, the curvature starts from the beginning.
@@ -544,60 +672,71 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             self.optimizer.load_state_dict(state_dict)  # type: ignore[attr-defined]
             return
         check_is_state(state_dict)
-        self.take_shards()
+        self.adopt_shards()
+        checkpoint = self._load_base_state(state_dict)
+
+        # The base alone does not save our entries of the groups.
+        for group in self.param_groups:
+            self._fill_defaults(group)
+        self._bind_base()
+        if len(self._base.state):  # some bases fail if their state has no first entry
+            self._base.__setstate__({"state": self._base.state, "param_groups": self.param_groups})
+
+        self._training.steps = checkpoint.steps
+        self._collected = None
+        self._loaded_since_step = True
+        self._curvature.load(checkpoint.curvature)
+        self._publish_state()
+
+    def _load_base_state(self, state_dict: dict[str, Any]) -> Checkpoint:
+        """Check a checkpoint as a whole, and let torch load the groups and the base's state."""
         training = self._training
         names = training.param_names()
         groups = self.param_groups
-        saved: dict[Tensor, SavedPart] = {}
-        steps = 0
-        absent: list[str] = []
+        checkpoints: list[Checkpoint] = []
 
         def read(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-            nonlocal saved, steps, absent
-            # Loading casts floating state to the parameter's dtype, so curvature goes around it.
-            loaded, saved, steps, absent = read_checkpoint(state, self._base, groups, names)
-            self._curvature.check(saved)
-            return loaded
+            checkpoint = read_checkpoint(state, self._base, groups, names)
+            self._curvature.check(checkpoint.curvature)
+            checkpoints.append(checkpoint)
+            # torch casts what it loads to the parameter's dtype, so it must not see the curvature.
+            return checkpoint.state_dict
 
-        last = self.register_load_state_dict_pre_hook(read)  # after what users' hooks make of it
+        # Registered last, so that it reads the result of the user's hooks.
+        hook = self.register_load_state_dict_pre_hook(read)
         try:
             super().load_state_dict(state_dict)
         finally:
-            last.remove()
-        training.steps = steps
-        self._collected = None
-        self._has_loaded = True
-        if self.state and not any(saved.values()):
+            hook.remove()
+        (checkpoint,) = checkpoints
+
+        if self.state and not any(checkpoint.curvature.values()):
             training.warn(
                 f"the checkpoint has the state of {training.base_name} alone: it is loaded, and "
                 f"the curvature starts from the beginning"
             )
-        if absent:
-            listed = ", ".join(absent[:20])
+        if checkpoint.absent:
+            listed = ", ".join(checkpoint.absent[:20])
             training.warn(f"the checkpoint lacks {listed}: their state starts from the beginning")
-        for group in self.param_groups:  # a checkpoint of the base alone lacks our entries
-            self._complete(group)
-        self._bind_base()
-        if len(self._base.state):  # some bases expect their first entry to exist
-            self._base.__setstate__({"state": self._base.state, "param_groups": self.param_groups})
-        self._curvature.load(saved)
-        self._share_state()
+        return checkpoint
 
     # ------------------------------------------------------------------------- summary and close
 
     @property
     def training(self) -> Training:
-        """The model, the parameter groups and the processes, as the curvature sees them."""
+        """The model, the parameter groups and the ranks of this training run."""
         return self._training
 
     def summary(self) -> Summary:
         """Return a table of the layers: which ranks precondition them, and which the base trains.
 
+            print(optimizer.summary())
+
         With several parameter groups, it also lists the base and the settings of each group.
-        Memory is that of this process. Synchronizes with the device.
+        Memory is that of this rank. Synchronizes with the device.
         """
         summary = self._curvature.summary()
-        return replace(summary, lines=[*summary.lines, *group_lines(self._training)])
+        return replace(summary, lines=[*summary.lines, *describe_groups(self._training)])
 
     def metrics(self) -> dict[str, float]:
         """Return numbers to log about the last step and the inverses or eigenpairs in use.
@@ -617,25 +756,25 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             with optimizer.hooks_removed():
                 scripted = torch.jit.script(model)
 
-        Passes inside the block give no statistics, and :meth:`step` raises an error there. You do
-        not need this for export, tracing, or inference with a compiled model.
+        Passes inside the block contribute no statistics, and :meth:`step` raises an error there.
+        Export, tracing, and inference with a compiled model do not need this block.
         """
-        outer = self._unwatched
-        self._unwatched = True
+        is_nested = self._hooks_are_removed
+        self._hooks_are_removed = True
         try:
             with self._curvature.hooks_removed():
                 yield
         finally:
-            self._unwatched = outer
+            self._hooks_are_removed = is_nested
 
     def close(self) -> None:
-        """Stop threads, remove hooks, and train with the base alone from now on."""
+        """Stop threads and remove hooks. From then on the base trains alone."""
         self._curvature.close()
-        for release in self._training.close_callbacks:
-            release()
+        for callback in self._training.close_callbacks:
+            callback()
         self._collected = None
         if self.state:
-            self._share_state()
+            self._publish_state()
 
     def __enter__(self: Self) -> Self:
         return self
@@ -644,56 +783,19 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self.close()
 
 
-def _averages(option: str | bool, under_ddp: bool, members: Sequence[Tensor], world: World) -> bool:
-    """Whether the optimizer itself averages gradients over the ranks."""
-    if world.size == 1 or (members and all(map(is_dtensor, members))):
+def _averages_gradients(
+    option: str | bool, under_ddp: bool, params: Sequence[Tensor], world: World
+) -> bool:
+    """Whether the optimizer averages gradients over the ranks."""
+    all_sharded = bool(params) and all(is_dtensor(p) for p in params)  # FSDP2 averages them
+    if world.size == 1 or all_sharded:
         return False
-    return not under_ddp if option == "auto" else bool(option)
+    if option == "auto":
+        return not under_ddp
+    return bool(option)
 
 
-def _share_state_of(optimizer: weakref.ref[SecondOrderOptimizer]) -> None:
-    alive = optimizer()
-    if alive is not None and alive.state:
-        alive._share_state()
-
-
-def _check_step(training: Training, scaler_reason: str, unwatched: bool) -> None:
-    """Raise an error if a step cannot be taken now; nothing has changed then.
-
-    Args:
-        training: The model, the groups and the ranks.
-        scaler_reason: Why the optimizer needs to know the GradScaler; "" if it does not.
-        unwatched: Whether the hooks are off the model.
-    """
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{training.name}.step() cannot be recorded in a CUDA graph, because Python decides at "
-            f"each step what is due: call it outside of torch.cuda.graph(). torch.compile(model) "
-            f"saves launches in the forward and backward pass"
-        )
-    if torch._C._current_graph_task_id() != NO_BACKWARD:
-        raise RuntimeError(
-            f"{training.name}.step() is called while backward() runs, from a parameter's hook, "
-            f"perhaps: a layer's curvature is of its weight and bias together, and complete once "
-            f"backward() has returned. Make one optimizer of the model, {training.name}(model, "
-            f"lr=...), and call step() after backward()"
-        )
-    training.require_process_group("step()")
-    if any(group.get("train_mode") is False for group in training.groups):
-        raise RuntimeError(
-            f"{training.name}.step() with a schedule-free base that is not in train mode: call "
-            f"optimizer.train() before training, and optimizer.eval() before evaluation"
-        )
-    if unwatched:
-        raise RuntimeError(
-            f"{training.name}.step() inside hooks_removed(): the passes in there leave no "
-            f"statistics; train after the block"
-        )
-    # If the GradScaler is unknown, captured gradients are not unscaled. The factors would be too
-    # large by the square of the scale, and training would stall.
-    may_be_scaled = training.steps == 0 and training.scaler is None and scaler_reason
-    if may_be_scaled and caller(function="_maybe_opt_step") is not None:
-        raise ValueError(
-            f"{training.name}.step() is called by a GradScaler that it does not know: "
-            f"{scaler_reason}; write {training.name}(..., grad_scaler=scaler)"
-        )
+def _publish_state_of(optimizer_ref: weakref.ref[SecondOrderOptimizer]) -> None:
+    optimizer = optimizer_ref()
+    if optimizer is not None and optimizer.state:
+        optimizer._publish_state()

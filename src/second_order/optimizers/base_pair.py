@@ -1,13 +1,13 @@
-"""Two first-order optimizers in one: the first trains hidden weights, the second all others.
+"""Two base optimizers as one: ``base`` trains hidden weights, ``aux_base`` everything else.
 
-hidden    weights with at least two dimensions; with exactly two if the base is Muon
-aux_base  embeddings and weights tied to them; the output head, which is the last Linear of the
-          model; gains, biases and other vectors; parameters outside of modules' weights, such as
-          position embeddings; and the modules that the user names
+base       weights with at least two dimensions; with exactly two if the base is Muon
+aux_base   embeddings and weights tied to them; the output head, which is the last Linear of the
+           model; gains, biases and other vectors; parameters that are not the weight of a module,
+           such as position embeddings; and the modules that the user names in ``layers``
 
-Both share the groups and the state of the whole optimizer, so schedulers and checkpoints see one
-optimizer. An entry of each group says which of the two trains it. Each of the two sees only its own
-groups.
+The two share the groups and the state of the whole optimizer, so that schedulers and checkpoints
+see one optimizer. The entry ``AUX_BASE`` of each group says which of the two trains it. Before each
+step, each of the two receives its own groups and their state.
 """
 
 from __future__ import annotations
@@ -24,191 +24,255 @@ from second_order.training.groups import NAMES, group_params, group_settings, wi
 from second_order.utils.checks import check_flag
 from second_order.utils.modules import first_match, unmatched_patterns
 
-__all__ = ["AUX_BASE", "BasePair", "base_of", "group_lines", "switch_of"]
+__all__ = ["AUX_BASE", "BasePair", "base_of", "describe_groups", "mode_switch"]
 
 AUX_BASE = "aux_base"
-"""The entry of a group that says whether ``aux_base`` trains it; absent where there is one base."""
+"""The entry of a group that says whether ``aux_base`` trains it. Absent if there is one base."""
 
 
 class BasePair(torch.optim.Optimizer):
-    """An optimizer made of two, each of which steps its own groups.
+    """Two optimizers that step their own groups, as one optimizer.
 
-    Its ``defaults`` are the settings that both have, with the first one's values: a scheduler that
-    cycles momentum finds it there if it can cycle that of both. The first of ``kinds`` trains
-    hidden weights, with the first of ``keywords``; modules that match a pattern of ``layers`` go to
-    the second, with all that is inside them; those that match none are ``unmatched``.
+    Its ``defaults`` are the settings that both have, with the values of ``base``. A scheduler that
+    cycles momentum therefore finds it there only if both have momentum.
+
+    Args:
+        groups: Parameter groups, or parameters.
+        model: The model, which shows which parameters are hidden weights.
+        optimizer_classes: The classes of ``base`` and ``aux_base``.
+        kwargs: The arguments of the two classes.
+        layers: Patterns of modules that ``aux_base`` trains, with all modules inside them.
+
+    Attributes:
+        parts: ``base`` and ``aux_base``.
+        unmatched: The patterns in ``layers`` that match no module.
 
     Raises:
-        TypeError: If an element of ``groups`` is neither group nor parameter.
-        ValueError: If all parameters are for ``aux_base``, or nothing was given.
+        TypeError: If an element of ``groups`` is neither a group nor a parameter.
+        ValueError: If ``base`` would train no parameter.
     """
 
     def __init__(
         self,
         groups: Sequence[Any],
         model: nn.Module,
-        kinds: tuple[type[torch.optim.Optimizer], type[torch.optim.Optimizer]],
-        keywords: Sequence[Mapping[str, Any]],
+        optimizer_classes: tuple[type[torch.optim.Optimizer], type[torch.optim.Optimizer]],
+        kwargs: Sequence[Mapping[str, Any]],
         layers: Sequence[str],
     ) -> None:
-        self._kinds = kinds
+        base_class, aux_class = optimizer_classes
+        self._base_class = base_class
         self._layers = layers
-        self._matrices = issubclass(kinds[0], torch.optim.Muon)  # which only trains matrices
+        self._only_matrices = issubclass(base_class, torch.optim.Muon)
         self.unmatched = unmatched_patterns(model, layers)
-        given = groups if groups and isinstance(groups[0], dict) else [{"params": list(groups)}]
-        whole = [part for group in given for part in self.divided(group, model)]
-        for part in whole:
-            if not isinstance(part, dict) or AUX_BASE not in part:
-                raise TypeError(f"{part!r} is no parameter group; give dictionaries with 'params'")
-        if not group_params(part for part in whole if not part[AUX_BASE]):
-            base = kinds[0].__name__
-            aux = kinds[1].__name__
-            count = len(group_params(whole))
+
+        # Divide the groups between the two.
+        if not groups or not isinstance(groups[0], dict):
+            groups = [{"params": list(groups)}]
+        split_groups = []
+        for group in groups:
+            split_groups += self.split_group(group, model)
+        for group in split_groups:
+            if not isinstance(group, dict) or AUX_BASE not in group:
+                raise TypeError(
+                    f"{group!r} is not a parameter group; pass dictionaries with 'params'"
+                )
+        base_groups = [group for group in split_groups if not group[AUX_BASE]]
+        aux_groups = [group for group in split_groups if group[AUX_BASE]]
+        if not group_params(base_groups):
+            base = base_class.__name__
+            aux = aux_class.__name__
+            count = len(group_params(split_groups))
             raise ValueError(
                 f"base={base} with aux_base={aux}: none of the {count} parameters is a hidden "
                 f"weight, so {base} would train nothing; use base={aux} without aux_base, or name "
                 f"fewer modules in layers={list(layers)}"
             )
-        parts: list[torch.optim.Optimizer] = []
-        for mark in (False, True):
-            mine = [group for group in whole if group[AUX_BASE] is mark]
-            # None takes an empty list.
-            parts.append(kinds[mark](without_names(mine) or [{"params": []}], **keywords[mark]))
-            for group, filled in zip(mine, parts[-1].param_groups, strict=False):
-                group.update({k: v for k, v in filled.items() if k != "params"})
-        self.parts = (parts[0], parts[1])
-        first, second = (part.defaults for part in parts)
-        super().__init__(whole, {k: v for k, v in first.items() if k in second})
+
+        # Build the two, and adopt the defaults that they set in their groups.
+        base_part = _build(base_class, base_groups, kwargs[0])
+        aux_part = _build(aux_class, aux_groups, kwargs[1])
+        self.parts = (base_part, aux_part)
+        common = base_part.defaults.keys() & aux_part.defaults.keys()
+        common_defaults = {k: v for k, v in base_part.defaults.items() if k in common}
+        super().__init__(split_groups, common_defaults)
         for part in self.parts:
             self.state.update(part.state)
 
-    def divided(self, group: Any, model: nn.Module) -> list[Any]:
-        """Divide a group into one or two, each with its mark and all other entries.
+    def split_group(self, group: Any, model: nn.Module) -> list[Any]:
+        """Split a group into one group per base, each with the entry ``AUX_BASE``.
 
-        A group that has a mark stays whole. Other values stay as they are, for torch to refuse.
+        A group that has this entry is not split. A value that is not a group is returned as it is,
+        so that torch refuses it.
 
         Raises:
-            TypeError: If the group's mark is neither True nor False.
-            ValueError: If the group is marked for a base that does not take its parameters.
+            TypeError: If the group's entry is neither True nor False.
+            ValueError: If the entry is False, and ``base`` does not take a parameter of the group.
         """
         if not isinstance(group, dict) or not isinstance(group.get("params"), list):
             return [group]
         if AUX_BASE in group:
-            self._check_mark(group)
+            self._check_marked_group(group)
             return [group]
-        params = group["params"]
-        hidden = self._hidden(model)
+
+        hidden = self._hidden_weights(model)
+        base_params = []
+        aux_params = []
+        for p in group["params"]:
+            tensor = p[1] if isinstance(p, tuple) else p  # (name, parameter)
+            if id(tensor) in hidden:
+                base_params.append(p)
+            else:
+                aux_params.append(p)
         parts = []
-        for mark in (False, True):
-            plain = ((p, p[1] if isinstance(p, tuple) else p) for p in params)
-            mine = [p for p, tensor in plain if (id(tensor) in hidden) is not mark]
-            if mine or not (params or mark):
-                parts.append({**group, "params": mine, AUX_BASE: mark})
+        if base_params or not aux_params:  # an empty group belongs to the base
+            parts.append({**group, "params": base_params, AUX_BASE: False})
+        if aux_params:
+            parts.append({**group, "params": aux_params, AUX_BASE: True})
         return parts
 
-    def _check_mark(self, group: Mapping[str, Any]) -> None:
-        if check_flag(f"group[{AUX_BASE!r}]", group[AUX_BASE]) or not self._matrices:
+    def _check_marked_group(self, group: Mapping[str, Any]) -> None:
+        is_aux = check_flag(f"group[{AUX_BASE!r}]", group[AUX_BASE])
+        if is_aux or not self._only_matrices:
             return
         for p in group_params([group]):
             if p.ndim != 2:
                 raise ValueError(
                     f"a group with {AUX_BASE!r}: False has a parameter of shape {tuple(p.shape)}, "
-                    f"but {self._kinds[0].__name__} only trains matrices; leave {AUX_BASE!r} out, "
-                    f"or set it to True"
+                    f"but {self._base_class.__name__} only trains matrices; leave {AUX_BASE!r} "
+                    f"out, or set it to True"
                 )
 
-    def _hidden(self, model: nn.Module) -> set[int]:
-        """The hidden weights of a model, by id."""
-        everything = dict(model.named_modules(remove_duplicate=False))
-        head = [m for m in model.modules() if isinstance(m, nn.Linear)][-1:]
+    def _hidden_weights(self, model: nn.Module) -> set[int]:
+        """Return the ids of the weights that ``base`` trains."""
+        modules = dict(model.named_modules(remove_duplicate=False))
+        linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        head = linears[-1] if linears else None
         weights: set[int] = set()
-        apart: set[int] = set()
-        for name, module in everything.items():
-            kind = type(module).__name__
-            own = dict(module.named_parameters(recurse=False))
-            embeds = isinstance(module, nn.Embedding | nn.EmbeddingBag) or "Embedding" in kind
-            normalises = "norm" in kind.lower()  # its gain may have two dimensions
-            named = first_match(self._layers, everything, name)
-            if module in head or embeds or normalises or named:
-                apart.update(map(id, own.values()))
-            for key, p in own.items():
-                if "weight" in key and (p.ndim == 2 if self._matrices else p.ndim >= 2):
+        excluded: set[int] = set()
+        for name, module in modules.items():
+            class_name = type(module).__name__
+            params = dict(module.named_parameters(recurse=False))
+
+            is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            if (
+                module is head
+                or is_embedding
+                or "Embedding" in class_name
+                or "norm" in class_name.lower()  # whose gain may have two dimensions
+                or first_match(self._layers, modules, name)
+            ):
+                excluded.update(id(p) for p in params.values())
+
+            for key, p in params.items():
+                has_shape = p.ndim == 2 if self._only_matrices else p.ndim >= 2
+                if "weight" in key and has_shape:
                     weights.add(id(p))
-        return weights - apart
+        return weights - excluded  # a weight tied to an embedding is excluded
 
     def description(self) -> list[str]:
-        """Both bases, with their defaults, and the patterns, in lines that ranks compare."""
-        begins = [
-            f"{type(p).__name__} begins with {group_settings(p.defaults)}" for p in self.parts
-        ]
-        return [f"layers of aux_base: {list(self._layers)}", *begins]
+        """Return the classes, their defaults and the patterns, which must be equal on all ranks."""
+        lines = [f"layers of aux_base: {list(self._layers)}"]
+        for part in self.parts:
+            settings = group_settings(part.defaults)
+            lines.append(f"{type(part).__name__} begins with {settings}")
+        return lines
 
     def step(self, closure: Any = None) -> Any:
-        """Let both step, each on its own groups; the closure is not called."""
-        for part in self.following():
+        """Let each of the two step its own groups. The closure is not called."""
+        for part in self.update_parts():
             if part.param_groups:
                 step_without_hooks(part)()
                 self.state.update(part.state)
 
-    def following(self) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-        """Both optimizers, with their groups as they are now, and the state of these."""
-        for mark, part in enumerate(self.parts):
-            part.param_groups = [g for g in self.param_groups if g[AUX_BASE] is bool(mark)]
-            mine = [p for group in part.param_groups for p in group["params"] if p in self.state]
-            part.state = defaultdict(dict, {p: self.state[p] for p in mine})
+    def update_parts(self) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+        """Give each of the two its current groups and their state, and return both."""
+        for is_aux, part in zip((False, True), self.parts, strict=True):
+            part.param_groups = [g for g in self.param_groups if g[AUX_BASE] is is_aux]
+            state = {p: self.state[p] for p in group_params(part.param_groups) if p in self.state}
+            part.state = defaultdict(dict, state)
         return self.parts
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for part in self.following():
+        for part in self.update_parts():
             if len(part.state):
                 part.__setstate__({"state": part.state, "param_groups": part.param_groups})
                 self.state.update(part.state)
 
 
+def _build(
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[dict[str, Any]],
+    kwargs: Mapping[str, Any],
+) -> torch.optim.Optimizer:
+    """Build an optimizer, and write the settings that it gave to its groups into ``groups``."""
+    # No optimizer accepts an empty list.
+    optimizer = optimizer_class(without_names(groups) or [{"params": []}], **kwargs)
+    for group, complete in zip(groups, optimizer.param_groups, strict=False):
+        for key, value in complete.items():
+            if key != "params":
+                group[key] = value
+    return optimizer
+
+
 def base_of(base: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """The base that trains a group: one of two, or the only one."""
-    return base.parts[bool(group[AUX_BASE])] if isinstance(base, BasePair) else base
+    """Return the base that trains a group."""
+    if not isinstance(base, BasePair):
+        return base
+    base_part, aux_part = base.parts
+    return aux_part if group[AUX_BASE] else base_part
 
 
-def group_lines(training: Training) -> list[str]:
-    """What trains each parameter group, and with which settings; nothing for a single group."""
+def describe_groups(training: Training) -> list[str]:
+    """Return one line per group with its base, settings and members, if there are several."""
     if len(training.groups) == 1:
         return []
     lines = []
     names = training.param_names()
     for i, group in enumerate(training.groups):
-        members = group.get(NAMES) or [
-            names.get(id(p), "(not in the model)") for p in group["params"]
-        ]
-        settings = [f"lr {float(group['lr']):g}"]
+        members = group.get(NAMES)
+        if not members:
+            members = [names.get(id(p), "(not in the model)") for p in group["params"]]
+        settings = f"lr {float(group['lr']):g}"
         if "weight_decay" in group:
-            settings.append(f"weight_decay {float(group['weight_decay']):g}")
+            settings += f", weight_decay {float(group['weight_decay']):g}"
         base = base_class_names(base_of(training.base, group))
-        lines.append(f"group {i}: {base}, {', '.join(settings)}: {', '.join(members)}")
+        lines.append(f"group {i}: {base}, {settings}: {', '.join(members)}")
     return lines
 
 
-def switch_of(
+def mode_switch(
     base: torch.optim.Optimizer, method: str, owner: str, state: dict[Tensor, Any]
 ) -> Callable[[], None]:
-    """A base's "train" or "eval", or those of two bases, as one function.
+    """Return a function that calls a base's ``train()`` or ``eval()``, or those of both bases.
+
+    Args:
+        base: The base, or both.
+        method: "train" or "eval".
+        owner: Name of the optimizer's class, for the error.
+        state: The state of the optimizer.
 
     Raises:
         AttributeError: If no base has such a method.
     """
-    parts = base.following() if isinstance(base, BasePair) else (base,)
-    methods = [found for part in parts if callable(found := getattr(part, method, None))]
+    parts = base.update_parts() if isinstance(base, BasePair) else (base,)
+    methods = []
+    for part in parts:
+        function = getattr(part, method, None)
+        if callable(function):
+            methods.append(function)
     if not methods:
         raise AttributeError(
             f"{owner} has no {method}(): its base, {base_class_names(base)}, has none; only "
-            f"schedule-free bases have"
+            f"schedule-free bases have it"
         )
 
     def switch() -> None:
-        for each in methods:
-            each()
-        for p in [p for p, parts in state.items() if not any(parts.values())]:
-            del state[p]  # what the method has made and left empty: empty state counts as none
+        for function in methods:
+            function()
+        # The methods may create empty entries, which would count as state.
+        for p in [p for p, entry in state.items() if not any(entry.values())]:
+            del state[p]
 
     return switch

@@ -1,6 +1,6 @@
 """Every keyword of the optimizers: its default, its meaning and its check.
 
-    ScriptOptions     the base optimizer, and what describes the script
+    CommonOptions     the base optimizer, and what describes the script
     KFACOptions       the keywords that KAISA, DPKFAC and DistKFAC share
     KAISAOptions, DPKFACOptions, DistKFACOptions     the keywords that only one of them has
     FOSIOptions       the keywords that DHO2 and MRDHO2 share
@@ -43,6 +43,7 @@ __all__ = [
     "INTERVALS",
     "SCHEDULES",
     "AuxBase",
+    "CommonOptions",
     "DPKFACOptions",
     "DecayingClip",
     "DistKFACOptions",
@@ -51,7 +52,6 @@ __all__ = [
     "KAISAOptions",
     "KFACOptions",
     "PerStep",
-    "ScriptOptions",
     "TraceRule",
     "check_clip",
     "check_damping",
@@ -242,7 +242,7 @@ ADAPTIVE_STEP_DECAY = PerStep(0.978, share=1 / 3)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptOptions:
+class CommonOptions:
     """The base optimizer, and the keywords that describe the script.
 
     Attributes:

@@ -1,14 +1,15 @@
-"""Checks that all ranks are about to issue the same collectives, by a 64-bit fingerprint per step.
+"""Check that all ranks are about to issue the same collectives, by a 64-bit fingerprint per step.
 
-Which collectives a step has follows from facts that every rank knows by itself: which layers train,
-which intervals are due, how many steps were taken. Each step begins with an all-reduce of a
-fingerprint of these facts over the control group. If fingerprints differ, the ranks exchange the
-facts, and all raise the same error, which names what differs. Options, model and groups are
-compared in this way at construction.
+Facts that every rank knows decide which collectives a step issues: which layers train, which
+intervals are due, how many steps were taken.
+
+    step             every rank hashes these facts; the ranks all-reduce the fingerprints
+    difference       the ranks gather the facts, and all raise an error that names what differs
+    construction     the same for the options, the model and the groups
 
 With the option ``debug``, the fingerprint of some steps includes checksums of the parameters. FSDP2
-parameters are left out, because each rank has other rows, and so are buffers: a BatchNorm's running
-averages are each rank's own.
+parameters are left out, because each rank stores other rows. Buffers are left out as well, because
+each rank has its own running averages of BatchNorm.
 """
 
 from __future__ import annotations
@@ -33,201 +34,236 @@ __all__ = ["Consistency", "checksum", "fingerprint", "first_difference", "requir
 
 Facts: TypeAlias = Sequence[tuple[str, Any]]
 
-MEMBERS = ("params", "param_names")
-TOLERANCE = 1e-6  # relative: a schedule's cosine may differ between machines by rounding
+# Relative: the cosine of a schedule may differ by rounding between machines.
+TOLERANCE = 1e-6
+
+# Words per block of the checksum. The multipliers of a block take two megabytes.
+BLOCK_SIZE = 2**18
+BLOCK_MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # odd: 2⁶⁴ divided by the golden ratio
+WORD_DTYPES = {1: torch.uint8, 2: torch.int16}  # by bytes per element; others int32
+
 REMEDY = (
     "nothing has been changed by this step. Freeze, change groups, load the same checkpoint, close "
     "and set options at the same step on every rank; and let no rank change parameters or state by "
     "itself, or leave its gradients out of the average (gradient_averaging=)"
 )
-BLOCK = 2**18  # words per block of the checksum: two megabytes of multipliers
-MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # odd
-WORDS = {1: torch.uint8, 2: torch.int16}  # by the size of an element in bytes; others int32
 
 
 class Consistency:
-    """Compares optimizers and steps between ranks, and parameters by the option ``debug``."""
+    """Compares optimizers and steps between ranks.
+
+    Args:
+        debug: The option of the same name: True, False, or steps between two comparisons of the
+            parameters.
+    """
 
     def __init__(self, debug: bool | int) -> None:
-        self.every = check_debug(debug)  # steps between comparisons of parameters; 0 for none
+        self.steps_between_checksums = check_debug(debug)  # 0 for none
 
-    def check_built(self, training: Training, options: Sequence[str]) -> None:
-        """Raise on every rank unless all have the same model, groups and options; a collective."""
+    def check_construction(self, training: Training, options: Sequence[str]) -> None:
+        """Raise on every rank unless all have the same model, groups and options. Collective.
+
+        Args:
+            training: The model, the groups and the ranks.
+            options: Further options, one "name: value" per line.
+        """
         if training.world.size == 1:
             return
-        facts = [
-            *_model(training),
+        facts: list[tuple[str, Any]] = [
+            *_model_facts(training),
             ("base", training.base_name),
-            *_settings(training.groups),
-            *_members(training),
+            *_group_settings(training.groups),
+            *_group_members(training),
             ("gradients averaged by the optimizer", training.averages_gradients),
-            *(line.partition(": ")[::2] for line in options),
-            ("debug", f"every {self.every} steps"),
         ]
+        for line in options:
+            name, _, value = line.partition(": ")
+            facts.append((name, value))
+        facts.append(("debug", f"every {self.steps_between_checksums} steps"))
         require_same(
             training.world,
             f"make {training.name}",
             facts,
             lambda: facts,
-            remedy="build the same model with the same options on every rank; if another module "
-            "contains it on some ranks alone, pass model=",
+            remedy="build the same model with the same options on every rank; if only some ranks "
+            "have a module that contains it, pass model=",
         )
-        training.world.equalize_group_counts()  # the user may have made groups of some ranks
+        training.world.equalize_group_counts()  # the user may have made groups on some ranks only
 
     def check(
         self,
         training: Training,
         curvature: Curvature,
-        doing: str,
-        more: Facts = (),
+        action: str,
+        facts: Facts = (),
         *,
-        tensors: bool = False,
+        with_params: bool = False,
     ) -> None:
-        """Raise RankMismatchError on every rank unless all are about to do the same; a collective.
+        """Raise RankMismatchError on every rank unless all are about to do the same. Collective.
 
-        ``more`` are further facts that must be equal. Parameters are compared if ``debug`` is due,
-        and ``tensors`` is given, as by a step.
+        Args:
+            training: The groups, the step and the ranks.
+            curvature: Adds the facts that decide which collectives the next step issues.
+            action: What this rank is about to do, for the message.
+            facts: Further names and values that must be equal.
+            with_params: Whether to compare the parameters if ``debug`` is due.
         """
         if training.world.size == 1:
             return
         groups = training.groups
+        settings = [("step", training.steps), *_group_settings(groups)]
         sizes = [[p.numel() if p.requires_grad else -1 for p in g["params"]] for g in groups]
-        first = [("step", training.steps), *_settings(groups)]
-        last = [*curvature.fingerprint_values(), *more]
-        if tensors and self.every and training.steps % self.every == 0:
-            last += _checksums(training)
+        others = [*curvature.fingerprint_values(), *facts]
+        every = self.steps_between_checksums
+        if with_params and every and training.steps % every == 0:
+            others += _checksums(training)
         require_same(
             training.world,
-            doing,
-            [*first, sizes, *last],
-            lambda: [*first, *_members(training), *last],
+            action,
+            [*settings, sizes, *others],
+            lambda: [*settings, *_group_members(training), *others],
         )
 
 
 def require_same(
     world: World,
-    doing: str,
-    brief: Sequence[Any],
+    action: str,
+    values: Sequence[Any],
     describe: Callable[[], Facts],
     remedy: str = REMEDY,
 ) -> None:
-    """Raise on every rank unless all are about to do the same; a collective of one small message.
+    """Raise on every rank unless all are about to do the same. Collective, one small message.
 
-    ``brief`` has all facts that must be equal, as primitives with distinct ``repr``. If the
-    fingerprints differ, ``describe`` gives the facts by name. Differences by rounding are allowed.
+    Args:
+        world: The ranks.
+        action: What this rank is about to do, for the message.
+        values: What must be equal, as primitives with distinct ``repr``.
+        describe: Returns the same facts with names. It is called if the fingerprints differ.
+            Differences by rounding are then accepted.
+        remedy: End of the error message.
 
     Raises:
-        RankMismatchError: With the first fact that differs, or the facts known of a rank that has
-            not come.
+        RankMismatchError: With the first fact that differs. If a rank did not take part, with what
+            this rank is about to do.
     """
     try:
         control = world.control_world()
-        if control.all_equal(fingerprint((doing, *brief))):
+        if control.all_equal(fingerprint((action, *values))):
             return
-        everyone = control.all_gather_object([("about to", doing), *describe()])
-    except SecondOrderError as error:  # after the group's timeout at the latest
+        facts_by_rank = control.all_gather_object([("about to", action), *describe()])
+    except SecondOrderError as error:  # at the latest after the timeout of the group
         raise RankMismatchError(
-            f"rank {world.rank} is about to {doing}, and not all of the {world.size} ranks are, if "
-            f"none has failed; take as many steps on every rank, and call close() after the same "
-            f"one: {error}"
+            f"rank {world.rank} is about to {action}, and not all of the {world.size} ranks are, "
+            f"if none has failed; take as many steps on every rank, and call close() after the "
+            f"same one: {error}"
         ) from error
-    for rank, theirs in enumerate(everyone):
-        difference = first_difference(everyone[0], theirs)
+    for rank, facts in enumerate(facts_by_rank):
+        difference = first_difference(facts_by_rank[0], facts)
         if difference is not None:
+            first_fact, fact = difference
             raise RankMismatchError(
-                f"the ranks are out of sync: rank 0 has [{difference[0]}], rank {rank} has "
-                f"[{difference[1]}]; {remedy}"
+                f"the ranks are out of sync: rank 0 has [{first_fact}], rank {rank} has [{fact}]; "
+                f"{remedy}"
             )
 
 
 def fingerprint(facts: Sequence[Any]) -> int:
-    """Hash primitives to 64 bits, equal in every process (``hash`` of a string is not)."""
+    """Hash primitives to 64 bits. Unlike ``hash``, it is equal in every process."""
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def first_difference(a: Facts, b: Facts) -> tuple[str, str] | None:
-    """The first fact that differs between two lists, as each has it."""
-    for i in range(max(len(a), len(b))):
-        here = f"{a[i][0]}: {a[i][1]}" if i < len(a) else "nothing more"
-        there = f"{b[i][0]}: {b[i][1]}" if i < len(b) else "nothing more"
-        both = i < min(len(a), len(b))
-        if not (both and a[i][0] == b[i][0] and _equal(a[i][1], b[i][1])):
-            return here, there
+    """Return the first fact that differs between two lists, as each has it; None if none does."""
+    for (name, value), (other_name, other_value) in zip(a, b, strict=False):
+        if name != other_name or not _is_close(value, other_value):
+            return f"{name}: {value}", f"{other_name}: {other_value}"
+    missing = "nothing more"
+    if len(a) > len(b):
+        name, value = a[len(b)]
+        return f"{name}: {value}", missing
+    if len(b) > len(a):
+        name, value = b[len(a)]
+        return missing, f"{name}: {value}"
     return None
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _is_close(a: Any, b: Any) -> bool:
     """Whether primitives are equal up to rounding."""
     if isinstance(a, int | float) and isinstance(b, int | float):
         return math.isclose(a, b, rel_tol=TOLERANCE) or (math.isnan(a) and math.isnan(b))
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-        return len(a) == len(b) and all(map(_equal, a, b))
+        return len(a) == len(b) and all(_is_close(x, y) for x, y in zip(a, b, strict=True))
     return bool(type(a) is type(b) and a == b)
 
 
 # ------------------------------------------------------------------------------------------ facts
 
 
-def _model(training: Training) -> Iterator[tuple[str, str]]:
-    """The model's parameters and buffers, by name."""
+def _model_facts(training: Training) -> Iterator[tuple[str, str]]:
+    """Yield shapes and dtypes of the model's parameters and buffers, by name."""
     for name, p in training.model.named_parameters():
         yield name, f"{tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
-    for name, b in training.model.named_buffers():
-        yield name, f"{tuple(b.shape)} {b.dtype}"
+    for name, buffer in training.model.named_buffers():
+        yield name, f"{tuple(buffer.shape)} {buffer.dtype}"
 
 
-def _settings(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
-    """The settings of the groups, by name."""
-    return [
-        (f"group {i}, {key}", _plain(value))
-        for i, group in enumerate(groups)
-        for key, value in group.items()
-        if key not in MEMBERS
-    ]
+def _group_settings(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    """Return the settings of the groups, by name."""
+    facts = []
+    for i, group in enumerate(groups):
+        for key, value in group.items():
+            if key not in ("params", "param_names"):
+                facts.append((f"group {i}, {key}", _to_primitive(value)))
+    return facts
 
 
-def _members(training: Training) -> Iterator[tuple[str, Any]]:
-    """The parameters of the groups, by name."""
+def _group_members(training: Training) -> Iterator[tuple[str, Any]]:
+    """Yield the shapes of the parameters in the groups, by name."""
     names = training.param_names()
     for i, group in enumerate(training.groups):
         for j, p in enumerate(group["params"]):
-            trains = "trains" if p.requires_grad else "frozen"
+            status = "trains" if p.requires_grad else "frozen"
             name = names.get(id(p), f"parameter {j}")
-            yield f"group {i}, {name}", f"{list(p.shape)}, {trains}"
+            yield f"group {i}, {name}", f"{list(p.shape)}, {status}"
 
 
-def _plain(value: Any) -> Any:
-    """A setting as primitives. Tensors on a device are not read."""
+def _to_primitive(value: Any) -> Any:
+    """Return a setting as primitives. Tensors on a device are not read, and become None."""
     if value is None or isinstance(value, int | float | str):
         return value
     if isinstance(value, Tensor):
-        plain = value.numel() == 1 and value.device.type == "cpu" and not is_dtensor(value)
-        return value.item() if plain else None
-    return [_plain(each) for each in value] if isinstance(value, tuple | list) else None
+        is_local = value.device.type == "cpu" and not is_dtensor(value)
+        if value.numel() == 1 and is_local:
+            return value.item()
+        return None
+    if isinstance(value, tuple | list):
+        return [_to_primitive(element) for element in value]
+    return None
 
 
 def _checksums(training: Training) -> Iterator[tuple[str, str]]:
-    """Checksums of the parameters that every rank has as a whole, by name."""
+    """Yield checksums of the parameters that are not sharded, by name."""
     names = training.param_names()
-    for p in dict.fromkeys([*group_params(training.groups), *training.model.parameters()]):
+    params = [*group_params(training.groups), *training.model.parameters()]
+    for p in dict.fromkeys(params):  # each once
         if not is_dtensor(p):
             name = names.get(id(p), "(not in the model)")
             yield f"parameter {name!r}", f"{checksum(p):x} of {tuple(p.shape)} {p.dtype}"
 
 
 def checksum(tensor: Tensor) -> int:
-    """A 64-bit checksum of a tensor's bits. Synchronizes with the device.
+    """Return a 64-bit checksum of a tensor's bits. Synchronizes with the device.
 
-    Bits are words wᵢ of 32, 16 or 8 bits. The sum is Σ aᵢ wᵢ modulo 2⁶⁴ with odd numbers aᵢ, so one
-    changed word always changes it.
+    The bits are words wᵢ of 32, 16 or 8 bits. The checksum is Σ aᵢ wᵢ modulo 2⁶⁴ with odd numbers
+    aᵢ, so a change of one word always changes it.
     """
     flat = tensor.detach().reshape(-1).contiguous()
-    words = flat.view(WORDS.get(flat.element_size(), torch.int32))
+    words = flat.view(WORD_DTYPES.get(flat.element_size(), torch.int32))
     generator = torch.Generator().manual_seed(0)
-    numbers = torch.randint(-(2**63), 2**63 - 1, (BLOCK,), generator=generator, device="cpu")
+    numbers = torch.randint(-(2**63), 2**63 - 1, (BLOCK_SIZE,), generator=generator, device="cpu")
     multipliers = (numbers | 1).to(words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for block in words.split(BLOCK):
-        total = total * MULTIPLIER + (multipliers[: len(block)] * block).sum()
+    for block in words.split(BLOCK_SIZE):
+        total = total * BLOCK_MULTIPLIER + (multipliers[: len(block)] * block).sum()
     return int(total)

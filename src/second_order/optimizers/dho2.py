@@ -30,7 +30,7 @@ from second_order.fosi.eigenpairs import Closures
 from second_order.fosi.update import FOSICurvature
 from second_order.lanczos.closure import check_closure, check_curvature
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
-from second_order.optimizers.config import FOSIOptions, ScriptOptions
+from second_order.optimizers.config import CommonOptions, FOSIOptions
 from second_order.optimizers.keywords import Rate, documented
 from second_order.reporting.summary import CurvatureReport
 from second_order.utils.checks import Interval, Schedule
@@ -93,7 +93,7 @@ class EigenpairOptimizer(SecondOrderOptimizer):
         return self._curvature.report()
 
 
-@documented(FOSIOptions, ScriptOptions)
+@documented(FOSIOptions, CommonOptions)
 class DHO2(EigenpairOptimizer):
     """Newton steps along the Hessian's extreme eigenvectors, a first-order optimizer for the rest.
 
@@ -161,7 +161,7 @@ class DHO2(EigenpairOptimizer):
             layout=layout,
             seed=seed,
         )
-        script = ScriptOptions(
+        common = CommonOptions(
             base=base,
             model=model,
             grad_scaler=grad_scaler,
@@ -172,7 +172,7 @@ class DHO2(EigenpairOptimizer):
         super().__init__(
             params,
             lr,
-            script=script,
+            common=common,
             base_kwargs=base_kwargs,
             curvature=lambda training: FOSICurvature(training, options, curvature_closure),
             needs_model=False,

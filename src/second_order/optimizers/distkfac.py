@@ -29,11 +29,11 @@ from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.config import (
     AutoScalar,
     AuxBase,
+    CommonOptions,
     DistKFACOptions,
     Fisher,
     KFACOptions,
     PerStep,
-    ScriptOptions,
     TraceRule,
     options_from,
 )
@@ -44,7 +44,7 @@ from second_order.utils.checks import Interval, Schedule
 __all__ = ["DistKFAC"]
 
 
-@documented(DistKFACOptions, KFACOptions, ScriptOptions)
+@documented(DistKFACOptions, KFACOptions, CommonOptions)
 class DistKFAC(KroneckerOptimizer):
     """K-FAC that computes inverses on threads, and statistics on helper ranks if you have some.
 
@@ -116,7 +116,7 @@ class DistKFAC(KroneckerOptimizer):
     ) -> None:
         arguments = locals()
         options = options_from(KFACOptions, arguments).resolved(base)
-        script = options_from(ScriptOptions, arguments)
+        common = options_from(CommonOptions, arguments)
         own = options_from(DistKFACOptions, arguments)
         system = System(
             partial(distkfac_plan, factors_everywhere=True),
@@ -128,11 +128,11 @@ class DistKFAC(KroneckerOptimizer):
         super().__init__(
             params,
             lr,
-            script=script,
+            common=common,
             base_kwargs=base_kwargs,
             curvature=partial(with_stats_workers, options=options, system=system, own=own),
             helper_role="stats" if stats_workers else None,
-            helpers=stats_workers,
+            num_helpers=stats_workers,
         )
 
     @property
@@ -181,5 +181,5 @@ class DistKFAC(KroneckerOptimizer):
                 f"rank {self.training.world.rank} is a worker: it trains, and serve() is for the "
                 f"ranks whose optimizer.role is 'stats'"
             )
-        self.take_shards()
+        self.adopt_shards()
         return self._curvature.serve(batches, loss_fn)

@@ -23,11 +23,11 @@ from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.config import (
     AutoScalar,
     AuxBase,
+    CommonOptions,
     DPKFACOptions,
     Fisher,
     KFACOptions,
     PerStep,
-    ScriptOptions,
     TraceRule,
     options_from,
 )
@@ -38,7 +38,7 @@ from second_order.utils.checks import Interval, Schedule
 __all__ = ["DPKFAC"]
 
 
-@documented(DPKFACOptions, KFACOptions, ScriptOptions)
+@documented(DPKFACOptions, KFACOptions, CommonOptions)
 class DPKFAC(KroneckerOptimizer):
     """K-FAC whose layers' owners build the factors from their own batches.
 
@@ -92,7 +92,7 @@ class DPKFAC(KroneckerOptimizer):
     ) -> None:
         arguments = locals()
         options = options_from(KFACOptions, arguments).resolved(base)
-        script = options_from(ScriptOptions, arguments)
+        common = options_from(CommonOptions, arguments)
         own = options_from(DPKFACOptions, arguments)
         system = System(
             partial(dpkfac_plan, assignment=assignment),
@@ -103,7 +103,7 @@ class DPKFAC(KroneckerOptimizer):
         super().__init__(
             params,
             lr,
-            script=script,
+            common=common,
             base_kwargs=base_kwargs,
             curvature=lambda training: KFAC(training, options, system),
         )

@@ -1,13 +1,13 @@
-"""The module that parameters belong to, found among all modules that are alive.
+"""Find the model that parameters belong to, among all modules that are alive.
 
     optimizer = KAISA(model.parameters(), lr=0.1)
 
-1. One pass over the objects that Python's garbage collector tracks gives every ``nn.Module``. It
-   takes a fraction of a second. ``gc.get_referrers`` for each parameter would take minutes.
-2. A parameter's owners are the modules that have it in ``_parameters``. An owner is contained in
-   itself and in every module that has it further down.
-3. The model is the smallest module that contains all owners, widened by frozen parts of the same
-   network. If no module contains all, the largest ones that do not overlap form a list.
+1. Find all modules: one pass over the objects that Python's garbage collector tracks. It takes a
+   fraction of a second. ``gc.get_referrers`` for each parameter would take minutes.
+2. Find the owners of the parameters: the modules that have one of them in ``_parameters``.
+3. Choose the smallest module that contains all owners. If no module does, choose the largest
+   modules that do not overlap, and put them in a list.
+4. Widen the choice to the whole network if all other parts of it are frozen.
 
 Deep copies have other parameters, so they are never candidates.
 """
@@ -25,26 +25,26 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from second_order.distributed.fsdp import is_dtensor
-from second_order.optimizers.arguments import FoundModel, Gathered
+from second_order.optimizers.arguments import FoundModel, UnenclosedModules
 
 __all__ = ["find_model"]
 
-# These often repeat the parameters of other modules. They count as owners only of parameters that
-# no other module has.
-HOLDERS = (torch.jit.ScriptModule, torch.fx.GraphModule, nn.ParameterList, nn.ParameterDict)
+# These often repeat the parameters of other modules, so they count as owners only of parameters
+# that no other module has.
+WEAK_OWNERS = (torch.jit.ScriptModule, torch.fx.GraphModule, nn.ParameterList, nn.ParameterDict)
 
 # These have no forward, so hooks on their outputs would never run.
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
-SHARDED = {"FSDPModule", "FullyShardedDataParallel"}
+FSDP_CLASSES = {"FSDPModule", "FullyShardedDataParallel"}
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A module that has some of the given parameters itself."""
+    """A module that has some of the parameters in its own ``_parameters``."""
 
     module: nn.Module
-    positions: frozenset[int]  # of these parameters in the given list
+    positions: frozenset[int]  # of its parameters in the list of parameters
 
 
 @dataclass
@@ -56,182 +56,206 @@ class Candidate:
     positions: set[int] = field(default_factory=set)  # of the parameters that it contains
 
     def add(self, owner: Owner) -> None:
-        """Add a module that it contains."""
+        """Add an owner that the module contains."""
         self.owners.append(owner)
         self.positions |= owner.positions
 
     @cached_property
-    def order(self) -> tuple[bool, int, int, str, list[int]]:
-        """What decides between candidates with the same parameters: the smallest is the model."""
+    def sort_key(self) -> tuple[bool, int, int, str, list[int]]:
+        """Orders candidates with the same parameters: the first is the smallest.
+
+        It has no ids and addresses, so every rank chooses the same candidate.
+        """
         names = [name for name, _ in self.module.named_parameters(remove_duplicate=False)]
-        text = f"{type(self.module).__name__}: {names}"
-        size = len(_tree(self.module))
-        return _is(self.module, CONTAINERS), size, -len(names), text, sorted(self.positions)
+        return (
+            _is_instance(self.module, CONTAINERS),
+            len(_submodules(self.module)),
+            -len(names),
+            f"{type(self.module).__name__}: {names}",
+            sorted(self.positions),
+        )
 
 
 def find_model(params: Sequence[Tensor]) -> FoundModel | None:
-    """Find the module that parameters belong to; None if none of them belongs to a live module.
+    """Find the module that parameters belong to. Returns None if no module owns any of them.
 
-    A parameter that belongs to no module is not in the result.
+    Parameters that belong to no module are ignored.
     """
     search = _Search(params)
     if search.is_enclosed():
-        # Some of these modules may be garbage in reference cycles, which every rank collects at
+        # The enclosing modules may be garbage in reference cycles, which each rank collects at
         # another time. A DistributedDataParallel that is garbage averages no gradients.
         del search
         gc.collect()
         search = _Search(params)
-    return search.model()
+    return search.found_model()
 
 
 class _Search:
-    """The live modules, and which of them own some parameters."""
+    """The owners of some parameters, among all live modules, and the modules around them."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.positions = {id(p): i for i, p in enumerate(params)}
         modules = _live_modules()
-        if any(map(is_dtensor, params)):
-            # After a forward without a backward, a root still has its whole parameters.
+        if any(is_dtensor(p) for p in params):
+            # After a forward without a backward, FSDP2's root has unsharded parameters.
             for module in modules:
                 if "FSDPModule" in _class_names(module):
                     cast(Any, module).reshard()
 
         self.parents: dict[int, list[nn.Module]] = {}
         self.owners: list[Owner] = []
-        holders: list[Owner] = []
+        weak_owners: list[Owner] = []
         for module in modules:
             for child in _children(module):
                 self.parents.setdefault(id(child), []).append(module)
-            own = [self.positions[id(p)] for p in _own_params(module) if id(p) in self.positions]
-            if own:
-                holds = type(module) is nn.Module or _is(module, HOLDERS)
-                (holders if holds else self.owners).append(Owner(module, frozenset(own)))
+            positions = set()
+            for p in _own_params(module):
+                if id(p) in self.positions:
+                    positions.add(self.positions[id(p)])
+            if not positions:
+                continue
+            owner = Owner(module, frozenset(positions))
+            if type(module) is nn.Module or _is_instance(module, WEAK_OWNERS):
+                weak_owners.append(owner)
+            else:
+                self.owners.append(owner)
 
         owned = {position for owner in self.owners for position in owner.positions}
-        self.owners += [holder for holder in holders if not holder.positions <= owned]
-        self.roots = self.find_roots()
+        self.owners += [owner for owner in weak_owners if not owner.positions <= owned]
+        self.roots = self._find_roots()
 
-    def find_roots(self) -> list[Candidate]:
-        """The smallest module around all owners; several if no module contains all of them."""
+    def _find_roots(self) -> list[Candidate]:
+        """Return the smallest module around all owners, or several if no module contains all."""
         by_module: dict[int, Candidate] = {}
         for owner in self.owners:
-            for module in self.around(owner.module):
+            for module in self._enclosing_modules(owner.module):
                 by_module.setdefault(id(module), Candidate(module)).add(owner)
 
         roots: list[Candidate] = []
         candidates = list(by_module.values())
-        wanted = {position for owner in self.owners for position in owner.positions}
-        while wanted:
-            found = _best(candidates, wanted)
-            roots += found
-            wanted -= found[0].positions
-            candidates = [each for each in candidates if not wanted.isdisjoint(each.positions)]
+        remaining = {position for owner in self.owners for position in owner.positions}
+        while remaining:
+            best = _best_candidates(candidates, remaining)
+            roots += best
+            remaining -= best[0].positions
+            candidates = [c for c in candidates if not remaining.isdisjoint(c.positions)]
         return sorted(roots, key=lambda root: sorted(root.positions))
 
     def is_enclosed(self) -> bool:
-        """Whether other modules contain a root, or there are several."""
+        """Whether other modules contain a root, or there are several roots."""
         return len(self.roots) > 1 or any(self.parents.get(id(root.module)) for root in self.roots)
 
-    def model(self) -> FoundModel | None:
-        """The root, or several in a list, widened; None if there is none."""
+    def found_model(self) -> FoundModel | None:
+        """Return the widened root, or a list of several. Returns None if there is none."""
         if not self.roots:
             return None
-        modules = [self.widened(root.module) for root in self.roots]
-        owners = [owner for root in self.roots for owner in root.owners]
-        averaged = [owner.positions for owner in owners if self.is_in_ddp(owner.module)]
-        owned = {position for owner in owners for position in owner.positions}
+        modules = [self._widen(root.module) for root in self.roots]
+        owned: set[int] = set()
+        averaged_by_ddp: set[int] = set()
+        for root in self.roots:
+            for owner in root.owners:
+                owned |= owner.positions
+                if self._is_in_ddp(owner.module):
+                    averaged_by_ddp |= owner.positions
         return FoundModel(
-            module=modules[0] if len(modules) == 1 else Gathered(modules),
-            under_ddp=owned == set().union(*averaged),
-            inside=next(map(self.enclosing, modules)),
+            module=modules[0] if len(modules) == 1 else UnenclosedModules(modules),
+            under_ddp=owned == averaged_by_ddp,
+            outer_class=self._outer_class(modules[0]),
         )
 
-    def around(self, module: nn.Module) -> list[nn.Module]:
-        """A module and all modules that contain it, each once."""
-        found = {id(module): module}
+    def _enclosing_modules(self, module: nn.Module) -> list[nn.Module]:
+        """Return a module and all modules that contain it, each once."""
+        modules = {id(module): module}
         queue = [module]
         while queue:
             for parent in self.parents.get(id(queue.pop()), ()):
-                if id(parent) not in found:
-                    found[id(parent)] = parent
+                if id(parent) not in modules:
+                    modules[id(parent)] = parent
                     queue.append(parent)
-        return list(found.values())
+        return list(modules.values())
 
-    def widened(self, root: nn.Module) -> nn.Module:
-        """The network that a root is part of, if all the rest of it is frozen.
+    def _widen(self, root: nn.Module) -> nn.Module:
+        """Return the network that a root is part of, if all other parts of it are frozen.
 
         A new head, or LoRA's adapters, are a small part of their model. The loss depends on the
-        whole model's outputs, and all ranks start from the same parameters, frozen ones included.
+        outputs of the whole model, and all ranks start from the same parameters, including the
+        frozen ones.
         """
-        around = self.around(root)
-        sharded = [module for module in around if _class_names(module) & SHARDED]
+        enclosing = self._enclosing_modules(root)
+        sharded = [module for module in enclosing if _class_names(module) & FSDP_CLASSES]
         if sharded:  # FSDP keeps the state of all its parameters in its outermost module
-            return max(sharded, key=lambda module: len(_tree(module)))
+            return max(sharded, key=lambda module: len(_submodules(module)))
 
-        inside = _tree(root)
-        best = root
-        most = 0
-        for module in sorted(around, key=lambda module: len(_tree(module))):
-            if _is(module, CONTAINERS):
+        root_submodules = _submodules(root)
+        widest = root
+        most_added = 0
+        for module in sorted(enclosing, key=lambda module: len(_submodules(module))):
+            if _is_instance(module, CONTAINERS):
                 continue
-            others = [each for key, each in _tree(module).items() if key not in inside]
-            added = [p for each in others for p in _own_params(each)]
+            added: list[Tensor] = []
+            for key, submodule in _submodules(module).items():
+                if key not in root_submodules:
+                    added += _own_params(submodule)
             trains = any(p.requires_grad and id(p) not in self.positions for p in added)
-            if len(added) > most and not trains:
-                best = module
-                most = len(added)
-        return best
+            if len(added) > most_added and not trains:
+                widest = module
+                most_added = len(added)
+        return widest
 
-    def is_in_ddp(self, module: nn.Module) -> bool:
+    def _is_in_ddp(self, module: nn.Module) -> bool:
         """Whether DistributedDataParallel averages a module's gradients."""
-        return any(_is(each, DistributedDataParallel) for each in self.around(module))
+        enclosing = self._enclosing_modules(module)
+        return any(_is_instance(outer, DistributedDataParallel) for outer in enclosing)
 
-    def enclosing(self, root: nn.Module) -> str:
-        """The class of a module around a root that may change its outputs; "" if there is none."""
-        for module in self.around(root)[1:]:
+    def _outer_class(self, root: nn.Module) -> str:
+        """Return the class of a module around a root that may change its outputs, or ""."""
+        for module in self._enclosing_modules(root)[1:]:
             is_compiled = "_orig_mod" in (vars(module).get("_modules") or {})
-            same_outputs = is_compiled or _is(module, (DistributedDataParallel, *CONTAINERS))
-            if not same_outputs:
+            is_wrapper = _is_instance(module, (DistributedDataParallel, *CONTAINERS))
+            if not is_compiled and not is_wrapper:
                 return type(module).__name__
         return ""
 
 
-def _best(candidates: Sequence[Candidate], wanted: set[int]) -> list[Candidate]:
-    """The candidate with most of the wanted parameters, and among such the smallest.
+def _best_candidates(candidates: Sequence[Candidate], remaining: set[int]) -> list[Candidate]:
+    """Return the smallest candidate that contains most of the remaining parameters.
 
     A tied weight has several owners, and the model contains all of them. So the candidate with the
-    most owners comes first, then the smallest one. Names and positions decide between equal ones,
-    because they are the same on every rank.
+    most owners comes first, then the smallest one.
 
     Two modules can still be equal. If they share their submodules, as a module and its
     ``copy.copy`` do, hooks serve both, and one of them is returned. If they only share parameters,
     all of them are returned, because any of them may be the one that runs.
     """
-    counts = [len(candidate.positions & wanted) for candidate in candidates]
-    most = max(counts)
-    widest = [c for c, count in zip(candidates, counts, strict=True) if count == most]
-    owners = max(len(c.owners) for c in widest)
-    largest = [c for c in widest if len(c.owners) == owners]
-    first = min(c.order for c in largest)
-    equal = [c for c in largest if c.order == first]
-    return list({frozenset(id(owner.module) for owner in c.owners): c for c in equal}.values())
+    most_params = max(len(c.positions & remaining) for c in candidates)
+    widest = [c for c in candidates if len(c.positions & remaining) == most_params]
+    most_owners = max(len(c.owners) for c in widest)
+    complete = [c for c in widest if len(c.owners) == most_owners]
+    smallest_key = min(c.sort_key for c in complete)
+
+    by_owners: dict[frozenset[int], Candidate] = {}
+    for candidate in complete:
+        if candidate.sort_key == smallest_key:
+            owner_ids = frozenset(id(owner.module) for owner in candidate.owners)
+            by_owners[owner_ids] = candidate
+    return list(by_owners.values())
 
 
 def _live_modules() -> list[nn.Module]:
-    """Every module that is alive, except the lists that optimizers have made.
-
-    Only the types of objects are read, because reading an attribute of a proxy may import a module
-    or raise. Types are compared by ``id``, because not every type can be hashed.
-    """
+    """Return every module that is alive, except the lists that optimizers have made."""
+    # Only the types of objects are read, because reading an attribute of a proxy may import a
+    # module or raise. Types are compared by id, because not every type can be hashed.
     objects = gc.get_objects()
-    kinds = {id(kind): kind for kind in map(type, objects)}
-    modules = {key for key, kind in kinds.items() if issubclass(kind, nn.Module)}
-    modules.discard(id(Gathered))
-    return [each for each in objects if id(type(each)) in modules]
+    classes = {id(type(each)): type(each) for each in objects}
+    module_classes = {key for key, kind in classes.items() if issubclass(kind, nn.Module)}
+    module_classes.discard(id(UnenclosedModules))
+    return [each for each in objects if id(type(each)) in module_classes]
 
 
-def _is(module: nn.Module, kinds: Any) -> bool:
-    return issubclass(type(module), kinds)
+def _is_instance(module: nn.Module, classes: Any) -> bool:
+    """Like ``isinstance``, but does not read ``__class__``, which a module may define."""
+    return issubclass(type(module), classes)
 
 
 def _class_names(module: nn.Module) -> set[str]:
@@ -239,24 +263,24 @@ def _class_names(module: nn.Module) -> set[str]:
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:
-    """A module's own submodules; none if it has not run ``nn.Module.__init__`` yet."""
+    """Return a module's own submodules; none if ``nn.Module.__init__`` has not run yet."""
     children = vars(module).get("_modules") or {}
-    return (child for _, child in children.items() if child is not None)
+    return (child for child in children.values() if child is not None)
 
 
 def _own_params(module: nn.Module) -> Iterator[Tensor]:
-    """A module's own parameters, without its submodules'."""
+    """Return a module's own parameters, without those of its submodules."""
     params = vars(module).get("_parameters") or {}
-    return (p for _, p in params.items() if p is not None)
+    return (p for p in params.values() if p is not None)
 
 
-def _tree(module: nn.Module) -> dict[int, nn.Module]:
-    """A module and everything in it, by id."""
-    found = {id(module): module}
+def _submodules(module: nn.Module) -> dict[int, nn.Module]:
+    """Return a module and all modules that it contains, by id."""
+    modules = {id(module): module}
     queue: list[nn.Module] = [module]
     while queue:
         for child in _children(queue.pop()):
-            if id(child) not in found:
-                found[id(child)] = child
+            if id(child) not in modules:
+                modules[id(child)] = child
                 queue.append(child)
-    return found
+    return modules

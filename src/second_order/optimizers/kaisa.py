@@ -25,11 +25,11 @@ from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
 from second_order.optimizers.config import (
     AutoScalar,
     AuxBase,
+    CommonOptions,
     Fisher,
     KAISAOptions,
     KFACOptions,
     PerStep,
-    ScriptOptions,
     TraceRule,
     is_auto,
     options_from,
@@ -72,11 +72,11 @@ class KroneckerOptimizer(SecondOrderOptimizer):
                 f"factors: call curvature() on the ranks whose optimizer.role is 'worker'"
             )
         if curvature.factors_elsewhere:
-            self.agree("curvature()")
+            self.check_ranks("curvature()")
         return curvature.build_curvature(dtype, gather)
 
 
-@documented(KAISAOptions, KFACOptions, ScriptOptions)
+@documented(KAISAOptions, KFACOptions, CommonOptions)
 class KAISA(KroneckerOptimizer):
     """K-FAC on one process or many, around any first-order optimizer.
 
@@ -126,7 +126,7 @@ class KAISA(KroneckerOptimizer):
     ) -> None:
         arguments = locals()
         options = options_from(KFACOptions, arguments).resolved(base)
-        script = options_from(ScriptOptions, arguments)
+        common = options_from(CommonOptions, arguments)
         own = options_from(KAISAOptions, arguments)
         own.check_with(options)
         chooses = is_auto(grad_worker_fraction)
@@ -148,7 +148,7 @@ class KAISA(KroneckerOptimizer):
         super().__init__(
             params,
             lr,
-            script=script,
+            common=common,
             base_kwargs=base_kwargs,
             curvature=lambda training: KFAC(training, options, system),
         )

@@ -1,4 +1,9 @@
-"""How signatures and docstrings of optimizers come to have the keywords of the configuration."""
+"""Keywords of the optimizers: their descriptions in docstrings, and their division between bases.
+
+documented            adds a description of every keyword to the docstring of an optimizer
+check_base            checks the class that the user passed as base
+split_base_keywords   gives each base the arguments that its signature has
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,14 +21,24 @@ from second_order.utils.checks import closest
 
 __all__ = ["Rate", "check_base", "documented", "keywords_of", "split_base_keywords"]
 
-P = ParamSpec("P")
 T = TypeVar("T")
 Rate: TypeAlias = float | Tensor
 
+# Descriptions of the arguments that are not in the dataclasses of config.py.
 PARAMS = (
-    "Parameters or parameter groups, as for any ``torch.optim`` optimizer, which then finds the "
-    "modules that own them. Or the model, or a list of models, to train all parameters that "
-    "require a gradient."
+    "Parameters or parameter groups, as for any ``torch.optim`` optimizer. The modules that own "
+    "them are found automatically. Or the model, or an ``nn.ModuleList`` of models, to train all "
+    "parameters that require a gradient."
+)
+LR = (
+    "Learning rate of the base, a float or a tensor. Schedulers work as usual. You can leave it "
+    "out if every parameter group has its own. If you then add a group without one, it gets that "
+    "of the first group."
+)
+CLOSURE = (
+    "Returns the loss of the curvature batch, without calling ``backward``. If ranks have batches "
+    "of different sizes, it returns (loss, number of examples). You can pass a sequence of such "
+    "functions, one per micro-batch, assign the closure later, or pass it to :meth:`step`."
 )
 BASE_KWARGS = (
     "Arguments of ``base``: ``momentum``, ``weight_decay``, ``betas`` and so on. With ``aux_base`` "
@@ -38,62 +53,62 @@ Raises:
 """
 
 
-LR = (
-    "The base's learning rate, a float or a tensor; schedulers work as usual. You can leave it out "
-    "if every parameter group has its own. A group that you add without one later then gets the "
-    "first group's."
-)
+def documented(*option_classes: type) -> Callable[[type[T]], type[T]]:
+    """Decorate an optimizer: add the description of every keyword to its docstring.
 
-
-CLOSURE = (
-    "Returns the loss of the curvature batch, or (loss, number of examples) if processes have "
-    "unequal batches; or a sequence of such functions, one per micro-batch. You can also assign it "
-    "later, or pass it to :meth:`step`."
-)
-
-
-def documented(*kinds: type) -> Callable[[type[T]], type[T]]:
-    """Add the meaning of each keyword, as the options' dataclasses have it, to a docstring."""
-    meanings = {"params": PARAMS, "lr": LR, "curvature_closure": CLOSURE}
-    meanings["**base_kwargs"] = BASE_KWARGS
-    for kind in kinds:
-        meanings |= _meanings(kind)
+    The descriptions are those in the docstrings of the dataclasses in config.py.
+    """
+    descriptions = {"params": PARAMS, "lr": LR, "curvature_closure": CLOSURE}
+    descriptions["**base_kwargs"] = BASE_KWARGS
+    for option_class in option_classes:
+        descriptions.update(_attribute_descriptions(option_class))
 
     def document(optimizer: type[T]) -> type[T]:
-        wrap = textwrap.TextWrapper(
-            100, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False
+        wrapper = textwrap.TextWrapper(
+            width=100, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False
         )
-        names = ["params", *keywords_of(optimizer), "**base_kwargs"]
-        args = [wrap.fill(f"{name}: {meanings[name]}") for name in names]
         text = inspect.getdoc(optimizer) or ""
-        optimizer.__doc__ = "\n".join([text, "\nArgs:", *args, "", RAISES])
+        names = ["params", *keywords_of(optimizer), "**base_kwargs"]
+        arguments = [wrapper.fill(f"{name}: {descriptions[name]}") for name in names]
+        optimizer.__doc__ = "\n".join([text, "\nArgs:", *arguments, "", RAISES])
         return optimizer
 
     return document
 
 
 def keywords_of(optimizer: type) -> list[str]:
-    """The names of an optimizer's own keywords, without those of its base."""
+    """Return the names of an optimizer's own keywords, without those of its base."""
     parameters = inspect.signature(optimizer).parameters.values()
     return [p.name for p in parameters if p.name != "params" and p.kind is not p.VAR_KEYWORD]
 
 
-def _meanings(kind: type) -> dict[str, str]:
-    """The texts under "Attributes:" in the docstring of a dataclass, or else of what it extends."""
-    found: dict[str, str] = {}
-    for each in reversed(kind.__mro__[:-1]):
-        _, _, listed = (inspect.getdoc(each) or "").partition("Attributes:\n")
-        for text in re.split(r"\n    (?=\S)", "\n" + listed.split("\n\n")[0]):
-            name, _, meaning = text.partition(": ")
-            found[name] = " ".join(meaning.split())
-    return found
+def _attribute_descriptions(option_class: type) -> dict[str, str]:
+    """Return the descriptions under "Attributes:" in the docstring of a dataclass.
+
+    A class that extends another one may describe some of the attributes again.
+    """
+    descriptions: dict[str, str] = {}
+    classes = option_class.__mro__[:-1]  # without `object`
+    for each_class in reversed(classes):
+        _, _, section = (inspect.getdoc(each_class) or "").partition("Attributes:\n")
+        entries = "\n" + section.split("\n\n")[0]
+        for entry in re.split(r"\n    (?=\S)", entries):  # deeper lines continue an entry
+            name, _, description = entry.partition(": ")
+            descriptions[name] = " ".join(description.split())
+    return descriptions
 
 
 # --------------------------------------------------------------------- keywords of the base
 
 
 def check_base(base: Any, own_class: type, option: str = "base") -> None:
-    """Raise unless ``base`` is a class of optimizers, but ``own_class``, that can be a base."""
+    """Raise TypeError unless ``base`` is a class of first-order optimizers.
+
+    Args:
+        base: The value that the user passed.
+        own_class: The class of second-order optimizers, which cannot be a base.
+        option: The keyword that the user passed it by, for messages.
+    """
     if not (isinstance(base, type) and issubclass(base, torch.optim.Optimizer)):
         raise TypeError(
             f"{option}={base!r} is not an optimizer class; pass the class itself, "
@@ -109,58 +124,74 @@ def check_base(base: Any, own_class: type, option: str = "base") -> None:
             f"{option}={base.__name__} is a second-order optimizer; use a first-order one"
         )
     if issubclass(base, torch.optim.LBFGS):
-        raise TypeError(f"{option}=LBFGS evaluates its closure many times a step; use SGD or Adam")
+        raise TypeError(
+            f"{option}=LBFGS evaluates its closure many times per step; use SGD or Adam"
+        )
 
 
 def split_base_keywords(
-    base: type, given: Mapping[str, Any], second: AuxBase | None, own: Iterable[str]
+    base: type, kwargs: Mapping[str, Any], aux: AuxBase | None, own_keywords: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split the keywords ``given``: each base gets those that its signature has.
+    """Return the keywords of ``base`` and of ``aux_base``: those that are in its signature.
 
-    The second base gets its own keywords in place of those that are given. ``own`` are the names of
-    the wrapper's keywords, for the error about an unknown one, which names the closest.
+    Args:
+        base: Class of the base.
+        kwargs: The keywords that the user passed for the two.
+        aux: The second base. Its own keywords replace those in ``kwargs``. If it is None, both
+            results are those of the base.
+        own_keywords: The optimizer's own keywords, to suggest the closest one to an unknown one.
 
     Raises:
-        TypeError: For a keyword that neither base has, or ``lr`` with a base that has none.
+        TypeError: For a keyword that neither base has, or ``lr`` if a base has no learning rate.
         ValueError: For ``differentiable=True``.
     """
-    kinds = [base]
-    special: Mapping[str, Any] = {}
-    if second is not None:
-        kinds.append(second.optimizer_class)
-        special = second.kwargs
-    if given.get("differentiable") or special.get("differentiable"):
+    aux_class = base
+    aux_kwargs: Mapping[str, Any] = {}
+    if aux is not None:
+        aux_class = aux.optimizer_class
+        aux_kwargs = aux.kwargs
+    classes = [base] if aux is None else [base, aux_class]
+    if kwargs.get("differentiable") or aux_kwargs.get("differentiable"):
         raise ValueError(
             "differentiable=True is not supported: the preconditioner is not differentiated "
             "through; leave it out"
         )
-    for kind in kinds:
-        if "lr" in given and not _takes(kind, "lr"):
-            raise TypeError(f"{kind.__name__} has no keyword 'lr'; use an optimizer that has one")
-    for name in given:
-        if not any(_takes(kind, name) for kind in kinds):
-            owners = " or ".join(kind.__name__ for kind in kinds)
-            known = [*own, *(each for kind in kinds for each in inspect.signature(kind).parameters)]
+
+    # Refuse unknown keywords.
+    for each_class in classes:
+        if "lr" in kwargs and not _takes(each_class, "lr"):
             raise TypeError(
-                f"unknown keyword {name!r}: neither an option here nor one of {owners}"
+                f"{each_class.__name__} has no keyword 'lr'; use an optimizer that has one"
+            )
+    for name in kwargs:
+        if not any(_takes(each_class, name) for each_class in classes):
+            class_names = " or ".join(each_class.__name__ for each_class in classes)
+            known = list(own_keywords)
+            for each_class in classes:
+                known += inspect.signature(each_class).parameters
+            raise TypeError(
+                f"unknown keyword {name!r}: neither an option here nor one of {class_names}"
                 f"{closest(name, known)}"
             )
-    for name in special:
-        if not _takes(kinds[-1], name):
-            known = list(inspect.signature(kinds[-1]).parameters)
+    for name in aux_kwargs:
+        if not _takes(aux_class, name):
+            known = list(inspect.signature(aux_class).parameters)
             raise TypeError(
-                f"aux_base: unknown keyword {name!r}: it is none of {kinds[-1].__name__}"
+                f"aux_base: unknown keyword {name!r}: {aux_class.__name__} does not have it"
                 f"{closest(name, known)}"
             )
-    first, last = (
-        {name: value for name, value in given.items() if _takes(kind, name)}
-        for kind in (kinds[0], kinds[-1])
-    )
-    return first, {**last, **special}
+
+    # Give each base the keywords that it has.
+    base_result = {name: value for name, value in kwargs.items() if _takes(base, name)}
+    aux_result = {name: value for name, value in kwargs.items() if _takes(aux_class, name)}
+    aux_result.update(aux_kwargs)
+    return base_result, aux_result
 
 
-def _takes(base: type, name: str) -> bool:
-    """Whether an optimizer takes a keyword."""
-    parameters = inspect.signature(base).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    return takes_any or (name in parameters and name not in ("self", "params"))
+def _takes(optimizer_class: type, name: str) -> bool:
+    """Whether an optimizer class accepts a keyword."""
+    parameters = inspect.signature(optimizer_class).parameters
+    for parameter in parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            return True
+    return name in parameters and name not in ("self", "params")

@@ -29,7 +29,7 @@ from second_order.fosi.eigenpairs import Closures
 from second_order.fosi.epochs import EpochCurvature
 from second_order.lanczos.closure import check_curvature
 from second_order.optimizers.base import ParamsOrModel
-from second_order.optimizers.config import EpochOptions, ScriptOptions
+from second_order.optimizers.config import CommonOptions, EpochOptions
 from second_order.optimizers.dho2 import EigenpairOptimizer
 from second_order.optimizers.keywords import Rate, documented
 from second_order.reporting.summary import EpochReport
@@ -40,7 +40,7 @@ __all__ = ["MRDHO2", "FinalUpdate"]
 FinalUpdate: TypeAlias = Literal["guarded", "paper"]
 
 
-@documented(EpochOptions, ScriptOptions)
+@documented(EpochOptions, CommonOptions)
 class MRDHO2(EigenpairOptimizer):
     """DHO2 whose eigenpairs are computed by processes of their own, while the others train.
 
@@ -114,7 +114,7 @@ class MRDHO2(EigenpairOptimizer):
             curvature=curvature,
             seed=seed,
         )
-        script = ScriptOptions(
+        common = CommonOptions(
             base=base,
             model=model,
             grad_scaler=grad_scaler,
@@ -126,12 +126,12 @@ class MRDHO2(EigenpairOptimizer):
         super().__init__(
             params,
             lr,
-            script=script,
+            common=common,
             base_kwargs=base_kwargs,
             curvature=lambda training: make_curvature(training, options, curvature_closure),
             needs_model=False,
             helper_role="accelerator" if helped else None,
-            helpers=helper_ranks,
+            num_helpers=helper_ranks,
         )
 
     @property
@@ -165,7 +165,7 @@ class MRDHO2(EigenpairOptimizer):
             CurvatureError: If the loss cannot be evaluated or differentiated twice.
             ValueError: If there is no batch.
         """
-        self.take_shards()
+        self.adopt_shards()
         if not isinstance(self._curvature, AcceleratorCurvature):
             raise SecondOrderError(
                 f"rank {self.training.world.rank} is a worker: it trains, and serve() is for the "
