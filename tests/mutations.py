@@ -210,7 +210,7 @@ a bias's column handed to GPTQ  <-  export::gptqs_hessian_is_that_of_the_rows_wi
     if columns == shape.in_dim:  =>  if True:
 each rank writes
   <-  export::the_first_layers_owner_writes_what_one_process_would
-    return next(iter(curvature), None) in curvature.here  =>  return True
+    return next(iter(curvature), None) in curvature.local_layers  =>  return True
 
 == checkpoint/files.py
 files renamed before they are on the disk  <-  files::a_file_is_there_as_a_whole_or_not_at_all
@@ -786,7 +786,7 @@ relative damping by the trace
 
 == kronecker/model_curvature.py
 an owner that fails alone  <-  curvature_functions::owners_together_are_what_one_process_is
-    if failed:  =>  if False:
+    if failures:  =>  if False:
 an index that is there before its layers
   <-  curvature_functions::a_folder_that_is_not_whole_is_refused
     remove_index(folder)  =>  pass

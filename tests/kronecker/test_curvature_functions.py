@@ -232,14 +232,14 @@ def by_owner(rank: int, size: int, folder: str) -> Any:
     with pytest.raises(ValueError, match=f"to={size} is not a rank of {size} processes"):
         curvature.gather(to=size)
     if rank == size - 1:
-        assert list(gathered.here) == list(curvature)
+        assert list(gathered.local_layers) == list(curvature)
         assert_same(results(gathered), found)
     else:
-        assert (len(gathered), gathered.here) == (0, {})
+        assert (len(gathered), gathered.local_layers) == (0, {})
         with pytest.raises(ValueError, match=f"it has been gathered on rank {size - 1}"):
             gathered.apply({next(iter(sample)): torch.ones(1)})
     if size > 1:
-        with pytest.raises(SecondOrderError, match=r"rank 0 asks for layers \['a/b'\], and rank 1"):
+        with pytest.raises(SecondOrderError, match=r"rank 0 uses layers \['a/b'\], but rank 1"):
             curvature[list(curvature)[rank]]
         for last, message in ((torch.ones(7, 7), "has shape"), (torch.ones(2, 9), "no such")):
             name = "no such" if message == "no such" else "a/b.weight"
@@ -257,7 +257,7 @@ def by_owner(rank: int, size: int, folder: str) -> Any:
         )
     with pytest.raises(SecondOrderError, match=r"factor A of layer 'a/b' cannot be decomposed: \d"):
         curvature.sqrt({f"{broken}.weight": torch.ones(next(iter(layer.shapes.values())))})
-    return list(curvature.here), found, sample
+    return list(curvature.local_layers), found, sample
 
 
 def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any], to: float = 1e-12) -> None:
@@ -300,7 +300,7 @@ def test_many_vectors_at_once_are_as_one_after_the_other() -> None:
             expected = {n: torch.stack([x[n] for x in each]) for n in each[0]}
             assert_same({"": function(some)}, {"": expected})
     first, *_ = sizes
-    with pytest.raises(ValueError, match=r"not as many .*: one for 'a/b.weight', \[3\] for"):
+    with pytest.raises(ValueError, match=r"same number .* one for 'a/b.weight', \[3\] for"):
         curvature.apply(vectors | {first: vectors[first][0]})
     with pytest.raises(ValueError, match=r"shape \(1, 3, 2, 3\) for"):
         curvature.apply({first: vectors[first][None]})
@@ -353,7 +353,7 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"x.1.safetensors does not fit curvature.json"):
         KroneckerCurvature.load(tmp_path)
     (tmp_path / "x.1.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"x.1.safetensors is not there.* of layer 'x.1'"):
+    with pytest.raises(CheckpointError, match=r"x.1.safetensors is not there.* for layer 'x.1'"):
         KroneckerCurvature.load(tmp_path)
     for wrong, message in (
         ({"format": "gguf"}, "gguf is not second_order.KroneckerCurvature"),
@@ -385,7 +385,10 @@ def test_only_classes_of_modules_are_taken_from_a_file(tmp_path: Path) -> None:
         (lambda c: c.logdet(0.0, relative=True), "damping=0.0 of layer 'a/b' must be positive"),
         (lambda c: c.logdet(relative=True), "relative=True needs damping= in units of the mean"),
         (lambda c: c.logdet(), "damping of layer 'a/b' is not known, .* write damping="),
-        (lambda c: c.logdet({"a": 1.0}), r"damping= is of 'a', no layer; give names of \['a/b'"),
+        (
+            lambda c: c.logdet({"a": 1.0}),
+            r"is of 'a', which is no layer; use names of \['a/b'",
+        ),
         (
             lambda c: replace(c["a/b"], stored={"A": c["a/b"].A}).G,
             "layer 'a/b' has no factor G here: it has A",

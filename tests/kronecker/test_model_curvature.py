@@ -160,9 +160,9 @@ def test_what_has_no_curvature_is_said() -> None:
     grads = dict(model.named_parameters())
     with pytest.raises(ValueError, match=r"'0.weight' has no curvature: SGD alone trains it \("):
         curvature.apply({"0.weight": grads["0.weight"]})
-    with pytest.raises(ValueError, match="it is no parameter of the optimizer"):
+    with pytest.raises(ValueError, match="it is not a parameter of the optimizer"):
         curvature.apply({"no.weight": torch.ones(1)})
-    with pytest.raises(TypeError, match=r"a list is no vector; give .* dict\(zip\(curvature.names"):
+    with pytest.raises(TypeError, match=r"is not a vector; pass .* dict\(zip\(curvature.names"):
         curvature.apply(list(grads.values()))  # type: ignore[arg-type]
     optimizer.close()
     with pytest.raises(SecondOrderError, match="before close"):
@@ -172,7 +172,10 @@ def test_what_has_no_curvature_is_said() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda c: c.apply({"0.weight": torch.ones(2)}), r"\(2,\) for '0.weight', a parameter of"),
+        (
+            lambda c: c.apply({"0.weight": torch.ones(2)}),
+            r"\(2,\) for '0.weight', but the",
+        ),
         (lambda c: c.logdet(damping=0.0), "damping=0.0 of layer '0' must be positive"),
         (lambda c: c.sample(damping=-1), "damping=-1 of layer '0' must be positive"),
         (lambda c: c.logdet({"0": 0.1, "2": math.inf}), "of layer '2' must be"),
@@ -217,10 +220,12 @@ def gathered(rank: int, world_size: int, System: Any, options: dict[str, Any]) -
         take(model, optimizer, shard(batch, rank, world_size), MLP.loss)
     before = [p.detach().clone() for p in model.parameters()]
     kept = optimizer.curvature(dtype=torch.float64)
-    assert sorted(kept.here) == sorted(k for k, owner in kept.owners.items() if owner == rank)
+    assert sorted(kept.local_layers) == sorted(
+        k for k, owner in kept.owners.items() if owner == rank
+    )
     factors = {name: (each.A, each.G, each.damping) for name, each in kept.items()}
     for whole in (optimizer.curvature(dtype=torch.float64, gather=True), kept.gather()):
-        assert list(whole.here) == list(whole) == list(kept)
+        assert list(whole.local_layers) == list(whole) == list(kept)
         for name in sorted(whole, reverse=rank == 1):  # each asks for itself
             assert same((whole[name].A, whole[name].G), factors[name][:2])
     take(model, optimizer, shard(MLP.batches(4, n=12)[3], rank, world_size), MLP.loss)
@@ -228,7 +233,7 @@ def gathered(rank: int, world_size: int, System: Any, options: dict[str, Any]) -
     return (
         factors,
         kept.uncovered,
-        list(kept.here),
+        list(kept.local_layers),
         [p.detach().clone() for p in model.parameters()],
     )
 

@@ -388,7 +388,7 @@ def written(rank: int, ranks: int, folder: Path) -> list[Any]:
     curvature = measure(case.model, batches, keep="owner", **options)
     folder = folder / f"{rank} of {ranks}"
     left_out = export.to_kronfluence(curvature, folder / "factors_a")
-    return [len(curvature.here), left_out, {*export.to_gptq(curvature, folder / "gptq")}]
+    return [len(curvature.local_layers), left_out, {*export.to_gptq(curvature, folder / "gptq")}]
 
 
 def test_the_first_layers_owner_writes_what_one_process_would(tmp_path: Path, world: World) -> None:

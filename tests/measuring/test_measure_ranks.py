@@ -59,7 +59,7 @@ def found_by(
     more = {} if factors == "inputs" else {"loss": terms}
     curvature = measure(given, loader, factors=factors, progress=False, **more, **options)
     kept: Found = {}
-    for layer, mine in curvature.here.items():
+    for layer, mine in curvature.local_layers.items():
         kept |= {(layer, letter): factor for letter, factor in mine.factors.items()}
         if mine.corrected is not None:
             kept[layer, "F"] = mine.corrected.sort().values  # whichever basis it is in

@@ -79,7 +79,7 @@ def check_factors(layer: LayerCurvature, factors: str, package: str) -> None:
 
 def writes(curvature: KroneckerCurvature) -> bool:
     """Whether this rank owns the first layer."""
-    return next(iter(curvature), None) in curvature.here
+    return next(iter(curvature), None) in curvature.local_layers
 
 
 def numbers_of(layer: LayerCurvature) -> tuple[int, int]:

@@ -1,16 +1,21 @@
-"""The curvature of a trained model: a block for each layer, zero between the layers.
+"""The curvature F of a model: one block for each layer, and zero between layers.
 
-Vectors of a model are dictionaries by parameter name; a layer's are matrices, as
-:mod:`second_order.kronecker.layer_curvature` has them. If other processes store a layer, they send
-results, not factors.
+A vector of the model is a dictionary by parameter name. A vector of a layer is a matrix, as
+:mod:`second_order.kronecker.layer_curvature` defines it. If a layer is stored on another rank, that
+rank computes with its factors and sends results, which are smaller than factors:
+
+    _map, _compute_all      what to compute with each layer
+    _compute                computes it for the layers that this rank owns
+    _share                  broadcasts the results from the owners to all ranks
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,33 +34,41 @@ from second_order.kronecker.saved_curvature import (
 
 __all__ = ["KroneckerCurvature"]
 
-Parts: TypeAlias = Mapping[str, Tensor]
+Tensors: TypeAlias = Mapping[str, Tensor]
+"""Tensors by parameter name, or by another name."""
+
 Damping: TypeAlias = float | Mapping[str, float] | None
 
 
 class KroneckerCurvature(Mapping[str, LayerCurvature]):
-    """F, the Fisher information of a model by layers.
+    """The Fisher information F of a model, with a Kronecker product for each layer.
 
-    F is the *mean* over examples of g gᵀ, g the gradient of one example's loss (of a term of the
-    mean, so of a token or a row where the loss is a mean over those): for a data set of N examples,
-    N F is the Fisher information of all of them. With the data's labels it is the empirical one;
-    with labels drawn from the model F is the Gauss-Newton matrix of the usual losses. Weights move
-    while a training takes averages: its F of the last weights needs some more steps with lr=0, or a
-    short memory.
+        curvature = second_order.measure(model, loader, factors="kfac")  # or optimizer.curvature()
+        gradient = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        natural_gradient = curvature.solve(gradient, damping=0.1, relative=True)
+        curvature["model.layers.0.mlp.down_proj"].A  # a layer's factor
+        curvature.save("curvature")
 
-    A layer is found by its name, ``curvature["0"]``. Where processes have shared the layers out,
-    everything but :attr:`here`, names and lengths is a collective: every process asks alike, with
-    the same vectors, and each gets the whole answer. ``curvature[name]`` then fetches the layer's
-    factors, which are kept by nobody but the owner; :meth:`gather` keeps all.
+    F is the *mean* of g gᵀ over examples, where g is the gradient of the loss of one example. If
+    the loss is a mean over tokens or rows, each of them is an example. For a data set of N
+    examples, N F is the Fisher information of all of them. If the labels are the data's, F is the
+    empirical Fisher. If they are sampled from the model, F is the Gauss-Newton matrix of the usual
+    losses. The running averages of a training run lag behind its weights. For F at the last
+    weights, take more steps with ``lr=0``, or use a short memory.
+
+    It is a mapping from layer names to :class:`LayerCurvature`. If ranks store different layers,
+    everything except :attr:`local_layers`, names and lengths is a collective: every rank calls it
+    with the same arguments, and every rank receives the complete result. ``curvature[name]`` copies
+    the layer's factors from its owner without storing them. :meth:`gather` stores all layers.
 
     Args:
-        layers: The layers' curvature, by name, in an order that all processes share. One that
-            another process keeps has nothing in ``stored``.
-        names: Names of the optimizer's parameters, in their order.
-        uncovered: Why a parameter has no curvature here, by its name.
-        owners: The rank that keeps a layer, by name; one that is not named is on every rank.
-        world: The processes that the ranks are of; needed with ``owners``.
-        report: What has been measured, as a text or an object whose ``str`` is one.
+        layers: The curvature of each layer, by name, in the same order on all ranks. If another
+            rank stores a layer, its ``stored`` is empty.
+        names: Names of the model's or the optimizer's parameters, in their order.
+        uncovered: By parameter name, why the parameter has no curvature.
+        owners: By layer, the rank that stores it. Layers without an owner are on every rank.
+        world: The ranks; needed with ``owners``.
+        report: What was measured; a string, or an object with a ``__str__``.
     """
 
     def __init__(
@@ -68,35 +81,46 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         world: World | None = None,
         report: Any = None,
     ) -> None:
-        self._world = World.alone() if world is None else world
         self.names = list(names)
         self.uncovered = dict(uncovered)
         self.report = report
-        self.owners = dict(owners or {}) if self._world.size > 1 else {}
+        self._world = World.alone() if world is None else world
+        self.owners: dict[str, int] = {}
+        if owners is not None and self._world.size > 1:
+            self.owners = dict(owners)
         self._layers = dict(layers)
-        self._sizes = {n: size for each in layers.values() for n, size in each.shapes.items()}
+        self._param_shapes: dict[str, torch.Size] = {}
+        for layer in layers.values():
+            self._param_shapes |= layer.shapes
 
     def __getitem__(self, name: str) -> LayerCurvature:
         if name not in self._layers:
-            raise KeyError(self._unknown(name))
+            raise KeyError(self._explain_missing(name))
         layer = self._layers[name]
         if name not in self.owners:
             return layer
-        tensors = self._share(lambda: self._compute([name], LayerCurvature.tensors))[name]
-        return layer if layer.stored else layer.with_tensors(tensors)
+        tensors = self._share(lambda: self._compute([name], LayerCurvature.tensors))
+        if layer.stored:
+            return layer
+        return layer.with_tensors(tensors[name])
 
-    def _unknown(self, name: object) -> str:
-        """The reason why no layer has a name, and what to write instead."""
-        for layer, curvature in self._layers.items():
-            if name in curvature.shapes:
-                return f"{name!r} is a parameter of layer {layer!r}; write curvature[{layer!r}]"
+    def _explain_missing(self, name: object) -> str:
+        """Return why there is no layer with a name, and what to write instead."""
+        for layer_name, layer in self._layers.items():
+            if name in layer.shapes:
+                return (
+                    f"{name!r} is a parameter of layer {layer_name!r}; write "
+                    f"curvature[{layer_name!r}]"
+                )
         for parameter, reason in self.uncovered.items():
-            if name in (parameter, parameter.rpartition(".")[0]):
+            module = parameter.rpartition(".")[0]
+            if name in (parameter, module):
                 return f"{name!r} has no curvature: {reason}"
-        return f"{name!r} is the name of no layer; there are {', '.join(map(repr, self))}"
+        layers = ", ".join(repr(layer) for layer in self)
+        return f"{name!r} is the name of no layer; there are {layers}"
 
-    def __contains__(self, name: object) -> bool:  # Mapping's own would fetch the layer
-        return name in self._layers
+    def __contains__(self, name: object) -> bool:
+        return name in self._layers  # Mapping's own method would fetch the layer
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._layers)
@@ -105,34 +129,39 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         return len(self._layers)
 
     def __repr__(self) -> str:
-        count = sum(map(math.prod, self._sizes.values()))
+        num_parameters = sum(math.prod(shape) for shape in self._param_shapes.values())
         return (
-            f"KroneckerCurvature({len(self)} layers, {len(self.here)} of them here, {count:,} "
-            f"parameters, {len(self.uncovered)} without)"
+            f"KroneckerCurvature({len(self)} layers, {len(self.local_layers)} on this rank, "
+            f"{num_parameters:,} parameters, {len(self.uncovered)} without curvature)"
         )
 
     @property
-    def here(self) -> dict[str, LayerCurvature]:
-        """By name, the layers whose factors this process keeps."""
+    def local_layers(self) -> dict[str, LayerCurvature]:
+        """The layers whose factors this rank stores, by name."""
         return {name: layer for name, layer in self._layers.items() if layer.stored}
 
     def gather(self, to: int | None = None) -> KroneckerCurvature:
-        """The curvature with all factors on every process, or on the rank ``to``; a collective.
+        """Return the curvature with all factors on every rank, or on one rank. Collective.
 
-        On the other ranks there are then no layers, and :attr:`uncovered` says so.
+        Args:
+            to: The rank that receives all factors; None for all ranks. On the other ranks the
+                result has no layers, and :attr:`uncovered` gives the reason.
+
+        Raises:
+            ValueError: If ``to`` is not a rank.
         """
         size = self._world.size
         if to is not None and to not in range(size):
             raise ValueError(
-                f"to={to} is not a rank of {size} processes; give 0 to {size - 1}, or None for all"
+                f"to={to} is not a rank of {size} processes; use 0 to {size - 1}, or None for all"
             )
         if not self.owners:
             return self
-        layers = {}
+        layers: dict[str, LayerCurvature] = {}
         uncovered = dict(self.uncovered)
         for name in self:
-            layer = self[name]  # fetched on every rank, and kept on some
-            if to in (None, self._world.rank):
+            layer = self[name]  # every rank takes part
+            if to is None or to == self._world.rank:
                 layers[name] = layer
             else:
                 uncovered |= dict.fromkeys(layer.shapes, f"it has been gathered on rank {to}")
@@ -140,53 +169,54 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
     # --------------------------------------------------------------------------------- functions
 
-    def apply(self, vector: Parts) -> dict[str, Tensor]:
-        """F v, by parameter name.
+    def apply(self, vector: Tensors) -> dict[str, Tensor]:
+        """Return F v by parameter name.
 
-        Results are on the device of the vector, in the dtype of the factors, float32 at least.
+        Results are on the device of the vector, in the dtype of the factors, but at least float32.
 
         Args:
-            vector: By parameter name; names that are left out count as zero, and the result has all
-                parameters of the layers that are named. With one dimension more in front,
-                ``(n, ...)``, the tensors are n vectors, and so are those of the result.
+            vector: Tensors by parameter name. Missing parameters count as zeros. The result has all
+                parameters of the layers that occur in the vector. To pass n vectors at once, add
+                a leading dimension n to all tensors. The result then has it as well.
 
         Raises:
-            ValueError: For a parameter without curvature, or another shape than the parameter's.
-            SecondOrderError: If another process raises.
+            ValueError: If a parameter has no curvature, or if a tensor has a wrong shape.
+            SecondOrderError: If another rank raises.
         """
         return self._map(vector, LayerCurvature.apply)
 
     def solve(
-        self, vector: Parts, damping: Damping = None, *, relative: bool = False
+        self, vector: Tensors, damping: Damping = None, *, relative: bool = False
     ) -> dict[str, Tensor]:
-        """(F + γ)⁻¹ v.
+        """Return (F + γ)⁻¹ v by parameter name.
 
         Args:
             vector: As for :meth:`apply`.
-            damping: γ > 0, a number, or one for each layer by name; None for the training's own.
+            damping: γ > 0; a number, or a mapping from layer names to numbers. None uses the
+                damping of training.
             relative: Whether γ is ``damping`` times the mean eigenvalue of the layer.
 
         Raises:
-            ValueError: As for :meth:`apply`, and for a γ that is not positive or not known.
+            ValueError: As for :meth:`apply`, or if γ is not positive or not known.
         """
 
-        def solved(layer: LayerCurvature, matrix: Tensor) -> Tensor:
-            return layer.solve(matrix, self._damping_of(layer, damping), relative=relative)
+        def solve_layer(layer: LayerCurvature, matrix: Tensor) -> Tensor:
+            return layer.solve(matrix, self._layer_damping(layer, damping), relative=relative)
 
-        return self._map(vector, solved)
+        return self._map(vector, solve_layer)
 
-    def sqrt(self, vector: Parts) -> dict[str, Tensor]:
-        """F^(1/2) v; ``vector`` as for :meth:`apply`."""
+    def sqrt(self, vector: Tensors) -> dict[str, Tensor]:
+        """Return F^(1/2) v by parameter name; ``vector`` as for :meth:`apply`."""
         return self.function(vector, torch.sqrt)
 
-    def function(self, vector: Parts, f: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """f(F) v, f of the eigenvalues, element by element.
+    def function(self, vector: Tensors, f: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """Return f(F) v by parameter name.
 
             whitened = curvature.function(v, lambda values: (values + gamma).rsqrt())
 
         Args:
             vector: As for :meth:`apply`.
-            f: Gives a tensor of the shape of its argument, a layer's ``(groups, out, in)``.
+            f: Maps the eigenvalues of a layer, ``(groups, out, in)``, elementwise.
         """
         return self._map(vector, lambda layer, matrix: layer.function(matrix, f))
 
@@ -197,69 +227,74 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         *,
         relative: bool = False,
     ) -> dict[str, Tensor]:
-        """A sample of N(0, (F + γ)⁻¹), by parameter name.
+        """Return a sample of N(0, (F + γ)⁻¹) by parameter name.
 
-        For Laplace's approximation with N examples and a prior precision δ, the covariance is
+        For Laplace's approximation with N examples and the prior precision δ, the covariance is
         (N F + δ)⁻¹: use ``damping=δ / N``, and divide the sample by √N.
 
         Args:
             damping: γ, as for :meth:`solve`.
-            generator: Where random numbers come from; on the factors' device. That of a layer's
-                owner draws for it.
+            generator: The random number generator, on the device of the factors. The owner of a
+                layer samples with its own.
             relative: As for :meth:`solve`.
         """
 
-        def sampled(layer: LayerCurvature) -> Tensor:
-            return layer.sample(self._damping_of(layer, damping), generator, relative=relative)
+        def sample_layer(layer: LayerCurvature) -> Tensor:
+            layer_damping = self._layer_damping(layer, damping)
+            return layer.sample(layer_damping, generator, relative=relative)
 
-        return self._vector(sampled)
+        return self._vector(sample_layer)
 
     def diagonal(self) -> dict[str, Tensor]:
-        """The diagonal of F, by parameter name."""
+        """Return the diagonal of F by parameter name."""
         return self._vector(LayerCurvature.diagonal)
 
     def eigen(self) -> dict[str, Eigen]:
-        """The eigenvalues and eigenvectors of the factors of all layers, on every rank.
+        """Return the eigendecompositions of the factors of all layers, by layer, on every rank.
 
         Raises:
-            DecompositionError: For a factor that cannot be decomposed; SecondOrderError if another
-                rank raises.
+            DecompositionError: If a factor cannot be decomposed.
+            SecondOrderError: If another rank raises.
         """
-        found = self._of_all(LayerCurvature.eigen_tensors)
-        return {name: read_eigen(tensors) for name, tensors in found.items()}
+        by_layer = self._compute_all(LayerCurvature.eigen_tensors)
+        return {name: read_eigen(tensors) for name, tensors in by_layer.items()}
 
     def eigenvalues(self) -> Tensor:
-        """All eigenvalues of F, the largest first: as many as there are parameters."""
-        found = self._of_all(lambda layer: {"": layer.values.flatten()}).values()
-        return torch.cat([each[""] for each in found]).sort(descending=True).values
+        """Return all eigenvalues of F in descending order, one for each parameter."""
+        by_layer = self._compute_all(lambda layer: {"values": layer.values.flatten()})
+        values = torch.cat([tensors["values"] for tensors in by_layer.values()])
+        return values.sort(descending=True).values
 
     def trace(self) -> float:
-        """Tr F."""
+        """Return Tr F."""
         return self._sum(LayerCurvature.trace)
 
     def logdet(self, damping: Damping = None, *, relative: bool = False) -> float:
-        """Log det (F + γ), γ as for :meth:`solve`."""
-        return self._sum(
-            lambda layer: layer.logdet(self._damping_of(layer, damping), relative=relative)
-        )
+        """Return log det (F + γ); γ as for :meth:`solve`."""
+
+        def layer_logdet(layer: LayerCurvature) -> float:
+            return layer.logdet(self._layer_damping(layer, damping), relative=relative)
+
+        return self._sum(layer_logdet)
 
     # ------------------------------------------------------------------------------------- files
 
     def save(self, folder: str | Path) -> None:
-        """Write a file for each layer, and ``curvature.json`` once all of them are there.
+        """Write one file for each layer, and then the index ``curvature.json``.
 
-        ``<layer>.safetensors`` has the factors as whole matrices ``(groups, n, n)`` under their
-        letters, or ``(groups, n)`` of a diagonal A; corrected eigenvalues as "corrected", with
-        the eigenvectors that they belong to as "A_eigenvectors" and so on. Characters of a name
-        that are no letters, digits or ``.-_`` are written as in a URL, and a long name is cut; the
-        index has the file of each layer. Each owner writes its own
-        layers, into a folder that all processes see; of a curvature without owners one process
-        alone is to call this.
+        ``<layer>.safetensors`` contains the factors "A", "G" and "L" as matrices
+        ``(groups, n, n)``, or ``(groups, n)`` for a diagonal A. If there are corrected eigenvalues,
+        it also contains them as "corrected", with their eigenvectors "A_eigenvectors" and so on.
+        Characters of a layer name other than letters, digits and ``.-_~`` are percent-encoded, as
+        in a URL. The index lists the file of each layer.
+
+        Each owner writes its own layers, into a folder that all ranks can access. If there are no
+        owners, call it on one rank only.
         """
         folder = Path(folder)
         rank = self._world.rank if self.owners else 0
 
-        def write_layers() -> dict[str, Parts]:
+        def write_layers() -> dict[str, Tensors]:
             folder.mkdir(parents=True, exist_ok=True)
             remove_index(folder)
             for name, layer in self._layers.items():
@@ -267,166 +302,237 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
                     write_layer(folder, layer)
             return {}
 
-        def write_end() -> dict[str, Parts]:
+        def write_last() -> dict[str, Tensors]:
             if rank == 0:
                 write_index(folder, self._layers, self.names, self.uncovered, self.report)
             return {}
 
+        # The index says that the folder is complete, so no rank writes it before all layers exist.
         self._share(write_layers)
-        self._share(write_end)  # once all ranks have written their layers
+        self._share(write_last)
 
     @classmethod
     def load(
         cls, folder: str | Path, device: torch.device | str | None = None
     ) -> KroneckerCurvature:
-        """Read what :meth:`save` has written, all layers, by whatever number of processes.
+        """Read what :meth:`save` has written: all layers, with any number of ranks.
 
         Args:
             folder: The folder.
-            device: Device of the factors. None: the CPU, where a factor is read from its file
-                when it is used, so that files are not to be changed meanwhile.
+            device: Device of the factors. None is the CPU, where a factor is read from its file
+                when it is used. Then the files must not change in the meantime.
 
         Raises:
-            CheckpointError: If the folder has no index, or a file is missing, cut short or spoilt.
+            CheckpointError: If the folder has no index, or if a file is missing, truncated or
+                damaged.
         """
-        index = read_index(Path(folder))
-        layers = {each.name: read_layer(Path(folder), each, device) for each in index.layers}
+        folder = Path(folder)
+        index = read_index(folder)
+        layers = {layer.name: read_layer(folder, layer, device) for layer in index.layers}
         return cls(layers, index.names, index.uncovered, report=index.report)
 
-    # ------------------------------------------------------------------------------------ layers
+    # --------------------------------------------------------------------------- work on all layers
 
     def _map(
-        self, vector: Parts, f: Callable[[LayerCurvature, Tensor], Tensor]
+        self, vector: Tensors, f: Callable[[LayerCurvature, Tensor], Tensor]
     ) -> dict[str, Tensor]:
-        """The results of a function of each layer and its part of the vector, as a matrix."""
+        """Return the results of ``f(layer, matrix)``, where the matrix is the layer's vector."""
 
-        def work() -> dict[str, Parts]:
-            is_stack = self._is_stack(vector)
+        def map_layers() -> dict[str, Tensors]:
+            is_stacked = self._check_vector(vector)
 
-            def result(layer: LayerCurvature) -> Parts:
+            def map_layer(layer: LayerCurvature) -> Tensors:
                 parts = {name: vector[name] for name in layer.shapes if name in vector}
                 device = next(iter(parts.values())).device
-                to_matrix = torch.vmap(layer.to_matrix) if is_stack else layer.to_matrix
-                to_vector = torch.vmap(layer.to_vector) if is_stack else layer.to_vector
-                found = to_vector(f(layer, to_matrix(parts)))
-                return {name: part.to(device) for name, part in found.items()}
+                to_matrix = torch.vmap(layer.to_matrix) if is_stacked else layer.to_matrix
+                to_vector = torch.vmap(layer.to_vector) if is_stacked else layer.to_vector
+                result = to_vector(f(layer, to_matrix(parts)))
+                return {name: part.to(device) for name, part in result.items()}
 
-            names = [k for k, layer in self._layers.items() if layer.shapes.keys() & vector.keys()]
-            return self._compute(names, result)
+            names = []
+            for name, layer in self._layers.items():
+                if layer.shapes.keys() & vector.keys():
+                    names.append(name)
+            return self._compute(names, map_layer)
 
-        return _joined(self._share(work))
+        return _merge(self._share(map_layers))
 
-    def _vector(self, f: Callable[[LayerCurvature], Tensor]) -> dict[str, Tensor]:
-        """The matrices of all layers as a vector."""
-        return _joined(self._of_all(lambda layer: layer.to_vector(f(layer))))
+    def _vector(self, compute: Callable[[LayerCurvature], Tensor]) -> dict[str, Tensor]:
+        """Return a vector, given a function that computes the matrix of a layer."""
+        return _merge(self._compute_all(lambda layer: layer.to_vector(compute(layer))))
 
-    def _sum(self, f: Callable[[LayerCurvature], float]) -> float:
-        def number(layer: LayerCurvature) -> Parts:
-            return {"": torch.tensor(f(layer), dtype=torch.float64, device="cpu")}
+    def _sum(self, compute: Callable[[LayerCurvature], float]) -> float:
+        """Return the sum over all layers of a number."""
 
-        return sum(float(each[""]) for each in self._of_all(number).values())
+        def as_tensor(layer: LayerCurvature) -> Tensors:
+            return {"number": torch.tensor(compute(layer), dtype=torch.float64, device="cpu")}
 
-    def _of_all(self, compute: Callable[[LayerCurvature], Parts]) -> dict[str, Parts]:
-        """Compute tensors of all layers."""
+        by_layer = self._compute_all(as_tensor)
+        return sum(float(tensors["number"]) for tensors in by_layer.values())
+
+    def _compute_all(self, compute: Callable[[LayerCurvature], Tensors]) -> dict[str, Tensors]:
+        """Return the tensors that are computed with each layer, on every rank."""
         return self._share(lambda: self._compute(list(self), compute))
 
     def _compute(
-        self, names: Sequence[str], compute: Callable[[LayerCurvature], Parts]
-    ) -> dict[str, Parts]:
-        """Compute tensors of layers; nothing for those that another rank owns."""
-        rank = self._world.rank
-        return {
-            name: compute(self._layers[name]) if self.owners.get(name, rank) == rank else {}
-            for name in names
-        }
+        self, names: Sequence[str], compute: Callable[[LayerCurvature], Tensors]
+    ) -> dict[str, Tensors]:
+        """Return tensors by layer, which are empty for layers that another rank owns."""
+        tensors: dict[str, Tensors] = {}
+        for name in names:
+            is_local = self.owners.get(name, self._world.rank) == self._world.rank
+            tensors[name] = compute(self._layers[name]) if is_local else {}
+        return tensors
 
-    def _share(self, work: Callable[[], dict[str, Parts]]) -> dict[str, Parts]:
-        """Do this rank's work, and give every rank the tensors that each layer's owner has.
+    def _layer_damping(self, layer: LayerCurvature, damping: Damping) -> float | None:
+        """Return the damping of a layer, which may be given for each layer by name."""
+        if not isinstance(damping, Mapping):
+            return damping
+        for name in damping:
+            if name not in self:
+                raise ValueError(
+                    f"damping= is of {name!r}, which is no layer; use names of {list(self)}"
+                )
+        return damping.get(layer.name)
 
-        Collective, unless every rank has all layers. If a rank raises, all of them do.
+    def _check_vector(self, vector: Tensors) -> bool:
+        """Check the shapes of a vector, and return whether it is a stack of several vectors.
+
+        Raises:
+            TypeError: If the vector is not a mapping.
+            ValueError: If a parameter has no curvature, or if a tensor has a wrong shape.
+        """
+        if not isinstance(vector, Mapping):
+            raise TypeError(
+                f"a {type(vector).__name__} is not a vector; pass a dictionary by parameter name, "
+                f"such as dict(zip(curvature.names, tensors))"
+            )
+        stack_shapes: dict[torch.Size, str] = {}
+        for name, tensor in vector.items():
+            if name not in self._param_shapes:
+                reason = self.uncovered.get(name, "it is not a parameter of the optimizer")
+                raise ValueError(f"{name!r} has no curvature: {reason}; leave it out of the vector")
+            if is_dtensor(tensor):
+                raise ValueError(
+                    f"the vector has a DTensor for {name!r}; pass full tensors, which "
+                    f"tensor.full_tensor() returns"
+                )
+            shape = self._param_shapes[name]
+            if shape not in (tensor.shape, tensor.shape[1:]):
+                raise ValueError(
+                    f"the vector has shape {tuple(tensor.shape)} for {name!r}, but the parameter "
+                    f"has shape {tuple(shape)}; (n, *shape) is a stack of n vectors"
+                )
+            stack_shapes[tensor.shape[: tensor.dim() - len(shape)]] = name
+        if len(stack_shapes) > 1:
+            counts = ", ".join(
+                f"{list(n) or 'one'} for {name!r}" for n, name in stack_shapes.items()
+            )
+            raise ValueError(f"all parameters need the same number of vectors, not {counts}")
+        return any(len(stack_shape) > 0 for stack_shape in stack_shapes)
+
+    # ----------------------------------------------------------------------------- communication
+
+    def _share(self, work: Callable[[], dict[str, Tensors]]) -> dict[str, Tensors]:
+        """Do this rank's work, and return the resulting tensors by layer, on every rank.
+
+        Collective, unless every rank has all layers. If one rank raises, all ranks raise.
         """
         if not self.owners:
             return work()
-        found: dict[str, Parts] = {}
-        error = None
+        tensors: dict[str, Tensors] = {}
+        error: Exception | None = None
         try:
-            found = work()
-        except Exception as raised:  # the others wait for this rank
+            tensors = work()
+        except Exception as raised:  # the other ranks wait for this one
             error = raised
+        specs = self._exchange_specs(tensors, error)
+        return self._broadcast(tensors, specs)
 
-        # Agree that no rank has failed, on the layers, and on the shapes of what arrives.
-        shapes = {
-            name: {key: (tuple(x.shape), x.dtype, x.device.type) for key, x in parts.items()}
-            for name, parts in found.items()
-        }
-        everywhere = self._world.all_gather_object((repr(error) if error else "", shapes))
+    def _exchange_specs(
+        self, tensors: Mapping[str, Tensors], error: Exception | None
+    ) -> list[SpecsByLayer]:
+        """Return the shapes of every rank's tensors, once all ranks have succeeded. Collective.
+
+        Raises:
+            SecondOrderError: If another rank has raised, or has worked on other layers.
+        """
+        specs: SpecsByLayer = {}
+        for name, layer_tensors in tensors.items():
+            specs[name] = {key: TensorSpec.of(tensor) for key, tensor in layer_tensors.items()}
+        local_result = RankResult(repr(error) if error else "", specs)
+        results: list[RankResult] = self._world.all_gather_object(local_result)
         if error is not None:
             raise error
-        failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everywhere) if text]
-        if failed:
-            raise SecondOrderError("; ".join(failed))
-        names = list(everywhere[0][1])
-        for rank, (_, others) in enumerate(everywhere):
-            if list(others) != names:
+        failures = [f"rank {rank}: {r.error}" for rank, r in enumerate(results) if r.error]
+        if failures:
+            raise SecondOrderError("; ".join(failures))
+
+        names = list(results[0].specs)
+        for rank, result in enumerate(results):
+            if list(result.specs) != names:
                 raise SecondOrderError(
-                    f"rank 0 asks for layers {names}, and rank {rank} for {list(others)}; every "
-                    f"rank has to ask for the same ones, or to call gather() before"
+                    f"rank 0 uses layers {names}, but rank {rank} uses {list(result.specs)}; use "
+                    f"the same layers on every rank, or call gather() first"
                 )
+        return [result.specs for result in results]
 
-        # Broadcast the tensors of each owner, all of one call being on one kind of device.
-        arrived = {name: dict(parts) for name, parts in found.items()}
-        tensors: list[Tensor] = []
+    def _broadcast(
+        self, tensors: Mapping[str, Tensors], specs: Sequence[SpecsByLayer]
+    ) -> dict[str, Tensors]:
+        """Broadcast the tensors of each layer from its owner. Collective."""
+        received = {name: dict(local_tensors) for name, local_tensors in tensors.items()}
+        buffers: list[Tensor] = []
         owners: list[int] = []
-        for name in [name for name in names if name in self.owners]:
+        for name, layer_tensors in received.items():
+            if name not in self.owners:
+                continue
             owner = self.owners[name]
-            for key, (shape, dtype, device) in everywhere[owner][1][name].items():
+            for key, spec in specs[owner][name].items():
                 if owner != self._world.rank:
-                    arrived[name][key] = torch.empty(shape, dtype=dtype, device=device)
-                tensors.append(arrived[name][key])
+                    layer_tensors[key] = spec.allocate()
+                buffers.append(layer_tensors[key])
                 owners.append(owner)
-        on_host = bool(tensors) and tensors[0].device.type == "cpu"
-        world = self._world.on_cpu() if on_host else self._world
-        world.broadcast(tensors, owners)
-        return dict(arrived)
 
-    def _is_stack(self, vector: Parts) -> bool:
-        """Whether these are several vectors; raises unless all parameters have curvature."""
-        if not isinstance(vector, Mapping):
-            raise TypeError(
-                f"a {type(vector).__name__} is no vector; give a dictionary by parameter name, as "
-                f"dict(zip(curvature.names, tensors))"
-            )
-        numbers: dict[torch.Size, str] = {}
-        for name, tensor in vector.items():
-            if name not in self._sizes:
-                why = self.uncovered.get(name, "it is no parameter of the optimizer")
-                raise ValueError(f"{name!r} has no curvature: {why}; leave it out of the vector")
-            if is_dtensor(tensor):
-                raise ValueError(
-                    f"the vector has a DTensor for {name!r}; give whole tensors, as "
-                    f"tensor.full_tensor() returns them"
-                )
-            size = self._sizes[name]
-            if size not in (tensor.shape, tensor.shape[1:]):
-                raise ValueError(
-                    f"the vector has shape {tuple(tensor.shape)} for {name!r}, a parameter of "
-                    f"shape {tuple(size)}"
-                )
-            numbers[tensor.shape[: tensor.dim() - len(size)]] = name
-        if len(numbers) > 1:
-            each = ", ".join(f"{list(n) or 'one'} for {name!r}" for n, name in numbers.items())
-            raise ValueError(f"the vectors are not as many for all parameters: {each}")
-        return any(numbers)
-
-    def _damping_of(self, layer: LayerCurvature, damping: Damping) -> float | None:
-        """The damping that is given for a layer."""
-        if not isinstance(damping, Mapping):
-            return damping
-        unknown = [name for name in damping if name not in self]
-        if unknown:
-            raise ValueError(f"damping= is of {unknown[0]!r}, no layer; give names of {list(self)}")
-        return damping.get(layer.name)
+        # All tensors of one call are on the same type of device.
+        world = self._world
+        if buffers and buffers[0].device.type == "cpu":
+            world = world.on_cpu()
+        world.broadcast(buffers, owners)
+        return dict(received)
 
 
-def _joined(parts: Mapping[str, Parts]) -> dict[str, Tensor]:
-    return {name: tensor for each in parts.values() for name, tensor in each.items()}
+class TensorSpec(NamedTuple):
+    """What a rank needs to know about a tensor that it receives."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """Return the spec of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device.type)
+
+    def allocate(self) -> Tensor:
+        """Return an uninitialized tensor of this spec."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device_type)
+
+
+SpecsByLayer: TypeAlias = dict[str, dict[str, TensorSpec]]
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What a rank sends to the other ranks about its work: its error, if any, and its tensors."""
+
+    error: str
+    specs: SpecsByLayer
+
+
+def _merge(by_layer: Mapping[str, Tensors]) -> dict[str, Tensor]:
+    """Return the tensors of all layers in one dictionary."""
+    merged: dict[str, Tensor] = {}
+    for tensors in by_layer.values():
+        merged |= tensors
+    return merged

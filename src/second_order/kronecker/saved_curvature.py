@@ -1,4 +1,7 @@
-"""The curvature of a model in a folder: a safetensors file for each layer, and an index."""
+"""Save the curvature of a model in a folder: a safetensors file for each layer, and an index.
+
+The index, ``curvature.json``, is written last. A folder without it is incomplete.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,22 @@ __all__ = ["Index", "read_index", "read_layer", "remove_index", "write_index", "
 
 INDEX = "curvature.json"
 FORMAT = "second_order.KroneckerCurvature"
-NUMBERS = ("examples", "updates", "damping", "rows")
-SIZES = [field.name for field in fields(FactorShape) if field.init]
+
+# Fields of `LayerCurvature` and of `FactorShape` that the index stores as they are.
+NUMBER_FIELDS = ("examples", "updates", "damping", "rows")
+SHAPE_FIELDS = [field.name for field in fields(FactorShape) if field.init]
 
 
 @dataclass(frozen=True)
 class Index:
-    """What a folder has: layers without their tensors, and the rest of the curvature."""
+    """The contents of an index.
+
+    Attributes:
+        layers: The layers without their tensors.
+        names: Names of the parameters.
+        uncovered: By parameter name, why the parameter has no curvature.
+        report: What was measured, if known.
+    """
 
     layers: list[LayerCurvature]
     names: list[str]
@@ -35,43 +47,58 @@ class Index:
     report: str | None
 
 
+# ------------------------------------------------------------------------------------------ layers
+
+
 def file_name(layer: str) -> str:
-    """The file of a layer: one within the folder, and not hidden, whatever the layer's name."""
+    """Return the name of a layer's file, which is inside of the folder and not hidden."""
     name = quote(layer, safe="") or "%"
-    return f"{'%2E' + name[1:] if name.startswith('.') else name}.safetensors"
+    if name.startswith("."):
+        name = "%2E" + name[1:]
+    return f"{name}.safetensors"
 
 
 def write_layer(folder: Path, layer: LayerCurvature) -> None:
-    """Write a layer's tensors, factors as whole matrices."""
-    save_tensors({**layer.tensors(), **layer.factors}, folder / file_name(layer.name))
+    """Write the tensors of a layer, with the factors as matrices."""
+    tensors = layer.tensors() | layer.factors
+    save_tensors(tensors, folder / file_name(layer.name))
 
 
 def read_layer(
     folder: Path, layer: LayerCurvature, device: torch.device | str | None
 ) -> LayerCurvature:
-    """A layer of an index with its tensors, of which factors and corrected eigenvalues fit."""
+    """Return a layer of an index with its tensors.
+
+    Raises:
+        CheckpointError: If its file is missing, or if factors or corrected eigenvalues do not have
+            the shapes that the index gives.
+    """
     path = folder / file_name(layer.name)
     try:
         tensors = load_tensors(path, device)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{path} is not there, which {INDEX} has for the factors of layer {layer.name!r}; copy "
-            f"the whole folder, or save the curvature again"
+            f"{path} is not there, but {INDEX} lists it for layer {layer.name!r}; copy the whole "
+            f"folder, or save the curvature again"
         ) from error
+
     expected = layer.shape.matrix_shapes()
     expected["corrected"] = layer.shape.gradient_shape
-    found = {name: tuple(tensors[name].shape) for name in expected if name in tensors}
-    wrong = {name: shape for name, shape in found.items() if shape != tuple(expected[name])}
-    if wrong or "A" not in found:
+    shapes = {name: tuple(tensors[name].shape) for name in expected if name in tensors}
+    fits = all(shape == tuple(expected[name]) for name, shape in shapes.items())
+    if not fits or "A" not in shapes:
         raise CheckpointError(
-            f"{path} does not fit {INDEX}: its factors have the shapes {found}, and not "
-            f"{expected}; it is of another run"
+            f"{path} does not fit {INDEX}: its tensors have the shapes {shapes}, not {expected}; "
+            f"the files are from different runs, so save the curvature again"
         )
     return layer.with_tensors(tensors)
 
 
+# ------------------------------------------------------------------------------------------- index
+
+
 def remove_index(folder: Path) -> None:
-    """Mark a folder as being written."""
+    """Remove the index of a folder that is about to be written, so that it is incomplete."""
     (folder / INDEX).unlink(missing_ok=True)
 
 
@@ -82,64 +109,77 @@ def write_index(
     uncovered: Mapping[str, str],
     report: Any,
 ) -> None:
-    """Write the index, which says that all layers have been written."""
+    """Write the index, once the files of all layers are written."""
     content = {
         "format": FORMAT,
         "names": list(names),
         "uncovered": dict(uncovered),
         "report": None if report is None else str(report),
-        "layers": {name: _described(layer) for name, layer in layers.items()},
+        "layers": {name: _to_json(layer) for name, layer in layers.items()},
     }
     with replacing(folder / INDEX) as file:
         file.write(json.dumps(content, indent=1).encode())
 
 
-def _described(layer: LayerCurvature) -> dict[str, Any]:
-    return {
-        "file": file_name(layer.name),
-        "modules": list(layer.modules),
-        "kind": layer.kind.__name__,
-        "shapes": {name: list(size) for name, size in layer.shapes.items()},
-        "shape": {name: getattr(layer.shape, name) for name in SIZES},
-        **{name: getattr(layer, name) for name in NUMBERS},
-    }
-
-
 def read_index(folder: Path) -> Index:
-    """Read the index of a folder; raise CheckpointError if it has none, or not a valid one."""
+    """Read the index of a folder.
+
+    Raises:
+        CheckpointError: If the folder has no index, or if the index is not valid.
+    """
     path = folder / INDEX
     if not path.is_file():
         raise CheckpointError(
-            f"{folder} has no {INDEX}: it is of something else, or writing has not ended; save the "
-            f"curvature anew"
+            f"{folder} has no {INDEX}: it contains something else, or writing has not ended; save "
+            f"the curvature again"
         )
     try:
         content = json.loads(path.read_bytes())
         if content["format"] != FORMAT:
             raise ValueError(f"{content['format']} is not {FORMAT}")
         return Index(
-            layers=[_layer(name, entry) for name, entry in content["layers"].items()],
+            layers=[_from_json(name, entry) for name, entry in content["layers"].items()],
             names=list(content["names"]),
             uncovered=dict(content["uncovered"]),
             report=content["report"],
         )
     except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error!r}; save it again") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {error!r}; save the curvature again"
+        ) from error
 
 
-def _layer(name: str, entry: Mapping[str, Any]) -> LayerCurvature:
+def _to_json(layer: LayerCurvature) -> dict[str, Any]:
+    """Return the entry of a layer in the index."""
+    entry: dict[str, Any] = {
+        "file": file_name(layer.name),
+        "modules": list(layer.modules),
+        "kind": layer.kind.__name__,
+        "shapes": {name: list(size) for name, size in layer.shapes.items()},
+        "shape": {name: getattr(layer.shape, name) for name in SHAPE_FIELDS},
+    }
+    for name in NUMBER_FIELDS:
+        entry[name] = getattr(layer, name)
+    return entry
+
+
+def _from_json(name: str, entry: Mapping[str, Any]) -> LayerCurvature:
+    """Return the layer of an entry in the index, without its tensors."""
+    numbers = {field: entry[field] for field in NUMBER_FIELDS}
     return LayerCurvature(
         name=name,
         modules=tuple(entry["modules"]),
-        kind=_class(entry["kind"]),
-        shapes={each: torch.Size(size) for each, size in entry["shapes"].items()},
+        kind=_find_class(entry["kind"]),
+        shapes={param: torch.Size(size) for param, size in entry["shapes"].items()},
         shape=FactorShape(**entry["shape"]),
         stored={},
-        **{each: entry[each] for each in NUMBERS},
+        **numbers,
     )
 
 
-def _class(name: str) -> type[nn.Module]:
-    """The class of torch of a name; that of any module if there is none."""
-    found = getattr(nn, name, nn.Module)
-    return found if isinstance(found, type) and issubclass(found, nn.Module) else nn.Module
+def _find_class(name: str) -> type[nn.Module]:
+    """Return the class of ``torch.nn`` with a name, or ``nn.Module`` for any other class."""
+    kind = getattr(nn, name, None)
+    if isinstance(kind, type) and issubclass(kind, nn.Module):
+        return kind
+    return nn.Module

@@ -487,5 +487,5 @@ def correct_eigenvalues(
     eigenvalues = {
         name: total.div_(measurement.num_terms) for (name, _), total in sums.finish().items()
     }
-    local_bases = {name: layer.eigen for name, layer in curvature.here.items()}
+    local_bases = {name: layer.eigen for name, layer in curvature.local_layers.items()}
     return replace(measurement, corrected=eigenvalues, bases=local_bases)
