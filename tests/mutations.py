@@ -349,9 +349,9 @@ ranks' losses not compared  <-  loss_reduction::ranks_that_are_told_differently
   - ("loss reduction", self.layers.reduction),
 messages forget since the beginning
   <-  stats::factors_forget_between_messages_as_much_as_in_so_many_steps
-  - self.layers.take_in(sums, decay)
+  - self.layers.update_averages(sums, decay)
   -         self._schedule.record_update(self.training.steps)
-  + self.layers.take_in(sums, decay)
+  + self.layers.update_averages(sums, decay)
 a resumed run that forgets its intervals  <-  drift::a_resumed_run_has_the_intervals
     self.drift.load(saved, self.layers.blocks)  =>  pass
 a resumed run that refreshes all layers  <-  resume::a_resumed_run_is_the_run
@@ -397,20 +397,20 @@ zero_grad keeps statistics  <-  contract_steps::a_step_after_zero_grad_alone_tak
   + self.collector.step_passes.passes.clear()
 a state of averages that are slices by now
   <-  queued::state_and_memory_follow_averages_into_their_stacks
-    if before != [id(x) for each in averages.values() for x in each.stored.values()]:  =>  if False:
+    if tensors_after != tensors_before:  =>  if False:
 passes of a layer for those of a step
   <-  examples::a_layer_that_some_micro_batches_pass_by_is_counted_with_the_others
     max([1, *(block.staged.micro_batches for block in blocks)])  =>  blocks[-1].staged.micro_batches
 G of a step's losses without their number
   <-  loss_reduction::unequal_shares_train_as_the_whole_batch
-    for block in sums], share)  =>  for block in sums], 1.0)
+    shapes, share)  =>  shapes, 1.0)
 statistics of micro-batches with the square of their number
   <-  stats::micro_batches_of_a_stats_worker_are_counted
     collect_sums(staged, micro_batches, terms)  =>  collect_sums(staged, 1, terms)
 
 terms of the last layer that a rank owns
   <-  rows::ranks_that_do_not_own_the_last_layer_know_its_terms
-    watched += last  =>  pass
+    hooked.append(rows_only)  =>  pass
 
 == kfac/metrics.py
 a curvature object with an absolute damping
@@ -473,7 +473,7 @@ a young training remembers as much as an old one
   <-  defaults::a_young_training_remembers_a_share_of_its_steps
     decay = min(decay, 1 - 1 / max(2.0, past.share * step))  =>  pass
 newcomers wait for the interval  <-  robustness::a_newcomer_is_solved_as_soon_as_it_has_statistics
-  - if step == self._layers.newcomers_at:
+  - if step == self._layers.newly_trainable_at:
   -             return layers
   + if False:
   +             return layers
@@ -563,7 +563,7 @@ a solve with all cores  <-  background::one_core_in_the_work_and_as_many_as_befo
 == kfac/stats_workers.py
 a stats worker's losses of a step as sums
   <-  stats::micro_batches_of_a_stats_worker_are_counted
-    sums = self.layers.whole_steps(sums, share=1.0)  =>  pass
+    sums = self.layers.undo_step_mean(sums, share=1.0)  =>  pass
 a stats worker's gradients pile up  <-  stats::a_stats_workers_gradients_do_not_pile_up
     p.grad = None  =>  pass
 statistics to the first worker, whoever owns the layer

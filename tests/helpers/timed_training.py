@@ -83,14 +83,14 @@ class Run:
         self.refreshes: list[int] = []
         self.decays: dict[int, float] = {}
         layers, inverses = self.curvature.layers, self.curvature.inverses
-        take_in, refresh = layers.take_in, inverses.refresh
+        update_averages, refresh = layers.update_averages, inverses.refresh
         consume = layers.collector.consume
 
         def taking(sums: Any, decay: float) -> None:
             self.time.spend(3 * self.scale)
             self.updates.append(self.steps)
             self.decays[self.steps] = decay
-            take_in(sums, decay)
+            update_averages(sums, decay)
 
         def refreshing(due: Any, *args: Any, **kwargs: Any) -> Any:
             if due:
@@ -102,7 +102,7 @@ class Run:
             self.time.spend(2 / LAYERS * self.scale)
             consume(*args, **kwargs)
 
-        layers.take_in, inverses.refresh = taking, refreshing
+        layers.update_averages, inverses.refresh = taking, refreshing
         layers.collector.consume = consuming
 
     @property

@@ -148,7 +148,7 @@ def heads(rank: int, world_size: int) -> list[tuple[float, Tensor, tuple[bool, b
         curvature = optimizer._curvature
         spread = partial(distkfac_plan, factors_everywhere=False)
         curvature._system = dataclasses.replace(curvature._system, plan=spread)
-        curvature.layers.forget_plan()  # plan anew: each factor goes to its owner
+        curvature.layers.mark_changed()  # plan anew: each factor goes to its owner
         go(model, optimizer, CASE, shards(BATCHES[:2], rank, world_size))
         known = [block.factors for block in optimizer._curvature.layers.blocks]
     return [

@@ -376,4 +376,4 @@ def test_factors_of_gradients_are_no_fisher_information() -> None:
     assert optimizer.metrics()["layers"] == 2
     curvature = optimizer.curvature()
     assert list(curvature) == ["1"]
-    assert "make no Fisher information" in curvature.uncovered["0.matrix"]
+    assert "are no Fisher information" in curvature.uncovered["0.matrix"]

@@ -245,8 +245,8 @@ def test_nothing_keeps_layers_once_the_optimizer_is_closed() -> None:
 def test_banks_are_made_anew_for_layers_on_another_device() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     layers = (optimizer := KAISA(model, lr=0.1))._curvature.layers  # type: ignore[attr-defined]
-    assert not layers.follow()
+    assert not layers.update_active()
     for p in model[1].parameters():
         torch.utils.swap_tensors(p, nn.Parameter(p.to("meta")))
-    assert layers.follow()
+    assert layers.update_active()
     optimizer.close()

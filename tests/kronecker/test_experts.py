@@ -183,7 +183,7 @@ def test_experts_are_not_told_of_sequences() -> None:
         optimizer = make(KAISA, mixture(has_bias=True), lr=0.0, kfac_approx="reduce")
     assert "experts.gate_up_proj (kfac_approx='reduce'" in str(told[0].message)
     assert [block.name for block in optimizer._curvature.layers.blocks] == ["first", "head"]
-    assert {row.name for row in optimizer._curvature.layers.left} == {
+    assert {row.name for row in optimizer._curvature.layers.left_to_base} == {
         "experts.gate_up_proj",
         "experts.down_proj",
     }

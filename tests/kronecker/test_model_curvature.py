@@ -151,7 +151,7 @@ def test_solving_with_the_trainings_damping_is_what_the_training_does(System: An
 def test_what_has_no_curvature_is_said() -> None:
     model = ZOO["norms"].model()
     optimizer = make(KAISA, model, skip_layers=["0"])
-    with pytest.raises(SecondOrderError, match=r"KAISA has no factors yet: .* after the first"):
+    with pytest.raises(SecondOrderError, match=r"KAISA has no factors yet; .* after the first"):
         optimizer.curvature(dtype=torch.float64)
     take(model, optimizer, ZOO["norms"].batches(1)[0], ZOO["norms"].loss)
     curvature = optimizer.curvature(dtype=torch.float64)

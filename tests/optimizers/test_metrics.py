@@ -154,7 +154,7 @@ def test_the_page_has_every_name_and_no_other() -> None:
     page = page.split("## Stages of a step")[0]
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
-    expected = {*kfac_metrics.NAMES, *make(MRDHO2, MLP.model()).metrics()}
+    expected = {*kfac_metrics.METRIC_NAMES, *make(MRDHO2, MLP.model()).metrics()}
     assert named == expected
 
 

@@ -39,7 +39,7 @@ from second_order.kfac.layers import (
     gradient_blocks,
     gradient_statistics,
 )
-from second_order.kfac.metrics import build_curvature, metrics_of
+from second_order.kfac.metrics import build_curvature, layer_metrics
 from second_order.kfac.plan import (
     LayerPlan,
     Plan,
@@ -323,12 +323,12 @@ class KFAC(LayeredCurvature):
 
     def _start_capture(self) -> None:
         """Assign the layers to ranks, and capture their statistics from now on. Collective."""
-        self.layers.forget_plan()
+        self.layers.mark_changed()
         on_statistics = None if self._pipeline is None else self._pipeline.send_complete
-        self.layers.connect(on_statistics)
-        if self.layers.follow():
+        self.layers.start_capture(on_statistics)
+        if self.layers.update_active():
             self._assign_layers()
-        self.layers.name_those_left()
+        self.layers.warn_of_uncovered()
         self.watch()
 
     def _set_num_workers(self, workers: int) -> None:
@@ -336,7 +336,7 @@ class KFAC(LayeredCurvature):
         self.workers = workers
         fraction = workers / self.training.world.size
         self._system = replace(self._system, plan=partial(self._system.plan, fraction=fraction))
-        self.layers.forget_plan()
+        self.layers.mark_changed()
 
     # ----------------------------------------------------------------------------------- the step
 
@@ -347,7 +347,7 @@ class KFAC(LayeredCurvature):
         """
         if self.throttle is not None:
             self.throttle.begin_step()
-        if self.layers.follow():
+        if self.layers.update_active():
             self._assign_layers()
         if self._loaded is not None:
             self._agree_on_loaded(self._loaded)
@@ -422,8 +422,8 @@ class KFAC(LayeredCurvature):
         due = self._schedule.statistics_due(self.training.steps)
         if self.helpers is not None and not self.helpers.own_passes:
             due = False
-        if due or self.layers.expecting:
-            self.layers.expect(due)
+        if due or self.layers.is_capturing:
+            self.layers.set_capturing(due)
         if due and self._pipeline is not None:
             self._pipeline.expect(self._statistics_dtype)
 
@@ -466,7 +466,7 @@ class KFAC(LayeredCurvature):
         layers = self.layers
         step = self._step
         world = self.training.world
-        layers.look(step.contributing)
+        layers.verify_pairs(step.contributing)
         for block in step.layers:
             block.ensure_factors(statistics_due=True)
 
@@ -475,7 +475,7 @@ class KFAC(LayeredCurvature):
             self._pipeline.expect(self._statistics_dtype)
             sums = self._pipeline.sums(layers, exchange)
         else:
-            sums = layers.sums(step.contributing)
+            sums = layers.pop_sums(step.contributing)
             if world.size > 1:
                 with stage("statistics_exchange"):
                     exchange(sums, self._statistics_dtype)
@@ -485,13 +485,13 @@ class KFAC(LayeredCurvature):
         # With owners, sums have the terms of the owner's batch only. The other ranks are assumed to
         # have as many.
         share = 1.0 / world.size if self._system.owners is None else 1.0
-        return layers.whole_steps(sums, share)
+        return layers.undo_step_mean(sums, share)
 
     def _update_averages(self, sums: Sums, decay: float) -> None:
         """Update the running averages. Inverses under way keep the factors of their step."""
         if self.inverses.pending:
             self.inverses.snapshot_factors(sums)
-        self.layers.take_in(sums, decay)
+        self.layers.update_averages(sums, decay)
         self._schedule.record_update(self.training.steps)
 
     def _update_from_gradients(
@@ -645,7 +645,7 @@ class KFAC(LayeredCurvature):
                 is_moved = True
         resumes = self._loaded is not None and not trainable_layers_changed(self._loaded, self.plan)
         if (is_new or is_moved) and not resumes:
-            layers.take_all_at(steps + 1)
+            layers.schedule_all_at(steps + 1)
 
         # What this rank does at each step.
         self._step = compile_step(world, plan.grid, self.plan, self._system.exchange_dtype)
@@ -656,7 +656,7 @@ class KFAC(LayeredCurvature):
 
         # Move the factors, and start without inverses.
         move_factors(world, self.plan, before)
-        layers.watch(self._contributes)
+        layers.attach_hooks(self._contributes)
         for block in layers.blocks:
             block.drop_inverse()
         self.inverses.restart(self._step)
@@ -676,7 +676,7 @@ class KFAC(LayeredCurvature):
             ("closed", self._closed),
             ("sharded by FSDP2", self.sharded),
             ("layers to refresh at once", wanted),
-            ("step at which all layers are due", self.layers.newcomers_at),
+            ("step at which all layers are due", self.layers.newly_trainable_at),
             *scheduled(self._options, SCHEDULES, self.training.steps),
             ("loss reduction", self.layers.reduction),
             ("step scale", self._step_scale),
@@ -699,7 +699,7 @@ class KFAC(LayeredCurvature):
             common |= part.saved()
         common[MEAN_CURVATURE] = self.mean_curvature
         common[UPDATED_AT] = self._schedule.updated_at
-        common[NEWLY_TRAINABLE_AT] = self.layers.newcomers_at
+        common[NEWLY_TRAINABLE_AT] = self.layers.newly_trainable_at
         if self._system.auto_workers:
             common |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)
 
@@ -762,7 +762,7 @@ class KFAC(LayeredCurvature):
         self.mean_curvature = read_shared_number(saved, MEAN_CURVATURE, 0.0)
         updated_at = read_shared_number(saved, UPDATED_AT, self.training.steps)
         self._schedule.record_update(int(updated_at))
-        self.layers.take_all_at(int(read_shared_number(saved, NEWLY_TRAINABLE_AT, -1)))
+        self.layers.schedule_all_at(int(read_shared_number(saved, NEWLY_TRAINABLE_AT, -1)))
 
         self._loaded = saved
         self._install_loaded(saved)
@@ -823,7 +823,7 @@ class KFAC(LayeredCurvature):
             )
             block.restart_averages()
         if lost:
-            self.layers.take_all_at(training.steps + 1)
+            self.layers.schedule_all_at(training.steps + 1)
             training.publish()  # without the lost factors
         if missing and self.drift is not None:
             self.drift.keep_only(blocks)  # layers without an inverse change the intervals
@@ -857,7 +857,7 @@ class KFAC(LayeredCurvature):
 
     def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
         """Send the factors and inverses that some of ``ranks`` lack to them. Collective."""
-        if not self._closed and self.layers.follow():
+        if not self._closed and self.layers.update_active():
             self._assign_layers()
         state = self.state()
         to_save = self.state_to_save()
@@ -899,7 +899,7 @@ class KFAC(LayeredCurvature):
 
     def build_curvature(self, dtype: torch.dtype, gather: bool) -> KroneckerCurvature:
         """Return a copy of the running averages. Collective if other ranks store some of them."""
-        if self.factors_elsewhere and self.layers.follow():
+        if self.factors_elsewhere and self.layers.update_active():
             self._assign_layers()
         return build_curvature(
             training=self.training,
@@ -914,7 +914,7 @@ class KFAC(LayeredCurvature):
     def metrics(self) -> dict[str, float]:
         """Return numbers to log: clip, damping, step scale, ages, intervals, drift, failures."""
         last_step = self.training.steps - 1
-        metrics = metrics_of(self.layers, self.plan, self.inverses, last_step)
+        metrics = layer_metrics(self.layers, self.plan, self.inverses, last_step)
         clip = self._last.clip
         metrics["clip"] = 1.0 if clip is None else float(clip)
         metrics["step_length"] = self._step_scale

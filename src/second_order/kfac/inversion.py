@@ -285,7 +285,7 @@ class Inverses:
             self.requested = set(self.step_plan.layers)
             raise
         self.requested.clear()
-        self.layers.tell_of_silence(list(outcomes))
+        self.layers.warn_of_no_statistics(list(outcomes))
         self._raise_on_repeated_failures(outcomes)
 
         # A cosine holds if the attempt itself was installed.
@@ -650,7 +650,7 @@ class Inverses:
         if outcome is Outcome.NO_STATISTICS:
             block.drop_inverse_at_refresh(no_statistics=block.status is LayerStatus.NOT_CAPTURED)
             return
-        self.layers.unexplained_elsewhere(block)
+        self.layers.mark_unverified(block)
         had_inverse = block.solved
         block.restart_averages()
         block.drop_inverse_at_refresh(no_statistics=True)

@@ -1,16 +1,23 @@
-"""The layers of a model that K-FAC preconditions: found, watched, and followed as they change.
+"""The layers of a model that K-FAC preconditions, and the statistics that its passes give them.
+
+    find               modules and parameters -> blocks, one for each layer
+    update_active      which layers train now; a change leads to a new assignment
+    start_capture      hooks -> Capture -> StatisticsCollector -> ``block.staged``
+    pop_sums           the statistics since the last step, as sums that ranks add up
+    update_averages    A, G <- running averages
 
 A parameter group may set options for its own layers:
 
     groups = [{"params": body, "damping": 0.3}, {"params": head, "precondition": False}]
 
-damping        replaces the optimizer's number in the γ of the group's layers
-factor_decay   replaces the optimizer's number in the updates of the layers' running averages
-precondition   False: the base optimizer alone trains the group
+    damping         replaces the optimizer's number in γ of the group's layers
+    factor_decay    replaces the optimizer's number in the updates of the running averages
+    precondition    False: only the base optimizer trains the group
 
-The first two are read from ``param_groups`` when they are used. So checkpoints contain them, ranks
-compare them at each step, and a new damping acts at the next refresh, a new decay at the next
-update. ``precondition`` is read when layers are found: at construction, and when a group is added.
+The first two are read from ``param_groups`` whenever they are used. So checkpoints contain them,
+ranks compare them at each step, and changes have an effect: a new damping at the next refresh, a
+new decay at the next update. ``precondition`` is read when layers are searched: at construction,
+and when a group is added.
 """
 
 from __future__ import annotations
@@ -20,17 +27,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from second_order.distributed.fsdp import FSDPParams, is_dtensor, reshard
 from second_order.kfac.losses import (
-    SAID,
+    ASSUMPTIONS,
     ItemsHook,
-    reduction_of,
-    watch_items,
+    hook_items,
+    loss_reduction,
 )
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.capture import Capture
@@ -57,7 +64,7 @@ from second_order.utils.checks import AUTO, LAYER_OPTIONS
 from second_order.utils.modules import plain_type, unmatched_patterns
 
 __all__ = [
-    "SILENT",
+    "NO_STATISTICS",
     "Layers",
     "describe_group_options",
     "gradient_blocks",
@@ -66,36 +73,55 @@ __all__ = [
 ]
 
 Groups: TypeAlias = Sequence[Mapping[str, Any]]
-Look: TypeAlias = tuple[bool, torch.device, torch.Size, FactorShape]
 
-USUAL_BATCH = 64.0  # examples, where nothing tells their number
+DEFAULT_EXAMPLES = 64.0  # per step, if no layer has counted the examples
 
-UNREACHED = (
-    "the forward does not call these modules, or their outputs do not reach the loss; see to it "
-    "that they do"
+MAX_NAMES = 10  # in a warning
+
+# Reasons in warnings and in the summary.
+NO_STATISTICS = "no statistics arrived: its forward is not called, or does not reach the loss"
+NOT_CALLED = (
+    "the forward does not call these modules, or their outputs do not reach the loss; use them in "
+    "the forward, or name them in skip_layers"
+)
+NO_LAYER_CALLED = (
+    "train the model that you passed to the optimizer, not a copy or an export of it; if that "
+    "model, or another of its class, ran under torch.compile before you made the optimizer, call "
+    "torch.compiler.reset() once, because the compiled graphs have no hooks"
+)
+UNVERIFIED = (
+    "the inputs and output gradients of its calls do not reproduce its weight's gradient, so its "
+    "factors would not be its curvature. Its forward may scale or mask, or be replaced on the "
+    "instance; its weight may be used outside of the module; or the loss may contain derivatives. "
+    "Describe its class with register_layer(), or name it in skip_layers"
+)
+COVER_MORE = (
+    "precondition_norms=True, a larger max_factor_dim, fewer skip_layers, or register_layer() for "
+    "your own classes"
 )
 
-MOST_NAMES = 10  # in a warning
-NONE_AT_ALL = (
-    "train the very model that the optimizer was given, not a copy or an export of it; a model "
-    "that had run under torch.compile before the optimizer was made, or another of its class, has "
-    "left graphs without hooks: call torch.compiler.reset() once"
-)
-REMEDY = (
-    "precondition_norms=True, a larger max_factor_dim or a shorter skip_layers, and where "
-    "register_layer() tells what a class computes"
-)
-UNEXPLAINED = (
-    "the inputs and output gradients of its calls do not make its weight's gradient, so that its "
-    "factors would not be its curvature: its forward scales or masks, or is replaced on the "
-    "instance, its weight is used outside of its module too, or the loss contains derivatives; "
-    "tell how its class computes by register_layer(), or name it in skip_layers"
-)
-SILENT = "no statistics have arrived: its forward is not called, or does not reach the loss"
+
+class ParamState(NamedTuple):
+    """What the assignment of layers to ranks depends on, for one parameter of a layer."""
+
+    requires_grad: bool
+    device: torch.device
+    size: torch.Size
+    layer_shape: FactorShape
 
 
 class Layers:
-    """The blocks of a model, and the statistics that its passes leave in them."""
+    """The layers of a model, and the capture of their statistics.
+
+    Attributes:
+        blocks: All layers, including frozen ones.
+        active: The layers that train now.
+        left_to_base: The modules and parameters that only the base trains, and why.
+        newly_trainable_at: The step at which all layers are due because some became trainable, or
+            lost their factors. It is the first step whose passes have been captured for sure. -1 if
+            there is none.
+        is_capturing: Whether the hooks capture statistics in the next passes.
+    """
 
     def __init__(
         self,
@@ -104,199 +130,173 @@ class Layers:
         rules: BlockRules,
         conv_approximation: Approximation | None = None,
     ) -> None:
-        self._training, self._options, self._rules = training, options, rules
+        self._training = training
+        self._options = options
+        self._rules = rules
         self._conv_approximation = conv_approximation
-        self.blocks: list[KroneckerBlock] = []  # of all layers, frozen ones too
-        self.active: list[KroneckerBlock] = []  # those that train now
-        self.left: list[LeftToBase] = []  # the parameters left to the base, and why
-        # The first step whose passes are sure to have been captured for layers that began to train
-        # in mid-run, or lost their factors.
-        self.newcomers_at = -1
-        # What decides the plan, as it was when it was last looked at.
-        self._looks: list[Look] | None = None
-        self.expecting = True
+        self.blocks: list[KroneckerBlock] = []
+        self.active: list[KroneckerBlock] = []
+        self.left_to_base: list[LeftToBase] = []
+        self.newly_trainable_at = -1
+        self.is_capturing = True
+        self._param_states: list[ParamState] | None = None  # at the last update_active()
         self._items: ItemsHook | None = None
 
+    # ------------------------------------------------------------------------------ which layers
+
     def find(self, optimized: Iterable[Tensor] | None = None) -> None:
-        """Find the layers of the parameters in the groups that have blocks, or of others'."""
-        options, rules = self._options, self._rules
-        params = list(group_params(self._training.groups) if optimized is None else optimized)
-        reshard(self._training.model)
+        """Find the layers of the parameters that are optimized.
+
+        Args:
+            optimized: These parameters; None for those of the parameter groups.
+
+        Raises:
+            ValueError: If the parameters of a layer are in groups with different options.
+        """
         groups = self._training.groups
-        known = {id(block.weight): block for block in self.blocks}
-        left_alone = [group["params"] for group in groups if group.get("precondition") is False]
-        excluded = {id(p) for each in left_alone for p in each}
+        params = list(group_params(groups) if optimized is None else optimized)
+        reshard(self._training.model)
+
+        # Groups that only the base trains.
+        excluded: set[int] = set()
+        for group in groups:
+            if group.get("precondition") is False:
+                excluded.update(id(p) for p in group["params"])
+
+        rules = self._rules
         if rules.unsupported_layers == AUTO and any(map(is_dtensor, params)):
             # No rank has the whole gradients of sharded parameters.
             rules = replace(rules, unsupported_layers="base_optimizer")
-        blocks, left = find_blocks(
+        blocks, left_to_base = find_blocks(
             self._training.model,
             {id(p): p.numel() for p in params},
-            options.skip_layers,
-            known,
-            options.factor_dtype,
+            self._options.skip_layers,
+            {id(block.weight): block for block in self.blocks},
+            self._options.factor_dtype,
             rules,
             excluded=excluded,
         )
         _check_groups(groups, blocks)
-        self.blocks, self.left = blocks, left
+        self.blocks = blocks
+        self.left_to_base = left_to_base
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 has sharded any parameter of a layer."""
+        """Whether FSDP2 has sharded a parameter of any layer."""
         return any(is_dtensor(p) for b in self.blocks for p in (b.weight, *b.params))
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
-        """Put other parameters in the place of some, of which they are shards."""
+        """Replace parameters by their shards."""
         for block in self.blocks:
             block.replace_params(others)
-        self.forget_plan()
+        self.mark_changed()
 
-    def description(self, said: str) -> list[str]:
-        """What must be equal on all ranks: options, and layers, as equal parameters can differ."""
-        shown = {k: v for k, v in group_settings(vars(self._options)).items() if not callable(v)}
-        options = f"options: {self._training.base_name} {shown} {self._rules} {said}"
-        kinds = [(block, plain_type(block.modules[0]).__name__) for block in self.blocks]
-        layers = [f"layer {block.name}: {kind} {block.shape}" for block, kind in kinds]
-        left = [f"left to the base: {row.name} ({row.kind}): {row.reason}" for row in self.left]
-        outer = f"module around the model: {self._training.outer_class or None}"
-        outputs = [outer] if self._options.samples else []
-        return [options, *layers, *left, *outputs]
-
-    def name_those_left(self) -> None:
-        """Warn, once each, of the modules that are trained without curvature."""
-        training = self._training
-        for pattern in unmatched_patterns(training.model, self._options.skip_layers):
-            if training.is_first_warning(f"pattern:{pattern}"):
-                training.warn(
-                    f"skip_layers: the pattern {pattern!r} matches no module of the model"
-                )
-        new = [row for row in self._left_training() if training.is_first_warning(f"left:{row}")]
-        if not new:
-            return
-        heard = [block for block in self.blocks if block.trainable and not block.no_statistics]
-        total = sum(p.numel() for p in training.trainable_params())
-        share = sum(block.size for block in heard) / max(total, 1)
-        # With FSDP2 no rank has whole gradients, which 'gradient_factors' needs.
-        options = "" if self.sharded else "unsupported_layers='gradient_factors', "
-        training.warn(
-            f"{share:.1%} of the parameters preconditioned; trained by {training.base_name} "
-            f"alone, without curvature: {_listed(new)}; summary() tells why"
-            + ("" if share >= 0.5 else f"; more are with {options}{REMEDY}")
-        )
-
-    def _left_training(self) -> list[LeftToBase]:
-        """The modules and parameters that the base alone trains now."""
-        covered = {id(p) for block in self.blocks for p in block.params}
-        params = {id(p) for p in self._training.trainable_params()} - covered
-        names: set[str] = set()
-        inside: set[int] = set()
-        reshard(self._training.model)
-        for name, p in self._training.model.named_parameters(remove_duplicate=False):
-            if id(p) in params:
-                names |= {name, name.rpartition(".")[0] or "(model)"}
-                inside.add(id(p))
-        if inside != params:
-            names.add("(no module)")
-        return [row for row in self.left if row.name in names]
-
-    def follow(self) -> bool:
-        """Look at which layers train now; returns whether others than before."""
-        if self._look_around() == self._looks:
+    def update_active(self) -> bool:
+        """Update which layers train now. Returns whether the assignment must be made again."""
+        if self._read_param_states() == self._param_states:
             return False
         for block in self.blocks:
             block.reset_if_changed()
-        self._looks = self._look_around()
+        self._param_states = self._read_param_states()  # a reset may change the layer's shape
         self.active = [block for block in self.blocks if block.trainable]
         return True
 
-    def _look_around(self) -> list[Look]:
-        looks: list[Look] = []
-        for block in self.blocks:  # a pass may have changed a block's shape
-            looks += [(p.requires_grad, p.device, p.shape, block.shape) for p in block.owned]
-        return looks
+    def _read_param_states(self) -> list[ParamState]:
+        """Return the state of all parameters. A pass may have changed the shape of a layer."""
+        states: list[ParamState] = []
+        for block in self.blocks:
+            for p in block.owned:
+                state = ParamState(p.requires_grad, p.device, p.shape, block.shape)
+                states.append(state)
+        return states
 
-    def take_all_at(self, step: int) -> None:
-        """Take statistics and refresh all layers at a step; -1 for none."""
-        self.newcomers_at = step
+    def mark_changed(self) -> None:
+        """Let the next :meth:`update_active` report a change."""
+        self._param_states = None
 
-    def forget_plan(self) -> None:
-        """Let the next :meth:`follow` take all layers that train for new ones."""
-        self._looks = None
+    def schedule_all_at(self, step: int) -> None:
+        """Update the factors and refresh all layers at a step; -1 for none."""
+        self.newly_trainable_at = step
 
-    # -------------------------------------------------------------------------------- statistics
+    # --------------------------------------------------------------------------------- statistics
 
-    def connect(self, on_new_statistics: Callable[[], None] | None = None) -> None:
+    def start_capture(self, on_new_statistics: Callable[[], None] | None = None) -> None:
         """Make the capture that turns the model's passes into statistics.
 
-        ``on_new_statistics`` is called in a backward pass when statistics of layers have grown.
+        Args:
+            on_new_statistics: Is called in a backward pass when statistics have grown.
 
         Raises:
-            ValueError: If labels are to be sampled from a model that may not be the whole one.
+            ValueError: If labels are sampled from the outputs of a model that may be only a part of
+                the one that makes the predictions.
         """
-        options, training = self._options, self._training
+        options = self._options
+        training = self._training
         if options.samples and training.outer_class:
             raise ValueError(
-                f"fisher={options.fisher!r} samples labels from the model's outputs, and the "
+                f"fisher={options.fisher!r} samples labels from the model's outputs, but the "
                 f"parameters belong to a {plain_type(training.model).__name__} inside a "
-                f"{training.outer_class}, which may have other outputs; give the module that makes "
+                f"{training.outer_class}, which may have other outputs; pass the module that makes "
                 f"the predictions, as in {training.name}(params, model=model, lr=...)"
             )
         likelihood = options.likelihood
-        sampled = likelihood is not None
-        scaler = None if sampled else self._training.scaler
-        fsdp = FSDPParams(self._training.model)
+        is_sampled = likelihood is not None
+        self._sampler: LabelSampler | None = None
+        if likelihood is not None:
+            self._sampler = LabelSampler(likelihood, training.world.rank)
         if self._items is None:
-            self._items = watch_items(self._training.model, options, self)
+            self._items = hook_items(training.model, options, self)
+
+        fsdp = FSDPParams(training.model)
         self.collector = StatisticsCollector(
             options.kfac_approx,
             options.factor_dtype,
-            reduction=partial(reduction_of, options, self._items),
-            gradient_scale=GradientScale(scaler),
+            reduction=partial(loss_reduction, options, self._items),
+            # The loss of sampled labels is not scaled.
+            gradient_scale=GradientScale(None if is_sampled else training.scaler),
             conv_approximation=self._conv_approximation,
             warn=warn,
             fsdp=fsdp,
-            always_verify=self._training.debug,
-            sampled=sampled,
-            label_per_row=sampled and not callable(likelihood),
+            always_verify=training.debug,
+            sampled=is_sampled,
+            label_per_row=is_sampled and not callable(likelihood),
             on_new_statistics=on_new_statistics,
         )
         self.collector.set_blocks(self.blocks)
-        rank = self._training.world.rank
-        self._sampler = None if likelihood is None else LabelSampler(likelihood, rank)
-        self.expecting = True
+        self.is_capturing = True
         self.capture = Capture(self.collector, self._sampler, fsdp)
 
-    def watch(self, taken: Callable[[KroneckerBlock], bool]) -> None:
-        """Hook the layers whose statistics this process takes.
+    def attach_hooks(self, contributes: Callable[[KroneckerBlock], bool]) -> None:
+        """Hook the layers whose statistics this rank contributes to.
 
-        The last layer shows the terms of a pass's loss. If another process takes its statistics, it
-        is hooked for its rows alone, so that all processes count the same terms.
+        The last layer counts the terms of a pass's loss. If this rank does not contribute to it,
+        the layer is hooked to count its rows only, so that all ranks count the same terms.
         """
-        watched = [block for block in self.blocks if taken(block)]
+        hooked = [block for block in self.blocks if contributes(block)]
         rows_only: KroneckerBlock | None = None
-        last = [block for block in self.active if block.hooked_modules][-1:]
-        if last and last[0] not in watched:
-            rows_only = last[0]
-            watched += last
-        self.collector.set_blocks(watched, rows_only)
-        self.capture.attach(self._training.model, [m for b in watched for m in b.hooked_modules])
+        candidates = [block for block in self.active if block.hooked_modules]
+        if candidates and candidates[-1] not in hooked:
+            rows_only = candidates[-1]
+            hooked.append(rows_only)
+        self.collector.set_blocks(hooked, rows_only)
+        modules = [module for block in hooked for module in block.hooked_modules]
+        self.capture.attach(self._training.model, modules)
 
-    def expect(self, due: bool) -> None:
-        """Capture during the coming passes only if the coming step wants statistics."""
-        self.expecting = due
+    def set_capturing(self, due: bool) -> None:
+        """Capture statistics in the next passes only if they are due."""
+        self.is_capturing = due
         self.capture.gate.set(due)
         if self._sampler is not None:
             self._sampler.begin_step(self._training.steps)
 
     @property
     def reduction(self) -> Reduction:
-        """What the losses are taken to be whose gradients are captured."""
-        return reduction_of(self._options, self._items)
+        """How the losses of this step's passes are reduced."""
+        return loss_reduction(self._options, self._items)
 
     @contextmanager
     def hooks_removed(self) -> Iterator[None]:
-        """Take all hooks off the model for a block, and put them back."""
+        """Remove all hooks from the model inside a ``with`` block."""
         if self._items is not None:
             self._items.remove()
         try:
@@ -304,145 +304,256 @@ class Layers:
                 yield
         finally:
             if self._items is not None:
-                self._items.hang(self._training.model)
+                self._items.attach(self._training.model)
 
     def drop_pending(self) -> None:
-        """Drop the statistics of backward passes already completed."""
+        """Drop the statistics of the backward passes since the last step."""
         for block in self.blocks:
             block.staged.clear()
         self.collector.step_passes.passes.clear()
 
-    def look(self, blocks: Iterable[KroneckerBlock]) -> None:
-        """Judge whether the pairs of layers explain their gradients, where these were compared."""
-        found: dict[KroneckerBlock, Verification] = {}
+    def verify_pairs(self, blocks: Iterable[KroneckerBlock]) -> None:
+        """Record how well the captured pairs reproduce the weight gradients that they imply.
+
+        Layers whose pairs were not compared at this step do not change.
+        """
+        complete: dict[KroneckerBlock, Verification] = {}
         for block in blocks:
             verification = block.staged.verification
-            if verification is not None and verification.is_complete:
-                found[block] = verification
-            elif verification is not None:
+            if verification is None:
+                continue
+            if verification.is_complete:
+                complete[block] = verification
+            else:
                 block.record_residual(None)
-        for block, residual in zip(found, residuals(list(found.values())), strict=True):
+        measured = residuals(list(complete.values()))
+        for block, residual in zip(complete, measured, strict=True):
             if math.isfinite(residual):
                 block.record_residual(residual)
 
-    def sums(
+    def pop_sums(
         self, blocks: Sequence[KroneckerBlock], micro_batches: int | None = None
     ) -> dict[KroneckerBlock, StatisticsSums]:
-        """The statistics of some layers since the last step; those of all layers are cleared."""
+        """Return the statistics of layers since the last step, and clear those of all layers.
+
+        Args:
+            blocks: The layers.
+            micro_batches: As :meth:`micro_batches` returned it, if it was called already.
+        """
         if micro_batches is None:
             micro_batches = self.micro_batches(blocks)
         staged = [block.staged for block in blocks]
-        terms = [each.number for each in self.collector.count_terms(staged)]
-        found = collect_sums(staged, micro_batches, terms)
+        terms = [counted.number for counted in self.collector.count_terms(staged)]
+        sums = collect_sums(staged, micro_batches, terms)
         self.drop_pending()
-        return dict(zip(blocks, found, strict=True))
+        return dict(zip(blocks, sums, strict=True))
 
     def terms_so_far(self, staged: StagedStatistics) -> Terms:
-        """The terms of a layer's passes since the last step; a pass may still be running."""
+        """Return the loss terms of a layer's passes since the last step; one may still run."""
         return self.collector.count_terms([staged])[0]
 
-    def whole_steps(
+    def undo_step_mean(
         self, sums: Mapping[KroneckerBlock, StatisticsSums], share: float
     ) -> dict[KroneckerBlock, StatisticsSums]:
-        """The sums over all processes, with G that of one term whatever the losses' reduction.
+        """Scale sums over all ranks so that G is that of one loss term.
 
-        Of losses divided by the N terms of the whole step a gradient d is 1 / N of a term's,
-        times the number of processes, over which the sums of gradients are averaged. The ``share``
-        of N in the numbers of ``sums``, over that number of processes.
+        If losses are divided by the N terms of the whole step, a gradient d is 1 / N of a term's
+        gradient, times the number of ranks over which gradients are averaged.
+
+        Args:
+            sums: The statistics, summed over the ranks.
+            share: The share of N that the sums count, divided by the number of ranks.
         """
-        found = scale_to_one_term(list(sums.values()), [block.shape for block in sums], share)
-        return dict(zip(sums, found, strict=True))
+        shapes = [block.shape for block in sums]
+        scaled = scale_to_one_term(list(sums.values()), shapes, share)
+        return dict(zip(sums, scaled, strict=True))
 
-    def take_in(self, sums: dict[KroneckerBlock, StatisticsSums], decay: float) -> None:
-        """Update the running averages by sums over all processes, weighted by their examples.
+    def update_averages(self, sums: dict[KroneckerBlock, StatisticsSums], decay: float) -> None:
+        """Update the running averages by sums over all ranks, weighted by their examples.
 
-        ``decay`` is the weight of the past of layers whose groups have none of their own.
+        Args:
+            sums: The statistics of each layer.
+            decay: Weight of the past, for layers whose groups do not set ``factor_decay``.
         """
         averages = {block: block.ensure_factors(statistics_due=True) for block in sums}
-        before = [id(x) for each in averages.values() for x in each.stored.values()]
+        tensors_before = [id(x) for each in averages.values() for x in each.stored.values()]
+
+        # Update all layers of one decay together.
         own_decays = values_by_layer(self._training.groups, sums, "factor_decay")
         for past in {decay, *own_decays.values()}:
             blocks = [block for block in sums if own_decays.get(block, decay) == past]
             update_running_averages([averages[b] for b in blocks], [sums[b] for b in blocks], past)
-        if before != [id(x) for each in averages.values() for x in each.stored.values()]:
-            self._training.publish()  # frees those that have become slices of a stack
+
+        # Factors that became slices of a stack leave tensors in ``state`` that nothing else uses.
+        tensors_after = [id(x) for each in averages.values() for x in each.stored.values()]
+        if tensors_after != tensors_before:
+            self._training.publish()
 
     def micro_batches(self, blocks: Sequence[KroneckerBlock]) -> int:
-        """The number that each pass's loss was divided by: the passes with "auto", else 1."""
-        options, training, reduction = self._options, self._training, self.reduction
-        if options.loss_reduction in ("pass_mean", "step_mean") or reduction == "sum":
+        """Return the number of backward passes over which losses are averaged.
+
+        It is 1 unless ``loss_reduction="auto"`` and each pass's loss is a mean.
+        """
+        reduction = self.reduction
+        if self._options.loss_reduction in ("pass_mean", "step_mean") or reduction == "sum":
             return 1
-        found = max([1, *(block.staged.micro_batches for block in blocks)])
-        if found > 1 and training.is_first_warning("micro-batches"):
-            training.warn(f"{found} backward passes in a step: {SAID[reduction]}")
-        return found if reduction == "mean" else 1
+        passes = max([1, *(block.staged.micro_batches for block in blocks)])
+        if passes > 1 and self._training.is_first_warning("micro-batches"):
+            self._training.warn(f"{passes} backward passes in a step: {ASSUMPTIONS[reduction]}")
+        return passes if reduction == "mean" else 1
 
-    # ------------------------------------------------------------------------- what goes wrong
+    # ----------------------------------------------------------------------------------- warnings
 
-    def tell_of_silence(self, agreed: Sequence[KroneckerBlock]) -> None:
-        """Warn, once each, of those of some layers of which no statistic has ever come."""
-        silent = [block for block in agreed if block.no_statistics]
+    def warn_of_uncovered(self) -> None:
+        """Warn once of each pattern without a match and each module that only the base trains."""
         training = self._training
-        if silent and len(silent) == len(self.active):
-            if training.is_first_warning("no statistics"):
-                cause = next(filter(None, map(self._why_silent, silent)), NONE_AT_ALL)
-                if self._options.samples:
-                    fisher = f"fisher={self._options.fisher!r}"
-                    cause += f"; {fisher} also needs the model itself to be called"
+        for pattern in unmatched_patterns(training.model, self._options.skip_layers):
+            if training.is_first_warning(f"pattern:{pattern}"):
                 training.warn(
-                    f"no layer gave statistics: {training.name} now does no more than "
-                    f"{training.base_name}; {cause}"
+                    f"skip_layers: the pattern {pattern!r} matches no module of the model"
                 )
+        rows = self._trained_by_base()
+        new = [row for row in rows if training.is_first_warning(f"left:{row}")]
+        if not new:
             return
-        names: dict[str, list[str]] = {}
-        for block in silent:
-            if training.is_first_warning(f"no:{block.name}"):
-                names.setdefault(self._why_silent(block), []).append(repr(block.name))
-        for reason, absent in names.items():
-            said = "" if reason == UNEXPLAINED else "no statistics arrived for "
-            training.warn(
-                f"{said}{', '.join(absent)}: {reason or UNREACHED}; the base optimizer trains them "
-                f"until then"
+
+        covered = 0
+        for block in self.blocks:
+            if block.trainable and not block.no_statistics:
+                covered += block.size
+        total = sum(p.numel() for p in training.trainable_params())
+        share = covered / max(total, 1)
+        message = (
+            f"{share:.1%} of the parameters preconditioned; trained by {training.base_name} "
+            f"alone, without curvature: {_list_modules(new)}; summary() gives the reasons"
+        )
+        if share < 0.5:
+            # With FSDP2 no rank has whole gradients, which 'gradient_factors' needs.
+            option = "" if self.sharded else "unsupported_layers='gradient_factors', "
+            message += f"; to precondition more, use {option}{COVER_MORE}"
+        training.warn(message)
+
+    def _trained_by_base(self) -> list[LeftToBase]:
+        """Return the modules and parameters that train now, by the base alone."""
+        covered = {id(p) for block in self.blocks for p in block.params}
+        uncovered = {id(p) for p in self._training.trainable_params()} - covered
+        names: set[str] = set()
+        in_model: set[int] = set()
+        reshard(self._training.model)
+        for name, p in self._training.model.named_parameters(remove_duplicate=False):
+            if id(p) in uncovered:
+                module_name = name.rpartition(".")[0] or "(model)"
+                names.update((name, module_name))
+                in_model.add(id(p))
+        if in_model != uncovered:
+            names.add("(no module)")
+        return [row for row in self.left_to_base if row.name in names]
+
+    def warn_of_no_statistics(self, agreed: Sequence[KroneckerBlock]) -> None:
+        """Warn once of each layer that has never had statistics.
+
+        Args:
+            agreed: The layers that were due at a refresh, on whose outcome all ranks agreed.
+        """
+        without = [block for block in agreed if block.no_statistics]
+        if without and len(without) == len(self.active):
+            self._warn_of_no_layer(without)
+            return
+        names: dict[str, list[str]] = {}  # by reason
+        for block in without:
+            if self._training.is_first_warning(f"no:{block.name}"):
+                names.setdefault(self._missing_reason(block), []).append(repr(block.name))
+        for reason, listed in names.items():
+            prefix = "" if reason == UNVERIFIED else "no statistics arrived for "
+            self._training.warn(
+                f"{prefix}{', '.join(listed)}: {reason or NOT_CALLED}; until statistics arrive, "
+                f"only the base optimizer trains them"
             )
 
-    def _why_silent(self, block: KroneckerBlock) -> str:
-        """Why no pair of a layer has come, or is of any use; "" if that is not known."""
+    def _warn_of_no_layer(self, blocks: Sequence[KroneckerBlock]) -> None:
+        """Warn once that no layer has statistics."""
+        training = self._training
+        if not training.is_first_warning("no statistics"):
+            return
+        reason = NO_LAYER_CALLED
+        for block in blocks:
+            if self._missing_reason(block):
+                reason = self._missing_reason(block)
+                break
+        if self._options.samples:
+            reason += f"; fisher={self._options.fisher!r} also requires that you call the model"
+        training.warn(
+            f"no layer gave statistics: {training.name} now trains like {training.base_name}; "
+            f"{reason}"
+        )
+
+    def _missing_reason(self, block: KroneckerBlock) -> str:
+        """Return why a layer has no statistics that can be used; "" if it is not known."""
         if block.unverified:
-            return UNEXPLAINED
-        reasons = (self.capture.missed.get(module, "") for module in block.modules)
-        return next(filter(None, reasons), "")
+            return UNVERIFIED
+        for module in block.modules:
+            reason = self.capture.missed.get(module, "")
+            if reason:
+                return reason
+        return ""
 
-    def unexplained_elsewhere(self, block: KroneckerBlock) -> None:
-        """Note that a process, perhaps another one, has found a layer's gradient unexplained."""
-        self.capture.missed.update(dict.fromkeys(block.modules, UNEXPLAINED))
+    def mark_unverified(self, block: KroneckerBlock) -> None:
+        """Record that the pairs of a layer were found unverified, on this rank or another."""
+        self.capture.missed.update(dict.fromkeys(block.modules, UNVERIFIED))
 
-    # --------------------------------------------------------------------------------- the rest
+    # ---------------------------------------------------------------------------------- reporting
 
-    def summary(self, said: Mapping[str, str]) -> Summary:
-        """A table of every layer, and of the parameters left to the base."""
+    def description(self, system: str) -> list[str]:
+        """Return the options and the layers as text, which must be equal on all ranks.
+
+        Equal parameters do not imply equal layers.
+
+        Args:
+            system: The system's own options, as text.
+        """
+        settings = group_settings(vars(self._options))
+        options = {name: value for name, value in settings.items() if not callable(value)}
+        lines = [f"options: {self._training.base_name} {options} {self._rules} {system}"]
+        for block in self.blocks:
+            kind = plain_type(block.modules[0]).__name__
+            lines.append(f"layer {block.name}: {kind} {block.shape}")
+        for row in self.left_to_base:
+            line = f"left to the base: {row.name} ({row.kind}): {row.reason}"
+            lines.append(line)
+        if self._options.samples:
+            lines.append(f"module around the model: {self._training.outer_class or None}")
+        return lines
+
+    def summary(self, assignment: Mapping[str, str]) -> Summary:
+        """Return a table of the layers, and of what only the base trains.
+
+        Args:
+            assignment: The ranks that work on each layer, as text, by the layer's name.
+        """
         rows: list[LayerRow] = []
         for block in self.blocks:
             status = "preconditioned" if block.trainable else "frozen"
-            detail = _factors(block.shape)
+            detail = _describe_factors(block.shape)
             if block.no_statistics:
                 status = "base" if block.trainable else "frozen"
-                detail = self._why_silent(block) or SILENT
-            if block.no_statistics and block.unverified:
-                detail = f"{block.residual:.0%} of its gradient unexplained: {detail}"
+                detail = self._missing_reason(block) or NO_STATISTICS
+                if block.unverified:
+                    detail = f"{block.residual:.0%} of its gradient unexplained: {detail}"
             row = LayerRow(
                 name=block.name,
                 kind=plain_type(block.modules[0]).__name__,
                 parameters=block.size,
                 status=status,
                 detail=detail,
-                computed_by=said.get(block.name, ""),
+                computed_by=assignment.get(block.name, ""),
                 factor_bytes=block.factor_bytes,
                 inverse_bytes=block.inverse_bytes,
             )
             rows.append(row)
-        trains = self._left_training()
-        for left in self.left:
-            status = "base" if left in trains else "frozen"
+
+        trained_by_base = self._trained_by_base()
+        for left in self.left_to_base:
+            status = "base" if left in trained_by_base else "frozen"
             rows.append(LayerRow(left.name, left.kind, left.parameters, status, left.reason))
         return Summary(
             self._training.summary_title(self._options.solver),
@@ -452,87 +563,107 @@ class Layers:
         )
 
     def close(self) -> None:
-        """Remove every hook from the model, and forget its layers."""
+        """Remove all hooks from the model, and release its layers."""
         self.capture.detach()
         if self._items is not None:
             self._items.remove()
         self.collector.set_blocks(())
-        self.blocks, self.active, self.left, self._looks = [], [], [], []
+        self.blocks = []
+        self.active = []
+        self.left_to_base = []
+        self._param_states = []
 
 
-def _factors(shape: FactorShape) -> str:
-    """The sizes of a layer's factors, in words."""
+def _describe_factors(shape: FactorShape) -> str:
+    """Return the sizes of a layer's factors as text."""
     if shape.exact:
         size = shape.groups * shape.out_dim
         return f"exact, diagonal {size}" if shape.groups > 1 else f"exact {size}²"
-    groups = "of gradients: " if shape.gradient_factored else ""
-    groups = f"{shape.groups} x " if shape.groups > 1 and not groups else groups
-    squares = {k: "" if k in shape.diagonals else "²" for k in shape.factor_names}
-    return groups + ", ".join(f"{k} {shape.dims[k]}{square}" for k, square in squares.items())
+    sizes: list[str] = []
+    for factor in shape.factor_names:
+        square = "" if factor in shape.diagonals else "²"
+        sizes.append(f"{factor} {shape.dims[factor]}{square}")
+    prefix = ""
+    if shape.gradient_factored:
+        prefix = "of gradients: "
+    elif shape.groups > 1:
+        prefix = f"{shape.groups} x "
+    return prefix + ", ".join(sizes)
 
 
-def _listed(left: Sequence[LeftToBase]) -> str:
-    """What is left to the base, the largest first, and norm layers as one."""
-    norms = sum(row.norm and not row.unexpected for row in left)
-    others = [row for row in left if not row.norm or row.unexpected]
+def _list_modules(rows: Sequence[LeftToBase]) -> str:
+    """Return the names of modules that only the base trains: the largest first, norms last."""
+    num_norms = sum(row.norm and not row.unexpected for row in rows)
+    others = [row for row in rows if not row.norm or row.unexpected]
     others.sort(key=lambda row: -row.parameters)
-    names = [str(row) for row in others[:MOST_NAMES]]
-    if len(others) > MOST_NAMES:
-        names.append(f"{len(others) - MOST_NAMES} more")
-    if norms:
-        names.append(f"{norms} norm layer{'s' if norms > 1 else ''}")
+    names = [str(row) for row in others[:MAX_NAMES]]
+    if len(others) > MAX_NAMES:
+        names.append(f"{len(others) - MAX_NAMES} more")
+    if num_norms:
+        names.append(f"{num_norms} norm layer{'s' if num_norms > 1 else ''}")
     return ", ".join(names)
 
 
+# ------------------------------------------------------------------------ gradient-factored layers
+
+
 def gradient_blocks(blocks: Iterable[KroneckerBlock]) -> list[GradientBlock]:
-    """The blocks whose factors are made of gradients."""
+    """Return the layers with factors computed from the weight gradient."""
     return [block for block in blocks if isinstance(block, GradientBlock)]
 
 
 def gradient_statistics(
     training: Training,
     terms: Tensor | None,
-    mine: Sequence[GradientBlock],
+    blocks: Sequence[GradientBlock],
     *,
     counts_own: bool,
     mean_loss: bool,
 ) -> dict[KroneckerBlock, StatisticsSums]:
-    """The sums of the blocks whose mean gradients are here; a collective if ``counts_own``.
+    """Return the statistics of gradient-factored layers. Collective if ``counts_own``.
 
-    Statistics are taken of ``mine``. ``terms`` is the number of the step's loss terms, of this rank
-    alone if it ``counts_own``; None, or 0, counts as 64. ``mean_loss``: the gradient is a mean over
-    the step's terms, not a sum.
+    Args:
+        training: The ranks.
+        terms: Number of loss terms of the step. None, or 0, counts as 64.
+        blocks: The layers. Their mean gradients must be on this rank.
+        counts_own: Whether ``terms`` counts only this rank's terms.
+        mean_loss: Whether the gradient is a mean over the step's terms, and not their sum.
     """
     size = training.world.size
     examples = torch.zeros((), dtype=torch.float32, device=training.device)
     if terms is not None:
         examples = terms.to(torch.float32)
+    ranks = 1
     if counts_own:
+        ranks = size
         training.world.all_reduce_max([examples]).wait()
-    ranks = size if counts_own else 1
-    examples = torch.where(examples > 0, examples, USUAL_BATCH / ranks)
-    everywhere = examples * ranks
-    # A sum over examples is divided by the processes where gradients are averaged over these.
-    scale = everywhere if mean_loss else size**2 / everywhere
-    return gradient_sums(mine, examples, scale)
+    examples = torch.where(examples > 0, examples, DEFAULT_EXAMPLES / ranks)
+    total = examples * ranks
+    # Averaging over ranks divides a sum over the terms by their number.
+    scale = total if mean_loss else size**2 / total
+    return gradient_sums(blocks, examples, scale)
 
 
-# ------------------------------------------------------------------------- options of groups
+# ------------------------------------------------------------------------------- options of groups
 
 
 def values_by_layer(
     groups: Groups, blocks: Iterable[KroneckerBlock], option: str
 ) -> dict[KroneckerBlock, float]:
-    """The number that each layer's group sets for an option; layers without one are left out."""
-    numbers: dict[int, float] = {}
+    """Return the value that each layer's group sets for an option. Layers without one are left out.
+
+    Raises:
+        ValueError: If a value is out of bounds.
+    """
+    values: dict[int, float] = {}
     for i, group in enumerate(groups):
         if option in group:
-            number: Any = group[option]
-            LAYER_OPTIONS[option](f"{option!r} of parameter group {i}: {option}", number)
-            numbers |= dict.fromkeys(map(id, group["params"]), number)
-    if not numbers:
+            value: Any = group[option]
+            LAYER_OPTIONS[option](f"{option!r} of parameter group {i}: {option}", value)
+            values |= dict.fromkeys(map(id, group["params"]), value)
+    if not values:
         return {}
-    return {block: numbers[id(block.weight)] for block in blocks if id(block.weight) in numbers}
+    return {block: values[id(block.weight)] for block in blocks if id(block.weight) in values}
 
 
 def _check_groups(groups: Groups, blocks: Iterable[KroneckerBlock]) -> None:
@@ -543,23 +674,24 @@ def _check_groups(groups: Groups, blocks: Iterable[KroneckerBlock]) -> None:
         options["precondition"] = group.get("precondition", True)
         settings |= dict.fromkeys(map(id, group["params"]), options)
     for block in blocks:
-        known = [settings[id(p)] for p in block.owned if id(p) in settings]
+        of_layer = [settings[id(p)] for p in block.owned if id(p) in settings]
         for option in LAYER_OPTIONS:
-            values = [each[option] for each in known]
-            # A module with precondition=False for all of its parameters has no block.
-            divided = option == "precondition" and False in values
-            if divided or any(value != values[0] for value in values):
+            values = [options[option] for options in of_layer]
+            # If all parameters of a module had precondition=False, it would not be a layer.
+            is_divided = option == "precondition" and False in values
+            if is_divided or any(value != values[0] for value in values):
                 raise ValueError(
                     f"layer {block.name!r} has its weight and its bias in parameter groups with "
-                    f"different {option!r}: a layer has one curvature, so give its groups the same"
+                    f"different {option!r}, but a layer has one curvature; set {option!r} to the "
+                    f"same value in both groups"
                 )
 
 
 def describe_group_options(groups: Groups) -> str:
-    """The options of all groups as the summary shows them; "" if there are none."""
-    found = []
+    """Return the options of all groups as text for the summary; "" if there are none."""
+    described = []
     for i, group in enumerate(groups):
-        own = [f"{option} {group[option]}" for option in LAYER_OPTIONS if option in group]
-        if own:
-            found.append(f"group {i}: {', '.join(own)}")
-    return "; ".join(found)
+        options = [f"{option} {group[option]}" for option in LAYER_OPTIONS if option in group]
+        if options:
+            described.append(f"group {i}: {', '.join(options)}")
+    return "; ".join(described)

@@ -1,8 +1,8 @@
-"""What the losses of a step's passes are: told by an option, or seen.
+"""How the losses of a step's passes are reduced: by an option, or as observed.
 
-Models of transformers are given ``num_items_in_batch`` by the Trainer, the number of targets in all
-micro-batches of a step and on all processes, and divide the sum over a pass's targets by it. A hook
-sees whether a model is called with the number; models that take no such keyword have none.
+The Trainer of transformers passes ``num_items_in_batch`` to models that accept it: the number of
+targets in all micro-batches of a step, on all processes. Such a model divides the sum over a pass's
+targets by that number. A forward hook observes whether the model is called with it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from second_order.kronecker.factors import Reduction
 from second_order.optimizers.config import KFACOptions
 from second_order.utils.checks import AUTO
 
-__all__ = ["SAID", "ItemsHook", "reduction_of", "watch_items"]
+__all__ = ["ASSUMPTIONS", "ItemsHook", "hook_items", "loss_reduction"]
 
 KEYWORD = "num_items_in_batch"
 
-SAID: dict[Reduction, str] = {
+ASSUMPTIONS: dict[Reduction, str] = {
     "mean": (
         "this assumes that each loss was divided by their number. If the losses are added up "
         "without a division, set loss_reduction='pass_mean'. If each is divided by the terms of "
@@ -31,32 +31,38 @@ SAID: dict[Reduction, str] = {
     ),
     "step_mean": (
         "the model was given num_items_in_batch, so this assumes that each loss was divided by it. "
-        "If the model takes the mean over a pass all the same, set loss_reduction='pass_mean'"
+        "If the model takes the mean over a pass anyway, set loss_reduction='pass_mean'"
     ),
 }
-"""What is said of the passes of a step."""
+"""What the optimizer assumes of a step with several backward passes, by the reduction."""
 
 
 class ItemsHook:
-    """A hook on a model; its copies, pickled ones too, serve nobody."""
+    """A forward hook that observes ``num_items_in_batch``.
+
+    A copy of the model copies the hook. The copy has no owner, and nothing reads it.
+
+    Attributes:
+        observed: Whether a training pass has been given the number.
+    """
 
     def __init__(self) -> None:
-        self.told = False  # whether a training pass has been given its step's number of targets
+        self.observed = False
         self._handle: RemovableHandle | None = None
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """See a call."""
+        """Observe a call of the model."""
         if kwargs.get(KEYWORD) is not None and torch.is_grad_enabled():
-            self.told = True
+            self.observed = True
 
-    def hang(self, model: nn.Module) -> None:
-        """Hook a model."""
+    def attach(self, model: nn.Module) -> None:
+        """Register the hook on a model."""
         self._handle = model.register_forward_hook(self, with_kwargs=True)
 
     def remove(self) -> None:
-        """See no more calls."""
+        """Remove the hook from its model."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -68,28 +74,30 @@ class ItemsHook:
         return ItemsHook, ()
 
 
-def watch_items(model: nn.Module, options: KFACOptions, owner: object) -> ItemsHook | None:
-    """Hook a model while its owner is there, if its calls can tell what its losses are."""
+def hook_items(model: nn.Module, options: KFACOptions, owner: object) -> ItemsHook | None:
+    """Hook a model for as long as ``owner`` exists; None if its calls cannot show the reduction."""
     if options.loss_reduction != AUTO:
         return None
     try:
         accepted = inspect.signature(model.forward).parameters.values()
-    except ValueError:  # of TorchScript, which runs no hooks
+    except ValueError:  # a model of TorchScript, which runs no hooks
         return None
     if not any(p.name == KEYWORD or p.kind == p.VAR_KEYWORD for p in accepted):
         return None
     hook = ItemsHook()
-    hook.hang(model)
+    hook.attach(model)
     weakref.finalize(owner, hook.remove).atexit = False
     return hook
 
 
-def reduction_of(options: KFACOptions, items: ItemsHook | None) -> Reduction:
-    """What the losses are whose gradients are captured."""
+def loss_reduction(options: KFACOptions, items: ItemsHook | None) -> Reduction:
+    """Return how the losses whose gradients are captured are reduced."""
     if options.samples:
         return "sum"
     if options.loss_reduction == "pass_mean":
         return "mean"
     if options.loss_reduction != AUTO:
         return cast(Reduction, options.loss_reduction)
-    return "step_mean" if items is not None and items.told else "mean"
+    if items is not None and items.observed:
+        return "step_mean"
+    return "mean"

@@ -1,20 +1,20 @@
-"""What can be seen of the factors: numbers to log, and a copy of them as an object of its own.
+"""Metrics of the layers, and a copy of their factors as a :class:`KroneckerCurvature`.
 
-Numbers are of this process and of the inverses and factors that are here; nothing is sent. One that
-is not known here is NaN, so that every process has the same names.
+Metrics are those of this process, of the factors and inverses that it stores. Nothing is sent. A
+metric that this process does not know is NaN, so that all processes report the same names.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from second_order.errors import SecondOrderError
 from second_order.kfac.inversion import Inverses
-from second_order.kfac.layers import SILENT, Layers, values_by_layer
+from second_order.kfac.layers import NO_STATISTICS, Layers, values_by_layer
 from second_order.kfac.plan import LayerPlan
 from second_order.kfac.state import EXAMPLES, MEANS, WEIGHT, factor_entries, send_entries
 from second_order.kronecker.block import KroneckerBlock
@@ -25,39 +25,63 @@ from second_order.optimizers.config import KFACOptions
 from second_order.training.context import Training
 from second_order.training.groups import group_params
 
-__all__ = ["NAMES", "build_curvature", "metrics_of"]
+__all__ = ["METRIC_NAMES", "build_curvature", "layer_metrics"]
+
+METRIC_NAMES = (
+    "clip",
+    "damping",
+    "damping/min",
+    "damping/max",
+    "step_length",
+    "age/inverses",
+    "age/statistics",
+    "drift/cosine",
+    "drift/cosine/min",
+    "drift/interval",
+    "layers",
+    "layers/solved",
+    "layers/failing",
+    "layers/under_way",
+    "failed",
+    "dropped",
+)
+"""The names of all metrics of a K-FAC optimizer."""
 
 UNNAMED = "(not in the model)"
 
-NAMES = (
-    *("clip", "damping", "damping/min", "damping/max", "step_length"),
-    *("age/inverses", "age/statistics"),
-    *("drift/cosine", "drift/cosine/min", "drift/interval"),
-    *("layers", "layers/solved", "layers/failing", "layers/under_way", "failed", "dropped"),
-)
-"""The names of the numbers."""
 
-
-def metrics_of(
+def layer_metrics(
     layers: Layers, plan: Mapping[KroneckerBlock, LayerPlan], inverses: Inverses, step: int
 ) -> dict[str, float]:
-    """Numbers on layers and inverses. Synchronizes with the device."""
-    solved = [block for block in plan if block.solved]
-    states = [inverses.states[block] for block in solved]
-    dampings = [float(inverses.states[b].damping) for b in solved if b.inverse is not None]
-    return {
-        **dict.fromkeys(NAMES, math.nan),
-        "damping": float(inverses.damping_option),
-        "damping/min": min(dampings, default=math.nan),
-        "damping/max": max(dampings, default=math.nan),
-        "age/inverses": step - min((state.step for state in states), default=math.nan),
-        "layers": float(len(plan)),
-        "layers/solved": float(len(solved)),
-        "layers/failing": float(sum(block.failures > 0 for block in plan)),
-        "layers/under_way": float(len(inverses.pending)),
-        "failed": float(inverses.num_failures),
-        "dropped": float(sum(int(block.staged.dropped) for block in layers.blocks)),
-    }
+    """Return the metrics of layers and inverses at a step; the others are NaN.
+
+    Synchronizes with the device.
+    """
+    metrics = dict.fromkeys(METRIC_NAMES, math.nan)
+
+    # Damping: the option, and γ of the layers that this process preconditions.
+    dampings: list[float] = []
+    inverse_steps: list[int] = []
+    for block in plan:
+        if block.solved:
+            inverse_steps.append(inverses.states[block].step)
+            if block.inverse is not None:
+                dampings.append(float(inverses.states[block].damping))
+    metrics["damping"] = float(inverses.damping_option)
+    if dampings:
+        metrics["damping/min"] = min(dampings)
+        metrics["damping/max"] = max(dampings)
+
+    # Inverses: the age of the oldest, and the numbers of layers in each condition.
+    if inverse_steps:
+        metrics["age/inverses"] = step - min(inverse_steps)
+    metrics["layers"] = float(len(plan))
+    metrics["layers/solved"] = float(len(inverse_steps))
+    metrics["layers/failing"] = float(sum(block.failures > 0 for block in plan))
+    metrics["layers/under_way"] = float(len(inverses.pending))
+    metrics["failed"] = float(inverses.num_failures)
+    metrics["dropped"] = float(sum(int(block.staged.dropped) for block in layers.blocks))
+    return metrics
 
 
 def build_curvature(
@@ -69,46 +93,54 @@ def build_curvature(
     dtype: torch.dtype,
     gather: bool,
 ) -> KroneckerCurvature:
-    """Copy the running averages into an object of their own; raise if no layer has any.
+    """Copy the running averages into a :class:`KroneckerCurvature`.
 
-    A layer's copies are on the rank that keeps its A, or on all ranks to ``gather``. If ranks keep
-    different factors, this is a collective.
+    Collective if ranks own different factors.
+
+    Args:
+        training: The model, the parameter groups and the ranks.
+        options: The options of the optimizer.
+        layers: The layers.
+        plan: The owners of the factors, of all layers that have ever trained.
+        damping: The option γ at the last refresh; NaN before it.
+        dtype: Dtype of the copies.
+        gather: Whether all ranks get the copies; otherwise the inverse rank of A gets them.
+
+    Raises:
+        SecondOrderError: If no layer has statistics.
     """
     world = training.world
     names = training.param_names()
     own_dampings = values_by_layer(training.groups, layers.blocks, "damping")
-    uncovered = _left_to_the_base(training, layers)
-    found: dict[str, LayerCurvature] = {}
+    uncovered = _reasons_of_base(training, layers)
+    covered: dict[str, LayerCurvature] = {}
     owners: dict[str, int] = {}
     for block in layers.blocks if training.steps > 0 else ():
-        # The numbers go to all ranks, the factors to the layer's owner.
         layer = plan.get(block)
         owner = 0 if layer is None else layer.inverse_rank("A")
-        saved = {} if block.factors is None or block.has_lost_factor else block.saved_factors()
-        averages: dict[str, Tensor] = {}
-        for entry in factor_entries(block, layer):
-            to_all = gather or entry.name not in block.shape.factor_names
-            ranks = range(world.size) if to_all else [owner]
-            averages |= send_entries(world, block, [entry], saved, ranks)
+        averages = _send_averages(training, block, layer, range(world.size) if gather else [owner])
 
-        params = _params_of(block)
+        # Leave out layers whose factors do not describe their parameters.
+        params = _params_of_factors(block)
         shapes = {names.get(id(p), UNNAMED): p.shape for p in params}
-        reason = _why_not(block, params, averages)
+        reason = _reason_without_curvature(block, params, averages)
         if reason:
             uncovered |= dict.fromkeys(uncovered.keys() & shapes.keys(), reason)
             continue
         for name in shapes:
             uncovered.pop(name, None)
+
+        # Copy the factors on the ranks that get them.
         if world.size > 1 and not gather:
             owners[block.name] = owner
         stored: dict[str, Tensor] = {}
         if owners.get(block.name, world.rank) == world.rank:
-            stored = {k: averages[k].to(dtype, copy=True) for k in block.shape.factor_names}
-        curvature = 1.0
+            for factor in block.shape.factor_names:
+                stored[factor] = averages[factor].to(dtype, copy=True)
+        gamma = own_dampings.get(block, damping)
         if options.relative_damping:
-            curvature = float(averages[MEANS][: len(block.shape.factor_names)].prod(0).mean())
-        gamma = own_dampings.get(block, damping) * (curvature if curvature > 0 else 1.0)
-        found[block.name] = LayerCurvature(
+            gamma *= _mean_curvature(block, averages)
+        covered[block.name] = LayerCurvature(
             name=block.name,
             modules=tuple(block.names),
             kind=type(block.modules[0]),
@@ -119,40 +151,67 @@ def build_curvature(
             updates=float(averages[WEIGHT]),
             damping=None if math.isnan(gamma) else gamma,
         )
-    if not found:
+    if not covered:
         raise SecondOrderError(
-            f"{training.name} has no factors yet: curvature() is for after the first step, and "
+            f"{training.name} has no factors yet; call curvature() after the first step, and "
             f"before close()"
         )
-    listed = [names.get(id(p), UNNAMED) for p in group_params(training.groups)]
-    return KroneckerCurvature(found, listed, uncovered, owners=owners, world=world)
+    param_names = [names.get(id(p), UNNAMED) for p in group_params(training.groups)]
+    return KroneckerCurvature(covered, param_names, uncovered, owners=owners, world=world)
 
 
-def _left_to_the_base(training: Training, layers: Layers) -> dict[str, str]:
-    """Why a parameter is in no layer, by name, for all of them."""
-    names, uncovered = training.param_names(), {}
-    reasons = {row.name: row.reason for row in layers.left}
+def _send_averages(
+    training: Training, block: KroneckerBlock, layer: LayerPlan | None, ranks: Sequence[int]
+) -> dict[str, Tensor]:
+    """Send a layer's factors to some ranks, and its other averages to all ranks. Collective."""
+    world = training.world
+    saved: dict[str, Tensor] = {}
+    if block.factors is not None and not block.has_lost_factor:
+        saved = block.saved_factors()
+    averages: dict[str, Tensor] = {}
+    for entry in factor_entries(block, layer):
+        is_factor = entry.name in block.shape.factor_names
+        receivers = ranks if is_factor else range(world.size)
+        averages |= send_entries(world, block, [entry], saved, receivers)
+    return averages
+
+
+def _mean_curvature(block: KroneckerBlock, averages: Mapping[str, Tensor]) -> float:
+    """Return the mean eigenvalue of A ⊗ G, in whose units γ is given; 1 if it is 0."""
+    num_factors = len(block.shape.factor_names)
+    curvature = float(averages[MEANS][:num_factors].prod(0).mean())
+    return curvature if curvature > 0 else 1.0
+
+
+def _reasons_of_base(training: Training, layers: Layers) -> dict[str, str]:
+    """Return for every parameter, by name, why only the base would train it."""
+    names = training.param_names()
+    reasons = {row.name: row.reason for row in layers.left_to_base}
+    uncovered: dict[str, str] = {}
     for p in group_params(training.groups):
         name = names.get(id(p), UNNAMED)
-        reason = reasons.get(name, reasons.get(name.rpartition(".")[0], "it is in no layer"))
+        module_name = name.rpartition(".")[0]
+        reason = reasons.get(name, reasons.get(module_name, "it is in no layer"))
         uncovered[name] = f"{training.base_name} alone trains it ({reason})"
     return uncovered
 
 
-def _params_of(block: KroneckerBlock) -> list[nn.Parameter]:
-    """The parameters that a block's factors are of, be they frozen now."""
+def _params_of_factors(block: KroneckerBlock) -> list[nn.Parameter]:
+    """Return the parameters that a layer's factors describe, including frozen ones."""
     size = math.prod(block.shape.gradient_shape)
     if sum(p.numel() for p in block.owned) == size:
         return block.owned
     return block.params if isinstance(block, ExactBlock) else [block.weight]
 
 
-def _why_not(
+def _reason_without_curvature(
     block: KroneckerBlock, params: list[nn.Parameter], averages: Mapping[str, Tensor]
 ) -> str:
-    """Why a block has no curvature; "" if it has."""
+    """Return why a layer has no curvature; "" if it has."""
     if block.shape.gradient_factored:
-        return "its factors are those of the gradient, which make no Fisher information"
+        return "its factors are computed from the gradient and are no Fisher information"
     if sum(p.numel() for p in params) != math.prod(block.shape.gradient_shape):
-        return "its bias has been frozen or unfrozen since its factors were taken"
-    return "" if WEIGHT in averages and float(averages[WEIGHT]) > 0 else SILENT
+        return "its bias was frozen or unfrozen after its factors were computed"
+    if WEIGHT not in averages or not float(averages[WEIGHT]) > 0:
+        return NO_STATISTICS
+    return ""

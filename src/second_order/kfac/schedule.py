@@ -341,7 +341,7 @@ class Schedule:
                 would block.
         """
         layers = self._layers.active
-        if step == self._layers.newcomers_at:
+        if step == self._layers.newly_trainable_at:
             return layers
         if self.drift is not None:
             return self.drift.layers_due(layers, step)
@@ -356,7 +356,7 @@ class Schedule:
         interval = self._statistics_interval
         if interval is None:
             return len(self.layers_due(step)) > 0
-        if step == self._layers.newcomers_at:
+        if step == self._layers.newly_trainable_at:
             return True
         return step % interval_at(interval, step, "factor_update_steps") == 0
 

@@ -165,7 +165,7 @@ class Pipeline:
         """
         blocks = [slot.block for bucket in self._buckets for slot in bucket]
         if not blocks:
-            return layers.sums([])
+            return layers.pop_sums([])
         micro_batches = layers.micro_batches(blocks)
         with stage("statistics_exchange"):
             self._send_rest(micro_batches)
@@ -179,7 +179,7 @@ class Pipeline:
             agreed.wait()
 
             again = [b for b, flag in zip(blocks, flags.tolist(), strict=True) if flag]
-            local = layers.sums(again, micro_batches)
+            local = layers.pop_sums(again, micro_batches)
             found: Sums = {}
             for bucket in self._sent:
                 found |= bucket.wait()

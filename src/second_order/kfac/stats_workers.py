@@ -30,7 +30,7 @@ from second_order.distributed.helper_link import (
 from second_order.distributed.roles import Roles, assign_roles, cycle_batches, sharding_error
 from second_order.kfac.curvature import KFAC, LayeredCurvature
 from second_order.kfac.layers import Layers
-from second_order.kfac.metrics import NAMES
+from second_order.kfac.metrics import METRIC_NAMES
 from second_order.kfac.plan import System, distkfac_plan, layer_dims
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
@@ -204,14 +204,14 @@ class StatsWorker(LayeredCurvature):
         (self.link,) = split_into_roles(self.training, roles, self._patience)
         self.optimized = _optimized(self.training)
         self._look()
-        self.layers.name_those_left()
+        self.layers.warn_of_uncovered()
 
     def _look(self) -> None:
-        self.layers.forget_plan()
-        self.layers.connect()
-        self.layers.follow()
-        self.layers.watch(lambda block: True)
-        self.layers.expect(True)
+        self.layers.mark_changed()
+        self.layers.start_capture()
+        self.layers.update_active()
+        self.layers.attach_hooks(lambda block: True)
+        self.layers.set_capturing(True)
 
     def replan(self) -> None:
         """Look for the layers that the workers optimize: they may have added a group."""
@@ -281,12 +281,12 @@ class StatsWorker(LayeredCurvature):
 
     def _send_statistics(self) -> None:
         """Send the statistics captured since the last message to the layers' owners."""
-        self.layers.follow()
+        self.layers.update_active()
         active = self.layers.active
-        self.layers.look(active)
-        sums = self.layers.sums([block for block in active if not block.staged.empty])
+        self.layers.verify_pairs(active)
+        sums = self.layers.pop_sums([block for block in active if not block.staged.empty])
         if self.layers.reduction == "step_mean":
-            sums = self.layers.whole_steps(sums, share=1.0)
+            sums = self.layers.undo_step_mean(sums, share=1.0)
         plan = self._system.plan(list(map(layer_dims, active)), self._workers)
         owned: list[list[KroneckerBlock]] = [[] for _ in range(self._workers)]
         for block, layer in zip(active, plan.layers, strict=True):
@@ -306,7 +306,7 @@ class StatsWorker(LayeredCurvature):
 
     def metrics(self) -> dict[str, float]:
         """The workers' names, with NaN: this process preconditions nothing."""
-        return dict.fromkeys(NAMES, math.nan)
+        return dict.fromkeys(METRIC_NAMES, math.nan)
 
     def summary(self) -> Summary:
         """A table of every layer that this process watches."""
