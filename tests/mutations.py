@@ -686,10 +686,10 @@ parts of one example averaged  <-  exact_blocks::expand_and_reduce_over_position
 == kronecker/experts.py
 tokens without a loss are examples of their experts
   <-  experts::tokens_without_a_loss_are_no_examples
-    x.pairs(module, d, form.rows.mask)  =>  x.pairs(module, d)
+    x.pairs(module, d, options.row_mask.mask)  =>  x.pairs(module, d)
 gradients of experts without the weights of their tokens
   <-  experts::the_factors_of_each_expert_are_those_written_by_hand
-    (d[xs.tokens] * weights)  =>  (d[xs.tokens])
+    (d[inputs.tokens] * weights)  =>  (d[inputs.tokens])
 
 == kronecker/verification.py
 a penalty on the weight's length counted as unexplained
@@ -706,8 +706,8 @@ padding tokens count
 a sum over positions for their mean  <-  invariants_factors::4_reduce_is_exact_with_pooled_positions
     return x.mean(1), d.sum(1)  =>  return x.sum(1), d.sum(1)
 padded rows in A  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
-  - return live.apply(x), d, live
-  + return x, d, live
+  - return LinearRows(row_mask.apply(x), d, row_mask)
+  + return LinearRows(x, d, row_mask)
 
 == kronecker/factors.py
 sums of narrow factors that travel as they were added up

@@ -504,14 +504,14 @@ def test_rows_without_a_backward_pass() -> None:
     )
     with torch.no_grad():
         model(x, index, weights)
-        xs, _, _ = calls[0].rows(model.experts, mask)
+        xs = calls[0].products(model.experts, mask).inputs
     assert is_experts(model.experts)
     assert not is_experts(model.head)
     assert not is_experts(torch.jit.script(nn.Linear(2, 2)))
     tokens = xs.tokens.split(xs.counts)
     for name, expert, rows, of in model.experts.seen:
         kept = mask[of]
-        torch.testing.assert_close(xs.of[name].split(xs.counts)[expert], rows[kept])
+        torch.testing.assert_close(xs.by_weight[name].split(xs.counts)[expert], rows[kept])
         assert torch.equal(tokens[expert], of[kept])
     assert Routed.from_call((x,), {}) is None
     assert Routed.from_call((x, weights), {"top_k_weights": weights}) is None

@@ -229,7 +229,7 @@ class KroneckerBlock:
 
     def fits_pair(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
         """Whether a pair's sizes can be those of the layer."""
-        return self.kinds[module].fits(module, x, d)
+        return self.kinds[module].fits_pair(module, x, d)
 
     @property
     def needs_verification(self) -> bool:
@@ -242,7 +242,7 @@ class KroneckerBlock:
 
     def weight_gradient(self, module: nn.Module, x: Any, d: Tensor) -> Tensor:
         """A pair's part of the gradient of :meth:`verified_parameter`."""
-        return self.kinds[module].gradient(module, x, d)
+        return self.kinds[module].weight_gradient(module, x, d)
 
     def verify_pair(self, module: nn.Module, x: Any, d: Tensor, fsdp: FSDPParams | None) -> None:
         """Compare a pair with the gradient that is about to arrive, in float32 at least."""

@@ -308,7 +308,7 @@ class ConvolutionKind(LayerKind):
         g = gram(_rows(outputs, dims)).div_(outputs.shape[-dims:].numel())
         return PairStatistics({"A": a, "G": g}, len(d))
 
-    def gradient(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
+    def weight_gradient(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
         """A pair's part of the gradient of the weight."""
         conv = cast(Convolution, module)
         dims = len(conv.kernel_size)
@@ -328,7 +328,7 @@ class ConvolutionKind(LayerKind):
         )
         return cast(Tensor, gradient)
 
-    def fits(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
+    def fits_pair(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
         """Whether a pair has the channels of input and output."""
         conv = cast(Convolution, module)
         channels = -len(conv.kernel_size) - 1

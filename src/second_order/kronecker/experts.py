@@ -1,19 +1,24 @@
-"""Fused experts: the weights of all experts of a layer in two parameters of three dimensions.
+"""Fused experts: modules that hold the weights of all their experts in two 3-D parameters.
 
-Such a module is called with hidden states, ``(tokens, in)``, the experts of each token and their
-weights, both ``(tokens, k)``, as transformers' ``use_experts_implementation`` has it. Each of its
-parameters is a grouped layer, an expert to a group. Of an example n routed to expert e, the
-gradient of its block is d xᵀ; of all others it is 0. So the Fisher block of e is
+    is_experts, is_router   recognize the modules by the attributes that transformers gives them
+    Routed                  the input of a call: tokens, and the experts that each token goes to
+    Routed.pairs            the rows of inputs and gradients of both products, sorted by expert
+    ExpertsKind             the layer kind of one of the two weights, with one group per expert
+
+Such a module is called with hidden states ``(tokens, in)``, and with the experts of each token and
+their weights, both ``(tokens, k)``, as transformers' ``use_experts_implementation`` defines it. The
+weight gradient of expert e is d xᵀ for an example that is routed to e, and 0 for all others. The
+Fisher block of e is therefore
 
     F_e = (1 / N) Σ over the examples of e of (x xᵀ) ⊗ (d dᵀ)  ≈  A_e ⊗ G_e
     A_e = (1 / N_e) Σ x xᵀ,    G_e = (1 / N) Σ d dᵀ
 
-N are the examples of the loss, N_e those routed to e: A is a mean over the tokens of the expert, G
-over all, as an expert has the smaller curvature the fewer tokens come to it. A step in which none
-comes leaves A as it is, and counts as zeros in G.
+where N is the number of examples of the loss, and N_e that of the examples routed to e. A is a
+mean over the tokens of the expert. G is a mean over all tokens, because an expert with fewer tokens
+has a smaller curvature. A step without a token for e leaves A_e as it is, and adds zeros to G_e.
 
-What the products multiply is computed again from the module's input and the gradient of its output,
-so that it does not matter which implementation the model runs, nor what a checkpoint keeps.
+The rows are recomputed from the module's input and the gradient of its output. They therefore do
+not depend on the implementation that the model runs, or on what a checkpoint saves.
 """
 
 from __future__ import annotations
@@ -38,128 +43,194 @@ from second_order.kronecker.layers import (
 
 __all__ = ["EXPERTS", "Routed", "is_experts", "is_router"]
 
-MARKS = ("has_gate", "has_bias", "is_transposed")
-"""What transformers tells of a module of fused experts."""
+EXPERTS_ATTRIBUTES = ("has_gate", "has_bias", "is_transposed")
+"""Attributes that transformers sets on a module of fused experts."""
 
 ROUTER_SIZES = ("num_experts", "hidden_dim")
-"""What it calls the sizes of a router's weight."""
+"""Attributes of a transformers router that have the sizes of its weight."""
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module is one of fused experts, as transformers has them."""
+    """Whether a module has fused experts, in the form that transformers defines."""
     down = getattr(module, "down_proj", None)
-    three = isinstance(down, nn.Parameter) and down.dim() == 3
-    return three and all(hasattr(module, mark) for mark in MARKS)
+    if not isinstance(down, nn.Parameter) or down.dim() != 3:
+        return False
+    return all(hasattr(module, name) for name in EXPERTS_ATTRIBUTES)
 
 
 def is_router(module: nn.Module) -> bool:
-    """Whether a module is a router of fused experts, as transformers has them."""
+    """Whether a module is the router of fused experts, in the form that transformers defines."""
     weight = module._parameters.get("weight")
     sizes = [getattr(module, name, None) for name in ROUTER_SIZES]
     return weight is not None and list(weight.shape) == sizes
 
 
-class Rows(NamedTuple):
-    """Rows of experts' inputs, or of gradients of their outputs, those of an expert together."""
+class ExpertRows(NamedTuple):
+    """Inputs of the two products, or gradients of their outputs, sorted by expert.
 
-    of: Mapping[str, Tensor]  # by parameter, (rows, in or out)
-    tokens: Tensor  # of each row
-    counts: list[int]  # rows of each expert
+    Attributes:
+        by_weight: The rows by the name of the weight, ``(rows, in)`` or ``(rows, out)``.
+        tokens: The index of each row's token, ``(rows,)``.
+        counts: Number of rows of each expert.
+    """
+
+    by_weight: Mapping[str, Tensor]
+    tokens: Tensor
+    counts: list[int]
+
+
+class RoutedProducts(NamedTuple):
+    """A forward pass through the experts up to the input of the second product.
+
+    Attributes:
+        inputs: The inputs of both products.
+        first_output: The outputs of the first product, ``(rows, out)``.
+        weights: The weight of each row in the module's output, ``(rows, 1)``.
+    """
+
+    inputs: ExpertRows
+    first_output: Tensor
+    weights: Tensor
 
 
 @dataclass
 class Routed:
-    """The input of a call of fused experts."""
+    """The input of a call of fused experts.
 
-    hidden: Tensor  # (tokens, in)
-    index: Tensor  # (tokens, k): experts; one that is not here may have any other number
-    weights: Tensor  # (tokens, k)
-    _pairs: tuple[Rows, Rows] | None = field(default=None, repr=False)
+    Attributes:
+        hidden: Hidden states, ``(tokens, in)``.
+        index: The experts of each token, ``(tokens, k)``. Experts on other ranks have numbers that
+            are out of range here.
+        weights: The weights of these experts, ``(tokens, k)``.
+    """
+
+    hidden: Tensor
+    index: Tensor
+    weights: Tensor
+    _pairs: tuple[ExpertRows, ExpertRows] | None = field(default=None, repr=False)
 
     @classmethod
     def from_call(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Routed | None:
-        """The input among the arguments of a call, hidden states first; None if it is another."""
-        given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        if len(given) != 3:
+        """Read the input from the arguments of a call. None if they have another form.
+
+        The hidden states come first. The experts are integers and the weights are floats, in
+        whichever order.
+        """
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if len(tensors) != 3:
             return None
-        hidden = given[0]
-        index, weights = sorted(given[1:], key=Tensor.is_floating_point)
-        numbers = weights.is_floating_point() and not index.is_floating_point()
-        fits = numbers and index.shape == weights.shape and len(hidden) == len(index)
-        return cls(hidden, index, weights) if fits else None
+        hidden = tensors[0]
+        index, weights = sorted(tensors[1:], key=Tensor.is_floating_point)
+        if index.is_floating_point() or not weights.is_floating_point():
+            return None
+        if index.shape != weights.shape or len(hidden) != len(index):
+            return None
+        return cls(hidden, index, weights)
 
     def save_input(self) -> Callable[[], Routed]:
-        """Keep the input as autograd keeps its own; what is returned reads it."""
-        hidden, index, weights = map(autograd.save_input, (self.hidden, self.index, self.weights))
-        return lambda: Routed(hidden(), index(), weights())
+        """Save the tensors as autograd saves its inputs. Returns a function that reads them."""
+        read_hidden = autograd.save_input(self.hidden)
+        read_index = autograd.save_input(self.index)
+        read_weights = autograd.save_input(self.weights)
+        return lambda: Routed(read_hidden(), read_index(), read_weights())
 
     def detach(self) -> Routed:
-        """The input apart from autograd's graph."""
+        """The input, detached from autograd's graph."""
         return Routed(self.hidden.detach(), self.index.detach(), self.weights.detach())
 
-    def rows(self, module: nn.Module, mask: Tensor | None = None) -> tuple[Rows, Tensor, Tensor]:
-        """Inputs of both products, without a backward pass; of the tokens of a mask, or of all.
+    def products(self, module: nn.Module, mask: Tensor | None = None) -> RoutedProducts:
+        """Compute the inputs of both products, without a backward pass.
 
-        Then the outputs of the first product, and the weights of rows, ``(rows, 1)``.
+        Args:
+            module: The experts.
+            mask: The tokens to include, ``(tokens,)``. None: all of them.
         """
         first, second = (name for name in WEIGHTS if name in module._parameters)
-        experts = len(cast(Tensor, module._parameters[first]))
-        here = (self.index >= 0) & (self.index < experts)
+        weight = cast(Tensor, module._parameters[first])
+        experts = len(weight)
+
+        # Each (token, expert) that counts is a row. Sort the rows by expert.
+        is_local = (self.index >= 0) & (self.index < experts)
         if mask is not None:
-            here = here & mask.unsqueeze(1)
-        token, slot = here.nonzero(as_tuple=True)
+            is_local = is_local & mask.unsqueeze(1)
+        token, slot = is_local.nonzero(as_tuple=True)
         expert, order = self.index[token, slot].sort(stable=True)
-        token, slot = token[order], slot[order]
+        token = token[order]
+        slot = slot[order]
         counts = expert.bincount(minlength=experts).tolist()
-        x = self.hidden[token].to(cast(Tensor, module._parameters[first]).dtype)
-        u = _product(module, first, x, counts)
-        of = {first: x, second: _gated(module, u)}
-        return Rows(of, token, counts), u, self.weights[token, slot].unsqueeze(1)
 
-    def pairs(self, module: nn.Module, d: Tensor, mask: Tensor | None = None) -> tuple[Rows, Rows]:
-        """Rows of inputs and of gradients, given that of the module's output, ``(tokens, in)``.
+        x = self.hidden[token].to(weight.dtype)
+        first_output = _multiply(module, first, x, counts)
+        by_weight = {first: x, second: _activate(module, first_output)}
+        weights = self.weights[token, slot].unsqueeze(1)
+        return RoutedProducts(ExpertRows(by_weight, token, counts), first_output, weights)
 
-        Of the tokens of a mask, or of all. Computed once: both parameters have need of it.
+    def pairs(
+        self, module: nn.Module, d: Tensor, mask: Tensor | None = None
+    ) -> tuple[ExpertRows, ExpertRows]:
+        """Compute the inputs of both products, and the gradients of their outputs.
+
+        The result is cached, because both weights need it.
+
+        Args:
+            module: The experts.
+            d: The gradient of the module's output, ``(tokens, in)``.
+            mask: The tokens to include, ``(tokens,)``. None: all of them.
         """
-        if self._pairs is None:
-            xs, u, weights = self.rows(module, mask)
-            first, second = xs.of
-            dy = (d[xs.tokens] * weights).to(xs.of[first].dtype)
-            if getattr(module, "has_post_expert_norm", False):
-                y = _product(module, second, xs.of[second], xs.counts)
-                dy = _pulled_back(cast(Any, module).post_expert_norm, y, dy)
-            da = _product(module, second, dy, xs.counts, backwards=True)
-            du = _pulled_back(partial(_gated, module), u, da)
-            self._pairs = xs, Rows({first: du, second: dy}, xs.tokens, xs.counts)
+        if self._pairs is not None:
+            return self._pairs
+        inputs, first_output, weights = self.products(module, mask)
+        first, second = inputs.by_weight
+        counts = inputs.counts
+
+        # Backward through the weighted sum, the norm, the second product and the activation.
+        second_d = (d[inputs.tokens] * weights).to(inputs.by_weight[first].dtype)
+        if getattr(module, "has_post_expert_norm", False):
+            second_output = _multiply(module, second, inputs.by_weight[second], counts)
+            norm = cast(Any, module).post_expert_norm
+            second_d = _backpropagate(norm, second_output, second_d)
+        activation_d = _multiply(module, second, second_d, counts, backwards=True)
+        first_d = _backpropagate(partial(_activate, module), first_output, activation_d)
+
+        gradients = ExpertRows({first: first_d, second: second_d}, inputs.tokens, counts)
+        self._pairs = inputs, gradients
         return self._pairs
 
 
-def _gated(module: Any, u: Tensor) -> Tensor:
-    """What the second product multiplies, from the outputs of the first."""
-    return cast(Tensor, module._apply_gate(u) if module.has_gate else module.act_fn(u))
+def _activate(module: Any, first_output: Tensor) -> Tensor:
+    """Compute the input of the second product from the output of the first."""
+    if module.has_gate:
+        return cast(Tensor, module._apply_gate(first_output))
+    return cast(Tensor, module.act_fn(first_output))
 
 
-def _product(
+def _multiply(
     module: Any, name: str, x: Tensor, counts: list[int], backwards: bool = False
 ) -> Tensor:
-    """Rows times their experts' weights, with biases; or backwards, from outputs to inputs."""
+    """Multiply rows by their experts' weights, and add the biases.
+
+    ``backwards``: multiply gradients of outputs by the transposed weights.
+    """
     weight = getattr(module, name).detach()
-    weight = weight if module.is_transposed != backwards else weight.mT
-    parts = [rows @ of for rows, of in zip(x.split(counts), weight, strict=True)]
+    if module.is_transposed == backwards:
+        weight = weight.mT
+    by_expert = zip(x.split(counts), weight, strict=True)
+    outputs = [rows @ expert_weight for rows, expert_weight in by_expert]
     if module.has_bias and not backwards:
         bias = getattr(module, f"{name}_bias").detach()
-        parts = [part.add_(of) for part, of in zip(parts, bias, strict=True)]
-    return torch.cat(parts)
+        for output, expert_bias in zip(outputs, bias, strict=True):
+            output.add_(expert_bias)
+    return torch.cat(outputs)
 
 
-def _pulled_back(function: Callable[[Tensor], Tensor], x: Tensor, d: Tensor) -> Tensor:
-    """The gradient of a function's input, from that of its output."""
+def _backpropagate(function: Callable[[Tensor], Tensor], x: Tensor, d: Tensor) -> Tensor:
+    """Compute the gradient of a function's input from the gradient of its output."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
-        (found,) = torch.autograd.grad(function(x), x, d)
-    return found
+        (gradient,) = torch.autograd.grad(function(x), x, d)
+    return gradient
 
 
 # ------------------------------------------------------------------------------- kinds of layers
@@ -167,16 +238,22 @@ def _pulled_back(function: Callable[[Tensor], Tensor], x: Tensor, d: Tensor) -> 
 
 @dataclass(frozen=True)
 class ExpertsKind(LayerKind):
-    """One of the two weights, an expert to a group."""
+    """One of the two weights of fused experts. Each expert is a group."""
 
     family: str = ROUTED
 
     def shape(self, module: nn.Module, bias: bool) -> FactorShape:
-        transposed = bool(module.is_transposed)
-        experts, out, width = getattr(module, self.weight).shape
-        if transposed:
-            out, width = width, out
-        return FactorShape(experts, width + int(bias), out, transposed=transposed, routed=True)
+        is_transposed = bool(module.is_transposed)
+        experts, out_dim, in_dim = getattr(module, self.weight).shape
+        if is_transposed:
+            out_dim, in_dim = in_dim, out_dim
+        return FactorShape(
+            groups=experts,
+            in_dim=in_dim + int(bias),
+            out_dim=out_dim,
+            transposed=is_transposed,
+            routed=True,
+        )
 
     def statistics(
         self, module: nn.Module, x: Any, d: Tensor, options: PairOptions
@@ -185,22 +262,29 @@ class ExpertsKind(LayerKind):
         a = [gram(rows.unsqueeze(0), options.has_bias) for rows in self._by_expert(inputs, d)]
         g = [gram(rows.unsqueeze(0)) for rows in self._by_expert(gradients, d)]
         counts = torch.tensor(inputs.counts, dtype=d.dtype, device=d.device)
-        factors = {"A": torch.cat(a), "G": torch.cat(g)}
-        return PairStatistics(factors, options.row_mask.count, examples_per_group=counts)
+        return PairStatistics(
+            factors={"A": torch.cat(a), "G": torch.cat(g)},
+            num_examples=options.row_mask.count,
+            examples_per_group=counts,
+        )
 
-    def gradient(self, module: nn.Module, x: Any, d: Tensor) -> Tensor:
-        inputs, gradients = replace(x, _pairs=None).pairs(module, d)
-        each = zip(self._by_expert(inputs, d), self._by_expert(gradients, d), strict=True)
-        found = torch.stack([of.mT @ rows for rows, of in each])
-        return found.mT if module.is_transposed else found
+    def weight_gradient(self, module: nn.Module, x: Any, d: Tensor) -> Tensor:
+        uncached = replace(x, _pairs=None)  # the cached rows may be those of a mask
+        inputs, gradients = uncached.pairs(module, d)
+        x_by_expert = self._by_expert(inputs, d)
+        d_by_expert = self._by_expert(gradients, d)
+        products = [d.mT @ x for x, d in zip(x_by_expert, d_by_expert, strict=True)]
+        gradient = torch.stack(products)
+        return gradient.mT if module.is_transposed else gradient
 
-    def fits(self, module: nn.Module, x: Any, d: Tensor) -> bool:
+    def fits_pair(self, module: nn.Module, x: Any, d: Tensor) -> bool:
         return isinstance(x, Routed) and d.shape == x.hidden.shape
 
-    def _by_expert(self, rows: Rows, d: Tensor) -> Sequence[Tensor]:
-        parts: Sequence[Tensor] = rows.of[self.weight].to(d.dtype).split(rows.counts)
-        return parts
+    def _by_expert(self, rows: ExpertRows, d: Tensor) -> Sequence[Tensor]:
+        """The rows of each expert, in the dtype of d."""
+        by_expert: Sequence[Tensor] = rows.by_weight[self.weight].to(d.dtype).split(rows.counts)
+        return by_expert
 
 
 EXPERTS = {name: ExpertsKind(name, f"{name}_bias") for name in WEIGHTS}
-"""Their kinds, by the names of the parameters."""
+"""The kinds of fused experts' weights, by name."""

@@ -99,7 +99,7 @@ class Attention(LayerKind):
         g = torch.cat([pair.factors["G"] for pair in each])
         return PairStatistics({"A": a, "G": g}, each[0].num_examples)
 
-    def gradient(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
+    def weight_gradient(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
         if _is_packed(x, d):
             return sum_outer_products(x, d)
         return torch.cat([sum_outer_products(part, of) for part, of in zip(x, d, strict=True)])

@@ -1,17 +1,25 @@
-"""Kronecker statistics from (input, gradient of the output), for each type of module.
+"""Kronecker statistics of a captured pair, for each kind of layer.
 
-A layer computes s = W a, with a the input and, where the layer has a bias, a 1 appended. All
-factors carry a leading dimension of groups (1 except for grouped convolutions), so that every
-layer is the same to the solvers: A is ``(groups, in, in)``, G is ``(groups, out, out)`` and the
-gradient is ``(groups, out, in)``. An embedding is the Linear on one-hot rows: its A is diagonal,
-kept as ``(groups, in)``.
+A layer computes s = W a, where a is the input, with a 1 appended if the layer has a bias. A pair is
+an input x and the gradient d of the loss with respect to the output. From pairs come
 
-A is a mean over the rows that take part in a pass. Padded tokens do not: they would thin A by
-inputs that teach nothing. Which rows take part is decided for all layers of a pass together, in
-:mod:`second_order.kronecker.rows`.
+    A    the mean of a aᵀ over the rows that take part in a pass
+    G    the sum of d dᵀ, which the pass later scales by the number of its loss terms
 
-Sources: Martens & Grosse 2015 (Linear), Eschenhagen et al. 2023 (expand and reduce). Convolutions
-are in :mod:`second_order.kronecker.convolutions`, others in :mod:`second_order.kronecker.kinds`.
+A ``LayerKind`` has the rules of one kind of layer: the sizes of its factors, the sums of a pair,
+the weight gradient of a pair, and the rows that a pair consists of. ``KINDS`` maps classes of
+modules to their kinds. This file has ``Linear`` and ``Embedding``. Convolutions are in
+:mod:`second_order.kronecker.convolutions`, all other kinds in :mod:`second_order.kronecker.kinds`.
+
+All factors have a leading dimension of groups, which is 1 except for grouped layers. A solver
+therefore sees the same shapes for every layer: A is ``(groups, in, in)``, G is
+``(groups, out, out)`` and the gradient is ``(groups, out, in)``. An embedding is a Linear on
+one-hot rows. Its A is diagonal and is stored as ``(groups, in)``.
+
+Padded tokens do not take part in a pass, because inputs without a loss would dilute A.
+:mod:`second_order.kronecker.rows` decides for all layers of a pass which rows take part.
+
+Sources: Martens & Grosse 2015 (Linear), Eschenhagen et al. 2023 ("expand" and "reduce").
 """
 
 from __future__ import annotations
@@ -43,156 +51,212 @@ Approximation: TypeAlias = Literal["expand", "reduce"]
 
 @dataclass(frozen=True)
 class FactorShape:
-    """Sizes of a layer's factors: A is ``groups x in x in``, G is ``groups x out x out``."""
+    """Sizes of a layer's factors: A is ``groups x in x in``, G is ``groups x out x out``.
+
+    Attributes:
+        groups: Number of groups.
+        in_dim: Columns of the gradient as a matrix, the homogeneous coordinate included.
+        out_dim: Rows of the gradient as a matrix.
+        diagonal_a: A is diagonal, and stored as ``(groups, in)``.
+        locations: Size of the factor L of a doubly factored layer, whose A has the size in /
+            locations. 0 for all other layers.
+        exact: G is the exact curvature, and A is 1.
+        transposed: The weight is stored as ``(groups in, out)``.
+        gradient_factored: G is the second moment of the rows of gradients, and A that of their
+            columns, with the trace 1.
+        routed: Each group has its own examples, and its A is a mean over them.
+    """
 
     groups: int
     in_dim: int
     out_dim: int
-    diagonal_a: bool = False  # A is kept as groups x in
-    locations: int = 0  # if doubly factored, with A of in / locations channels, and L of locations
-    exact: bool = False  # G is the whole curvature, and A is 1
-    transposed: bool = False  # the weight is (groups in, out)
-    gradient_factored: bool = (
-        False  # G is of gradients' rows and A of their columns; A has the trace 1
-    )
-    routed: bool = False  # each group has examples of its own, over which A is a mean
+    diagonal_a: bool = False
+    locations: int = 0
+    exact: bool = False
+    transposed: bool = False
+    gradient_factored: bool = False
+    routed: bool = False
 
     @cached_property
     def dims(self) -> dict[str, int]:
-        """The sizes n of the factors, by name."""
+        """The size n of each factor, by factor name."""
         if self.locations:
             return {"A": self.in_dim // self.locations, "G": self.out_dim, "L": self.locations}
         return {"A": self.in_dim, "G": self.out_dim}
 
     @cached_property
     def factor_names(self) -> str:
-        """The names of the factors."""
+        """The names of the factors, one letter each."""
         return "".join(self.dims)
 
     @cached_property
     def diagonals(self) -> str:
-        """The names of the factors that are kept as diagonals."""
+        """The names of the factors that are stored as diagonals."""
         return "A" if self.diagonal_a else ""
 
     @cached_property
     def elements(self) -> int:
-        """Elements of all factors of a group."""
+        """Number of elements of all factors of a group, as full matrices."""
         return sum(n**2 for n in self.dims.values())
 
     @cached_property
     def record_size(self) -> int:
-        """Numbers of a group in a record of sums."""
+        """Numbers that a record of sums has per group: mean eigenvalues, and routed examples."""
         return len(self.dims) + self.routed
 
     @cached_property
     def gradient_shape(self) -> tuple[int, int, int]:
-        """The shape of the gradient as a matrix for each group."""
+        """Shape of the gradient as one matrix per group."""
         return self.groups, self.out_dim, self.in_dim
 
     def matrix_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the factors as matrices, or diagonals."""
-        sizes: dict[str, tuple[int, ...]] = {}
-        for letter, dim in self.dims.items():
-            sizes[letter] = (
-                (self.groups, dim) if letter in self.diagonals else (self.groups, dim, dim)
-            )
-        return sizes
+        """Shapes of the factors as full matrices, or as diagonals."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, n in self.dims.items():
+            if name in self.diagonals:
+                shapes[name] = (self.groups, n)
+            else:
+                shapes[name] = (self.groups, n, n)
+        return shapes
 
-    def stored_shape(self, letter: str) -> tuple[int, ...]:
-        """Shape of a factor as it is stored: diagonals, or triangles."""
-        dim = self.dims[letter]
-        return self.groups, dim if letter in self.diagonals else packed_length(dim)
+    def stored_shape(self, factor_name: str) -> tuple[int, ...]:
+        """Shape of a factor as it is stored: a diagonal, or a packed upper triangle."""
+        n = self.dims[factor_name]
+        if factor_name in self.diagonals:
+            return self.groups, n
+        return self.groups, packed_length(n)
+
+
+# ------------------------------------------------------------------------- rows that take part
 
 
 @dataclass(frozen=True)
 class RowMask:
-    """The rows of a captured pair that count."""
+    """The rows of a captured pair that take part.
 
-    mask: Tensor | None  # (rows,), True where a row counts; None if all are known to count
-    count: int | Tensor  # of these; on a device a scalar tensor, which the host does not read
+    Attributes:
+        mask: ``(rows,)``, True for a row that takes part. None if all rows are known to.
+        count: Number of rows that take part. On a device it is a scalar tensor, which the host does
+            not read.
+    """
+
+    mask: Tensor | None
+    count: int | Tensor
 
     def apply(self, rows: Tensor) -> Tensor:
-        """Those among ``(rows, ...)`` that count; the others are zero.
+        """Set the rows of ``(rows, ...)`` that do not take part to zero.
 
-        One that does not count and is not finite becomes NaN, as it does in the weight's gradient.
+        A non-finite row that does not take part becomes NaN, as it does in the weight gradient.
         """
-        return rows if self.mask is None else rows * self.mask.view(-1, *[1] * (rows.dim() - 1))
+        if self.mask is None:
+            return rows
+        return rows * self.mask.view(-1, *[1] * (rows.dim() - 1))
 
-    def to_examples(self, number: int) -> RowMask:
-        """The examples that have a row that counts, where each of so many has equally many rows."""
-        if self.mask is None or number == 0:
-            return full_row_mask(number)
-        return to_row_mask(self.mask.view(number, -1).any(1))
+    def to_examples(self, num_examples: int) -> RowMask:
+        """Group the rows into examples of equal size. An example takes part if any row does."""
+        if self.mask is None or num_examples == 0:
+            return full_row_mask(num_examples)
+        return to_row_mask(self.mask.view(num_examples, -1).any(1))
+
+
+def full_row_mask(num_rows: int) -> RowMask:
+    """A mask of rows that all take part."""
+    return RowMask(None, num_rows)
 
 
 def nonzero_row_mask(d: Tensor) -> RowMask:
-    """The rows of ``(rows, ...)`` that have an entry other than zero."""
+    """A mask of the rows of ``(rows, ...)`` that have a nonzero entry."""
     return to_row_mask(d.flatten(1).any(1))
 
 
-def full_row_mask(number: int) -> RowMask:
-    """So many rows, all of which count."""
-    return RowMask(None, number)
-
-
 def to_row_mask(mask: Tensor) -> RowMask:
-    """The rows of a mask, ``(rows,)``; on the CPU None takes the place of one that has them all."""
+    """Count the rows of a mask, ``(rows,)``. On the CPU, drop a mask that is True everywhere."""
     if mask.device.type != "cpu":
         return RowMask(mask, mask.sum())
     count = int(mask.sum())
-    return RowMask(None if count == len(mask) else mask, count)
+    if count == len(mask):
+        return RowMask(None, count)
+    return RowMask(mask, count)
+
+
+def at_least_one(count: int | Tensor) -> int | Tensor:
+    """A number of examples as a divisor: 1 in place of 0."""
+    if isinstance(count, Tensor):
+        return count.clamp_min(1)
+    return max(count, 1)
+
+
+# --------------------------------------------------------------------------- sums of outer products
 
 
 @dataclass(frozen=True)
 class PairStatistics:
     """Sums over one captured pair.
 
-    A, divided by ``examples``, is this pair's estimate of A, and so with L. G is divided by the
-    terms of the loss, which only the whole pass shows.
+    A and L divided by ``num_examples`` are this pair's estimates of them. G is divided by the
+    number of loss terms, which is known only at the end of the pass.
+
+    Attributes:
+        factors: Sums by factor name, ``(groups, n, n)``, or ``(groups, n)`` of a diagonal.
+        num_examples: Number of examples. On a device it is a scalar tensor, which the host does not
+            read.
+        examples_per_group: Number of examples of each group, ``(groups,)``, if a layer routes its
+            examples to its groups.
     """
 
-    factors: dict[str, Tensor]  # the sums by letter, (groups, n, n), or diagonals (groups, n)
-    num_examples: int | Tensor  # on a device a scalar tensor, which the host does not read
-    examples_per_group: Tensor | None = (
-        None  # examples of each group, if these have their own, (groups,)
-    )
+    factors: dict[str, Tensor]
+    num_examples: int | Tensor
+    examples_per_group: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class PairOptions:
-    """How the statistics of a pair are formed."""
+    """How to compute the statistics of a pair.
 
-    has_bias: bool  # the homogeneous coordinate belongs to A
-    approximation: Approximation  # of dimensions that share the weight (Eschenhagen et al. 2023)
-    row_mask: RowMask  # that A is a sum over
+    Attributes:
+        has_bias: A includes the homogeneous coordinate.
+        approximation: How to treat dimensions that share the weight (Eschenhagen et al. 2023).
+        row_mask: The rows that A is a sum over.
+    """
+
+    has_bias: bool
+    approximation: Approximation
+    row_mask: RowMask
 
 
-CONVOLUTIONS = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
+CPU_STRIP = 128
+"""Rows of the upper triangle that the CPU computes by one product."""
 
-
-# --------------------------------------------------------------------------- sums of outer products
+TRANSPOSED_ROWS = 64
+"""Rows that one transposed copy writes. With more rows, each element is a cache miss."""
 
 
 def gram(x: Tensor, homogeneous: bool = False, ones: int | Tensor | None = None) -> Tensor:
-    """Sum of the outer products of the rows of ``x``, ``(groups, rows, dim)``.
+    """Sum the outer products of the rows of ``x``, ``(groups, rows, dim)``.
 
-    ``homogeneous`` appends a 1 to every row, without a copy of the rows; or to so many ``ones``, if
-    the others are zero. Of shape ``(groups, n, n)``.
+    Args:
+        x: The rows.
+        homogeneous: Append a 1 to every row, without a copy of the rows.
+        ones: Number of rows that get a 1, if the other rows are zero. None: all of them.
+
+    Returns:
+        A tensor ``(groups, n, n)``, where n is dim, or dim + 1 if ``homogeneous``.
     """
     groups, rows, dim = x.shape
     total = dim + int(homogeneous)
-    # On one core, 128 rows of the upper triangle at a time are wide enough to be as fast as the
-    # whole product: 576 and 1152 dimensions took 0.65 of the time. A GPU would see many small
-    # kernels instead.
-    strip = 128 if x.device.type == "cpu" else dim
+    if ones is None:
+        ones = rows
+
+    # On one core, 128 rows at a time are wide enough to be as fast as the full product: 576 and
+    # 1152 dimensions took 0.65 of its time. A GPU would run many small kernels instead.
+    strip = CPU_STRIP if x.device.type == "cpu" else dim
     if dim <= strip:
-        matrix = torch.bmm(x.mT, x)  # `@` without the views that it takes around it
+        matrix = torch.bmm(x.mT, x)  # `@` would add views
         if homogeneous:
-            matrix = append_ones(matrix, x.sum(1), rows if ones is None else ones)
+            matrix = append_ones(matrix, x.sum(1), ones)
         return matrix
+
+    # The upper triangle.
     matrix = x.new_empty(groups, total, total)
     for start in range(0, dim, strip):
         stop = min(start + strip, dim)
@@ -200,102 +264,126 @@ def gram(x: Tensor, homogeneous: bool = False, ones: int | Tensor | None = None)
         torch.bmm(x[..., start:stop].mT, x[..., start:], out=band)
     if homogeneous:
         matrix[:, :dim, dim] = x.sum(1)
-        matrix[:, dim, dim] = rows if ones is None else ones
-    # The lower triangle. A transposed copy of more rows misses the cache at every element.
-    for start in range(0, total, 64):
-        stop = start + 64
+        matrix[:, dim, dim] = ones
+
+    # The lower triangle.
+    for start in range(0, total, TRANSPOSED_ROWS):
+        stop = start + TRANSPOSED_ROWS
         matrix[:, stop:, start:stop] = matrix[:, start:stop, stop:].mT
     if homogeneous:
         matrix[:, dim, :dim] = matrix[:, :dim, dim]
     return matrix
 
 
-def append_ones(matrix: Tensor, column: Tensor, ones: int | Tensor) -> Tensor:
-    """The sum of outer products of rows, from that without the 1 that each is to have appended.
+def append_ones(matrix: Tensor, row_sum: Tensor, ones: int | Tensor) -> Tensor:
+    """Extend a sum of outer products as if a 1 had been appended to the rows.
 
-    ``column``, ``(groups, dim)``, is the sum of the rows, and ``ones`` their number.
+    Args:
+        matrix: The sum of the outer products, ``(groups, dim, dim)``.
+        row_sum: The sum of the rows, ``(groups, dim)``.
+        ones: Number of rows.
     """
-    groups, dim = column.shape
-    whole = matrix.new_empty(groups, dim + 1, dim + 1)
-    whole[:, :dim, :dim] = matrix
-    whole[:, :dim, dim] = column
-    whole[:, dim, :dim] = column
-    whole[:, dim, dim] = ones
-    return whole
+    groups, dim = row_sum.shape
+    extended = matrix.new_empty(groups, dim + 1, dim + 1)
+    extended[:, :dim, :dim] = matrix
+    extended[:, :dim, dim] = row_sum
+    extended[:, dim, :dim] = row_sum
+    extended[:, dim, dim] = ones
+    return extended
 
 
-def at_least_one(count: int | Tensor) -> int | Tensor:
-    """A number of examples to divide by."""
-    return count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
+def sum_outer_products(x: Tensor, d: Tensor) -> Tensor:
+    """Sum d xᵀ over all rows of a pair: the weight gradient ``(out, in)``."""
+    return d.reshape(-1, d.shape[-1]).mT @ x.reshape(-1, x.shape[-1])
 
 
 # ------------------------------------------------------------------------------------ rows of pairs
 
-
+# Families of rows. Layers see the same rows only if the rows are of one family. Rows of an
+# attention are (batch, positions), whichever of the two comes first in its inputs.
 ROUTED = "routed"
 ATTENTION = "attention"
-"""Families of rows: an attention's are ``(batch, positions)`` however its inputs lie."""
 
 
 class PairRows(NamedTuple):
-    """The rows of a captured pair."""
+    """The rows of a captured pair.
+
+    Attributes:
+        family: "", or one of the families above.
+        shape: Leading dimensions of the pair, whose product is the number of rows.
+        gradient: d as a matrix, ``(rows, out)``.
+        examples: The rows are the examples of the batch, whatever other layers see.
+    """
 
     family: str
-    shape: tuple[int, ...]  # leading dimensions
-    gradient: Tensor  # (rows, out)
-    examples: bool = False  # known to be a batch's examples, whatever other layers see
+    shape: tuple[int, ...]
+    gradient: Tensor
+    examples: bool = False
 
 
 def flatten_rows(leading: Sequence[int], d: Tensor, family: str = "") -> PairRows:
-    """The rows of gradients with so many leading dimensions."""
-    # (B, 1, ...) has the examples of (B, ...).
+    """Flatten the leading dimensions of gradients into rows."""
+    # A gradient (B, 1, ...) has the examples of (B, ...).
     while len(leading) > 1 and leading[-1] == 1:
         leading = leading[:-1]
-    number = math.prod(leading)
-    flat = d.reshape(number, d.numel() // max(number, 1))
-    return PairRows(family, tuple(leading) or (1,), flat)
+    num_rows = math.prod(leading)
+    width = d.numel() // max(num_rows, 1)
+    return PairRows(family, tuple(leading) or (1,), d.reshape(num_rows, width))
 
 
 def image_rows(d: Tensor, batched: bool = True) -> PairRows:
-    """The rows of gradients whose second dimension is that of channels: whole examples."""
-    d = d if batched else d.unsqueeze(0)
+    """The rows of gradients ``(N, channels, ...)``: one row per example."""
+    if not batched:
+        d = d.unsqueeze(0)
     return PairRows("", (len(d),), d.flatten(1), examples=True)
 
 
-def linear_rows(x: Tensor, d: Tensor, options: PairOptions) -> tuple[Tensor, Tensor, RowMask]:
-    """The rows of a Linear's pair, ``(rows, in)`` and ``(rows, out)``, and those that count.
+class LinearRows(NamedTuple):
+    """The rows of a Linear's pair: x is ``(rows, in)``, d is ``(rows, out)``."""
 
-    Rows of x that do not count are zero. With "reduce" a row is an example's mean input and the sum
-    of its gradients.
+    x: Tensor
+    d: Tensor
+    row_mask: RowMask
+
+
+def linear_rows(x: Tensor, d: Tensor, options: PairOptions) -> LinearRows:
+    """Reshape a Linear's pair into rows. Rows of x that do not take part are set to zero.
+
+    With "reduce", a row has the mean input and the summed gradients of one example.
     """
-    live = options.row_mask
+    row_mask = options.row_mask
     if options.approximation == "reduce" and x.dim() > 2:
-        x, d = reduce_positions(x.flatten(1, -2), d.flatten(1, -2), live)
-        live = live.to_examples(len(d))
+        x, d = reduce_positions(x.flatten(1, -2), d.flatten(1, -2), row_mask)
+        row_mask = row_mask.to_examples(len(d))
     else:
-        number = d.numel() // d.shape[-1]
-        x = x.reshape(number, x.shape[-1])
-        d = d.reshape(number, d.shape[-1])
-    return live.apply(x), d, live
+        num_rows = d.numel() // d.shape[-1]
+        x = x.reshape(num_rows, x.shape[-1])
+        d = d.reshape(num_rows, d.shape[-1])
+    return LinearRows(row_mask.apply(x), d, row_mask)
 
 
-def reduce_positions(x: Tensor, d: Tensor, live: RowMask) -> tuple[Tensor, Tensor]:
-    """Means of inputs ``(N, T, in)`` over positions that count, and sums of ``(N, T, out)``."""
-    if live.mask is None:
+def reduce_positions(x: Tensor, d: Tensor, row_mask: RowMask) -> tuple[Tensor, Tensor]:
+    """Average inputs ``(N, T, in)`` over the positions that take part; sum ``(N, T, out)``."""
+    if row_mask.mask is None:
         return x.mean(1), d.sum(1)
-    mask = live.mask.view(-1, d.shape[1], 1)
+    mask = row_mask.mask.view(-1, d.shape[1], 1)
     return (x * mask).sum(1) / mask.sum(1).clamp_min(1), d.sum(1)
-
-
-def sum_outer_products(x: Tensor, d: Tensor) -> Tensor:
-    """The sum of d xᵀ over all rows of a pair, ``(out, in)``."""
-    return d.reshape(-1, d.shape[-1]).mT @ x.reshape(-1, x.shape[-1])
 
 
 # -------------------------------------------------------------------------------- kinds of layers
 
 
 Rows: TypeAlias = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""A function of a module, its input and the gradient of its output that returns x and d."""
+
+CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 
 
 @dataclass(frozen=True)
@@ -305,10 +393,12 @@ class LayerKind(ABC):
     Attributes:
         weight: Name of the weight.
         bias: Name of the bias.
-        family: Of its rows.
-        rows: The rows of an input and of an output's gradient; None: they are as they are.
-        separate_bias_reason: Why the bias is not the homogeneous coordinate of A; "" if it is.
-        multiplies_rows: Whether it multiplies the rows of its input, as they are, by a matrix.
+        family: Family of the rows of its pairs.
+        rows: Computes x and d from the input and the gradient of the output. None: x is the input,
+            and d is the gradient.
+        separate_bias_reason: Why the bias is not the homogeneous coordinate of A. "" if it is.
+        multiplies_rows: Whether the layer multiplies the rows of its input by a matrix, and does
+            nothing else. Pairs of such layers are added up in batches.
     """
 
     weight: str = "weight"
@@ -320,20 +410,20 @@ class LayerKind(ABC):
 
     @abstractmethod
     def shape(self, module: nn.Module, bias: bool) -> FactorShape:
-        """Sizes of the factors; ``bias``: A has the homogeneous coordinate."""
+        """Sizes of the factors. ``bias``: A includes the homogeneous coordinate."""
 
     @abstractmethod
     def statistics(
         self, module: nn.Module, x: Any, d: Tensor, options: PairOptions
     ) -> PairStatistics:
-        """Statistics of a pair, the input x and the gradient d of the output."""
+        """Compute the sums of a pair: the input x, and the gradient d of the output."""
 
     @abstractmethod
-    def gradient(self, module: nn.Module, x: Any, d: Tensor) -> Tensor:
-        """A pair's part of the gradient of the weight."""
+    def weight_gradient(self, module: nn.Module, x: Any, d: Tensor) -> Tensor:
+        """Compute a pair's contribution to the gradient of the weight."""
 
-    def fits(self, module: nn.Module, x: Any, d: Tensor) -> bool:
-        """Whether a pair's sizes can be the layer's."""
+    def fits_pair(self, module: nn.Module, x: Any, d: Tensor) -> bool:
+        """Whether the shapes of a pair agree with the layer."""
         return True
 
     def gradient_rows(self, module: nn.Module, x: Any, d: Tensor) -> PairRows:
@@ -343,11 +433,11 @@ class LayerKind(ABC):
 
 @dataclass(frozen=True)
 class Linear(LayerKind):
-    """``W x`` of rows x.
+    """A layer that multiplies rows x by its weight.
 
     Attributes:
-        transposed: Whether the weight is ``(in, out)``.
-        assumed: Whether it is one is not known before the first statistics.
+        transposed: The weight is stored as ``(in, out)``.
+        assumed: The layer is only assumed to be a Linear, until its first statistics verify it.
     """
 
     transposed: bool = False
@@ -357,57 +447,54 @@ class Linear(LayerKind):
     def multiplies_rows(self) -> bool:  # type: ignore[override]
         return self.rows is None
 
-    def _rows(self, module: nn.Module, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-        return (x, d) if self.rows is None else self.rows(module, x, d)
-
-    def _size(self, module: nn.Module) -> Sequence[int]:
-        """The sizes of the weight, (out, in)."""
-        size: Sequence[int] = getattr(module, self.weight).shape
-        return size[::-1] if self.transposed else size
-
     def shape(self, module: nn.Module, bias: bool) -> FactorShape:
-        out_dim, in_dim = self._size(module)
+        out_dim, in_dim = self._weight_shape(module)
         return FactorShape(1, in_dim + int(bias), out_dim, transposed=self.transposed)
 
     def statistics(
         self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions
     ) -> PairStatistics:
-        x, d, live = linear_rows(*self._rows(module, x, d), options)
-        a = gram(x.unsqueeze(0), options.has_bias, live.count)
-        return PairStatistics({"A": a, "G": gram(d.unsqueeze(0))}, live.count)
+        x, d = self._to_rows(module, x, d)
+        x, d, row_mask = linear_rows(x, d, options)
+        a = gram(x.unsqueeze(0), options.has_bias, row_mask.count)
+        g = gram(d.unsqueeze(0))
+        return PairStatistics({"A": a, "G": g}, row_mask.count)
 
-    def gradient(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
-        x, d = self._rows(module, x, d)
-        return sum_outer_products(d, x) if self.transposed else sum_outer_products(x, d)
+    def weight_gradient(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
+        x, d = self._to_rows(module, x, d)
+        if self.transposed:
+            return sum_outer_products(d, x)
+        return sum_outer_products(x, d)
 
-    def fits(self, module: nn.Module, x: Any, d: Tensor) -> bool:
-        """Whether a pair has the sizes of the weight, and as many rows of x as of d."""
+    def fits_pair(self, module: nn.Module, x: Any, d: Tensor) -> bool:
+        """Whether x and d have the sizes of the weight, and equally many rows."""
         if self.rows is not None:
             return True
-        out_dim, in_dim = self._size(module)
-        sizes = (d.shape[-1], x.shape[-1]) == (out_dim, in_dim)
-        dense = x.layout is torch.strided and x.is_floating_point()
-        return sizes and dense and d.numel() * in_dim == x.numel() * out_dim
+        out_dim, in_dim = self._weight_shape(module)
+        same_sizes = d.shape[-1] == out_dim and x.shape[-1] == in_dim
+        is_dense = x.layout is torch.strided and x.is_floating_point()
+        return same_sizes and is_dense and d.numel() * in_dim == x.numel() * out_dim
 
-    def gradient_rows(self, module: nn.Module, x: Tensor, d: Tensor) -> PairRows:
-        _, d = self._rows(module, x, d)
+    def gradient_rows(self, module: nn.Module, x: Any, d: Tensor) -> PairRows:
+        _, d = self._to_rows(module, x, d)
         return flatten_rows(d.shape[:-1], d, self.family)
 
+    def _weight_shape(self, module: nn.Module) -> Sequence[int]:
+        """Shape of the weight as ``(out, in)``."""
+        shape: Sequence[int] = getattr(module, self.weight).shape
+        return shape[::-1] if self.transposed else shape
 
-def _scaled(module: nn.Module, d: Tensor) -> Tensor:
-    """Gradients with respect to an embedding's entries; a subclass may multiply these by a number.
-
-    As the embeddings of BART, Gemma and their kin do.
-    """
-    own = type(module).forward is not nn.Embedding.forward
-    return d * cast(float, module.embed_scale) if own else d
+    def _to_rows(self, module: nn.Module, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        if self.rows is None:
+            return x, d
+        return self.rows(module, x, d)
 
 
 @dataclass(frozen=True)
 class Embedding(LayerKind):
-    """Rows of the weight, by indices.
+    """A table of rows, which are looked up by index.
 
-    ``tied`` to an output layer, A has ‖d‖² at a token in the place of a 1.
+    If the weight is ``tied`` to that of an output layer, a token adds ‖d‖² to A instead of 1.
     """
 
     tied: bool = False
@@ -415,80 +502,113 @@ class Embedding(LayerKind):
     def shape(self, module: nn.Module, bias: bool) -> FactorShape:
         entries, width = cast(Tensor, module.weight).shape
         return FactorShape(
-            1, entries, width, diagonal_a=True, transposed=True, gradient_factored=self.tied
+            groups=1,
+            in_dim=entries,
+            out_dim=width,
+            diagonal_a=True,
+            transposed=True,
+            gradient_factored=self.tied,
         )
 
     def statistics(
         self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions
     ) -> PairStatistics:
-        # The second moment of a mean of one-hot rows is not diagonal. So with "reduce", where the
-        # loss has a term per example, the tokens are treated as the locations of a convolution are.
         embedding = cast(nn.Embedding, module)
         tokens = x.reshape(-1)
-        rows = _scaled(module, d).reshape(-1, d.shape[-1])
-        live = options.row_mask
+        rows = _unscaled_gradient(module, d).reshape(-1, d.shape[-1])
+        row_mask = options.row_mask
         padding = embedding.padding_idx
+
+        # What each token adds to the diagonal of A. The padding token adds nothing.
         if self.tied:
-            rows = rows if padding is None else rows * (tokens != padding).unsqueeze(1)
+            if padding is not None:
+                rows = rows * (tokens != padding).unsqueeze(1)
             ones = rows.square().sum(1)
         else:
-            ones = live.apply(torch.ones(tokens.shape, dtype=d.dtype, device=d.device))
+            ones = row_mask.apply(torch.ones(tokens.shape, dtype=d.dtype, device=d.device))
             if padding is not None:
                 ones = ones * (tokens != padding)
-        entries = torch.zeros(embedding.num_embeddings, dtype=d.dtype, device=d.device)
-        entries.scatter_add_(0, tokens.long(), ones)
+        a = torch.zeros(embedding.num_embeddings, dtype=d.dtype, device=d.device)
+        a.scatter_add_(0, tokens.long(), ones)
         g = gram(rows.unsqueeze(0))
+
+        # The second moment of a mean of one-hot rows is not diagonal. With "reduce", whose loss has
+        # one term per example, tokens are therefore treated as a convolution treats its locations.
+        num_examples = row_mask.count
         if options.approximation == "reduce" and x.dim() > 1:
-            examples = live.to_examples(len(d)).count
+            num_examples = row_mask.to_examples(len(d)).count
             if not self.tied:
-                g.mul_(examples / at_least_one(live.count))
-        else:
-            examples = live.count
-        return PairStatistics({"A": entries.unsqueeze(0), "G": g}, examples)
+                g.mul_(num_examples / at_least_one(row_mask.count))
+        return PairStatistics({"A": a.unsqueeze(0), "G": g}, num_examples)
 
-    def gradient(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
+    def weight_gradient(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
         embedding = cast(nn.Embedding, module)
-        rows = _scaled(module, d).flatten(0, -2)
-        found = rows.new_zeros(embedding.weight.shape).index_add_(0, x.reshape(-1), rows)
+        rows = _unscaled_gradient(module, d).flatten(0, -2)
+        gradient = rows.new_zeros(embedding.weight.shape)
+        gradient.index_add_(0, x.reshape(-1), rows)
         if embedding.padding_idx is not None:
-            found[embedding.padding_idx] = 0.0
-        return found
+            gradient[embedding.padding_idx] = 0.0
+        return gradient
 
-    def fits(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
+    def fits_pair(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
         width = cast(Tensor, module.weight).shape[1]
         return not x.is_floating_point() and d.shape == (*x.shape, width)
+
+
+def _unscaled_gradient(module: nn.Module, d: Tensor) -> Tensor:
+    """The gradient with respect to the rows that an embedding looks up.
+
+    Embeddings of some language models, such as BART and Gemma, multiply these rows by
+    ``embed_scale``.
+    """
+    if type(module).forward is nn.Embedding.forward:
+        return d
+    return d * cast(float, module.embed_scale)
 
 
 LINEAR = Linear()
 EMBEDDING = Embedding()
 
 KINDS: dict[type[nn.Module], LayerKind] = {nn.Linear: LINEAR, nn.Embedding: EMBEDDING}
-"""The kinds of layers by their classes, those of users among them."""
+"""The kinds of layers by class, including the classes that users register."""
 
 
 def registered_class(module: nn.Module) -> type[nn.Module] | None:
-    """The class of a module, or the nearest one that it is made from, that has a kind."""
-    return next((kind for kind in type(module).__mro__ if kind in KINDS), None)
+    """The first class in a module's method resolution order that has a kind."""
+    for cls in type(module).__mro__:
+        if cls in KINDS:
+            return cls
+    return None
 
 
-# ------------------------------------------------------------------- gradients as matrices
+# ---------------------------------------------------------------------------- gradients as matrices
 
 
 class Layout(NamedTuple):
-    """How a matrix ``(groups, out, in)`` is made of the gradients of a layer's parameters."""
+    """How the gradients of a layer's parameters form a matrix ``(groups, out, in)``.
 
-    axis: int  # along which they are joined
-    views: tuple[tuple[int, ...], ...]  # the shape of each; without groups if there is but one
-    transposed: bool = False  # the last two dimensions change places thereafter
+    Attributes:
+        axis: The dimension along which the gradients are concatenated.
+        views: The shape of each gradient. It has no groups if there is only one.
+        transposed: The last two dimensions are swapped after the concatenation.
+    """
+
+    axis: int
+    views: tuple[tuple[int, ...], ...]
+    transposed: bool = False
 
 
 def matrix_layout(shape: FactorShape, sizes: Iterable[int]) -> Layout:
-    """The layout of a layer whose parameters have so many elements, the weight first."""
-    groups, out = shape.groups, shape.out_dim
-    head = (groups,) if groups > 1 else ()
-    if shape.exact:  # all in one column, or each entry in a group of its own
-        return Layout(0, tuple((n, 1, 1) if head else (n, 1) for n in sizes))
-    columns = [n // (groups * out) for n in sizes]
+    """The layout of a layer's parameters, given their numbers of elements, the weight first."""
+    groups = (shape.groups,) if shape.groups > 1 else ()
+
+    # An exact block is one column, or has one group per entry.
+    if shape.exact:
+        ones = (1, 1) if groups else (1,)
+        return Layout(0, tuple((size, *ones) for size in sizes))
+
+    out = shape.out_dim
+    columns = [size // (shape.groups * out) for size in sizes]
     if shape.transposed:
-        return Layout(len(head), tuple((*head, n, out) for n in columns), True)
-    return Layout(len(head) + 1, tuple((*head, out, n) for n in columns))
+        return Layout(len(groups), tuple((*groups, n, out) for n in columns), transposed=True)
+    return Layout(len(groups) + 1, tuple((*groups, out, n) for n in columns))

@@ -135,9 +135,9 @@ class InputAccumulator(Accumulator):
 
     def _add_routed(self, layers: Sequence[Layer], module: nn.Module, x: Routed) -> None:
         """Add the rows that each of the fused experts multiplies."""
-        routed, _, _ = x.rows(module, self.batch.rows.token_mask(x.hidden))
+        routed = x.products(module, self.batch.rows.token_mask(x.hidden)).inputs
         for layer in layers:
-            rows = routed.of[layer.weight_name].to(self.sums.dtype)
+            rows = routed.by_weight[layer.weight_name].to(self.sums.dtype)
             rows_by_expert = rows.unsqueeze(0).split(routed.counts, dim=1)
             with full_precision(rows.device):
                 a = torch.cat([gram(expert_rows) for expert_rows in rows_by_expert])
@@ -386,7 +386,7 @@ def _split_examples(pair: Pair, num_examples: int) -> list[Pair]:
 
 def _gradient(layer: Layer, pair: Pair) -> Tensor:
     """Return the gradient of a layer's parameters as a matrix ``(groups, out, in)``."""
-    gradients = [layer.kind(pair.module).gradient(pair.module, pair.x, pair.d)]
+    gradients = [layer.kind(pair.module).weight_gradient(pair.module, pair.x, pair.d)]
     if layer.has_bias:
         gradients.append(_bias_gradient(layer, pair))
     numels = [shape.numel() for shape in layer.shapes.values()]
@@ -398,7 +398,7 @@ def _bias_gradient(layer: Layer, pair: Pair) -> Tensor:
     d = pair.d
     if isinstance(pair.x, Routed):
         _, routed = pair.x.pairs(pair.module, d)
-        rows_by_expert = routed.of[layer.weight_name].split(routed.counts)
+        rows_by_expert = routed.by_weight[layer.weight_name].split(routed.counts)
         return torch.stack([rows.sum(0) for rows in rows_by_expert])
     if isinstance(pair.module, CONVOLUTIONS):
         return d.flatten(2).sum((0, 2))
