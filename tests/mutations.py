@@ -740,10 +740,10 @@ an expert's A moves as if it had tokens in all steps
 == kronecker/fisher.py
 micro-batches draw the same noise
   <-  contract_steps::sampled_labels_of_micro_batches_are_drawn_one_by_one
-    hash((self._step, call - self._last[1], self._rank))  =>  hash((self._step, 0, self._rank))
+    hash((self._step, call - self._first_call, self._rank))  =>  hash((self._step, 0, self._rank))
 ranks draw the same noise  <-  kaisa::ranks_draw_labels_of_their_own
-  - hash((self._step, call - self._last[1], self._rank))
-  + hash((self._step, call - self._last[1], 0))
+  - hash((self._step, call - self._first_call, self._rank))
+  + hash((self._step, call - self._first_call, 0))
 a coin that falls the other way
   <-  invariants_factors::14_labels_are_drawn_from_the_models_distribution
     (uniform < output.sigmoid())  =>  (uniform > output.sigmoid())
@@ -751,13 +751,13 @@ a coin that falls the other way
 == kronecker/gradient.py
 factors of gradients on the scale of their mean
   <-  gradient_factors::factors_are_the_averages_of_those_of_gradients
-    whole * (scale * examples)  =>  whole * examples
+    factor * (scale * examples)  =>  factor * examples
 
 == kronecker/kinds.py
 keys counted as queries are  <-  attention::factors_are_those_of_separate_linears
-    more = [counts[0] / count for count in counts]  =>  more = [1.0 for _ in counts]
+    (counts[0] / count)  =>  1.0
 torch's own layers are registered anew  <-  kinds::the_rules_of_torchs_own_layers_stay
-    if ruled and kind.__module__.startswith("torch."):  =>  if False:
+    if has_rule and kind.__module__.startswith("torch."):  =>  if False:
 sparse embeddings are preconditioned
   <-  finding::an_embedding_with_sparse_gradients_is_left_to_the_base
     if getattr(module, "sparse", False):  =>  if False:

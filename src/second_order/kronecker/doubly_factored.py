@@ -1,9 +1,11 @@
-"""Doubly factored Linears, which are fed by flattened feature maps (Ba et al. 2017, section 4).
+"""Doubly factored Linears, whose input is a flattened feature map (Ba et al. 2017, section 4).
 
-An example's input is a matrix, channels by locations. Its best approximation of rank one is ψ κᵀ,
-by the first singular triple, with √σ on each side: F ≈ E[ψψᵀ] ⊗ E[κκᵀ] ⊗ E[ddᵀ], kept as A, L and
-G. It does not reduce to plain K-FAC where there is one location, as inputs are not averaged over
-examples before they are squared but after.
+The input of an example is a matrix of channels by locations. Its best rank-one approximation is
+ψ κᵀ, which splits the largest singular value σ evenly: ψ and κ have the norm √σ. The block is
+
+    F ≈ E[ψ ψᵀ] ⊗ E[κ κᵀ] ⊗ E[d dᵀ], stored as A, L and G.
+
+With one location the block is not that of K-FAC: ‖κ‖² = σ is averaged separately from ψ ψᵀ.
 """
 
 from __future__ import annotations
@@ -19,18 +21,25 @@ __all__ = ["DoublyFactored", "rank_one"]
 
 
 def rank_one(x: Tensor) -> tuple[Tensor, Tensor]:
-    """ψ and κ of the best approximations ψ κᵀ, by eigenvectors of the smaller second moment.
+    """Compute the best rank-one approximations ψ κᵀ of a batch of matrices.
 
-    Of ``(N, channels, locations)`` they are ``(N, channels)`` and ``(N, locations)``, each of norm
-    √σ, σ the largest singular value.
+    Args:
+        x: ``(N, channels, locations)``, all finite.
+
+    Returns:
+        ψ ``(N, channels)`` and κ ``(N, locations)``, both of norm √σ, where σ is the largest
+        singular value.
     """
     _, channels, locations = x.shape
     if channels < locations:
         kappa, psi = rank_one(x.mT)
         return psi, kappa
-    # Divided by its size, so that squares stay in range.
+
+    # Scale each matrix to the size 1, so that its squares neither overflow nor underflow.
     size = x.abs().amax((1, 2), keepdim=True)
     scaled = x / torch.where(size > 0, size, 1.0)
+
+    # The right singular vector is an eigenvector of the smaller second moment.
     _, vectors = torch.linalg.eigh(scaled.mT @ scaled)
     right = vectors[..., -1:]
     left = scaled @ right
@@ -42,9 +51,9 @@ def rank_one(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class DoublyFactored(Linear):
-    """A Linear's weight, of so many locations; its bias has a block of its own.
+    """The weight of a Linear whose input was flattened from ``(channels, locations)``.
 
-    ``nn.Flatten`` makes the input of (channels, locations).
+    Its bias has its own block.
     """
 
     locations: int = 0
@@ -52,18 +61,25 @@ class DoublyFactored(Linear):
     multiplies_rows = False
 
     def shape(self, module: nn.Module, bias: bool) -> FactorShape:
-        """Sizes of the factors, those of A and L by the channels and the locations."""
+        """Sizes of the factors: A has one row per channel, L one per location."""
         return replace(super().shape(module, False), locations=self.locations)
 
     def statistics(
         self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions
     ) -> PairStatistics:
-        """Sums of ψψᵀ, ddᵀ and κκᵀ over the rows of a pair."""
-        maps = options.row_mask.apply(x.reshape(-1, x.shape[-1] // self.locations, self.locations))
-        # Inputs that are not finite fail in eigh; the statistics drop them.
-        finite = torch.isfinite(maps).flatten(1).all(1)
-        psi, kappa = rank_one(torch.where(finite[:, None, None], maps, 0.0))
-        psi = torch.where(finite[:, None], psi, torch.nan)
-        parts = {"A": psi, "G": d.reshape(-1, d.shape[-1]), "L": kappa}
-        factors = {letter: gram(part.unsqueeze(0)) for letter, part in parts.items()}
+        """Sum ψ ψᵀ, d dᵀ and κ κᵀ over the rows of a pair."""
+        channels = x.shape[-1] // self.locations
+        maps = options.row_mask.apply(x.reshape(-1, channels, self.locations))
+
+        # eigh raises for non-finite inputs. Pass zeros, and restore NaN for the statistics to drop.
+        is_finite = torch.isfinite(maps).flatten(1).all(1)
+        psi, kappa = rank_one(torch.where(is_finite[:, None, None], maps, 0.0))
+        psi = torch.where(is_finite[:, None], psi, torch.nan)
+
+        d = d.reshape(-1, d.shape[-1])
+        factors = {
+            "A": gram(psi.unsqueeze(0)),
+            "G": gram(d.unsqueeze(0)),
+            "L": gram(kappa.unsqueeze(0)),
+        }
         return PairStatistics(factors, options.row_mask.count)

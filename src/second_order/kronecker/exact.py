@@ -1,9 +1,14 @@
 """Exact blocks of gains and biases (Ba et al. 2017, appendix C).
 
-With ĝ the gradient of one example's loss with respect to the gain and
-the bias of a normalisation, or to a bias alone, the block is E[ĝ ĝᵀ], a matrix of all their
-entries; or its diagonal alone where they are many. It is kept as the G of a layer whose A is 1:
-(1, d, d), or d groups of (1, 1).
+Let ĝ be the gradient of one example's loss with respect to the gain and the bias of a norm layer,
+or to the bias of any layer. The exact block is E[ĝ ĝᵀ], a matrix over all their entries. If there
+are many entries, only its diagonal is stored.
+
+    gain_of(module)    the rule of a norm layer: which tensor its gain multiplies
+    ExactBlock         computes ĝ of each example from a captured pair, and sums ĝ ĝᵀ
+
+The block is stored as the G of a layer whose A is 1. The shape of G is ``(1, d, d)``, or
+``(d, 1, 1)`` for a diagonal.
 """
 
 from __future__ import annotations
@@ -35,17 +40,24 @@ __all__ = ["GAINS", "ExactBlock", "Gain", "gain_of"]
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 CHANNELS_SECOND = (*CONVOLUTIONS, *BATCH_NORMS, nn.GroupNorm)
-"""Layers with channels in dimension 1. Their rows are whole examples."""
+"""Layers with channels in dimension 1. The rows of their pairs are whole examples."""
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The rule of a class whose output is a gain times a factor, and perhaps a bias more."""
+    """The rule of a class whose output is ``gain * factor(x)``, plus a bias if it has one.
 
-    factor: Callable[[Any, Tensor], Tensor]  # from the module and its input
-    weight: str = "weight"  # name of the gain, which is along the last dimensions of the output
-    bias: str | None = "bias"  # name of the bias, of the gain's shape; None if there is none
-    same_shape: bool = True  # input and output have one shape
+    Attributes:
+        factor: Computes the tensor that the gain multiplies, from the module and its input.
+        weight: Name of the gain, which has the shape of the last dimensions of the output.
+        bias: Name of the bias, in the shape of the gain. None: there is none.
+        same_shape: Input and output have the same shape.
+    """
+
+    factor: Callable[[Any, Tensor], Tensor]
+    weight: str = "weight"
+    bias: str | None = "bias"
+    same_shape: bool = True
 
 
 def _layer_normalized(module: nn.LayerNorm, x: Tensor) -> Tensor:
@@ -69,11 +81,16 @@ def _batch_normalized(module: nn.BatchNorm2d, x: Tensor) -> Tensor:
 
 
 def _assumed_normalized(module: nn.Module, x: Tensor) -> Tensor:
-    """As by a LayerNorm if the module has a bias, by an RMSNorm if it has none."""
-    found = (getattr(module, name, None) for name in ("variance_epsilon", "eps", "epsilon"))
-    eps = next((value for value in found if isinstance(value, float)), 1e-6)
-    plain = module._parameters.get("bias") is None
-    return (rms_norm if plain else layer_norm)(x, x.shape[-1:], eps=eps)
+    """Normalize as a LayerNorm if the module has a bias, and as an RMSNorm if it has none."""
+    eps = 1e-6
+    for name in ("variance_epsilon", "eps", "epsilon"):
+        value = getattr(module, name, None)
+        if isinstance(value, float):
+            eps = value
+            break
+    if module._parameters.get("bias") is None:
+        return rms_norm(x, x.shape[-1:], eps=eps)
+    return layer_norm(x, x.shape[-1:], eps=eps)
 
 
 ASSUMED_NORM = Gain(_assumed_normalized)
@@ -83,38 +100,44 @@ GAINS: dict[type[nn.Module], Gain | None] = {
     nn.RMSNorm: Gain(_rms_normalized),
     nn.GroupNorm: Gain(_group_normalized),
     **dict.fromkeys(BATCH_NORMS, Gain(_batch_normalized)),
-    # The variance that SyncBatchNorm divides by is known to all processes together only.
-    **dict.fromkeys((nn.SyncBatchNorm, *INSTANCE_NORMS)),
+    # SyncBatchNorm divides by the variance over all processes, which no single process knows.
+    nn.SyncBatchNorm: None,
+    **dict.fromkeys(INSTANCE_NORMS),
 }
-"""The rules by class, those of users among them; None for a norm without one."""
+"""The rules by class, including the classes that users register. None: a norm without a rule."""
 
 
 def gain_of(module: nn.Module) -> Gain | None:
-    """The rule by which the gain and the bias of a module can have an exact block, if any.
+    """Find the rule for the gain and the bias of a module; None if they have no exact block.
 
-    A class that is not known is taken for a norm over the last dimension if it is called one, until
-    its first statistics, which show whether it is.
+    An unknown class with "norm" in its name is assumed to normalize the last dimension. Its first
+    statistics verify this.
     """
-    kind = type(module)
-    known = next((each for each in kind.__mro__ if each in GAINS), None)
-    if known is not None:
-        return GAINS[known] if kind.forward is known.forward else None
-    if isinstance(module, torch.jit.ScriptModule):
+    cls = type(module)
+    for base in cls.__mro__:
+        if base in GAINS:
+            return GAINS[base] if cls.forward is base.forward else None
+
+    if isinstance(module, torch.jit.ScriptModule) or "norm" not in cls.__name__.lower():
         return None
     weight = module._parameters.get("weight")
     bias = module._parameters.get("bias")
-    if weight is None:
+    if weight is None or weight.dim() != 1 or len(weight) < 2:
         return None
-    vectors = weight.dim() == 1 and (bias is None or bias.shape == weight.shape)
-    named_so = "norm" in kind.__name__.lower()
-    return ASSUMED_NORM if named_so and vectors and len(weight) > 1 else None
+    if bias is not None and bias.shape != weight.shape:
+        return None
+    return ASSUMED_NORM
 
 
 class ExactBlock(KroneckerBlock):
-    """Gain and bias of a normalisation, or the bias of any layer, and their exact curvature.
+    """The exact curvature of the gain and bias of a norm layer, or of the bias of any layer.
 
-    ``owned`` are the optimizer's parameters of the module that belong to the block, gain first;
-    beyond ``most`` entries the diagonal alone is kept.
+    Args:
+        name: Name of the module.
+        module: The module.
+        owned: The parameters of the module that belong to the block, the gain first.
+        max_dim: With more entries than this, only the diagonal is stored.
+        factor_dtype: Dtype of the factors.
     """
 
     def __init__(
@@ -122,30 +145,30 @@ class ExactBlock(KroneckerBlock):
         name: str,
         module: nn.Module,
         owned: Sequence[nn.Parameter],
-        most: int,
+        max_dim: int,
         factor_dtype: torch.dtype,
     ) -> None:
-        self.most = most
+        self.max_dim = max_dim
         self.gain = gain_of(module)
+        # Keep the names of the parameters, because FSDP2 replaces the objects during a pass.
         own = module._parameters.items()
-        # By name: during a pass FSDP2 puts others in their place.
-        self._letters = [next(name for name, other in own if other is p) for p in owned]
+        self._param_names = [next(name for name, other in own if other is p) for p in owned]
         super().__init__([name], [module], None, factor_dtype, owned=owned)
-        if self.gain is None:  # next to a Kronecker block
+        if self.gain is None:  # the weight of the module has a block with the module's name
             self.name += ".bias"
 
     @property
     def bias(self) -> None:
-        """None: all parameters are the block's own."""
+        """None, because all parameters of the block are in ``owned``."""
         return
 
     @property
     def trainable(self) -> bool:
-        """Whether any of the parameters asks for a gradient now."""
+        """Whether any of the parameters requires a gradient now."""
         return any(self.training)
 
     def reset_if_changed(self) -> None:
-        """Start again if other parameters train now, also if as many entries as before."""
+        """Reset the statistics if other parameters train now, even if they have the same size."""
         if self.trainable and self._staged_for != self.training:
             self._reset(self.staged.dropped)
         super().reset_if_changed()
@@ -155,8 +178,8 @@ class ExactBlock(KroneckerBlock):
         super()._reset(dropped)
 
     def verified_parameter(self, module: nn.Module) -> str:
-        """The name, in a module, of the parameter whose gradient is compared."""
-        return self._letters[self.training.index(True)]
+        """The name of the parameter whose gradient verifies the pairs."""
+        return self._param_names[self.training.index(True)]
 
     def weight_gradient(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
         """A pair's part of the gradient of :meth:`verified_parameter`."""
@@ -165,62 +188,73 @@ class ExactBlock(KroneckerBlock):
         return rows[:, : p.numel()].sum(0).view(p.shape)
 
     def fits_pair(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
-        """Whether a pair's sizes can be those of the layer; a registered gain takes all."""
+        """Whether the shapes of a pair agree with the layer. A registered gain accepts all."""
+        # An assumed norm normalizes the last dimension.
         if self.gain is ASSUMED_NORM and x.shape[-1:] != cast(Tensor, module.weight).shape:
             return False
-        return self.gain is None or not self.gain.same_shape or x.shape == d.shape
+        if self.gain is None or not self.gain.same_shape:
+            return True
+        return x.shape == d.shape
 
     def _current_shape(self) -> FactorShape:
         size = sum(p.numel() for p in self.params or self.owned)
-        if size > self.most:
-            return FactorShape(size, 1, 1, diagonal_a=True, exact=True)
-        return FactorShape(1, 1, size, diagonal_a=True, exact=True)
+        groups = 1
+        if size > self.max_dim:
+            groups, size = size, 1
+        return FactorShape(groups, in_dim=1, out_dim=size, diagonal_a=True, exact=True)
 
     def statistics(
         self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions
     ) -> PairStatistics:
-        """Sums of ĝ ĝᵀ over the examples of a pair.
+        """Sum ĝ ĝᵀ over the examples of a pair.
 
-        Positions of a sequence are examples with "expand", parts of one with "reduce"; locations of
-        a feature map always are parts of one.
+        Positions of a sequence are examples with "expand", and parts of one example with "reduce".
+        Locations of a feature map are always parts of one example.
         """
         rows = self._example_gradients(module, x, d, options.approximation)
-        # As many parts of d make an example as there are rows.
-        examples = options.row_mask.to_examples(len(rows)).count if d.numel() else 0
+        num_examples: int | Tensor = 0
+        if d.numel():  # each row is the gradient of equally many rows of d
+            num_examples = options.row_mask.to_examples(len(rows)).count
         if self.shape.groups > 1:
             g = rows.square().sum(0).view(-1, 1, 1)
         else:
             g = gram(rows.unsqueeze(0))
-        a = d.new_empty(self.shape.groups, 1).fill_(examples)
-        return PairStatistics({"A": a, "G": g}, examples)
+        a = d.new_empty(self.shape.groups, 1).fill_(num_examples)
+        return PairStatistics({"A": a, "G": g}, num_examples)
 
     def gradient_rows(self, module: nn.Module, x: Tensor, d: Tensor) -> PairRows:
-        """The rows of a pair: whole examples if there are channels."""
+        """The rows of a pair. If the layer has channels, a row is a whole example."""
         if isinstance(module, CHANNELS_SECOND):
             return image_rows(d, _is_batched(module, d))
-        return flatten_rows(d.shape[: max(d.dim() - self.owned[0].dim(), 0)], d)
+        num_leading = max(d.dim() - self.owned[0].dim(), 0)
+        return flatten_rows(d.shape[:num_leading], d)
 
     def _example_gradients(
         self, module: nn.Module, x: Tensor, d: Tensor, approximation: Approximation
     ) -> Tensor:
-        """ĝ of each example, ``(examples, entries)``, for the parameters that train now."""
-        rule = self.gain
-        parts: list[Tensor] = []
-        for letter, trains in zip(self._letters, self.training, strict=True):
-            if trains and rule is not None and letter == rule.weight:
-                parts.append(d * rule.factor(module, x))
-            elif trains:
-                parts.append(d)
+        """Compute ĝ of each example, ``(examples, entries)``, for the parameters that train now."""
+        gain = self.gain
+        gradients: list[Tensor] = []
+        for name, trains in zip(self._param_names, self.training, strict=True):
+            if not trains:
+                continue
+            if gain is not None and name == gain.weight:
+                gradients.append(d * gain.factor(module, x))
+            else:
+                gradients.append(d)
 
-        # Of maps of channels the second dimension is the bias's; of all else the last ones are.
+        # With channels, sum over all locations. flatten also accepts an empty batch, for which
+        # reshape could not infer the number of locations.
         if isinstance(module, CHANNELS_SECOND):
             if not _is_batched(module, d):
-                parts = [part.unsqueeze(0) for part in parts]
-            # flatten also takes an empty batch, of which reshape cannot tell the locations.
-            return torch.cat([part.unsqueeze(-1).flatten(2).sum(2) for part in parts], 1)
+                gradients = [g.unsqueeze(0) for g in gradients]
+            return torch.cat([g.unsqueeze(-1).flatten(2).sum(2) for g in gradients], 1)
+
+        # Otherwise the parameters have the shape of the last dimensions.
         dims = self.params[0].dim()
+        matrices = [g.reshape(-1, *g.shape[-dims:]).flatten(1) for g in gradients]
+        rows = torch.cat(matrices, 1)
         positions = math.prod(d.shape[1 : d.dim() - dims])
-        rows = torch.cat([part.reshape(-1, *part.shape[-dims:]).flatten(1) for part in parts], 1)
         if approximation == "expand" or positions == 1:
             return rows
         summed: Tensor = rows.unflatten(0, (-1, positions)).sum(1)

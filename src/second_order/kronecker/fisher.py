@@ -1,8 +1,10 @@
-"""Labels drawn from the model's own predictive distribution, for the sampled Fisher.
+"""Sample labels from the model's own predictions, for the sampled Fisher.
 
-The Fisher takes its expectation over the model's labels, the empirical Fisher over the data's
-(Martens & Grosse 2015, section 2). The losses here are summed, not averaged, so that the gradient
-with respect to one example's output is that of the example's own loss.
+The Fisher is an expectation over labels from the model's predictive distribution. The empirical
+Fisher uses the data's labels instead (Martens & Grosse 2015, section 2).
+
+The losses here are sums and not means, so that the gradient with respect to one example's output is
+the gradient of that example's own loss.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ Likelihood: TypeAlias = Literal["categorical", "bernoulli", "gaussian"] | Callab
 def _categorical(output: Tensor, generator: torch.Generator) -> Tensor:
     logits = output.reshape(-1, output.shape[-1])
     with torch.no_grad():
-        # The largest of logit + Gumbel noise is a draw from the softmax. Unlike multinomial it asks
-        # nothing of the host, and passes on what is not finite for the statistics to drop.
+        # The Gumbel-max trick: the argmax of logits plus Gumbel noise is a sample of the softmax.
+        # Unlike torch.multinomial it does not synchronize with the device. Non-finite logits give
+        # non-finite gradients, which the statistics drop.
         noise = torch.empty_like(logits).exponential_(generator=generator).log_()
         labels = (logits - noise).argmax(-1)
     return nn.functional.cross_entropy(logits, labels, reduction="sum")
@@ -50,25 +53,37 @@ LIKELIHOODS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 
 
 def sampled_loss(output: Any, likelihood: Likelihood, seed: int) -> Tensor:
-    """Summed negative log-likelihood of labels drawn from the model's output, by a seed alone.
+    """Sample labels from a model's output, and compute their summed negative log-likelihood.
 
-    The named likelihoods read a tensor, a mapping or object with ``logits``, or a tuple whose first
-    entry is the tensor. "categorical": logits, classes on the last dimension; "bernoulli": logits
-    of any shape; "gaussian": means, with unit variance. A callable ``output -> loss`` draws itself.
+    Args:
+        output: A tensor, a mapping or an object with ``logits``, or a tuple whose first entry is
+            the tensor.
+        likelihood: "categorical": the output has logits, with the classes on the last dimension.
+            "bernoulli": logits of any shape. "gaussian": means, with unit variance. A callable
+            ``output -> loss`` samples its own labels.
+        seed: Determines the labels. A callable does not receive it.
+
+    Returns:
+        The loss, a scalar tensor with a graph.
 
     Raises:
-        TypeError: If no tensor can be found in the output.
+        TypeError: If the output has no tensor of logits.
     """
     if callable(likelihood):
         return likelihood(output)
     logits = logits_of(output)
-    # Half precision logits make poor distributions, and float32 costs nothing here.
+    # Sample in float32 at least: probabilities from half-precision logits are too coarse.
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return LIKELIHOODS[likelihood](logits, torch.Generator(logits.device).manual_seed(seed))
+    generator = torch.Generator(logits.device).manual_seed(seed)
+    return LIKELIHOODS[likelihood](logits, generator)
 
 
 def logits_of(output: Any) -> Tensor:
-    """The tensor of logits in a model's output; raise TypeError if there is none."""
+    """Find the tensor of logits in a model's output.
+
+    Raises:
+        TypeError: If there is none.
+    """
     kind = type(output).__name__
     if isinstance(output, Mapping):
         output = output.get("logits")
@@ -86,20 +101,23 @@ def logits_of(output: Any) -> Tensor:
 
 
 class LabelSampler:
-    """Draws labels by a seed of the rank, the pass and the step."""
+    """Samples labels with a seed that is a function of the step, the pass and the rank."""
 
     def __init__(self, likelihood: Likelihood, rank: int) -> None:
+        self._likelihood = likelihood
+        self._rank = rank
         self._step = 0
-        self._likelihood, self._rank = likelihood, rank
-        self._last = (0, 0)  # the last step, and its first call
+        self._sampled_step = 0  # the last step with sampled labels
+        self._first_call = 0  # the number of its first call
 
     def begin_step(self, step: int) -> None:
-        """Set the step whose passes come next."""
+        """Set the step that the next passes belong to."""
         self._step = step
 
     def __call__(self, output: Any, call: int) -> Tensor:
-        """The loss on labels drawn for the ``call``-th pass since the beginning."""
-        if self._last[0] != self._step:
-            self._last = (self._step, call)
-        seed = hash((self._step, call - self._last[1], self._rank)) % 2**63
+        """Return the loss on sampled labels. ``call`` counts the passes of the training run."""
+        if self._sampled_step != self._step:
+            self._sampled_step = self._step
+            self._first_call = call
+        seed = hash((self._step, call - self._first_call, self._rank)) % 2**63
         return sampled_loss(output, self._likelihood, seed)

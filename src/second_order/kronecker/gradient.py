@@ -1,18 +1,20 @@
-"""Blocks of matrices that no rule knows, from their gradients alone.
+"""Gradient-factored blocks: factors of matrices without a layer kind, from their gradients alone.
 
-Of the mean gradient M of a step, ``(out, in)``, the factors are M Mᵀ and Mᵀ M, as in Shampoo (Gupta
-et al. 2018) and SOAP (Vyas et al. 2024). The block is their product over the trace of one,
+Let M, ``(out, in)``, be the mean gradient of a step. The factors are M Mᵀ and Mᵀ M, as in Shampoo
+(Gupta et al. 2018) and SOAP (Vyas et al. 2024). The block is their product over the trace of one:
 
-    F ≈ N E[M Mᵀ] ⊗ E[Mᵀ M / tr Mᵀ M],
+    F ≈ N E[M Mᵀ] ⊗ E[Mᵀ M / tr Mᵀ M]
 
-N the number of examples in a step: exact where F is a Kronecker product, and near the best one in
-the Frobenius norm otherwise (Morwani et al. 2024). It is inverted as K-FAC's blocks are, each
-factor with the exponent -1. The gradients of N examples have a mean whose second moment is F / N,
-so that N brings it to the scale of an example's, which is that of K-FAC's A ⊗ G: damping and clip
-mean the same. Where the mean gradient is not small beside its noise, F is taken for larger than it
-is, up to N times, and the step is the shorter.
+This is exact if F is a Kronecker product, and close to the best Kronecker product in the Frobenius
+norm otherwise (Morwani et al. 2024). Each factor is inverted with the exponent -1, as in K-FAC.
 
-A side longer than the largest factor allowed has its diagonal alone.
+N is the number of examples in a step. The mean gradient of N examples has the second moment F / N,
+so the factor N restores the scale of K-FAC's A ⊗ G, and damping and KL clip mean the same. If the
+mean gradient is not small compared with its noise, this overestimates F by up to N times, which
+shortens the step.
+
+If a side of the matrix is longer than the largest factor allowed, only the diagonal of its factor
+is stored.
 """
 
 from __future__ import annotations
@@ -33,19 +35,24 @@ __all__ = ["GradientBlock", "gradient_sums", "matrix_shape"]
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a tensor folded into a matrix, cut where the factors are the smallest.
+    """Fold a tensor's shape into rows and columns, where the factors cost the least to invert.
 
-    A convolution's ``(out, in, *kernel)`` is cut behind its first dimension as a rule, a stack of
-    matrices ``(experts, in, out)`` before its last one.
+    A convolution's ``(out, in, *kernel)`` usually becomes ``(out, in x kernel)``, and a stack of
+    matrices ``(experts, in, out)`` becomes ``(experts x in, out)``.
     """
-    cuts = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]
-    return min(cuts, key=lambda cut: cut[0] ** 3 + cut[1] ** 3)
+    folds = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]
+    return min(folds, key=lambda fold: fold[0] ** 3 + fold[1] ** 3)
 
 
 class GradientBlock(KroneckerBlock):
-    """A matrix, of two dimensions or more, whose factors are made of its gradient, without hooks.
+    """A parameter of two or more dimensions, with factors computed from its gradient, not by hooks.
 
-    ``most`` is the largest size of a factor that is no diagonal; None for no bound.
+    Args:
+        name: Name of the parameter.
+        module: The module that has the parameter.
+        parameter: The parameter.
+        max_dim: The largest size of a factor that is not a diagonal. None: no limit.
+        factor_dtype: Dtype of the factors.
     """
 
     def __init__(
@@ -53,68 +60,85 @@ class GradientBlock(KroneckerBlock):
         name: str,
         module: nn.Module,
         parameter: nn.Parameter,
-        most: int | None,
+        max_dim: int | None,
         factor_dtype: torch.dtype,
     ) -> None:
-        self.most = most
+        self.max_dim = max_dim
         super().__init__([name], [module], None, factor_dtype, owned=[parameter])
-        self.hooked_modules = []  # no pass of a module is looked at
+        self.hooked_modules = []
 
     def _current_shape(self) -> FactorShape:
         rows, columns = matrix_shape(self.weight.shape)
-        wide = self.most is not None and max(rows, columns) > self.most
-        if wide:  # the longer side is the columns', whose factor can be a diagonal
-            rows, columns = sorted((rows, columns))
-        flipped = matrix_shape(self.weight.shape) != (rows, columns)
-        return FactorShape(1, columns, rows, wide, transposed=flipped, gradient_factored=True)
+        is_transposed = False
+        is_diagonal = self.max_dim is not None and max(rows, columns) > self.max_dim
+        if is_diagonal and rows > columns:  # only A, the factor of the columns, can be a diagonal
+            rows, columns = columns, rows
+            is_transposed = True
+        return FactorShape(
+            groups=1,
+            in_dim=columns,
+            out_dim=rows,
+            diagonal_a=is_diagonal,
+            transposed=is_transposed,
+            gradient_factored=True,
+        )
 
 
 def gradient_sums(
     blocks: Sequence[GradientBlock], examples: Tensor, scale: Tensor
 ) -> dict[KroneckerBlock, StatisticsSums]:
-    """The statistics of the gradients that are here, for so many examples, of blocks that have one.
+    """Compute the statistics of all blocks that have a gradient.
 
-    A gradient that is zero, or so small that its squares lose their digits, counts no example,
-    nor does one that is not finite, which is counted as dropped. The scale brings M Mᵀ to an
-    example's: N where the loss is a mean.
+    A gradient counts as no example if it is zero, or so small that its squares lose precision. A
+    non-finite gradient counts as no example either, and as dropped statistics.
+
+    Args:
+        blocks: The blocks.
+        examples: Number of examples in the step.
+        scale: The factor that brings M Mᵀ to the scale of an example, which is N if the loss is a
+            mean.
     """
     sums: dict[KroneckerBlock, StatisticsSums] = {}
     for block in blocks:
         if block.has_gradient:
             device = block.weight.device
-            sums[block] = _sums_of(block, examples.to(device), scale.to(device))
+            sums[block] = _block_sums(block, examples.to(device), scale.to(device))
             block.record_capture(work=0)
     return sums
 
 
-def _sums_of(block: GradientBlock, examples: Tensor, scale: Tensor) -> StatisticsSums:
-    """The statistics of a block's gradient."""
+def _block_sums(block: GradientBlock, examples: Tensor, scale: Tensor) -> StatisticsSums:
+    """Compute the statistics of one block's gradient."""
     shape = block.shape
     dtype = block.staged.dtype
     matrix = to_matrices([cast(Tensor, block.weight.grad)], block.layout).to(dtype)
-    size = matrix.square().sum()
+    square_norm = matrix.square().sum()
 
-    # A gradient without digits counts no example.
-    number = torch.finfo(dtype)
-    finite = size * scale * 0.0 == 0.0
-    count_dropped([block.staged], ~finite.view(1))
-    valid = finite & (size > number.tiny / number.eps)
-    matrix = matrix.masked_fill(~valid, 0.0)
-    size = size.masked_fill(~valid, 0.0)
-    examples = examples * valid
+    # Zero the gradient if it is non-finite or too small, without reading it on the host.
+    limits = torch.finfo(dtype)
+    is_finite = square_norm * scale * 0.0 == 0.0
+    count_dropped([block.staged], ~is_finite.view(1))
+    is_valid = is_finite & (square_norm > limits.tiny / limits.eps)
+    matrix = matrix.masked_fill(~is_valid, 0.0)
+    square_norm = square_norm.masked_fill(~is_valid, 0.0)
+    examples = examples * is_valid
 
-    # Mᵀ M and N M Mᵀ, of which a rank that does not keep a factor has the trace alone.
+    # Mᵀ M and N M Mᵀ. A rank that does not own a factor only needs its trace.
     factors: dict[str, Tensor] = {}
-    for letter, half in (("A", matrix), ("G", matrix.mT)):
-        if not block.held[letter == "G"]:
-            factors[letter] = matrix.new_empty(0, dtype=block.factor_dtype)
+    for name, rows in (("A", matrix), ("G", matrix.mT)):
+        if not block.held[name == "G"]:
+            factors[name] = matrix.new_empty(0, dtype=block.factor_dtype)
             continue
-        diagonal = letter in shape.diagonals
-        whole = half.square().sum(-2) if diagonal else half.mT @ half
-        if letter == "G":
-            whole = whole * (scale * examples)
-        if not diagonal:
-            whole = pack_upper_triangular(whole)
-        factors[letter] = whole.to(block.factor_dtype)
-    traces = size / shape.in_dim, size * scale * examples / shape.out_dim
-    return StatisticsSums(factors, torch.stack([examples, examples, *traces]).to(dtype))
+        is_diagonal = name in shape.diagonals
+        factor = rows.square().sum(-2) if is_diagonal else rows.mT @ rows
+        if name == "G":
+            factor = factor * (scale * examples)
+        if not is_diagonal:
+            factor = pack_upper_triangular(factor)
+        factors[name] = factor.to(block.factor_dtype)
+
+    # N, the number of rows of A, and the mean eigenvalues of A and G.
+    a_mean = square_norm / shape.in_dim
+    g_mean = square_norm * scale * examples / shape.out_dim
+    head = torch.stack([examples, examples, a_mean, g_mean]).to(dtype)
+    return StatisticsSums(factors, head)

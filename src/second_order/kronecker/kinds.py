@@ -1,17 +1,20 @@
-"""Further kinds of layers, the way to the kind of any module, and layers of users' own classes.
+"""The layer kind of any module, the remaining kinds of layers, and users' own layers.
 
-| kind                      | weight            | A                       | G                    |
-|---------------------------|-------------------|-------------------------|----------------------|
-| transposed linear         | (in, out)         | inputs                  | gradients            |
-| transposed convolution    | (in, out, kernel) | channels of the input   | patches of gradients |
-| attention's in-projection | (3 E, E)          | inputs of q, of k, of v | gradients of each    |
-| scaled embedding          | (entries, width)  | entries, a diagonal     | width                |
-| tied embedding and output | (entries, width)  | entries, a diagonal     | width                |
+``match(module)`` returns the kind of a module, or the reason why it has none. It looks up the
+module's class in ``KINDS``, then in ``OTHER_PACKAGES``. ``register_layer`` adds a user's class to
+these tables. The kinds of this file are
 
-Of a weight that is an embedding's and an output layer's, a token has a gradient in either use: e gᵀ
-where it is looked up, e its one-hot row, and d hᵀ where it is predicted. Their second moment has
-two partial traces, Σ ‖g‖² e + Σ ‖h‖² d² of the entries, a diagonal, and Σ g gᵀ + Σ ‖d‖² h hᵀ of the
-width. The block is the product of the two over the trace that both have.
+| kind                      | weight            | A                       | G                      |
+|---------------------------|-------------------|-------------------------|------------------------|
+| transposed linear         | (in, out)         | inputs                  | gradients              |
+| attention's in-projection | (3 E, E)          | inputs of q, of k, of v | gradients of q, k, v   |
+| tied embedding and output | (entries, width)  | entries, a diagonal     | width                  |
+
+If an embedding and an output layer share a weight, a token has a gradient in both uses: e gᵀ where
+it is looked up, with its one-hot row e, and d hᵀ where it is predicted from h. Their second moment
+has two partial traces: Σ ‖g‖² e + Σ ‖h‖² d² over the entries, of which only the diagonal is stored,
+and Σ g gᵀ + Σ ‖d‖² h hᵀ over the width. The block is the product of the two, divided by the trace
+that both have.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-import second_order.kronecker.convolutions  # noqa: F401 - whose kinds come before a user's
+import second_order.kronecker.convolutions  # noqa: F401 - registers the kinds of convolutions
 from second_order.kronecker.exact import GAINS, Gain
 from second_order.kronecker.experts import is_router
 from second_order.kronecker.layers import (
@@ -54,10 +57,10 @@ OTHER_PACKAGES: dict[str, LayerKind] = {
     "transformers.pytorch_utils.Conv1D": Linear(transposed=True),
     "torch_geometric.nn.dense.linear.Linear": LINEAR,
 }
-"""Other packages' classes, by their full names."""
+"""Classes of other packages by full name, so that these packages need not be imported."""
 
 ASSUMED_LINEAR = Linear(assumed=True)
-"""A Linear's subclass with a forward of its own; its first statistics show whether it is one."""
+"""A subclass of Linear with its own forward. Its first statistics verify that it is a Linear."""
 
 
 # --------------------------------------------------------------------------------------- attention
@@ -65,7 +68,11 @@ ASSUMED_LINEAR = Linear(assumed=True)
 
 @dataclass(frozen=True)
 class Attention(LayerKind):
-    """The in-projection of an attention: a group each for queries, keys and values."""
+    """The in-projection of an attention, with a group each for queries, keys and values.
+
+    If q, k and v have the same input, its pairs are *packed*: x is ``(batch, positions, E)`` and d
+    is ``(batch, positions, 3 E)``. Otherwise both are ``(3, batch, positions, E)``.
+    """
 
     weight: str = "in_proj_weight"
     bias: str = "in_proj_bias"
@@ -73,44 +80,46 @@ class Attention(LayerKind):
 
     def shape(self, module: nn.Module, bias: bool) -> FactorShape:
         width = cast(nn.MultiheadAttention, module).embed_dim
-        return FactorShape(3, width + int(bias), width)
+        return FactorShape(groups=3, in_dim=width + int(bias), out_dim=width)
 
     def statistics(
         self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions
     ) -> PairStatistics:
         if _is_packed(x, d):
-            x, d, live = linear_rows(x, d, options)
-            a = gram(x.unsqueeze(0), options.has_bias, live.count)
+            x, d, row_mask = linear_rows(x, d, options)
+            a = gram(x.unsqueeze(0), options.has_bias, row_mask.count)
             g = gram(d.unflatten(1, (3, -1)).transpose(0, 1))
-            return PairStatistics({"A": a.repeat(3, 1, 1), "G": g}, live.count)
-        masks = None if options.row_mask.mask is None else options.row_mask.mask.view(3, -1)
-        rows = d[0, ..., 0].numel()
-        each: list[PairStatistics] = []
-        for third in range(3):
-            live = full_row_mask(rows) if masks is None else to_row_mask(masks[third])
-            each.append(
-                LINEAR.statistics(module, x[third], d[third], replace(options, row_mask=live))
-            )
-        # The examples are the queries, which have loss terms; A is a mean over each third's own
-        # rows.
-        counts = [at_least_one(pair.num_examples) for pair in each]
-        more = [counts[0] / count for count in counts]
-        a = torch.cat([pair.factors["A"] * by for pair, by in zip(each, more, strict=True)])
-        g = torch.cat([pair.factors["G"] for pair in each])
-        return PairStatistics({"A": a, "G": g}, each[0].num_examples)
+            return PairStatistics({"A": a.repeat(3, 1, 1), "G": g}, row_mask.count)
+
+        # The statistics of q, k and v, each as a Linear.
+        num_rows = d[0, ..., 0].numel()
+        row_masks = [full_row_mask(num_rows)] * 3
+        if options.row_mask.mask is not None:
+            row_masks = [to_row_mask(mask) for mask in options.row_mask.mask.view(3, -1)]
+        qkv: list[PairStatistics] = []
+        for x_part, d_part, row_mask in zip(x, d, row_masks, strict=True):
+            part_options = replace(options, row_mask=row_mask)
+            qkv.append(LINEAR.statistics(module, x_part, d_part, part_options))
+
+        # The examples are those of the queries, which have the loss terms. The A of q, k and v are
+        # means over their own rows, so scale the sums to the number of queries.
+        counts = [at_least_one(part.num_examples) for part in qkv]
+        a_sums = []
+        for part, count in zip(qkv, counts, strict=True):
+            a_sums.append(part.factors["A"] * (counts[0] / count))
+        g_sums = [part.factors["G"] for part in qkv]
+        factors = {"A": torch.cat(a_sums), "G": torch.cat(g_sums)}
+        return PairStatistics(factors, qkv[0].num_examples)
 
     def weight_gradient(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
         if _is_packed(x, d):
             return sum_outer_products(x, d)
-        return torch.cat([sum_outer_products(part, of) for part, of in zip(x, d, strict=True)])
+        qkv = [sum_outer_products(x_part, d_part) for x_part, d_part in zip(x, d, strict=True)]
+        return torch.cat(qkv)
 
 
 def _is_packed(x: Tensor, d: Tensor) -> bool:
-    """Whether queries, keys and values have one input.
-
-    Pairs are then ``(batch, positions, E)`` and ``(batch, positions, 3 E)``, else ``(3, batch,
-    positions, E)`` both.
-    """
+    """Whether a pair of an attention is packed: d then has the width 3 E."""
     return d.shape[-1] > x.shape[-1]
 
 
@@ -119,7 +128,7 @@ def _is_packed(x: Tensor, d: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class TiedOutput(Linear):
-    """A Linear whose weight is an embedding's, too."""
+    """An output layer whose weight is also that of an embedding."""
 
     separate_bias_reason = "tied to an embedding"
     multiplies_rows = False
@@ -130,93 +139,107 @@ class TiedOutput(Linear):
     def statistics(
         self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions
     ) -> PairStatistics:
-        x, d, live = linear_rows(x, d, options)
+        x, d, row_mask = linear_rows(x, d, options)
         squares = d.square()
-        entries = x.square().sum(1) @ squares
+        a = x.square().sum(1) @ squares
         weighted = x * squares.sum(1, keepdim=True).sqrt()
-        factors = {"A": entries.unsqueeze(0), "G": gram(weighted.unsqueeze(0))}
-        return PairStatistics(factors, live.count)
+        factors = {"A": a.unsqueeze(0), "G": gram(weighted.unsqueeze(0))}
+        return PairStatistics(factors, row_mask.count)
 
 
 TIED_EMBEDDING = Embedding(tied=True)
-TIED_USES: dict[LayerKind | None, LayerKind] = {
+TIED_OUTPUT = TiedOutput()
+TIED_KINDS: dict[LayerKind | None, LayerKind] = {
     EMBEDDING: TIED_EMBEDDING,
-    LINEAR: TiedOutput(),
-    ASSUMED_LINEAR: TiedOutput(),
+    LINEAR: TIED_OUTPUT,
+    ASSUMED_LINEAR: TIED_OUTPUT,
 }
+"""The kind of a module with a tied weight, by its kind without one."""
 
 KINDS[nn.MultiheadAttention] = Attention()
 KINDS[NonDynamicallyQuantizableLinear] = Linear(family=ATTENTION)
 
 
-# ------------------------------------------------------------------------------------ what is what
+# --------------------------------------------------------------------------- the kind of a module
 
 
 def tied_kinds(kinds: Mapping[nn.Module, LayerKind | None]) -> dict[nn.Module, LayerKind]:
-    """The modules that use one weight both as an embedding and as an output layer, and how."""
-    sharing: dict[Tensor, list[nn.Module]] = {}
+    """The tied kinds of modules that use one weight as an embedding and as an output layer."""
+    modules_of: dict[Tensor, list[nn.Module]] = {}
     for module in kinds:
         weight = dict(module.named_parameters(recurse=False)).get("weight")
         if weight is not None:
-            sharing.setdefault(weight, []).append(module)
-    ties: dict[nn.Module, LayerKind] = {}
-    for modules in sharing.values():
-        uses = {module: TIED_USES.get(kinds[module]) for module in modules}
-        if set(uses.values()) == {TIED_EMBEDDING, TIED_USES[LINEAR]}:
-            ties |= {module: use for module, use in uses.items() if use is not None}
-    return ties
+            modules_of.setdefault(weight, []).append(module)
+
+    tied: dict[nn.Module, LayerKind] = {}
+    for modules in modules_of.values():
+        uses = {module: TIED_KINDS.get(kinds[module]) for module in modules}
+        if set(uses.values()) == {TIED_EMBEDDING, TIED_OUTPUT}:
+            for module, kind in uses.items():
+                tied[module] = cast(LayerKind, kind)
+    return tied
 
 
 class Match(NamedTuple):
-    """The kind of a module, or why it has none."""
+    """The kind of a module, or the reason why it has none."""
 
     kind: LayerKind | None
     reason: str | None = None
 
 
 def match(module: nn.Module) -> Match:
-    """The kind of a module's class, if the module has the class's forward.
+    """Find the kind of a module by its class, if the module has the forward of that class.
 
-    A Linear's subclass with a forward of its own, or a router of fused experts, is taken for a
-    Linear. Its first statistics show whether it is one: see
-    :mod:`second_order.kronecker.verification`.
+    A router of fused experts, or a subclass of Linear with its own forward, is assumed to be a
+    Linear. Its first statistics verify this (:mod:`second_order.kronecker.verification`).
     """
     name = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
         return Match(None, "torch.jit has compiled it and runs no hooks; train the plain module")
     if is_router(module):
         return Match(ASSUMED_LINEAR)
-    known = registered_class(module)
-    kind = KINDS.get(known) if known is not None else _of_other_packages(module)
+
+    # The kind of the class, or of the first base class that has one.
+    cls = registered_class(module)
+    kind = _match_other_packages(module) if cls is None else KINDS[cls]
     if kind is None:
         return Match(None, f"{name} has no Kronecker factors here")
-    scaled = isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
-    if known is not None and type(module).forward is not known.forward and not scaled:
-        if known is not nn.Linear or _has_layers(module):
-            return Match(None, f"{name} overrides {known.__name__}.forward")
+
+    # An embedding may scale its output, and a Linear may turn out to be one.
+    has_scale = isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
+    if cls is not None and type(module).forward is not cls.forward and not has_scale:
+        if cls is not nn.Linear or _has_layers(module):
+            return Match(None, f"{name} overrides {cls.__name__}.forward")
         kind = ASSUMED_LINEAR
-    reason = _why_unusable(module, module._parameters.get(kind.weight))
-    return Match(kind) if reason is None else Match(None, reason)
+
+    reason = _reason_without_factors(module, module._parameters.get(kind.weight))
+    if reason is not None:
+        return Match(None, reason)
+    return Match(kind)
 
 
-def _of_other_packages(module: nn.Module) -> LayerKind | None:
-    names = (f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__)
-    return next((OTHER_PACKAGES[name] for name in names if name in OTHER_PACKAGES), None)
+def _match_other_packages(module: nn.Module) -> LayerKind | None:
+    """The kind of a class of another package; None if the class is unknown."""
+    for cls in type(module).__mro__:
+        kind = OTHER_PACKAGES.get(f"{cls.__module__}.{cls.__qualname__}")
+        if kind is not None:
+            return kind
+    return None
 
 
 def _has_layers(module: nn.Module) -> bool:
-    """Whether a module has parameters in other modules."""
+    """Whether any submodule has parameters."""
     return any(True for child in module.children() for _ in child.parameters())
 
 
-def _why_unusable(module: nn.Module, weight: Tensor | None) -> str | None:
-    """Why a module of a known kind has no factors, if it has none."""
+def _reason_without_factors(module: nn.Module, weight: Tensor | None) -> str | None:
+    """Why a module has no factors though its class has a kind; None if it has factors."""
     if isinstance(weight, nn.parameter.UninitializedParameter):
-        return "its weight is not initialised yet: run one forward before making the optimizer"
+        return "its weight is not initialized yet; run one forward before you create the optimizer"
     if getattr(module, "sparse", False):
         return "its gradient is sparse"
     if getattr(module, "scale_grad_by_freq", False):
-        return "its gradient is scaled by how often entries are looked up"
+        return "its gradient is scaled by the frequency of its entries"
     if weight is not None and weight.numel() == 0:
         return f"its weight is empty: {tuple(weight.shape)}"
     if weight is not None:
@@ -238,40 +261,46 @@ def register_layer(
     weight: str = "weight",
     bias: str | None = "bias",
 ) -> None:
-    """Tell how a class of modules computes, so that KAISA, DPKFAC and DistKFAC precondition it.
+    """Register a class of modules, so that KAISA, DPKFAC and DistKFAC can precondition it.
 
-    Subclasses are taken for it if they keep its ``forward``. A later call replaces an earlier one;
-    torch's own layers that have a rule keep it. Register on every process, before the optimizer is
-    made.
+    A class is either a product or a gain.
 
-    A product: the output's rows are ``W x + b`` of rows x, so that the weight's gradient is the sum
-    of d xᵀ over rows. It gets Kronecker factors, as a Linear has.
+    - A *product* computes ``W x + b`` for each row x, so that the weight gradient is the sum of
+      d xᵀ over the rows. It gets Kronecker factors, as a Linear does.
+    - A *gain* computes ``gain * factor(x) + b``, where the gain has the shape of the last
+      dimensions of the output. It gets an exact block if you set ``precondition_norms=True``.
 
-    A gain: the output is ``gain * factor(x) + b``, the gain along its last dimensions. It gets an
-    exact block, where the optimizer has ``precondition_norms=True``.
+    Register the class on every process, before you create the optimizer. Subclasses are included if
+    they keep its ``forward``. A later call replaces an earlier one. You cannot replace the rules of
+    torch's own layers.
 
     Args:
         kind: The class.
-        rows: ``rows(module, input, output_gradient)`` gives x and d, ``(..., in)`` and
-            ``(..., out)``, of the same leading dimensions; None: the input and the gradient as they
-            are. The first leading dimension counts examples.
-        gain: ``gain(module, input)`` gives what the gain multiplies, of the output's shape; None
-            for a product.
-        transposed: Whether the weight is stored ``(in, out)``.
-        weight: Name of the weight, of two dimensions; or of the gain.
-        bias: Name of the bias; None if the class has none.
+        rows: A function ``rows(module, input, output_gradient)`` that returns x ``(..., in)`` and d
+            ``(..., out)`` with the same leading dimensions, the first of which counts examples.
+            None: x is the input, and d is the gradient.
+        gain: A function ``gain(module, input)`` that returns the tensor that the gain multiplies,
+            in the shape of the output. None: the class is a product.
+        transposed: Whether the weight is stored as ``(in, out)``.
+        weight: Name of the weight, which has two dimensions, or of the gain.
+        bias: Name of the bias. None: the class has no bias.
 
     Raises:
-        TypeError: If ``kind`` is no class of modules.
-        ValueError: If the class is both a product and a gain, or one of torch's with a rule.
+        TypeError: If ``kind`` is not a class of modules.
+        ValueError: If the class is registered both as a product and as a gain, or if it is a class
+            of torch that has a rule.
+
+    Example:
+        >>> register_layer(MyLinear, weight="kernel", transposed=True)
+        >>> register_layer(LayerScale, gain=lambda module, x: x, weight="gamma", bias=None)
     """
     given: Any = kind
     if not (isinstance(given, type) and issubclass(given, nn.Module)) or given is nn.Module:
         raise TypeError(
             f"register_layer: {kind!r} is not a class of modules; pass the class itself"
         )
-    ruled = kind in KINDS or GAINS.get(kind) is not None
-    if ruled and kind.__module__.startswith("torch."):
+    has_rule = kind in KINDS or GAINS.get(kind) is not None
+    if has_rule and kind.__module__.startswith("torch."):
         raise ValueError(
             f"register_layer: torch's {kind.__name__} has a rule, which every optimizer of this "
             f"process uses; register a class of your own, with a forward of its own"
@@ -281,6 +310,7 @@ def register_layer(
             "register_layer: gain= is for a layer that multiplies its input by a vector, rows= and "
             "transposed= for one that multiplies it by a matrix; give one or the other"
         )
+
     KINDS.pop(kind, None)
     GAINS.pop(kind, None)
     if gain is not None:
