@@ -874,30 +874,31 @@ differences as wide as the parameters' dtype
     self._dtypes |= compute_dtypes(self._model)  =>  pass
 micro-batches' losses weigh the same
   <-  lanczos::the_loss_of_micro_batches_is_weighted_by_their_examples
-    self.loss += examples * loss.detach().double()  =>  self.loss += loss.detach().double()
+    examples * evaluation.loss.detach()  =>  evaluation.loss.detach()
 micro-batches weigh the same  <-  hvp::micro_batches_are_one_batch
     if factor != 1.0:  =>  if False:
 buffers go on from one product to the next  <-  hvp::buffers_start_anew_at_each_evaluation
-    buffer.data.copy_(value)  =>  pass
+    self.buffer.data.copy_(self.value)  =>  pass
 
 == lanczos/lanczos.py
 orthogonalised once  <-  lanczos::the_basis_is_orthonormal_and_makes_it_tridiagonal
-    h.addmv_(basis.t(), again.to(h.dtype), alpha=-1)  =>  pass
+    h.addmv_(basis.t(), second.to(h.dtype), alpha=-1)  =>  pass
 each process decides by itself  <-  lanczos_ranks::one_process_decides
-  - stop = int(space.first(torch.tensor([float(stop)], dtype=torch.float64, device="cpu")))
+  - stop = int(space.broadcast_from_first(decision))
   + stop = int(stop)
 eigenvectors of B need not be orthonormal  <-  lanczos::a_wrong_decomposition_is_none
-    (residual <= TOLERANCE * norm) & (overlap <= TOLERANCE)  =>  residual <= TOLERANCE * norm
+    & (overlap <= DECOMPOSITION_TOL)  =>  & True
 
 == lanczos/spectrum.py
 processes' losses weigh the same  <-  lanczos_ranks::a_mean_loss_is_weighted_by_examples
-  - sums[0], sums[1] = hessian.loss, hessian.examples
-  + sums[0], sums[1] = hessian.loss / hessian.examples, 1.0
+  - sums[0] = hessian.loss
+  -         sums[1] = hessian.examples
+  + sums[0] = hessian.loss / hessian.examples
+  +         sums[1] = 1.0
 each process has signs of its own  <-  lanczos_ranks::one_process_decides
-    packed = space.first(packed)  =>  pass
+    packed = space.broadcast_from_first(packed)  =>  pass
 it stops before all pairs have converged  <-  lanczos::it_stops_where_all_pairs_are_within_tol
-  - return bool((ritz.residuals[picked] <= tol * ritz.values[picked].abs()).all())
-  + return bool((ritz.residuals[picked] <= tol * ritz.values[picked].abs()).any())
+    tol * ritz.values[wanted_ones].abs()).all())  =>  tol * ritz.values[wanted_ones].abs()).any())
 a smallest eigenvalue for a largest  <-  lanczos::a_full_run_finds_both_ends
     *range(smallest)]  =>  *range(1, smallest + 1)]
 

@@ -192,7 +192,7 @@ NUMBERS: list[tuple[str, Any, str]] = [
     ("lr", float("nan"), "lr=nan is outside"),
     ("helper_timeout", float("inf"), r"helper_timeout=inf is outside \[0\.1, 1e\+06\]; 60\.0"),
     ("doubly_factored", {"0": (2.5, 4)}, r"doubly_factored=.*both whole numbers"),
-    ("curvature_closure", [], r"the curvature closure is \[\]; give a function"),
+    ("curvature_closure", [], r"the curvature closure is \[\]; pass a function"),
 ]
 CHOICES: list[tuple[str, Any, str]] = [
     ("solver", "eigne", "solver='eigne' is not one of 'inverse', 'eigen'; did you mean 'eigen'"),
@@ -246,7 +246,7 @@ TYPES: list[tuple[str, Any, str]] = [
     ("debug", 1.5, r"debug=1\.5 is not an integer; use True for every 100 steps"),
     ("process_group", {}, "process_group={} is not a .*ProcessGroup; pass what"),
     *((name, torch.ones(2), f"{name}=tensor.* is not a flag; use True or False") for name in FLAGS),
-    ("curvature_closure", 3, "the curvature closure is 3; give a function"),
+    ("curvature_closure", 3, "the curvature closure is 3; pass a function"),
     ("base", "SGD", r"base='SGD' is not an optimizer class; pass the class itself"),
     ("base", torch.optim.Optimizer, r"base=Optimizer has no step\(\) .*; pass one of them, as in"),
     ("base", KAISA, "is a second-order optimizer; use a first-order"),

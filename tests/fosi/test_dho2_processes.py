@@ -304,14 +304,14 @@ def possessions(rank: int, world_size: int, layout: str) -> tuple[Any, ...]:
     x, y = CURVED[0].float(), CURVED[1]
     optimizer = spread(model, rank, world_size, base=ADAM, layout=layout)
     optimizer.curvature_closure = lambda: cross_entropy(model(x), y)
-    found, run = [], spectrum.tridiagonalise
+    found, run = [], spectrum.tridiagonalize
 
     def observed(*args: Any, **kwargs: Any) -> Any:
         result = run(*args, **kwargs)
         found.append(result.basis)
         return result
 
-    with replaced(spectrum, {"tridiagonalise": observed}):
+    with replaced(spectrum, {"tridiagonalize": observed}):
         for batch in shards(BATCHES[:4], rank, world_size):
             take(model, optimizer, (batch[0].float(), batch[1]))
     V = optimizer._curvature.subspace.basis.vectors  # type: ignore[union-attr]

@@ -305,13 +305,13 @@ def recomputed(outputs: Tensor) -> Tensor:
 
 
 NOT_TWICE = [
-    (ctc, "_ctc_loss_backward has no derivative", "replace the operation"),
+    (ctc, "no derivative of .*_ctc_loss_backward", "replace the operation"),
     (lambda z: Cube.apply(z).square().mean(), "Function Cube", "differentiable operations"),
     # Linear in it: torch's own second derivative is 0, without an error.
     (lambda z: Cube.apply(z).mean(), "Function Cube", "differentiable operations"),
 ]
 NOT_ONCE = [
-    (freed, "already freed", "without calling backward"),
+    (freed, "already been freed", "without calling backward"),
     (lambda z: z, r"shape \(7, 3\)", "mean or its sum"),
     (lambda z: "loss", "returned a str", "scalar tensor"),
     (lambda z: z.square().mean().detach(), "without a graph", "do not detach"),
@@ -353,7 +353,7 @@ def test_compiled_modules(loss: Callable[[Tensor], Tensor]) -> None:
     def eigenvalues(f: Any, mode: Any) -> Tensor:
         return eigenpairs(lambda: loss(f(x)), model, largest=1, hvp=mode).eigenvalues
 
-    with pytest.raises(CurvatureError, match=r"torch\.compile.*not compiled"):
+    with pytest.raises(CurvatureError, match=r"torch\.compile.*uncompiled"):
         eigenvalues(compiled, "retained")
     found, expected = eigenvalues(compiled, "differences"), eigenvalues(model, "retained")
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)

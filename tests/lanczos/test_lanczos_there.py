@@ -14,7 +14,7 @@ from fake_device import NAME, Seen, pretend_device
 from lanczos_spaces import space_of
 from torch import Tensor
 
-from second_order.lanczos.lanczos import Ritz, Tridiagonal, tridiagonalise
+from second_order.lanczos.lanczos import Ritz, Tridiagonal, tridiagonalize
 
 SIZE, AT_LEAST = 40, 3
 PRODUCT = 2  # launches of one below
@@ -35,7 +35,7 @@ def converged(ritz: Ritz) -> bool:
 def runs(A: Tensor, start: Tensor, device: str, **options: Any) -> Tridiagonal:
     A = A.to(device)
     space = space_of(lambda d: A @ d, SIZE, torch.float64, device)
-    return tridiagonalise(space, start.to(device), 30, at_least=AT_LEAST, seed=1, **options)
+    return tridiagonalize(space, start.to(device), 30, at_least=AT_LEAST, seed=1, **options)
 
 
 def compared(seen: Seen, rank: int, expected: int, ends: bool) -> dict[str, Any]:

@@ -1,13 +1,13 @@
-"""The loss of a batch, differentiated so far that its curvature can be multiplied by a vector.
+"""A batch's loss, differentiated once, so that its curvature can be multiplied by vectors.
 
-Hessian            H v = ∇(gᵀv), g = ∇L with its graph
-Gauss-Newton       J'HJ v: c -> J'c is linear in c, so that its derivative along v is J v
-                   (a backward through a backward); then H, the loss's with respect to the
-                   outputs; then J' (Schraudolph, 2002)
-empirical Fisher   the same with the examples' losses for outputs and 1/N for H:
-                   J'J/N = (1/N) Σ gᵢgᵢᵀ
+    Hessian            H v = ∇(gᵀv), where g = ∇L has a graph
+    Gauss-Newton       J'HJ v. c -> J'c is linear in c, and its derivative in direction v is J v (a
+                       backward through a backward). Then multiply by H, the Hessian of the loss
+                       with respect to the outputs, and by J' (Schraudolph, 2002)
+    empirical Fisher   the same with the examples' losses as outputs and 1/N as H:
+                       J'J/N = (1/N) Σ gᵢgᵢᵀ
 
-What cannot be differentiated twice is told, with the operation and the remedy.
+If a loss cannot be differentiated twice, the error names the operation and the remedy.
 """
 
 from __future__ import annotations
@@ -25,60 +25,89 @@ from torch.utils.checkpoint import CheckpointFunction
 from second_order.errors import CurvatureError
 from second_order.lanczos.closure import Evaluation
 
-__all__ = ["Graph", "Parts", "derivatives", "remedied"]
+__all__ = ["Derivatives", "DifferentiableLoss", "derivatives", "explain_errors"]
 
-Parts: TypeAlias = Sequence[Tensor | None]
-"""A part for each parameter; None for zeros."""
+Derivatives: TypeAlias = Sequence[Tensor | None]
+"""One derivative per parameter. None: the parameter is not in the graph."""
 
 
-class Graph:
-    """A batch's curvature at parameters: the gradient, or J'c, with its graph.
+class DifferentiableLoss:
+    """The loss of a batch, with a graph of its first derivatives.
 
     Attributes:
-        gradients: The first derivatives; None for a parameter that the loss does not depend on.
+        examples: The number of examples.
+        gradients: g, or J'c for "gauss-newton" and "empirical-fisher", with a graph.
 
     Raises:
         CurvatureError: If the loss cannot be differentiated twice.
     """
 
     def __init__(self, evaluation: Evaluation, params: Sequence[Tensor]) -> None:
-        self._params, self._roots, self._leaves = params, evaluation.roots, evaluation.leaves
-        self._slopes: Parts = []
+        self.examples = evaluation.examples
+        self._params = params
+        self._roots = evaluation.roots
+        self._leaves = evaluation.leaves
+
+        # Gauss-Newton: the derivatives of the loss with respect to the outputs.
+        self._output_gradients: Derivatives = []
         if self._leaves:
-            self._slopes = derivatives([evaluation.loss], self._leaves, twice=True)
-        self._cotangents: list[Tensor] | None = None
+            self._output_gradients = derivatives([evaluation.loss], self._leaves, twice=True)
+
+        self._cotangents: list[Tensor] | None = None  # c; its values do not matter
+        roots = [evaluation.loss]
         if self._roots:
+            roots = self._roots
             self._cotangents = [torch.zeros_like(z, requires_grad=True) for z in self._roots]
-        roots = self._roots or [evaluation.loss]
         self.gradients = derivatives(roots, params, self._cotangents, twice=True)
 
-    def product(self, directions: Sequence[Tensor], *, retain: bool) -> Parts:
-        """Multiply by a vector, a part for each parameter; ``retain`` if another one follows."""
-        if self._cotangents is None:  # a gradient without a graph is constant
-            return _along(self.gradients, self._params, directions, retain=retain)
-        found = _along(self.gradients, self._cotangents, directions, retain=True)
-        pushed = _whole(found, self._roots)
-        if self._leaves:  # times the curvature of the loss as a function of the outputs
-            curved = _along(self._slopes, self._leaves, pushed, retain=True)
-            pushed = _whole(curved, self._leaves)
+    def product(self, directions: Sequence[Tensor], *, retain: bool) -> Derivatives:
+        """Multiply the curvature by a vector.
+
+        Args:
+            directions: The vector's part for each parameter, in the parameter's shape.
+            retain: Whether to retain the graph for another product.
+        """
+        if self._cotangents is None:
+            return _vector_products(self.gradients, self._params, directions, retain=retain)
+
+        # J v
+        products = _vector_products(self.gradients, self._cotangents, directions, retain=True)
+        pushed = _fill_zeros(products, self._roots)
+
+        # H J v
+        if self._leaves:
+            products = _vector_products(self._output_gradients, self._leaves, pushed, retain=True)
+            pushed = _fill_zeros(products, self._leaves)
         else:
             pushed = [u / len(u) for u in pushed]
-        return _along(self._roots, self._params, pushed, retain=retain)
+
+        # J' H J v
+        return _vector_products(self._roots, self._params, pushed, retain=retain)
 
 
-def _along(
-    of: Parts, inputs: Sequence[Tensor], vectors: Sequence[Tensor], *, retain: bool
-) -> Parts:
-    """The derivatives of Σ ofᵢᵀvᵢ, with v constant, with respect to inputs."""
-    curved = [(y, v) for y, v in zip(of, vectors, strict=True) if y is not None and y.requires_grad]
-    if not curved:
+def _vector_products(
+    functions: Derivatives, inputs: Sequence[Tensor], vectors: Sequence[Tensor], *, retain: bool
+) -> Derivatives:
+    """Return the derivatives of Σ fᵢᵀvᵢ with respect to the inputs, where v is constant.
+
+    Functions that are None or have no graph are constant, too, and are left out.
+    """
+    outputs = []
+    grad_outputs = []
+    for function, vector in zip(functions, vectors, strict=True):
+        if function is not None and function.requires_grad:
+            outputs.append(function)
+            grad_outputs.append(vector)
+    if not outputs:
         return [None] * len(inputs)
-    outputs, along = zip(*curved, strict=True)
-    with remedied():
-        return torch.autograd.grad(outputs, inputs, along, retain_graph=retain, allow_unused=True)
+    with explain_errors():
+        return torch.autograd.grad(
+            outputs, inputs, grad_outputs, retain_graph=retain, allow_unused=True
+        )
 
 
-def _whole(parts: Parts, like: Sequence[Tensor]) -> list[Tensor]:
+def _fill_zeros(parts: Derivatives, like: Sequence[Tensor]) -> list[Tensor]:
+    """Replace None by zeros."""
     pairs = zip(parts, like, strict=True)
     return [torch.zeros_like(z) if part is None else part for part, z in pairs]
 
@@ -86,52 +115,52 @@ def _whole(parts: Parts, like: Sequence[Tensor]) -> list[Tensor]:
 def derivatives(
     roots: Sequence[Tensor],
     params: Sequence[Tensor],
-    along: Sequence[Tensor] | None = None,
+    cotangents: Sequence[Tensor] | None = None,
     *,
     twice: bool,
 ) -> list[Tensor | None]:
-    """Compute the derivatives of roots with respect to parameters; None for one not reached.
+    """Compute the derivatives of roots with respect to parameters.
 
-    ``along`` are cotangents of roots that are no scalars; ``twice`` gives a graph, to be
-    differentiated again.
+    Args:
+        roots: The tensors to differentiate.
+        params: The parameters.
+        cotangents: The factors of the roots' elements, if the roots are not scalars.
+        twice: Whether the result gets a graph, to be differentiated again.
 
     Raises:
-        CurvatureError: If they cannot be differentiated, or not again though they are to be.
+        CurvatureError: If the roots cannot be differentiated, or not as often as needed.
     """
-    custom = _custom_functions(roots)
-    with remedied():
-        found = torch.autograd.grad(roots, params, along, create_graph=twice, allow_unused=True)
-    for function in custom if twice else ():  # where the loss is linear in it, torch gives zeros
-        if function.__name__ == "CompiledFunction":
-            raise CurvatureError(_COMPILED)
-        if _ONCE in (getattr(f, "__code__", None) for f in (function.backward, function.vjp)):
-            raise CurvatureError(
-                f"the autograd.Function {function.__name__} cannot be differentiated twice: it is "
-                f"marked with @once_differentiable; write its backward in differentiable "
-                f"operations, {_DIFFERENCES}"
-            )
-    if any(g is None for g in found) and CheckpointFunction in custom:
+    functions = _custom_functions(roots)
+    with explain_errors():
+        gradients = torch.autograd.grad(
+            roots, params, cotangents, create_graph=twice, allow_unused=True
+        )
+    if twice:
+        # torch would silently return zeros for the second derivatives.
+        for function in functions:
+            _check_twice_differentiable(function)
+    if any(g is None for g in gradients) and CheckpointFunction in functions:
         raise CurvatureError(_REENTRANT)
-    return list(found)
+    return list(gradients)
 
 
-_DIFFERENCES = 'or use hvp="differences", which the Hessian has'
+_USE_DIFFERENCES = 'or use hvp="differences", which supports the Hessian'
 _REENTRANT = (
-    "reentrant checkpointing cannot be differentiated by torch.autograd.grad; use "
+    "torch.autograd.grad cannot differentiate a reentrant checkpoint; use "
     "checkpoint(..., use_reentrant=False)"
 )
 _COMPILED = (
-    "a torch.compile-d function cannot be differentiated twice; evaluate the module that is not "
-    f"compiled in the curvature closure, {_DIFFERENCES}"
+    "a function compiled by torch.compile cannot be differentiated twice; evaluate the uncompiled "
+    f"module in the curvature closure, {_USE_DIFFERENCES}"
 )
-_TOLD = {  # what autograd says, and what is to be done
+_REMEDIES = {  # by a part of autograd's message
     "modified by an inplace operation": (
-        "the loss was evaluated before the parameters were last changed; let the curvature "
-        "closure evaluate it anew each time it is called"
+        "the loss was evaluated before the parameters were last changed; evaluate it in every "
+        "call of the curvature closure"
     ),
     "a second time": (
-        "the graph of the curvature closure's loss is already freed; let the closure evaluate the "
-        "loss and return it, without calling backward()"
+        "the graph of the curvature closure's loss has already been freed; evaluate the loss in "
+        "the closure and return it, without calling backward()"
     ),
     "donated buffer": _COMPILED,
     "use_reentrant=true": _REENTRANT,
@@ -139,42 +168,55 @@ _TOLD = {  # what autograd says, and what is to be done
 
 
 @contextmanager
-def remedied() -> Iterator[None]:
+def explain_errors() -> Iterator[None]:
     """Turn autograd's errors on second derivatives into CurvatureErrors with a remedy."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        text = str(error)
-        for said, remedy in _TOLD.items():
-            if said in text.lower():
+        message = str(error)
+        for part, remedy in _REMEDIES.items():
+            if part in message.lower():
                 raise CurvatureError(remedy) from error
-        missing = re.search(r"derivative for '?([\w:.]+)'? is not implemented", text)
+        missing = re.search(r"derivative for '?([\w:.]+)'? is not implemented", message)
         if missing:
             raise CurvatureError(
-                f"{missing[1]} has no derivative in torch, so that the loss cannot be "
-                f"differentiated twice; replace the operation in the curvature closure, "
-                f"{_DIFFERENCES}"
+                f"torch has no derivative of {missing[1]}, so the loss cannot be differentiated "
+                f"twice; replace the operation in the curvature closure, {_USE_DIFFERENCES}"
             ) from error
-        raise CurvatureError(f"the loss could not be differentiated: {text}") from error
+        raise CurvatureError(f"the loss could not be differentiated: {message}") from error
 
 
-_ONCE = once_differentiable(lambda ctx: None).__code__
+# The code that @once_differentiable wraps around a backward.
+_ONCE_DIFFERENTIABLE = once_differentiable(lambda ctx: None).__code__
+
+
+def _check_twice_differentiable(function: Any) -> None:
+    """Raise CurvatureError if an autograd function has no second derivative."""
+    if function.__name__ == "CompiledFunction":
+        raise CurvatureError(_COMPILED)
+    for method in (function.backward, function.vjp):
+        if getattr(method, "__code__", None) == _ONCE_DIFFERENTIABLE:
+            raise CurvatureError(
+                f"the autograd.Function {function.__name__} cannot be differentiated twice, "
+                f"because it is marked with @once_differentiable; write its backward in "
+                f"differentiable operations, {_USE_DIFFERENCES}"
+            )
 
 
 def _custom_functions(roots: Sequence[Tensor]) -> list[Any]:
-    """The custom autograd functions in a graph."""
-    found: list[Any] = []
+    """Return the custom autograd functions in a graph."""
+    functions: list[Any] = []
     stack: list[Any] = [root.grad_fn for root in roots]
     seen = set(stack)
     while stack:
         node = stack.pop()
         function = getattr(node, "_forward_cls", None)
         if function is not None:
-            found.append(function)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-    return found
+            functions.append(function)
+        for next_node, _ in node.next_functions:
+            if next_node is not None and next_node not in seen:
+                seen.add(next_node)
+                stack.append(next_node)
+    return functions

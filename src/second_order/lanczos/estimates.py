@@ -1,16 +1,16 @@
-"""Trace, diagonal and spectral density of a curvature matrix, by random vectors.
+"""Trace, diagonal and spectral density of a curvature matrix, estimated with random vectors.
 
-The steep directions are taken exactly, the rest by random signs:
+Trace and diagonal treat the steep directions exactly, and sample the complement:
 
     Q = orth(H S) of some normal vectors S, P = I − QQᵀ;  H = QQᵀH + HQQᵀ − QQᵀHQQᵀ + PHP
     trace      tr(QᵀHQ), and the mean of zᵀPHPz over sign vectors z: Hutch++ (Meyer, Musco, Musco,
                Woodruff, 2021)
-    diagonal   that of the first three terms, and the mean of z ∘ PHPz; without Q it is the
+    diagonal   the diagonal of the first three terms, and the mean of z ∘ PHPz. Without Q it is the
                estimator of Bekas, Kokiopoulou, Saad, 2007
 
-What is left to chance is a mean of independent samples, and so has a standard error.
+The sampled part is a mean of independent samples, which gives its standard error.
 
-    density    by stochastic Lanczos quadrature, tr f(H)/n ≈ mean over random probes of
+    density    stochastic Lanczos quadrature, tr f(H)/n ≈ mean over random probes of
                Σᵢ s_{1i}² f(θᵢ) (Ghorbani, Krishnan, Xiao, 2019)
 """
 
@@ -29,20 +29,24 @@ from torch import Tensor, nn
 from second_order.errors import CurvatureError
 from second_order.lanczos.closure import CurvatureKind, LossFn
 from second_order.lanczos.hvp import ProductMode
-from second_order.lanczos.lanczos import tridiagonalise
+from second_order.lanczos.lanczos import tridiagonalize
 from second_order.lanczos.spectrum import (
     UNDECOMPOSED,
     ParamsOrModel,
-    everybodys_ritz,
-    measurement,
+    agreed_ritz_pairs,
+    curvature_space,
 )
 from second_order.lanczos.vector_space import RowSpace
 from second_order.utils.checks import check_number, check_whole
 
 __all__ = ["Diagonal", "SpectralDensity", "Trace", "diagonal", "spectral_density", "trace"]
 
-LEAST_SAMPLES = 2  # for a standard error
-FAIR_SAMPLES = 4  # of two, χ² distributed, it is 1.6 times too small on average, of four 1.3 times
+MIN_SAMPLES = 2  # for a standard error
+
+# Samples to leave by default. The standard error of two samples is 1.6 times too small on average,
+# that of four 1.3 times, by the chi-squared distribution.
+DEFAULT_SAMPLES = 4
+
 NOT_FINITE = (
     "a Hessian-vector product is not finite; look at the loss of the batch, or use a wider dtype "
     "for the model"
@@ -55,10 +59,10 @@ class Trace:
 
     Attributes:
         value: tr H, the sum of all eigenvalues.
-        standard_error: Standard error of ``value``; 0 where nothing was left to chance. Its square
-            is right on average over seeds; of few samples it is too small more often than not.
+        standard_error: Standard error of ``value``; 0 if nothing was sampled. Its square is correct
+            on average over seeds. With few samples it is too small more often than too large.
         size: n, the number of eigenvalues; ``value / size`` is their mean.
-        products: Number of Hessian-vector products taken.
+        products: Number of Hessian-vector products.
     """
 
     value: float
@@ -80,41 +84,46 @@ def trace(
 ) -> Trace:
     """Estimate the trace of the Hessian of a loss.
 
-    A third of the products looks for the steep directions, a third takes their share of the trace
-    exactly, and a third samples the rest, which is little where few eigenvalues stand out.
+    A third of the products finds the steep directions, a third computes their part of the trace
+    exactly, and a third samples the complement, which is small if few eigenvalues stand out.
 
     Args:
-        loss_fn: Evaluates the loss, as for :func:`eigenpairs`.
-        params: A module or its parameters, as there.
-        products: m, Hessian-vector products at most.
-        directions: Steep directions to take out of chance's way, two products each; None for m / 3,
-            or fewer, so that four samples are left; 0 for none, which is better only where no
+        loss_fn: Returns the loss, as for :func:`eigenpairs`.
+        params: A module or its parameters, as for :func:`eigenpairs`.
+        products: m, the maximum number of Hessian-vector products.
+        directions: Number of steep directions that are treated exactly, with two products each.
+            None: m / 3, or fewer to leave four samples. 0: none, which is better only if no
             eigenvalues stand out.
         seed: Seed of the random vectors.
-        hvp: How products are made, as for :func:`eigenpairs`.
-        process_group: Processes that call together, as there.
-        curvature: Which matrix, as there.
+        hvp: How to compute products, as for :func:`eigenpairs`.
+        process_group: Processes that call this together, as for :func:`eigenpairs`.
+        curvature: The matrix, as for :func:`eigenpairs`.
 
     Raises:
         CurvatureError: As :func:`eigenpairs` does.
-        TypeError: If a count or a seed is no whole number.
-        ValueError: For too few products.
+        TypeError: If a count or a seed is not an integer.
+        ValueError: If there are too few products.
     """
-    directions = _checked(products, directions, seed)
-    with measurement(loss_fn, params, curvature, hvp, process_group) as space:
-        steep = _Steep(space, min(directions, space.size), seed)
-        captured = [_dot(space, q, b) for q, b in zip(steep.Q, steep.HQ, strict=True)]
-        rest = []
+    directions = _check_counts(products, directions, seed)
+    with curvature_space(loss_fn, params, curvature, hvp, process_group) as space:
+        steep = _SteepDirections(space, min(directions, space.size), seed)
+        exact = [_dot(space, q, Hq) for q, Hq in zip(steep.Q, steep.HQ, strict=True)]
+        samples = []
         for z in steep.probes(products):
-            Pz = steep.without(z)
-            rest.append(_dot(space, Pz, space.apply(Pz)))
+            Pz = steep.project_out(z)
+            samples.append(_dot(space, Pz, space.apply(Pz)))
         space.raise_together()
         size = space.size
-    value = math.fsum(captured) + (statistics.fmean(rest) if rest else 0.0)
+
+    value = math.fsum(exact)
+    if samples:
+        value += statistics.fmean(samples)
     if not math.isfinite(value):
         raise CurvatureError(NOT_FINITE)
-    error = statistics.stdev(rest) / math.sqrt(len(rest)) if rest else 0.0
-    return Trace(value, error, size, steep.products + len(rest))
+    error = 0.0
+    if samples:
+        error = statistics.stdev(samples) / math.sqrt(len(samples))
+    return Trace(value, error, size, steep.products + len(samples))
 
 
 @dataclass(frozen=True)
@@ -124,7 +133,7 @@ class Diagonal:
     Attributes:
         values: ``(n,)`` over the flattened parameters, in their order; float64.
         standard_errors: ``(n,)`` standard error of each value; float64.
-        products: Number of Hessian-vector products taken.
+        products: Number of Hessian-vector products.
     """
 
     values: Tensor
@@ -132,10 +141,10 @@ class Diagonal:
     products: int
 
     def parts(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """The values a parameter at a time, each in its shape."""
+        """Split the values by parameter, each part in the parameter's shape."""
         shapes = [p.shape for p in params]
-        pieces = self.values.split([shape.numel() for shape in shapes])
-        return [v.reshape(shape) for v, shape in zip(pieces, shapes, strict=True)]
+        parts = self.values.split([shape.numel() for shape in shapes])
+        return [v.reshape(shape) for v, shape in zip(parts, shapes, strict=True)]
 
 
 def diagonal(
@@ -151,100 +160,126 @@ def diagonal(
 ) -> Diagonal:
     """Estimate the diagonal of the Hessian of a loss.
 
-    As for :func:`trace`, steep directions are taken exactly, and the rest is sampled. Of samples,
-    an element's variance is the sum of the squares of the others in its row, over their number.
+    As in :func:`trace`, steep directions are treated exactly, and the complement is sampled. The
+    variance of a sampled element is the sum of the squares of the other elements in its row,
+    divided by the number of samples.
 
     Args:
-        loss_fn: Evaluates the loss, as for :func:`eigenpairs`.
-        params: A module or its parameters, as there.
-        products: m, Hessian-vector products at most.
-        directions: Steep directions to take out of chance's way, as for :func:`trace`.
+        loss_fn: Returns the loss, as for :func:`eigenpairs`.
+        params: A module or its parameters, as for :func:`eigenpairs`.
+        products: m, the maximum number of Hessian-vector products.
+        directions: Number of steep directions that are treated exactly, as for :func:`trace`.
         seed: Seed of the random vectors.
-        hvp: How products are made, as for :func:`eigenpairs`.
-        process_group: Processes that call together, as there.
-        curvature: Which matrix, as there.
+        hvp: How to compute products, as for :func:`eigenpairs`.
+        process_group: Processes that call this together, as for :func:`eigenpairs`.
+        curvature: The matrix, as for :func:`eigenpairs`.
 
     Raises:
         CurvatureError: As :func:`eigenpairs` does.
-        TypeError: If a count or a seed is no whole number.
-        ValueError: For too few products.
+        TypeError: If a count or a seed is not an integer.
+        ValueError: If there are too few products.
     """
-    directions = _checked(products, directions, seed)
-    with measurement(loss_fn, params, curvature, hvp, process_group) as space:
-        steep = _Steep(space, min(directions, space.size), seed)
-        known = steep.diagonal()
-        mean, squares, count = torch.zeros_like(known), torch.zeros_like(known), 0
+    directions = _check_counts(products, directions, seed)
+    with curvature_space(loss_fn, params, curvature, hvp, process_group) as space:
+        steep = _SteepDirections(space, min(directions, space.size), seed)
+        exact = steep.diagonal()
+
+        # Update mean and sum of squared deviations with each sample (Welford, 1962).
+        mean = torch.zeros_like(exact)
+        squares = torch.zeros_like(exact)
+        count = 0
         for z in steep.probes(products):
-            sample = (z * steep.without(space.apply(steep.without(z)))).double()
-            count += 1  # mean and sum of squared deviations, updated (Welford, 1962)
+            PHPz = steep.project_out(space.apply(steep.project_out(z)))
+            sample = (z * PHPz).double()
+            count += 1
             deviation = sample - mean
             mean += deviation / count
             squares += deviation * (sample - mean)
         space.raise_together()
-        values = space.gathered(known + mean)
-        errors = space.gathered((squares / max(count - 1, 1) / max(count, 1)).sqrt())
+        values = space.gather(exact + mean)
+        errors = space.gather((squares / max(count - 1, 1) / max(count, 1)).sqrt())
     if not bool(values.isfinite().all()):
         raise CurvatureError(NOT_FINITE)
     return Diagonal(values, errors, steep.products + count)
 
 
-def _checked(products: int, directions: int | None, seed: int) -> int:
-    """The number of steep directions to look for."""
+def _check_counts(products: int, directions: int | None, seed: int) -> int:
+    """Check the arguments of an estimate, and return the number of steep directions."""
     check_whole("products", products, 1, "48")
     check_whole("seed", seed, 0, "0")
     if directions is None:
-        directions = max(min(products // 3, (products - FAIR_SAMPLES) // 2), 0)
+        directions = max(min(products // 3, (products - DEFAULT_SAMPLES) // 2), 0)
     check_whole("directions", directions, 0, "0 for none, or None")
-    least = 2 * directions + LEAST_SAMPLES
-    if products < least:
+    needed = 2 * directions + MIN_SAMPLES
+    if products < needed:
         raise ValueError(
-            f"products={products} with directions={directions}: directions take two products each, "
-            f"and {LEAST_SAMPLES} samples more make a standard error; use "
-            f"products={max(least, 6)} or more"
+            f"products={products} with directions={directions}: each direction takes two products, "
+            f"and a standard error needs {MIN_SAMPLES} samples; use products={max(needed, 6)} or "
+            f"more"
         )
     return directions
 
 
-class _Steep:
-    """Directions that are taken exactly: orthonormal rows Q ``(k, rows)``, and their products."""
+class _SteepDirections:
+    """Directions that are treated exactly, which random products with H have found.
+
+    Attributes:
+        Q: This process's rows of orthonormal vectors, ``(k, rows)``.
+        HQ: The products of H with these vectors, ``(k, rows)``.
+        products: Number of Hessian-vector products so far.
+    """
 
     def __init__(self, space: RowSpace, count: int, seed: int) -> None:
-        self._space, self._seed = space, seed + count
-        rows = space.random(seed, 1.0)
-        found = [space.apply(space.random(seed + i, 1.0)) for i in range(count)]
-        Q = torch.stack([*found, rows])  # a basis of their span, a row each
-        self.Q, largest = Q[:0], 0.0
-        for v in found:
-            largest = max(largest, math.sqrt(_dot(space, v, v)))
-            rest = self.without(v)
-            left = math.sqrt(_dot(space, rest, rest))
-            if left > 100 * torch.finfo(v.dtype).eps * largest:  # else zero, or dependent
+        self._space = space
+        self._seed = seed + count  # of the probes
+        rows = space.random(seed, 1.0)  # shows the shape and dtype, also if count is 0
+        candidates = [space.apply(space.random(seed + i, 1.0)) for i in range(count)]
+
+        # Gram-Schmidt. A vector that is zero, or depends on the others, is left out.
+        Q = torch.stack([*candidates, rows])
+        self.Q = Q[:0]
+        largest_norm = 0.0
+        for v in candidates:
+            largest_norm = max(largest_norm, math.sqrt(_dot(space, v, v)))
+            residual = self.project_out(v)
+            residual_norm = math.sqrt(_dot(space, residual, residual))
+            if residual_norm > 100 * torch.finfo(v.dtype).eps * largest_norm:
                 k = len(self.Q)
-                Q[k] = self.without(rest / left)
+                Q[k] = self.project_out(residual / residual_norm)
                 self.Q = Q[: k + 1]
+
         self.HQ = torch.stack([*(space.apply(q) for q in self.Q), rows])[:-1]
         self.products = count + len(self.Q)
 
-    def without(self, v: Tensor) -> Tensor:
-        """P v, the vector v − QᵀQv without these directions; twice, against rounding."""
-        for _ in range(2 if len(self.Q) else 0):
-            v = v - self.Q.t() @ self._space.total((self.Q @ v).double()).to(v.dtype)
+    def project_out(self, v: Tensor) -> Tensor:
+        """Return P v, the part of v that is orthogonal to Q. Twice, because of rounding."""
+        if not len(self.Q):
+            return v
+        for _ in range(2):
+            coefficients = self._space.total((self.Q @ v).double())
+            v = v - self.Q.t() @ coefficients.to(v.dtype)
         return v
 
     def probes(self, products: int) -> Iterator[Tensor]:
-        """Yield sign vectors for the rest of the products; none where no rest is left."""
-        for i in range(products - self.products if len(self.Q) < self._space.size else 0):
+        """Yield sign vectors for the remaining products, unless Q spans all of R^n."""
+        if len(self.Q) == self._space.size:
+            return
+        for i in range(products - self.products):
             normal = self._space.random(self._seed + i, 1.0)
             yield torch.ones_like(normal).copysign_(normal)
 
     def diagonal(self) -> Tensor:
-        """This process's rows of the diagonal of QQᵀH + HQQᵀ − QQᵀHQQᵀ, in float64."""
-        Q, HQ = self.Q.double(), self.HQ.double()
-        inner = self._space.total(Q @ HQ.t()) if len(Q) else Q @ HQ.t()
+        """Return this process's rows of the diagonal of QQᵀH + HQQᵀ − QQᵀHQQᵀ, in float64."""
+        Q = self.Q.double()
+        HQ = self.HQ.double()
+        inner = Q @ HQ.t()
+        if len(Q):
+            inner = self._space.total(inner)
         return (Q * (2 * HQ - inner @ Q)).sum(0)
 
 
 def _dot(space: RowSpace, a: Tensor, b: Tensor) -> float:
+    """Return aᵀb, summed over the processes. Collective."""
     return float(space.total((a.double() @ b.double()).reshape(1)))
 
 
@@ -255,9 +290,9 @@ class SpectralDensity:
     Attributes:
         nodes: ``(probes, m)`` Ritz values; float64 on the CPU. A probe that ended early is padded
             with nodes of weight 0.
-        weights: ``(probes, m)`` weights of the nodes; those of each probe sum to 1.
+        weights: ``(probes, m)`` weights of the nodes. Those of a probe sum to 1.
         size: n, the number of eigenvalues.
-        products: Number of Hessian-vector products taken.
+        products: Number of Hessian-vector products.
     """
 
     nodes: Tensor
@@ -266,29 +301,29 @@ class SpectralDensity:
     products: int
 
     def expectation(self, function: Any) -> float:
-        """The value of tr f(H) / n; ``lambda x: x`` gives the mean eigenvalue."""
+        """Estimate tr f(H) / n. With ``lambda x: x`` this is the mean eigenvalue."""
         return float((self.weights * function(self.nodes)).sum() / len(self.nodes))
 
     def on(self, grid: Tensor, width: float) -> Tensor:
-        """The density on a grid, each node a Gaussian of a standard deviation of ``width``.
+        """Return the density on a grid, with a Gaussian in the place of each node.
 
         Args:
             grid: Points to evaluate at, ``(g,)``, in units of eigenvalues.
-            width: Standard deviation, in units of eigenvalues.
+            width: Standard deviation of the Gaussians, in units of eigenvalues.
 
         Returns:
-            The density, ``(g,)``, with an integral of 1.
+            The density, ``(g,)``. Its integral is 1.
 
         Raises:
-            TypeError: If the width is no number.
+            TypeError: If the width is not a number.
             ValueError: If it is not above 0.
         """
         remedy = "use a percent of the spectrum's width, perhaps"
         check_number("width", width, low=0.0, open_low=True, open_high=True, remedy=remedy)
         grid = grid.to("cpu", torch.float64)
         distance = (grid[:, None, None] - self.nodes[None]) / width
-        bumps = torch.exp(-0.5 * distance.square()) / (width * math.sqrt(2 * math.pi))
-        return (bumps * self.weights).sum(dim=(1, 2)) / len(self.nodes)
+        gaussians = torch.exp(-0.5 * distance.square()) / (width * math.sqrt(2 * math.pi))
+        return (gaussians * self.weights).sum(dim=(1, 2)) / len(self.nodes)
 
 
 def spectral_density(
@@ -305,18 +340,19 @@ def spectral_density(
     """Estimate the density of all eigenvalues of the Hessian of a loss.
 
     Args:
-        loss_fn: Evaluates the loss, as for :func:`eigenpairs`.
-        params: A module or its parameters, as there.
-        probes: Random vectors to average over.
-        iterations: Products for each; details finer than the spectrum's width divided by it blur.
+        loss_fn: Returns the loss, as for :func:`eigenpairs`.
+        params: A module or its parameters, as for :func:`eigenpairs`.
+        probes: Number of random vectors to average over.
+        iterations: Number of products per probe. The density resolves details down to the width of
+            the spectrum divided by this number.
         seed: Seed of the random vectors.
-        hvp: How products are made, as for :func:`eigenpairs`.
-        process_group: Processes that call together, as there.
-        curvature: Which matrix, as there.
+        hvp: How to compute products, as for :func:`eigenpairs`.
+        process_group: Processes that call this together, as for :func:`eigenpairs`.
+        curvature: The matrix, as for :func:`eigenpairs`.
 
     Raises:
         CurvatureError: As :func:`eigenpairs` does.
-        TypeError: If a count or a seed is no whole number.
+        TypeError: If a count or a seed is not an integer.
         ValueError: For counts outside their bounds.
     """
     check_whole("probes", probes, 1, "4")
@@ -325,14 +361,14 @@ def spectral_density(
     nodes = []
     weights = []
     products = 0
-    with measurement(loss_fn, params, curvature, hvp, process_group) as space:
+    with curvature_space(loss_fn, params, curvature, hvp, process_group) as space:
         length = min(iterations, space.size)
         for probe in range(probes):
-            run = tridiagonalise(space, space.random(seed + probe, 1.0), length)
+            run = tridiagonalize(space, space.random(seed + probe, 1.0), length)
             space.raise_together()
             if not run.finite:
                 raise CurvatureError(NOT_FINITE)
-            ritz = everybodys_ritz(space, run)
+            ritz = agreed_ritz_pairs(space, run)
             if not bool(ritz.vectors.isfinite().all()):
                 raise CurvatureError(UNDECOMPOSED)
             products += len(ritz.values)

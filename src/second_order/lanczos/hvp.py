@@ -1,12 +1,13 @@
-"""Products of the curvature of a loss with vectors, without forming it (Pearlmutter, 1994).
+"""Products of a loss's curvature with vectors, without forming the matrix (Pearlmutter, 1994).
 
-    retained     one forward, g = ∇L with its graph; then H v = ∇(gᵀv), one backward a product
-    recomputed   the same for each micro-batch, forward and all, at every product: one graph at a
-                 time in memory
-    differences  H v ≈ (∇L(w + εv) − ∇L(w − εv)) / 2ε, for what cannot be differentiated twice
+    retained     one forward, g = ∇L with its graph; then H v = ∇(gᵀv), one backward per product
+    recomputed   at every product, forward and backward for each micro-batch: one graph at a time
+                 is in memory
+    differences  H v ≈ (∇L(w + εv) − ∇L(w − εv)) / 2ε, for losses that cannot be differentiated
+                 twice
 
-What curvature there is beside the Hessian, `differentiable.py` tells.
-Vectors are flat: the parameters in their order, each in the order of ``p.reshape(-1)``.
+`differentiable.py` multiplies by the Gauss-Newton matrix and the empirical Fisher as well. Vectors
+are flat: the parameters in their order, each in the order of ``p.reshape(-1)``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -30,16 +32,21 @@ from second_order.lanczos.closure import (
     LossFn,
     check_closure,
     check_curvature,
-    evaluated,
+    evaluate_closure,
 )
-from second_order.lanczos.differentiable import Graph, Parts, derivatives, remedied
+from second_order.lanczos.differentiable import (
+    Derivatives,
+    DifferentiableLoss,
+    derivatives,
+    explain_errors,
+)
 from second_order.utils.checks import check_choice
 
 __all__ = ["Hessian", "ProductMode", "ShardedHessian"]
 
 ProductMode: TypeAlias = Literal["auto", "retained", "recomputed", "differences"]
 
-# Otherwise its reducer would wait for a backward pass that never comes.
+# With other values, DistributedDataParallel's reducer would wait for a backward pass.
 _DDP_FLAGS = {
     "require_backward_grad_sync": False,
     "require_forward_param_sync": False,
@@ -47,40 +54,59 @@ _DDP_FLAGS = {
 }
 
 
+@dataclass(frozen=True, eq=False)
+class _SavedBuffer:
+    """A module's buffer, and its value at the first evaluation."""
+
+    module: nn.Module
+    name: str
+    buffer: Tensor
+    value: Tensor
+
+    def restore(self) -> None:
+        """Put the buffer and its value back."""
+        # .data hides the change from autograd's version counter: a graph that was made before may
+        # have saved the buffer.
+        self.buffer.data.copy_(self.value)
+        setattr(self.module, self.name, self.buffer)
+
+
 @contextmanager
-def undisturbed(
+def preserved_state(
     params: Sequence[Tensor], model: nn.Module | None = None
 ) -> Iterator[Callable[[], None]]:
-    """Evaluate and differentiate inside, and find everything as before outside.
+    """Evaluate and differentiate inside, and restore the state of the model and of torch at exit.
 
-    Restores torch's random state and settings, every buffer of every module that is called,
+    This covers torch's random state and settings, every buffer of every module that is called,
     ``.grad`` of the parameters, the state of DistributedDataParallel's reducer, and ``training`` of
-    ``model`` and its parts. Inside, attention runs without fused kernels, which have no second
-    derivative, and autocast is off. Yields a function that sets random state and buffers back to
-    those of the first evaluation.
+    the model's modules. Inside, autocast is off, and attention runs without fused kernels, which
+    have no second derivative.
+
+    Yields:
+        A function that sets random state and buffers back to those of the first evaluation.
     """
-    random = torch.get_rng_state()
-    on_devices = {p.device: torch.cuda.get_rng_state(p.device) for p in params if p.is_cuda}
-    seen: set[nn.Module] = set()
-    buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+    cpu_random_state = torch.get_rng_state()
+    cuda_random_states = {p.device: torch.cuda.get_rng_state(p.device) for p in params if p.is_cuda}
+    seen_modules: set[nn.Module] = set()
+    saved_buffers: list[_SavedBuffer] = []
 
     def rewind() -> None:
-        torch.set_rng_state(random)
-        for device, state in on_devices.items():
+        torch.set_rng_state(cpu_random_state)
+        for device, state in cuda_random_states.items():
             torch.cuda.set_rng_state(state, device)
-        for module, name, buffer, value in buffers:
-            buffer.data.copy_(value)  # unseen by version counters: a graph outside may hold it
-            setattr(module, name, buffer)
+        for saved in saved_buffers:
+            saved.restore()
 
-    def about_to_call(module: nn.Module, _: Any = None) -> None:
-        """Note the state of a module and its parts, once."""
-        if torch.compiler.is_compiling() or module in seen:
+    def save_modules(module: nn.Module, _: Any = None) -> None:
+        """Save the state of a module and its submodules, before their first call."""
+        if torch.compiler.is_compiling() or module in seen_modules:
             return
-        for part in set(module.modules()) - seen:
-            seen.add(part)
+        for part in set(module.modules()) - seen_modules:
+            seen_modules.add(part)
             for name, buffer in part.named_buffers(recurse=False):
-                buffers.append((part, name, buffer, buffer.detach().clone()))
-            if isinstance(part, nn.RNNBase):  # cuDNN has no second derivative of them
+                value = buffer.detach().clone()
+                saved_buffers.append(_SavedBuffer(part, name, buffer, value))
+            if isinstance(part, nn.RNNBase):  # cuDNN has no second derivative of RNNs
                 torch.backends.cudnn.enabled = False
             if isinstance(part, DistributedDataParallel):
                 for flag in _DDP_FLAGS.keys() & vars(part).keys():
@@ -88,60 +114,64 @@ def undisturbed(
                     setattr(part, flag, _DDP_FLAGS[flag])
 
     with ExitStack() as stack:
-        for module in () if model is None else model.modules():
-            stack.callback(setattr, module, "training", module.training)
+        # Restore at exit, in reverse order.
+        if model is not None:
+            for module in model.modules():
+                stack.callback(setattr, module, "training", module.training)
         for p in params:
             stack.callback(setattr, p, "grad", p.grad)
             p.grad = None
         stack.callback(rewind)
         cudnn = torch.backends.cudnn
         stack.callback(setattr, cudnn, "enabled", cudnn.enabled)
+
+        # The settings inside.
         stack.enter_context(torch.enable_grad())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         for kind in {p.device.type for p in params}:
-            # Without a cache: its casts of weights would outlive what differences move.
+            # Autocast's cache of cast weights would outlive the changes that differences make.
             stack.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
-        if model is not None:  # compiled code may call it unseen
-            about_to_call(model)
-        stack.callback(register_module_forward_pre_hook(about_to_call).remove)
+        if model is not None:  # compiled code may call it without hooks
+            save_modules(model)
+        stack.callback(register_module_forward_pre_hook(save_modules).remove)
         yield rewind
 
 
 class Hessian:
-    """The Hessian of a mean loss at the parameters as they are: a context to multiply in.
-
-    Or a curvature matrix in its place, as ``curvature`` says.
+    """The Hessian of a mean loss at the current parameters, as a context manager to multiply in.
 
         with Hessian(lambda: criterion(model(x), y), params) as H:
             h = H.product(v)
 
     Args:
-        loss_fns: Evaluates the loss of a batch, and does not call ``backward``; or a sequence of
-            such functions, one a micro-batch. Each returns a scalar, or a pair of it and the number
-            of examples it is the mean over, by which micro-batches (and processes) are weighted.
-            In place of the loss it may return :class:`~second_order.lanczos.Outputs`.
-        params: The parameters to differentiate with respect to, any of the model.
-        mode: "retained" keeps one graph and multiplies through it; "recomputed" evaluates every
-            function again at each product; "differences" takes finite differences of gradients, for
-            what cannot be differentiated twice, and of the Hessian alone. The last two have the
-            random numbers of the first time: the batch must be the same, too. "auto": "retained"
-            for one function, "recomputed" for several.
-        model: The module whose train/eval mode is kept as it is.
-        curvature: "hessian"; "gauss-newton" for J'HJ, with J the Jacobian of the outputs and H the
-            Hessian of the loss with respect to them; "empirical-fisher" for the mean of ggᵀ over
-            the examples' gradients. The last two need closures that return Outputs; they have no
-            negative eigenvalue, "gauss-newton" where the loss is convex in the outputs.
+        loss_fns: Returns the loss of a batch without calling ``backward``; or a sequence of such
+            functions, one per micro-batch. Each returns a scalar, or a pair of the scalar and the
+            number of examples that it is the mean of, by which micro-batches (and processes) are
+            weighted. Instead of the loss it may return :class:`~second_order.lanczos.Outputs`.
+        params: The parameters to differentiate with respect to, any of the model's.
+        mode: "retained" stores one graph, and multiplies through it. "recomputed" evaluates every
+            function again at each product. "differences" takes finite differences of gradients. It
+            supports losses that cannot be differentiated twice, but only the Hessian. The last two
+            reuse the random numbers of the first evaluation; the functions must use the same batch
+            each time. "auto": "retained" for one function, "recomputed" for several.
+        model: The module whose train/eval mode is restored.
+        curvature: The matrix: "hessian"; "gauss-newton" for J'HJ, where J is the Jacobian of the
+            outputs and H the Hessian of the loss with respect to them; "empirical-fisher" for the
+            mean of ggᵀ over the examples' gradients. The last two need functions that return
+            Outputs. They have no negative eigenvalues ("gauss-newton" if the loss is convex in the
+            outputs).
 
     Attributes:
-        size: n, the number of unknowns.
+        size: n, the number of elements of the parameters.
         examples: The weight of this process's batch, once it has been evaluated.
         loss: The loss of this process's batch times its weight.
-        products: Number of products made so far.
-        constant: Whether no loss so far depends on the parameters; None before the first.
+        products: Number of products computed.
+        constant: Whether no loss so far depends on the parameters. None: before the first one.
 
     Raises:
-        CurvatureError: On entering or at a product, if the loss is no scalar, its graph is gone,
-            or it cannot be differentiated twice; with the operation and the remedy.
+        CurvatureError: On entry or at a product, if the loss is not a scalar, its graph has been
+            freed, or it cannot be differentiated twice. The message names the operation and the
+            remedy.
     """
 
     def __init__(
@@ -161,155 +191,170 @@ class Hessian:
         self._mode = mode
         self._model = model
         self._curvature = curvature
+
         self.params = list(params)
         self._dtypes = {p.dtype for p in self.params}
         self._device = self.params[0].device if self.params else torch.device("cpu")
-        kind = self._device.type
-        self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        self._shapes = [local_tensor(p).shape for p in self.params]  # of what is here of each
-        self._sizes = [shape.numel() for shape in self._shapes]
+        self._autocast_enabled = torch.is_autocast_enabled(self._device.type)
+        self._autocast_dtype = torch.get_autocast_dtype(self._device.type)
+        self._local_shapes = [local_tensor(p).shape for p in self.params]
         self.size = sum(p.numel() for p in self.params)
+
         self.examples = 0.0
         self.loss: Tensor | float = 0.0
         self.products = 0
         self.constant: bool | None = None
-        self._graphs: list[tuple[float, Graph]] = []
-        self._world = World.alone()  # the processes that have parts of the parameters
+        self._retained: list[DifferentiableLoss] = []
+        self._world = World.alone()  # the processes that have shards of the parameters
         self._rewind: Callable[[], None]
-        self._inside = ExitStack()
+        self._stack = ExitStack()
 
     def __enter__(self) -> Hessian:
-        check_closure(self._loss_fns)  # here, where all processes learn of it
+        check_closure(self._loss_fns)  # here, so that all processes raise together
         with ExitStack() as stack:
-            self._rewind = stack.enter_context(undisturbed(self.params, self._model))
-            self.examples = self.loss = 0.0
+            self._rewind = stack.enter_context(preserved_state(self.params, self._model))
+            self.examples = 0.0
+            self.loss = 0.0
             if self._mode == "retained":
-                self._graphs = [self._linearised(f) for f in self._loss_fns]
-            self._inside = stack.pop_all()
+                self._retained = [self._differentiate(f) for f in self._loss_fns]
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._graphs = []
-        self._inside.close()
+        self._retained = []
+        self._stack.close()
 
     def product(self, v: Tensor) -> Tensor:
-        """H v times :attr:`examples`: sums over batches, micro-batches and processes add up.
+        """Return H v times :attr:`examples`, so that micro-batches and processes add up.
 
-        Of a vector ``(n,)`` in any floating dtype, and in that dtype.
+        Args:
+            v: ``(n,)`` in any floating dtype, which is also that of the result.
         """
         self.products += 1
-        directions = [
-            part.view(shape).to(p.dtype)
-            for part, shape, p in zip(v.split(self._sizes), self._shapes, self.params, strict=True)
-        ]
+        directions = []
+        parts = v.split([shape.numel() for shape in self._local_shapes])
+        for p, part, shape in zip(self.params, parts, self._local_shapes, strict=True):
+            directions.append(part.view(shape).to(p.dtype))
         if self._mode == "differences":
-            return self._differences(directions, v)
-        retain = self._mode == "retained"
+            return self._difference_product(directions, v)
+
         total: Tensor | None = None
-        for examples, graph in self._graphs if retain else map(self._linearised, self._again()):
-            parts = graph.product(directions, retain=retain)
-            total = self._add(total, parts, examples, v.dtype)
+        if self._mode == "retained":
+            for loss in self._retained:
+                product = loss.product(directions, retain=True)
+                total = self._add(total, product, loss.examples, v.dtype)
+        else:
+            for loss_fn in self._rewound_loss_fns():
+                loss = self._differentiate(loss_fn)
+                product = loss.product(directions, retain=False)
+                total = self._add(total, product, loss.examples, v.dtype)
         assert total is not None
         return total
 
-    def _again(self) -> Iterator[LossFn]:
-        """Each function, to be evaluated anew with the random numbers and buffers of before."""
-        self.examples = self.loss = 0.0
+    def _rewound_loss_fns(self) -> Iterator[LossFn]:
+        """Yield each function, with random numbers and buffers as at the first evaluation."""
+        self.examples = 0.0
+        self.loss = 0.0
         for loss_fn in self._loss_fns:
             self._rewind()
             yield loss_fn
 
-    def _add(self, total: Tensor | None, parts: Parts, factor: float, dtype: torch.dtype) -> Tensor:
-        """The sum total + factor · parts, as one flat vector."""
-        whole = [
-            local_tensor(torch.zeros_like(p) if part is None else part).detach().reshape(-1)
-            for part, p in zip(parts, self.params, strict=True)
-        ]
-        flat = torch.cat(whole).to(dtype)
+    def _add(
+        self, total: Tensor | None, parts: Derivatives, factor: float, dtype: torch.dtype
+    ) -> Tensor:
+        """Return total + factor · parts, as one flat vector. ``total`` is changed in place."""
+        flat_parts = []
+        for p, part in zip(self.params, parts, strict=True):
+            tensor = torch.zeros_like(p) if part is None else part
+            flat_parts.append(local_tensor(tensor).detach().reshape(-1))
+        flat = torch.cat(flat_parts).to(dtype)
         if factor != 1.0:
             flat.mul_(factor)
         return flat if total is None else total.add_(flat)
 
-    def _differences(self, directions: Sequence[Tensor], v: Tensor) -> Tensor:
-        """H v from the gradients at w ± εv; the parameters are w again at the end."""
-        step = self._step_along(directions)
-        if step == 0.0:
+    def _difference_product(self, directions: Sequence[Tensor], v: Tensor) -> Tensor:
+        """Return H v from the gradients at w ± εv, and restore the parameters."""
+        epsilon = self._step_size(directions)
+        if epsilon == 0.0:
             return torch.zeros_like(v)
-        here = [local_tensor(p).data for p in self.params]
-        before = [w.clone() for w in here]
+        params = [local_tensor(p).data for p in self.params]
+        params_before = [p.clone() for p in params]
         total: Tensor | None = None
         try:
             for sign in (1.0, -1.0):
-                for p, w, direction in zip(here, before, directions, strict=True):
-                    p.copy_(w).add_(direction, alpha=sign * step)
-                total = self._add_gradients(total, sign / (2 * step), v.dtype)
+                for p, before, direction in zip(params, params_before, directions, strict=True):
+                    p.copy_(before).add_(direction, alpha=sign * epsilon)
+                total = self._add_gradients(total, sign / (2 * epsilon), v.dtype)
         finally:
-            torch._foreach_copy_(here, before)
+            torch._foreach_copy_(params, params_before)
         assert total is not None
         return total
 
     def _add_gradients(self, total: Tensor | None, factor: float, dtype: torch.dtype) -> Tensor:
-        """The sum total + factor · the gradients of all functions, each times its examples."""
-        for loss_fn in self._again():
-            found = self._evaluate(loss_fn)
-            gradients = self._reached(derivatives([found.loss], self.params, twice=False))
-            total = self._add(total, gradients, factor * found.examples, dtype)
+        """Return total + factor · the sum of all functions' gradients, weighted by examples."""
+        for loss_fn in self._rewound_loss_fns():
+            evaluation = self._evaluate(loss_fn)
+            gradients = derivatives([evaluation.loss], self.params, twice=False)
+            self._update_constant(gradients)
+            total = self._add(total, gradients, factor * evaluation.examples, dtype)
         assert total is not None
         return total
 
-    def _step_along(self, directions: Sequence[Tensor]) -> float:
-        """ε for a direction; 0 for one of length 0."""
-        norm = self._length(directions)
-        size = self._length([local_tensor(p).detach() for p in self.params])
-        if norm == 0.0:
+    def _step_size(self, directions: Sequence[Tensor]) -> float:
+        """Return ε for a direction, and 0 if the direction is zero."""
+        direction_norm = self._norm(directions)
+        params_norm = self._norm([local_tensor(p).detach() for p in self.params])
+        if direction_norm == 0.0:
             return 0.0
-        # Central differences: the cube root balances rounding and curvature's own change. An
-        # element of the direction moves by its length over the root of n.
+        # For central differences the cube root of eps balances rounding against the change of the
+        # curvature itself. An element of the direction has a size of its norm over √n.
         eps = max(torch.finfo(dtype).eps for dtype in self._dtypes)
-        step: float = 0.25 * eps ** (1 / 3) * (1.0 + size / math.sqrt(self.size)) / norm
-        return step
+        scale = 1.0 + params_norm / math.sqrt(self.size)
+        epsilon: float = 0.25 * eps ** (1 / 3) * scale / direction_norm
+        return epsilon
 
-    def _length(self, parts: Sequence[Tensor]) -> float:
-        """The length of a whole vector, of which these are the parts here."""
+    def _norm(self, parts: Sequence[Tensor]) -> float:
+        """Return the norm of a vector from this process's parts of it."""
         norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
-        square = torch.stack(norms).square().sum()
-        self._world.all_reduce([square]).wait()
-        return math.sqrt(float(square))
+        squared_norm = torch.stack(norms).square().sum()
+        self._world.all_reduce([squared_norm]).wait()
+        return math.sqrt(float(squared_norm))
 
     def evaluate(self) -> None:
-        """Evaluate the loss alone, into :attr:`loss` and :attr:`examples`."""
-        for loss_fn in self._again():
+        """Evaluate the loss without derivatives, into :attr:`loss` and :attr:`examples`."""
+        for loss_fn in self._rewound_loss_fns():
             self._evaluate(loss_fn)
 
     def _evaluate(self, loss_fn: LossFn) -> Evaluation:
-        """The loss under the autocast that was on where this object was made; it counts in them."""
-        enabled, dtype = self._autocast
-        with torch.autocast(self._device.type, dtype=dtype, enabled=enabled):
-            found = evaluated(loss_fn(), self._curvature)
-        loss, examples = found.loss, found.examples
+        """Evaluate a loss under the autocast of the constructor's caller, and add it up."""
+        with torch.autocast(
+            self._device.type, dtype=self._autocast_dtype, enabled=self._autocast_enabled
+        ):
+            evaluation = evaluate_closure(loss_fn(), self._curvature)
+        examples = evaluation.examples
         self.examples += examples
-        self.loss += examples * loss.detach().double()
-        return found
+        self.loss += examples * evaluation.loss.detach().double()
+        return evaluation
 
-    def _linearised(self, loss_fn: LossFn) -> tuple[float, Graph]:
-        """The number of examples of a batch, and what multiplies by its curvature."""
-        found = self._evaluate(loss_fn)
-        graph = Graph(found, self.params)
-        self._reached(graph.gradients)
-        return found.examples, graph
+    def _differentiate(self, loss_fn: LossFn) -> DifferentiableLoss:
+        """Evaluate a loss, and differentiate it once."""
+        loss = DifferentiableLoss(self._evaluate(loss_fn), self.params)
+        self._update_constant(loss.gradients)
+        return loss
 
-    def _reached(self, gradients: Parts) -> Parts:
-        """First derivatives as they are, of which is noted whether there is any."""
-        self.constant = self.constant is not False and all(g is None for g in gradients)
-        return gradients
+    def _update_constant(self, gradients: Derivatives) -> None:
+        """Update :attr:`constant` with the gradients of a loss."""
+        has_no_gradient = all(g is None for g in gradients)
+        self.constant = self.constant is not False and has_no_gradient
 
 
 class ShardedHessian(Hessian):
     """The Hessian of all processes' mean loss at parameters that FSDP2 has sharded, by differences.
 
-    FSDP2 has first derivatives only, by ``backward``; it averages them, and leaves the rows of this
-    process. So products are of the rows here, and of the mean over all processes' examples: they
-    need no further exchange. Every process evaluates as many functions.
+    FSDP2 supports first derivatives only, by ``backward``. It averages them over processes, and
+    leaves this process's rows. Products therefore are those of this process's rows with the mean
+    Hessian of all examples, and need no further communication. Every process must evaluate the same
+    number of functions.
     """
 
     def __init__(
@@ -329,15 +374,17 @@ class ShardedHessian(Hessian):
         return self
 
     def _add_gradients(self, total: Tensor | None, factor: float, dtype: torch.dtype) -> Tensor:
-        """The sum total + factor · the mean gradient over all processes' examples."""
-        for loss_fn in self._again():
-            found = self._evaluate(loss_fn)
-            with remedied():
-                (found.loss * found.examples).backward()
-        everyone = torch.tensor(self.examples, dtype=torch.float64, device=self._device)
-        self._world.all_reduce([everyone]).wait()
-        gradients = self._reached([p.grad for p in self.params])
+        """Return total + factor · the mean gradient over all processes' examples. Collective."""
+        for loss_fn in self._rewound_loss_fns():
+            evaluation = self._evaluate(loss_fn)
+            with explain_errors():
+                (evaluation.loss * evaluation.examples).backward()
+        all_examples = torch.tensor(self.examples, dtype=torch.float64, device=self._device)
+        self._world.all_reduce([all_examples]).wait()
+        gradients = [p.grad for p in self.params]
+        self._update_constant(gradients)
         for p in self.params:
             p.grad = None
-        # FSDP2 has divided by the processes.
-        return self._add(total, gradients, factor * self._world.size / float(everyone), dtype)
+        # FSDP2 has divided the sum of gradients by the number of processes.
+        factor = factor * self._world.size / float(all_examples)
+        return self._add(total, gradients, factor, dtype)

@@ -1,7 +1,10 @@
 """Extreme eigenpairs of a curvature matrix, by the Lanczos recurrence.
 
-m = max(4(k + l), 2 ln n) iterations at most, fewer once every wanted Ritz pair has
-β_m |s_{mi}| <= tol |θᵢ|;  V̂ = D U[:, last k ∪ first l]
+    m <= max(4(k + l), 2 ln n) iterations, until every wanted pair has β_m |s_{mi}| <= tol |θᵢ|
+    V̂ = D U[:, last k ∪ first l]
+
+:func:`eigenpairs` is the public function. DHO2 calls :func:`extreme_pairs`, with rows of vectors on
+each process.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from second_order.distributed.world import World
 from second_order.errors import CurvatureError
 from second_order.lanczos.closure import CurvatureKind, LossFn
 from second_order.lanczos.hvp import Hessian, ProductMode
-from second_order.lanczos.lanczos import Ritz, Tridiagonal, ritz_pairs, tridiagonalise
+from second_order.lanczos.lanczos import Ritz, Tridiagonal, ritz_pairs, tridiagonalize
 from second_order.lanczos.vector_space import RowSpace
 from second_order.utils.checks import check_number, check_seed, check_whole
 
@@ -27,52 +30,54 @@ __all__ = [
     "Eigenpairs",
     "Pairs",
     "ParamsOrModel",
+    "agreed_ritz_pairs",
     "check_one_device",
+    "curvature_space",
     "default_iterations",
     "eigenpairs",
-    "everybodys_ritz",
     "extreme_pairs",
     "lanczos_dtype",
     "mean_loss",
-    "measurement",
 ]
 
 UNDECOMPOSED = (
     "the tridiagonal matrix of the recurrence could not be decomposed on the first process; use "
     "another batch, or a wider dtype"
 )
-ROUNDING = 4.0  # times eps ‖H‖: rounding of a product and its reorthogonalisation
+ROUNDING = 4.0  # times eps ‖H‖: the rounding of a product and its reorthogonalization
 
 ParamsOrModel: TypeAlias = nn.Module | Iterable[Tensor]
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Ritz pairs as the recurrence leaves them, the largest first, then the smallest, ascending."""
+    """Ritz pairs of a recurrence: the largest, descending, then the smallest, ascending."""
 
     values: Tensor  # (r,) float64 on the CPU
-    residuals: Tensor  # (r,) ‖Hv − θv‖ by the recurrence, without rounding; alike
-    num_largest: int  # the first pairs are the largest ones, the others the smallest
-    iterations: int  # number of products the run took
-    norm: float  # the largest |θ| of the whole run, which ‖H‖ is at least
+    residuals: Tensor  # (r,) ‖Hv − θv‖ in exact arithmetic; float64 on the CPU
+    num_largest: int  # how many of the pairs are the largest ones
+    iterations: int  # number of Hessian-vector products
+    norm: float  # the largest |θ| of the run, a lower bound on ‖H‖
     basis: Tensor  # (m, rows) D, transposed
-    combination: Tensor  # (m, r) the columns of U that are wanted
-    trouble: str = ""  # why there are none: a number not finite, or B not decomposed
+    combination: Tensor  # (m, r) the wanted columns of U
+    trouble: str = ""  # why there are no pairs, if there are none
 
     def bounds(self) -> Tensor:
-        """Bounds on ‖Hv − θv‖, ``(r,)``: the residuals, or rounding if that is larger."""
-        least = ROUNDING * torch.finfo(self.basis.dtype).eps * self.norm
-        return self.residuals.clamp(min=least)
+        """Return bounds on ‖Hv − θv‖, ``(r,)``: the residuals, or rounding if that is larger."""
+        rounding = ROUNDING * torch.finfo(self.basis.dtype).eps * self.norm
+        return self.residuals.clamp(min=rounding)
 
     def vectors(self) -> Tensor:
-        """V̂ transposed, ``(r, rows)``: this process's rows of the orthonormal vectors."""
-        # One at a time: a product of matrices may be rounded to TF32 on a GPU.
-        each = [self.basis.t().mv(column) for column in self.combination.t()]
-        return torch.stack(each) if each else self.basis.new_empty((0, self.basis.shape[1]))
+        """Return V̂ transposed, ``(r, rows)``: this process's rows of the orthonormal vectors."""
+        # One matrix-vector product each, because a GPU may round a matrix product to TF32.
+        vectors = [self.basis.t().mv(column) for column in self.combination.t()]
+        if not vectors:
+            return self.basis.new_empty((0, self.basis.shape[1]))
+        return torch.stack(vectors)
 
 
 def default_iterations(size: int, wanted: int) -> int:
-    """The paper's m = max(4(k + l), 2 ln n), at most n."""
+    """Return the paper's m = max(4(k + l), 2 ln n), at most n."""
     return min(size, max(4 * wanted, math.ceil(2 * math.log(max(size, 2)))))
 
 
@@ -87,10 +92,17 @@ def extreme_pairs(
     seed: int = 0,
     expected: int = 0,
 ) -> Pairs:
-    """The algebraically largest and smallest eigenpairs, by one recurrence from ``(rows,)``.
+    """Compute the algebraically largest and smallest eigenpairs with one recurrence. Collective.
 
-    It ends once every wanted pair has a residual of at most tol |θ|; ``expected`` after about so
-    many iterations. The seed is of random vectors where the Krylov space is exhausted early.
+    Args:
+        space: The Hessian, and the processes.
+        start: This process's rows of the start vector.
+        largest: k. If k + l exceeds n, fewer pairs are computed.
+        smallest: l.
+        iterations: m, the maximum number of products. None: :func:`default_iterations`.
+        tol: The run ends once every wanted pair has a residual of at most tol |θ|.
+        seed: The seed of random vectors that are used if the Krylov space is exhausted early.
+        expected: The number of iterations that are probably needed; 0 if it is not known.
     """
     wanted = min(largest + smallest, space.size)
     largest = min(largest, wanted)
@@ -98,54 +110,68 @@ def extreme_pairs(
     if iterations is None:
         iterations = default_iterations(space.size, wanted)
 
-    def chosen(count: int) -> list[int]:
+    def wanted_indices(count: int) -> list[int]:
+        """Return the indices of the wanted pairs among ``count`` ascending ones."""
         return [*range(count - 1, count - 1 - largest, -1), *range(smallest)]
 
-    def finished(ritz: Ritz) -> bool:
-        picked = chosen(len(ritz.values))
-        return bool((ritz.residuals[picked] <= tol * ritz.values[picked].abs()).all())
+    def all_converged(ritz: Ritz) -> bool:
+        wanted_ones = wanted_indices(len(ritz.values))
+        return bool((ritz.residuals[wanted_ones] <= tol * ritz.values[wanted_ones].abs()).all())
 
-    run = tridiagonalise(
+    run = tridiagonalize(
         space,
         start,
         max(iterations, wanted),
         at_least=wanted,
-        finished=finished if tol > 0 else None,
+        finished=all_converged if tol > 0 else None,
         seed=seed,
         expected=expected,
     )
-    done = len(run.diagonal)
-    picked = chosen(done)
+
+    # Decompose the tridiagonal matrix.
+    count = len(run.diagonal)
     ritz = None
-    trouble = UNDECOMPOSED
-    if run.finite and done >= wanted:
-        ritz = everybodys_ritz(space, run)
+    if run.finite and count >= wanted:
+        ritz = agreed_ritz_pairs(space, run)
+        trouble = UNDECOMPOSED
     else:
         trouble = (
-            f"Hessian-vector product {done + 1} is not finite; look at the loss of the batch, or "
+            f"Hessian-vector product {count + 1} is not finite; look at the loss of the batch, or "
             f"use a wider dtype for the model"
         )
     if ritz is None or not bool(ritz.vectors.isfinite().all() & ritz.values.isfinite().all()):
-        nothing = torch.empty(0, dtype=torch.float64, device="cpu")
-        none = run.basis.new_empty((done, 0))
-        return Pairs(nothing, nothing, 0, done, 0.0, run.basis, none, trouble)
+        empty = torch.empty(0, dtype=torch.float64, device="cpu")
+        return Pairs(
+            values=empty,
+            residuals=empty,
+            num_largest=0,
+            iterations=count,
+            norm=0.0,
+            basis=run.basis,
+            combination=run.basis.new_empty((count, 0)),
+            trouble=trouble,
+        )
+    indices = wanted_indices(count)
     return Pairs(
-        values=ritz.values[picked],
-        residuals=ritz.residuals[picked],
+        values=ritz.values[indices],
+        residuals=ritz.residuals[indices],
         num_largest=largest,
         iterations=run.products,
         norm=float(ritz.values.abs().max()),
         basis=run.basis,
-        combination=ritz.vectors[:, picked].to(start.device, start.dtype),
+        combination=ritz.vectors[:, indices].to(start.device, start.dtype),
     )
 
 
-def everybodys_ritz(space: RowSpace, run: Tridiagonal) -> Ritz:
-    """The first process's Ritz pairs, so that signs, degenerate vectors and failures agree."""
+def agreed_ritz_pairs(space: RowSpace, run: Tridiagonal) -> Ritz:
+    """Return the first process's Ritz pairs on all processes. Collective.
+
+    Signs, vectors of equal eigenvalues, and failures could differ between processes.
+    """
     ritz = ritz_pairs(run.diagonal, run.off_diagonal)
     packed = torch.cat([ritz.values[None], ritz.residuals[None], ritz.vectors.t()])
-    packed = space.first(packed)
-    return Ritz(packed[0], packed[2:].t(), packed[1])
+    packed = space.broadcast_from_first(packed)
+    return Ritz(values=packed[0], vectors=packed[2:].t(), residuals=packed[1])
 
 
 @dataclass(frozen=True)
@@ -156,12 +182,13 @@ class Eigenpairs:
         eigenvalues: ``(k + l,)`` the k largest in descending order, then the l smallest in
             ascending order; float64 on the CPU.
         eigenvectors: ``(k + l, n)`` orthonormal rows over the flattened parameters, in their order.
-        residuals: ``(k + l,)`` ‖Hv − θv‖ of each pair by the recurrence, at least 4 eps ‖H‖. There
-            is an eigenvalue within it of θ if products are exact to that, which they are not in
-            narrower arithmetic than ``dtype``, nor by differences.
+        residuals: ``(k + l,)`` ‖Hv − θv‖ of each pair as computed by the recurrence, at least
+            4 eps ‖H‖. If products are that accurate, H has an eigenvalue within this distance of
+            θ. Products in lower precision than ``eigenvectors.dtype``, and those by differences,
+            are not.
         converged: ``(k + l,)`` whether the residual is at most ``tol`` |θ|.
-        products: Number of Hessian-vector products taken.
-        largest: Number k of largest pairs.
+        products: Number of Hessian-vector products.
+        largest: k, the number of largest pairs.
     """
 
     eigenvalues: Tensor
@@ -172,10 +199,10 @@ class Eigenpairs:
     largest: int
 
     def parts(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """The eigenvectors a parameter at a time: ``(k + l, *p.shape)`` for each."""
+        """Split the eigenvectors by parameter: ``(k + l, *p.shape)`` for each parameter."""
         shapes = [p.shape for p in params]
-        pieces = self.eigenvectors.split([shape.numel() for shape in shapes], dim=1)
-        return [v.reshape(len(v), *shape) for v, shape in zip(pieces, shapes, strict=True)]
+        columns = self.eigenvectors.split([shape.numel() for shape in shapes], dim=1)
+        return [v.reshape(len(v), *shape) for v, shape in zip(columns, shapes, strict=True)]
 
 
 def eigenpairs(
@@ -192,42 +219,43 @@ def eigenpairs(
     process_group: dist.ProcessGroup | None = None,
     curvature: CurvatureKind = "hessian",
 ) -> Eigenpairs:
-    """The largest and smallest eigenvalues of the Hessian of a loss, with their eigenvectors.
-
-    The model is left as it was: random state, buffers, ``.grad``, train/eval mode.
+    """Compute the largest and smallest eigenvalues of the Hessian of a loss, and eigenvectors.
 
         pairs = eigenpairs(lambda: criterion(model(x), y), model, largest=10)
         print(pairs.eigenvalues, pairs.residuals)
 
+    Random state, buffers, ``.grad`` and the train/eval mode of the model are as before afterwards.
+
     Args:
-        loss_fn: Evaluates the loss of a batch and returns it, without calling ``backward``; or a
-            sequence of such functions, one a micro-batch, of which only one graph at a time is in
-            memory. A function may return (loss, number of examples), by which micro-batches and
-            processes are weighted; they weigh the same otherwise. In place of a loss it may return
-            :class:`Outputs`. :func:`losses_over` makes such functions of a data loader.
-        params: A module, for its trainable parameters, or any of its parameters: the eigenpairs are
-            then those of that block of the Hessian, with all other parameters held fixed.
-        largest: Number k of algebraically largest pairs.
-        smallest: Number l of algebraically smallest (most negative) pairs.
-        iterations: Hessian-vector products at most; None for max(4(k + l), 2 ln n). Pairs that have
-            not converged by then are False in ``converged``.
-        tol: Stop once ‖Hv − θv‖ <= tol |θ| for every pair asked for.
-        start: ``(n,)`` to start from, the sum of eigenvectors known from before, for instance; None
-            for a seeded random vector.
+        loss_fn: Returns the loss of a batch without calling ``backward``. It may return (loss,
+            number of examples), by which micro-batches and processes are weighted; otherwise they
+            have equal weights. Instead of a loss it may return :class:`Outputs`. For micro-batches
+            pass a sequence of such functions; one graph at a time is then in memory.
+            :func:`losses_over` makes the functions from a data loader.
+        params: A module, to use its trainable parameters, or some of its parameters. Eigenpairs are
+            those of the Hessian with respect to these parameters, with all others held fixed.
+        largest: k, the number of algebraically largest pairs.
+        smallest: l, the number of algebraically smallest (most negative) pairs.
+        iterations: Maximum number of Hessian-vector products. None: max(4(k + l), 2 ln n). Pairs
+            that have not converged by then are False in ``converged``.
+        tol: Stop once ‖Hv − θv‖ <= tol |θ| for every wanted pair.
+        start: Start vector, ``(n,)``, such as the sum of known eigenvectors. None: a seeded random
+            vector.
         seed: Seed of the start vector.
-        hvp: How to multiply, as :class:`Hessian` has it. "auto": "retained" for one function,
+        hvp: How to compute products, as for :class:`Hessian`. "auto": "retained" for one function,
             "recomputed" for several.
-        process_group: Processes that call this together, each with its own batch: the Hessian is
-            that of the union, and vectors are kept in parts. None: this process alone.
-        curvature: Whose eigenpairs, as :class:`Hessian` has it: "hessian", "gauss-newton" or
+        process_group: Processes that call this together, each with its own batch. The Hessian is
+            that of the union of the batches. None: this process alone.
+        curvature: The matrix, as for :class:`Hessian`: "hessian", "gauss-newton" or
             "empirical-fisher".
 
     Raises:
-        CurvatureError: If the loss is no scalar, cannot be differentiated twice, or gives numbers
-            that are not finite, or if no loss depends on the parameters.
-        TypeError: If a count or a seed is no whole number, or ``tol`` is no number.
+        CurvatureError: If the loss is not a scalar, cannot be differentiated twice, gives
+            non-finite numbers, or does not depend on the parameters.
+        TypeError: If a count or a seed is not an integer, or ``tol`` is not a number.
         ValueError: For numbers outside their bounds.
     """
+    # Check the arguments.
     check_seed("seed", seed)
     check_number("tol", tol, low=0.0, open_high=True, remedy="1e-3 is the default")
     check_whole("largest", largest, 0, "a number of pairs, or 0 for none")
@@ -236,17 +264,18 @@ def eigenpairs(
     if iterations is not None:
         remedy = f"about four times largest + smallest = {wanted}, or None"
         check_whole("iterations", iterations, wanted, remedy)
-    measured = measurement(loss_fn, params, curvature, hvp, process_group)
-    if not 1 <= wanted <= measured.size:
+    hessian_space = curvature_space(loss_fn, params, curvature, hvp, process_group)
+    n = hessian_space.size
+    if not 1 <= wanted <= n:
         raise ValueError(
-            f"largest={largest}, smallest={smallest}: they are together between 1 and the number "
-            f"of unknowns, {measured.size}"
+            f"largest={largest}, smallest={smallest}: their sum must be between 1 and the number "
+            f"of parameters, {n}"
         )
-    if start is not None and start.shape != (measured.size,):
-        raise ValueError(
-            f"start has shape {tuple(start.shape)}; there are n = {measured.size} unknowns"
-        )
-    with measured as space:
+    if start is not None and start.shape != (n,):
+        raise ValueError(f"start has shape {tuple(start.shape)}; it must be ({n},)")
+
+    # Run Lanczos.
+    with hessian_space as space:
         rows = space.random(seed, 1.0)
         if start is not None:
             rows = start.to(rows.device, rows.dtype)[space.rows].clone()
@@ -258,14 +287,14 @@ def eigenpairs(
             iterations=iterations,
             tol=tol,
             seed=seed,
-            expected=2 * wanted,  # a product costs more than to synchronize with a device
+            expected=2 * wanted,  # a product takes longer than synchronizing with a device
         )
         space.raise_together()
         if pairs.trouble:
             raise CurvatureError(pairs.trouble)
         vectors = pairs.vectors()
         if process_group is not None:
-            vectors = torch.stack([space.gathered(v) for v in vectors])
+            vectors = torch.stack([space.gather(v) for v in vectors])
     return Eigenpairs(
         eigenvalues=pairs.values,
         eigenvectors=vectors,
@@ -282,14 +311,15 @@ def mean_loss(
     world: World,
     model: nn.Module | None,
 ) -> float:
-    """The mean loss of every process's batch; NaN if one cannot be evaluated. A collective."""
+    """Return the mean loss of all processes' batches; NaN if one failed. Collective."""
     hessian = Hessian(loss_fn, params, mode="differences", model=model)
     sums = torch.full((2,), torch.nan, dtype=torch.float64, device=params[0].device)
     try:
         with hessian:
             hessian.evaluate()
-        sums[0], sums[1] = hessian.loss, hessian.examples
-    except Exception:  # the others sum next, and would wait in vain
+        sums[0] = hessian.loss
+        sums[1] = hessian.examples
+    except Exception:  # no error here, because the other processes wait in the all-reduce
         pass
     world.all_reduce([sums]).wait()
     loss, examples = sums.tolist()
@@ -297,44 +327,54 @@ def mean_loss(
 
 
 def lanczos_dtype(params: Sequence[Tensor]) -> torch.dtype:
-    """The dtype of Lanczos vectors: float64 where a parameter is, float32 otherwise."""
+    """Return the dtype of Lanczos vectors: float64 if a parameter has it, else float32."""
     return torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
 
 
-def measurement(
+def curvature_space(
     loss_fn: LossFn | Sequence[LossFn],
     params: ParamsOrModel,
     curvature: CurvatureKind,
     hvp: ProductMode,
     process_group: dist.ProcessGroup | None,
 ) -> RowSpace:
-    """Check the loss and the parameters of an estimate, and make its context.
+    """Check a loss and its parameters, and return the space to multiply in.
 
     Raises:
-        ValueError: If no parameter is left, or they are no vector with a Hessian.
+        ValueError: If there is no trainable parameter, or parameters do not make one vector.
     """
     model = params if isinstance(params, nn.Module) else None
-    given = [params] if isinstance(params, Tensor) else params
-    if isinstance(given, nn.Module):
-        given = given.parameters()
-    chosen = [p for p in dict.fromkeys(given) if p.requires_grad]
-    if not chosen:
-        raise ValueError("there is no parameter that requires a gradient")
-    if not all(p.is_leaf for p in chosen):
-        raise ValueError("a parameter is the result of a computation; give the leaves themselves")
-    check_one_device(chosen)
+    candidates: Iterable[Tensor]
+    if isinstance(params, nn.Module):
+        candidates = params.parameters()
+    elif isinstance(params, Tensor):
+        candidates = [params]
+    else:
+        candidates = params
+    trainable = [p for p in dict.fromkeys(candidates) if p.requires_grad]
+    if not trainable:
+        raise ValueError(
+            "no parameter requires a gradient; pass a model or parameters with requires_grad=True"
+        )
+    if not all(p.is_leaf for p in trainable):
+        raise ValueError("a parameter is the result of a computation; pass leaf tensors")
+    check_one_device(trainable)
     world = World.alone() if process_group is None else World(process_group)
-    hessian = Hessian(loss_fn, chosen, mode=hvp, model=model, curvature=curvature)
-    return RowSpace(hessian, world, lanczos_dtype(chosen))
+    hessian = Hessian(loss_fn, trainable, mode=hvp, model=model, curvature=curvature)
+    return RowSpace(hessian, world, lanczos_dtype(trainable))
 
 
 def check_one_device(params: Sequence[Tensor]) -> None:
-    """Raise ValueError unless parameters are real, and on one device: vectors span all of them."""
-    strange = [p.dtype for p in params if not p.is_floating_point()]
-    if strange:
-        raise ValueError(f"a parameter of {strange[0]} has no real Hessian; use a real dtype")
+    """Check that parameters are real and on one device, because vectors span all of them.
+
+    Raises:
+        ValueError: If they are not.
+    """
+    for p in params:
+        if not p.is_floating_point():
+            raise ValueError(f"a parameter of {p.dtype} has no real Hessian; use a real dtype")
     devices = sorted({str(p.device) for p in params})
     if len(devices) > 1:
         raise ValueError(
-            f"the parameters are on {devices}: eigenvectors span all of them; use one device"
+            f"the parameters are on {devices}, but eigenvectors span all of them; use one device"
         )
