@@ -203,7 +203,7 @@ words that are never compared  <-  agreement::ranks_know_whether_they_have_the_s
 == export/kronfluence.py
 sums for documents, written as means
   <-  export::files_for_influence_functions_say_what_the_factors_are
-    found["lambda_matrix"] = layer.corrected * terms  =>  found["lambda_matrix"] = layer.corrected
+    = layer.corrected * terms  =>  = layer.corrected
 
 == export/layers.py
 a bias's column handed to GPTQ  <-  export::gptqs_hessian_is_that_of_the_rows_without_the_bias

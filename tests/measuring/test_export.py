@@ -213,7 +213,7 @@ def test_bergson_applies_what_it_would_have_computed(tmp_path: Path, include_bia
 def test_names_below_a_prefix_are_written_without_it(tmp_path: Path) -> None:
     left_out = export.to_bergson(Case(tokens=True).curvature("kfac"), tmp_path, prefix="2")
     assert left_out == {"0": "its name does not begin with '2'"}
-    with pytest.raises(ValueError, match="no layer has anything for Bergson; '0'"):
+    with pytest.raises(ValueError, match="no layer can be exported to Bergson; '0'"):
         export.to_bergson(Case(tokens=True).curvature("kfac"), tmp_path, prefix="model.")
 
 

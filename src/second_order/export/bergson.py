@@ -1,4 +1,4 @@
-"""A Hessian for Bergson: https://github.com/EleutherAI/bergson."""
+"""Export a Hessian for influence functions with Bergson: https://github.com/EleutherAI/bergson."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from second_order.checkpoint.files import replacing, save_tensors
-from second_order.export.layers import eigen_of, exported_layers, numbers_of, weight_only, writes
+from second_order.export.layers import (
+    dense_eigen,
+    drop_bias,
+    exported_layers,
+    is_writer,
+    read_counts,
+)
+from second_order.kronecker.layer_curvature import LayerCurvature
 from second_order.kronecker.model_curvature import KroneckerCurvature
 
 __all__ = ["to_bergson"]
@@ -23,65 +30,85 @@ def to_bergson(
     include_bias: bool = False,
     documents: int | None = None,
 ) -> dict[str, str]:
-    """Write a Hessian that Bergson applies: ``--hessian_path folder``, ``load_preconditioner``.
+    """Write a Hessian that Bergson loads with ``--hessian_path`` or ``load_preconditioner``.
 
-    In folders of one ``shard_0.safetensors`` each, by names below ``model.base_model``, for a loss
-    that is a sum over a document's tokens: ``activation_sharded`` Σ x xᵀ and ``gradient_sharded``
-    Σ d dᵀ, ``total_processed.pt`` with R; ``eigen_*`` the eigenvectors; ``eigenvalue_sharded``
-    those of A ⊗ G N / D, a mean over the D documents, as ``factor_eig_a`` and ``factor_eig_g``
-    multiplied with each other are; ``eigenvalue_correction_sharded`` Λ N / D. Bergson leaves the
-    last token of each sequence out of A; :func:`second_order.measure` does with ``mask=``.
+        curvature = second_order.measure(model, loader, factors="ekfac")
+        to_bergson(curvature, "hessian", prefix="model.", documents=num_sequences)
+
+    Bergson names modules below ``model.base_model``, and its loss is a sum over the tokens of a
+    document. With R rows, N loss terms and D documents, the files are, each in a folder of its own
+    as ``shard_0.safetensors``:
+
+        activation_sharded, gradient_sharded              Σ x xᵀ and Σ d dᵀ
+        eigen_activation_sharded, eigen_gradient_sharded  the eigenvectors of both
+        factor_eig_a, factor_eig_g                        eigenvalues whose products are the next
+        eigenvalue_sharded                                eigenvalues of A ⊗ G N / D, a mean over
+                                                          documents
+        eigenvalue_correction_sharded                     Λ N / D, if there is Λ
+
+    ``total_processed.pt`` contains R. Bergson leaves the last token of each sequence out of A. To
+    do so in :func:`second_order.measure`, use ``mask=``. If ranks own different layers, it is a
+    collective.
 
     Args:
-        curvature: With G.
-        folder: The Hessian's; existing files are replaced.
-        prefix: Of the layers to write, removed from their names: "model." for a causal Llama.
-        include_bias: As Bergson's own. False: a bias's column of A is dropped.
-        documents: D, the number of examples of the batches. None: N, each being a term of the loss.
+        curvature: The curvature, with G.
+        folder: The folder of the Hessian. Existing files are replaced.
+        prefix: Prefix of the layers to write, which is removed from their names: "model." for a
+            causal Llama.
+        include_bias: As Bergson's option. False drops the column of a bias from A.
+        documents: D, the number of examples of the batches. None means N, one loss term per
+            document.
 
     Returns:
-        Why a layer has been left out, by name.
+        The reason for each layer that was skipped, by name.
 
     Raises:
-        ValueError: If there is no G, or no layer to write; for corrected eigenvalues, which are of
-            an eigenbasis with the bias, of a layer whose bias is to be dropped.
+        ValueError: If there is no G or no layer to write, or if the bias of a layer with corrected
+            eigenvalues would be dropped.
     """
-    left_out: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     files: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
-    is_writer = writes(curvature)
-    rows = 0
-    for layer in exported_layers(curvature, "AG", "Bergson", left_out, prefix=prefix):
-        part = layer if include_bias else weight_only(layer)
-        if layer.corrected is not None and part.corrected is None:
+    num_rows = 0
+    for layer in exported_layers(curvature, "AG", "Bergson", skipped, prefix=prefix):
+        exported = layer if include_bias else drop_bias(layer)
+        if layer.corrected is not None and exported.corrected is None:
             raise ValueError(
-                f"layer {layer.name!r} has a bias, and its corrected eigenvalues are of the "
-                f"eigenbasis with it; give include_bias=True here and to Bergson"
+                f"layer {layer.name!r} has a bias, and its corrected eigenvalues belong to the "
+                f"eigenbasis with it; use include_bias=True here and in Bergson"
             )
-        if not is_writer:
+        if not is_writer(curvature):
             continue
-        terms, rows = numbers_of(layer)
-        examples = documents or terms
-        a, q_a = eigen_of(part, "A")
-        g, q_g = eigen_of(part, "G")
-        scale = (rows / examples) ** 0.5
-        found = {
-            "activation_sharded": part.A * rows,
-            "gradient_sharded": part.G * terms,
-            "eigen_activation_sharded": q_a,
-            "eigen_gradient_sharded": q_g,
-            "eigenvalue_sharded": g.unsqueeze(-1) * a.unsqueeze(-2) * (terms / examples),
-            "factor_eig_a": a * scale,
-            "factor_eig_g": g * (terms / rows * scale),
-        }
-        if part.corrected is not None:
-            found["eigenvalue_correction_sharded"] = part.corrected * (terms / examples)
+        num_rows = read_counts(exported).rows
         names = [module.removeprefix(prefix) for module in layer.modules]
-        for file, tensor in found.items():
+        for file, tensor in _layer_tensors(exported, documents).items():
             files[file] |= dict.fromkeys(names, tensor[0].cpu())
 
     for file, tensors in files.items():
         save_tensors(tensors, Path(folder) / file / "shard_0.safetensors")
     if files:
         with replacing(Path(folder) / "total_processed.pt") as total:
-            torch.save(torch.tensor(rows, device="cpu"), total)
-    return left_out
+            torch.save(torch.tensor(num_rows, device="cpu"), total)
+    return skipped
+
+
+def _layer_tensors(layer: LayerCurvature, documents: int | None) -> dict[str, Tensor]:
+    """Return the tensors of a layer by the folder that they are written to."""
+    counts = read_counts(layer)
+    num_documents = documents or counts.terms
+    a, q_a = dense_eigen(layer, "A")
+    g, q_g = dense_eigen(layer, "G")
+    scale = (counts.rows / num_documents) ** 0.5
+    eigenvalues = g.unsqueeze(-1) * a.unsqueeze(-2)
+    tensors = {
+        "activation_sharded": layer.A * counts.rows,
+        "gradient_sharded": layer.G * counts.terms,
+        "eigen_activation_sharded": q_a,
+        "eigen_gradient_sharded": q_g,
+        "eigenvalue_sharded": eigenvalues * (counts.terms / num_documents),
+        "factor_eig_a": a * scale,
+        "factor_eig_g": g * (counts.terms / counts.rows * scale),
+    }
+    if layer.corrected is not None:
+        correction = layer.corrected * (counts.terms / num_documents)
+        tensors["eigenvalue_correction_sharded"] = correction
+    return tensors

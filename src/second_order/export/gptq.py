@@ -1,4 +1,4 @@
-"""Hessians for quantization by GPTQ, GPTQModel and llm-compressor."""
+"""Export Hessians for quantization by GPTQ, GPTQModel and llm-compressor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from second_order.checkpoint.files import save_tensors
-from second_order.export.layers import exported_layers, numbers_of, weight_only, writes
+from second_order.export.layers import drop_bias, exported_layers, is_writer, read_counts
 from second_order.kronecker.layers import CONVOLUTIONS
 from second_order.kronecker.model_curvature import KroneckerCurvature
 
@@ -16,35 +16,40 @@ __all__ = ["to_gptq"]
 
 
 def to_gptq(curvature: KroneckerCurvature, folder: str | Path | None = None) -> dict[str, Tensor]:
-    """H = 2/R Σ x xᵀ = 2 A by module name, ``(in, in)`` on the CPU, as GPTQ stores it.
+    """Return GPTQ's Hessian H = 2/R Σ x xᵀ = 2 A of each module, ``(in, in)`` on the CPU.
 
-    H is that of the weight alone: a bias's column is dropped. For a grouped convolution it is the
-    mean over its groups, as GPTQModel takes it; for fused experts ``(experts, in, in)``, each one's
-    own. It has no damping: GPTQ adds its percentage of the mean diagonal. GPTQModel counts rows;
-    AutoGPTQ and llm-compressor count sequences, so that their H is larger by the mean length of
-    one, and gives the same weights.
+        curvature = second_order.measure(model, loader, factors="inputs")
+        H = to_gptq(curvature)["model.layers.0.mlp.down_proj"]
+
+    H is that of the weight, so the column of a bias is dropped. For a grouped convolution it is the
+    mean over groups, as GPTQModel computes it. For fused experts it has the shape
+    ``(experts, in, in)``. H has no damping, because GPTQ adds its percentage of the mean diagonal.
+    GPTQModel divides by the number of rows R. AutoGPTQ and llm-compressor divide by the number of
+    sequences: their H is larger by the mean length of a sequence and quantizes to the same weights.
+
+    If ranks own different layers, it is a collective.
 
     Args:
-        curvature: With any factors.
-        folder: Where to write ``MODULE.safetensors`` with "H" and, in "nsamples", R; None for no
-            files.
+        curvature: The curvature, with any factors.
+        folder: Where to write ``MODULE.safetensors``, with H as "H" and R as "nsamples"; None to
+            write no files.
 
     Returns:
-        H of each layer with factors of inputs, on every rank.
+        H by module name, on every rank.
 
     Raises:
-        ValueError: If there is no such layer.
+        ValueError: If no layer has a factor of inputs.
     """
-    found: dict[str, Tensor] = {}
-    is_writer = folder is not None and writes(curvature)
-    for layer in exported_layers(curvature, "A", "GPTQ", {}, with_groups=True):
-        a = weight_only(layer).A
-        takes_mean = layer.shape.groups == 1 or issubclass(layer.kind, CONVOLUTIONS)
-        h = 2 * (a.mean(0) if takes_mean else a).cpu()
+    hessians: dict[str, Tensor] = {}
+    for layer in exported_layers(curvature, "A", "GPTQ", skipped={}, with_groups=True):
+        a = drop_bias(layer).A
+        if layer.shape.groups == 1 or issubclass(layer.kind, CONVOLUTIONS):
+            a = a.mean(0)
+        h = 2 * a.cpu()
         for module in layer.modules:
-            found[module] = h
-            if is_writer:
-                number = torch.tensor([numbers_of(layer)[1]], device="cpu")
-                path = Path(folder or "") / f"{module}.safetensors"
-                save_tensors({"H": h, "nsamples": number}, path)
-    return found
+            hessians[module] = h
+            if folder is not None and is_writer(curvature):
+                num_rows = torch.tensor([read_counts(layer).rows], device="cpu")
+                path = Path(folder) / f"{module}.safetensors"
+                save_tensors({"H": h, "nsamples": num_rows}, path)
+    return hessians

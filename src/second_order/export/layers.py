@@ -1,112 +1,144 @@
-"""What all exporters share: which layers a format has a place for, and their numbers.
+"""What all exporters share: the layers that a format can represent, and their counts.
 
     F = A ⊗ G      A = Σ x xᵀ / R over the R rows of a layer's inputs, x with a 1 for the bias
-                   G = Σ d dᵀ / N over the N terms of the loss, d of their sum
+                   G = Σ d dᵀ / N over the N loss terms, d the gradient of their sum
                    Λ = Σ_b (Q_Gᵀ ∇_b Q_A)² / N over the examples b of the batches (EK-FAC)
 
-Each of the other packages divides by another number. Nothing is transposed where a weight is ``(in,
-out)``, as in ``transformers.Conv1D``: A belongs to inputs and G to outputs. For a convolution, R
-counts images, A sums over their T locations and G is a mean over these (Grosse & Martens 2016). For
-packages that count locations, A ⊗ G is then T times what they would have found, and Λ the same.
-Modules that share a weight get the same factors.
+Each of the other packages divides by another count. A always belongs to inputs and G to outputs,
+even if the weight is ``(in, out)``, as in ``transformers.Conv1D``. For a convolution, R counts
+images, A sums over their T locations, and G is a mean over these (Grosse & Martens 2016). Packages
+that count locations would compute an A ⊗ G that is smaller by T, and the same Λ. Modules that share
+a weight get the same factors.
 
-An exporter leaves out the layers that its format has no place for (embeddings, normalizations,
-biases alone, and unless it says otherwise grouped convolutions and fused experts). It returns their
-names with the reasons.
+An exporter skips the layers that its format cannot represent: embeddings, norm layers, biases
+without a weight, and, unless it says otherwise, grouped convolutions and fused experts. It returns
+their names with the reason.
 
-If ranks own different layers, each rank calls the exporter, and the one that owns the first layer
-writes. It needs host memory for everything that goes into one file. If every rank has the whole
-curvature, one of them calls.
+If ranks own different layers, every rank calls the exporter, and the owner of the first layer
+writes. It needs host memory for everything that goes into one file. If every rank has all layers,
+call the exporter on one rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
 from second_order.kronecker.layer_curvature import LayerCurvature
 from second_order.kronecker.model_curvature import KroneckerCurvature
 
-__all__ = ["check_factors", "eigen_of", "exported_layers", "numbers_of", "weight_only", "writes"]
+__all__ = [
+    "Counts",
+    "check_factors",
+    "dense_eigen",
+    "drop_bias",
+    "exported_layers",
+    "is_writer",
+    "read_counts",
+]
 
 
 def exported_layers(
     curvature: KroneckerCurvature,
     factors: str,
     package: str,
-    left_out: dict[str, str],
+    skipped: dict[str, str],
     *,
     prefix: str = "",
     with_groups: bool = False,
 ) -> Iterator[LayerCurvature]:
-    """Yield layers with factors of a module's inputs and outputs, and note why others are left out.
+    """Yield the layers that have a pair of factors, one at a time, so that one is in memory.
 
-    What is computed for a yielded layer is not kept. Raises ValueError if a factor is missing, or
-    if no layer is left.
+    Args:
+        curvature: The curvature.
+        factors: The factors that the format needs: "A" or "AG".
+        package: Name of the other package, for error messages.
+        skipped: Receives the reason for each skipped layer, by name.
+        prefix: Layers whose names begin otherwise are skipped.
+        with_groups: Whether the format can represent layers with several groups.
+
+    Raises:
+        ValueError: If a layer lacks a factor, or if no layer is left.
     """
     for name in curvature:
-        layer = curvature[name] if name.startswith(prefix) else None
-        shape = None if layer is None else layer.shape
-        if layer is None or shape is None:
-            left_out[name] = f"its name does not begin with {prefix!r}"
-        elif shape.exact:
-            left_out[name] = "its curvature is one matrix, without a factor of inputs"
+        if not name.startswith(prefix):
+            skipped[name] = f"its name does not begin with {prefix!r}"
+            continue
+        layer = curvature[name]
+        shape = layer.shape
+        if shape.exact:
+            skipped[name] = "its curvature is one matrix, without a factor of inputs"
         elif shape.diagonal_a:
-            left_out[name] = "its inputs are indices"
+            skipped[name] = "its inputs are indices"
         elif shape.locations:
-            left_out[name] = "it is doubly factored"
+            skipped[name] = "it is doubly factored"
         elif shape.groups > 1 and not with_groups:
-            left_out[name] = f"it has {shape.groups} groups, with a pair of factors each"
+            skipped[name] = f"it has {shape.groups} groups, with a pair of factors each"
         else:
             check_factors(layer, factors, package)
+            # The copy caches eigendecompositions instead of the layer itself, and is then freed.
             yield replace(layer)
-    if len(left_out) == len(curvature):
-        name, reason = next(iter(left_out.items()), ("none", "there is none"))
-        raise ValueError(f"no layer has anything for {package}; {name!r}: {reason}")
+    if len(skipped) == len(curvature):
+        name, reason = next(iter(skipped.items()), ("none", "there is none"))
+        raise ValueError(f"no layer can be exported to {package}; {name!r}: {reason}")
 
 
 def check_factors(layer: LayerCurvature, factors: str, package: str) -> None:
     """Raise ValueError if a layer lacks one of the factors."""
-    missing = [factor for factor in factors if factor not in layer.stored]
-    if missing:
-        raise ValueError(
-            f"layer {layer.name!r} has no {missing[0]}, which {package} needs; measure with "
-            f"factors='kfac'"
-        )
+    for factor in factors:
+        if factor not in layer.stored:
+            raise ValueError(
+                f"layer {layer.name!r} has no {factor}, which {package} needs; measure with "
+                f"factors='kfac'"
+            )
 
 
-def writes(curvature: KroneckerCurvature) -> bool:
-    """Whether this rank owns the first layer."""
+def is_writer(curvature: KroneckerCurvature) -> bool:
+    """Return whether this rank owns the first layer, and so writes the files."""
     return next(iter(curvature), None) in curvature.local_layers
 
 
-def numbers_of(layer: LayerCurvature) -> tuple[int, int]:
-    """N and R, whole numbers of at least 1; R is N where it is not known."""
+class Counts(NamedTuple):
+    """The numbers N of loss terms and R of rows that the factors of a layer are means of."""
+
+    terms: int
+    rows: int
+
+
+def read_counts(layer: LayerCurvature) -> Counts:
+    """Return the counts of a layer as integers of at least 1. If R is unknown, it is N."""
     terms = layer.examples * layer.updates
-    return max(1, round(terms)), max(1, round(layer.rows or terms))
+    rows = layer.rows or terms
+    return Counts(max(1, round(terms)), max(1, round(rows)))
 
 
-def eigen_of(layer: LayerCurvature, factor: str) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of a factor that is no diagonal."""
+def dense_eigen(layer: LayerCurvature, factor: str) -> tuple[Tensor, Tensor]:
+    """Return the eigenvalues and eigenvectors of a factor that is not diagonal."""
     values, vectors = layer.eigen[factor]
     assert vectors is not None
     return values, vectors
 
 
-def weight_only(layer: LayerCurvature) -> LayerCurvature:
-    """The curvature of a layer's weight alone; without corrected eigenvalues if it had a bias."""
+def drop_bias(layer: LayerCurvature) -> LayerCurvature:
+    """Return the curvature of a layer's weight, without A's row and column of the bias.
+
+    If the layer has a bias, the result has no corrected eigenvalues, because they belong to the
+    eigenbasis with the bias.
+    """
     shape = layer.shape
     weight, size = next(iter(layer.shapes.items()))
     columns = size.numel() // (shape.groups * shape.out_dim)
     if columns == shape.in_dim:
         return layer
+    a = layer.A[..., :columns, :columns].contiguous()
     return replace(
         layer,
         shapes={weight: size},
         shape=replace(shape, in_dim=columns),
-        stored={**layer.stored, "A": layer.A[..., :columns, :columns].contiguous()},
+        stored={**layer.stored, "A": a},
         corrected=None,
         basis=None,
     )
