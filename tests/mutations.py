@@ -333,7 +333,7 @@ a factor that a checkpoint lacks is not lost
     if agreed[2 * i + 1]]  =>  if False]
 a chosen fraction that checkpoints forget
   <-  planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks
-    common |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)  =>  pass
+    common |= zip(CHOSEN, (self.num_workers, self.training.world.size), strict=True)  =>  pass
 messages forget since the beginning of a resumed run
   <-  stats::a_first_message_forgets_no_more_than_since_the_last_update
     self._schedule.record_update(int(updated_at))  =>  pass

@@ -222,11 +222,11 @@ class KFAC(LayeredCurvature):
         # Layers, and the ranks that work on them.
         self.layers = Layers(training, options, system.rules, system.conv_approximation)
         self.plan: Mapping[KroneckerBlock, LayerPlan] = {}  # of the layers that train now
-        self.known: dict[KroneckerBlock, LayerPlan] = {}  # of all layers that have ever trained
+        self.latest_plan: dict[KroneckerBlock, LayerPlan] = {}  # of all layers that ever trained
         self._step = StepPlan({}, World.alone(), World.alone())
         self._buckets: list[Bucket] = []  # of layers whose gradients are sharded
         self._owners: dict[Tensor, int] | None = None  # of the averaged gradients
-        self.workers = 0  # chosen number of gradient workers; 0 if the user gave it
+        self.num_workers = 0  # of gradient workers, if the cost model chose it; otherwise 0
 
         # Schedules and inverses.
         self._schedule = Schedule(training, options, self.layers)
@@ -289,9 +289,8 @@ class KFAC(LayeredCurvature):
         self._start_capture()
 
     def _check_sharding(self) -> None:
-        """Note whether FSDP2 shards layers, and raise ValueError if the options forbid it."""
-        self.sharded = self.layers.sharded
-        if self.sharded and self._options.unsupported_layers == "gradient_factors":
+        """Raise ValueError if FSDP2 shards layers and the options forbid it."""
+        if self.layers.sharded and self._options.unsupported_layers == "gradient_factors":
             raise ValueError(
                 f"{self.training.name}: unsupported_layers='gradient_factors' computes factors "
                 f"from whole gradients, but FSDP2 gives each rank only some of their rows; use "
@@ -299,7 +298,7 @@ class KFAC(LayeredCurvature):
             )
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
-        """Adopt the shards that FSDP2 has put in the place of parameters.
+        """Adopt the shards with which FSDP2 has replaced parameters.
 
         Raises:
             ValueError: If there are stats workers.
@@ -333,7 +332,7 @@ class KFAC(LayeredCurvature):
 
     def _set_num_workers(self, workers: int) -> None:
         """Use this number of gradient workers from the next assignment on."""
-        self.workers = workers
+        self.num_workers = workers
         fraction = workers / self.training.world.size
         self._system = replace(self._system, plan=partial(self._system.plan, fraction=fraction))
         self.layers.mark_changed()
@@ -368,10 +367,11 @@ class KFAC(LayeredCurvature):
         # Recompute the inverses that are due, each on its inverse rank.
         refresh = NO_REFRESH
         report: Report | None = None
-        read = DeviceRead()
         if due or inverses.requested or inverses.pending:
             with stage("solve"):
+                read = DeviceRead()
                 if inverses.reads_once and pending is NO_AVERAGE:
+                    # The host synchronizes once, for the refresh and for what it reports.
                     report = self._report_refresh(read, self._measured_layers())
                 refresh = inverses.refresh(due, pending, self.mean_curvature, read)
 
@@ -385,7 +385,7 @@ class KFAC(LayeredCurvature):
         # Measure the effect of the last step, before gradients are preconditioned.
         if refresh.installed and report is None:
             solved = [block for block in self._measured_layers() if block.solved]
-            report = self._report_refresh(read, solved)
+            report = self._report_refresh(DeviceRead(), solved)
 
         # Precondition on the gradient workers, exchange P, clip, and write p.grad.
         with stage("precondition"):
@@ -393,7 +393,7 @@ class KFAC(LayeredCurvature):
 
         # Adapt the refresh intervals and the step scale to what the refresh changed.
         if refresh.installed and report is not None:
-            self._adapt(report, refresh.cosines, result.cosines, read)
+            self._adapt(report, refresh.cosines, result.cosines)
 
         # Keep the weights before the base's step, if the next refresh may measure its effect.
         next_due = self._schedule.layers_due(step + 1, ahead=True)
@@ -531,7 +531,7 @@ class KFAC(LayeredCurvature):
         self, previous: Mapping[KroneckerBlock, Inverse]
     ) -> PreconditionResult:
         """Precondition the mean gradients: by rows if FSDP2 shards them."""
-        if self.sharded:
+        if self.layers.sharded:
             return precondition_rows(
                 self._buckets, self._step, self.training, self.clip, self._dtype, previous
             )
@@ -558,7 +558,8 @@ class KFAC(LayeredCurvature):
             return None
         slopes: list[Tensor] = []
         if self.step_scale is not None:
-            slopes = self.step_scale.measure_slope(self._step, self.sharded, self.training.groups)
+            sharded = self.layers.sharded
+            slopes = self.step_scale.measure_slope(self._step, sharded, self.training.groups)
         return report_refresh(self.training, self._step, layers, slopes, read)
 
     def _adapt(
@@ -566,7 +567,6 @@ class KFAC(LayeredCurvature):
         report: Report,
         known: Mapping[KroneckerBlock, float],
         cosines: Mapping[KroneckerBlock, Tensor],
-        read: DeviceRead,
     ) -> None:
         """Adapt the floor of γ, the step scale and the refresh intervals, equally on all ranks.
 
@@ -574,11 +574,10 @@ class KFAC(LayeredCurvature):
             report: What this rank measured.
             known: Cosines of P by the old and the new inverse that the host knows.
             cosines: Those of other layers, on the device.
-            read: The device read that the report belongs to.
         """
         step = self._step
         with stage("solve_exchange"):
-            feedback = share_feedback(self.training, step, report, known, cosines, read)
+            feedback = share_feedback(self.training, step, report, known, cosines)
         if self.step_scale is not None:
             self.step_scale.update(feedback.slope, feedback.learning_rate, self.training.steps)
         if feedback.mean_curvature is not None:
@@ -607,7 +606,7 @@ class KFAC(LayeredCurvature):
     @property
     def only_to_owners(self) -> bool:
         """Whether each mean gradient is sent to its owner only."""
-        return self._system.owners == "owner" and not self.sharded
+        return self._system.owners == "owner" and not self.layers.sharded
 
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
         """Return the rank that each mean gradient is sent to; None for all ranks."""
@@ -618,7 +617,7 @@ class KFAC(LayeredCurvature):
     def _contributes(self, block: KroneckerBlock) -> bool:
         """Return whether this rank's batches enter a layer's factors."""
         # All ranks capture a layer that has never trained, so that its owner will have statistics.
-        layer = self.known.get(block)
+        layer = self.latest_plan.get(block)
         return layer is None or layer.source in (None, self.training.world.rank)
 
     def _assign_layers(self) -> None:
@@ -629,12 +628,12 @@ class KFAC(LayeredCurvature):
 
         # Which rank does what.
         plan: Plan = self._system.plan([layer_dims(block) for block in layers.active], world.size)
-        if self.sharded:
+        if self.layers.sharded:
             plan = with_one_worker(plan)
-        before = self.known
+        before = self.latest_plan
         self.plan = dict(zip(layers.active, plan.layers, strict=True))
         latest = {**before, **self.plan}
-        self.known = {block: latest[block] for block in layers.blocks if block in latest}
+        self.latest_plan = {block: latest[block] for block in layers.blocks if block in latest}
 
         # Newly trainable layers, and layers whose source has changed, have captured nothing in the
         # last passes. They are due after the next passes, unless a checkpoint had them already.
@@ -649,7 +648,7 @@ class KFAC(LayeredCurvature):
 
         # What this rank does at each step.
         self._step = compile_step(world, plan.grid, self.plan, self._system.exchange_dtype)
-        self._buckets = make_buckets(self._step, world) if self.sharded else []
+        self._buckets = make_buckets(self._step, world) if self.layers.sharded else []
         self._owners = None
         if self._pipeline is not None:
             self._pipeline.follow(self._step.contributing)
@@ -671,11 +670,11 @@ class KFAC(LayeredCurvature):
 
     def fingerprint_values(self) -> list[tuple[str, Any]]:
         """The values, by name, that decide which collectives a step issues."""
-        wanted = [block.name for block in self.plan if block in self.inverses.requested]
+        requested = [block.name for block in self.plan if block in self.inverses.requested]
         facts: list[tuple[str, Any]] = [
             ("closed", self._closed),
-            ("sharded by FSDP2", self.sharded),
-            ("layers to refresh at once", wanted),
+            ("sharded by FSDP2", self.layers.sharded),
+            ("layers to refresh at once", requested),
             ("step at which all layers are due", self.layers.newly_trainable_at),
             *scheduled(self._options, SCHEDULES, self.training.steps),
             ("loss reduction", self.layers.reduction),
@@ -683,8 +682,8 @@ class KFAC(LayeredCurvature):
         ]
         if self.drift is not None:
             facts.append(("refresh intervals", self.drift.intervals(self.layers.active)))
-        if self.workers:
-            facts.append(("gradient workers", self.workers))
+        if self.num_workers:
+            facts.append(("gradient workers", self.num_workers))
         if self.throttle is not None:
             facts.append(("least refresh interval", self.throttle.interval))
         return facts
@@ -701,7 +700,7 @@ class KFAC(LayeredCurvature):
         common[UPDATED_AT] = self._schedule.updated_at
         common[NEWLY_TRAINABLE_AT] = self.layers.newly_trainable_at
         if self._system.auto_workers:
-            common |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)
+            common |= zip(CHOSEN, (self.num_workers, self.training.world.size), strict=True)
 
         # Before the first step, every rank has the same entries, because
         # set_optimizer_state_dict(full_state_dict=True) fails for 0-d tensors that a rank lacks.
@@ -751,7 +750,7 @@ class KFAC(LayeredCurvature):
         load_factors(saved, self.layers.blocks, self.training)
         self.inverses.restart(self._step)
         workers = read_num_gradient_workers(saved, self.training.world.size)
-        if self.workers and workers not in (0, self.workers):
+        if self.num_workers and workers not in (0, self.num_workers):
             self._set_num_workers(workers)
 
         # Numbers that are equal for all layers.
@@ -836,7 +835,7 @@ class KFAC(LayeredCurvature):
 
         Before the first step there are none: Accelerate reads the state of each new optimizer.
         """
-        distributed = not all(layer.factors_everywhere for layer in self.known.values())
+        distributed = not all(layer.factors_everywhere for layer in self.latest_plan.values())
         return self.training.world.size > 1 and self.training.steps > 0 and distributed
 
     @property
@@ -862,7 +861,7 @@ class KFAC(LayeredCurvature):
         state = self.state()
         to_save = self.state_to_save()
         gathered: dict[Tensor, dict[str, dict[str, Any]]] = {}
-        for block, layer in self.known.items():
+        for block, layer in self.latest_plan.items():
             entries = factor_entries(block, layer)
             if block in self.plan:
                 entries += inverse_entries(block, layer, self.inverses)
@@ -887,7 +886,7 @@ class KFAC(LayeredCurvature):
 
         # Release the layers, which refer to the model.
         self.plan = {}
-        self.known = {}
+        self.latest_plan = {}
         self._step = StepPlan({}, self._step.row, self._step.column)
         self._buckets = []
         self._owners = None
@@ -905,7 +904,7 @@ class KFAC(LayeredCurvature):
             training=self.training,
             options=self._options,
             layers=self.layers,
-            plan=self.known,
+            plan=self.latest_plan,
             damping=float(self.inverses.damping_option),
             dtype=dtype,
             gather=gather,
@@ -943,9 +942,11 @@ class KFAC(LayeredCurvature):
             settings.append(self.traces.summary_line)
         if self.drift is not None:
             settings.append(self.drift.summary_line)
-        if self.workers:
+        if self.num_workers:
             ranks = self.training.world.size
-            settings.append(f"gradient workers chosen: {self.workers} of {ranks} for each layer")
+            settings.append(
+                f"gradient workers chosen: {self.num_workers} of {ranks} for each layer"
+            )
         lines.append("; ".join(setting for setting in settings if setting))
 
         # Limits, and ages of the inverses.

@@ -38,12 +38,14 @@ class Report:
         layers: The layers whose mean curvature this rank reports.
         curvatures: The mean curvature of each of these layers.
         rates: The learning rate of each parameter group that has layers.
+        read: The device read that returns these numbers.
     """
 
     slopes: Numbers
     layers: Sequence[KroneckerBlock]
     curvatures: Numbers
     rates: Numbers
+    read: DeviceRead
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ def report_refresh(
         layers=blocks,
         curvatures=read.add(curvatures),
         rates=_learning_rates(training, step.layers, read),
+        read=read,
     )
 
 
@@ -133,7 +136,6 @@ def share_feedback(
     report: Report,
     known: Mapping[KroneckerBlock, float],
     cosines: Mapping[KroneckerBlock, Tensor],
-    read: DeviceRead,
 ) -> Feedback:
     """Sum over the ranks what each of them reports after a refresh. Collective.
 
@@ -144,12 +146,11 @@ def share_feedback(
         known: The cosine of P by the last and by the new inverse, of layers whose cosine is on the
             host.
         cosines: The cosines of other layers, on the device.
-        read: The read of the device that ``report`` belongs to.
     """
     # Read what is still on the device, all at once.
     reporting = [block for block in step.reporting if block.solved]
     compared = [block for block in reporting if block in cosines]
-    read_cosines = read.add([cosines[block] for block in compared])
+    read_cosines = report.read.add([cosines[block] for block in compared])
     local_cosines = dict(known)
     local_cosines.update(zip(compared, read_cosines(), strict=True))
     slopes = report.slopes()

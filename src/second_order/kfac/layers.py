@@ -120,6 +120,7 @@ class Layers:
         newly_trainable_at: The step at which all layers are due because some became trainable, or
             lost their factors. It is the first step whose passes have been captured for sure. -1 if
             there is none.
+        sharded: Whether FSDP2 has sharded a parameter of any layer.
         is_capturing: Whether the hooks capture statistics in the next passes.
     """
 
@@ -138,6 +139,7 @@ class Layers:
         self.active: list[KroneckerBlock] = []
         self.left_to_base: list[LeftToBase] = []
         self.newly_trainable_at = -1
+        self.sharded = False
         self.is_capturing = True
         self._param_states: list[ParamState] | None = None  # at the last update_active()
         self._items: ItemsHook | None = None
@@ -179,17 +181,18 @@ class Layers:
         _check_groups(groups, blocks)
         self.blocks = blocks
         self.left_to_base = left_to_base
-
-    @property
-    def sharded(self) -> bool:
-        """Whether FSDP2 has sharded a parameter of any layer."""
-        return any(is_dtensor(p) for b in self.blocks for p in (b.weight, *b.params))
+        self.sharded = self._any_sharded()
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
         """Replace parameters by their shards."""
         for block in self.blocks:
             block.replace_params(others)
+        self.sharded = self._any_sharded()
         self.mark_changed()
+
+    def _any_sharded(self) -> bool:
+        """Return whether FSDP2 has sharded a parameter of any layer."""
+        return any(is_dtensor(p) for b in self.blocks for p in (b.weight, *b.params))
 
     def update_active(self) -> bool:
         """Update which layers train now. Returns whether the assignment must be made again."""

@@ -43,7 +43,7 @@ class ItemsHook:
     A copy of the model copies the hook. The copy has no owner, and nothing reads it.
 
     Attributes:
-        observed: Whether a training pass has been given the number.
+        observed: Whether the model received the number in a pass with gradients.
     """
 
     def __init__(self) -> None:

@@ -261,7 +261,7 @@ class System:
         rules: The rules that decide which modules become layers.
         description: The system's own options as text, which ranks compare.
         owners: "owner" sends mean gradients to the layers' owners only; "all_reduce" sends them to
-            all ranks. None if layers have no owners.
+            all ranks. None for systems without owners.
         conv_approximation: Replaces the option ``kfac_approx`` for convolutions.
         inverter: Makes an inverter that uses threads. None: the step computes the inverses.
         pipelined: Whether statistics are sent while backward still runs (SPD-KFAC).
@@ -297,8 +297,8 @@ class StepPlan:
         gradient_factored: Layers with factors computed from the weight gradient.
         reporting: Layers whose metrics this rank reports after a refresh.
         to_invert: The factors that this rank decomposes, by layer.
-        sources: Of the layers that this row preconditions, the position in the row of the rank
-            that decomposes each factor.
+        sources: For each factor that this row needs, the position in the row of the rank that
+            decomposes it.
         costs: The cost of each layer's inverse, as in :func:`layer_dims`.
         batches: The layers that this rank preconditions, in batches of equal shape.
     """

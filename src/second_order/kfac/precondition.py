@@ -370,7 +370,7 @@ def precondition_gradients(
     if previous:
         cosines = compare_inverses(batches, previous, dtype)
 
-    # Clip by the change of all layers. Without P there is no change that could enter the average.
+    # Clip by the change of all layers. A step without P must not enter the running average.
     solved = [block for block in step.layers if block.solved]
     coefficient: Scalar | None = None
     if clip is not None and solved:

@@ -58,7 +58,7 @@ UPDATED_AT = "updated_at"
 MAX_INTERVAL = 32  # steps; longer only if the cost of a refresh or the throttle requires it
 MAX_LEAST_EXPONENT = 10  # least intervals are at most 2 ** 10 steps
 NEEDING_SHARE = 0.25  # of the layers; these decide how often any layer is refreshed
-STEP_OVERHEAD = 5e8  # operations that take as long as the parts of a step that are no products
+STEP_OVERHEAD = 5e8  # operations that take as long as everything in a step but its products
 TIMED_INTERVAL = 2  # steps between refreshes while the throttle times steps of both kinds
 
 
@@ -238,8 +238,8 @@ class Drift:
 
     def keep_only(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Drop the drift of all other layers."""
-        kept = set(blocks)
-        self.changes = {b: change for b, change in self.changes.items() if b in kept}
+        remaining = set(blocks)
+        self.changes = {b: change for b, change in self.changes.items() if b in remaining}
         self._current = None
 
     def intervals(self, blocks: Sequence[KroneckerBlock]) -> tuple[int, ...]:
@@ -284,7 +284,7 @@ class Drift:
 
 
 def _median(values: Sequence[float]) -> float:
-    """Return the median, or NaN if there are no values."""
+    """Return the median; NaN without values."""
     return float(statistics.median(values)) if values else math.nan
 
 
