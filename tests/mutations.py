@@ -828,7 +828,7 @@ passes that have nothing in common count together
 == kronecker/solvers.py
 an inverse by Cholesky without its scale
   <-  defaults::the_gradients_scale_is_newtons_times_the_mean_damped_curvature
-    (g * times.view(-1, 1, 1))  =>  g
+    (g * multiplier.view(-1, 1, 1))  =>  g
 γ of three factors split as of two  <-  doubly_factored::15_three_way_solves_are_dense_ones
     damping ** (1 / len(means))  =>  damping ** (1 / 2)
 π is 1  <-  solvers::solves_equal_the_dense_solve

@@ -347,7 +347,7 @@ def test_bad_members_of_a_batch_are_mended_or_told(decompose: Any, dim: int) -> 
     broken[0, 1] = torch.nan
     stored = torch.stack([*members, broken]).cuda()
     problems = [Problem(stored[i : i + 1], dim, torch.float32) for i in range(len(stored))]
-    found = attempt_all(problems, decompose).result()
+    found = attempt_all(problems, decompose).finish()
     assert found[-1] is None
     for parts, matrix in zip(found[:-1], members, strict=True):
         assert parts is not None

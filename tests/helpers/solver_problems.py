@@ -32,7 +32,7 @@ def problem(matrix: Tensor, added: Tensor | None = None) -> Problem:
 
 def damped(name: str, A: Tensor, G: Tensor, damping: Any) -> list[Problem]:
     means = torch.stack([mean_eigenvalue(A), mean_eigenvalue(G)])
-    added = SOLVERS[name].dampings(means, damping)
+    added = SOLVERS[name].split_damping(means, damping)
     return [problem(matrix, on) for matrix, on in zip((A, G), added, strict=True)]
 
 

@@ -168,7 +168,7 @@ def inverse_of(solver: str, A: Tensor, G: Tensor, L: Tensor, damping: float) -> 
     means = torch.stack([f.diagonal().mean()[None] for f in (A, G, L)])
     problems = [
         Problem(f[None], len(f), F64, added)
-        for f, added in zip((A, G, L), SOLVERS[solver].dampings(means, damping), strict=True)
+        for f, added in zip((A, G, L), SOLVERS[solver].split_damping(means, damping), strict=True)
     ]
     found = SOLVERS[solver].decompose(problems, F64)
     parts = {k: part for k, part in zip("AGL", found, strict=True) if part is not None}

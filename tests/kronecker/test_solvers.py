@@ -63,7 +63,7 @@ def test_pi_minimises_its_bound(d_in: int, d_out: int, damping: float, stretch: 
     """The trace norm of what F̃_A ⊗ F̃_G adds to A ⊗ G + γI: no other split has less of it."""
     A, G = factor(1, d_in), factor(1, d_out)
     means = torch.stack([mean_eigenvalue(A), mean_eigenvalue(G)])
-    on_a, on_g = SOLVERS["inverse"].dampings(means, damping)
+    on_a, on_g = SOLVERS["inverse"].split_damping(means, damping)
     assert on_a is not None
     assert on_g is not None
 
@@ -98,7 +98,7 @@ def test_batched_by_shape_equals_one_at_a_time(
         together = decompose(name, *matrices, dtype=kept)
         alone = [decompose(name, each, dtype=kept)[0] for each in matrices]
     sizes = [FactorShape(matrix.shape[0], 1, matrix.shape[1]) for matrix in matrices]
-    shapes_kept = [SOLVERS[name].sent_shapes(shape, "G") for shape in sizes]
+    shapes_kept = [SOLVERS[name].message_shapes(shape, "G") for shape in sizes]
     for i, (batched, single) in enumerate(zip(together, alone, strict=True)):
         assert tuple(tuple(part.shape) for part in batched) == shapes_kept[i]
         coarser = max(kept, matrices[i].dtype, key=lambda dtype: torch.finfo(dtype).eps)
@@ -122,11 +122,11 @@ def test_an_inverse_is_sent_as_triangles_and_received_whole(
     inverse = (inverse + inverse.mT) / 2
     for parts in ((inverse,), (inverse.diagonal(dim1=-2, dim2=-1).contiguous(),)):
         shape = FactorShape(groups, dim, 1, diagonal_a=parts[0].dim() == 2)
-        with patch.object(solvers, "TRIANGULAR_FROM", 2):
-            sent = solver.to_send(parts, dtype)
-            assert tuple(sent[0].shape) == solver.sent_shapes(shape, "A")[0]
-        (expected,) = solver.to_send(parts, dtype)
-        assert torch.equal(solver.received(sent, dim)[0], expected)
+        with patch.object(solvers, "MIN_TRIANGLE_DIM", 2):
+            sent = solver.pack_message(parts, dtype)
+            assert tuple(sent[0].shape) == solver.message_shapes(shape, "A")[0]
+        (expected,) = solver.pack_message(parts, dtype)
+        assert torch.equal(solver.unpack_message(sent, dim)[0], expected)
 
 
 # The clip.

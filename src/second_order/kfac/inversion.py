@@ -380,7 +380,7 @@ class Inverses:
                 damping = damping * positive.clamp_min(floor)
 
             mean_eigenvalues = (curvature + damping).squeeze(-1)
-            added = self.solver.dampings(means, damping, blocks[0].shape.exact)
+            added = self.solver.split_damping(means, damping, blocks[0].shape.exact)
             for i, block in enumerate(blocks):
                 own_damping = damping
                 if isinstance(damping, Tensor):
@@ -518,7 +518,7 @@ class Inverses:
             parts[block] = {}
             for factor_name in block.shape.factor_names:
                 sent = received.pop((block, factor_name))
-                parts[block][factor_name] = self.solver.received(
+                parts[block][factor_name] = self.solver.unpack_message(
                     sent, block.shape.dims[factor_name]
                 )
             if not self.is_synchronous:
@@ -549,10 +549,10 @@ class Inverses:
             pending = self.pending[block]
             for factor_name in block.shape.factor_names:
                 item = (block, factor_name)
-                shapes[item] = self.solver.sent_shapes(block.shape, factor_name)
+                shapes[item] = self.solver.message_shapes(block.shape, factor_name)
                 routes[item] = Route(plan.sources[item], destinations)
                 if factor_name in pending.parts:
-                    local[item] = self.solver.to_send(
+                    local[item] = self.solver.pack_message(
                         pending.parts[factor_name], plan.exchange_dtype
                     )
 

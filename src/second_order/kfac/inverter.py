@@ -180,7 +180,7 @@ class SynchronousInverter:
         try:
             weighed = zip(uncertain, weights(), strict=True)
             empty = {job.block for job, weight in weighed if not weight > 0}
-            failed = [i for i in attempts.inaccurate(errors()) if items[i][0] not in empty]
+            failed = [i for i in attempts.find_inaccurate(errors()) if items[i][0] not in empty]
             finished = attempts.retry(failed)
         except Exception as error:  # an exception must not separate this rank from the others
             return [Result(job.block, error=describe_error(error)) for job in jobs]

@@ -505,7 +505,7 @@ class LayerBatch:
         if self._inverse is None or parts != self._parts:
             entries = [part.entries for part in parts]
             stacks = [stack_in_place(entries, name).flatten(0, 1) for name in entries[0]]
-            self._inverse = parts[0].of(stacks)
+            self._inverse = parts[0].with_tensors(stacks)
             self._parts = parts
         return self._inverse
 
@@ -519,7 +519,7 @@ class LayerBatch:
             inverses = [block.inverse for block in blocks if block.inverse is not None]
         columns = zip(*(inverse.tensors for inverse in inverses), strict=True)
         stacks = [as_stack(column).flatten(0, 1) for column in columns]
-        return LayerBatch(blocks, inverses[0].of(stacks))
+        return LayerBatch(blocks, inverses[0].with_tensors(stacks))
 
     def gradient(self, gradient_of: Gradients | None = None) -> Tensor:
         """The gradients, ``(layers x groups, out, in)``; a view of a single one where it can be.

@@ -155,7 +155,7 @@ class LayerCurvature:
             problems.append(problem)
 
         eigen: dict[str, FactorEigen] = {}
-        decompositions = attempt_all(problems, eigh).result()
+        decompositions = attempt_all(problems, eigh).finish()
         for name, decomposition in zip(self.stored, decompositions, strict=True):
             if decomposition is None:
                 num_invalid = int((~self.stored[name].isfinite()).sum())

@@ -1,8 +1,11 @@
-"""Damped inverses of Kronecker factors: from eigendecompositions, or from Cholesky inverses.
+"""Damped inverses of Kronecker factors, from eigendecompositions or from Cholesky factorizations.
 
-All factors get one attempt in the working precision, and a device is read once to know which
-results are accurate. A factor whose result is not is decomposed again, alone: in float64, then in
-float64 on the CPU. One bad factor never changes the results of the others of its batch.
+attempt    decompose all factors in the working precision, those of equal size in one batch
+check      read their errors from the device, all at once
+retry      decompose a factor with a large error alone, in float64, then in float64 on the CPU
+combine    form the inverse of a layer from the decompositions of its factors
+
+A bad factor never changes the results of the other factors in its batch.
 """
 
 from __future__ import annotations
@@ -48,15 +51,19 @@ __all__ = [
 ]
 
 Decomposition: TypeAlias = tuple[Tensor, ...]
-Decompose: TypeAlias = Callable[[Tensor], tuple[Decomposition, Tensor]]
-"""Takes ``(batch, n, n)``, gives the parts and each member's relative error, shape ``(batch,)``."""
+"""The parts of a decomposed factor, with leading ``groups``."""
 
-# Relative error above which a float32 decomposition is taken again in float64. A valid one is
-# near 1e-6; a wrong one is near 1.
+Decompose: TypeAlias = Callable[[Tensor], tuple[Decomposition, Tensor]]
+"""A routine for ``(batch, n, n)``. Returns the parts, and the relative errors ``(batch,)``."""
+
+Damping: TypeAlias = float | Tensor
+
+# Relative error above which a factor is decomposed again in float64. The error of an accurate
+# float32 decomposition is near 1e-6, that of a wrong one near 1.
 RESIDUAL_TOLERANCE = 1e-3
 
-# Bytes of matrices decomposed together, unless one alone is larger. LAPACK takes one after the
-# other, so that on a CPU a batch only saves calls, and costs a copy.
+# Bytes of matrices that are decomposed in one batch. A larger matrix has a batch of its own. LAPACK
+# takes one matrix after the other, so a batch on a CPU only saves calls, and costs a copy.
 CPU_BATCH_BYTES = 2**20
 BATCH_BYTES = 64 * 2**20
 
@@ -68,94 +75,108 @@ _lengths: Callable[[Tensor], Tensor] = partial(torch.linalg.vector_norm, dim=-2)
 def ieee_matmul(
     device: torch.device, dtype: torch.dtype = torch.float32, *, narrow: bool = False
 ) -> Iterator[None]:
-    """Full float32 products on CUDA, where TF32 would keep ten bits of each factor.
+    """Compute float32 products on CUDA in full precision, where TF32 keeps ten bits of each number.
 
-    The setting is the whole process's, so threads use float64, which it is not for.
+    The setting is global in a process. Threads compute in float64, which it does not affect.
 
     Args:
-        device: Where the products are computed.
-        dtype: Of what is multiplied.
-        narrow: The numbers were bfloat16 or float16 before they became float32. TF32 holds these
-            as they are, so that a product of theirs loses nothing, and takes a quarter of the time.
+        device: The device of the products.
+        dtype: The dtype of the matrices.
+        narrow: Whether the numbers were bfloat16 or float16 before they became float32. TF32
+            represents these exactly, so it loses nothing, and takes a quarter of the time.
     """
     if device.type != "cuda" or dtype == torch.float64:
         yield
         return
     matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
+    previous = matmul.fp32_precision
     matmul.fp32_precision = "tf32" if narrow else "ieee"
     try:
         yield
     finally:
-        matmul.fp32_precision = before
+        matmul.fp32_precision = previous
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A factor to decompose, which is copied or unpacked when its turn comes."""
+    """A factor to decompose.
 
-    stored: Tensor  # (groups, n, n); (groups, n (n + 1) / 2), a triangle; (groups, n), a diagonal
-    dim: int  # n
-    dtype: torch.dtype  # in which it is decomposed first, float32 at least
-    added: Tensor | None = None  # damping added to the diagonals, (groups,)
+    Attributes:
+        stored: The factor as it is stored: ``(groups, n, n)``, the triangle ``(groups, n (n + 1) /
+            2)``, or the diagonal ``(groups, n)``. It is copied when it is decomposed.
+        dim: n.
+        dtype: The dtype of the first attempt, float32 or wider.
+        added: The damping that is added to the diagonals, ``(groups,)``.
+        is_diagonal: Whether the factor is diagonal.
+    """
+
+    stored: Tensor
+    dim: int
+    dtype: torch.dtype
+    added: Tensor | None = None
     is_diagonal: bool = False
 
 
+# ------------------------------------------------------------------------------------ decomposition
+
+
 def diagonal(factor: Tensor) -> Tensor:
-    """The diagonal, shape ``(groups, n)``, as a view, of a factor that may be kept as one."""
-    return factor if factor.dim() == 2 else factor.diagonal(dim1=-2, dim2=-1)
+    """A view of the diagonal, ``(groups, n)``, of matrices or of diagonals."""
+    if factor.dim() == 2:
+        return factor
+    return factor.diagonal(dim1=-2, dim2=-1)
 
 
 def eigh(matrix: Tensor) -> tuple[Decomposition, Tensor]:
-    """Eigenvectors and eigenvalues (at least 0) of ``(batch, n, n)``, and the errors.
+    """Decompose ``(batch, n, n)`` into eigenvectors and eigenvalues. Returns the errors as well.
 
-    Diagonals ``(batch, n)`` have eigenvalues alone. The routine gets zeros in place of numbers that
-    are not finite: some routines return garbage for these, some never return.
+    Negative eigenvalues become 0. Diagonals ``(batch, n)`` have no eigenvectors. LAPACK receives
+    zeros instead of non-finite numbers, for which some routines return garbage, or never return.
     """
     if matrix.dim() == 2:
         return (matrix.clamp_min(0),), _zero_if_finite(matrix)
 
-    # In units of the mean diagonal entry, so that squares stay in range.
-    number = torch.finfo(matrix.dtype)
-    size = diagonal(matrix).mean(-1).abs().clamp(number.tiny, number.max)[:, None, None]
+    # Scale by the mean diagonal entry, so that squares do not overflow.
+    limits = torch.finfo(matrix.dtype)
+    size = diagonal(matrix).mean(-1).abs().clamp(limits.tiny, limits.max)[:, None, None]
     scaled = matrix / size
-    probe, length = _probe(matrix.shape[-1], matrix.dtype, matrix.device)
+    probe, length = _probe_vector(matrix.shape[-1], matrix.dtype, matrix.device)
     expected = scaled @ probe  # NaN if the matrix is not finite
     values, vectors = torch.linalg.eigh(scaled.nan_to_num_(0.0, 0.0, 0.0))
 
-    # The error of Q Λ Qᵀ x, or that of Q Qᵀ x, which is larger if Q is not orthogonal where Λ
-    # vanishes.
+    # Check Q Λ Qᵀ x = M x, and Q Qᵀ x = x. The second check also finds vectors that are not
+    # orthogonal where Λ vanishes.
     coordinates = vectors.mT @ probe
-    found = vectors @ torch.cat([values.unsqueeze(-1) * coordinates, coordinates], -1)
-    right = torch.cat([expected, probe.expand_as(expected)], -1)
-    errors = _lengths(found - right) / torch.maximum(_lengths(right), length)
+    products = vectors @ torch.cat([values.unsqueeze(-1) * coordinates, coordinates], -1)
+    exact = torch.cat([expected, probe.expand_as(expected)], -1)
+    errors = _lengths(products - exact) / torch.maximum(_lengths(exact), length)
     return (vectors, values.clamp_min(0) * size.squeeze(-1)), errors.amax(-1)
 
 
 def cholesky_inverse(matrix: Tensor) -> tuple[Decomposition, Tensor]:
-    """Inverses of positive definite ``(batch, n, n)``, or of diagonals, and the errors."""
+    """Invert positive definite ``(batch, n, n)``, or diagonals. Returns the errors as well."""
     if matrix.dim() == 2:
         inverse = matrix.reciprocal()
         return (inverse,), _zero_if_finite(matrix + inverse)
     factor, info = torch.linalg.cholesky_ex(matrix)
     failed = info != 0
-    diagonal(factor).masked_fill_(failed.unsqueeze(1), 1.0)  # some routines raise at a zero
-    inverse = _inverse_of(factor)
-    del factor
+    diagonal(factor).masked_fill_(failed.unsqueeze(1), 1.0)  # some routines raise for a zero
+    inverse = _invert_from_cholesky(factor)
+    del factor  # frees memory
 
-    # The backward error: small whatever the condition number, unless the inverse is wrong.
-    probe, length = _probe(matrix.shape[-1], matrix.dtype, matrix.device)
+    # The backward error is small for any condition number, unless the inverse is wrong.
+    probe, length = _probe_vector(matrix.shape[-1], matrix.dtype, matrix.device)
     solved = inverse @ probe
     error = _norm(torch.baddbmm(probe, matrix, solved, beta=-1))
     error = error / torch.addcmul(length, _norm(matrix), _norm(solved))
     return (inverse,), error.masked_fill_(failed, torch.inf)
 
 
-def _inverse_of(factor: Tensor) -> Tensor:
-    """The inverse of L Lᵀ for L of shape ``(batch, n, n)``, as rows.
+def _invert_from_cholesky(factor: Tensor) -> Tensor:
+    """Invert L Lᵀ for L of shape ``(batch, n, n)``. The result is row-major.
 
-    A GPU inverts a batch of triangles, and squares them, in half the time of `cholesky_inverse`,
-    which takes one member of the batch after the other.
+    On a GPU, ``torch.cholesky_inverse`` takes one matrix after the other. To invert a batch of
+    triangles and to multiply them takes half the time.
     """
     if factor.device.type == "cpu":
         inverse: Tensor = torch.cholesky_inverse(factor)
@@ -166,14 +187,14 @@ def _inverse_of(factor: Tensor) -> Tensor:
 
 
 def _zero_if_finite(x: Tensor) -> Tensor:
-    """0, or NaN, for each row."""
+    """0 for each row of finite numbers, NaN for the other rows."""
     largest: Tensor = torch.linalg.vector_norm(x, torch.inf, dim=-1)
     return largest * 0.0
 
 
 @lru_cache(maxsize=256)
-def _probe(dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A fixed vector with no zero and no pattern, shape ``(1, n, 1)``, and its length, ``(1,)``."""
+def _probe_vector(dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A fixed vector without zeros and without a pattern, ``(1, n, 1)``, and its norm, ``(1,)``."""
     with torch.inference_mode(False):
         steps = torch.arange(1, dim + 1, dtype=dtype, device=device)
         wave = torch.cos(steps * steps * 0.7).add_(1.5).view(1, -1, 1)
@@ -182,13 +203,13 @@ def _probe(dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, 
 
 @dataclass(frozen=True)
 class Attempts:
-    """One attempt at each of many factors. The device has not been read yet.
+    """One attempt at each of many factors. The errors may still be on the device.
 
     Attributes:
         problems: The factors.
-        decompose: The routine of the attempts.
-        parts: The parts of each problem, with leading ``groups``; None if the routine raised.
-        errors: The relative errors of each problem, ``(groups,)``.
+        decompose: The routine.
+        parts: The decomposition of each factor; None if the routine raised.
+        errors: The relative errors of each factor, ``(groups,)``.
     """
 
     problems: Sequence[Problem]
@@ -196,65 +217,68 @@ class Attempts:
     parts: Sequence[Decomposition | None]
     errors: Sequence[Tensor]
 
-    def result(self) -> list[Decomposition | None]:
-        """Read the errors, and retry what is inaccurate. The device is read once."""
+    def finish(self) -> list[Decomposition | None]:
+        """Read the errors from the device, and retry the factors with a large one."""
         (errors,) = read_numbers(self.errors)
-        return self.retry(self.inaccurate(errors))
+        return self.retry(self.find_inaccurate(errors))
 
-    def inaccurate(self, errors: Sequence[float]) -> list[int]:
-        """Indices of the problems with a large error.
+    def find_inaccurate(self, errors: Sequence[float]) -> list[int]:
+        """The indices of the factors with a large error.
 
         Args:
             errors: The numbers of :attr:`errors`, one after the other.
         """
-        found: list[int] = []
+        inaccurate: list[int] = []
         start = 0
         for i, problem in enumerate(self.problems):
             stop = start + len(problem.stored)
             if not _are_small(errors[start:stop]):
-                found.append(i)
+                inaccurate.append(i)
             start = stop
-        return found
+        return inaccurate
 
     def retry(self, inaccurate: Iterable[int]) -> list[Decomposition | None]:
-        """Decompose some problems again, in other ways.
+        """Decompose some factors again, in float64.
 
-        Returns the parts of all problems; None if not all groups of one are valid.
+        Args:
+            inaccurate: The indices of these factors.
+
+        Returns:
+            The decompositions of all factors; None for a factor that has no accurate one.
         """
         parts = list(self.parts)
         for i in inaccurate:
-            parts[i] = _retried(self.problems[i], self.decompose)
+            parts[i] = _decompose_in_float64(self.problems[i], self.decompose)
         return parts
 
 
 def attempt_all(problems: Sequence[Problem], decompose: Decompose) -> Attempts:
-    """Attempt to decompose many factors, together as size, dtype and device allow.
+    """Attempt to decompose many factors, in batches of equal size, dtype and device.
 
-    The parts are views of those of their batch.
+    The parts of a factor are views of those of its batch.
     """
     parts: list[Decomposition | None] = [None] * len(problems)
-    errors: list[Tensor | None] = [None] * len(problems)
-    for batch in _batches(problems):
+    errors: dict[int, Tensor] = {}
+    for batch in _split_into_batches(problems):
         members = [problems[i] for i in batch]
         sizes = [len(problem.stored) for problem in members]
-        matrices = _damped(members)
+        matrices = _build_matrices(members)
         try:
             with ieee_matmul(matrices.device, matrices.dtype):
                 batch_parts, batch_errors = decompose(matrices)
-        except RuntimeError:  # torch.linalg.LinAlgError, solver errors, out of memory
+        except RuntimeError:  # torch.linalg.LinAlgError, errors of the library, out of memory
             batch_errors = matrices.new_full((len(matrices),), torch.inf)
         else:
             columns = [part.split(sizes) for part in batch_parts]
             for i, own_parts in zip(batch, zip(*columns, strict=True), strict=True):
                 parts[i] = own_parts
-        for i, own_errors in zip(batch, batch_errors.split(sizes), strict=True):
-            errors[i] = own_errors
-    return Attempts(problems, decompose, parts, [each for each in errors if each is not None])
+        errors.update(zip(batch, batch_errors.split(sizes), strict=True))
+    return Attempts(problems, decompose, parts, [errors[i] for i in range(len(problems))])
 
 
-def _retried(problem: Problem, decompose: Decompose) -> Decomposition | None:
-    """Decompose a factor alone, in float64, then on the CPU; None if both fail."""
-    matrices = _damped([problem])
+def _decompose_in_float64(problem: Problem, decompose: Decompose) -> Decomposition | None:
+    """Decompose one factor on its device, then on the CPU; None if both are inaccurate."""
+    matrices = _build_matrices([problem])
     if problem.is_diagonal or not bool(matrices.isfinite().all()):
         return None
     for device in dict.fromkeys([matrices.device, torch.device("cpu")]):
@@ -266,59 +290,49 @@ def _retried(problem: Problem, decompose: Decompose) -> Decomposition | None:
 
 
 def _are_small(errors: Sequence[float]) -> bool:
-    return all(error < RESIDUAL_TOLERANCE for error in errors)
+    return all(error < RESIDUAL_TOLERANCE for error in errors)  # NaN is not small
 
 
-def _batches(problems: Sequence[Problem]) -> list[list[int]]:
-    """Indices of problems that are decomposed together, in their order."""
-    keys: list[object] = []
-    shares: list[float] = []
-    for each in problems:
-        device = each.stored.device
-        form = each.stored.dim(), each.is_diagonal, each.added is None
-        keys.append((each.dim, each.dtype, device, form))
-        most = CPU_BATCH_BYTES if device.type == "cpu" else BATCH_BYTES
-        shares.append(len(each.stored) * each.dim**2 * each.dtype.itemsize / most)
-    return group_equal(keys, shares, 1)
+def _split_into_batches(problems: Sequence[Problem]) -> list[list[int]]:
+    """Group the indices of factors that are decomposed together, in their order."""
+    kinds: list[object] = []
+    sizes: list[float] = []  # in units of the largest batch
+    for problem in problems:
+        stored = problem.stored
+        layout = (stored.dim(), problem.is_diagonal, problem.added is None)
+        kinds.append((problem.dim, problem.dtype, stored.device, layout))
+        max_bytes = BATCH_BYTES
+        if stored.device.type == "cpu":
+            max_bytes = CPU_BATCH_BYTES
+        sizes.append(len(stored) * problem.dim**2 * problem.dtype.itemsize / max_bytes)
+    return group_equal(kinds, sizes, 1)
 
 
-def _damped(problems: Sequence[Problem]) -> Tensor:
-    """New damped matrices, or diagonals, of problems of one batch."""
+def _build_matrices(problems: Sequence[Problem]) -> Tensor:
+    """The damped matrices, or diagonals, of one batch of factors, in new memory."""
     first = problems[0]
-    batch = torch.cat([each.stored for each in problems]).to(first.dtype)
+    batch = torch.cat([problem.stored for problem in problems]).to(first.dtype)
     if batch.dim() == 2 and not first.is_diagonal:
         batch = unpack_upper_triangular(batch, first.dim)
-    added = [each.added for each in problems if each.added is not None]
+    added = [problem.added for problem in problems if problem.added is not None]
     if added:
         diagonal(batch).add_(torch.cat(added).to(batch.dtype).unsqueeze(-1))
     return batch
 
 
-# Smaller inverses are sent whole.
-TRIANGULAR_FROM = 1024
-
-
-EIGEN_SCALE = "eigen_scale"
-INVERSE_ENTRIES = (
-    *(f"eigenvectors_{letter}" for letter in "AGL"),
-    EIGEN_SCALE,
-    *(f"inverse_{letter}" for letter in "AGL"),
-)
-"""The names of an inverse's tensors in a checkpoint, of either solver."""
-
-Damping: TypeAlias = float | Tensor
+# --------------------------------------------------------------------------------------- rounding
 
 
 def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round each number to one that a narrower dtype has; the result has the dtype of ``x``."""
+    """Round to the nearest numbers of a narrower dtype. The result has the dtype of ``x``."""
     return x.to(dtype).to(x.dtype)
 
 
 def round_definite(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round symmetric matrices ``(groups, n, n)`` to ones that are at least as large, M̂ ⪰ M.
+    """Round symmetric matrices M, ``(groups, n, n)``, to M̂ ⪰ M of a narrower dtype.
 
-    Numbers off the diagonal are rounded to the nearest, which changes M by E. The diagonal grows by
-    Σ_j |E_ij|, and is rounded up: M̂ - M is then diagonally dominant, and so without negative
+    Off the diagonal, numbers are rounded to the nearest, which changes M by E. The diagonal grows
+    by Σ_j |E_ij| and is rounded up. M̂ - M is then diagonally dominant, so it has no negative
     eigenvalues (Golub & Van Loan 2013, section 4.1.1).
     """
     rounded = round_to(matrix, dtype)
@@ -333,24 +347,39 @@ def round_definite(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     return rounded
 
 
+# --------------------------------------------------------------------------------------- inverses
+
+# A smaller inverse is sent as a full matrix, because to pack its triangle costs more.
+MIN_TRIANGLE_DIM = 1024
+
+EIGEN_SCALE = "eigen_scale"
+
+INVERSE_ENTRIES = (
+    *(f"eigenvectors_{factor_name}" for factor_name in "AGL"),
+    EIGEN_SCALE,
+    *(f"inverse_{factor_name}" for factor_name in "AGL"),
+)
+"""The names of all tensors that the inverse of some solver has in a checkpoint."""
+
+
 @dataclass(frozen=True, eq=False)
 class Inverse:
-    """The damped inverse of a layer, or of a stack of equal ones, and how it is computed.
+    """The damped inverse of a layer, or of a stack of layers of equal shape.
 
-    dampings      what each factor's diagonal gets before it is decomposed, ``(..., groups)`` or
-                  None, of the mean eigenvalues of A, G, and L if there is one, ``(2 or 3, ...,
-                  groups)``; ``exact`` if G is the whole curvature
-    attempt       the parts of each damped factor, in the dtype in which they are kept, and their
-                  errors
-    sent_shapes   the shapes of these parts as they are sent
-    to_send       the parts as they are sent; with numbers that a narrower dtype has, of which
-                  ``combine`` still makes a positive definite inverse
-    received      the parts again, from what was sent
-    combine       the inverse of a layer, or of a stack of equal ones; γ, and what the inverse is
-                  multiplied by, are scalars or ``(layers x groups,)``; parts' memory is shared
-    saved_shapes  the shapes of an inverse's tensors, by their names in a checkpoint
+    The subclasses are the solvers. A solver
 
-    ``entries`` are its tensors, ``(layers x groups, ...)``, by their names in a checkpoint.
+    split_damping     splits γ into what is added to the diagonal of each factor
+    attempt           attempts to decompose the damped factors
+    message_shapes    gives the shapes of the parts in a message
+    pack_message      packs the parts into a message
+    unpack_message    unpacks them
+    combine           forms the inverse from the parts of all factors
+    precondition      applies the inverse to a gradient
+    saved_shapes      gives the shapes of the inverse's tensors in a checkpoint
+
+    Attributes:
+        entries: The tensors, ``(layers x groups, ...)``, by their names in a checkpoint.
+        routine: The routine that decomposes a batch of factors.
     """
 
     entries: dict[str, Tensor]
@@ -358,13 +387,26 @@ class Inverse:
     routine: ClassVar[staticmethod[[Tensor], tuple[Decomposition, Tensor]]]
 
     @staticmethod
-    def dampings(means: Tensor, damping: Damping, exact: bool = False) -> Sequence[Tensor | None]:
-        """None for each factor: γ is added later, to the products of eigenvalues."""
+    def split_damping(
+        means: Tensor, damping: Damping, exact: bool = False
+    ) -> Sequence[Tensor | None]:
+        """Split γ into what is added to the diagonal of each factor before it is decomposed.
+
+        By default that is nothing, because γ is added to the products of eigenvalues later.
+
+        Args:
+            means: The mean eigenvalues of A, G, and L if there is one, ``(2 or 3, ..., groups)``.
+            damping: γ.
+            exact: Whether G alone is the curvature of the layer.
+
+        Returns:
+            A tensor ``(..., groups)`` for each factor, or None.
+        """
         return (None,) * len(means)
 
     @classmethod
     def attempt(cls, problems: Sequence[Problem], dtype: torch.dtype) -> Attempts:
-        """Attempt to decompose each factor by :attr:`routine`. The parts have a given dtype."""
+        """Attempt to decompose each factor. The parts have the given dtype."""
 
         def in_dtype(matrices: Tensor) -> tuple[Decomposition, Tensor]:
             parts, errors = cls.routine(matrices)
@@ -376,21 +418,50 @@ class Inverse:
     def decompose(
         cls, problems: Sequence[Problem], dtype: torch.dtype
     ) -> list[Decomposition | None]:
-        """Decompose each factor; None if it has no valid decomposition."""
-        return cls.attempt(problems, dtype).result()
+        """Decompose each factor; None if it has no accurate decomposition."""
+        return cls.attempt(problems, dtype).finish()
 
     @staticmethod
-    def to_send(parts: Decomposition, dtype: torch.dtype | None) -> Decomposition:
-        """Round to the nearest: Q Λ Qᵀ has no sign to lose."""
-        return parts if dtype is None else tuple(round_to(part, dtype) for part in parts)
+    def message_shapes(shape: FactorShape, factor_name: str) -> tuple[tuple[int, ...], ...]:
+        """The shapes of a factor's parts in a message."""
+        raise NotImplementedError
 
     @staticmethod
-    def received(parts: Decomposition, dim: int) -> Decomposition:
-        """The parts as they were sent."""
+    def pack_message(parts: Decomposition, dtype: torch.dtype | None) -> Decomposition:
+        """Round the parts to a communication dtype, if there is one.
+
+        ``combine`` must make a positive definite inverse of the rounded parts. Q Λ Qᵀ remains
+        positive semidefinite if its parts are rounded to the nearest.
+        """
+        if dtype is None:
+            return parts
+        return tuple(round_to(part, dtype) for part in parts)
+
+    @staticmethod
+    def unpack_message(parts: Decomposition, dim: int) -> Decomposition:
+        """The parts of a factor of dimension ``dim``, from a message."""
         return parts
 
+    @staticmethod
+    def combine(
+        parts: Mapping[str, Decomposition], damping: Damping, multiplier: Tensor | None = None
+    ) -> Inverse:
+        """Form the inverse of a layer, or of a stack of layers. It shares the memory of the parts.
+
+        Args:
+            parts: The decompositions by factor, ``(layers x groups, ...)``.
+            damping: γ, a scalar or ``(layers x groups,)``.
+            multiplier: The inverse is multiplied by this, a scalar or ``(layers x groups,)``.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def saved_shapes(shape: FactorShape) -> dict[str, tuple[int, ...]]:
+        """The shapes of the inverse's tensors, by their names in a checkpoint."""
+        raise NotImplementedError
+
     def precondition(self, gradient: Tensor) -> Tensor:
-        """The inverse applied to a gradient of shape ``(groups, out, in)``."""
+        """Apply the inverse to a gradient of shape ``(groups, out, in)``."""
         raise NotImplementedError
 
     @property
@@ -399,71 +470,83 @@ class Inverse:
         return list(self.entries.values())
 
     def split_layers(self, groups: int) -> list[Inverse]:
-        """The inverse of each layer of a stack.
+        """Split a stacked inverse into the inverses of its layers.
 
-        Parts of a larger batch, or of a message, are copied: they would keep its memory.
+        A view of a larger batch or of a message is copied first, because it would keep the whole
+        memory.
         """
         columns: list[Sequence[Tensor]] = []
         for tensor in self.tensors:
-            shared = tensor.untyped_storage().nbytes() > tensor.nbytes
-            own = tensor.clone() if shared else tensor
+            is_part = tensor.untyped_storage().nbytes() > tensor.nbytes
+            own = tensor.clone() if is_part else tensor
             columns.append(own.unflatten(0, (-1, groups)).unbind())
-        return [self.of(parts) for parts in zip(*columns, strict=True)]
+        return [self.with_tensors(parts) for parts in zip(*columns, strict=True)]
 
-    def of(self, tensors: Sequence[Tensor]) -> Inverse:
-        """An inverse of other tensors, in the order of :attr:`tensors`."""
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Inverse:
+        """An inverse with other tensors, in the order of :attr:`tensors`."""
         return type(self)(dict(zip(self.entries, tensors, strict=True)))
 
 
 class EigenInverse(Inverse):
     """P = Q_G ((Q_Gᵀ ∇ Q) ∘ 1 / (v_G vᵀ + γ)) Qᵀ (Pauloski et al. 2022, eq. 13-15).
 
-    Q and v are those of A, or of A ⊗ L if an input is channels by locations. Equal to the dense
-    solve with A ⊗ G + γ I, or A ⊗ L ⊗ G + γ I. The eigenvectors of a factor are ``(groups, n, n)``,
-    as columns; a diagonal A has none. The scale is 1 / (v_G vᵀ + γ), ``(groups, out, in)`` or
-    ``(1, out, channels, locations)``.
+    Q and v are those of A, or of A ⊗ L if an input is channels by locations. P equals the dense
+    solution with A ⊗ G + γ I, or A ⊗ L ⊗ G + γ I.
+
+    The eigenvectors of a factor are the columns of ``(groups, n, n)``. A diagonal A has none. The
+    scale is 1 / (v_G vᵀ + γ), ``(groups, out, in)`` or ``(1, out, channels, locations)``.
     """
 
     routine = staticmethod(eigh)
 
     @staticmethod
-    def sent_shapes(shape: FactorShape, letter: str) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the eigenvectors, if any, and of the eigenvalues."""
-        values = shape.groups, shape.dims[letter]
-        return (values,) if letter in shape.diagonals else ((*values, values[1]), values)
+    def message_shapes(shape: FactorShape, factor_name: str) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the eigenvectors, if there are any, and of the eigenvalues."""
+        dim = shape.dims[factor_name]
+        if factor_name in shape.diagonals:
+            return ((shape.groups, dim),)
+        return ((shape.groups, dim, dim), (shape.groups, dim))
 
     @staticmethod
     def combine(
-        parts: Mapping[str, Decomposition], damping: Damping, times: Tensor | None = None
+        parts: Mapping[str, Decomposition], damping: Damping, multiplier: Tensor | None = None
     ) -> Inverse:
-        """Form 1 / (v_G vᵀ + γ) once, for all steps until the next refresh."""
+        """Compute 1 / (v_G vᵀ + γ) for all steps until the next refresh."""
         curvature = parts["A"][-1].unsqueeze(-2)
         if "L" in parts:
             curvature = curvature.unsqueeze(-1) * parts["L"][-1].unsqueeze(-2).unsqueeze(-2)
         g = parts["G"][-1]
         ones = [1] * (curvature.dim() - 2)
         added = damping.view(-1, 1, *ones) if isinstance(damping, Tensor) else damping
-        # Without damping the gradient has no part where the curvature is 0: the pseudo-inverse.
+        # Without damping, 1 / 0 becomes 0. This is the pseudo-inverse: the gradient has no part
+        # where the curvature is 0.
         scale = (g.view(*g.shape, *ones) * curvature).add_(added).reciprocal_()
         scale.nan_to_num_(nan=torch.nan, posinf=0.0)
-        if times is not None:
-            scale.mul_(times.view(-1, 1, *ones))
-        entries = {f"eigenvectors_{k}": v[0] for k, v in parts.items() if len(v) == 2}
-        return EigenInverse({**entries, EIGEN_SCALE: scale})
+        if multiplier is not None:
+            scale.mul_(multiplier.view(-1, 1, *ones))
+
+        entries: dict[str, Tensor] = {}
+        for factor_name, decomposition in parts.items():
+            if len(decomposition) == 2:
+                entries[f"eigenvectors_{factor_name}"] = decomposition[0]
+        entries[EIGEN_SCALE] = scale
+        return EigenInverse(entries)
 
     @staticmethod
     def saved_shapes(shape: FactorShape) -> dict[str, tuple[int, ...]]:
         """The shapes of the eigenvectors, and of 1 / (v_G vᵀ + γ)."""
-        found: dict[str, tuple[int, ...]] = {}
-        for letter, dim in shape.dims.items():
-            if letter not in shape.diagonals:
-                found[f"eigenvectors_{letter}"] = shape.groups, dim, dim
-        columns = (shape.dims["A"], shape.locations) if shape.locations else (shape.dims["A"],)
-        found[EIGEN_SCALE] = shape.groups, shape.dims["G"], *columns
-        return found
+        shapes: dict[str, tuple[int, ...]] = {}
+        for factor_name, dim in shape.dims.items():
+            if factor_name not in shape.diagonals:
+                shapes[f"eigenvectors_{factor_name}"] = (shape.groups, dim, dim)
+        scale_shape: tuple[int, ...] = (shape.groups, shape.dims["G"], shape.dims["A"])
+        if shape.locations:
+            scale_shape = (*scale_shape, shape.locations)
+        shapes[EIGEN_SCALE] = scale_shape
+        return shapes
 
     def precondition(self, gradient: Tensor) -> Tensor:
-        """The inverse applied to a gradient of shape ``(groups, out, in)``."""
+        """Apply the inverse to a gradient of shape ``(groups, out, in)``."""
         q_a = self.entries.get("eigenvectors_A")
         q_g = self.entries["eigenvectors_G"]
         q_l = self.entries.get("eigenvectors_L")
@@ -483,77 +566,85 @@ class EigenInverse(Inverse):
 class FactoredInverse(Inverse):
     """P = (G + √γ/π I)⁻¹ ∇ (A + π √γ I)⁻¹ (Martens & Grosse 2015, section 6.3), by Cholesky.
 
-    With L, the inverse on the inputs is that of A ⊗ L, each damped by itself (Ba et al. 2017,
-    eq. 9). An inverse is ``(groups, n, n)``, or ``(groups, in)`` if A is diagonal.
+    With L, the inverse on the inputs is that of A ⊗ L, where A and L are damped separately (Ba et
+    al. 2017, eq. 9). The inverse of a factor is ``(groups, n, n)``, or ``(groups, in)`` if A is
+    diagonal.
     """
 
     routine = staticmethod(cholesky_inverse)
 
     @staticmethod
-    def dampings(means: Tensor, damping: Damping, exact: bool = False) -> Sequence[Tensor | None]:
-        """Split γ over N factors: factor i gets πᵢ γ^(1/N); γ itself for an exact block.
+    def split_damping(
+        means: Tensor, damping: Damping, exact: bool = False
+    ) -> Sequence[Tensor | None]:
+        """Split γ over N factors: factor i gets πᵢ γ^(1/N). The G of an exact block gets γ.
 
-        With nᵢ = tr Fᵢ / dim Fᵢ, the ``means``, πᵢ = nᵢ / (Π n)^(1/N); a zero trace gives πᵢ = 1.
-        These πᵢ, whose product is 1, minimise the bound on the error that the cross terms make (Ba
-        et al. 2017, section 4.1). Two factors have π √γ and √γ / π, π² = (tr A / dim A) / (tr G /
-        dim G) (Martens & Grosse 2015, section 6.3).
+        The ``means`` are nᵢ = tr Fᵢ / dim Fᵢ, and πᵢ = nᵢ / (Π n)^(1/N). If a trace is 0, all πᵢ
+        are 1. These πᵢ, whose product is 1, minimize the bound on the error of the cross terms (Ba
+        et al. 2017, section 4.1). Two factors have π √γ and √γ / π, with π² = (tr A / dim A) /
+        (tr G / dim G) (Martens & Grosse 2015, section 6.3).
         """
         if exact:
             return None, torch.zeros_like(means[1]) + damping
         usable = (means > 0).all(0)
-        logarithms = torch.where(usable, means, 1.0).log()  # logarithms: the product may overflow
+        logarithms = torch.where(usable, means, 1.0).log()  # because the product may overflow
         pi = (logarithms - logarithms.mean(0)).exp()
         return (pi * damping ** (1 / len(means))).unbind()
 
     @staticmethod
-    def sent_shapes(shape: FactorShape, letter: str) -> tuple[tuple[int, ...], ...]:
-        """Shape of the inverse, alone in a tuple."""
-        dim = shape.dims[letter]
-        if letter in shape.diagonals:
+    def message_shapes(shape: FactorShape, factor_name: str) -> tuple[tuple[int, ...], ...]:
+        """The shape of the inverse, or of its triangle."""
+        dim = shape.dims[factor_name]
+        if factor_name in shape.diagonals:
             return ((shape.groups, dim),)
-        if dim >= TRIANGULAR_FROM:
+        if dim >= MIN_TRIANGLE_DIM:
             return ((shape.groups, packed_length(dim)),)
         return ((shape.groups, dim, dim),)
 
     @staticmethod
-    def to_send(parts: Decomposition, dtype: torch.dtype | None) -> Decomposition:
-        """Round an inverse to the nearest, and its diagonal so far up that it stays definite."""
+    def pack_message(parts: Decomposition, dtype: torch.dtype | None) -> Decomposition:
+        """Round the inverse so that it remains positive definite, and pack a large one."""
         (inverse,) = parts
+        is_diagonal = inverse.dim() == 2
         if dtype is not None:
-            inverse = (round_to if inverse.dim() == 2 else round_definite)(inverse, dtype)
-        if inverse.dim() == 3 and inverse.shape[-1] >= TRIANGULAR_FROM:
+            inverse = round_to(inverse, dtype) if is_diagonal else round_definite(inverse, dtype)
+        if not is_diagonal and inverse.shape[-1] >= MIN_TRIANGLE_DIM:
             inverse = pack_upper_triangular(inverse)
         return (inverse,)
 
     @staticmethod
-    def received(parts: Decomposition, dim: int) -> Decomposition:
-        """The inverse as whole matrices, or as a diagonal of the size ``dim``."""
+    def unpack_message(parts: Decomposition, dim: int) -> Decomposition:
+        """The inverse as full matrices, or as a diagonal of length ``dim``."""
         (inverse,) = parts
-        whole = inverse.dim() == 3 or inverse.shape[-1] == dim
-        return (inverse if whole else unpack_upper_triangular(inverse, dim),)
+        is_triangle = inverse.dim() == 2 and inverse.shape[-1] != dim
+        if is_triangle:
+            inverse = unpack_upper_triangular(inverse, dim)
+        return (inverse,)
 
     @staticmethod
     def combine(
-        parts: Mapping[str, Decomposition], damping: Damping, times: Tensor | None = None
+        parts: Mapping[str, Decomposition], damping: Damping, multiplier: Tensor | None = None
     ) -> Inverse:
-        """Collect the factors' inverses."""
-        inverses = {f"inverse_{letter}": part for letter, (part,) in parts.items()}
-        if times is not None:
-            g = inverses["inverse_G"]
-            inverses["inverse_G"] = (g * times.view(-1, 1, 1)).to(g.dtype)
-        return FactoredInverse(inverses)
+        """Collect the inverses of the factors, and multiply that of G."""
+        entries: dict[str, Tensor] = {}
+        for factor_name, (inverse,) in parts.items():
+            entries[f"inverse_{factor_name}"] = inverse
+        if multiplier is not None:
+            g = entries["inverse_G"]
+            entries["inverse_G"] = (g * multiplier.view(-1, 1, 1)).to(g.dtype)
+        return FactoredInverse(entries)
 
     @staticmethod
     def saved_shapes(shape: FactorShape) -> dict[str, tuple[int, ...]]:
         """The shapes of the factors' inverses."""
-        found: dict[str, tuple[int, ...]] = {}
-        for letter, dim in shape.dims.items():
-            sides = (dim,) if letter in shape.diagonals else (dim, dim)
-            found[f"inverse_{letter}"] = shape.groups, *sides
-        return found
+        shapes: dict[str, tuple[int, ...]] = {}
+        for factor_name, dim in shape.dims.items():
+            sides = (dim,) if factor_name in shape.diagonals else (dim, dim)
+            shapes[f"inverse_{factor_name}"] = (shape.groups, *sides)
+        return shapes
 
     def precondition(self, gradient: Tensor) -> Tensor:
-        """The inverse applied to a gradient of shape ``(groups, out, in)``."""
+        """Apply the inverse to a gradient of shape ``(groups, out, in)``."""
         a = self.entries["inverse_A"]
         locations = self.entries.get("inverse_L")
         half = torch.bmm(self.entries["inverse_G"], gradient)
