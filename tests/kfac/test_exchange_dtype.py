@@ -33,7 +33,7 @@ Found = tuple[list[Tensor], list[list[Tensor]], dict[str, float]]
 def train(rank: int, ranks: int, options: dict[str, Any]) -> Found:
     """The trajectory, each layer's inverse on this rank, and the bytes of the last step."""
     model = MLP.model()
-    with replaced(curvature, {"EXACT": 0}), kaisa(model, damping=0.1, **options) as optimizer:
+    with replaced(curvature, {"FULL_PRECISION_STEPS": 0}), kaisa(model, damping=0.1, **options) as optimizer:
         trajectory = []
         for batch in BATCHES:
             x, y = shard(batch, rank, ranks)
@@ -109,7 +109,7 @@ def sums_sent(rank: int, ranks: int, options: dict[str, Any]) -> list[float]:
         with bytes_by_stage() as sent:
             optimizer.zero_grad()
             cross_entropy(model(x), y).backward()
-            with replaced(curvature, {"EXACT": 2}):
+            with replaced(curvature, {"FULL_PRECISION_STEPS": 2}):
                 optimizer.step()
         found.append(sent["statistics_exchange"])
     return found
