@@ -33,7 +33,10 @@ Found = tuple[list[Tensor], list[list[Tensor]], dict[str, float]]
 def train(rank: int, ranks: int, options: dict[str, Any]) -> Found:
     """The trajectory, each layer's inverse on this rank, and the bytes of the last step."""
     model = MLP.model()
-    with replaced(curvature, {"FULL_PRECISION_STEPS": 0}), kaisa(model, damping=0.1, **options) as optimizer:
+    with (
+        replaced(curvature, {"FULL_PRECISION_STEPS": 0}),
+        kaisa(model, damping=0.1, **options) as optimizer,
+    ):
         trajectory = []
         for batch in BATCHES:
             x, y = shard(batch, rank, ranks)
