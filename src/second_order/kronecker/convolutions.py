@@ -1,23 +1,30 @@
-"""Convolutions of one to three dimensions: their patches, and the statistics made of these.
+"""Convolutions of one to three dimensions, and the second moment of their patches.
 
-The sum of āāᵀ over patches is made without them at stride 1: it is a cross-correlation. Its block
-for the taps p and q of the kernel is the sum of x[s + p] x[s + q]ᵀ over the output's positions s,
-and to move both taps by a row only moves this window of positions by a row. So blocks are computed
-for pairs that start with a corner of the kernel, 13 of the 81 for 3 x 3, as weight gradients of a
-convolution of the input with itself. The others follow from them by a row or a column at each end
-of the window ("displacement structure": Kailath, Kung & Morf 1979). A patch matrix would be k²
-times the input. As differences, blocks have rounding errors relative to the largest of them, not to
-each: in float32 up to 3e-6 of the largest element, against 1e-6 with patches.
+A convolution multiplies each patch of its input by the weight. A is therefore a sum over patches,
+and G is a sum over the locations of the output. The rows of a pair are whole images or signals.
 
-A transposed convolution multiplies each location of its input by the weight and adds the products
-to a patch of its output. So it is a Linear whose output is that patch, at each location of the
-input; its bias, which is added at locations of the output, is apart.
+A transposed convolution multiplies each location of its input by the weight, and adds the products
+to a patch of its output. It is a Linear whose output is that patch. Its bias is added at locations
+of the output, and is therefore not the homogeneous coordinate of A.
 
-Rows are whole images or signals. Sources: Grosse & Martens 2016, eq. 30-35 (KFC), Ba et al. 2017,
-appendix A (reduce).
+On CPUs, at stride 1 and without groups or dilation, ``patch_second_moment`` computes the sum of
+a aᵀ over the patches a without forming them, which would take k² times the memory of the input. The
+sum is a cross-correlation of the input with itself:
 
-This is done on CPUs, without groups and dilation; all else has its patches. Shapes: padded input
-(N, C, H', W'), kernel k₁ x k₂, output H x W with H' = H + k₁ - 1 and W' = W + k₂ - 1.
+1. Its block for the taps p and q of the kernel is the sum of x[s + p] x[s + q]ᵀ over the positions
+   s of the output. Moving both taps by one row moves this window of positions by one row.
+2. Blocks of pairs of taps that start in a corner of the kernel are computed as the weight gradients
+   of a convolution. These are 13 of 81 blocks for a 3 x 3 kernel.
+3. Each other block follows from a neighbor: add the row or column at one end of the window, and
+   subtract that at the other ("displacement structure", Kailath, Kung & Morf 1979).
+
+Because of these differences, rounding errors are relative to the largest block: in float32 up to
+3e-6 of the largest element, compared with 1e-6 with patches.
+
+Shapes: padded input (N, C, H', W'), kernel k₁ x k₂, output H x W with H' = H + k₁ - 1 and
+W' = W + k₂ - 1.
+
+Sources: Grosse & Martens 2016, eq. 30-35 (KFC), Ba et al. 2017, appendix A (reduce).
 """
 
 from __future__ import annotations
@@ -47,18 +54,20 @@ __all__ = ["ConvolutionKind", "extract_patches", "pad_input", "patch_second_mome
 
 Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
-AUTOCORRELATION_ELEMENTS = 2**20  # least elements of a patch matrix spared
+AUTOCORRELATION_ELEMENTS = 2**20
+"""With fewer elements of patches, the patches are faster."""
 
-# Positions to a piece: oneDNN adds one after the other: half a million in float32 were off by 2e-4.
 LONGEST_SUM = 2**14
+"""Positions per call of oneDNN, which adds them one after the other. With half a million positions,
+float32 sums had errors of 2e-4."""
 
 
 # ------------------------------------------------------------------------------------------ patches
 
 
 def pad_input(x: Tensor, conv: Convolution) -> Tensor:
-    """Pad ``x`` of shape ``(N, C, *spatial)`` the way ``conv`` does."""
-    sides: list[int] = []  # before and after, last dimension first
+    """Pad ``x``, ``(N, C, *spatial)``, as ``conv`` does."""
+    sides: list[int] = []  # before and after each dimension, the last dimension first
     for i in reversed(range(len(conv.kernel_size))):
         if conv.padding == "same":
             total = conv.dilation[i] * (conv.kernel_size[i] - 1)
@@ -72,20 +81,23 @@ def pad_input(x: Tensor, conv: Convolution) -> Tensor:
 
 
 def extract_patches(x: Tensor, conv: Convolution) -> Tensor:
-    """Patches of ``x``, ``(N, C, *spatial)``, as a view wherever padding allows.
+    """Extract the patches of ``x``, ``(N, C, *spatial)``. A view, if there is no padding.
 
-    ``(N, groups, C / groups, *kernel, *output)``: flattening dimensions 2 to 2 + k gives the order
-    of ``conv.weight.flatten(1)``.
+    Returns:
+        A tensor ``(N, groups, C / groups, *kernel, *output)``. Its dimensions from 2 to 2 + k have
+        the order of ``conv.weight.flatten(1)``.
     """
     dims = len(conv.kernel_size)
     x = pad_input(x, conv)
     for i in range(dims):
-        kernel, stride, dilation = conv.kernel_size[i], conv.stride[i], conv.dilation[i]
-        # unfold appends the window as the last dimension; every dilation-th entry is a tap.
-        x = x.unfold(2 + i, dilation * (kernel - 1) + 1, stride)[..., ::dilation]
+        dilation = conv.dilation[i]
+        window = dilation * (conv.kernel_size[i] - 1) + 1
+        # unfold appends the window as the last dimension. Every dilation-th entry is a tap.
+        x = x.unfold(2 + i, window, conv.stride[i])[..., ::dilation]
     # (N, C, *output, *kernel) -> (N, C, *kernel, *output)
-    output, kernel_dims = range(2, 2 + dims), range(2 + dims, 2 + 2 * dims)
-    x = x.permute(0, 1, *kernel_dims, *output)
+    output_dims = range(2, 2 + dims)
+    kernel_dims = range(2 + dims, 2 + 2 * dims)
+    x = x.permute(0, 1, *kernel_dims, *output_dims)
     return torch.unflatten(x, 1, (conv.groups, -1))
 
 
@@ -93,23 +105,27 @@ def extract_patches(x: Tensor, conv: Convolution) -> Tensor:
 
 
 def patch_second_moment(x: Tensor, kernel: tuple[int, int]) -> Tensor:
-    """Sum over examples and output positions of the outer products of the patches, at stride 1.
+    """Sum the outer products of all patches, over examples and output positions, at stride 1.
 
-    ``x`` is the padded input ``(N, C, H', W')``. Returns ``(C k₁ k₂, C k₁ k₂)``. The taps of a
-    channel are next to each other, as in ``weight.flatten(1)``.
+    Args:
+        x: The padded input, ``(N, C, H', W')``.
+        kernel: (k₁, k₂).
+
+    Returns:
+        A tensor ``(C k₁ k₂, C k₁ k₂)``, in the order of ``weight.flatten(1)``.
     """
     dim = x.shape[1] * math.prod(kernel)
-    x = x.contiguous(memory_format=torch.channels_last)  # a quarter faster for narrow layers
+    x = x.contiguous(memory_format=torch.channels_last)  # 25 % faster for narrow layers
     blocks = _tap_blocks(x, x, kernel).flatten(0, 1).flatten(2, 3)  # (taps, C, taps, C)
-    # The taps of the second index move from the outermost place to the innermost.
+    # Order both indices by channel, then by tap.
     return blocks.permute(1, 2, 3, 0).reshape(dim, dim)
 
 
 def _tap_blocks(x: Tensor, y: Tensor, kernel: tuple[int, int]) -> Tensor:
-    """Blocks of the second moment by pairs of taps, ``(k₁, k₂, C, k₁, k₂, C)``.
+    """Compute the blocks of the second moment for all pairs of taps, ``(k₁, k₂, C, k₁, k₂, C)``.
 
-    [i', j', a, i, j, b] is the sum of y[a, s + (i, j)] x[b, s + (i', j')]. ``y`` is x with a sign
-    for each example, its weight in the sum.
+    Entry [i', j', a, i, j, b] is the sum of y[a, s + (i, j)] x[b, s + (i', j')] over s. ``y`` is x
+    with a sign per example, which is the example's weight in the sum.
     """
     k1, k2 = kernel
     channels = x.shape[1]
@@ -137,23 +153,28 @@ def _tap_blocks(x: Tensor, y: Tensor, kernel: tuple[int, int]) -> Tensor:
 
 
 def _correlation(x: Tensor, y: Tensor, taps: tuple[int, int]) -> Tensor:
-    """Correlate: [i', j', a, b] sums y[a, s] x[b, s + (i', j')], all i', j' below ``taps``."""
+    """Correlate two images: [i', j', a, b] is the sum of y[a, s] x[b, s + (i', j')] over s.
+
+    i' and j' are less than ``taps``.
+    """
     channels = x.shape[1]
     examples = max(1, LONGEST_SUM // y[0, 0].numel())
     total = x.new_zeros(channels, channels, *taps)
-    for some, weighted in zip(x.split(examples), y.split(examples), strict=True):
-        total += conv2d_weight(some, total.shape, weighted)
+    for x_part, y_part in zip(x.split(examples), y.split(examples), strict=True):
+        total += conv2d_weight(x_part, total.shape, y_part)
     return total.permute(2, 3, 0, 1)
 
 
 def _ends(x: Tensor, dim: int, size: int) -> tuple[Tensor, Tensor]:
+    """The first and the last ``size`` entries of a dimension."""
     return x.narrow(dim, 0, size), x.narrow(dim, x.shape[dim] - size, size)
 
 
 def _column_change(x: Tensor, y: Tensor, kernel: tuple[int, int]) -> Tensor:
-    """The change of the blocks of the first row of taps when both taps move a column to the right.
+    """How the blocks of the first row of taps change if both taps move one column to the right.
 
-    ``(k₁, k₂ - 1, C, k₂ - 1, C)``: [i', j', :, j, :] leads from j, j' to the next.
+    Returns ``(k₁, k₂ - 1, C, k₂ - 1, C)``. Entry [i', j', :, j, :] is the change from (j, j') to
+    (j + 1, j' + 1).
     """
     taps = kernel[1] - 1
     channels = x.shape[1]
@@ -170,7 +191,7 @@ def _column_change(x: Tensor, y: Tensor, kernel: tuple[int, int]) -> Tensor:
 
 
 def _shift_columns(blocks: Tensor, change: Tensor) -> None:
-    """Complete the blocks whose first tap is in the first row."""
+    """Fill in the blocks whose first tap is in the first row."""
     k2 = blocks.shape[1]
     for j in range(k2 - 1):
         out = blocks[:, j + 1 :, :, 0, j + 1]
@@ -181,15 +202,16 @@ def _shift_columns(blocks: Tensor, change: Tensor) -> None:
 
 
 def _row_change(x: Tensor, y: Tensor, kernel: tuple[int, int]) -> Tensor:
-    """The change of the blocks when both taps move a row down.
+    """How the blocks change if both taps move one row down.
 
-    ``(k₁ - 1, k₂, k₁ - 1, C, k₂, C)``: [i', :, i, :, :, :] leads from i, i' to the next.
+    Returns ``(k₁ - 1, k₂, k₁ - 1, C, k₂, C)``. Entry [i', :, i, :, :, :] is the change from (i, i')
+    to (i + 1, i' + 1).
     """
     taps = kernel[0] - 1
     channels = x.shape[1]
 
     def as_channels(first: Tensor, last: Tensor) -> Tensor:
-        # The rows of a tap as channels (k₁ - 1, C) of an image of one row.
+        # View the k₁ - 1 rows as further channels (k₁ - 1, C) of an image with one row.
         ends = torch.cat([first, last]).permute(0, 3, 2, 1)
         return ends.flatten(2).unsqueeze(1).permute(0, 3, 1, 2)
 
@@ -200,7 +222,7 @@ def _row_change(x: Tensor, y: Tensor, kernel: tuple[int, int]) -> Tensor:
 
 
 def _shift_rows(blocks: Tensor, change: Tensor) -> None:
-    """Complete all blocks from those whose first tap is in the first row."""
+    """Fill in all blocks from those whose first tap is in the first row."""
     for i in range(blocks.shape[0]):
         if i > 0:
             out = blocks[i:, :, :, i]
@@ -211,16 +233,20 @@ def _shift_rows(blocks: Tensor, change: Tensor) -> None:
 # --------------------------------------------------------------------------------------- statistics
 
 
-def _spares_patches(conv: Convolution, d: Tensor) -> bool:
-    """Whether the second moment of the patches is taken without them, by the output's gradient.
+def _avoids_patches(conv: Convolution, d: Tensor) -> bool:
+    """Whether to compute the second moment of the patches without forming them.
 
-    At stride 1, as larger ones share next to nothing between taps, and on the CPU; on CUDA nothing
-    is measured, and float32 convolutions round to TF32. On one core, float32, 3 x 3, it is 2.4 to
-    4.9 times as fast at 16 x 16 positions and above with 16 to 128 channels, 1.7 at 8 x 8. Below a
-    million patch elements, or with a window of less than twice the kernel's reach, it is slower.
+    At larger strides, taps have almost no products in common. On CUDA this has not been measured,
+    and float32 convolutions round to TF32 there.
+
+    On one core, with float32 and a 3 x 3 kernel, it is 2.4 to 4.9 times as fast as with patches at
+    16 x 16 positions or more and 16 to 128 channels, and 1.7 times at 8 x 8. It is slower with
+    fewer than a million elements of patches, or if the output is less than twice as large as the
+    kernel.
     """
-    plain = isinstance(conv, nn.Conv1d | nn.Conv2d) and conv.groups == 1
-    if not plain or d.device.type != "cpu" or any(n > 1 for n in (*conv.stride, *conv.dilation)):
+    if not isinstance(conv, nn.Conv1d | nn.Conv2d) or conv.groups != 1:
+        return False
+    if d.device.type != "cpu" or any(n > 1 for n in (*conv.stride, *conv.dilation)):
         return False
     for output, kernel in zip(d.shape[2:], conv.kernel_size, strict=True):
         if output <= 2 * (kernel - 1):
@@ -231,9 +257,9 @@ def _spares_patches(conv: Convolution, d: Tensor) -> bool:
 
 
 def _gram_without_patches(x: Tensor, conv: Convolution, homogeneous: bool) -> Tensor:
-    """:func:`gram` of the patches of ``x``, computed without patches."""
+    """Compute :func:`gram` of the patches of ``x`` without forming them."""
     x = pad_input(x, conv)
-    if x.dim() == 3:  # of one dimension: an image of one row
+    if x.dim() == 3:  # view a signal as an image with one row
         x = x.unsqueeze(2)
     k1, k2 = (1, *conv.kernel_size)[-2:]
     height = x.shape[2] - k1 + 1
@@ -245,10 +271,10 @@ def _gram_without_patches(x: Tensor, conv: Convolution, homogeneous: bool) -> Te
     return append_ones(moment, windows.sum((-2, -1)).view(1, -1), len(x) * height * width)
 
 
-def _rows(maps: Tensor, dims: int) -> Tensor:
-    """Maps ``(N, groups, *features, *locations)`` as rows ``(groups, N x locations, features)``.
+def _to_rows(maps: Tensor, dims: int) -> Tensor:
+    """Reshape maps ``(N, groups, *features, *locations)`` to ``(groups, N x locations, features)``.
 
-    They are copied along the locations, which lie next to each other in most inputs.
+    The copy runs along the locations, which are contiguous in most inputs.
     """
     columns = maps.movedim(0, -dims - 1)
     return columns.reshape(len(columns), maps.shape[2:-dims].numel(), -1).mT
@@ -256,67 +282,71 @@ def _rows(maps: Tensor, dims: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ConvolutionKind(LayerKind):
-    """A convolution, whose rows are patches of x, or a transposed one, those of d.
+    """A convolution, with patches of x, or a transposed convolution, with patches of d.
 
-    All examples take part.
+    All examples take part in a pass.
     """
 
     transposed: bool = False
 
     @property
     def separate_bias_reason(self) -> str:  # type: ignore[override]
-        """Why the bias is not the homogeneous coordinate of A; "" if it is."""
+        """Why the bias is not the homogeneous coordinate of A. "" if it is."""
         return "multiplied at other positions" if self.transposed else ""
 
     def shape(self, module: nn.Module, bias: bool) -> FactorShape:
-        """Sizes of the factors, of channels and patches."""
+        """Sizes of the factors, from channels and patches."""
         conv = cast(Convolution, module)
-        first, patch = conv.weight.shape[0] // conv.groups, conv.weight.shape[1:].numel()
+        channels = conv.weight.shape[0] // conv.groups
+        patch = conv.weight.shape[1:].numel()
         if self.transposed:
-            return FactorShape(conv.groups, first, patch, transposed=True)
-        return FactorShape(conv.groups, patch + int(bias), first)
+            return FactorShape(conv.groups, in_dim=channels, out_dim=patch, transposed=True)
+        return FactorShape(conv.groups, in_dim=patch + int(bias), out_dim=channels)
 
     def statistics(
         self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions
     ) -> PairStatistics:
-        """Statistics of a pair, ``(N, channels, *spatial)`` or one example without N."""
+        """Compute the sums of a pair ``(N, channels, *spatial)``. A single example has no N."""
         conv = cast(Convolution, module)
         dims = len(conv.kernel_size)
         spatial = tuple(range(-dims, 0))
-        x, d = _batched(x, d, dims)
+        x, d = _add_batch_dim(x, d, dims)
+        is_reduced = options.approximation == "reduce"
+        avoids_patches = not is_reduced and not self.transposed and _avoids_patches(conv, d)
 
-        # Maps of inputs and of gradients, (N, groups, *features, *locations).
-        reduces = options.approximation == "reduce"
-        spared = not (reduces or self.transposed) and _spares_patches(conv, d)
+        # Maps of the inputs and of the gradients, (N, groups, *features, *locations).
         if self.transposed:
             inputs = x.unflatten(1, (conv.groups, -1))
             outputs = extract_patches(d, conv)
-            for dim in spatial:  # output padding can make room for more
+            for dim in spatial:  # output_padding can make room for more patches
                 outputs = outputs.narrow(dim, 0, x.shape[dim])
         else:
-            inputs = x if spared else extract_patches(x, conv)
+            inputs = x if avoids_patches else extract_patches(x, conv)
             outputs = d.unflatten(1, (conv.groups, -1))
 
-        if reduces:
+        # With "reduce", a row is the mean input and the summed gradient of an example.
+        if is_reduced:
             a = gram(inputs.mean(spatial).flatten(2).transpose(0, 1), options.has_bias)
             g = gram(outputs.sum(spatial).flatten(2).transpose(0, 1))
             return PairStatistics({"A": a, "G": g}, len(d))
-        if spared:
+
+        # With "expand", each location is a row.
+        if avoids_patches:
             a = _gram_without_patches(x, conv, options.has_bias)
         else:
-            a = gram(_rows(inputs, dims), options.has_bias)
-        g = gram(_rows(outputs, dims)).div_(outputs.shape[-dims:].numel())
+            a = gram(_to_rows(inputs, dims), options.has_bias)
+        g = gram(_to_rows(outputs, dims)).div_(outputs.shape[-dims:].numel())
         return PairStatistics({"A": a, "G": g}, len(d))
 
     def weight_gradient(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
-        """A pair's part of the gradient of the weight."""
+        """Compute a pair's contribution to the gradient of the weight."""
         conv = cast(Convolution, module)
         dims = len(conv.kernel_size)
-        x, d = _batched(x, d, dims)
+        x, d = _add_batch_dim(x, d, dims)
         _, gradient, _ = torch.ops.aten.convolution_backward(
             d,
             x if self.transposed else pad_input(x, conv),
-            x.new_empty(conv.weight.shape),  # its values do not matter
+            x.new_empty(conv.weight.shape),  # the weight, whose values do not matter
             None,
             conv.stride,
             conv.padding if self.transposed else [0] * dims,
@@ -329,21 +359,26 @@ class ConvolutionKind(LayerKind):
         return cast(Tensor, gradient)
 
     def fits_pair(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
-        """Whether a pair has the channels of input and output."""
+        """Whether a pair has the channels of the layer's input and output."""
         conv = cast(Convolution, module)
-        channels = -len(conv.kernel_size) - 1
-        if x.dim() != d.dim() or x.dim() < -channels:
+        channel_dim = -len(conv.kernel_size) - 1
+        if x.dim() != d.dim() or x.dim() < -channel_dim:
             return False
-        return x.shape[channels] == conv.in_channels and d.shape[channels] == conv.out_channels
+        same_inputs = x.shape[channel_dim] == conv.in_channels
+        same_outputs = d.shape[channel_dim] == conv.out_channels
+        return same_inputs and same_outputs
 
     def gradient_rows(self, module: nn.Module, x: Tensor, d: Tensor) -> PairRows:
-        """Whole images or signals."""
-        return image_rows(d, d.dim() > len(cast(Convolution, module).kernel_size) + 1)
+        """The rows of a pair: whole images or signals."""
+        dims = len(cast(Convolution, module).kernel_size)
+        return image_rows(d, batched=d.dim() > dims + 1)
 
 
-def _batched(x: Tensor, d: Tensor, dims: int) -> tuple[Tensor, Tensor]:
-    """A pair with a batch dimension, which a single example may lack."""
-    return (x.unsqueeze(0), d.unsqueeze(0)) if x.dim() == dims + 1 else (x, d)
+def _add_batch_dim(x: Tensor, d: Tensor, dims: int) -> tuple[Tensor, Tensor]:
+    """Add a batch dimension to a pair of a single example."""
+    if x.dim() == dims + 1:
+        return x.unsqueeze(0), d.unsqueeze(0)
+    return x, d
 
 
 KINDS.update(dict.fromkeys(CONVOLUTIONS[:3], ConvolutionKind()))

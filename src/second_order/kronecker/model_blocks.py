@@ -1,9 +1,19 @@
-"""Division of a model's modules into blocks with curvature, and the base optimizer's rest."""
+"""Divide a model into blocks with curvature, and parameters that the base optimizer trains alone.
+
+    BlockRules     the options that decide which modules become blocks
+    find_blocks    visits the modules in order, classifies each, and then makes one block per weight
+    LeftToBase     parameters without a block, with the reason for the summary and the warnings
+
+A module can be a layer with a kind (:mod:`second_order.kronecker.kinds`), fused experts, or a norm
+layer with an exact block. Modules that share a weight share a block, but only if all of them can
+have it. If ``unsupported_layers`` allows it, the remaining matrices get gradient-factored blocks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,72 +30,109 @@ from second_order.utils.modules import first_match, plain_type
 
 __all__ = ["BlockRules", "LeftToBase", "find_blocks"]
 
-LONE = "Parameter"  # in the place of a class, of what no layer has
-MUCH = 0.1  # of the parameters: the share of matrices without a rule that "auto" does not leave
+PARAMETER = "Parameter"
+"""Stands for the class of a module, for a parameter that belongs to no layer."""
+
+AUTO_SHARE = 0.1
+"""unsupported_layers="auto" makes gradient-factored blocks if these would have this share of all
+parameters."""
+
+# Reasons in `LeftToBase`.
 EXCLUDED = "precondition=False in its parameter group"
 TIED = "its weight is tied to a module left to the base"
-UNTOLD = (
-    "kfac_approx='reduce' needs the sequence of each token, which experts are not told; 'expand' "
-    "does not"
+TIED_DIFFERENTLY = "tied weights with separate biases or types"
+NOT_OWNED = "its weight is not in the optimizer's groups"
+REDUCED_EXPERTS = (
+    "kfac_approx='reduce' needs the sequence of each token, which experts do not receive; use "
+    "kfac_approx='expand'"
 )
-
-
 VECTORS_LEFT = "no factors are made of the gradients of its vectors"
 
 
 @dataclass(frozen=True)
 class LeftToBase:
-    """Parameters that the base optimizer trains alone, and why."""
+    """Parameters that the base optimizer trains alone, and why.
 
-    name: str  # of the parameters' module; of a lone parameter its own
-    kind: str  # class of the module; "Parameter" for a lone one
+    Attributes:
+        name: Name of the module, or of a single parameter.
+        kind: Class of the module. "Parameter" for a single parameter.
+        reason: Why it has no block.
+        parameters: Number of scalars.
+        unexpected: It would have a block, but for its size or its state.
+        norm: It is a norm layer.
+        in_part: The matrices of the module have gradient-factored blocks, and only its vectors are
+            left.
+    """
+
+    name: str
+    kind: str
     reason: str
-    parameters: int  # number of scalars
-    unexpected: bool = False  # it would have a block, but for its size or its state
-    norm: bool = False  # a norm layer
-    in_part: bool = False  # the module's matrices have factors made of their gradients
+    parameters: int
+    unexpected: bool = False
+    norm: bool = False
+    in_part: bool = False
 
     def __str__(self) -> str:
-        kind = [] if self.kind == LONE else [self.kind]
-        said = ": ".join(kind + [self.reason] * self.unexpected)
+        details = []
+        if self.kind != PARAMETER:
+            details.append(self.kind)
+        if self.unexpected:
+            details.append(self.reason)
         name = f"vectors of {self.name}" if self.in_part else self.name
-        return f"{name} ({said})" if said else name
+        if not details:
+            return name
+        return f"{name} ({': '.join(details)})"
 
 
 @dataclass(frozen=True)
 class BlockRules:
-    """Rules for layers that are not plain Kronecker blocks."""
+    """Options that decide which modules become blocks.
 
-    # Layers with a larger factor are left to the base; None for no bound.
+    Attributes:
+        max_factor_dim: A layer with a larger factor is left to the base. None: no limit.
+        doubly_factored: (locations, channels) of the inputs of Linears, by name. "auto": double
+            factoring for each Linear whose A would be too large, with the channels of the
+            convolution before it.
+        max_exact_dim: Norm layers and separate biases have exact blocks with up to this many
+            entries, and diagonals beyond it. None: they are left to the base.
+        unsupported_layers: Whether matrices without a block, including those of layers that are too
+            large, get gradient-factored blocks: "gradient_factors", "base_optimizer", or "auto",
+            which decides by their share of the parameters.
+        approximation: How to treat dimensions that share the weight.
+    """
+
     max_factor_dim: int | None = None
-    # (locations, channels) of the inputs of Linears, by their names; "auto" for those whose A would
-    # be too large, from the channels of the convolution before them.
     doubly_factored: Mapping[str, tuple[int, int]] | str = field(default_factory=dict)
-    # Normalisations and lone biases have exact blocks, up to so many entries, and diagonals above;
-    # None leaves them to the base.
     max_exact_dim: int | None = None
-    # "gradient_factors": matrices without a block, and those of layers that are too large, get
-    # factors from their gradients. "base_optimizer": they get none. "auto": "gradient_factors" if
-    # they make up a tenth of the parameters or more.
     unsupported_layers: str = "base_optimizer"
-    approximation: Approximation = "expand"  # of dimensions that share the weight
+    approximation: Approximation = "expand"
 
     def locations(self, name: str, module: nn.Module, channels: int | None) -> int:
-        """Number T of locations of a Linear to be doubly factored; 0 for any other module.
+        """Number of locations of a doubly factored Linear; 0 for any other module.
 
-        ``channels`` are the output channels of the last convolution before it.
+        ``channels``: the output channels of the last convolution before the module.
         """
         if not isinstance(module, nn.Linear):
             return 0
         if not isinstance(self.doubly_factored, str):
-            return self.doubly_factored.get(name, (0, 0))[0]
-        bound, size = self.max_factor_dim, module.in_features
-        if bound is None or size + (module.bias is not None) <= bound or not channels:
+            locations, _ = self.doubly_factored.get(name, (0, 0))
+            return locations
+
+        # "auto": only if A would be too large, and the input consists of whole feature maps.
+        in_features = module.in_features
+        a_dim = in_features + (module.bias is not None)
+        if self.max_factor_dim is None or a_dim <= self.max_factor_dim or not channels:
             return 0
-        return size // channels if size % channels == 0 and size > channels else 0
+        if in_features % channels != 0 or in_features <= channels:
+            return 0
+        return in_features // channels
 
     def check(self, model: nn.Module) -> None:
-        """Raise ValueError unless the doubly factored layers are Linears of those sizes."""
+        """Check that the doubly factored layers are Linears of the given sizes.
+
+        Raises:
+            ValueError: If a layer is not.
+        """
         if isinstance(self.doubly_factored, str):
             return
         modules = dict(model.named_modules())
@@ -101,8 +148,8 @@ class BlockRules:
                 )
 
     def too_large(self, shape: FactorShape) -> str | None:
-        """Why a layer's factors are too large to be kept; None if they are not."""
-        largest = max(shape.dims[k] for k in shape.factor_names if k not in shape.diagonals)
+        """Why the factors of a layer are too large; None if they are not."""
+        largest = max(n for name, n in shape.dims.items() if name not in shape.diagonals)
         if self.max_factor_dim is None or largest <= self.max_factor_dim:
             return None
         return f"a factor of {largest} rows exceeds max_factor_dim={self.max_factor_dim}"
@@ -117,51 +164,63 @@ def find_blocks(
     rules: BlockRules | None = None,
     excluded: Set[int] = frozenset(),
 ) -> tuple[list[KroneckerBlock], list[LeftToBase]]:
-    """Sort a model's modules into blocks, in their order, and what is left to the base.
+    """Find the blocks of a model, in the order of its modules, and the parameters without one.
 
     Args:
         model: The user's module, unwrapped.
-        owned: Sizes of the parameters in the optimizer's groups by their ``id``.
-        skip: Patterns (shell style) of names of modules or classes to leave to the base, with all
-            that is inside them.
-        known: Blocks of an earlier call by ``id`` of their weight, kept as they are.
+        owned: Sizes of the parameters in the optimizer's groups, by ``id``.
+        skip: Shell-style patterns of names or classes of modules to leave to the base, with all
+            modules inside them.
+        known: Blocks of an earlier call by ``id`` of their weight. They are reused if they still
+            fit.
         factor_dtype: Dtype of the factors of new blocks.
-        rules: Rules for layers that are not plain Kronecker blocks; None for none.
-        excluded: The ``id`` of parameters whose groups leave them to the base. A module with some
-            of them and others is sorted as if there were none.
+        rules: Options that decide which modules become blocks. None: the defaults.
+        excluded: The ``id`` of parameters in groups with ``precondition=False``. If only some
+            parameters of a module are excluded, the module is treated as if none were.
 
     Raises:
         ValueError: If the rules do not fit the model.
     """
-    rules = BlockRules() if rules is None else rules
+    if rules is None:
+        rules = BlockRules()
     rules.check(model)
-    search = _Search(model, owned, known, factor_dtype, rules, excluded)
+    search = _BlockSearch(model, owned, known, factor_dtype, rules, excluded)
     patterns = list(skip)
-    everything = dict(model.named_modules(remove_duplicate=False))
-    channels: int | None = None
+    modules = dict(model.named_modules(remove_duplicate=False))
+
+    channels: int | None = None  # of the last convolution, if no Linear came after it
     for name, module in model.named_modules():
         if isinstance(module, CONVOLUTIONS):
             channels = module.out_channels
-        fed_by = channels
+        input_channels = channels
         if isinstance(module, nn.Linear):
             channels = None
-        own = {id(p) for p in module.parameters(recurse=False)} & owned.keys()
-        if not own:
+
+        params = {id(p) for p in module.parameters(recurse=False)} & owned.keys()
+        if not params:
             continue
-        pattern = first_match(patterns, everything, name)
+        pattern = first_match(patterns, modules, name)
         if pattern:
-            search.leave_out(name, module, f"skip_layers: {pattern!r}")
-        elif own <= excluded:
-            search.leave_out(name, module, EXCLUDED)
+            search.exclude(name, module, f"skip_layers: {pattern!r}")
+        elif params <= excluded:
+            search.exclude(name, module, EXCLUDED)
         else:
-            search.sort(name, module, fed_by)
-    blocks = search.blocks()
-    blocks += search.others(blocks)
-    return blocks, search.left_by(blocks)
+            search.add(name, module, input_channels)
+
+    blocks = search.make_blocks()
+    blocks += search.make_gradient_blocks(blocks)
+    return blocks, search.rows_without_block(blocks)
 
 
-class _Search:
-    """What is found of a model's modules, one after the other."""
+class _Row(NamedTuple):
+    """A row for the summary, and the ids of the parameters that it may count."""
+
+    row: LeftToBase
+    params: list[int]
+
+
+class _BlockSearch:
+    """Classifies the modules of a model one by one, then makes their blocks."""
 
     def __init__(
         self,
@@ -172,242 +231,311 @@ class _Search:
         rules: BlockRules,
         excluded: Set[int],
     ) -> None:
-        self._model, self._owned, self._known = model, owned, known
-        self._factor_dtype, self._rules = factor_dtype, rules
-        # By weight, in the order of the modules: a block, or the names of the modules that have it.
-        self._places: dict[int, KroneckerBlock | dict[nn.Module, str]] = {}
-        self._in_exact: set[int] = set()
-        self._rows: list[tuple[LeftToBase, list[int]]] = []  # and the parameters each may have
-        self._left: set[nn.Module] = set()
-        self._barred = set(excluded)  # parameters that are the base's, whatever the rules
+        self._model = model
+        self._owned = owned
+        self._known = known
+        self._factor_dtype = factor_dtype
+        self._rules = rules
+
+        # By id of a weight, in the order of the modules: its block, or the modules that share it.
+        self._by_weight: dict[int, KroneckerBlock | dict[nn.Module, str]] = {}
+        self._in_exact: set[int] = set()  # ids of the parameters in exact blocks
+        self._excluded = set(excluded)  # ids of the parameters that get no block
+        self._rows: list[_Row] = []
+        self._skipped: set[nn.Module] = set()
+
+        # The kinds of all modules. Those of tied weights replace those of the classes.
         self._matches = {module: match(module) for module in model.modules()}
         self._kinds: dict[nn.Module, LayerKind] = {}
-        for module, found in self._matches.items():
-            if found.kind is not None:
-                self._kinds[module] = found.kind
-        self._ties = tied_kinds(self._kinds)
-        self._kinds.update(self._ties)
-        self._layers_own: set[int] = set()
+        for module, matched in self._matches.items():
+            if matched.kind is not None:
+                self._kinds[module] = matched.kind
+        self._tied_kinds = tied_kinds(self._kinds)
+        self._kinds.update(self._tied_kinds)
+
+        self._layer_params: set[int] = set()
         for module, kind in self._kinds.items():
-            params = (module._parameters.get(name) for name in (kind.weight, kind.bias))
-            self._layers_own.update(id(p) for p in params if p is not None)
+            for name in (kind.weight, kind.bias):
+                p = module._parameters.get(name)
+                if p is not None:
+                    self._layer_params.add(id(p))
 
-    # -------------------------------------------------------------------------- module by module
+    # ---------------------------------------------------------------------------- one module
 
-    def leave(self, name: str, module: nn.Module, reason: str, *, unexpected: bool = False) -> None:
-        """Leave a module's parameters to the base."""
-        kind, norm = plain_type(module).__name__, _is_norm(module)
-        row = LeftToBase(name or "(model)", kind, reason, 0, unexpected, norm)
-        self._rows.append((row, [id(p) for p in module.parameters(recurse=False)]))
-        self._left.add(module)
+    def exclude(self, name: str, module: nn.Module, reason: str) -> None:
+        """Leave a module to the base because the user asks for it."""
+        self._excluded.update(id(p) for p in module.parameters(recurse=False))
+        self._skip(name, module, reason)
+        self._add_use_of_weight(name, module)
 
-    def leave_alone(
-        self, name: str, params: Iterable[Tensor | None], reason: str, *, unexpected: bool = False
-    ) -> None:
-        """Leave some parameters of a module to the base."""
-        row = LeftToBase(name.lstrip("."), LONE, reason, 0, unexpected)
-        self._rows.append((row, [id(p) for p in params if p is not None]))
-
-    def leave_out(self, name: str, module: nn.Module, reason: str) -> None:
-        """Leave a module to the base, as the user asks for."""
-        self._barred.update(id(p) for p in module.parameters(recurse=False))
-        self.leave(name, module, reason)
-        self._join(name, module)
-
-    def _join(self, name: str, module: nn.Module) -> None:
-        """Put a module in the place of its weight, if it is the optimizer's."""
-        letter = self._kinds[module].weight if module in self._kinds else "weight"
-        weight = dict(module.named_parameters(recurse=False)).get(letter)  # TorchScript's, too
-        if weight is not None and id(weight) in self._owned:
-            place = self._places.setdefault(id(weight), {})
-            if isinstance(place, dict):
-                place[module] = name
-
-    def sort(self, name: str, module: nn.Module, fed_by: int | None) -> None:
-        """Find out what a module is: a layer, the place of an exact block, or the base's."""
-        own = dict(module.named_parameters(recurse=False))
-        kind = self._kinds.get(module)
-        gain = gain_of(module)
+    def add(self, name: str, module: nn.Module, input_channels: int | None) -> None:
+        """Classify a module: experts, a norm layer, a layer with a kind, or left to the base."""
         if is_experts(module):
             self._add_experts(name, module)
             return
-        if kind is None and all(id(p) in self._layers_own for p in own.values()):
-            return  # another name of a layer's bias, as BERT's head has it
-        if gain is not None and id(own.get(gain.weight)) not in self._in_exact:
-            block = self._exact_block(name, module, [gain.weight, gain.bias or ""])
+        params = dict(module.named_parameters(recurse=False))
+        kind = self._kinds.get(module)
+        if kind is None and all(id(p) in self._layer_params for p in params.values()):
+            return  # it shares the parameters of layers, as BERT's head shares a bias
+
+        # A norm layer has an exact block.
+        gain = gain_of(module)
+        if gain is not None and id(params.get(gain.weight)) not in self._in_exact:
+            block = self._make_exact_block(name, module, [gain.weight, gain.bias or ""])
             if block is not None:
-                self._places.setdefault(id(block.weight), block)
+                self._by_weight.setdefault(id(block.weight), block)
                 return
+
+        # A layer with a kind has a Kronecker block, unless its factors are too large.
         reason = self._matches[module].reason
         unexpected = isinstance(module, torch.jit.ScriptModule)
         if kind is not None:
-            weight = own.get(kind.weight)
+            weight = params.get(kind.weight)
             if weight is None or id(weight) not in self._owned:
-                reason = "its weight is not in the optimizer's groups"
+                reason = NOT_OWNED
             else:
-                locations = self._rules.locations(name, module, fed_by)
+                locations = self._rules.locations(name, module, input_channels)
                 if locations:
-                    kind = self._kinds[module] = DoublyFactored(locations=locations)
-                wider = not kind.separate_bias_reason and own.get(kind.bias) is not None
-                reason = self._rules.too_large(kind.shape(module, wider))
+                    kind = DoublyFactored(locations=locations)
+                    self._kinds[module] = kind
+                has_bias = not kind.separate_bias_reason and params.get(kind.bias) is not None
+                reason = self._rules.too_large(kind.shape(module, has_bias))
                 unexpected = reason is not None
+
+        # Anything else is left to the base.
         if getattr(module, "sparse", False):
-            self._barred.update(map(id, own.values()))
-        if reason is not None and kind is None and _has_lone(module):
-            for letter, p in own.items():
-                self.leave_alone(f"{name}.{letter}", [p], reason)
-            self._left.add(module)
+            self._excluded.update(map(id, params.values()))
+        if reason is not None and kind is None and _has_own_parameters(module):
+            for param_name, p in params.items():
+                self._skip_params(f"{name}.{param_name}", [p], reason)
+            self._skipped.add(module)
         elif reason is not None:
-            self.leave(name, module, reason, unexpected=unexpected)
-        self._join(name, module)
+            self._skip(name, module, reason, unexpected=unexpected)
+        self._add_use_of_weight(name, module)
+
+    def _add_use_of_weight(self, name: str, module: nn.Module) -> None:
+        """Record that a module uses its weight, if the optimizer owns the weight."""
+        kind = self._kinds.get(module)
+        weight_name = "weight" if kind is None else kind.weight
+        # named_parameters also has the parameters of a TorchScript module.
+        weight = dict(module.named_parameters(recurse=False)).get(weight_name)
+        if weight is None or id(weight) not in self._owned:
+            return
+        modules = self._by_weight.setdefault(id(weight), {})
+        if isinstance(modules, dict):
+            modules[module] = name
 
     def _add_experts(self, name: str, module: nn.Module) -> None:
-        """Add the blocks of fused experts, one for each of their weights."""
-        own = module._parameters
-        for letter, kind in EXPERTS.items():
-            weight, bias = own.get(letter), own.get(f"{letter}_bias")
+        """Make the blocks of fused experts, one for each of their weights."""
+        params = module._parameters
+        for weight_name, kind in EXPERTS.items():
+            weight = params.get(weight_name)
+            bias = params.get(f"{weight_name}_bias")
             if weight is None:
                 continue
-            full = f"{name}.{letter}".lstrip(".")
+
+            full_name = f"{name}.{weight_name}".lstrip(".")
             reason = self._rules.too_large(kind.shape(module, bias is not None))
             if self._rules.approximation == "reduce":
-                reason = UNTOLD
-            if id(weight) in self._barred:
+                reason = REDUCED_EXPERTS
+            if id(weight) in self._excluded:
                 reason = EXCLUDED
             if reason is not None:
-                self.leave_alone(full, [weight, bias], reason, unexpected=True)
-            elif id(weight) in self._owned:
-                bias = bias if id(bias) in self._owned else None
-                block = self._known.get(id(weight))
-                if block is None or block.bias is not bias:
-                    block = KroneckerBlock([full], [module], bias, self._factor_dtype, [kind])
-                self._places[id(weight)] = block
+                self._skip_params(full_name, [weight, bias], reason, unexpected=True)
+                continue
 
-    def _exact_block(
-        self, name: str, module: nn.Module, letters: Sequence[str]
+            if id(weight) not in self._owned:
+                continue
+            if id(bias) not in self._owned:
+                bias = None
+            block = self._known.get(id(weight))
+            if block is None or block.bias is not bias:
+                block = KroneckerBlock([full_name], [module], bias, self._factor_dtype, [kind])
+            self._by_weight[id(weight)] = block
+
+    def _make_exact_block(
+        self, name: str, module: nn.Module, param_names: Sequence[str]
     ) -> ExactBlock | None:
-        """An exact block of some of a module's parameters, if the rules ask for one."""
-        named = [module._parameters.get(letter) for letter in letters]
-        ours = self._owned.keys() - self._in_exact
-        params = [p for p in named if p is not None and id(p) in ours]
+        """Make an exact block of some parameters of a module. None if the rules forbid it."""
+        available = self._owned.keys() - self._in_exact
+        params: list[nn.Parameter] = []
+        for param_name in param_names:
+            p = module._parameters.get(param_name)
+            if p is not None and id(p) in available:
+                params.append(p)
         if self._rules.max_exact_dim is None or not params:
             return None
+
         block = self._known.get(id(params[0]))
         if not isinstance(block, ExactBlock) or block.owned != params:
             block = ExactBlock(name, module, params, self._rules.max_exact_dim, self._factor_dtype)
         self._in_exact.update(map(id, params))
         return block
 
-    # -------------------------------------------------------------------------- weight by weight
+    # ------------------------------------------------------------------------------- all blocks
 
-    def blocks(self) -> list[KroneckerBlock]:
-        """The blocks of all weights, and of biases that are apart."""
-        found: list[KroneckerBlock] = []
-        for key, place in self._places.items():
+    def make_blocks(self) -> list[KroneckerBlock]:
+        """Make the blocks of all weights, and of separate biases."""
+        blocks: list[KroneckerBlock] = []
+        for weight, place in self._by_weight.items():
             if isinstance(place, KroneckerBlock):
-                found.append(place)
+                blocks.append(place)
             else:
-                found += self._blocks_of(key, place)
-        return found
+                blocks += self._make_shared_block(weight, place)
+        return blocks
 
-    def _blocks_of(self, key: int, members: Mapping[nn.Module, str]) -> list[KroneckerBlock]:
-        """The blocks of a weight and its bias."""
-        modules = list(members)
-        reason = None if self._left.isdisjoint(modules) else TIED
-        if reason is None and not self._alike(modules):
-            reason = "tied weights with separate biases or types"
+    def _make_shared_block(
+        self, weight: int, names: Mapping[nn.Module, str]
+    ) -> list[KroneckerBlock]:
+        """Make the block of a weight and its bias, and exact blocks of separate biases.
+
+        ``names``: the modules that use the weight, and their names.
+        """
+        modules = list(names)
+
+        # All of the modules must be able to share the block.
+        reason = None
+        if not self._skipped.isdisjoint(modules):
+            reason = TIED
+        elif not self._can_share(modules):
+            reason = TIED_DIFFERENTLY
         if reason is not None:
-            for module, name in members.items():
-                if module not in self._left:
-                    self.leave(name, module, reason)
+            for module, name in names.items():
+                if module not in self._skipped:
+                    self._skip(name, module, reason)
             return []
+
+        # The bias belongs to the block, or has an exact block.
         kinds = [self._kinds[module] for module in modules]
         blocks: list[KroneckerBlock] = []
         bias: nn.Parameter | None = None
-        for (module, name), kind in zip(members.items(), kinds, strict=True):
-            own = module._parameters.get(kind.bias)
+        for (module, name), kind in zip(names.items(), kinds, strict=True):
+            own_bias = module._parameters.get(kind.bias)
             if not kind.separate_bias_reason:
-                bias = own if id(own) in self._owned else None
+                bias = own_bias if id(own_bias) in self._owned else None
                 continue
-            # Their biases have blocks of their own.
-            exact = self._exact_block(name, module, [kind.bias])
+            exact = self._make_exact_block(name, module, [kind.bias])
             if exact is not None:
                 blocks.append(exact)
-            elif id(own) in self._owned.keys() - self._in_exact:
+            elif id(own_bias) in self._owned.keys() - self._in_exact:
                 reason = f"its weight is {kind.separate_bias_reason}, and there are no exact blocks"
-                self.leave_alone(f"{name}.{kind.bias}", [own], reason)
-        block = self._known.get(key)
-        if block is not None and (block.modules != modules or block.bias is not bias):
-            block = None
-        if block is None or [*block.kinds.values()] != kinds:
-            block = KroneckerBlock([*members.values()], modules, bias, self._factor_dtype, kinds)
+                self._skip_params(f"{name}.{kind.bias}", [own_bias], reason)
+
+        # Reuse the block of an earlier call if it is the same.
+        block = self._known.get(weight)
+        is_same = block is not None and block.modules == modules and block.bias is bias
+        if block is None or not is_same or list(block.kinds.values()) != kinds:
+            all_names = list(names.values())
+            block = KroneckerBlock(all_names, modules, bias, self._factor_dtype, kinds)
         return [*blocks, block]
 
-    def _alike(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether modules that share a weight are of one class, and share their bias, too.
+    def _can_share(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether modules with one weight can have one block.
 
-        Or if they are an embedding and an output layer.
+        They can if they have one class and one bias, or if they are an embedding and an output
+        layer.
         """
-        if self._ties.keys() >= {*modules}:
+        if self._tied_kinds.keys() >= {*modules}:
             return True
         biases = {id(module._parameters.get(self._kinds[module].bias)) for module in modules}
-        return len(biases) == len({plain_type(module) for module in modules}) == 1
+        classes = {plain_type(module) for module in modules}
+        return len(biases) == 1 and len(classes) == 1
 
-    def others(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
-        """The blocks of matrices that no rule knows."""
+    def make_gradient_blocks(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
+        """Make gradient-factored blocks of the matrices that have no other block."""
         rules = self._rules
-        found: list[KroneckerBlock] = []
         if rules.unsupported_layers == "base_optimizer":
             return []
-        taken = self._barred | self._taken_by(blocks)
+        unavailable = self._excluded | self._params_in(blocks)
+        gradient_blocks: list[KroneckerBlock] = []
         for name, module in self._model.named_modules():
-            for letter, p in module.named_parameters(recurse=False):
-                vector = p.dim() < 2 or p.numel() == 0 or min(matrix_shape(p.shape)) == 1
-                if id(p) not in self._owned or id(p) in taken or vector:
+            for param_name, p in module.named_parameters(recurse=False):
+                if id(p) not in self._owned or id(p) in unavailable or _is_vector(p):
                     continue
-                taken.add(id(p))
+                unavailable.add(id(p))
                 block = self._known.get(id(p))
                 if not isinstance(block, GradientBlock) or block.modules != [module]:
-                    full = f"{name}.{letter}".lstrip(".")
-                    block = GradientBlock(full, module, p, rules.max_factor_dim, self._factor_dtype)
+                    full_name = f"{name}.{param_name}".lstrip(".")
+                    block = GradientBlock(
+                        full_name, module, p, rules.max_factor_dim, self._factor_dtype
+                    )
                 if not rules.too_large(block.shape):
-                    found.append(block)
-        least = MUCH * sum(self._owned.values()) if rules.unsupported_layers == "auto" else 0.0
-        return found if sum(block.weight.numel() for block in found) >= least else []
+                    gradient_blocks.append(block)
 
-    def _taken_by(self, blocks: Sequence[KroneckerBlock]) -> set[int]:
-        """The ids of the parameters in blocks."""
-        params = [p for block in blocks for p in (block.weight, block.bias) if p is not None]
-        return {id(p) for p in params} | self._in_exact
+        if rules.unsupported_layers == "auto":
+            size = sum(block.weight.numel() for block in gradient_blocks)
+            if size < AUTO_SHARE * sum(self._owned.values()):
+                return []
+        return gradient_blocks
 
-    def left_by(self, blocks: Sequence[KroneckerBlock]) -> list[LeftToBase]:
-        """What is left to the base, each parameter counted once."""
-        by_gradient = {id(block.weight) for block in blocks if isinstance(block, GradientBlock)}
-        counted = self._taken_by(blocks)
-        left: list[LeftToBase] = []
+    def _params_in(self, blocks: Sequence[KroneckerBlock]) -> set[int]:
+        """The ids of the parameters that have a block."""
+        params = set(self._in_exact)
+        for block in blocks:
+            params.add(id(block.weight))
+            if block.bias is not None:
+                params.add(id(block.bias))
+        return params
+
+    # ------------------------------------------------------------------- parameters without a block
+
+    def _skip(self, name: str, module: nn.Module, reason: str, *, unexpected: bool = False) -> None:
+        """Leave the parameters of a module to the base."""
+        row = LeftToBase(
+            name=name or "(model)",
+            kind=plain_type(module).__name__,
+            reason=reason,
+            parameters=0,
+            unexpected=unexpected,
+            norm=_is_norm(module),
+        )
+        self._rows.append(_Row(row, [id(p) for p in module.parameters(recurse=False)]))
+        self._skipped.add(module)
+
+    def _skip_params(
+        self, name: str, params: Iterable[Tensor | None], reason: str, *, unexpected: bool = False
+    ) -> None:
+        """Leave some parameters of a module to the base."""
+        row = LeftToBase(name.lstrip("."), PARAMETER, reason, 0, unexpected)
+        self._rows.append(_Row(row, [id(p) for p in params if p is not None]))
+
+    def rows_without_block(self, blocks: Sequence[KroneckerBlock]) -> list[LeftToBase]:
+        """The parameters without a block, each of which is counted once."""
+        gradient_factored = {id(b.weight) for b in blocks if isinstance(b, GradientBlock)}
+        counted = self._params_in(blocks)
+        rows: list[LeftToBase] = []
         for row, params in self._rows:
-            mine = [key for key in dict.fromkeys(params) if key in self._owned]
-            size = sum(self._owned[key] for key in mine if key not in counted)
-            counted.update(mine)
-            if by_gradient.isdisjoint(mine):
-                left.append(replace(row, parameters=size))
+            owned = [p for p in dict.fromkeys(params) if p in self._owned]
+            size = sum(self._owned[p] for p in owned if p not in counted)
+            counted.update(owned)
+            if gradient_factored.isdisjoint(owned):
+                rows.append(replace(row, parameters=size))
             elif size:
-                left.append(replace(row, parameters=size, reason=VECTORS_LEFT, in_part=True))
-        strays = sum(size for key, size in self._owned.items() if key not in counted)
-        if strays:
-            left.append(LeftToBase("(no module)", LONE, "not in a module of the model", strays))
-        return left
+                rows.append(replace(row, parameters=size, reason=VECTORS_LEFT, in_part=True))
+
+        outside = sum(size for p, size in self._owned.items() if p not in counted)
+        if outside:
+            reason = "not in a module of the model"
+            rows.append(LeftToBase("(no module)", PARAMETER, reason, outside))
+        return rows
+
+
+def _is_vector(p: Tensor) -> bool:
+    """Whether a parameter is empty, or has no more than one row or one column."""
+    return p.dim() < 2 or p.numel() == 0 or min(matrix_shape(p.shape)) == 1
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm layer of any class, by its class's name and parameters."""
-    named = any("norm" in kind.__name__.lower() for kind in type(module).__mro__)
-    vectors = all(p.dim() < 2 for p in module.parameters(recurse=False))
-    return named and vectors and next(module.children(), None) is None
+    """Whether a module of any class is a norm layer, judged by its class name and parameters."""
+    has_name = any("norm" in cls.__name__.lower() for cls in type(module).__mro__)
+    only_vectors = all(p.dim() < 2 for p in module.parameters(recurse=False))
+    has_children = next(module.children(), None) is not None
+    return has_name and only_vectors and not has_children
 
 
-def _has_lone(module: nn.Module) -> bool:
-    """Whether a module of unknown kind has parameters of its own beside layers, as GPT has."""
-    letters = [letter for letter, _ in module.named_parameters(recurse=False)]
-    like_layers = any(letter.startswith(("weight", "bias")) for letter in letters)
-    return not (like_layers or is_attention(module) or _is_norm(module))
+def _has_own_parameters(module: nn.Module) -> bool:
+    """Whether a module of no kind has its own parameters next to layers, as GPT has."""
+    for name, _ in module.named_parameters(recurse=False):
+        if name.startswith(("weight", "bias")):
+            return False
+    return not is_attention(module) and not _is_norm(module)
