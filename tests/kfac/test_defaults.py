@@ -23,7 +23,7 @@ from torch.optim import (
 )
 
 from second_order import KAISA, PerStep
-from second_order.kfac.schedule import past_at
+from second_order.kfac.schedule import per_step_decay
 from second_order.optimizers.config import DAMPING, FLOOR
 from second_order.utils.checks import is_adaptive
 
@@ -137,8 +137,8 @@ def test_a_short_batch_is_one_of_many() -> None:
 
 
 def test_factors_remember_steps_whatever_the_interval() -> None:
-    assert past_at(PerStep(0.95), 1, 0) == 0.95
-    assert past_at(PerStep(0.95), 10, 10) == pytest.approx(0.95**10)
+    assert per_step_decay(PerStep(0.95), 1, 0) == 0.95
+    assert per_step_decay(PerStep(0.95), 10, 10) == pytest.approx(0.95**10)
     model, x, y = model_and_batch(20)
     weights = []
     for every in (1, 5):
@@ -163,10 +163,10 @@ def test_a_memory_in_steps_has_bounds(fields: dict[str, float]) -> None:
 
 def test_a_young_training_remembers_a_share_of_its_steps() -> None:
     memory = PerStep(0.978, share=1 / 3)
-    assert past_at(memory, 1, 0) == past_at(memory, 1, 6) == 0.5
-    assert past_at(memory, 1, 30) == pytest.approx(0.9)
-    assert past_at(memory, 5, 30) == pytest.approx(0.9**5)
-    assert past_at(memory, 10, 10_000) == pytest.approx(0.978**10)
+    assert per_step_decay(memory, 1, 0) == per_step_decay(memory, 1, 6) == 0.5
+    assert per_step_decay(memory, 1, 30) == pytest.approx(0.9)
+    assert per_step_decay(memory, 5, 30) == pytest.approx(0.9**5)
+    assert per_step_decay(memory, 10, 10_000) == pytest.approx(0.978**10)
     model, x, y = model_and_batch(20)
     optimizer = KAISA(model, lr=1e-3, base=AdamW, inv_update_steps=1)
     for _ in range(4):

@@ -223,7 +223,7 @@ class KFAC(LayeredCurvature):
         self.layers = Layers(training, options, system.rules, system.conv_approximation)
         self.plan: Mapping[KroneckerBlock, LayerPlan] = {}  # of the layers that train now
         self.latest_plan: dict[KroneckerBlock, LayerPlan] = {}  # of all layers that ever trained
-        self._step = StepPlan({}, World.alone(), World.alone())
+        self._step_plan = StepPlan({}, World.alone(), World.alone())
         self._buckets: list[Bucket] = []  # of layers whose gradients are sharded
         self._owners: dict[Tensor, int] | None = None  # of the averaged gradients
         self.num_workers = 0  # of gradient workers, if the cost model chose it; otherwise 0
@@ -399,7 +399,7 @@ class KFAC(LayeredCurvature):
         next_due = self._schedule.layers_due(step + 1, ahead=True)
         may_refresh_next = len(next_due) > 0 or len(inverses.pending) > 0
         if self.step_scale is not None:
-            self.step_scale.keep_weights(self._step.layers, keep_step=may_refresh_next)
+            self.step_scale.keep_weights(self._step_plan.layers, keep_step=may_refresh_next)
         self._last = StepInfo(
             refreshed=refresh.installed,
             clip=result.clip,
@@ -444,7 +444,7 @@ class KFAC(LayeredCurvature):
         if from_passes:
             decay = schedule.factor_decay()
             sums = self._sum_statistics()
-            if self._step.gradient_factored and sums and helpers is None:
+            if self._step_plan.gradient_factored and sums and helpers is None:
                 numbers = [each.head[0].to(self.training.device) for each in sums.values()]
                 terms = torch.stack(numbers).max()
             self._update_averages(sums, decay)
@@ -458,24 +458,24 @@ class KFAC(LayeredCurvature):
                 self._update_averages(sums, schedule.factor_decay())
 
         # Layers with factors of the weight gradient.
-        if due and self._step.gradient_factored:
+        if due and self._step_plan.gradient_factored:
             self._update_from_gradients(pending, age, terms)
 
     def _sum_statistics(self) -> Sums:
         """Return the statistics of this step's passes, summed over the ranks. Collective."""
         layers = self.layers
-        step = self._step
+        step_plan = self._step_plan
         world = self.training.world
-        layers.verify_pairs(step.contributing)
-        for block in step.layers:
+        layers.verify_pairs(step_plan.contributing)
+        for block in step_plan.layers:
             block.ensure_factors(statistics_due=True)
 
-        exchange = partial(sum_statistics, world, step.layers)
+        exchange = partial(sum_statistics, world, step_plan.layers)
         if self._pipeline is not None:
             self._pipeline.expect(self._statistics_dtype)
             sums = self._pipeline.sums(layers, exchange)
         else:
-            sums = layers.pop_sums(step.contributing)
+            sums = layers.pop_sums(step_plan.contributing)
             if world.size > 1:
                 with stage("statistics_exchange"):
                     exchange(sums, self._statistics_dtype)
@@ -506,7 +506,7 @@ class KFAC(LayeredCurvature):
         """
         with stage("average_gradients"):
             pending.wait()
-        gradient_factored = self._step.gradient_factored
+        gradient_factored = self._step_plan.gradient_factored
         sums = gradient_statistics(
             self.training,
             terms,
@@ -533,17 +533,17 @@ class KFAC(LayeredCurvature):
         """Precondition the mean gradients: by rows if FSDP2 shards them."""
         if self.layers.sharded:
             return precondition_rows(
-                self._buckets, self._step, self.training, self.clip, self._dtype, previous
+                self._buckets, self._step_plan, self.training, self.clip, self._dtype, previous
             )
         owners = None
         if self.training.averages_gradients and self.only_to_owners:
             owners = self.owners()
-        return precondition_gradients(self._step, self.clip, self._dtype, previous, owners)
+        return precondition_gradients(self._step_plan, self.clip, self._dtype, previous, owners)
 
     def _measured_layers(self) -> Sequence[KroneckerBlock]:
         """Return the layers whose mean curvature this rank reports: it has their statistics."""
         if self.helpers is None:
-            return self._step.reporting
+            return self._step_plan.reporting
         return self._layers_of_a()
 
     def _layers_of_a(self) -> list[KroneckerBlock]:
@@ -559,8 +559,8 @@ class KFAC(LayeredCurvature):
         slopes: list[Tensor] = []
         if self.step_scale is not None:
             sharded = self.layers.sharded
-            slopes = self.step_scale.measure_slope(self._step, sharded, self.training.groups)
-        return report_refresh(self.training, self._step, layers, slopes, read)
+            slopes = self.step_scale.measure_slope(self._step_plan, sharded, self.training.groups)
+        return report_refresh(self.training, self._step_plan, layers, slopes, read)
 
     def _adapt(
         self,
@@ -575,17 +575,17 @@ class KFAC(LayeredCurvature):
             known: Cosines of P by the old and the new inverse that the host knows.
             cosines: Those of other layers, on the device.
         """
-        step = self._step
+        step_plan = self._step_plan
         with stage("solve_exchange"):
-            feedback = share_feedback(self.training, step, report, known, cosines)
+            feedback = share_feedback(self.training, step_plan, report, known, cosines)
         if self.step_scale is not None:
             self.step_scale.update(feedback.slope, feedback.learning_rate, self.training.steps)
         if feedback.mean_curvature is not None:
             self.mean_curvature = feedback.mean_curvature
         if self.drift is not None:
             cost = INVERSION_COST[self._options.solver] / self.training.world.size
-            costs = [cost * step.costs[block] for block in step.layers]
-            self.drift.record(list(step.layers), feedback.cosines, feedback.work, costs)
+            costs = [cost * step_plan.costs[block] for block in step_plan.layers]
+            self.drift.record(list(step_plan.layers), feedback.cosines, feedback.work, costs)
 
     @property
     def _step_scale(self) -> float:
@@ -647,18 +647,18 @@ class KFAC(LayeredCurvature):
             layers.schedule_all_at(steps + 1)
 
         # What this rank does at each step.
-        self._step = compile_step(world, plan.grid, self.plan, self._system.exchange_dtype)
-        self._buckets = make_buckets(self._step, world) if self.layers.sharded else []
+        self._step_plan = compile_step(world, plan.grid, self.plan, self._system.exchange_dtype)
+        self._buckets = make_buckets(self._step_plan, world) if self.layers.sharded else []
         self._owners = None
         if self._pipeline is not None:
-            self._pipeline.follow(self._step.contributing)
+            self._pipeline.follow(self._step_plan.contributing)
 
         # Move the factors, and start without inverses.
         move_factors(world, self.plan, before)
         layers.attach_hooks(self._contributes)
         for block in layers.blocks:
             block.drop_inverse()
-        self.inverses.restart(self._step)
+        self.inverses.restart(self._step_plan)
         if self.drift is not None:
             self.drift.keep_only(layers.blocks)
         if self.helpers is not None:
@@ -748,7 +748,7 @@ class KFAC(LayeredCurvature):
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Load a checkpoint. The next step computes the inverses that it lacks."""
         load_factors(saved, self.layers.blocks, self.training)
-        self.inverses.restart(self._step)
+        self.inverses.restart(self._step_plan)
         workers = read_num_gradient_workers(saved, self.training.world.size)
         if self.num_workers and workers not in (0, self.num_workers):
             self._set_num_workers(workers)
@@ -887,7 +887,7 @@ class KFAC(LayeredCurvature):
         # Release the layers, which refer to the model.
         self.plan = {}
         self.latest_plan = {}
-        self._step = StepPlan({}, self._step.row, self._step.column)
+        self._step_plan = StepPlan({}, self._step_plan.row, self._step_plan.column)
         self._buckets = []
         self._owners = None
         self._last = StepInfo()

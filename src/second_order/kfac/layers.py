@@ -341,17 +341,17 @@ class Layers:
 
         Args:
             blocks: The layers.
-            micro_batches: As :meth:`micro_batches` returned it, if it was called already.
+            micro_batches: As :meth:`count_micro_batches` returned it, if it was called already.
         """
         if micro_batches is None:
-            micro_batches = self.micro_batches(blocks)
+            micro_batches = self.count_micro_batches(blocks)
         staged = [block.staged for block in blocks]
         terms = [counted.number for counted in self.collector.count_terms(staged)]
         sums = collect_sums(staged, micro_batches, terms)
         self.drop_pending()
         return dict(zip(blocks, sums, strict=True))
 
-    def terms_so_far(self, staged: StagedStatistics) -> Terms:
+    def count_terms(self, staged: StagedStatistics) -> Terms:
         """Return the loss terms of a layer's passes since the last step; one may still run."""
         return self.collector.count_terms([staged])[0]
 
@@ -392,7 +392,7 @@ class Layers:
         if tensors_after != tensors_before:
             self._training.publish()
 
-    def micro_batches(self, blocks: Sequence[KroneckerBlock]) -> int:
+    def count_micro_batches(self, blocks: Sequence[KroneckerBlock]) -> int:
         """Return the number of backward passes over which losses are averaged.
 
         It is 1 unless ``loss_reduction="auto"`` and each pass's loss is a mean.

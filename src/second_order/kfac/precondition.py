@@ -348,7 +348,7 @@ def scale_tensors(tensors: Iterable[Tensor], factor: Scalar) -> None:
 
 
 def precondition_gradients(
-    step: StepPlan,
+    step_plan: StepPlan,
     clip: Clip | None,
     dtype: torch.dtype,
     previous: Mapping[KroneckerBlock, Inverse],
@@ -357,7 +357,7 @@ def precondition_gradients(
     """Precondition the layers of this rank, write ν P, and exchange it with the other ranks.
 
     Args:
-        step: The layers of this rank, and the ranks that it exchanges ν P with.
+        step_plan: The layers of this rank, and the ranks that it exchanges ν P with.
         clip: Computes ν; None for no clip.
         dtype: Dtype of the inverses.
         previous: The previous inverses of refreshed layers.
@@ -365,25 +365,25 @@ def precondition_gradients(
             those of parameters outside of layers. None if all ranks have them.
     """
     # Precondition, and compare the old and the new inverses.
-    batches = precondition_batches(step.batches, dtype)
+    batches = precondition_batches(step_plan.batches, dtype)
     cosines: dict[KroneckerBlock, Tensor] = {}
     if previous:
         cosines = compare_inverses(batches, previous, dtype)
 
     # Clip by the change of all layers. A step without P must not enter the running average.
-    solved = [block for block in step.layers if block.solved]
+    solved = [block for block in step_plan.layers if block.solved]
     coefficient: Scalar | None = None
     if clip is not None and solved:
-        coefficient = clip.coefficient(clip.change(batches), step.column)
+        coefficient = clip.coefficient(clip.change(batches), step_plan.column)
     write_gradients(batches, coefficient)
 
     # Broadcast ν P within the column. Every rank expects a message, even without a gradient.
-    if step.column.size > 1:
+    if step_plan.column.size > 1:
         if owners is None:
-            owners = {p: step.layers[block].row for block in solved for p in block.params}
+            owners = {p: step_plan.layers[block].row for block in solved for p in block.params}
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in owners]
         with stage("precondition_exchange"):
-            step.column.broadcast(gradients, owners.values())
+            step_plan.column.broadcast(gradients, owners.values())
     return PreconditionResult(coefficient, cosines)
 
 

@@ -46,7 +46,7 @@ __all__ = [
     "LayerDrift",
     "Schedule",
     "least_intervals",
-    "past_at",
+    "per_step_decay",
 ]
 
 DRIFT = ("drift_interval", "drift_alike", "drift_least")
@@ -291,7 +291,7 @@ def _median(values: Sequence[float]) -> float:
 # ---------------------------------------------------------------------------------------- schedule
 
 
-def past_at(past: PerStep, since: int, step: int) -> float:
+def per_step_decay(past: PerStep, since: int, step: int) -> float:
     """Return the weight of the past in an update, ``since`` steps after the update before it."""
     decay = past.decay
     if past.share is not None:
@@ -375,7 +375,7 @@ class Schedule:
         if age is None:
             age = step - self.updated_at
         if isinstance(past, PerStep):
-            return past_at(past, age, step)
+            return per_step_decay(past, age, step)
         decay: float = value_at(past, step)
         check_decay(decay)
         return decay

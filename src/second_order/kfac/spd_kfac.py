@@ -133,7 +133,7 @@ class Pipeline:
             if (staged.shape, staged.device) != (slot.shape, slot.device):  # send zeros
                 staged = StagedStatistics(slot.shape, slot.device, slot.dtype)
             states.append(self._state(staged, micro_batches))
-            terms = self._layers.terms_so_far(staged).number
+            terms = self._layers.count_terms(staged).number
             (each,) = collect_sums([staged], micro_batches, [terms])
             copies = {letter: factor.clone() for letter, factor in each.factors.items()}
             sums[slot.block] = StatisticsSums(copies, each.head.clone())
@@ -146,7 +146,7 @@ class Pipeline:
 
     def _state(self, staged: StagedStatistics, micro_batches: int) -> tuple[Any, ...]:
         """A value that changes when a layer's statistics do."""
-        passes = self._layers.terms_so_far(staged).passes
+        passes = self._layers.count_terms(staged).passes
         return staged, staged.revision, passes, 1 if staged.empty else micro_batches
 
     def drain(self) -> None:
@@ -166,7 +166,7 @@ class Pipeline:
         blocks = [slot.block for bucket in self._buckets for slot in bucket]
         if not blocks:
             return layers.pop_sums([])
-        micro_batches = layers.micro_batches(blocks)
+        micro_batches = layers.count_micro_batches(blocks)
         with stage("statistics_exchange"):
             self._send_rest(micro_batches)
             states = [state for bucket in self._sent for state in bucket.states]
