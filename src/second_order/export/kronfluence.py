@@ -33,7 +33,7 @@ def to_kronfluence(
     The files contain Σ x xᵀ and Σ d dᵀ, with R as the count of both, their eigenvectors, and the
     eigenvalues of both divided by R. If there are corrected eigenvalues, they also contain
     Σ_b (Q_Gᵀ ∇_b Q_A)², with the number of documents as its count. kronfluence tracks ``nn.Linear``
-    and ``nn.Conv2d`` by module name, and a bias is the last column of A there, too.
+    and ``nn.Conv2d`` by module name, and as here, a bias is the last column of A.
 
     ``factor_arguments.json`` says "ekfac" if all layers have corrected eigenvalues, and otherwise
     "kfac", which ``analyzer.fit_lambda_matrices(..., load_from_factors_name=)`` completes. If ranks

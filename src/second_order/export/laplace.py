@@ -36,12 +36,12 @@ def to_laplace(
     without a weight, H has one block per parameter. Corrected eigenvalues are ignored, because a
     ``Kron`` has none.
 
-    The loss has to be a negative log-likelihood. For regression it is ½ ‖f - y‖², and laplace-torch
+    The loss must be a negative log-likelihood. For regression it is ½ ‖f - y‖², and laplace-torch
     handles its σ. The function runs a forward pass over ``train_loader`` for the loss in
     ``log_marginal_likelihood``.
 
     Args:
-        curvature: The curvature of the same model, with G. It has to cover all parameters of
+        curvature: The curvature of the same model, with G. It must cover all parameters of
             ``laplace``.
         laplace: A ``KronLaplace``, or a ``KronLLLaplace`` with ``last_layer_name``. It is modified.
         train_loader: As for ``laplace.fit``.

@@ -197,6 +197,7 @@ class LayerCurvature:
         Missing parameters count as zeros. The matrix has the dtype of the factors, at least
         float32, as have all results that are computed with the factors.
         """
+        # An empty slice has the device and the dtype of a factor, and its conversion is free.
         like = _to_float32(next(iter(self.stored.values()))[:0])
         parts = []
         for name, size in self.shapes.items():
@@ -276,7 +277,7 @@ class LayerCurvature:
     ) -> Tensor:
         """Return a sample of N(0, (F + γ)⁻¹) as a matrix ``(groups, out, in)``.
 
-        The ``generator`` has to be on the device of the factors.
+        The ``generator`` must be on the device of the factors.
         """
         values = self.values
         gamma = self.gamma(damping, relative)

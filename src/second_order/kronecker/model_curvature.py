@@ -105,7 +105,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         return layer.with_tensors(tensors[name])
 
     def _explain_missing(self, name: object) -> str:
-        """Return why there is no layer with a name, and what to write instead."""
+        """Return the reason why no layer has a name, and what to write instead."""
         for layer_name, layer in self._layers.items():
             if name in layer.shapes:
                 return (
@@ -176,7 +176,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
         Args:
             vector: Tensors by parameter name. Missing parameters count as zeros. The result has all
-                parameters of the layers that occur in the vector. To pass n vectors at once, add
+                parameters of the layers that occur in the vector. To pass n vectors together, add
                 a leading dimension n to all tensors. The result then has it as well.
 
         Raises:

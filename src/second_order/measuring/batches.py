@@ -94,7 +94,7 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch on a device. Mappings become dictionaries, and tuples become lists."""
     if isinstance(batch, Tensor):
         if batch.is_inference():
-            # Autograd cannot save an inference tensor for a backward pass, but a copy of it.
+            # Autograd cannot save an inference tensor for a backward pass. It can save a copy.
             batch = batch.clone()
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
@@ -108,7 +108,8 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     """Call the model with a batch, as ``measure`` does without ``call``, and return the output.
 
     A mapping is passed as keywords. Its labels are left out, unless an encoder-decoder model
-    computes the decoder's input from them. Of a tuple or list the first entry is passed.
+    computes the decoder's input from them. If the batch is a tuple or list, its first
+    entry is passed.
 
     Raises:
         TypeError: If the batch has another type.
@@ -186,7 +187,8 @@ def read_batch(batch: Any, model: nn.Module, mask: Mask | None, device: torch.de
         size = len(user_mask)
     rows = Rows(masks, device)
 
-    # A row of logits is a term if it has a label and the masks include it.
+    # A row of logits is a term if it has a label and the masks include it. A causal language model
+    # has the label of the next position, and none at the last one.
     logit_rows = rows
     if label_mask is not None:
         logit_mask = label_mask

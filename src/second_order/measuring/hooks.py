@@ -96,6 +96,7 @@ def evaluation_mode(model: nn.Module, device: torch.device) -> Iterator[None]:
         for module, training in modes:
             module.training = training
         for module, name, buffer, value in buffers:
+            # A forward pass may write into a buffer, or replace it by another tensor.
             setattr(module, name, buffer)
             with torch.no_grad():
                 buffer.copy_(value)
@@ -200,7 +201,7 @@ def capture_pairs(
     def before_attention(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
         count_call(module)
         count_call(cast(nn.Module, module.out_proj))
-        # Attention checks whether query, key and value are one tensor, which they have to stay.
+        # If query, key and value are one tensor, they must stay one, because attention checks it.
         inputs = {id(x): depend_on_anchor(x) for x in (*args, *kwargs.values())}
         new_args = tuple(inputs[id(x)] for x in args)
         new_kwargs = {name: inputs[id(x)] for name, x in kwargs.items()}

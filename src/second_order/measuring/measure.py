@@ -219,7 +219,7 @@ class Run:
     """The arguments of ``measure`` that every pass over the data needs, and what follows from them.
 
     Attributes:
-        control: The ranks of ``world`` in a group of their own, for small messages.
+        control: The ranks of ``world`` in a group for messages that do not synchronize the device.
         device: The device of the model.
         dtype: The dtype of the sums.
         is_sharded: Whether FSDP2 shards the model.
@@ -360,6 +360,7 @@ def run_batch(
     if run.loss is not None:
         terms = sum_loss_terms(run.loss(output, batch), info)
     else:
+        # Each batch of each rank has its own seed, which must be a non-negative int64.
         seed = hash((run.seed, index, run.world.rank)) % 2**63
         terms = sample_loss_terms(output, run.likelihood, info, seed)
     backward(terms.total)
@@ -416,7 +417,7 @@ def average(
         if not bool(total.isfinite().all()):
             local_failed[name] = f"its {factor} is not finite"
 
-    # Exchange the counts of all ranks, and add them up.
+    # Exchange the counts of all ranks, and add them up. fsum does not depend on the order of ranks.
     local_counts = RankCounts(
         rows={name: to_floats(count) for name, count in accumulator.rows.items()},
         terms=to_floats(counts.terms)[0],
@@ -444,7 +445,8 @@ def average(
             "the loader gave no example on any rank, so there is nothing to measure"
         )
 
-    # Divide A by its number of rows, and all other factors by the number of terms.
+    # Divide A by its number of rows, and all other factors by the number of terms. The sum of an
+    # expert without rows is zero, and so is its mean.
     for (name, factor), total in sums.items():
         divisors = rows[name] if factor == "A" else [terms]
         by_group = total.new_tensor(divisors).clamp_min(1.0)

@@ -91,6 +91,7 @@ class Sums:
         if not widens:
             rows = rows.to(self.dtype)
         with full_precision(rows.device):
+            # The first product saves a float32 copy of the rows, and addmm_ a temporary matrix.
             if widens:
                 self.add(key, torch.mm(rows.mT, rows, out_dtype=self.dtype).unsqueeze(0))
             elif self._is_packed:
