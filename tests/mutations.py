@@ -283,7 +283,7 @@ no warm-up with accelerators  <-  mrdho2::the_base_alone_warms_up
 
 == fosi/flat_params.py
 packed parameters that are not written back  <-  dho2::steps_are_those_of_dense_algebra
-  - _, views = self._buffer(buffer)
+  - _, views = self._buffer("rows")
   -         for piece, view, tensor in zip(self.local_pieces, views, tensors, strict=True):
   + for piece, view, tensor in ():
 parts of gradients that are not contiguous
@@ -293,6 +293,9 @@ parts of gradients that are not contiguous
 == fosi/subspace.py
 the base moves inside the subspace  <-  dho2::the_base_moves_nothing_inside_the_subspace
     -alpha * self.newton.step - self.rest_scale * c  =>  -alpha * self.newton.step
+one element that is not finite reaches all parameters
+  <-  trust::one_element_that_is_not_finite_does_not_reach_the_others
+    c = torch.nan_to_num(c, nan=0.0, posinf=0.0, neginf=0.0)  =>  pass
 the share of the gradient counted on every process
   <-  dho2_processes::a_schedule_reaches_the_base_wherever_its_state_is
     sums[complete] /= self.world.size  =>  pass

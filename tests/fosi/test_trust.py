@@ -284,6 +284,36 @@ def test_a_step_to_where_the_gradient_is_not_finite_is_taken_back(
         assert not bool(plain[-1].isfinite().all())
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_element_that_is_not_finite_does_not_reach_the_others(
+    world: World, layout: str
+) -> None:
+    """Without the trust region, the base steps the gradient as it is."""
+    options = {"lr": 0.1, "layout": layout, "trust_region": False}
+    for results in (world.run(one_element, 2, options), [one_element(0, 1, options)]):
+        for finite in results:
+            assert finite.sum() == len(finite) - 1
+
+
+def one_element(rank: int, world_size: int, options: dict[str, Any]) -> Tensor:
+    """Which elements of the parameters are finite after a step with one gradient that is not."""
+    model = network()
+    optimizer = spread(model, rank, world_size, **options)
+    batches = list(shards(BATCHES[:5], rank, world_size))
+    go(model, optimizer, batches[:4])
+    assert optimizer.metrics()["pairs"] > 0
+
+    def spoil(gradient: Tensor) -> Tensor:
+        spoiled = gradient.clone()
+        spoiled.view(-1)[0] = math.nan
+        return spoiled
+
+    handle = next(model.parameters()).register_hook(spoil)
+    found = go(model, optimizer, batches[4:])
+    handle.remove()
+    return found[-1].isfinite()
+
+
 # State.
 
 

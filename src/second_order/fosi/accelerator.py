@@ -236,7 +236,7 @@ def closures_by_epoch(batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> 
     batches of a run without interruption. Otherwise it gets the next batch.
 
     Raises:
-        ValueError: By the function, if there is no batch.
+        ValueError: By the function, if ``batches`` is empty.
     """
     source = cycle_batches(batches)
     next_epoch = 0

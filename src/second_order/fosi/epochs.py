@@ -170,7 +170,7 @@ class WorkerCurvature(EpochCurvature):
         self._last_pairs: tuple[Tensor, Tensor] | None = None  # û and residuals
         self._requested_epoch = -1  # the last epoch whose eigenpairs have been requested
         self._request = -1  # number of the last request
-        self._steps_taken = 0  # by this object; a checkpoint does not change it
+        self._num_steps = 0  # by this object; a checkpoint does not change it
 
     def eigenvalues(self) -> tuple[Tensor, Tensor]:
         """Return û and the residuals of the last eigenpairs that arrived."""
@@ -235,8 +235,8 @@ class WorkerCurvature(EpochCurvature):
     @property
     def _is_warming_up(self) -> bool:
         """Whether the base steps alone, before the first epoch."""
-        has_begun = self.epoch > 0 or self.epoch_step > 0
-        return not has_begun and self.training.steps < (self.options.warmup_steps or 0)
+        is_first_step = self.epoch == 0 and self.epoch_step == 0
+        return is_first_step and self.training.steps < (self.options.warmup_steps or 0)
 
     def precondition(self, pending: PendingAverage) -> None:
         """Begin an epoch if one is due, and add the mean gradient to p."""
@@ -286,12 +286,12 @@ class WorkerCurvature(EpochCurvature):
             return
         if not self._is_warming_up:
             self.epoch_step += 1
-        self._steps_taken += 1
+        self._num_steps += 1
         if self.epoch_step >= self.options.epoch_steps:
             self._end_epoch()
         if self.training.world.rank == 0:
             for link in self.links:
-                link.send([], do="step", steps=self._steps_taken)
+                link.send([], do="step", steps=self._num_steps)
 
     def _end_epoch(self) -> None:
         """Make the final update and report it, and prepare for the next epoch."""

@@ -275,11 +275,11 @@ class FlatParams:
             torch._foreach_copy_(targets, sources)
         return flat
 
-    def write(self, tensors: Sequence[Tensor | None], buffer: str = "rows") -> None:
-        """Copy a buffer to the local pieces of tensors. A tensor that is None is left out."""
+    def write(self, tensors: Sequence[Tensor | None]) -> None:
+        """Copy the buffer "rows" to the local pieces of tensors. None is left out."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        _, views = self._buffer(buffer)
+        _, views = self._buffer("rows")
         for piece, view, tensor in zip(self.local_pieces, views, tensors, strict=True):
             if tensor is not None:
                 targets.append(piece.view_of(tensor))
@@ -345,7 +345,7 @@ class FlatParams:
         return parts, [piece.rank for piece in self.pieces]
 
     def step_base(self, step: Callable[[], None]) -> None:
-        """Let the base take its step, with the local piece in the place of each parameter."""
+        """Let the base take its step, with the local piece instead of each parameter."""
         if not self.base_steps_rows:
             step()
             return

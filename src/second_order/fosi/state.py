@@ -44,8 +44,8 @@ COUNTS = ("refreshed_at", "batch_loss", "rest_scale_bound", *THROTTLE_ENTRIES, *
 class SavedPairs:
     """The eigenpairs of all processes, with momentum and trust region: entries of a checkpoint.
 
-    If there are no eigenpairs, ``num_largest`` is below 0. torch.distributed.checkpoint needs such
-    entries, because it reads into existing tensors.
+    Without eigenpairs, ``num_largest`` is below 0. torch.distributed.checkpoint needs such entries,
+    because it reads into existing tensors.
     """
 
     eigenvectors: Tensor  # (r, n)

@@ -225,7 +225,10 @@ class Subspace:
             alphas: α of each parameter group.
         """
         base_step = torch.sub(params, params_before, out=params_before)
+
+        # One element that is not finite makes all coefficients so, and would reach all parameters.
         c = self.basis.coefficients(base_step)
+        c = torch.nan_to_num(c, nan=0.0, posinf=0.0, neginf=0.0)
         if self.rest_scale != 1.0:
             params.add_(base_step, alpha=self.rest_scale - 1.0)
         steps = [-alpha * self.newton.step - self.rest_scale * c for alpha in alphas]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -117,15 +117,23 @@ def evaluate_closure(value: Any, curvature: CurvatureKind) -> Evaluation:
             raise CurvatureError(_needs_outputs(value, curvature))
         return Evaluation(_check_loss(value), _check_examples(examples), roots=[], leaves=[])
 
-    # Divide the loss at the outputs.
-    tensors = _tensors_of(value.outputs)
-    divided = _DividedOutputs(value.outputs)
+    # Detach the outputs, so that the graph of their loss ends at them.
+    outputs = value.outputs
+    tensors = _check_outputs(outputs)
+    roots: list[Tensor] = []
+    leaves: list[Tensor] = []
     if curvature == "gauss-newton":
-        divided = _divide(value.outputs, tensors)
+        roots = [z for z in tensors if z.requires_grad]
+        if not roots:
+            raise CurvatureError(
+                "the curvature closure returned Outputs without a graph; do not detach them, and "
+                "do not evaluate them under torch.no_grad()"
+            )
+        outputs = tree_map_only(Tensor, _detach, outputs)
+        leaves = [z for z in _check_outputs(outputs) if z.requires_grad]
 
     # Evaluate the loss, or the loss of each example.
-    roots = divided.roots
-    loss: Any = value.loss(divided.outputs)
+    loss: Any = value.loss(outputs)
     is_per_example = isinstance(loss, Tensor) and loss.dim() == 1 and len(loss) > 0
     if curvature == "empirical-fisher":
         if not is_per_example:
@@ -138,19 +146,10 @@ def evaluate_closure(value: Any, curvature: CurvatureKind) -> Evaluation:
     if is_per_example:
         examples = len(loss) if examples is None else examples
         loss = loss.mean()
-    return Evaluation(_check_loss(loss), _check_examples(examples), roots, divided.leaves)
+    return Evaluation(_check_loss(loss), _check_examples(examples), roots, leaves)
 
 
-@dataclass(frozen=True)
-class _DividedOutputs:
-    """Outputs to evaluate a loss with: the model's, or detached copies of them."""
-
-    outputs: Any
-    roots: list[Tensor] = field(default_factory=list)  # the model's outputs
-    leaves: list[Tensor] = field(default_factory=list)  # the detached copies
-
-
-def _tensors_of(outputs: Any) -> list[Tensor]:
+def _check_outputs(outputs: Any) -> Sequence[Tensor]:
     """Return the tensors of Outputs, or raise CurvatureError."""
     tensors = [outputs] if isinstance(outputs, Tensor) else outputs
     if not isinstance(tensors, (tuple, list)) or not all(isinstance(z, Tensor) for z in tensors):
@@ -158,24 +157,12 @@ def _tensors_of(outputs: Any) -> list[Tensor]:
             f"the curvature closure returned Outputs of {_describe(outputs)}; pass the tensor that "
             f"the loss is a function of, or a tuple of tensors"
         )
-    return list(tensors)
+    return tensors
 
 
-def _divide(outputs: Any, tensors: list[Tensor]) -> _DividedOutputs:
-    """Detach the tensors of outputs, so that the graph of their loss ends at them."""
-    copies = [z.detach().requires_grad_(z.requires_grad) for z in tensors]
-    roots = [z for z in tensors if z.requires_grad]
-    leaves = [z for z in copies if z.requires_grad]
-    if not roots:
-        raise CurvatureError(
-            "the curvature closure returned Outputs without a graph; do not detach them, and do "
-            "not evaluate them under torch.no_grad()"
-        )
-    if isinstance(outputs, Tensor):
-        return _DividedOutputs(copies[0], roots, leaves)
-    if isinstance(outputs, list):
-        return _DividedOutputs(copies, roots, leaves)
-    return _DividedOutputs(tuple(copies), roots, leaves)
+def _detach(z: Tensor) -> Tensor:
+    """Return a copy of an output that begins a new graph."""
+    return z.detach().requires_grad_(z.requires_grad)
 
 
 def _needs_outputs(value: Any, curvature: CurvatureKind) -> str:

@@ -13,7 +13,7 @@ are flat: the parameters in their order, each in the order of ``p.reshape(-1)``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
@@ -238,16 +238,14 @@ class Hessian:
         if self._mode == "differences":
             return self._difference_product(directions, v)
 
+        retain = self._mode == "retained"
+        losses: Iterable[DifferentiableLoss] = self._retained
+        if not retain:
+            losses = map(self._differentiate, self._rewound_loss_fns())
         total: Tensor | None = None
-        if self._mode == "retained":
-            for loss in self._retained:
-                product = loss.product(directions, retain=True)
-                total = self._add(total, product, loss.examples, v.dtype)
-        else:
-            for loss_fn in self._rewound_loss_fns():
-                loss = self._differentiate(loss_fn)
-                product = loss.product(directions, retain=False)
-                total = self._add(total, product, loss.examples, v.dtype)
+        for loss in losses:
+            product = loss.product(directions, retain=retain)
+            total = self._add(total, product, loss.examples, v.dtype)
         assert total is not None
         return total
 

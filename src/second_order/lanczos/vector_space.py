@@ -146,13 +146,15 @@ class RowSpace:
 
         The loss of a device is read in the same copy, because a refresh needs it next.
         """
-        if self.device.type == "cpu":
-            values: list[float] = torch.cat([x.reshape(-1).double() for x in numbers]).tolist()
-            return values
-        tensors = [*numbers, self._sum_losses()]
-        values = torch.cat([x.reshape(-1).double() for x in tensors]).tolist()
-        self._loss_sums = values[-2:]
-        return values[:-2]
+        tensors = list(numbers)
+        on_device = self.device.type != "cpu"
+        if on_device:
+            tensors.append(self._sum_losses())
+        values: list[float] = torch.cat([x.reshape(-1).double() for x in tensors]).tolist()
+        if on_device:
+            self._loss_sums = values[-2:]
+            values = values[:-2]
+        return values
 
     def _sum_losses(self) -> Tensor:
         """Sum all processes' losses and examples of the last product, ``(2,)``. Collective."""
