@@ -555,9 +555,9 @@ a dead layer solved with the others
 == kfac/async_inversion.py
 a dropped result is that of a later refresh
   <-  distkfac::a_dropped_result_of_a_thread_does_not_become_that_of_a_later_refresh
-    self._tickets.pop(block, None)  =>  pass
+    self._futures.pop(block, None)  =>  pass
 deterministic without effect  <-  distkfac::deterministic_beside_a_layer_without_statistics
-    elif self.deterministic or not ticket.done():  =>  elif not ticket.done():
+    elif self.deterministic or not future.done():  =>  elif not future.done():
 a snapshot that changes  <-  distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age
     [torch.empty_like(factor) for factor in factors]  =>  factors
 a solve with all cores  <-  background::one_core_in_the_work_and_as_many_as_before_elsewhere

@@ -109,7 +109,7 @@ def eventually(holds: Callable[[], Any], seconds: float = LONG) -> None:
 
 def landed(optimizer: Any) -> bool:
     """Whether all that is under way has been solved."""
-    tickets = optimizer._curvature.inverses.inverter._tickets.values()
+    tickets = optimizer._curvature.inverses.inverter._futures.values()
     return all(ticket.done() for ticket in tickets)
 
 

@@ -1,14 +1,16 @@
-"""DistKFAC's inverses: computed on threads beside training, put to use when all ranks have them.
+"""DistKFAC's inverter: threads decompose factors while training continues.
 
-submit    copies of a layer's factors are handed to a thread, which decomposes them
-collect   finished results are taken from the threads
+submit    copies the factors of a layer, and queues them for a thread
+collect   returns the results that are finished, and waits for those that are too old
 
-A layer is under way from the step that submits a snapshot of its factors until it is installed, and
-is not submitted again before: at that step if it is due. One without an inverse is waited for.
+A layer is pending from the step that submits its factors until its inverse is installed. Until
+then it is not submitted again. If it is due at that very step, it is submitted anew. A refresh
+waits for a layer that has no inverse yet.
 
-Decompositions release the interpreter lock. A thread computes with one core, whatever torch is set
-to for the others. Threads end with their pool or with the interpreter, after the work that they
-have begun: Python may not cut off a thread in C++ code.
+Decompositions release the interpreter lock. Each thread computes with one core, whatever
+``torch.set_num_threads`` is for the other threads. Threads end with their pool or with the
+interpreter, and first finish the work that they have begun, because Python must not stop a thread
+in C++ code.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, threa
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -36,62 +37,78 @@ from second_order.utils.stages import stage
 
 __all__ = ["ThreadedInverter", "WorkerPool"]
 
+MAX_THREADS = 4  # by default
+
 T = TypeVar("T")
 
 _STARTING = threading.Lock()
 
 
-def _take_one_core() -> None:
-    """Give this thread one core, and new threads as many as before: torch has one setting."""
+def _use_one_core() -> None:
+    """Let this thread compute with one core.
+
+    ``torch.set_num_threads`` also sets the number of cores for threads that start later. Another
+    thread therefore restores it.
+    """
     with _STARTING:
-        others = torch.get_num_threads()
+        num_cores = torch.get_num_threads()
         torch.set_num_threads(1)
-        restorer = threading.Thread(target=torch.set_num_threads, args=(others,), daemon=True)
-        with suppress(RuntimeError):  # there may be no more threads
+        restorer = threading.Thread(target=torch.set_num_threads, args=(num_cores,), daemon=True)
+        with suppress(RuntimeError):  # the system may refuse more threads
             restorer.start()
             restorer.join()
 
 
 class WorkerPool:
-    """Threads, at most so many, that take up work in the order in which it comes."""
+    """A fixed number of threads that work in the order of submission."""
 
     def __init__(self, threads: int) -> None:
         name = "second_order inverses"
-        self._threads = ThreadPoolExecutor(threads, name, initializer=_take_one_core)
-        self._process = os.getpid()
+        self._threads = ThreadPoolExecutor(threads, name, initializer=_use_one_core)
+        self._process_id = os.getpid()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Queue a piece of work; RuntimeError after :meth:`close`, and in a forked child."""
-        if os.getpid() != self._process:
+        """Queue work for a thread.
+
+        Raises:
+            RuntimeError: After :meth:`close`, and in a forked child process.
+        """
+        if os.getpid() != self._process_id:
             raise RuntimeError(
                 "a forked process has no threads to compute inverses: make the optimizer in the "
                 "process that trains"
             )
-        return self._threads.submit(_unless_at_the_end, work)
+        return self._threads.submit(_run_unless_exiting, work)
 
     def close(self) -> None:
-        """Drop the work that has not been begun, and end the threads after that which has."""
+        """Drop queued work, wait for work that has begun, and end the threads."""
         self._threads.shutdown(cancel_futures=True)
 
 
-def _unless_at_the_end(work: Callable[[], T]) -> T:
-    if getattr(thread, "_shutdown", False):  # the interpreter ends: it would wait for all work
+def _run_unless_exiting(work: Callable[[], T]) -> T:
+    """Run work, unless the interpreter exits, which would wait for all queued work."""
+    if getattr(thread, "_shutdown", False):
         raise CancelledError
     return work()
 
 
-def half_the_cores() -> int:
-    """Number of threads that leave half of this process's share of the cores to others; 1 to 4."""
+def default_num_threads() -> int:
+    """Half of the cores of this process, from 1 to MAX_THREADS; training uses the other half."""
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    ranks_here = max(int(ranks), 1) if ranks.isdigit() else 1
-    return min(max(cores // ranks_here // 2, 1), 4)
+    local_ranks = 1
+    variable = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if variable.isdigit():
+        local_ranks = max(int(variable), 1)
+    return min(max(cores // local_ranks // 2, 1), MAX_THREADS)
 
 
 class ThreadedInverter:
-    """Decomposes snapshots of factors on the threads of a pool."""
+    """Decomposes copies of factors on the threads of a pool.
+
+    ``staleness`` and ``deterministic`` are those of :class:`second_order.kfac.inverter.Inverter`.
+    """
 
     def __init__(
         self, training: Training, options: KFACOptions, solver: Solver, own: DistKFACOptions
@@ -104,120 +121,154 @@ class ThreadedInverter:
             )
         self.staleness = own.staleness
         self.deterministic = own.deterministic
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._inverse_device = device if own.inverse_device == "cuda" else torch.device("cpu")
+        self.pool = WorkerPool(own.inverse_threads or default_num_threads())
         self._solver = solver
         self._dtype = options.inv_dtype
-        self.pool = WorkerPool(own.inverse_threads or half_the_cores())
+        self._inverse_device = torch.device("cpu")
+        if own.inverse_device == "cuda":
+            self._inverse_device = device
+        self._stream: torch.cuda.Stream | None = None  # of the threads
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
         self.clear()
 
     def clear(self) -> None:
-        """Forget what has been submitted."""
-        self._tickets: dict[KroneckerBlock, Future[Result]] = {}
+        """Drop all jobs."""
+        self._futures: dict[KroneckerBlock, Future[Result]] = {}
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Hand snapshots of factors to threads, the largest first, so that they end together."""
+        """Copy the factors of some layers, and queue them for the threads."""
+        # Start with the largest layers, so that all threads finish at about the same time.
         jobs = sorted(jobs, key=lambda job: job.cost, reverse=True)
-        factors = [each.stored for job in jobs for each in job.problems.values()]
+
+        # Copy all factors with one kernel.
+        factors = [problem.stored for job in jobs for problem in job.problems.values()]
         copies = [torch.empty_like(factor) for factor in factors]
         if copies:
             torch._foreach_copy_(copies, factors)
         remaining = iter(copies)
+
         for job in jobs:
             problems: dict[str, Problem] = {}
-            for letter, each in job.problems.items():
-                problems[letter] = replace(each, stored=next(remaining))
+            for factor_name, problem in job.problems.items():
+                problems[factor_name] = replace(problem, stored=next(remaining))
             weight = None if job.weight is None else job.weight.clone()
-            snapshot = replace(job, problems=problems, weight=weight)
             work = partial(
-                decompose_snapshot, snapshot, self._solver, self._dtype, self._inverse_device
+                decompose_snapshot,
+                replace(job, problems=problems, weight=weight),
+                self._solver,
+                self._dtype,
+                self._inverse_device,
             )
-            self._tickets[job.block] = self._on_thread(work)
+            self._futures[job.block] = self._submit_work(work)
 
-    def attempts(self) -> Mapping[KroneckerBlock, Mapping[str, Decomposition]]:
-        """Return nothing: threads check what they have decomposed."""
-        return {}
+    def _submit_work(self, work: Callable[[], T]) -> Future[T]:
+        """Queue work for a thread, which starts it when the device has computed its inputs.
 
-    def forget(self, block: KroneckerBlock) -> None:
-        """Drop the result of a layer, which may not be finished."""
-        self._tickets.pop(block, None)
-
-    def _on_thread(self, work: Callable[[], T]) -> Future[T]:
-        """Start work on a thread, once the device has computed what it works on.
-
-        On CUDA the work has a stream of its own, and its results are complete.
+        On CUDA, the work has its own stream, and its results are complete when it returns.
         """
         stream = self._stream
         if stream is None:
             return self.pool.submit(work)
         event = torch.cuda.current_stream(stream.device).record_event()
 
-        def in_stream() -> T:
+        def run_in_stream() -> T:
             event.synchronize()
             with torch.cuda.stream(stream):
                 result = work()
             stream.synchronize()
             return result
 
-        return self.pool.submit(in_stream)
+        return self.pool.submit(run_in_stream)
+
+    def attempts(self) -> Mapping[KroneckerBlock, Mapping[str, Decomposition]]:
+        """Return nothing, because threads check what they have decomposed."""
+        return {}
 
     def collect(
         self, must_wait: Callable[[KroneckerBlock], bool], read: DeviceRead
     ) -> list[Result]:
-        """Return finished layers, and those that are waited for; nothing is read."""
+        """Return the layers that are finished.
+
+        Args:
+            must_wait: Whether to wait for a layer.
+            read: Not used, because threads read the device.
+        """
         results: list[Result] = []
-        for block, ticket in list(self._tickets.items()):
+        for block, future in list(self._futures.items()):
             if must_wait(block):
                 with stage("wait"):
-                    wait([ticket])
-            elif self.deterministic or not ticket.done():
+                    wait([future])
+            elif self.deterministic or not future.done():
                 continue
-            del self._tickets[block]
-            # Also SystemExit and the like: they would end this process, or a step of it, alone.
-            error = ticket.exception()
-            if error is not None:
-                results.append(Result(block, error=describe_error(error)))
-                continue
-            result = ticket.result()
-            if self._stream is not None:
-                for part in chain(*result.parts.values()):  # it is memory of that stream
-                    part.record_stream(torch.cuda.current_stream(part.device))
-            results.append(result)
+            del self._futures[block]
+            results.append(self._result_of(block, future))
         return results
 
+    def _result_of(self, block: KroneckerBlock, future: Future[Result]) -> Result:
+        """The result of a finished layer. An error on the thread becomes part of it."""
+        # `exception` also returns SystemExit and KeyboardInterrupt, which would otherwise end the
+        # step of this rank alone.
+        error = future.exception()
+        if error is not None:
+            return Result(block, error=describe_error(error))
+        result = future.result()
+        if self._stream is not None:
+            # The memory belongs to the stream of the threads, and is used by another one.
+            for parts in result.parts.values():
+                for part in parts:
+                    part.record_stream(torch.cuda.current_stream(part.device))
+        return result
+
+    def forget(self, block: KroneckerBlock) -> None:
+        """Drop the job of a layer, whether or not it is finished."""
+        self._futures.pop(block, None)
+
     def finish(self) -> None:
-        """Wait for all that has been submitted."""
-        wait(self._tickets.values())
+        """Wait until all jobs are finished."""
+        wait(self._futures.values())
 
     def close(self) -> None:
         """End the threads."""
         self.pool.close()
 
     def post(self, copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
-        """Send tensors from the CPU; a thread waits for those on CUDA."""
+        """Send copies of tensors from the CPU. On CUDA, a thread waits for them and sends them."""
         if self._stream is None:
             send(copies)
         else:
-            self._on_thread(lambda: send([copy.cpu() for copy in copies]))
+            self._submit_work(lambda: send([copy.cpu() for copy in copies]))
 
 
 def decompose_snapshot(
     job: Job, solver: Solver, dtype: torch.dtype, device: torch.device
 ) -> Result:
-    """Decompose copies of a layer's factors on a device; runs on a thread."""
+    """Decompose copies of a layer's factors. Runs on a thread.
+
+    Args:
+        job: The copies.
+        solver: The solver.
+        dtype: The dtype of the result.
+        device: The device that computes. The result is on the device of the factors.
+    """
     if job.weight is not None and not job.weight.item() > 0:
         return Result(job.block, has_statistics=False)
-    moved: list[Problem] = []
-    for each in job.problems.values():
-        added = None if each.added is None else each.added.to(device)
-        here = replace(each, stored=each.stored.to(device), added=added)
-        if device.type == "cuda":  # where float32 products obey a setting of the whole process
-            here = replace(here, dtype=torch.float64)
-        moved.append(here)
+
+    problems: list[Problem] = []
+    for problem in job.problems.values():
+        added = None if problem.added is None else problem.added.to(device)
+        moved = replace(problem, stored=problem.stored.to(device), added=added)
+        if device.type == "cuda":
+            # The precision of float32 products on CUDA is a setting of the whole process.
+            moved = replace(moved, dtype=torch.float64)
+        problems.append(moved)
     with torch.no_grad():
-        found = solver.decompose(moved, dtype)
+        decompositions = solver.decompose(problems, dtype)
+
     parts: dict[str, Decomposition] = {}
-    for (letter, each), decomposition in zip(job.problems.items(), found, strict=True):
+    for (factor_name, problem), decomposition in zip(
+        job.problems.items(), decompositions, strict=True
+    ):
         if decomposition is not None:
-            parts[letter] = tuple(part.to(each.stored.device) for part in decomposition)
+            parts[factor_name] = tuple(part.to(problem.stored.device) for part in decomposition)
     return Result(job.block, parts)
