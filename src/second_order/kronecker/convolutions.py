@@ -81,7 +81,7 @@ def pad_input(x: Tensor, conv: Convolution) -> Tensor:
 
 
 def extract_patches(x: Tensor, conv: Convolution) -> Tensor:
-    """Extract the patches of ``x``, ``(N, C, *spatial)``. A view, if there is no padding.
+    """Extract the patches of ``x``, ``(N, C, *spatial)``. A view, unless ``x`` is padded.
 
     Returns:
         A tensor ``(N, groups, C / groups, *kernel, *output)``. Its dimensions from 2 to 2 + k have

@@ -108,7 +108,7 @@ GAINS: dict[type[nn.Module], Gain | None] = {
 
 
 def gain_of(module: nn.Module) -> Gain | None:
-    """Find the rule for the gain and the bias of a module; None if they have no exact block.
+    """Find the rule of a module whose gain and bias can have an exact block; None for others.
 
     An unknown class with "norm" in its name is assumed to normalize the last dimension. Its first
     statistics verify this.
@@ -198,10 +198,9 @@ class ExactBlock(KroneckerBlock):
 
     def _current_shape(self) -> FactorShape:
         size = sum(p.numel() for p in self.params or self.owned)
-        groups = 1
         if size > self.max_dim:
-            groups, size = size, 1
-        return FactorShape(groups, in_dim=1, out_dim=size, diagonal_a=True, exact=True)
+            return FactorShape(groups=size, in_dim=1, out_dim=1, diagonal_a=True, exact=True)
+        return FactorShape(groups=1, in_dim=1, out_dim=size, diagonal_a=True, exact=True)
 
     def statistics(
         self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions

@@ -46,6 +46,7 @@ REDUCED_EXPERTS = (
     "kfac_approx='reduce' needs the sequence of each token, which experts do not receive; use "
     "kfac_approx='expand'"
 )
+OUTSIDE_MODEL = "not in a module of the model"
 VECTORS_LEFT = "no factors are made of the gradients of its vectors"
 
 
@@ -184,7 +185,14 @@ def find_blocks(
     if rules is None:
         rules = BlockRules()
     rules.check(model)
-    search = _BlockSearch(model, owned, known, factor_dtype, rules, excluded)
+    search = _BlockSearch(
+        model=model,
+        owned=owned,
+        known=known,
+        factor_dtype=factor_dtype,
+        rules=rules,
+        excluded=excluded,
+    )
     patterns = list(skip)
     modules = dict(model.named_modules(remove_duplicate=False))
 
@@ -263,7 +271,7 @@ class _BlockSearch:
     # ---------------------------------------------------------------------------- one module
 
     def exclude(self, name: str, module: nn.Module, reason: str) -> None:
-        """Leave a module to the base because the user asks for it."""
+        """Leave a module to the base, as an option says."""
         self._excluded.update(id(p) for p in module.parameters(recurse=False))
         self._skip(name, module, reason)
         self._add_use_of_weight(name, module)
@@ -350,7 +358,13 @@ class _BlockSearch:
                 bias = None
             block = self._known.get(id(weight))
             if block is None or block.bias is not bias:
-                block = KroneckerBlock([full_name], [module], bias, self._factor_dtype, [kind])
+                block = KroneckerBlock(
+                    names=[full_name],
+                    modules=[module],
+                    bias=bias,
+                    factor_dtype=self._factor_dtype,
+                    kinds=[kind],
+                )
             self._by_weight[id(weight)] = block
 
     def _make_exact_block(
@@ -368,7 +382,13 @@ class _BlockSearch:
 
         block = self._known.get(id(params[0]))
         if not isinstance(block, ExactBlock) or block.owned != params:
-            block = ExactBlock(name, module, params, self._rules.max_exact_dim, self._factor_dtype)
+            block = ExactBlock(
+                name=name,
+                module=module,
+                owned=params,
+                max_dim=self._rules.max_exact_dim,
+                factor_dtype=self._factor_dtype,
+            )
         self._in_exact.update(map(id, params))
         return block
 
@@ -425,8 +445,13 @@ class _BlockSearch:
         block = self._known.get(weight)
         is_same = block is not None and block.modules == modules and block.bias is bias
         if block is None or not is_same or list(block.kinds.values()) != kinds:
-            all_names = list(names.values())
-            block = KroneckerBlock(all_names, modules, bias, self._factor_dtype, kinds)
+            block = KroneckerBlock(
+                names=list(names.values()),
+                modules=modules,
+                bias=bias,
+                factor_dtype=self._factor_dtype,
+                kinds=kinds,
+            )
         return [*blocks, block]
 
     def _can_share(self, modules: Sequence[nn.Module]) -> bool:
@@ -455,9 +480,12 @@ class _BlockSearch:
                 unavailable.add(id(p))
                 block = self._known.get(id(p))
                 if not isinstance(block, GradientBlock) or block.modules != [module]:
-                    full_name = f"{name}.{param_name}".lstrip(".")
                     block = GradientBlock(
-                        full_name, module, p, rules.max_factor_dim, self._factor_dtype
+                        name=f"{name}.{param_name}".lstrip("."),
+                        module=module,
+                        parameter=p,
+                        max_dim=rules.max_factor_dim,
+                        factor_dtype=self._factor_dtype,
                     )
                 if not rules.too_large(block.shape):
                     gradient_blocks.append(block)
@@ -496,7 +524,13 @@ class _BlockSearch:
         self, name: str, params: Iterable[Tensor | None], reason: str, *, unexpected: bool = False
     ) -> None:
         """Leave some parameters of a module to the base."""
-        row = LeftToBase(name.lstrip("."), PARAMETER, reason, 0, unexpected)
+        row = LeftToBase(
+            name=name.lstrip("."),
+            kind=PARAMETER,
+            reason=reason,
+            parameters=0,
+            unexpected=unexpected,
+        )
         self._rows.append(_Row(row, [id(p) for p in params if p is not None]))
 
     def rows_without_block(self, blocks: Sequence[KroneckerBlock]) -> list[LeftToBase]:
@@ -515,8 +549,7 @@ class _BlockSearch:
 
         outside = sum(size for p, size in self._owned.items() if p not in counted)
         if outside:
-            reason = "not in a module of the model"
-            rows.append(LeftToBase("(no module)", PARAMETER, reason, outside))
+            rows.append(LeftToBase("(no module)", PARAMETER, OUTSIDE_MODEL, outside))
         return rows
 
 
