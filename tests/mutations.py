@@ -594,19 +594,18 @@ values taken for queries  <-  attention::factors_are_those_of_separate_linears
     (0, 1, 2)[piece : piece + count]  =>  (0, 1, 2)[:count]
 layers in groups of their own without statistics
   <-  fsdp::an_optimizer_made_before_goes_on_with_the_shards
-  - if fsdp is None else fsdp.unsharded_params(module)
-  + if True else fsdp.unsharded_params(module)
+    if fsdp is not None:  =>  if False:
 
 == kronecker/block.py
 a bias's gradient in the wrong column  <-  invariants_steps::15_a_step_is_the_dense_solve
     torch.cat(views, layout.axis)  =>  torch.cat(views[::-1], layout.axis)
-inverses of some layers of a bank are others'
+inverses of some layers of a batch are others'
   <-  banks::a_bank_is_its_layers_one_by_one
     as_stack(column).flatten(0, 1)  =>  as_stack(column[:1] * len(column)).flatten(0, 1)
 
 == kronecker/block.py
 a slice that keeps its stack  <-  queued::state_and_memory_follow_averages_into_their_stacks
-    self.factors.entries[letter] = factor.clone()  =>  pass
+    self.factors.entries[name] = factor.clone()  =>  pass
 micro-batches that FSDP2 has yet to average dropped
   <-  fsdp::micro_batches_count_whether_averaged_each_or_at_the_end
     self.has_gradient or unreduced)  =>  self.has_gradient)
@@ -622,12 +621,12 @@ loaded factors weigh nothing
     entry.copy_(torch.as_tensor(saved[name], device=entry.device))  =>  entry.fill_(1.0)
 a checkpoint of any shape is accepted
   <-  checkpoint_checks::wrong_shapes_and_numbers_are_refused_before_anything_changes
-    tuple(saved[letter].shape) != needed:  =>  False:
+    tuple(saved[name].shape) != shape:  =>  False:
 
 == kronecker/capture.py
 forwards that checkpoints repeat are new ones
   <-  examples::two_losses_of_one_forward_are_no_micro_batches
-    self._outer_pass != autograd.NO_PASS and autograd.mark_pass(  =>  False and bool(
+    self._again = autograd.has_earlier_pass(self._outer_pass)  =>  pass
 gradients beside the loss as examples  <-  examples::gradients_beside_the_loss_are_no_examples
     if self._accumulated and not autograd.reaches_parameters(module, self.fsdp):  =>  if False:
 the view of a layer's output hooked, which an operation in place replaces
@@ -715,10 +714,10 @@ padded rows in A  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_o
 == kronecker/factors.py
 sums of narrow factors that travel as they were added up
   <-  pipelined::sums_of_narrow_factors_are_rounded_before_they_leave
-    factor.to(staged.factor_dtype) for  =>  factor for
+    factor.to(dtype) for  =>  factor for
 the mean eigenvalue of G of modules used twice
   <-  invariants_factors::9_the_mean_eigenvalues_of_a_module_used_twice_are_those_of_its_factors
-    (sums[name], mean_eigenvalues)  =>  (sums[name],)
+    (sums.factors[name], mean_eigenvalues)  =>  (sums.factors[name],)
 sums divided in bfloat16
   <-  invariants_factors::13_bfloat16_factors_are_divided_by_the_exact_number_of_examples
     mean = total.to(counts.dtype)  =>  mean = total
@@ -803,10 +802,10 @@ a pair that is kept over zero_grad
     if pair.cleared_at == pair.staged.cleared_at]  =>  ]
 a slice that counts by its own size
   <-  queued::pairs_are_kept_until_their_pass_ends_or_to_a_number_of_bytes
-    max(4 * self.size, held)  =>  4 * self.size
+    max(4 * self.size, storage_bytes)  =>  4 * self.size
 rows without an example in the A of equal Linears
   <-  queued::pairs_that_are_kept_make_the_sums_of_pairs_one_by_one
-    x = x * live.mask.to(x.device).unsqueeze(-1)  =>  pass
+    x = x * row_mask.mask.to(x.device).unsqueeze(-1)  =>  pass
 statistics that are not finite are not counted as dropped
   <-  queued::pairs_that_are_kept_make_the_sums_of_pairs_one_by_one
     count_dropped(layers, bad)  =>  pass
@@ -822,8 +821,8 @@ examples beyond a hinge leave A
     if not self._position_counts:  =>  if False:
 a row without a gradient at one layer leaves its A
   <-  rows::padding_leaves_a_and_prompts_stay
-  - self.has_gradient = _union(self.has_gradient, live.mask)
-  + self.has_gradient = live.mask
+  - self.has_gradient = _union(self.has_gradient, row_mask.mask)
+  + self.has_gradient = row_mask.mask
 passes that have nothing in common count together
   <-  rows::separate_losses_of_layers_without_anything_in_common_are_of_their_own_terms
     candidates = [each for each in candidates if not layers.isdisjoint(each.layers)]  =>  pass

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from second_order import KAISA
 from second_order.kronecker import rows as pass_rows
-from second_order.kronecker.factors import KroneckerFactors, PairSums, StagedStatistics, add_pairs
+from second_order.kronecker.factors import (
+    KroneckerFactors,
+    PairSums,
+    PassSums,
+    StagedStatistics,
+    add_pairs,
+)
 from second_order.kronecker.kinds import match
 from second_order.kronecker.layers import (
     FactorShape,
@@ -70,7 +76,7 @@ def bring(staged: StagedStatistics, pair: PairStatistics, scale: Any, pass_id: i
         record = torch.zeros_like(record)
         packed = {letter: torch.zeros_like(factor) for letter, factor in packed.items()}
         staged.dropped.add_(1)
-    add_pairs([PairSums(staged, pass_id, packed, record)])
+    add_pairs([PairSums(staged, pass_id, PassSums(packed, record))])
 
 
 def factor_shape(module: nn.Module, bias: bool) -> FactorShape:

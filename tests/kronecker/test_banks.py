@@ -131,7 +131,7 @@ def test_an_inverse_does_not_keep_the_batch_that_it_comes_from() -> None:
 def test_banks_hold_what_is_alike_and_fits() -> None:
     blocks = blocks_of("linear", 5, True, "inverse") + blocks_of("linear", 2, False, "inverse")
     assert [len(bank.blocks) for bank in batch_layers(blocks)] == [5, 2]
-    with patch.object(banks, "CPU_BATCH_BYTES", 2 * 8 * 3 * 5):
+    with patch.object(banks, "CPU_LAYER_BATCH_BYTES", 2 * 8 * 3 * 5):
         assert [len(bank.blocks) for bank in batch_layers(blocks)] == [2, 2, 1, 2]
 
 
@@ -158,7 +158,7 @@ def test_a_run_in_banks_is_a_run_layer_by_layer() -> None:
         return [p.detach().clone() for p in model.parameters()]
 
     together = run()
-    with patch.object(banks, "CPU_BATCH_BYTES", 1):
+    with patch.object(banks, "CPU_LAYER_BATCH_BYTES", 1):
         alone = run()
     for one, other in zip(together, alone, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
@@ -193,7 +193,7 @@ def train_same_matrices(
     model = SameMatrices().to(F64)
     torch.manual_seed(rank)
     trajectory = []
-    with patch.object(banks, "CPU_BATCH_BYTES", bank_bytes):
+    with patch.object(banks, "CPU_LAYER_BATCH_BYTES", bank_bytes):
         optimizer = make(System, model, unsupported_layers="gradient_factors")
         for _ in range(3):
             x, y = torch.randn(6, 3, 4, 4, dtype=F64), torch.randint(CLASSES, (6,))
@@ -211,7 +211,9 @@ def test_layers_of_different_kinds_whose_matrices_have_one_size(
 ) -> None:
     """They are preconditioned in one bank, as each alone is."""
     alone = agreed(world.run(train_same_matrices, processes, System, 1))
-    together = agreed(world.run(train_same_matrices, processes, System, banks.CPU_BATCH_BYTES))
+    together = agreed(
+        world.run(train_same_matrices, processes, System, banks.CPU_LAYER_BATCH_BYTES)
+    )
     assert_same_trajectory(together, alone)
 
 

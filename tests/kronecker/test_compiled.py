@@ -87,8 +87,8 @@ def test_a_closed_gate_leaves_nothing_in_the_graph_and_no_graph_is_made_twice() 
         backward(compiled)
         assert len(recorder.pairs) == 3 * (step // 3 + 1)
     assert len(seen) == 2
-    assert "second_order.watch" in seen[0]
-    assert "second_order.watch" not in seen[1]
+    assert "second_order.capture" in seen[0]
+    assert "second_order.capture" not in seen[1]
 
 
 class Block(nn.Module):

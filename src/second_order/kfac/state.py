@@ -47,6 +47,7 @@ from second_order.kronecker.block import (
     KroneckerBlock,
     LayerStatus,
 )
+from second_order.kronecker.factors import OwnedFactors
 from second_order.kronecker.solvers import INVERSE_ENTRIES
 from second_order.training.context import Training
 from second_order.training.throttle import THROTTLE_ENTRIES
@@ -244,7 +245,7 @@ def move_factors(
 ) -> None:
     """Send the factors of layers whose owners have changed to the new owners."""
     for block in before.keys() - plan.keys():  # they do not train
-        block.set_held(block.held)
+        block.set_owned_factors(block.owned_factors)
     for block, layer in plan.items():
         old = before.get(block, layer)
         received: dict[str, Tensor | None] = {}
@@ -257,7 +258,10 @@ def move_factors(
                 if world.rank in new and (letter or entry.name in found):
                     received[entry.name] = found.get(entry.name)  # None if it is lost
         here = (None, world.rank)
-        block.set_held((layer.factor_owner("A") in here, layer.factor_owner("G") in here))
+        owned_factors = OwnedFactors(
+            a=layer.factor_owner("A") in here, g=layer.factor_owner("G") in here
+        )
+        block.set_owned_factors(owned_factors)
         if received and block.factors is not None:
             block.receive_factors(received)
 

@@ -1,14 +1,14 @@
-"""What autograd keeps of a layer's call, and what the backward pass that is running will reach.
+"""Read from autograd what it saved for a layer's call, and what the running backward pass reaches.
 
-The private names of torch that the Kronecker factors use are those below, as torch 2.6 to 2.13 have
-them; there is no public way to ask.
+All private names of torch that the Kronecker factors use are in this file. They exist in torch 2.6
+to 2.13, and no public function replaces them.
 
-``nn.MultiheadAttention`` multiplies by weights and calls no modules: its in-projection is one
-matrix, of queries, keys and values below each other, and ``out_proj`` is a Linear that is never
-called. So no forward hook sees their inputs. What does is the graph that autograd has recorded of
-the call: the node of each product with one of these weights has the product's input, as autograd
-needs it too, and gets the gradient of its output. The in-projection is a grouped layer of three
-groups: A and G of queries, of keys, of values.
+``nn.MultiheadAttention`` multiplies by its weights without calling a module. Its in-projection is
+one matrix with the rows of q, k and v, and ``out_proj`` is a Linear that is never called. A forward
+hook therefore does not see the inputs of these products. But autograd's graph has a node for each
+product. The node has saved the product's input, and receives the gradient of its output.
+:func:`find_projections` finds these nodes. The in-projection is a layer of three groups, with A and
+G of q, of k and of v.
 """
 
 from __future__ import annotations
@@ -27,24 +27,77 @@ from second_order.distributed.fsdp import FSDPParams
 
 __all__ = ["find_projections", "is_attention", "is_reached", "set_eval_frame", "skip_code"]
 
+# The number of the running backward pass, or NO_PASS. Gradients of one pass add up.
+current_pass = torch._C._current_graph_task_id
 NO_PASS = -1
-"""The number of the running backward pass, where none is running."""
 
+# The node that runs now.
+current_node = torch._C._current_autograd_node
+
+# Whether the running pass keeps the graph (retain_graph=True), and with it the saved inputs.
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+
+# Whether the running pass will run a node.
+will_execute = torch._C._will_engine_execute_node
+
+# The innermost saved-tensor hooks, such as those of a checkpoint.
+top_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+# Whether a torch.func transform is active, which hides gradients from hooks.
+inside_functorch = torch._C._are_functorch_transforms_active
+
+# An entry of a node's metadata: the number of the first backward pass that ran the node.
 _FIRST_PASS = "second_order: the first backward pass that came through"
 
-current_pass = torch._C._current_graph_task_id  # which passes' gradients add up to one statistic
-current_node = torch._C._current_autograd_node  # whose saved input is read, and for the first time
-keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # whether inputs may go
-will_execute = torch._C._will_engine_execute_node  # autograd.grad's gradients are no loss's
-top_saved_tensor_hooks = (
-    torch._C._autograd._top_saved_tensors_default_hooks
-)  # a checkpoint saves nothing
-inside_functorch = torch._C._are_functorch_transforms_active  # torch.func hides gradients
-# set_eval_frame and skip_code (above): a hook ends a graph, and the model runs without a compiler.
+
+# ---------------------------------------------------------------------------------------- passes
+
+
+def has_earlier_pass(pass_id: int) -> bool:
+    """Whether a backward pass other than ``pass_id`` ran the current node first.
+
+    The first call for a node marks it with ``pass_id``.
+    """
+    metadata: Any = current_node().metadata
+    return bool(metadata.setdefault(_FIRST_PASS, pass_id) != pass_id)
+
+
+def call_after_pass(function: Callable[[], None]) -> None:
+    """Call a function when the running backward pass ends."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(function)
+
+
+def reaches_parameters(module: nn.Module, fsdp: FSDPParams | None) -> bool:
+    """Whether the running backward pass accumulates into a parameter of the module itself."""
+    return any(is_reached(p) for p in params_in_pass(module, fsdp).values())
+
+
+def params_in_pass(module: nn.Module, fsdp: FSDPParams | None) -> dict[str, Tensor]:
+    """The module's own parameters by name, as leaves of a pass's graph.
+
+    With FSDP2 these are the unsharded parameters.
+    """
+    if fsdp is not None:
+        return fsdp.unsharded_params(module)
+    return {name: p for name, p in module._parameters.items() if p is not None}
+
+
+def is_reached(p: Tensor) -> bool:
+    """Whether the running backward pass accumulates into a leaf."""
+    if not p.requires_grad:
+        return False
+    try:
+        return bool(will_execute(get_gradient_edge(p).node))
+    except RuntimeError:  # raised for the inputs of torch.autograd.grad, which does not accumulate
+        return False
+
+
+# ---------------------------------------------------------------------------------- saved inputs
 
 
 class _SavedInput(torch.autograd.Function):
-    """A node beside the graph whose only purpose is to hold one saved tensor."""
+    """A node outside of the graph that saves one tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:
@@ -56,52 +109,23 @@ class _SavedInput(torch.autograd.Function):
         raise AssertionError("this node is not part of any graph")
 
 
-def mark_pass(pass_id: int) -> bool:
-    """Whether another backward pass has come through the node that runs now, which gets a mark."""
-    metadata: Any = current_node().metadata
-    return bool(metadata.setdefault(_FIRST_PASS, pass_id) != pass_id)
-
-
-def call_after_pass(work: Callable[[], None]) -> None:
-    """Have something done as the running backward pass ends."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(work)
-
-
 def save_input(x: Tensor) -> Callable[[], Tensor]:
-    """Keep an input as autograd keeps its own; what is returned reads it."""
+    """Save an input as autograd saves its own, through the active saved-tensor hooks.
+
+    Returns a function that returns the input.
+    """
     anchor = torch.empty(0, requires_grad=True, device="cpu")
-    # The result, and not its node: before torch 2.13 a node frees what it holds with its result.
+    # The function holds the result and not its node. Before torch 2.13, a node frees its saved
+    # tensors when its result is freed.
     result = cast(Any, _SavedInput.apply(x.detach(), anchor))  # type: ignore[no-untyped-call]
     return lambda: result.grad_fn.saved_tensors[0]
 
 
-def reaches_parameters(module: nn.Module, fsdp: FSDPParams | None) -> bool:
-    """Whether the backward pass that is running accumulates into a parameter of the module."""
-    return any(map(is_reached, params_in_pass(module, fsdp).values()))
-
-
-def params_in_pass(module: nn.Module, fsdp: FSDPParams | None) -> dict[str, Tensor]:
-    """A module's own parameters that the graph of a pass ends in; with FSDP2 the whole ones."""
-    own: dict[str, Tensor] = {k: p for k, p in module._parameters.items() if p is not None}
-    return own if fsdp is None else fsdp.unsharded_params(module)
-
-
-def is_reached(p: Tensor) -> bool:
-    """Whether the backward pass that is running accumulates into a leaf."""
-    if not p.requires_grad:
-        return False
-    try:
-        return bool(will_execute(get_gradient_edge(p).node))
-    except RuntimeError:  # torch's answer for what autograd.grad gives back without accumulating
-        return False
-
-
 def to_compute_dtype(x: Tensor) -> Tensor:
-    """The layer's input in the precision that the layer computes with.
+    """Return a layer's input in the dtype in which the layer computes.
 
-    Under autocast autograd keeps a copy in that precision too: the tensor itself may be changed in
-    place, or be freed, before the backward.
+    Under autocast, autograd also saves a copy in that dtype. ``x`` itself may be changed in place,
+    or freed, before the backward pass.
     """
     device = x.device.type
     if x.dtype is torch.float32 and torch.is_autocast_enabled(device):
@@ -112,22 +136,32 @@ def to_compute_dtype(x: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------- attention
 
 
+# Nodes of a product with a weight, and the attribute that has the product's input. The weight is
+# the node's last input.
 PRODUCTS = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self"}
-"""Nodes of a product with a weight, whose edge is the last one, and their names of the input."""
 
-LONGEST_PATH = 8  # nodes between a product and its weight: transpose, split, a cast by autocast
+# Nodes between a product and its weight, at most: transpose, split, a cast by autocast.
+LONGEST_PATH = 8
 
 
 class Projection(NamedTuple):
-    """A product with a weight of an attention, in a call."""
+    """A product with a weight of an attention, in one call."""
 
-    owner: nn.Module  # the module whose weight it is: the attention, or its `out_proj`
-    node: Any  # in autograd's graph
-    qkv: tuple[int, ...]  # of the in-projection, which of queries, keys, values: 0, 1 or 2
+    owner: nn.Module  # the module that has the weight: the attention, or its `out_proj`
+    node: Any  # of autograd's graph
+    qkv: tuple[int, ...]  # for the in-projection: which of q, k and v, as 0, 1 and 2
+
+
+class QKVInputs(NamedTuple):
+    """The inputs of an attention's in-projection, ``(batch, positions, in)`` each."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether a module projects as ``nn.MultiheadAttention`` does."""
+    """Whether a module is an ``nn.MultiheadAttention``, or a subclass with its forward."""
     return (
         isinstance(module, nn.MultiheadAttention)
         and type(module).forward is nn.MultiheadAttention.forward
@@ -140,87 +174,133 @@ def find_projections(
     kwargs: Mapping[str, Any],
     output: Tensor,
     fsdp: FSDPParams | None,
-) -> tuple[list[Tensor], list[Projection]]:
-    """Queries, keys and values of an attention's call, and the products with its weights.
+) -> tuple[QKVInputs, list[Projection]]:
+    """Find the products of an attention's call with its weights.
 
-    Each input is ``(batch, positions, in)``, a view of the one given. The search for products does
-    not go beyond the arguments of the call.
+    Returns:
+        The inputs of the in-projection, as views of the arguments, and the products.
     """
-    given = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
-    inputs = [given[name] for name in ("query", "key", "value")]
+    inputs = _qkv_inputs(module, args, kwargs)
+    attention_and_out_proj = (module, cast(nn.Module, module.out_proj))
+    owners: dict[Tensor, nn.Module] = {}
+    for owner in attention_and_out_proj:
+        for p in params_in_pass(owner, fsdp).values():
+            owners[p] = owner
+
+    # Search the graph from the output to the arguments of the call.
+    projections: list[Projection] = []
+    width = cast(int, module.embed_dim)
+    pending = [output.grad_fn]
+    seen = {t.grad_fn for t in (*args, *kwargs.values()) if isinstance(t, Tensor)}
+    while pending:
+        node = cast(Any, pending.pop())
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        pending += [next_node for next_node, _ in node.next_functions]
+        if node.name() not in PRODUCTS:
+            continue
+        weight, piece = _find_weight(node)
+        product_owner = None if weight is None else owners.get(weight)
+        if product_owner is None:
+            continue
+        # A piece of the in-projection has the rows of one or more of q, k and v.
+        qkv: tuple[int, ...] = ()
+        if product_owner is module:
+            count = node._input_metadata[0].shape[-1] // width
+            qkv = (0, 1, 2)[piece : piece + count]
+        projections.append(Projection(product_owner, node, qkv))
+    return inputs, projections
+
+
+def _qkv_inputs(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> QKVInputs:
+    names = ("query", "key", "value")
+    arguments = dict(zip(names, args, strict=False)) | dict(kwargs)
+    inputs = [arguments[name] for name in names]
     if inputs[0].dim() == 2:
         inputs = [x.unsqueeze(0) for x in inputs]
     elif not module.batch_first:
         inputs = [x.transpose(0, 1) for x in inputs]
-    both = (module, cast(nn.Module, module.out_proj))
-    owners = {p: owner for owner in both for p in params_in_pass(owner, fsdp).values()}
-    width, found = cast(int, module.embed_dim), []
-    todo = [output.grad_fn]
-    seen = {t.grad_fn for t in (*args, *kwargs.values()) if isinstance(t, Tensor)}
-    while todo:
-        node = cast(Any, todo.pop())
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        todo += [following for following, _ in node.next_functions]
-        weight, piece = _weight_of(node) if node.name() in PRODUCTS else (None, 0)
-        owner = None if weight is None else owners.get(weight)
-        if owner is not None:
-            count = node._input_metadata[0].shape[-1] // width
-            qkv = (0, 1, 2)[piece : piece + count] if owner is module else ()
-            found.append(Projection(owner, node, qkv))
-    return inputs, found
+    return QKVInputs(*inputs)
 
 
-def _weight_of(product: Any) -> tuple[Tensor | None, int]:
-    """The parameter that a product multiplies by, and the number of the piece, if it was cut."""
-    (node, output), piece = product.next_functions[-1], 0
+def _find_weight(product: Any) -> tuple[Tensor | None, int]:
+    """Find the parameter that a product multiplies by.
+
+    Returns:
+        The parameter, or None; and the number of its piece, if it was split.
+    """
+    node, output_index = product.next_functions[-1]
+    piece = 0
     for _ in range(LONGEST_PATH):
         if node is None or hasattr(node, "variable"):
             return getattr(node, "variable", None), piece
         if node.name().startswith("Split"):
-            piece = output
+            piece = output_index
         if len(node.next_functions) != 1:
             break
-        node, output = node.next_functions[0]
+        node, output_index = node.next_functions[0]
     return None, 0
 
 
 def read_product_input() -> Tensor:
-    """The input of the product whose node's hook is running, as long as autograd has it.
+    """Return the input of the product whose node's hook is running.
 
-    A hook of a node must not hold it: nothing would free the two.
+    The hook of a node calls this instead of holding the input, which would keep both alive.
     """
     node = current_node()
     return cast(Tensor, getattr(node, PRODUCTS[node.name()]))
 
 
+class QKVPart(NamedTuple):
+    """The pair of q, k or v."""
+
+    x: Tensor
+    d: Tensor
+
+
 @dataclass
 class Assembly:
-    """A call's pair, made of those of its products."""
+    """Joins the pairs of an attention call's products to the pair of the call.
 
-    batch: int  # the number of sequences
-    parts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by qkv
+    Attributes:
+        batch: Number of sequences.
+        parts: The pairs that have arrived: q, k and v as 0, 1 and 2.
+    """
+
+    batch: int
+    parts: dict[int, QKVPart] = field(default_factory=dict)
 
     def add(self, qkv: tuple[int, ...], x: Tensor, d: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Take a product's pair; returns the call's pair once it is complete.
+        """Add the pair of a product.
 
-        x is ``(batch, positions, in)``, or ``(positions batch, in)``, d ``(positions batch, out)``;
-        the call's are ``(batch, positions, ...)``, and with unlike inputs of queries, keys and
-        values ``(3, batch, positions, ...)``, filled up by zeros.
+        Args:
+            qkv: Which of q, k and v the product has. Empty for ``out_proj``.
+            x: The input, ``(batch, positions, in)`` or ``(positions x batch, in)``.
+            d: The gradient of the output, ``(positions x batch, out)``.
+
+        Returns:
+            The pair of the call, ``(batch, positions, ...)``, once it is complete. If q, k and v
+            have different inputs, it is ``(3, batch, positions, ...)``, padded with zeros.
         """
         d = d.unflatten(0, (-1, self.batch)).transpose(0, 1)
-        x = x if x.dim() == 3 else x.unflatten(0, (-1, self.batch)).transpose(0, 1)
+        if x.dim() != 3:
+            x = x.unflatten(0, (-1, self.batch)).transpose(0, 1)
         if len(qkv) in (0, 3):
             return x, d
-        for third, each in zip(qkv, d.chunk(len(qkv), -1), strict=True):
-            self.parts[third] = x, each
+
+        for index, part in zip(qkv, d.chunk(len(qkv), -1), strict=True):
+            self.parts[index] = QKVPart(x, part)
         if len(self.parts) < 3:
             return None
-        parts, self.parts = [self.parts[third] for third in range(3)], {}
-        longest, pad = max(x.shape[1] for x, _ in parts), nn.functional.pad
-        xs, ds = (
-            torch.stack([pad(t, (0, 0, 0, longest - t.shape[1])) for t in each])
-            for each in zip(*parts, strict=True)
-        )
+        parts = [self.parts[index] for index in range(3)]
+        self.parts = {}
+        length = max(part.x.shape[1] for part in parts)
+        xs = torch.stack([_pad_positions(part.x, length) for part in parts])
+        ds = torch.stack([_pad_positions(part.d, length) for part in parts])
         return xs, ds
+
+
+def _pad_positions(tensor: Tensor, length: int) -> Tensor:
+    """Pad ``(batch, positions, n)`` with zeros to a number of positions."""
+    return nn.functional.pad(tensor, (0, 0, 0, length - tensor.shape[1]))

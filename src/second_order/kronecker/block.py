@@ -1,10 +1,12 @@
-"""One preconditioned layer, and layers of one shape, whose gradients are preconditioned together.
+"""One preconditioned layer, and batches of equal layers that are preconditioned together.
 
-gradient   the layers' gradients as one stack of matrices, by one concatenation
-inverse    their inverses, stacked alike; a layer has a view
-write      the layers' parts of a stack of results, into their gradients
+A :class:`KroneckerBlock` has the state of one layer: its staged statistics, running averages,
+inverse and status. A :class:`LayerBatch` has layers whose gradients are matrices of one shape, so
+that the number of kernel launches does not grow with the number of layers:
 
-What a device is statistics_due to do then does not grow with the number of layers that are alike.
+    gradient            the layers' gradients, concatenated to one stack of matrices
+    precondition        their inverses, as one stack, applied to it
+    parameter_parts     the parts of the results by parameter, to be written into the gradients
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from itertools import chain
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -21,7 +22,9 @@ from torch import Tensor, nn
 from second_order.distributed.fsdp import FSDPParams
 from second_order.kronecker.autograd import params_in_pass
 from second_order.kronecker.factors import (
+    ALL_FACTORS,
     KroneckerFactors,
+    OwnedFactors,
     StagedStatistics,
 )
 from second_order.kronecker.layers import (
@@ -39,7 +42,7 @@ from second_order.kronecker.verification import TOLERANCE
 
 __all__ = [
     "AGREED_STATE",
-    "CPU_BATCH_BYTES",
+    "CPU_LAYER_BATCH_BYTES",
     "PASS_HISTORY",
     "Gradients",
     "KroneckerBlock",
@@ -51,47 +54,59 @@ __all__ = [
     "to_matrices",
 ]
 
+# Steps with statistics at which a layer's pairs are compared with its weight's gradient.
 VERIFIED_STEPS = 2
-"""Steps with statistics at which a layer's pairs are compared with its weight's gradient."""
 
+# Checkpoint entries of a layer's state. The first has four numbers, on the ranks whose passes give
+# the layer's statistics. The others are integers, equal on all ranks.
 PASS_HISTORY = "pass_history"
 AGREED_STATE = ("no_statistics", "statistics_due", "failures")
-"""The entries of a layer's state in a checkpoint: four numbers on the ranks whose passes make the
-statistics, and whole numbers that all ranks have."""
 
 
 class LayerStatus(Enum):
-    """What this process knows of a layer's statistics."""
+    """What this rank knows about a layer's statistics."""
 
     WAITING = 0  # none have been due
     NOT_CAPTURED = 1  # they were due, and the layer's hooks captured no pair
-    CAPTURED = 2  # a pair has been captured, perhaps one without an example
+    CAPTURED = 2  # a pair was captured, even if none of its rows take part
     UNVERIFIED = 3  # the captured pairs do not reproduce the weight's gradient
+
+
+# ------------------------------------------------------------------------------------ one layer
 
 
 class KroneckerBlock:
     """A weight, the bias that goes with it, and the curvature of the two.
 
+    Args:
+        names: Names of the modules that share the weight; one for most layers.
+        modules: These modules.
+        bias: The bias that goes with the weight, if any.
+        factor_dtype: The dtype in which the factors are stored.
+        kinds: The kind of each module.
+        owned: The parameters of the block, the weight first, if they are not the weight and bias of
+            the first module.
+
     Attributes:
-        names: Names of the modules that share the weight, one for most layers.
-        name: The layer's name, for messages.
-        kinds: The kind of each of these modules that has one.
-        hooked_modules: The modules whose passes make the statistics.
-        owned: The weight, and the bias in the optimizer's care, if any.
-        factors: Running averages; None before the first statistic or checkpoint.
-        held: Whether A and G are kept on this process.
+        names: Names of the modules.
+        name: The layer's name in messages.
+        kinds: The kind of each module that has one.
+        hooked_modules: The modules whose hooks capture the layer's pairs.
+        owned: The weight, and the bias if the optimizer trains it.
+        shape: The sizes of the factors, for the parameters that are trainable now.
+        trains_bias: Whether A has a last row and column for the bias.
+        work_dtype: The dtype in which gradients are clipped and communicated: float32 at least.
         staged: Statistics since the last step.
-        inverse: The damped inverse, on the layer's gradient workers once it is solved.
-        solved: Whether the layer's gradient workers, whichever ranks, hold an inverse.
-        shape: The sizes of the factors, by which parameters train.
-        trains_bias: Whether A has the homogeneous coordinate.
-        work_dtype: The dtype in which gradients are clipped and exchanged: float32 at least.
-        status: What this process knows of the statistics.
-        no_statistics: Whether the last refresh found no statistics, on any process.
-        failures: Refreshes in a row that gave no valid decomposition.
-        comparisons: Steps at which pairs were compared with the gradient.
-        residual: Share of the gradient that the pairs left over at the last of these.
-        work: Operations of the passes in the last step with statistics, on this process.
+        factors: Running averages; None before the first statistics or checkpoint.
+        owned_factors: The factors that this rank owns, and therefore stores.
+        inverse: The damped inverse, on the ranks that precondition the layer's gradient.
+        solved: Whether these ranks have an inverse.
+        status: What this rank knows about the layer's statistics.
+        no_statistics: Whether no rank had statistics at the last refresh.
+        failures: Number of successive refreshes that gave no valid decomposition.
+        comparisons: Number of steps at which the pairs were compared with the gradient.
+        residual: The share of the gradient that the pairs did not reproduce, at the last of these.
+        work: Operations of the layer in this rank's passes of the last step with statistics.
     """
 
     def __init__(
@@ -103,6 +118,7 @@ class KroneckerBlock:
         kinds: Sequence[LayerKind] = (),
         owned: Sequence[nn.Parameter] = (),
     ) -> None:
+        # Modules and parameters.
         self.names = list(names)
         self.modules = list(modules)
         self.name = " = ".join(name or "(model)" for name in names)
@@ -114,20 +130,24 @@ class KroneckerBlock:
             self.owned.append(cast(nn.Parameter, getattr(first, self.kinds[first].weight)))
             if bias is not None:
                 self.owned.append(bias)
+
+        # Curvature.
         self.factor_dtype = factor_dtype
-        self.held = (True, True)
+        self.owned_factors = ALL_FACTORS
         self.inverse: Inverse | None = None
         self.status = LayerStatus.WAITING
         self.no_statistics = False
         self.failures = 0
+
+        # Captured passes.
         self.comparisons = 0
         self.residual = 0.0
         self.work = 0
-        self._last_backward = -1  # the number of the pass that brought the last pair
+        self._last_backward = -1  # the pass that delivered the last pair
         self._reset(dropped=0)
 
     def _reset(self, dropped: Tensor | int) -> None:
-        """Start without statistics, for the parameters that train now."""
+        """Start without statistics, for the parameters that are trainable now."""
         device = self.weight.device
         self.shape: FactorShape = self._current_shape()
         self.trains_bias = self.bias is not None and self.bias.requires_grad
@@ -139,7 +159,7 @@ class KroneckerBlock:
 
     @property
     def weight(self) -> nn.Parameter:
-        """The weight, or what else names the layer in a checkpoint."""
+        """The weight, or the parameter that stands for the layer in a checkpoint."""
         return self.owned[0]
 
     @property
@@ -149,17 +169,17 @@ class KroneckerBlock:
 
     @property
     def training(self) -> tuple[bool, ...]:
-        """Whether each parameter of the block trains now."""
+        """Whether each parameter of the block is trainable now."""
         return tuple(p.requires_grad for p in self.owned)
 
     @property
     def trainable(self) -> bool:
-        """Whether the weight asks for a gradient now."""
+        """Whether the weight is trainable now."""
         return self.weight.requires_grad
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The block's parameters that train now."""
+        """The block's parameters that are trainable now."""
         return [p for p in self.owned if p.requires_grad]
 
     @property
@@ -169,58 +189,59 @@ class KroneckerBlock:
 
     @property
     def size(self) -> int:
-        """Number of scalar parameters that train."""
+        """Number of elements of the trainable parameters."""
         return sum(p.numel() for p in self.params)
 
     @property
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:
-        """By letter, the shape of a factor as stored here or on another process."""
-        return {letter: self.shape.stored_shape(letter) for letter in self.shape.factor_names}
+        """By factor name, the shape in which this or another rank stores the factor."""
+        return {name: self.shape.stored_shape(name) for name in self.shape.factor_names}
 
     @property
     def layout(self) -> Layout:
-        """The places of the gradients of :attr:`params` in the layer's matrix."""
+        """Where the gradients of :attr:`params` are in the layer's matrix."""
         return matrix_layout(self.shape, [p.numel() for p in self.params])
 
-    def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
-        """Put other parameters of the same shapes in the place of some of the block's."""
-        self.owned = [cast(nn.Parameter, others.get(p, p)) for p in self.owned]
+    def replace_params(self, replacements: Mapping[Tensor, Tensor]) -> None:
+        """Replace some of the block's parameters by others of the same shapes."""
+        self.owned = [cast(nn.Parameter, replacements.get(p, p)) for p in self.owned]
 
     def reset_if_changed(self) -> None:
-        """Start again where the bias was frozen or unfrozen, or the layer moved, if it trains."""
+        """Reset a trainable layer if its bias was frozen or unfrozen, or if its device changed."""
         moved = self.weight.device != self.staged.device
         if self.trainable and (moved or self._current_shape() != self.shape):
             self._reset(self.staged.dropped.to(self.weight.device))
 
     def _current_shape(self) -> FactorShape:
         module = self.modules[0]
-        return self.kinds[module].shape(module, self.bias is not None and self.bias.requires_grad)
+        has_bias = self.bias is not None and self.bias.requires_grad
+        return self.kinds[module].shape(module, has_bias)
 
     # --------------------------------------------------------------------------------- statistics
 
-    def begin_pass(self, backward: int, pass_id: int, unreduced: bool) -> None:
-        """Drop statistics whose gradients have been dropped, as the first pair of a pass comes.
+    def begin_pass(self, running_pass: int, pass_id: int, unreduced: bool) -> None:
+        """At the first pair of a pass, drop statistics whose gradients the user has dropped.
 
-        ``unreduced``: FSDP2 has yet to average earlier passes' gradients.
+        Args:
+            running_pass: The number of the backward pass that autograd is running.
+            pass_id: The number that its pairs have. With sampled labels the two differ.
+            unreduced: Whether FSDP2 has not averaged the gradients of earlier passes yet.
         """
-        begins = self._last_backward != backward and not self.staged.has_pass(pass_id)
-        self._last_backward = backward
-        if begins:
+        is_first = self._last_backward != running_pass and not self.staged.has_pass(pass_id)
+        self._last_backward = running_pass
+        if is_first:
             self.reset_if_changed()
-            if self.gradients_were_dropped(unreduced):
+            if self._gradients_were_dropped(unreduced):
                 self.staged.clear()
 
-    def gradients_were_dropped(self, unreduced: bool = False) -> bool:
-        """Whether gradients of staged statistics have been set to None since; ask at each pass.
-
-        ``unreduced``: FSDP2 has yet to average earlier passes' gradients.
-        """
+    def _gradients_were_dropped(self, unreduced: bool) -> bool:
+        """Whether the gradients of the staged statistics have been set to None since."""
         return not (self.staged.empty or self.has_gradient or unreduced)
 
     def statistics(
         self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions
     ) -> PairStatistics:
-        """Statistics of a captured pair of one of the modules, in the dtype of the pair."""
+        """Form the statistics of a captured pair of a module, in the dtype of the pair."""
         return self.kinds[module].statistics(module, x, d, options)
 
     def gradient_rows(self, module: nn.Module, x: Any, d: Tensor) -> PairRows:
@@ -228,12 +249,14 @@ class KroneckerBlock:
         return self.kinds[module].gradient_rows(module, x, d)
 
     def fits_pair(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
-        """Whether a pair's sizes can be those of the layer."""
+        """Whether a pair has sizes that the layer can have."""
         return self.kinds[module].fits_pair(module, x, d)
+
+    # ------------------------------------------------------------------------------- verification
 
     @property
     def needs_verification(self) -> bool:
-        """Whether the pairs of these passes are compared with the gradient."""
+        """Whether the pairs of the next step with statistics are compared with the gradient."""
         return self.comparisons < VERIFIED_STEPS
 
     def verified_parameter(self, module: nn.Module) -> str:
@@ -245,30 +268,35 @@ class KroneckerBlock:
         return self.kinds[module].weight_gradient(module, x, d)
 
     def verify_pair(self, module: nn.Module, x: Any, d: Tensor, fsdp: FSDPParams | None) -> None:
-        """Compare a pair with the gradient that is about to arrive, in float32 at least."""
+        """Add a pair to the comparison with the gradient, in float32 at least.
+
+        The gradient arrives at the weight after the pair, in the same pass.
+        """
         weight = params_in_pass(module, fsdp).get(self.verified_parameter(module))
         if weight is None:
             return
-        wide = torch.promote_types(d.dtype, torch.float32)
+        dtype = torch.promote_types(d.dtype, torch.float32)
         rows = x if isinstance(x, Tensor) else x.hidden
-        inputs = x.to(wide) if isinstance(x, Tensor) and x.is_floating_point() else x
-        product = self.weight_gradient(module, inputs, d.to(wide))
+        inputs = x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+        product = self.weight_gradient(module, inputs, d.to(dtype))
         self.staged.ensure_verification().add(product, rows, d, weight)
 
     def record_capture(self, work: int) -> None:
-        """Note a captured pair, and the operations of the step's passes so far."""
+        """Record that a pair was captured, and the operations of the step's passes so far."""
         self.status = LayerStatus.CAPTURED
         self.work = work
 
     @property
     def unverified(self) -> bool:
-        """Whether the pairs do not reproduce the gradient, so that they are not used."""
+        """Whether the pairs do not reproduce the gradient. They are then not used."""
         return self.status is LayerStatus.UNVERIFIED
 
     def record_residual(self, residual: float | None) -> None:
-        """Note how much of the gradient the step's pairs leave over; drop pairs that leave much.
+        """Record the result of a comparison, and drop pairs that do not reproduce the gradient.
 
-        None: a hook of the user's on the weight makes the comparison impossible.
+        Args:
+            residual: The share of the gradient that the step's pairs do not reproduce. None if a
+                hook of the user on the weight makes the comparison impossible.
         """
         self.comparisons += 1
         if residual is not None:
@@ -283,7 +311,11 @@ class KroneckerBlock:
     # ------------------------------------------------------------------------------------ factors
 
     def ensure_factors(self, statistics_due: bool = False) -> KroneckerFactors:
-        """The running averages, made on first use; ``statistics_due``: as statistics are due."""
+        """Return the running averages, and create them on first use.
+
+        Args:
+            statistics_due: Whether the caller needs them because statistics are due at this step.
+        """
         if statistics_due and self.status is LayerStatus.WAITING:
             self.status = LayerStatus.NOT_CAPTURED
         if self.factors is None:
@@ -295,35 +327,44 @@ class KroneckerBlock:
             shape=self.shape,
             device=self.weight.device,
             dtype=self.factor_dtype,
-            held=self.held,
+            owned=self.owned_factors,
         )
 
-    def set_held(self, held: tuple[bool, bool]) -> None:
-        """Keep A, or G, or both, or neither from now on; factors that are not kept are freed.
+    def set_owned_factors(self, owned: OwnedFactors) -> None:
+        """Set the factors that this rank owns, and free the others.
 
-        Those that are get a place of their own: a slice would keep the memory of all its stack.
+        An owned factor is copied if it is a slice, which would keep its whole stack alive.
         """
-        self.held = held
+        self.owned_factors = owned
         if self.factors is None:
             return
-        for letter, factor in self.factors.stored.items():
-            if not held[letter == "G"]:
-                del self.factors.entries[letter]
+        for name, factor in self.factors.stored.items():
+            if not owned.includes(name):
+                del self.factors.entries[name]
             elif factor.untyped_storage().nbytes() > factor.nbytes:
-                self.factors.entries[letter] = factor.clone()
+                self.factors.entries[name] = factor.clone()
 
-    def stored(self, letter: str) -> Tensor | None:
-        """The factor of a letter, as stored; None if it is not kept here, or is lost."""
-        return None if self.factors is None else self.factors.entries.get(letter)
+    def stored(self, name: str) -> Tensor | None:
+        """A factor as it is stored. None if this rank does not own it, or has lost it."""
+        return None if self.factors is None else self.factors.entries.get(name)
 
     @property
     def has_lost_factor(self) -> bool:
-        """Whether a factor that is kept here is missing, though there have been statistics."""
-        held = sum(self.held[letter == "G"] for letter in self.shape.factor_names)
-        return self.factors is not None and len(self.factors.stored) < held
+        """Whether a factor that this rank owns is missing, although the averages exist."""
+        if self.factors is None:
+            return False
+        owned = [name for name in self.shape.factor_names if self.owned_factors.includes(name)]
+        return len(self.factors.stored) < len(owned)
+
+    @property
+    def factor_bytes(self) -> int:
+        """Bytes of the running averages on this rank."""
+        if self.factors is None:
+            return 0
+        return sum(factor.nbytes for factor in self.factors.stored.values())
 
     def restart_averages(self) -> None:
-        """Start the running averages again: the layer runs on its base gradient until then."""
+        """Start the running averages again. Until then the layer has its plain gradient."""
         self.factors = None
         self.failures = 0
         if self.status is LayerStatus.NOT_CAPTURED:
@@ -333,51 +374,57 @@ class KroneckerBlock:
     # -------------------------------------------------------------------------------- checkpoints
 
     def to_checkpoint_tensor(self, values: Sequence[float]) -> Tensor:
-        """Numbers as a tensor of a checkpoint, which has all of its tensors on one device."""
+        """Numbers as a tensor on the weight's device, which all tensors of a checkpoint are on."""
         device = self.weight.device
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        return torch.tensor(values, dtype=wide, device=device)
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        return torch.tensor(values, dtype=dtype, device=device)
 
     def agreed_entries(self) -> dict[str, int]:
-        """The entries of a checkpoint that are the same on all ranks."""
-        due = self.status is not LayerStatus.WAITING
-        return dict(
-            zip(AGREED_STATE, (int(self.no_statistics), int(due), self.failures), strict=True)
-        )
+        """The entries of a checkpoint that are equal on all ranks."""
+        statistics_due = self.status is not LayerStatus.WAITING
+        values = (int(self.no_statistics), int(statistics_due), self.failures)
+        return dict(zip(AGREED_STATE, values, strict=True))
 
     def pass_history(self, ranks: int) -> Tensor:
-        """The entry of the captured passes; its work is that of all ``ranks``."""
-        return self.to_checkpoint_tensor(
-            [self.status.value, self.comparisons, self.residual, self.work * ranks]
-        )
+        """The entry of the captured passes.
+
+        Args:
+            ranks: Number of ranks that share the layer's passes. The entry has their total work.
+        """
+        work = self.work * ranks
+        history = [self.status.value, self.comparisons, self.residual, work]
+        return self.to_checkpoint_tensor(history)
 
     def load_history(self, saved: Mapping[str, Any], ranks: int) -> None:
-        """Take over these entries of a checkpoint; work is shared by so many ``ranks``."""
-        if saved.keys() >= {*AGREED_STATE}:
-            no_statistics, due, self.failures = (saved[name] for name in AGREED_STATE)
+        """Load :meth:`agreed_entries` and :meth:`pass_history`, for a number of ranks."""
+        if saved.keys() >= set(AGREED_STATE):
+            no_statistics, statistics_due, failures = (saved[name] for name in AGREED_STATE)
             self.no_statistics = bool(no_statistics)
-            self.status = LayerStatus.NOT_CAPTURED if due else LayerStatus.WAITING
+            self.status = LayerStatus.NOT_CAPTURED if statistics_due else LayerStatus.WAITING
+            self.failures = failures
         if PASS_HISTORY in saved:
-            status, comparisons, self.residual, work = saved[PASS_HISTORY].tolist()
+            status, comparisons, residual, work = saved[PASS_HISTORY].tolist()
             self.status = LayerStatus(int(status))
             self.comparisons = int(comparisons)
+            self.residual = residual
             self.work = int(work / ranks)
 
     def saved_factors(self) -> dict[str, Tensor]:
-        """The factors kept here, as a checkpoint has them; tensors are shared, not copied.
+        """The factors of this rank by checkpoint entry. The tensors are shared, not copied.
 
-        Zeros before the first statistic: a checkpoint does not make the running averages.
+        They are zeros before the first statistics; saving does not create the running averages.
         """
-        return dict((self.factors or self._new_factors()).entries)
+        factors = self.factors or self._new_factors()
+        return dict(factors.entries)
 
     def load_factors(self, saved: Mapping[str, Any]) -> None:
-        """Take over saved averages that fit; a missing one counts as lost."""
+        """Load saved averages. A factor that is missing in ``saved`` counts as lost."""
         self.factors = self.read_factors(saved)
 
     def read_factors(self, saved: Mapping[str, Any]) -> KroneckerFactors:
-        """Copy saved averages that fit, as they are kept on this process."""
+        """Return a copy of saved averages, with the factors that this rank owns."""
         factors = self._new_factors()
-        for name, entry in [*factors.entries.items()]:
+        for name, entry in list(factors.entries.items()):
             if name in saved:
                 entry.copy_(torch.as_tensor(saved[name], device=entry.device))
             elif name in self.shape.factor_names:
@@ -385,7 +432,7 @@ class KroneckerBlock:
         return factors
 
     def receive_factors(self, entries: Mapping[str, Tensor | None]) -> None:
-        """Put factors of another process in place, and what goes with them; None is a lost one."""
+        """Replace entries of the averages by those of another rank. None stands for a lost one."""
         factors = self.ensure_factors()
         for name, value in entries.items():
             if value is not None:
@@ -394,87 +441,88 @@ class KroneckerBlock:
                 factors.entries.pop(name, None)
 
     def size_mismatch(self, saved: Mapping[str, Any]) -> str:
-        """Why saved factors have not this layer's sizes as it is now; "" if they have."""
-        for letter, needed in self.stored_shapes.items():
-            if letter in saved and tuple(saved[letter].shape) != needed:
+        """A message if saved factors do not have this layer's sizes; "" if they do."""
+        for name, shape in self.stored_shapes.items():
+            if name in saved and tuple(saved[name].shape) != shape:
                 return (
-                    f"the checkpoint's factor {letter} of layer {self.name!r} has shape "
-                    f"{tuple(saved[letter].shape)}, the model needs {needed}; load it into the "
-                    f"model that it was saved from"
+                    f"the checkpoint's factor {name} of layer {self.name!r} has shape "
+                    f"{tuple(saved[name].shape)}, but the model needs {shape}; load the checkpoint "
+                    f"into the model that it was saved from"
                 )
         return ""
-
-    @property
-    def factor_bytes(self) -> int:
-        """Bytes of the running averages here."""
-        return 0 if self.factors is None else sum(t.nbytes for t in self.factors.stored.values())
 
     # ------------------------------------------------------------------------------------ inverse
 
     def install_inverse(self, inverse: Inverse) -> None:
-        """Precondition with an inverse from now on."""
+        """Precondition with this inverse from now on."""
         self.inverse = inverse
 
     def mark_solved(self) -> None:
-        """Mark the layer as solved by its gradient workers, this process or others."""
+        """Record that the ranks that precondition the layer, not only this one, have an inverse."""
         self.solved = True
         self.no_statistics = False
         self.failures = 0
 
     def count_failed_refresh(self) -> None:
-        """Count a refresh without a valid decomposition; a last inverse stays."""
+        """Count a refresh without a valid decomposition. The layer keeps its last inverse."""
         self.no_statistics = False
         self.failures += 1
 
     def drop_inverse_at_refresh(self, no_statistics: bool) -> None:
-        """Drop the inverse at a refresh. ``no_statistics``: no process captured a pair."""
+        """Drop the inverse at a refresh. ``no_statistics``: no rank captured a pair."""
         self.no_statistics = no_statistics
         self.drop_inverse()
 
     def drop_inverse(self) -> None:
-        """Forget the inverse: the layer runs on its base gradient until it is solved again."""
+        """Drop the inverse. The layer has its plain gradient until the next refresh."""
         self.inverse = None
         self.solved = False
 
     @property
     def inverse_bytes(self) -> int:
-        """Bytes of the inverse here."""
+        """Bytes of the inverse on this rank."""
         return 0 if self.inverse is None else sum(t.nbytes for t in self.inverse.tensors)
 
 
-# Bytes of gradients that are preconditioned together, unless one layer alone has more. On a CPU a
-# batch saves calls alone, and what has been computed is to be found in its cache.
-CPU_BATCH_BYTES, BATCH_BYTES = 2**20, 64 * 2**20
+# ------------------------------------------------------------------------- gradients as matrices
+
 
 Gradients: TypeAlias = Callable[[Tensor], Tensor | None]
-"""The gradient of a parameter, if it has one."""
+"""Returns the gradient of a parameter, or None."""
 
 
 def to_matrices(gradients: list[Tensor], layout: Layout) -> Tensor:
-    """The gradients of equal layers, one after the other, as ``(layers x groups, out, in)``.
+    """Concatenate the gradients of equal layers to ``(layers x groups, out, in)``.
 
-    It is a view of a single one wherever that is possible.
+    Args:
+        gradients: The gradients of all parameters of the first layer, then those of the next.
+        layout: The layout of the layers.
+
+    Returns:
+        The matrices. For a layer with one parameter they are a view where that is possible.
     """
-    number = len(layout.views)
-    grouped = len(layout.views[0]) > 2
-    layers = len(gradients) // number
+    num_params = len(layout.views)
+    has_groups = len(layout.views[0]) > 2
+    layers = len(gradients) // num_params
     views = [g.reshape(view) for g, view in zip(gradients, layout.views * layers, strict=True)]
     if layers > 1 and gradients[0].device.type == "cpu":
-        # Products of matrices whose rows lie apart take twice as long.
-        columns = [torch.stack(views[i::number]) for i in range(number)]
-        whole = columns[0] if number == 1 else torch.cat(columns, layout.axis + 1)
+        # Stacked first, because products of matrices with distant rows take twice as long.
+        columns = [torch.stack(views[i::num_params]) for i in range(num_params)]
+        matrices = columns[0] if num_params == 1 else torch.cat(columns, layout.axis + 1)
     else:
-        whole = views[0] if len(views) == 1 else torch.cat(views, layout.axis)
-        whole = whole.unflatten(layout.axis, (layers, -1)).movedim(layout.axis, 0)
-    if grouped:
-        whole = whole.flatten(0, 1)
-    return whole.mT if layout.transposed else whole
+        matrices = views[0] if len(views) == 1 else torch.cat(views, layout.axis)
+        matrices = matrices.unflatten(layout.axis, (layers, -1)).movedim(layout.axis, 0)
+    if has_groups:
+        matrices = matrices.flatten(0, 1)
+    return matrices.mT if layout.transposed else matrices
 
 
 def split_by_parameter(matrices: Tensor, layout: Layout, layers: int = 1) -> Sequence[Tensor]:
-    """The parts of equal layers' ``(layers x groups, out, in)`` by parameter, stacked.
+    """Split the matrices of equal layers, ``(layers x groups, out, in)``, by parameter.
 
-    Each is ``(layers, ...)``, a view; the rest of its shape has the order of the parameter's.
+    Returns:
+        Views ``(layers, ...)``, one per parameter of a layer. Their elements have the order of the
+        parameter's.
     """
     stacked = matrices.mT if layout.transposed else matrices
     if len(layout.views[0]) > 2:
@@ -484,35 +532,53 @@ def split_by_parameter(matrices: Tensor, layout: Layout, layers: int = 1) -> Seq
     return parts
 
 
+# --------------------------------------------------------------------------------- layer batches
+
+
 class LayerBatch:
-    """Layers whose gradients are matrices of one shape, dtype and device, laid out alike."""
+    """Layers whose gradients are matrices of one shape, dtype, device and layout.
+
+    Args:
+        blocks: The layers.
+        inverse: The inverses of all layers as one, ``(layers x groups, ...)``. None: those of the
+            layers are stacked when they are needed.
+    """
 
     def __init__(self, blocks: Sequence[KroneckerBlock], inverse: Inverse | None = None) -> None:
         self.blocks = list(blocks)
         self.params = [p for block in self.blocks for p in block.params]
         self._dtype = self.blocks[0].work_dtype
         self._layout = self.blocks[0].layout
-        self._inverse = inverse  # of all layers, ``(layers x groups, ...)``
-        self._parts = None if inverse is None else self._inverses()  # it stands for
+        self._inverse = inverse
+        # The layers' inverses that `_inverse` was made of.
+        self._layer_inverses = None if inverse is None else self._collect_inverses()
 
-    def _inverses(self) -> list[Inverse]:
+    def _collect_inverses(self) -> list[Inverse]:
         return [block.inverse for block in self.blocks if block.inverse is not None]
 
     @property
     def inverse(self) -> Inverse:
-        """The inverses of all layers, which have one, as one; each layer's is then a part of it."""
-        parts = self._inverses()
-        if self._inverse is None or parts != self._parts:
-            entries = [part.entries for part in parts]
+        """The inverses of all layers as one. Each layer's own becomes a slice of it.
+
+        All layers must have an inverse.
+        """
+        inverses = self._collect_inverses()
+        if self._inverse is None or inverses != self._layer_inverses:
+            entries = [inverse.entries for inverse in inverses]
             stacks = [stack_in_place(entries, name).flatten(0, 1) for name in entries[0]]
-            self._inverse = parts[0].with_tensors(stacks)
-            self._parts = parts
+            self._inverse = inverses[0].with_tensors(stacks)
+            self._layer_inverses = inverses
         return self._inverse
 
     def select(
         self, blocks: Sequence[KroneckerBlock], inverses: Sequence[Inverse] | None = None
     ) -> LayerBatch:
-        """The bank of some of the layers, with their own inverses or with others."""
+        """The batch of some of the layers.
+
+        Args:
+            blocks: The layers.
+            inverses: Their inverses; None for their own.
+        """
         if inverses is None:
             if len(blocks) == len(self.blocks):
                 return self
@@ -522,42 +588,48 @@ class LayerBatch:
         return LayerBatch(blocks, inverses[0].with_tensors(stacks))
 
     def gradient(self, gradient_of: Gradients | None = None) -> Tensor:
-        """The gradients, ``(layers x groups, out, in)``; a view of a single one where it can be.
+        """The layers' gradients, ``(layers x groups, out, in)``, in the work dtype.
 
-        A bias without a gradient has zeros.
+        Args:
+            gradient_of: Returns a parameter's gradient; None for ``.grad``. A parameter without a
+                gradient has zeros.
         """
-        found: list[Tensor] = []
+        gradients: list[Tensor] = []
         for p in self.params:
-            g = p.grad if gradient_of is None else gradient_of(p)
-            found.append(torch.zeros(p.shape, dtype=p.dtype, device=p.device) if g is None else g)
-        whole = to_matrices(found, self._layout)
-        return whole.to(self._dtype)
+            gradient = p.grad if gradient_of is None else gradient_of(p)
+            if gradient is None:
+                gradient = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+            gradients.append(gradient)
+        return to_matrices(gradients, self._layout).to(self._dtype)
 
     def precondition(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        """The inverses, of a dtype, applied to :meth:`gradient`."""
+        """Apply the inverses, which have a dtype, to the result of :meth:`gradient`."""
         return self.inverse.precondition(gradient.to(dtype)).to(gradient.dtype)
 
     def split_layers(self, results: Tensor) -> Sequence[Tensor]:
-        """The layers' parts, ``(groups, out, in)`` each."""
+        """Split results by layer, ``(groups, out, in)`` each."""
         layers: Sequence[Tensor] = results.unflatten(0, (len(self.blocks), -1)).unbind()
         return layers
 
     def parameter_parts(self, results: Tensor) -> list[Tensor]:
-        """The parts of :attr:`params` in results.
+        """Split results by the entries of :attr:`params`.
 
-        On a device they are contiguous, as most gradients are: one kernel writes those of one
-        stride.
+        On a GPU the parts are contiguous, as most gradients are, because a foreach kernel writes
+        tensors whose strides are equal.
         """
-        parts = split_by_parameter(results, self._layout, len(self.blocks))
+        stacks = split_by_parameter(results, self._layout, len(self.blocks))
         if results.device.type != "cpu":
-            parts = [part.contiguous() for part in parts]
-        return list(chain(*zip(*(part.unbind() for part in parts), strict=True)))
+            stacks = [stack.contiguous() for stack in stacks]
+        parts: list[Tensor] = []
+        for layer_parts in zip(*(stack.unbind() for stack in stacks), strict=True):
+            parts += layer_parts
+        return parts
 
 
 def per_group(numbers: Sequence[float | Tensor], groups: int, like: Tensor) -> Any:
-    """The number that all layers have, or each one's for each of its groups.
+    """The number that all layers share; or a tensor with each layer's number for each group.
 
-    Layers that are solved beside training may have been begun at steps of different γ.
+    γ differs between layers if threads began their inversions at different steps.
     """
     number = merge_numbers(numbers, like)
     if isinstance(number, Tensor) and number.dim() > 0:
@@ -565,16 +637,27 @@ def per_group(numbers: Sequence[float | Tensor], groups: int, like: Tensor) -> A
     return number
 
 
+# Bytes of gradients in one batch, unless a single layer has more. On a CPU a batch only saves
+# calls, and the results should still be in the cache when the next operation reads them.
+CPU_LAYER_BATCH_BYTES = 2**20
+LAYER_BATCH_BYTES = 64 * 2**20
+
+
 def batch_layers(blocks: Iterable[KroneckerBlock]) -> list[LayerBatch]:
-    """Banks of layers, in their order."""
+    """Group layers into batches, in the order in which their first layers come."""
     blocks = list(blocks)
     keys: list[object] = []
     shares: list[float] = []
     for block in blocks:
-        weight, shape = block.weight, block.shape
-        # An L's factors are not multiplied in stacks: such layers are few, and wide.
-        alone = block if shape.locations else None
-        keys.append((shape, block.work_dtype, weight.dtype, weight.device, block.layout, alone))
-        most = CPU_BATCH_BYTES if weight.device.type == "cpu" else BATCH_BYTES
-        shares.append(block.work_dtype.itemsize * math.prod(shape.gradient_shape) / most)
-    return [LayerBatch([blocks[i] for i in group]) for group in group_equal(keys, shares, 1)]
+        weight = block.weight
+        shape = block.shape
+        # Layers with an L are few and wide, and their products are not batched.
+        own_batch = block if shape.locations else None
+        dtypes = (block.work_dtype, weight.dtype)
+        keys.append((shape, dtypes, weight.device, block.layout, own_batch))
+        is_cpu = weight.device.type == "cpu"
+        max_bytes = CPU_LAYER_BATCH_BYTES if is_cpu else LAYER_BATCH_BYTES
+        nbytes = block.work_dtype.itemsize * math.prod(shape.gradient_shape)
+        shares.append(nbytes / max_bytes)
+    groups = group_equal(keys, shares, max_size=1)
+    return [LayerBatch([blocks[i] for i in group]) for group in groups]

@@ -308,7 +308,9 @@ class _NodeHook:
         # A reentrant checkpoint repeats its forward in each backward pass, and calls backward()
         # inside of it. The pair then belongs to the outer pass, which is running now.
         self._outer_pass = autograd.current_pass()
-        self._again = self._outer_pass != autograd.NO_PASS and autograd.mark_pass(self._outer_pass)
+        self._again = False
+        if self._outer_pass != autograd.NO_PASS:
+            self._again = autograd.has_earlier_pass(self._outer_pass)
 
         # How the input is read in the backward pass.
         self._read_input: Callable[[], Any] = autograd.read_product_input
@@ -350,7 +352,7 @@ class _NodeHook:
         if self._outer_pass != autograd.NO_PASS:
             return _Pass(self._outer_pass, self._again)
         number = autograd.current_pass()
-        return _Pass(number, autograd.mark_pass(number))
+        return _Pass(number, autograd.has_earlier_pass(number))
 
     def keep_sampled(self, sampled: _SampledGradient) -> None:
         """Keep the gradient for sampled labels until the user's backward pass."""
@@ -631,7 +633,7 @@ class Capture:
         # pass through this one came through the same forward.
         number = autograd.current_pass()
         with stage("statistics"):
-            backward_pass = _Pass(number, autograd.mark_pass(number))
+            backward_pass = _Pass(number, autograd.has_earlier_pass(number))
             self._emit(module, (x.clone(), gradient.clone()), backward_pass)
 
     def _emit(

@@ -1,26 +1,27 @@
-"""Pairs from inside graphs of ``torch.compile``.
+"""Capture pairs inside the graphs of ``torch.compile``.
 
-Hooks step aside while a model is exported, and a compiler traces them with their modules. A graph
-does not look for hooks that are new: hooks stay on their modules while the capture lives, and the
-graph depends on the capture's gate.
+Dynamo traces the forward hooks together with their modules. A compiled graph does not look for new
+hooks, so the hooks stay on their modules while the capture lives, and the graph guards on the
+capture's gate. While a model is exported, the hooks do nothing.
 
-No hook can be hung on a tensor inside a graph; there the layer's output goes through an operator
-that gives it on as it is, and whose derivative hands the pair over:
+A graph cannot register a hook on a tensor. Instead, the layer's output goes through an operator
+that returns it unchanged and whose derivative delivers the pair:
 
-    forward     output = second_order::watch(x, output, anchor)
+    forward     output = second_order::capture(x, output, anchor)
     backward    gradient of anchor = second_order::deliver(x, d, anchor), which is 0
 
-``watch`` is made of operators that compilers know, and costs no copy; ``deliver`` is opaque to them
-and runs Python. The anchor is a scalar with two tasks. Its value is the number of a hook: as an
-input of the graph, so that blocks of one kind share a graph. And it asks for a gradient: as a
-result of the backward graph that keeps the call, which would be dropped as dead code otherwise.
+``capture`` is composed of operators that Inductor knows, so that it costs no copy. ``deliver`` is
+opaque to Inductor, and runs Python. The anchor is a scalar with two purposes. Its value is the
+number of a hook; because it is an input of the graph, blocks of one kind share a graph. And it
+requires a gradient, which makes the call of ``deliver`` an output of the backward graph. Otherwise
+the call would be removed as dead code.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +31,21 @@ from second_order.kronecker.experts import is_experts, is_router
 
 __all__ = ["anchor_of", "capture_output", "has_pair", "hides_products", "is_exporting"]
 
-_numbers = itertools.count()
-_hooks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+class Receiver(Protocol):
+    """A hook that receives the pairs of its anchor."""
+
+    def receive(self, x: Tensor, gradient: Tensor) -> None:
+        """Receive a pair. The memory of the tensors belongs to the graph."""
 
 
-def anchor_of(hook: Any) -> Tensor:
-    """A new anchor, for the pairs that ``hook.receive(x, d)`` takes."""
-    number = next(_numbers)
+_hook_numbers = itertools.count()
+_hooks: weakref.WeakValueDictionary[int, Receiver] = weakref.WeakValueDictionary()
+
+
+def anchor_of(hook: Receiver) -> Tensor:
+    """Return a new anchor, whose pairs go to a hook as long as the hook exists."""
+    number = next(_hook_numbers)
     _hooks[number] = hook
     with torch.inference_mode(False):
         anchor = torch.tensor(float(number), dtype=torch.float64, device="cpu")
@@ -44,30 +53,31 @@ def anchor_of(hook: Any) -> Tensor:
 
 
 def is_exporting() -> bool:
-    """Whether torch.export is at work. Before torch 2.13 its own function says so in compilers."""
+    """Whether torch.export is running.
+
+    Before torch 2.13, ``torch.compiler.is_exporting()`` is also true inside ``torch.compile``.
+    """
     return torch.compiler._is_exporting_flag
 
 
 def hides_products(module: nn.Module) -> bool:
-    """Whether a module's products cannot be seen by its output within a graph."""
+    """Whether a module's matrix products cannot be captured at its output inside a graph."""
     return is_attention(module) or is_experts(module) or is_router(module)
 
 
 def has_pair(module: nn.Module, x: Any, output: Any) -> bool:
     """Whether a call inside a graph will have a pair."""
-    return (
-        torch.is_grad_enabled()
-        and isinstance(x, Tensor)
-        and isinstance(output, Tensor)
-        and output.requires_grad
-        and any(p is not None and p.requires_grad for p in module._parameters.values())
-        and not inside_functorch()
-    )
+    if not torch.is_grad_enabled() or inside_functorch():
+        return False
+    if not isinstance(x, Tensor) or not isinstance(output, Tensor) or not output.requires_grad:
+        return False
+    return any(p is not None and p.requires_grad for p in module._parameters.values())
 
 
 def capture_output(x: Tensor, output: Tensor, anchor: Tensor) -> Tensor:
-    """The output, whose gradient will be delivered with x; a part of the graph."""
-    return cast(Tensor, torch.ops.second_order.watch(to_compute_dtype(x).detach(), output, anchor))
+    """Return the output, with a derivative that delivers its gradient together with x."""
+    x = to_compute_dtype(x).detach()
+    return cast(Tensor, torch.ops.second_order.capture(x, output, anchor))
 
 
 # ------------------------------------------------------------------------- operators inside graphs
@@ -80,11 +90,12 @@ def _deliver(x: Tensor, d: Tensor, anchor: Tensor) -> Tensor:
     return torch.zeros_like(anchor)
 
 
-class _Watch(torch.autograd.Function):
+class _Capture(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, output: Tensor, anchor: Tensor) -> Tensor:
         ctx.save_for_backward(x, anchor)
-        return output.clone()  # a view could not be changed in place; compilers spare the copy
+        # A view could not be changed in place. Inductor removes the copy.
+        return output.clone()
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:
@@ -92,23 +103,24 @@ class _Watch(torch.autograd.Function):
         return None, d, torch.ops.second_order.deliver(x, d, anchor)
 
 
-def _watch(x: Tensor, output: Tensor, anchor: Tensor) -> Tensor:
-    return cast(Tensor, _Watch.apply(x, output, anchor))  # type: ignore[no-untyped-call]
+def _capture(x: Tensor, output: Tensor, anchor: Tensor) -> Tensor:
+    return cast(Tensor, _Capture.apply(x, output, anchor))  # type: ignore[no-untyped-call]
 
 
-# Inductor keeps compiled graphs on disk by the operators' names: a change of what `deliver`
-# returns, in number, shape or dtype, needs another name.
+# Inductor caches compiled graphs on disk by the names of their operators. If the number, shape or
+# dtype of what `deliver` returns changes, rename it.
 _library = torch.library.Library("second_order", "FRAGMENT")
 _library.define(
     "deliver(Tensor x, Tensor d, Tensor anchor) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,)
 )
-# Not by torch.library.custom_op, below whose kernels there is no autograd to ask about its graph.
-# What takes a pair in is not compiled, where the function around `backward` is.
+# `deliver` reads the running pass from autograd, which the kernels of torch.library.custom_op
+# cannot. It is disabled for the compiler, because AOTAutograd compiles the code
+# that calls `backward`.
 _library.impl("deliver", torch.compiler.disable(_deliver), "CompositeExplicitAutograd")
 torch.library.register_fake(
     "second_order::deliver", lambda x, d, anchor: torch.empty_like(anchor), lib=_library
 )
-# Decomposed by compilers, where autograd.Function by itself would be a graph of its own within the
-# graph, which DistributedDataParallel's splitting of graphs refuses.
-_library.define("watch(Tensor x, Tensor output, Tensor anchor) -> Tensor")
-_library.impl("watch", _watch, "CompositeImplicitAutograd")
+# `capture` is a composite operator, which compilers decompose. An autograd.Function alone becomes a
+# subgraph of the graph, which DistributedDataParallel's graph splitting refuses.
+_library.define("capture(Tensor x, Tensor output, Tensor anchor) -> Tensor")
+_library.impl("capture", _capture, "CompositeImplicitAutograd")

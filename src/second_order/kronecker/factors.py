@@ -33,8 +33,11 @@ from second_order.kronecker.storage import (
 from second_order.kronecker.verification import Verification
 
 __all__ = [
+    "ALL_FACTORS",
     "KroneckerFactors",
+    "OwnedFactors",
     "PairSums",
+    "PassSums",
     "Reduction",
     "StagedStatistics",
     "StatisticsSums",
@@ -65,13 +68,22 @@ class StatisticsSums:
     head: Tensor
 
 
-RECORD = "record"
+@dataclass
+class PassSums:
+    """A layer's sums of a pair, of a pass or of the passes of a step.
 
-PassSums: TypeAlias = dict[str, Tensor]
-"""A layer's sums of a pass, by factor name, and their "record".
+    Attributes:
+        factors: By factor name, the sum over examples, stored as the running average is.
+        record: The head of :class:`StatisticsSums` without N.
+    """
 
-The record is the head of :class:`StatisticsSums` without N.
-"""
+    factors: dict[str, Tensor]
+    record: Tensor
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The factors and the record, in an order that is the same for all sums of a layer."""
+        return [*self.factors.values(), self.record]
 
 
 # ----------------------------------------------------------------------------- sums of one step
@@ -182,9 +194,9 @@ class StagedStatistics:
             return self._total
         zeros = partial(torch.zeros, dtype=self.dtype, device=self.device)
         names = self.shape.factor_names
-        sums = {name: zeros(self.shape.stored_shape(name)) for name in names}
-        sums[RECORD] = zeros(1 + self.shape.record_size * self.shape.groups)
-        return sums
+        factors = {name: zeros(self.shape.stored_shape(name)) for name in names}
+        record = zeros(1 + self.shape.record_size * self.shape.groups)
+        return PassSums(factors, record)
 
 
 class PairSums(NamedTuple):
@@ -192,8 +204,7 @@ class PairSums(NamedTuple):
 
     staged: StagedStatistics
     pass_id: int
-    factors: dict[str, Tensor]  # by factor name
-    record: Tensor
+    sums: PassSums
 
 
 def count_dropped(layers: Sequence[StagedStatistics], dropped: Tensor) -> None:
@@ -206,12 +217,11 @@ def add_pairs(pairs: Iterable[PairSums]) -> None:
     """Add the sums of pairs, one per layer, to those of their passes."""
     totals: list[Tensor] = []
     added: list[Tensor] = []
-    for staged, pass_id, factors, record in pairs:
-        sums = {**factors, RECORD: record}
+    for staged, pass_id, sums in pairs:
         total = staged.open_sums(pass_id, sums)
         if total is not sums:
-            totals += total.values()
-            added += sums.values()
+            totals += total.tensors
+            added += sums.tensors
     if totals:
         torch._foreach_add_(totals, added)
 
@@ -242,11 +252,11 @@ def close_pass(
             groups = staged.shape.groups
             for name in _gradient_factors(staged.shape):
                 start = 1 + groups * staged.shape.factor_names.index(name)
-                mean_eigenvalues = sums[RECORD][start : start + groups]
-                of_gradients += (sums[name], mean_eigenvalues)
+                mean_eigenvalues = sums.record[start : start + groups]
+                of_gradients += (sums.factors[name], mean_eigenvalues)
             if total is not None:
-                totals += total.values()
-                added += sums.values()
+                totals += total.tensors
+                added += sums.tensors
 
         if of_gradients and terms is not None:
             number = terms
@@ -280,15 +290,15 @@ def collect_sums(
         micro_batches: The number that each pass's loss was divided by.
         terms: N of the step by layer. None stands for the number of rows of A.
     """
-    totals = [dict(staged.total()) for staged in layers]
-    records = [total.pop(RECORD) for total in totals]
+    totals = [staged.total() for staged in layers]
+    factors = [dict(total.factors) for total in totals]
     heads: dict[int, Tensor] = {}  # by the index of a layer
 
     # Layers with records of one length share a stack of heads.
     keys = [(staged.device, staged.shape.groups, staged.shape.record_size) for staged in layers]
     for group in group_equal(keys):
         # A head is N and then the record.
-        stack = as_stack([records[i] for i in group])
+        stack = as_stack([totals[i].record for i in group])
         stacked_heads = stack.new_empty(len(group), 1 + stack.shape[1])
         stacked_heads[:, 1:] = stack
         if terms is None:
@@ -300,15 +310,16 @@ def collect_sums(
         if micro_batches > 1:
             square = float(micro_batches**2)
             stacked_heads[:, _places_of_g(layers[group[0]].shape)].mul_(square)
-            scaled = torch._foreach_mul([totals[i]["G"] for i in group], square)
+            scaled = torch._foreach_mul([factors[i]["G"] for i in group], square)
             for i, g in zip(group, scaled, strict=True):
-                totals[i]["G"] = g
+                factors[i]["G"] = g
         heads.update(zip(group, stacked_heads.unbind(), strict=True))
 
     sums: list[StatisticsSums] = []
-    for i, (staged, total) in enumerate(zip(layers, totals, strict=True)):
-        factors = {name: factor.to(staged.factor_dtype) for name, factor in total.items()}
-        sums.append(StatisticsSums(factors, heads[i]))
+    for i, staged in enumerate(layers):
+        dtype = staged.factor_dtype
+        rounded = {name: factor.to(dtype) for name, factor in factors[i].items()}
+        sums.append(StatisticsSums(rounded, heads[i]))
     return sums
 
 
@@ -341,15 +352,29 @@ def scale_to_one_term(
 # ------------------------------------------------------------------------------ running averages
 
 
+class OwnedFactors(NamedTuple):
+    """The factors of a layer that this rank owns, and therefore stores."""
+
+    a: bool  # A, and L if there is one
+    g: bool
+
+    def includes(self, name: str) -> bool:
+        """Whether a factor is among them."""
+        return self.g if name == "G" else self.a
+
+
+ALL_FACTORS = OwnedFactors(a=True, g=True)
+
+
 class KroneckerFactors:
     """Running averages of a layer's factors, and of their traces.
 
-    A rank keeps the factors that it owns. The traces are kept on all ranks.
+    A rank stores the factors that it owns. Every rank stores the traces.
 
     Attributes:
         shape: Sizes of the layer's factors.
         dtype: The dtype in which the factors are stored.
-        entries: By their names in a checkpoint: the factors that this rank keeps, and
+        entries: By their names in a checkpoint: the factors that this rank owns, and
             :attr:`weight`, :attr:`means` and :attr:`examples`. A lost factor has no entry.
     """
 
@@ -358,7 +383,7 @@ class KroneckerFactors:
         shape: FactorShape,
         device: torch.device,
         dtype: torch.dtype,
-        held: tuple[bool, bool] = (True, True),
+        owned: OwnedFactors = ALL_FACTORS,
     ) -> None:
         self.shape = shape
         self.dtype = dtype
@@ -368,15 +393,13 @@ class KroneckerFactors:
             "mean_eigenvalues": zeros((shape.record_size, shape.groups)),
             "examples": zeros(()),
         }
-        keeps_a, keeps_g = held
         for name in shape.factor_names:
-            is_kept = keeps_g if name == "G" else keeps_a
-            if is_kept:
+            if owned.includes(name):
                 self.entries[name] = zeros(shape.stored_shape(name), dtype=dtype)
 
     @property
     def stored(self) -> dict[str, Tensor]:
-        """The factors that this rank keeps, by name."""
+        """The factors that this rank stores, by name."""
         names = self.shape.factor_names
         return {name: self.entries[name] for name in names if name in self.entries}
 

@@ -126,7 +126,7 @@ def _block_sums(block: GradientBlock, examples: Tensor, scale: Tensor) -> Statis
     # Mᵀ M and N M Mᵀ. A rank that does not own a factor only needs its trace.
     factors: dict[str, Tensor] = {}
     for name, rows in (("A", matrix), ("G", matrix.mT)):
-        if not block.held[name == "G"]:
+        if not block.owned_factors.includes(name):
             factors[name] = matrix.new_empty(0, dtype=block.factor_dtype)
             continue
         is_diagonal = name in shape.diagonals

@@ -30,7 +30,7 @@ import itertools
 import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -85,13 +85,13 @@ class RowGroup:
         """Whether all rows are known to take part."""
         return self.are_examples or self.all_have_gradient
 
-    def add(self, live: RowMask) -> None:
+    def add(self, row_mask: RowMask) -> None:
         """Add the rows that have a gradient at one more layer."""
-        if live.mask is not None and not self.all_have_gradient:
-            self.has_gradient = _union(self.has_gradient, live.mask)
+        if row_mask.mask is not None and not self.all_have_gradient:
+            self.has_gradient = _union(self.has_gradient, row_mask.mask)
             if self.has_gradient.device.type == "cpu":
-                live = to_row_mask(self.has_gradient)
-        if live.mask is None:
+                row_mask = to_row_mask(self.has_gradient)
+        if row_mask.mask is None:
             self.all_have_gradient = True
             self.has_gradient = None
 
@@ -107,7 +107,7 @@ class _Call(NamedTuple):
     """A call of the layer called last."""
 
     group: RowGroup
-    live: RowMask  # its rows with a gradient
+    row_mask: RowMask  # its rows with a gradient
     all_terms: bool  # whether a label was sampled for each of its rows
 
 
@@ -123,7 +123,7 @@ class BackwardPass:
     """The rows that the layers of one backward pass see.
 
     While the pass runs, :meth:`record_rows` is called for each of its pairs. When it is over,
-    :meth:`find_live_rows` decides which rows of a group take part, and :meth:`count_terms` counts
+    :meth:`find_row_mask` decides which rows of a group take part, and :meth:`count_terms` counts
     the terms of the loss.
 
     Args:
@@ -203,17 +203,17 @@ class BackwardPass:
         is_last_called = module is self._last_called
 
         # The rows of this pair that have a gradient.
-        live = full_row_mask(group.num_rows)
+        row_mask = full_row_mask(group.num_rows)
         needs_mask = is_last_called or (read_gradient and not group.all_have_gradient)
         if needs_mask and not group.are_examples:
-            live = nonzero_row_mask(rows.gradient)
+            row_mask = nonzero_row_mask(rows.gradient)
 
         if read_gradient and not group.all_take_part:
-            if live.mask is not None and bool(live.mask.all()):
-                live = full_row_mask(group.num_rows)
-            group.add(live)
+            if row_mask.mask is not None and bool(row_mask.mask.all()):
+                row_mask = full_row_mask(group.num_rows)
+            group.add(row_mask)
         if is_last_called:
-            self._calls.append(_Call(group, live, all_terms=has_label_per_row))
+            self._calls.append(_Call(group, row_mask, all_terms=has_label_per_row))
 
     def rows_with_gradient(self, group: RowGroup) -> RowMask:
         """The rows of a group that have had a gradient so far."""
@@ -282,7 +282,7 @@ class BackwardPass:
                 mask = _union(mask, same.has_gradient)
         return mask
 
-    def find_live_rows(self, group: RowGroup) -> RowMask:
+    def find_row_mask(self, group: RowGroup) -> RowMask:
         """The rows of a group that take part."""
         mask = self.find_mask(group)
         return full_row_mask(group.num_rows) if mask is None else to_row_mask(mask)
@@ -306,12 +306,12 @@ class BackwardPass:
 
     def _count_terms(self) -> float | Tensor:
         calls = self._calls if self._calls_are_parts() else self._calls[:1]
-        terms = _sum([self._count(call, call.live, call.all_terms) for call in calls])
+        terms = _sum([self._count(call, call.row_mask, call.all_terms) for call in calls])
         if not isinstance(terms, Tensor) and terms != 0.0:
             return terms
 
         # If the layer called last has no gradient, its terms are the rows that take part.
-        rows = _sum([self._count(call, self.find_live_rows(call.group)) for call in calls])
+        rows = _sum([self._count(call, self.find_row_mask(call.group)) for call in calls])
         if not isinstance(terms, Tensor):
             return rows
         return torch.where(terms > 0, terms, torch.as_tensor(rows, device=terms.device))
@@ -330,14 +330,14 @@ class BackwardPass:
         total = sum(numbers)
         return any(group.num_rows == total for group in self._groups.values())
 
-    def _count(self, call: _Call, live: RowMask, all_terms: bool = False) -> float | Tensor:
+    def _count(self, call: _Call, row_mask: RowMask, all_terms: bool = False) -> float | Tensor:
         """The number of terms in some rows of a call."""
         group = call.group
         if all_terms or self._type_of(group) == "examples":
-            live = full_row_mask(group.num_rows)
+            row_mask = full_row_mask(group.num_rows)
         if self._reduce and len(group.shape) > 1:
-            live = live.to_examples(group.shape[0])
-        return live.count
+            row_mask = row_mask.to_examples(group.shape[0])
+        return row_mask.count
 
     def close(self) -> None:
         """Count the terms, and free what is not needed once the pass is over."""
@@ -372,13 +372,22 @@ class Terms(NamedTuple):
     passes: tuple[int, ...]  # their serial numbers
 
 
+class LayerStatistics(Protocol):
+    """What :class:`StepPasses` needs of a layer's staged statistics."""
+
+    cleared_at: int
+
+    def has_pass(self, pass_id: int) -> bool:
+        """Whether a backward pass has delivered a pair."""
+
+
 @dataclass
 class StepPasses:
     """The backward passes since the last step, by number."""
 
     passes: dict[int, BackwardPass] = field(default_factory=dict)
 
-    def passes_of(self, staged: Any) -> list[BackwardPass]:
+    def passes_of(self, staged: LayerStatistics) -> list[BackwardPass]:
         """The passes whose terms count for a layer, including passes that do not reach it.
 
         Passes that have a layer in common have parts of one loss. A pass that goes through the
@@ -395,13 +404,13 @@ class StepPasses:
             if reaches or backward_pass.serial > staged.cleared_at:
                 candidates.append(backward_pass)
 
-        # Of these, the passes of the same loss.
+        # Among these, the passes of the same loss.
         if layers:
             candidates = [each for each in candidates if not layers.isdisjoint(each.layers)]
         first_passes = [each for each in candidates if not each.again]
         return first_passes or candidates[:1]
 
-    def count_terms(self, layers: Iterable[Any]) -> list[Terms]:
+    def count_terms(self, layers: Iterable[LayerStatistics]) -> list[Terms]:
         """N of the step's passes, for each layer's staged statistics."""
         totals: dict[tuple[int, ...], Terms] = {}
         terms: list[Terms] = []

@@ -34,6 +34,7 @@ from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.experts import Routed
 from second_order.kronecker.factors import (
     PairSums,
+    PassSums,
     Reduction,
     StagedStatistics,
     add_pairs,
@@ -76,7 +77,7 @@ CHANGED_IN_PLACE = (
 )
 
 
-def kept_bytes(device: torch.device) -> int:
+def max_kept_bytes(device: torch.device) -> int:
     """Bytes up to which pairs are kept. A larger pair keeps a device busy by itself."""
     return 2**22 if device.type == "cpu" else 2**26
 
@@ -144,15 +145,15 @@ class Pair:
     def nbytes(self) -> int:
         """Bytes of the pair and of its sums. A slice keeps the memory of its whole tensor."""
         tensors = _tensors_of(self.x, self.d)
-        held = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-        return max(4 * self.size, held)
+        storage_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        return max(4 * self.size, storage_bytes)
 
 
 class ReadyPair(NamedTuple):
     """A pair, and its rows that take part."""
 
     pair: Pair
-    live: RowMask
+    row_mask: RowMask
 
 
 def _tensors_of(x: Any, d: Tensor) -> tuple[Tensor, ...]:
@@ -291,13 +292,6 @@ class StatisticsCollector:
         for block in blocks:
             if block.unverified:
                 continue
-            backward_pass.layers[id(block.staged)] = block.staged
-            inputs = 1 if block.shape.diagonal_a else block.shape.in_dim
-            work = 6 * d.numel() * inputs
-            block.staged.record_pair(backward_pass.number, again=again, work=work)
-            if block is self._rows_only:
-                continue
-            block.record_capture(block.staged.work)
             pair = Pair(
                 block=block,
                 module=module,
@@ -309,15 +303,27 @@ class StatisticsCollector:
                 cleared_at=block.staged.cleared_at,
                 versions=_versions_of(x, d),
             )
-            with self._lock:
-                self._pairs.append(pair)
-                self._bytes += pair.nbytes
+            self._keep(pair, again)
 
         # Experts' products need their weights, which FSDP2 will shard again.
-        if self._bytes > kept_bytes(d.device) or isinstance(x, Routed):
+        if self._bytes > max_kept_bytes(d.device) or isinstance(x, Routed):
             self.sum_pairs(pass_is_over=False)
         if self.on_new_statistics is not None and backward_pass.all_take_part:
             self.on_new_statistics()
+
+    def _keep(self, pair: Pair, again: bool) -> None:
+        """Count a pair in the statistics of its layer, and keep it until it is summed."""
+        block = pair.block
+        pair.backward_pass.layers[id(block.staged)] = block.staged
+        inputs = 1 if block.shape.diagonal_a else block.shape.in_dim
+        work = 6 * pair.d.numel() * inputs  # of the forward and the backward of the layer
+        block.staged.record_pair(pair.backward_pass.number, again=again, work=work)
+        if block is self._rows_only:
+            return
+        block.record_capture(block.staged.work)
+        with self._lock:
+            self._pairs.append(pair)
+            self._bytes += pair.nbytes
 
     def _begin_pass(self, module: nn.Module, pass_id: int) -> list[KroneckerBlock]:
         """The trainable blocks of a module, without statistics whose gradients were dropped."""
@@ -408,7 +414,7 @@ class StatisticsCollector:
                 group = pair.group
                 if pass_is_over or group.all_take_part:
                     if id(group) not in row_masks:
-                        row_masks[id(group)] = pair.backward_pass.find_live_rows(group)
+                        row_masks[id(group)] = pair.backward_pass.find_row_mask(group)
                     ready.append(ReadyPair(pair, select_rows(row_masks[id(group)], pair.index)))
                 elif self._can_split(pair):
                     first, rest = split_pair(pair)
@@ -506,7 +512,8 @@ class StatisticsCollector:
             for i, each in enumerate(batch):
                 factors = {name: layer_sums[i] for name, layer_sums in slices.items()}
                 number = each.pair.backward_pass.number
-                added.append(PairSums(each.pair.staged, number, factors, part[i]))
+                sums_of_pair = PassSums(factors, part[i])
+                added.append(PairSums(each.pair.staged, number, sums_of_pair))
         add_pairs(added)
 
     def _batch_key(self, ready: ReadyPair) -> Hashable:
@@ -517,7 +524,7 @@ class StatisticsCollector:
             dims = (pair.x.shape[-1], pair.d.shape[-1])
             dtypes = (pair.x.dtype, pair.d.dtype)
             sizes = (self._row_sizes(pair), dims, dtypes, pair.block.trains_bias)
-        return sizes, pair.staged.shape, id(ready.live.mask)
+        return sizes, pair.staged.shape, id(ready.row_mask.mask)
 
     def _is_multiplied_in_batch(self, pair: Pair) -> bool:
         """Whether the pair is a Linear's that is multiplied in one batch with equal ones.
@@ -546,10 +553,10 @@ class StatisticsCollector:
 
         # Sums of outer products, and the number of rows of A.
         if self._is_multiplied_in_batch(pairs[0]):
-            factors, examples = self._multiply_linears(pairs, ready[0].live)
+            factors, examples = self._multiply_linears(pairs, ready[0].row_mask)
             records[:, 0] = examples
         else:
-            formed = [self._form_statistics(each.pair, each.live) for each in ready]
+            formed = [self._form_statistics(each.pair, each.row_mask) for each in ready]
             factors = {}
             for name in formed[0].factors:
                 factors[name] = as_stack([each.factors[name] for each in formed])
@@ -576,7 +583,7 @@ class StatisticsCollector:
                 factors[name] = pack_upper_triangular(factor)
         return factors
 
-    def _form_statistics(self, pair: Pair, live: RowMask) -> PairStatistics:
+    def _form_statistics(self, pair: Pair, row_mask: RowMask) -> PairStatistics:
         """Form the statistics of one pair, from the rows that take part."""
         approximation = self.approximation
         if self.conv_approximation is not None and isinstance(pair.module, CONVOLUTIONS):
@@ -585,15 +592,15 @@ class StatisticsCollector:
         x = pair.x
         if isinstance(x, Tensor) and x.is_floating_point():
             x = x.to(dtype)
-        form = PairOptions(pair.block.trains_bias, approximation, row_mask=live)
-        return pair.block.statistics(pair.module, x, pair.d.to(dtype), form)
+        options = PairOptions(pair.block.trains_bias, approximation, row_mask=row_mask)
+        return pair.block.statistics(pair.module, x, pair.d.to(dtype), options)
 
     def _multiply_linears(
-        self, pairs: Sequence[Pair], live: RowMask
+        self, pairs: Sequence[Pair], row_mask: RowMask
     ) -> tuple[dict[str, Tensor], int | Tensor]:
         """Compute A and G of the equal pairs of n Linears, with batched products.
 
-        They equal those of :func:`~second_order.kronecker.layers.linear_statistics` for each pair.
+        They equal the statistics of :class:`~second_order.kronecker.layers.Linear` for each pair.
 
         Returns:
             A and G, ``(n, 1, size, size)`` each, and the number of examples of each pair.
@@ -604,29 +611,34 @@ class StatisticsCollector:
         is_reduced = len(sizes) > 1
         is_narrow_x = first.x.dtype.itemsize == 2 and not is_reduced
         is_narrow_d = first.d.dtype.itemsize == 2 and not is_reduced
-        x = as_stack([pair.x.reshape(*sizes, pair.x.shape[-1]) for pair in pairs]).to(dtype)
-        d = as_stack([pair.d.reshape(*sizes, pair.d.shape[-1]) for pair in pairs]).to(dtype)
+        x = as_stack([_reshape_rows(pair.x, sizes) for pair in pairs]).to(dtype)
+        d = as_stack([_reshape_rows(pair.d, sizes) for pair in pairs]).to(dtype)
 
         # With "reduce", a row is an example's mean input and the sum of its gradients.
         if is_reduced:
-            all_live = live
-            if live.mask is not None:
-                all_live = RowMask(live.mask.repeat(len(pairs)), 0)
-            x, d = reduce_positions(x.flatten(0, 1), d.flatten(0, 1), all_live)
+            repeated_mask = row_mask
+            if row_mask.mask is not None:
+                repeated_mask = RowMask(row_mask.mask.repeat(len(pairs)), 0)
+            x, d = reduce_positions(x.flatten(0, 1), d.flatten(0, 1), repeated_mask)
             x = x.unflatten(0, (len(pairs), -1))
             d = d.unflatten(0, (len(pairs), -1))
-            live = live.to_examples(sizes[0])
+            row_mask = row_mask.to_examples(sizes[0])
 
         # Rows that do not take part are zero in A. In G they are zero already.
         if first.block.trains_bias:
             x = nn.functional.pad(x, (0, 1), value=1.0)
-        if live.mask is not None:
-            x = x * live.mask.to(x.device).unsqueeze(-1)
+        if row_mask.mask is not None:
+            x = x * row_mask.mask.to(x.device).unsqueeze(-1)
         with ieee_matmul(x.device, dtype, narrow=is_narrow_x):
             a = x.mT @ x
         with ieee_matmul(d.device, dtype, narrow=is_narrow_d):
             g = d.mT @ d
-        return {"A": a.unsqueeze(1), "G": g.unsqueeze(1)}, live.count
+        return {"A": a.unsqueeze(1), "G": g.unsqueeze(1)}, row_mask.count
+
+
+def _reshape_rows(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """Reshape the leading dimensions of a tensor of rows."""
+    return tensor.reshape((*sizes, tensor.shape[-1]))
 
 
 def _record_length(staged: StagedStatistics) -> int:
@@ -681,21 +693,21 @@ def _read_complete_groups(groups: Iterable[RowGroup]) -> None:
             group.add(full_row_mask(group.num_rows))
 
 
-def select_rows(live: RowMask, index: Tensor | None) -> RowMask:
-    """Those of a group's live rows that are in an index. None stands for all rows."""
+def select_rows(row_mask: RowMask, index: Tensor | None) -> RowMask:
+    """The row mask of the group's rows in an index. None stands for all rows."""
     if index is None:
-        return live
-    return full_row_mask(len(index)) if live.mask is None else to_row_mask(live.mask[index])
+        return row_mask
+    return full_row_mask(len(index)) if row_mask.mask is None else to_row_mask(row_mask.mask[index])
 
 
 def split_pair(pair: Pair) -> tuple[ReadyPair, list[Pair]]:
     """Split a pair into the rows with a gradient so far, and a pair of the others, if any."""
     group = pair.group
-    live = pair.backward_pass.rows_with_gradient(group)
-    ready = ReadyPair(pair, live)
-    if live.mask is None or group.are_selected:
+    row_mask = pair.backward_pass.rows_with_gradient(group)
+    ready = ReadyPair(pair, row_mask)
+    if row_mask.mask is None or group.are_selected:
         return ready, []
-    index = (~live.mask).nonzero().squeeze(1)
+    index = (~row_mask.mask).nonzero().squeeze(1)
     leading = len(group.shape)
     x = pair.x.reshape(group.num_rows, *pair.x.shape[leading:])[index]
     d = pair.d.new_zeros(()).expand(len(index), *pair.d.shape[leading:])

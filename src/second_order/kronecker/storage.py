@@ -54,7 +54,7 @@ def group_equal(
 
     Args:
         keys: The keys.
-        sizes: The size of each entry. None: groups have no limit.
+        sizes: The size of each entry. None: the size of groups is unlimited.
         max_size: The limit of a group's total size. An entry that is larger has its own group.
     """
     groups: list[list[int]] = []
