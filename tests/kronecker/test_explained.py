@@ -317,7 +317,7 @@ def test_what_is_no_layer_of_its_kind_goes_to_the_base(System: Any, name: str, f
     said = [message for message in said if "output gradients of its calls" in message]
     assert len(said) == 1
     assert said[0].startswith("'1': the inputs and output gradients of its calls do not reproduce")
-    assert "is replaced on the instance" in said[0]
+    assert "be replaced on the instance" in said[0]
     assert "register_layer()" in said[0]
     rows = {row.name: row for row in optimizer.summary().rows}
     assert rows["1"].status == "base"

@@ -469,8 +469,8 @@ class Layers:
         for reason, listed in names.items():
             prefix = "" if reason == UNVERIFIED else "no statistics arrived for "
             self._training.warn(
-                f"{prefix}{', '.join(listed)}: {reason or NOT_CALLED}; until statistics arrive, "
-                f"only the base optimizer trains them"
+                f"{prefix}{', '.join(listed)}: {reason or NOT_CALLED}; only the base optimizer "
+                f"trains them until this changes"
             )
 
     def _warn_of_no_layer(self, blocks: Sequence[KroneckerBlock]) -> None:
