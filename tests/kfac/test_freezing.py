@@ -90,5 +90,5 @@ def test_gradients_that_nobody_averaged_are_not_stepped_and_that_is_told(
     for found, said in results:
         assert all(torch.equal(each[:size], found[0][:size]) for each in found)
         assert len(said) == 1
-        assert "gradients that the processes do not average" in said[0]
-        assert "'0.weight', '0.bias'; call zero_grad() after freezing" in said[0]
+        assert "gradients, which the ranks do not average" in said[0]
+        assert "'0.weight', '0.bias'; call zero_grad() after you freeze parameters" in said[0]
