@@ -900,7 +900,7 @@ processes' losses weigh the same  <-  lanczos_ranks::a_mean_loss_is_weighted_by_
 each process has signs of its own  <-  lanczos_ranks::one_process_decides
     packed = space.broadcast_from_first(packed)  =>  pass
 it stops before all pairs have converged  <-  lanczos::it_stops_where_all_pairs_are_within_tol
-    tol * ritz.values[wanted_ones].abs()).all())  =>  tol * ritz.values[wanted_ones].abs()).any())
+    tol * ritz.values[indices].abs()).all())  =>  tol * ritz.values[indices].abs()).any())
 a smallest eigenvalue for a largest  <-  lanczos::a_full_run_finds_both_ends
     *range(smallest)]  =>  *range(1, smallest + 1)]
 

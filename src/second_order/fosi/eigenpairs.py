@@ -404,7 +404,7 @@ class RefreshedPairs:
             momentum=pairs.subspace_momentum,
             full_step=pairs.last_step,
             trust=pairs.trust_region,
-            carried_momentum=flat_params.local_rows(pairs.carried_momentum),
-            carried_decay=float(pairs.carried_decay),
+            outside_momentum=flat_params.local_rows(pairs.carried_momentum),
+            outside_decay=float(pairs.carried_decay),
         )
         self.subspace = subspace

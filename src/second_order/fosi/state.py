@@ -76,7 +76,7 @@ def gather_pairs(subspace: Subspace, flat_params: FlatParams) -> SavedPairs:
     """
     basis = subspace.basis
     vectors = basis.vectors
-    carried_momentum = subspace.carried_momentum
+    carried_momentum = subspace.outside_momentum
     momentum = subspace.newton.momentum
     full_step = subspace.newton.full_step
     if basis.by_rows:
@@ -96,7 +96,7 @@ def gather_pairs(subspace: Subspace, flat_params: FlatParams) -> SavedPairs:
         last_step=full_step,
         trust_region=subspace.newton.trust,
         num_largest=subspace.num_largest,
-        carried_decay=subspace.carried_decay,
+        carried_decay=subspace.outside_decay,
     )
 
 

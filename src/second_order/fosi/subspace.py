@@ -157,8 +157,8 @@ def inverse_magnitudes(values: Tensor, floor: float) -> Tensor:
 class Subspace:
     """The eigenpairs of the last refresh, and the momentum of the gradient in their span.
 
-    The momentum of g₁ is a vector in R^n that outlasts refreshes. It is V̂ m + ``carried_decay`` ·
-    ``carried_momentum``, where m is the momentum of :attr:`newton`, and the second part comes from
+    The momentum of g₁ is a vector in R^n that outlasts refreshes. It is V̂ m + ``outside_decay`` ·
+    ``outside_momentum``, where m is the momentum of :attr:`newton`, and the second part comes from
     earlier subspaces and is orthogonal to V̂.
     """
 
@@ -169,8 +169,8 @@ class Subspace:
     inverse_eigenvalues: Tensor  # |û|⁻¹ of the vectors in ``basis.local_slice``
     rest_scale: float  # s, the factor on the base's step outside of the span
     newton: NewtonStep = field(init=False)  # the last Newton step
-    carried_momentum: Tensor = field(init=False)  # at the local elements
-    carried_decay: float = 1.0  # what later steps have left of the carried momentum
+    outside_momentum: Tensor = field(init=False)  # at the local elements
+    outside_decay: float = 1.0  # the product of β over the steps since the last refresh
 
     def __post_init__(self) -> None:
         zeros = torch.zeros_like(self.inverse_eigenvalues)
@@ -178,7 +178,7 @@ class Subspace:
         self.newton = NewtonStep(
             step=zeros, gradient_change=zeros, momentum=zeros, full_step=zeros, trust=trust
         )
-        self.carried_momentum = zeros.new_zeros(self.basis.vectors.shape[1])
+        self.outside_momentum = zeros.new_zeros(self.basis.vectors.shape[1])
 
     def split_gradient(
         self, gradient: Tensor, rule: MomentumRule, alpha: float | Tensor, *, bounded: bool
@@ -205,7 +205,7 @@ class Subspace:
         products = self.basis.sum_over_vectors(proposal.products)
         limit = rule.stability_limit if bounded else math.inf
         self.newton, last_is_rejected = bound_step(products, proposal, self.newton, alpha, limit)
-        self.carried_decay *= rule.decay
+        self.outside_decay *= rule.decay
 
         # Leave g₂ to the base. A gradient at the end of a rejected step is of no use.
         self.basis.add_combination(gradient, [self.newton.gradient_change])
@@ -236,7 +236,7 @@ class Subspace:
 
     def momentum_vector(self) -> Tensor:
         """Return the momentum in R^n, at the local elements."""
-        outside = self.carried_momentum * self.carried_decay
+        outside = self.outside_momentum * self.outside_decay
         return self.basis.add_combination(outside, [self.newton.momentum])
 
     def inherit(self, momentum: Tensor | None, trust: Tensor) -> None:
@@ -248,7 +248,7 @@ class Subspace:
         if momentum is not None:
             inside = self.basis.coefficients(momentum)
             self.newton = self.newton._replace(momentum=inside)
-            self.carried_momentum = self.basis.add_combination(momentum, [-inside])
+            self.outside_momentum = self.basis.add_combination(momentum, [-inside])
 
     def load(
         self,
@@ -256,8 +256,8 @@ class Subspace:
         momentum: Tensor,
         full_step: Tensor,
         trust: Tensor,
-        carried_momentum: Tensor,
-        carried_decay: float,
+        outside_momentum: Tensor,
+        outside_decay: float,
     ) -> None:
         """Load the last step of a checkpoint. Momentum and step are ``(r,)``, of all vectors."""
         like = self.inverse_eigenvalues
@@ -267,5 +267,5 @@ class Subspace:
             full_step=full_step[local].to(like),
             trust=trust.to(like),
         )
-        self.carried_momentum = carried_momentum.to(like)
-        self.carried_decay = carried_decay
+        self.outside_momentum = outside_momentum.to(like)
+        self.outside_decay = outside_decay

@@ -244,7 +244,7 @@ def losses_over(
         One function per batch, which returns (:class:`Outputs`, number of examples).
 
     Raises:
-        ValueError: If there is no batch, a batch is not a pair, or the criterion sums.
+        ValueError: If ``batches`` is empty, a batch is not a pair, or the criterion sums.
     """
     if getattr(criterion, "reduction", "mean") == "sum":
         raise ValueError(

@@ -90,7 +90,7 @@ def _vector_products(
 ) -> Derivatives:
     """Return the derivatives of Σ fᵢᵀvᵢ with respect to the inputs, where v is constant.
 
-    Functions that are None or have no graph are constant, too, and are left out.
+    Functions that are None or without a graph are constant as well, and are left out.
     """
     outputs = []
     grad_outputs = []

@@ -305,7 +305,7 @@ class SpectralDensity:
         return float((self.weights * function(self.nodes)).sum() / len(self.nodes))
 
     def on(self, grid: Tensor, width: float) -> Tensor:
-        """Return the density on a grid, with a Gaussian in the place of each node.
+        """Return the density on a grid, with a Gaussian instead of each node.
 
         Args:
             grid: Points to evaluate at, ``(g,)``, in units of eigenvalues.

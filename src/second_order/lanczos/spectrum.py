@@ -60,7 +60,7 @@ class Pairs:
     norm: float  # the largest |θ| of the run, a lower bound on ‖H‖
     basis: Tensor  # (m, rows) D, transposed
     combination: Tensor  # (m, r) the wanted columns of U
-    trouble: str = ""  # why there are no pairs, if there are none
+    trouble: str = ""  # the reason, if the run gave no pairs
 
     def bounds(self) -> Tensor:
         """Return bounds on ‖Hv − θv‖, ``(r,)``: the residuals, or rounding if that is larger."""
@@ -110,13 +110,13 @@ def extreme_pairs(
     if iterations is None:
         iterations = default_iterations(space.size, wanted)
 
-    def wanted_indices(count: int) -> list[int]:
-        """Return the indices of the wanted pairs among ``count`` ascending ones."""
+    def extreme_indices(count: int) -> list[int]:
+        """Return the indices of the k largest and l smallest of ``count`` ascending values."""
         return [*range(count - 1, count - 1 - largest, -1), *range(smallest)]
 
     def all_converged(ritz: Ritz) -> bool:
-        wanted_ones = wanted_indices(len(ritz.values))
-        return bool((ritz.residuals[wanted_ones] <= tol * ritz.values[wanted_ones].abs()).all())
+        indices = extreme_indices(len(ritz.values))
+        return bool((ritz.residuals[indices] <= tol * ritz.values[indices].abs()).all())
 
     run = tridiagonalize(
         space,
@@ -151,7 +151,7 @@ def extreme_pairs(
             combination=run.basis.new_empty((count, 0)),
             trouble=trouble,
         )
-    indices = wanted_indices(count)
+    indices = extreme_indices(count)
     return Pairs(
         values=ritz.values[indices],
         residuals=ritz.residuals[indices],
@@ -341,7 +341,7 @@ def curvature_space(
     """Check a loss and its parameters, and return the space to multiply in.
 
     Raises:
-        ValueError: If there is no trainable parameter, or parameters do not make one vector.
+        ValueError: If no parameter is trainable, or the parameters do not make one vector.
     """
     model = params if isinstance(params, nn.Module) else None
     candidates: Iterable[Tensor]

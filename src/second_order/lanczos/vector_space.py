@@ -112,8 +112,8 @@ class RowSpace:
     def apply(self, d: Tensor) -> Tensor:
         """Return this process's rows of H d, where H is the mean over all batches. Collective.
 
-        If FSDP2 has sharded the parameters, an error is raised at once, because the other processes
-        then wait in the collectives of FSDP2.
+        If FSDP2 has sharded the parameters, errors are raised immediately, because the other
+        processes then wait in the collectives of FSDP2.
         """
         if self._local_rows is not None:
             return self._hessian.product(d).mul_(self._sign)
