@@ -1007,7 +1007,7 @@ every base taken for SGD
     adaptive = is_adaptive(base)  =>  adaptive = False
 a step scale that follows with Newton's scale
   <-  defaults::the_step_scale_is_for_the_gradients_scale
-    found["step_scale"] = grafted and  =>  found["step_scale"] =
+    values["step_scale"] = grafted and  =>  values["step_scale"] =
 a usual change beside Newton steps
   <-  defaults::a_change_is_held_against_the_usual_one_over_every_base
     if is_auto(self.kl_clip) and not grafted  =>  if False
@@ -1015,7 +1015,7 @@ a step scale over a schedule-free base
   <-  defaults::the_step_scale_is_for_the_gradients_scale
     = grafted and not schedule_free  =>  = grafted
 a floor of the damping beside absolute damping  <-  defaults::absolute_damping_has_no_floor
-    FLOOR if self.relative_damping else 0.0  =>  FLOOR
+    DAMPING_FLOOR if self.relative_damping else 0.0  =>  DAMPING_FLOOR
 
 == optimizers/kaisa.py
 colocate_factors without effect  <-  kaisa::layers_are_placed_as_asked_for

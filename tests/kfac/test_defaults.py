@@ -24,7 +24,7 @@ from torch.optim import (
 
 from second_order import KAISA, PerStep
 from second_order.kfac.schedule import per_step_decay
-from second_order.optimizers.config import DAMPING, FLOOR
+from second_order.optimizers.config import DAMPING, DAMPING_FLOOR
 from second_order.utils.checks import is_adaptive
 
 if TYPE_CHECKING:
@@ -65,12 +65,12 @@ SCALE = "grafting", "damping", "damping_floor", "step_scale"
 def test_the_scale_of_steps_is_the_same_over_every_base(System: type[KAISA], base: Any) -> None:
     options = options_of(System(nn.Linear(3, 2), lr=0.1, base=base))
     found = {name: getattr(options, name) for name in SCALE}
-    assert found == dict(zip(SCALE, ("gradient", DAMPING, FLOOR, True), strict=True))
+    assert found == dict(zip(SCALE, ("gradient", DAMPING, DAMPING_FLOOR, True), strict=True))
 
 
 def test_absolute_damping_has_no_floor() -> None:
     given: dict[str, Any] = {"lr": 0.1, "damping": 0.2}
-    assert options_of(KAISA(nn.Linear(3, 2), **given)).damping_floor == FLOOR
+    assert options_of(KAISA(nn.Linear(3, 2), **given)).damping_floor == DAMPING_FLOOR
     absolute = KAISA(nn.Linear(3, 2), **given, relative_damping=False)
     assert options_of(absolute).damping_floor == 0.0
 

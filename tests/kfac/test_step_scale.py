@@ -30,7 +30,7 @@ from second_order.kfac.step_scale import (
     ScaleBounds,
     StepScale,
 )
-from second_order.optimizers.config import DAMPING, FLOOR
+from second_order.optimizers.config import DAMPING, DAMPING_FLOOR
 
 if TYPE_CHECKING:
     from pool import World
@@ -306,9 +306,9 @@ def test_damping_has_a_floor_by_all_layers(world: World, system: str, world_size
         for found, own, told in results:
             assert told == results[0][2]
             for name, damping in found.items():
-                expected = DAMPING * max(own[name], FLOOR * told["mean"])
+                expected = DAMPING * max(own[name], DAMPING_FLOOR * told["mean"])
                 assert damping == pytest.approx(expected, rel=1e-5)
-                raised += own[name] < FLOOR * told["mean"]
+                raised += own[name] < DAMPING_FLOOR * told["mean"]
             if world_size == 1:
                 root = statistics.mean(map(math.sqrt, own.values()))
                 assert told["mean afterwards"] == pytest.approx(root**2, rel=1e-5)

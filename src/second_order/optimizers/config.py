@@ -1,13 +1,14 @@
 """Every keyword of the optimizers: its default, its meaning and its check.
 
-    CommonOptions     the base optimizer, and what describes the script
+    CommonOptions     the keywords that all optimizers share: the base, the model, the ranks
     KFACOptions       the keywords that KAISA, DPKFAC and DistKFAC share
     KAISAOptions, DPKFACOptions, DistKFACOptions     the keywords that only one of them has
     FOSIOptions       the keywords that DHO2 and MRDHO2 share
-    EpochOptions      these, and those of MRDHO2
+    EpochOptions      the keywords of MRDHO2
 
-Each optimizer repeats its keywords in a signature of its own, so that editors and ``help()`` show
-them. A test compares the two. This module imports no other folder, and every folder may read it.
+Each optimizer repeats its keywords in the signature of its own ``__init__``, so that editors and
+``help()`` show them. A test compares the two. ``help()`` also shows the descriptions below. This
+module imports no other package folder except ``utils``, and every folder may import it.
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ Fisher: TypeAlias = Literal["empirical"] | Likelihood
 AutoScalar: TypeAlias = Scalar | Callable[[int], Scalar] | Literal["auto"]
 
 # Chosen by benchmarks/progress/defaults.py.
-DAMPING = 0.1  # of a layer's mean curvature
-FLOOR = 0.25  # of the mean curvature of all layers
+DAMPING = 0.1  # share of a layer's mean curvature
+DAMPING_FLOOR = 0.25  # share of the mean curvature over all layers
 
 INTERVALS = ("factor_update_steps", "inv_update_steps")
-INTERVAL = 10
-"""Steps between two refreshes under a TraceRule, and between two updates of the statistics."""
+DEFAULT_INTERVAL = 10
+"""Steps between two checks of a TraceRule, and between two updates of the statistics."""
 
 
 # ------------------------------------------------------------------------------ values of keywords
@@ -79,17 +80,20 @@ INTERVAL = 10
 
 @dataclass(frozen=True)
 class PerStep:
-    """A weight of the past that counts steps, however rare updates are; a ``factor_decay``.
+    """A ``factor_decay`` that counts steps, whatever the interval between updates is.
+
+        KAISA(model, lr=0.1, factor_decay=PerStep(0.99))
 
     Attributes:
-        decay: Weight of the past per step, in [0, 1). About 1 / (1 - decay) steps are remembered.
-        share: The share of the steps taken so far that is remembered while that is fewer, at least
-            two steps. None: the number of steps taken does not count. Curvature changes fastest
-            early in training, so that old statistics soon mislead.
+        decay: Weight of the past per step, in [0, 1). The average covers about 1 / (1 - decay)
+            steps.
+        share: Early in training, the average covers at most this share of the steps taken so far,
+            but at least two steps. Curvature changes fastest then, and old statistics soon mislead.
+            None: no such limit.
 
     Raises:
-        TypeError: For a value that is no number.
-        ValueError: For a value outside its bounds.
+        TypeError: If a value is not a number.
+        ValueError: If a value is out of bounds.
     """
 
     decay: float
@@ -104,16 +108,18 @@ class PerStep:
 
 @dataclass(frozen=True)
 class DecayingClip:
-    """The bound on a step's squared Fisher norm, c₀ ζᵏ (Ba et al. 2017, section 5); a ``kl_clip``.
+    """A ``kl_clip`` that shrinks over time, c₀ ζᵏ (Ba et al. 2017, section 5).
+
+        DistKFAC(model, lr=0.1, grafting="none", kl_clip=DecayingClip(every=len(loader) // 2))
 
     Attributes:
-        start: c₀, the bound at the first step.
+        start: c₀, the bound on the squared Fisher norm of the first step.
         decay: ζ, the factor by which the bound shrinks every ``every`` steps.
         every: Number of steps between two decays. The paper uses half an epoch.
 
     Raises:
-        TypeError: For a value that is no number.
-        ValueError: For a value outside its bounds.
+        TypeError: If a value is not a number.
+        ValueError: If a value is out of bounds.
     """
 
     start: float = 0.01
@@ -126,30 +132,32 @@ class DecayingClip:
         check_count("every", self.every, "steps")
 
     def __call__(self, step: int) -> float:
-        """The bound κ at a step."""
+        """Return the bound κ at a step."""
         return max(self.start * self.decay ** (step // self.every), sys.float_info.min)
 
 
 @dataclass(frozen=True)
 class TraceRule:
-    """Refresh a layer only if its curvature has moved; an ``inv_update_steps`` (THOR, Chen 2021).
+    """An ``inv_update_steps`` that refreshes only layers whose curvature changed (THOR, Chen 2021).
+
+        KAISA(model, lr=0.1, inv_update_steps=TraceRule(upper=0.05, every=20))
 
     The measure is the trace of A ⊗ G + γ, compared with its value at the layer's last refresh.
 
     Attributes:
-        upper: A layer is refreshed if its trace has changed by more than this share, or γ has.
-        lower: A layer whose trace has changed by less than this share is never looked at again.
-            0: every layer is looked at each time.
-        every: Steps from one look at the traces to the next; number or callable.
+        upper: A layer is refreshed if its trace or its γ changed by more than this share.
+        lower: If the trace of a layer changed by less than this share, the layer is never checked
+            or refreshed again. 0: every layer is checked each time.
+        every: Steps between two checks; number or callable.
 
     Raises:
-        TypeError: For a value that is no number.
-        ValueError: For a value outside its bounds, or ``lower`` above ``upper``.
+        TypeError: If a value is not a number.
+        ValueError: If a value is out of bounds, or ``lower`` is above ``upper``.
     """
 
-    upper: float = 0.1  # chosen on small tasks at commit 750a6e5
+    upper: float = 0.1  # chosen on small tasks
     lower: float = 0.0
-    every: Interval = INTERVAL
+    every: Interval = DEFAULT_INTERVAL
 
     def __post_init__(self) -> None:
         for name in ("upper", "lower"):
@@ -162,15 +170,20 @@ class TraceRule:
 
 @dataclass(frozen=True)
 class AuxBase:
-    """A second base optimizer, with options; a value of ``aux_base``.
+    """A second base optimizer with options; a value of ``aux_base``.
 
-        aux_base=AuxBase(torch.optim.AdamW, layers=["head"], kwargs={"lr": 1e-3})
+        KAISA(
+            model,
+            lr=0.02,
+            base=torch.optim.Muon,
+            aux_base=AuxBase(torch.optim.AdamW, layers=["head"], kwargs={"lr": 1e-3}),
+        )
 
     Attributes:
         optimizer_class: Class of the optimizer.
-        layers: Patterns of modules, as for ``skip_layers``, that it also trains, with all that is
-            inside them.
-        kwargs: Its arguments where they differ from those of ``base``.
+        layers: Patterns of further modules that it trains, with all modules inside them. They have
+            the form of ``skip_layers``.
+        kwargs: Its arguments, if they differ from those of ``base``.
 
     Raises:
         TypeError: If ``layers`` or ``kwargs`` have the wrong type.
@@ -231,19 +244,20 @@ def is_auto(value: Any) -> TypeGuard[str]:
 # ------------------------------------------------------------------------------------- keywords
 
 
-def options_from(kind: type[T], arguments: Mapping[str, Any]) -> T:
-    """Make the options of a dataclass from the arguments of an optimizer, by their names."""
-    names = {each.name for each in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in arguments.items() if name in names})
+def options_from(option_class: type[T], arguments: Mapping[str, Any]) -> T:
+    """Build the options of a dataclass from those arguments of an optimizer that it has."""
+    names = {field.name for field in fields(option_class)}  # type: ignore[arg-type]
+    return option_class(**{name: value for name, value in arguments.items() if name in names})
 
 
+# Chosen by benchmarks/progress/defaults.py. Adaptive bases need a shorter average.
 STEP_DECAY = PerStep(0.995)
 ADAPTIVE_STEP_DECAY = PerStep(0.978, share=1 / 3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions:
-    """The base optimizer, and the keywords that describe the script.
+    """The keywords that all optimizers share.
 
     Attributes:
         base: Class of the first-order optimizer that takes the step with the preconditioned
@@ -252,18 +266,18 @@ class CommonOptions:
             embeddings, the output head (the last Linear), norms, biases and parameters outside of
             modules. ``base`` then only trains hidden weights: weights of modules with at least two
             dimensions (exactly two with ``torch.optim.Muon``). None: ``base`` trains everything.
-        model: The model, if you pass parameters and choose the model yourself. None: the smallest
-            module that contains all of them, and the frozen network around it. Wrappers
+        model: The model, if you pass parameters. None: the smallest module that contains all of
+            them, widened to the whole network if all other parts of it are frozen. Wrappers
             (DistributedDataParallel, ``torch.compile``) are removed.
-        grad_scaler: The ``GradScaler`` that scales the loss, if there is one.
-        gradient_averaging: "auto" averages gradients over the processes that train, after all of
-            them have received the first one's parameters, unless DistributedDataParallel does. True
-            or False: always or never.
-        process_group: The processes to work with. None: the default group, if there is one.
-        debug: Compare the processes' parameters bit for bit: before the first step and every 100
-            steps for True, or every so many steps. If they differ, every process raises
+        grad_scaler: The ``GradScaler`` that scales the loss, if you use one.
+        gradient_averaging: Whether the optimizer averages gradients over the ranks that train.
+            "auto": unless DistributedDataParallel or FSDP2 does. If it averages, all ranks start
+            from the parameters of the first rank.
+        process_group: The ranks that train together. None: the default group, if there is one.
+        debug: Compare the parameters of the ranks bit for bit. True: before the first step and
+            every 100 steps. A number: every so many steps. If they differ, every rank raises
             :class:`~second_order.RankMismatchError` with the name of the parameter and the ranks.
-            Not saved in checkpoints.
+            Checkpoints do not save this option.
     """
 
     base: type[torch.optim.Optimizer] = torch.optim.SGD
@@ -276,7 +290,7 @@ class CommonOptions:
 
     @property
     def aux(self) -> AuxBase | None:
-        """The second base optimizer, if there is one."""
+        """The second base optimizer with its options, or None."""
         if self.aux_base is None or isinstance(self.aux_base, AuxBase):
             return self.aux_base
         return AuxBase(self.aux_base)
@@ -284,71 +298,70 @@ class CommonOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class KFACOptions:
-    """The keywords that systems with Kronecker factors share.
+    """The keywords that KAISA, DPKFAC and DistKFAC share.
 
     Attributes:
-        damping: γ, added to the curvature before it is inverted; number or callable, at least 0. A
-            larger γ is more cautious: the step turns from the natural to the plain gradient.
-            "auto": 0.1. A number may be a tensor, which a schedule fills in place. If it is on a
-            device, the host does not read it, so its value is not checked.
-        damping_floor: The share of the mean curvature over all layers to which a layer's mean
-            curvature is raised in its γ. The mean over layers is the square of the mean square
-            root. "auto": 0.25 with ``relative_damping``, otherwise 0, which is no floor.
-        relative_damping: γ of a layer is ``damping`` times the layer's mean curvature, tr A tr G /
-            (dim A dim G), so it does not depend on the scale of the loss. False: γ is ``damping``,
-            as in the papers. KAISA's published code has smaller factors, and so another γ for the
-            same step: see "Where it differs from the paper" in its docs.
+        damping: γ, added to the curvature before it is inverted; number or callable, at least 0.
+            Raise it if the loss jumps: the larger γ is, the closer the step is to the plain
+            gradient. "auto": 0.1. A number may be a tensor that a schedule changes in place. If the
+            tensor is on a device, its value is not checked.
+        damping_floor: Lower bound on a layer's mean curvature in its γ, as a share of the mean
+            curvature over all layers (the square of the mean square root). "auto": 0.25 with
+            ``relative_damping``, otherwise 0, which means no bound.
+        relative_damping: True: γ of a layer is ``damping`` times the layer's mean curvature,
+            tr A tr G / (dim A dim G), so it does not depend on the scale of the loss. False: γ is
+            ``damping``, as in the papers. KAISA's published code scales factors differently, and
+            needs another γ for the same step: see "Where it differs from the paper" in its docs.
         grafting: Scale of the preconditioned gradient P = (A ⊗ G + γ)⁻¹ ∇. "gradient": P is
             multiplied by c + γ, where c is the layer's mean curvature, which gives it the scale of
             the gradient. If the curvature is the same in all directions, the gradient does not
             change. "none": P has the length of an approximate Newton step, as in the papers. Such a
             step grows as gradients shrink, so also set ``kl_clip``. Adaptive bases normalize by
             past gradients (Adam by the last thousand steps) and need "gradient".
-        kl_clip: κ, the bound on the change lr² Σ P·∇ that one step makes to the model's predictions
-            (Pauloski et al. 2022, 5.1); number, tensor of one, callable or None for no bound. A
-            number is the bound at the learning rate's peak and shrinks with lr² when a schedule
-            lowers it; a callable is used as it is. "auto": Σ |P·∇|, without lr, may be at most four
-            times its running average over some twenty steps, so that a batch of outliers cannot
-            undo many steps. With ``grafting="none"``, "auto" is no bound.
+        kl_clip: κ, the bound on the change lr² Σ P·∇ of the model's predictions in one step
+            (Pauloski et al. 2022, 5.1); number, tensor, callable, or None for no bound. A number is
+            the bound at the largest learning rate, and shrinks with lr² when a schedule lowers it.
+            A callable is used as it is. "auto": Σ |P·∇|, without lr, may be at most four times its
+            running average over about twenty steps, so that a batch of outliers cannot undo many
+            steps. With ``grafting="none"``, "auto" is no bound.
         step_scale: Whether to multiply the steps of preconditioned weights by a factor τ that
-            follows what the steps do to the loss. "auto": if ``grafting`` is "gradient", unless the
+            adapts to the changes of the loss. "auto": if ``grafting`` is "gradient", unless the
             base is schedule-free.
         factor_decay: Weight of the past in the running averages of A and G at an update, in [0, 1);
-            number, callable or :class:`~second_order.PerStep`. "auto": the number of steps
-            remembered does not depend on the intervals: some 45 (0.978 to the power of the steps
-            since the last update) under an adaptive base such as Adam, and two hundred (0.995)
-            under others.
-        solver: "inverse" damps A and G separately and computes their Cholesky inverses. "eigen"
-            applies (A ⊗ G + γ I)⁻¹ exactly, which costs several times as much and gains nothing on
-            most of the tasks that the defaults were chosen on.
-        inv_update_steps: Steps from one refresh of the inverses to the next; number or callable.
-            "auto": each layer has its own interval, 1 to 32 steps. It is halved if the old and the
-            new inverse give the gradient different directions, and doubled if they agree. A
-            :class:`~second_order.TraceRule` refreshes layers whose curvature has moved.
-        factor_update_steps: Steps from one update of the statistics to the next; number or
-            callable. "auto": at each refresh if these are "auto", otherwise every 10 steps, or as
-            often as refreshes if a number makes these more frequent. If ``inv_update_steps`` is a
-            callable, give one here too.
+            number, callable or :class:`~second_order.PerStep`. "auto": the averages cover about 45
+            steps (0.978 per step) with an adaptive base such as Adam, and about 200 steps (0.995
+            per step) with others, whatever the intervals are.
+        solver: "inverse": A and G are damped separately and inverted by Cholesky decompositions.
+            "eigen": (A ⊗ G + γ I)⁻¹ is exact. This costs several times as much, and gained nothing
+            on most of the tasks on which the defaults were chosen.
+        inv_update_steps: Steps between two refreshes of the inverses; number or callable. "auto":
+            each layer has its own interval of 1 to 32 steps. It is halved if the old and the new
+            inverse give the gradient different directions, and doubled if they agree. A
+            :class:`~second_order.TraceRule` only refreshes layers whose curvature changed.
+        factor_update_steps: Steps between two updates of the statistics; number or callable.
+            "auto": at each refresh if ``inv_update_steps`` is "auto", otherwise every 10 steps, or
+            at each refresh if that is more often. If ``inv_update_steps`` is a callable, also set
+            this option.
         overhead: With ``inv_update_steps="auto"``: the largest share of the time of ordinary steps
-            that refreshes may take, above 0 and up to 10. The first five refreshes are timed. They
-            set the least number of steps between two later ones, which checkpoints keep. If layers
-            drift faster than that allows, a warning says so. None: no limit.
-        fisher: Whose gradients the factors are made of. "empirical": those of your own backward
-            pass. Otherwise labels are sampled from the distribution that the model's outputs give,
-            at the price of a further backward pass to the layers' outputs whenever statistics are
-            due: "categorical" (logits, classes on the last dimension), "bernoulli" (logits),
-            "gaussian" (means), or a callable ``output -> summed negative log-likelihood of labels
-            that it has sampled``.
-        kfac_approx: For layers applied at many positions: "expand" if each position has a loss term
-            (language models), "reduce" if positions are pooled (Eschenhagen et al. 2023). Fused
-            experts then count as unsupported layers.
-        loss_reduction: What the loss of a backward pass is. "mean": the mean over the terms of the
-            pass, divided by the number of passes per step, which is counted. "pass_mean": the mean
-            over the terms of the pass; losses of several passes are added up. "sum": the sum over
-            the terms of the pass. "step_mean": their sum divided by the number of terms in all
-            passes of the step, on all processes, and times the number of processes, over which
-            gradients are averaged. "auto": "step_mean" if the model's forward is given
-            ``num_items_in_batch``, as by transformers' Trainer; otherwise "mean".
+            that refreshes may take, above 0 and up to 10. The first five refreshes are timed and
+            set the minimum number of steps between later ones, which checkpoints save. If layers
+            drift faster than that, a warning says so. None: no limit.
+        fisher: The labels whose gradients the factors are computed from. "empirical": the data's,
+            so your own backward pass is used. Otherwise labels are sampled from the distribution
+            that the model's outputs describe, which costs one more backward pass when statistics
+            are due: "categorical" (logits, classes in the last dimension), "bernoulli" (logits),
+            "gaussian" (means), or a callable ``output -> loss`` that samples labels and returns
+            their summed negative log-likelihood.
+        kfac_approx: For layers that are applied at many positions. "expand": each position has a
+            loss term, as in language models. "reduce": positions are pooled (Eschenhagen et al.
+            2023). Fused experts then count as unsupported layers.
+        loss_reduction: The scale of the loss. "mean": the mean over the loss terms of a pass,
+            divided by the number of passes per step, which is counted. "pass_mean": the mean over
+            the terms of a pass; the losses of several passes are added. "sum": the sum over the
+            terms of a pass. "step_mean": the sum of a pass, divided by the number of terms in all
+            passes of the step on all ranks, and multiplied by the number of ranks that average
+            gradients. "auto": "step_mean" if the model's forward receives ``num_items_in_batch``,
+            as from transformers' Trainer; otherwise "mean".
         precondition_norms: Whether to precondition the gains and biases of norm layers, and biases
             that train without their weight, by exact Fisher blocks (diagonal ones above 256
             entries). False: the base trains them with their plain gradients. Norm layers of unknown
@@ -360,14 +373,15 @@ class KFACOptions:
             trains them with their plain gradients. "auto": "gradient_factors" if the base is
             adaptive, FSDP2 has not sharded these weights, and they make up at least a tenth of the
             parameters; otherwise "base_optimizer".
-        skip_layers: Patterns of module names or class names, such as ``["head", "blocks.*.mlp"]``,
-            that only the base trains, with all that is inside them.
-        max_factor_dim: Largest size of a factor. Layers with a larger one, A of the inputs or G of
-            the outputs, fall back to the base, and a warning names them: memory grows with its
-            square, a decomposition with its cube. The A of an embedding is diagonal, of any size.
+        skip_layers: Patterns of module names or class names, such as ``["head", "blocks.*.mlp"]``.
+            The base trains the matching modules, and all modules inside them, with their plain
+            gradients.
+        max_factor_dim: Maximum number of rows of a factor. Layers with a larger A or G fall back to
+            the base, and a warning names them. Memory grows with the square of this number, and the
+            time of a refresh with its cube. The A of an embedding is diagonal and may be larger.
         factor_dtype: Dtype in which factors are stored and sent: float32, float64 or bfloat16.
-            Inverses are in float32 at least.
-        adaptive: Whether the base is adaptive; not a keyword.
+            Inverses have at least float32.
+        adaptive: Whether the base is adaptive. Not a keyword.
     """
 
     damping: AutoScalar = AUTO
@@ -412,7 +426,7 @@ class KFACOptions:
         check_dtype("factor_dtype", self.factor_dtype)
 
     def _check_numbers(self) -> None:
-        """Check damping, clip and memory."""
+        """Check damping, clip and decay."""
         if not is_auto(self.damping) and not callable(self.damping):
             check_damping(self.damping)
         if is_auto(self.damping) and not self.relative_damping:
@@ -445,61 +459,69 @@ class KFACOptions:
                 f"do nothing; leave one of them out"
             )
 
-    def resolved(self, base: Any) -> KFACOptions:
-        """The same options with a value for each "auto", as the base and the others ask for."""
+    def resolve(self, base: Any) -> KFACOptions:
+        """Return the options with a value instead of each "auto" that depends on the base."""
         adaptive = is_adaptive(base)
-        # A schedule-free base keeps other points than the weights, which would not be scaled.
+        # The parameters of a schedule-free base are not the point that it steps from, so their
+        # steps cannot be scaled.
         schedule_free = all(callable(getattr(base, name, None)) for name in ("train", "eval"))
         grafted = self.grafting == "gradient"
-        found: dict[str, Any] = {"adaptive": adaptive, "skip_layers": tuple(self.skip_layers)}
-        if is_auto(self.damping):
-            found["damping"] = DAMPING
-        if is_auto(self.damping_floor):
-            found["damping_floor"] = FLOOR if self.relative_damping else 0.0
-        if is_auto(self.kl_clip) and not grafted:
-            found["kl_clip"] = None
-        if is_auto(self.step_scale):
-            found["step_scale"] = grafted and not schedule_free
-        if is_auto(self.factor_decay):
-            found["factor_decay"] = ADAPTIVE_STEP_DECAY if adaptive else STEP_DECAY
-        if is_auto(self.factor_update_steps) and not self.by_drift:
-            found["factor_update_steps"] = self._usual_update_steps()
-        if is_auto(self.unsupported_layers) and not adaptive:
-            found["unsupported_layers"] = "base_optimizer"
-        return replace(self, **found)
 
-    def _usual_update_steps(self) -> int:
-        """The interval of the statistics if refreshes have an interval: that one, at most 10."""
+        values: dict[str, Any] = {"adaptive": adaptive, "skip_layers": tuple(self.skip_layers)}
+        if is_auto(self.damping):
+            values["damping"] = DAMPING
+        if is_auto(self.damping_floor):
+            values["damping_floor"] = DAMPING_FLOOR if self.relative_damping else 0.0
+        if is_auto(self.kl_clip) and not grafted:
+            values["kl_clip"] = None
+        if is_auto(self.step_scale):
+            values["step_scale"] = grafted and not schedule_free
+        if is_auto(self.factor_decay):
+            values["factor_decay"] = ADAPTIVE_STEP_DECAY if adaptive else STEP_DECAY
+        if is_auto(self.factor_update_steps) and not self.by_drift:
+            values["factor_update_steps"] = self._default_update_steps()
+        if is_auto(self.unsupported_layers) and not adaptive:
+            values["unsupported_layers"] = "base_optimizer"
+        return replace(self, **values)
+
+    def _default_update_steps(self) -> int:
+        """Return the interval of the statistics if refreshes have a fixed interval."""
         every = self.refresh_interval
-        return min(every, INTERVAL) if isinstance(every, int) else INTERVAL
+        if isinstance(every, int):
+            return min(every, DEFAULT_INTERVAL)
+        return DEFAULT_INTERVAL
 
     @property
     def by_drift(self) -> bool:
-        """Whether refreshes follow what they change."""
+        """Whether the drift of each layer determines its refresh interval."""
         return is_auto(self.inv_update_steps)
 
     @property
     def trace_rule(self) -> TraceRule | None:
-        """The rule that keeps the inverses of layers whose curvature has not moved."""
+        """The rule that skips refreshes of layers whose curvature did not change, or None."""
         return self.inv_update_steps if isinstance(self.inv_update_steps, TraceRule) else None
 
     @property
     def refresh_interval(self) -> Interval | None:
-        """Steps from one refresh to the next; None if refreshes follow what they change."""
+        """Steps between two refreshes. None: the drift of each layer determines them."""
         every = self.inv_update_steps
         if isinstance(every, TraceRule):
             return every.every
-        return None if isinstance(every, str) else every
+        if isinstance(every, str):
+            return None
+        return every
 
     @property
     def statistics_interval(self) -> Interval | None:
-        """Steps from one update of the statistics to the next; None for one at each refresh."""
+        """Steps between two updates of the statistics. None: one update at each refresh."""
         every = self.factor_update_steps
-        return None if isinstance(every, str) else every
+        if isinstance(every, str):
+            return None
+        return every
 
     @property
     def likelihood(self) -> Likelihood | None:
-        """The distribution that labels are sampled from; None if they are the data's."""
+        """The distribution that labels are sampled from. None: the data's labels are used."""
         return None if self.fisher == "empirical" else self.fisher
 
     @property
@@ -509,13 +531,15 @@ class KFACOptions:
 
     @property
     def follows_steps(self) -> bool:
-        """Whether the step scale follows what steps do to the loss, once resolved."""
+        """Whether the step scale adapts to the changes of the loss, once resolved."""
         return self.step_scale is True
 
     @property
     def floor(self) -> float:
-        """The floor of the mean curvature in γ, once resolved."""
-        return 0.0 if isinstance(self.damping_floor, str) else self.damping_floor
+        """The lower bound on the mean curvature in γ, once resolved."""
+        if isinstance(self.damping_floor, str):
+            return 0.0
+        return self.damping_floor
 
     @property
     def inv_dtype(self) -> torch.dtype:
@@ -523,7 +547,7 @@ class KFACOptions:
         return torch.promote_types(self.factor_dtype, torch.float32)
 
     def describe(self) -> str:
-        """Damping, clip and memory for the summary: the values that "auto" has led to."""
+        """Return damping, clip and decay for the summary, with the values chosen for "auto"."""
         relative = " of the mean curvature" if self.relative_damping else ""
         damping = "by a schedule"
         if not callable(self.damping):
@@ -548,7 +572,7 @@ class KFACOptions:
 
 
 SCHEDULES = "damping", "factor_decay", "kl_clip", "factor_update_steps", "inv_update_steps"
-"""The shared keywords that can be callables of the step."""
+"""The keywords of KFACOptions that can be functions of the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -556,23 +580,22 @@ class KAISAOptions:
     """The keywords that only KAISA has.
 
     Attributes:
-        grad_worker_fraction: Share of the processes that precondition a layer. 1.0: all, least
-            communication per step (COMM-OPT). 1 / processes, or 0: one, least memory (MEM-OPT).
-            "auto" takes the share that :func:`second_order.plan` predicts to be fastest. A
-            checkpoint remembers it. If FSDP2 has sharded the model, it is always one process,
-            because a gradient's rows meet there. Below 1.0 only some processes have a layer's
-            inverse: call :meth:`consolidate` before you save.
-        factor_exchange: "all_reduce" gives every process every factor's running average. "reduce"
-            sends statistics to the process that decomposes the factor, and no other keeps it: half
-            the traffic, and memory that falls with the number of processes. A checkpoint then needs
-            :meth:`consolidate`, or ``torch.distributed.checkpoint``. "pipelined" is "all_reduce" in
-            buckets that leave while the backward pass still runs (Shi et al. 2021): the same
-            training.
-        exchange_dtype: Dtype in which statistics and decompositions are sent; None: that in which
-            they are stored. ``torch.bfloat16`` halves the bytes of float32, and rounds to 8 bits;
-            all processes get the same numbers. Statistics of the first 20 steps, and gradients, are
-            sent as they are.
-        colocate_factors: One process decomposes both factors of a layer; False: two processes.
+        grad_worker_fraction: Share of the ranks that precondition a layer's gradient. 1.0: all
+            ranks, the least communication per step (COMM-OPT). 1 / ranks, or 0: one rank, the least
+            memory (MEM-OPT). "auto": the share that :func:`second_order.plan` predicts to be
+            fastest. Checkpoints save it. If FSDP2 has sharded the model, one rank preconditions
+            each layer, because it gathers the rows of the gradient. Below 1.0, not all ranks have
+            a layer's inverse, so call :meth:`consolidate` before you save.
+        factor_exchange: "all_reduce": every rank stores all factors. "reduce": only the rank that
+            decomposes a factor receives its statistics and stores it. This halves the traffic, and
+            memory shrinks with the number of ranks. A checkpoint then needs :meth:`consolidate` or
+            ``torch.distributed.checkpoint``. "pipelined": "all_reduce" in buckets that are sent
+            during the backward pass (Shi et al. 2021), with the same results.
+        exchange_dtype: Dtype in which statistics and decompositions are sent. None: the dtype in
+            which they are stored. ``torch.bfloat16`` halves the bytes of float32, and rounds to 8
+            bits; all ranks receive the same numbers. Gradients, and statistics of the first 20
+            steps, are sent without conversion.
+        colocate_factors: Whether one rank decomposes both factors of a layer. False: two ranks do.
     """
 
     grad_worker_fraction: float | Literal["auto"] = 1.0
@@ -596,8 +619,9 @@ class KAISAOptions:
         check_flag("colocate_factors", self.colocate_factors)
 
     def check_with(self, options: KFACOptions) -> None:
-        """Raise ValueError if more would be sent than is stored."""
-        sent, stored = self.exchange_dtype, options.factor_dtype
+        """Raise ValueError if factors would be sent in a wider dtype than they are stored in."""
+        sent = self.exchange_dtype
+        stored = options.factor_dtype
         if sent is not None and sent.itemsize > stored.itemsize:
             raise ValueError(
                 f"exchange_dtype={sent} is wider than factor_dtype={stored}: more would be sent "
@@ -610,13 +634,13 @@ class DPKFACOptions:
     """The keywords that only DPKFAC has.
 
     Attributes:
-        assignment: Which process owns which layer. "balanced" gives the next largest layer to the
-            process with the least memory taken, "round_robin" layer i to process i mod P, as in the
+        assignment: Which rank owns which layer. "balanced": the next largest layer goes to the rank
+            with the least memory in use. "round_robin": layer i goes to rank i mod P, as in the
             paper.
-        gradient_exchange: "owner" sums a layer's gradients at its owner alone and sends them back
-            preconditioned: the volume of an all-reduce in all. "all_reduce" averages all gradients
-            everywhere first, which is half as much again. DistributedDataParallel does so in any
-            case.
+        gradient_exchange: "owner": the gradients of a layer are summed at its owner, which sends
+            them back preconditioned. The volume is that of one all-reduce. "all_reduce": all
+            gradients are averaged on all ranks first, which sends half as much again.
+            DistributedDataParallel always does this.
     """
 
     assignment: Literal["balanced", "round_robin"] = "balanced"
@@ -633,24 +657,26 @@ class DistKFACOptions:
 
     Attributes:
         stats_workers: Number of ranks that compute statistics instead of training. If all of them
-            are lost, the others take statistics from their own passes again.
+            are lost, the other ranks compute statistics from their own passes.
         helper_timeout: Seconds without a message after which a stats worker counts as lost.
-        inverse_threads: Threads of this process that compute inverses. None: half the cores that
-            the process has, at least 1 and at most 4.
-        inverse_device: Device that computes inverses: "cpu", or "cuda" on a stream of their own.
-        async_inverse: False waits for every inverse, as ``max_staleness=0`` does.
-        max_staleness: Steps after which a step waits for an inverse. None: never, except that with
-            ``inv_update_steps="auto"`` the step before the layer's next refresh waits. 0 is the
-            synchronous algorithm.
-        deterministic: Use inverses exactly ``max_staleness`` steps after the snapshot of factors
-            that they are computed from (with ``inv_update_steps="auto"`` at most the layer's
-            interval less one), even if they are ready earlier: runs can be repeated bit for bit.
-        conv_factors: "kfc", or "cheap": the inputs of a convolution are averaged over locations,
-            and its gradients summed, before they are squared (Ba et al. 2017, appendix A).
-        doubly_factored: (locations, channels) of the inputs of wide Linears that receive a
-            flattened feature map, by the layers' names. Three small factors take the place of A and
-            G (Ba et al. 2017, section 4). "auto": layers with more than ``max_factor_dim`` inputs,
-            with the channels of the convolution before them. None: no layer.
+        inverse_threads: Number of threads of this process that compute inverses. None: half of the
+            cores that the process may use, at least 1 and at most 4.
+        inverse_device: Device that computes inverses: "cpu", or "cuda" for a separate stream.
+        async_inverse: Whether inverses are computed on threads while training continues. False:
+            training waits for every inverse, as with ``max_staleness=0``.
+        max_staleness: Maximum number of steps before training waits for an inverse. None: no
+            maximum, but with ``inv_update_steps="auto"`` training waits before the layer's next
+            refresh. 0: the synchronous algorithm.
+        deterministic: Whether to use each inverse exactly ``max_staleness`` steps after the
+            snapshot of its factors (with ``inv_update_steps="auto"`` at most the layer's interval
+            minus one), even if it is ready earlier. Runs are then repeatable bit for bit.
+        conv_factors: "kfc": the factors of a convolution from all its locations. "cheap": inputs
+            are averaged over locations and gradients summed before they are squared (Ba et al.
+            2017, appendix A).
+        doubly_factored: Wide Linears that receive a flattened feature map: a dictionary from the
+            layer's name to (locations, channels) of its input. Three small factors replace A and G
+            (Ba et al. 2017, section 4). "auto": the layers with more than ``max_factor_dim``
+            inputs, with the channels of the preceding convolution. None: no layer.
     """
 
     stats_workers: int = 0
@@ -697,22 +723,25 @@ class DistKFACOptions:
         chosen = self.doubly_factored
         if chosen is None or is_auto(chosen):
             return
-        valid = isinstance(chosen, Mapping)
+        is_valid = isinstance(chosen, Mapping)
         entries: Any = chosen.items() if isinstance(chosen, Mapping) else ()
-        for name, pair in entries:
-            is_pair = isinstance(pair, tuple | list) and len(pair) == 2
-            whole = is_pair and all(type(number) is int for number in pair)
-            valid = valid and isinstance(name, str) and whole
-        if not valid:
+        for name, sizes in entries:
+            is_pair = isinstance(sizes, tuple | list) and len(sizes) == 2
+            has_integers = is_pair and all(type(size) is int for size in sizes)
+            if not isinstance(name, str) or not has_integers:
+                is_valid = False
+        if not is_valid:
             raise ValueError(
                 f"doubly_factored={chosen!r} is not 'auto', None, or a dict of layer names and "
-                f"(locations, channels), both whole numbers"
+                f"(locations, channels), both integers"
             )
 
     @property
     def staleness(self) -> int | None:
-        """Steps after which a step waits for an inverse; 0 for the synchronous algorithm."""
-        return self.max_staleness if self.async_inverse else 0
+        """Maximum steps before training waits for an inverse; 0 for the synchronous algorithm."""
+        if not self.async_inverse:
+            return 0
+        return self.max_staleness
 
     @property
     def wide_layers(self) -> Mapping[str, tuple[int, int]] | str:
@@ -730,55 +759,59 @@ class FOSIOptions:
     """The keywords that DHO2 and MRDHO2 share.
 
     Attributes:
-        num_largest: k, how many of the largest eigenpairs get Newton steps.
-        num_smallest: l, how many of the smallest (most negative) eigenpairs; steps lead away from
-            them.
-        curvature_interval: T, steps from one computation of the eigenpairs to the next, or a
-            callable of the step; "auto": as often as ``overhead`` allows.
-        overhead: With "auto": the share of the time of the base alone that all computations of
-            eigenpairs may take, above 0 and up to 10. The first five are timed. They set the number
-            of steps to the next one, which checkpoints keep. Before the first, a product counts as
-            one step.
-        warmup_steps: W, steps of the base before the first pairs; None for ``curvature_interval``,
-            or with "auto" until they are paid for.
-        newton_scale: α, the length of a Newton step; 1.0 is a full one. A number is α at the
-            largest learning rate of the schedule and follows it from there; a callable of the step
-            is taken as it is.
-        lr_scale_clip: Bound on s = |λ₁| / |λ_k|, by which the base's steps are stretched once the k
-            steepest directions are out of their way. None for the published values: 3 for SGD, 1
-            for other bases, which scale their steps themselves.
-        lr_scale_guard: Begin with s = 1, and let it grow by half at each further refresh while the
-            loss of the curvature batch does not rise; halve it where that has risen. A learning
-            rate that the base bears alone may be too long times 3. False for s as published.
-        lanczos_iterations: m, Hessian-vector products of a refresh at most; None for max(4(k + l),
-            2 ln n). Where none is set, and l is 0, a warm start takes max(2k, 20) of these at most.
-        lanczos_tol: A refresh ends once every eigenpair has ‖Hv − θv‖ <= tol |θ|.
-        lanczos_dtype: Dtype of eigenvectors; None for float64 where a parameter is, else float32.
-        eigenvalue_floor: Eigenvalues count as at least this share of the largest in size when steps
-            are divided by them.
-        subspace_momentum: Momentum inside the eigenvectors' span. "average": the base's β, as a
-            running average, so that α means the same whatever the base's momentum. "base": just as
-            the base does it, which for SGD with β sums up 1 / (1 − β) as much (FOSI with α = 0.01
-            and β = 0.9 is "average" with α = 0.1). A number: a running average with that β.
-        warm_start: Start a refresh from the last eigenvectors.
-        trust_region: Shorten Newton steps where the eigenpairs are wrong about them: one is at most
-            ten times as long as usual, in units of the loss; where V̂ᵀg changes along the steps
-            faster than û tells, they are cut to half of what could be borne, and grow again; one
-            after which the gradient is not finite is taken back. Where the model holds, steps are
-            those of False bit for bit.
-        hvp: How Hessian-vector products are made: "retained" keeps the graph of the curvature batch
-            for a refresh; "recomputed" evaluates the closure again for each product, one graph at a
-            time in memory; "differences" takes finite differences of gradients, for what cannot be
-            differentiated twice. "auto": retained, or recomputed for several closures, or
-            differences where FSDP2 has sharded the model. The last two need a closure that takes
-            the same batch each time within a refresh.
-        curvature: Whose eigenpairs: "hessian"; "gauss-newton", the Hessian of the loss with the
-            model's outputs linear in the weights, which has no negative eigenvalues where the loss
-            is convex in the outputs; "empirical-fisher", the mean of ggᵀ over examples' gradients.
-            For the last two the closure returns :class:`second_order.lanczos.Outputs`.
-        layout: "row" keeps n/P rows of the eigenvectors and of the base's state on each process,
-            and suits bases that work element by element: SGD, Adam, AdamW, RMSprop. "column" keeps
-            r/P of the eigenvectors and all of the base's state, and suits every base.
+        num_largest: k, the number of largest eigenpairs, along which Newton steps are taken.
+        num_smallest: l, the number of smallest (most negative) eigenpairs. Steps along them lead
+            away from the saddle point.
+        curvature_interval: T, steps between two refreshes of the eigenpairs; number or callable.
+            "auto": as often as ``overhead`` allows.
+        overhead: With ``curvature_interval="auto"``: the share of the time of the base alone that
+            refreshes may take, above 0 and up to 10. The first five refreshes are timed and set the
+            number of steps to the next one, which checkpoints save. Before the first refresh, a
+            Hessian-vector product counts as one step.
+        warmup_steps: W, steps of the base before the first refresh. None: ``curvature_interval``,
+            or with "auto" as many as ``overhead`` requires.
+        newton_scale: α, the length of a Newton step; 1.0 is a full step. A number is α at the
+            largest learning rate, and shrinks and grows with the learning rate. A callable of the
+            step is used as it is.
+        lr_scale_clip: Upper bound on s = |λ₁| / |λ_k|, which multiplies the steps of the base,
+            because the k steepest directions no longer limit them. None: the published values, 3
+            for SGD, and 1 for other bases, which scale their steps themselves.
+        lr_scale_guard: Whether to start with s = 1. s then grows by half at each further refresh if
+            the loss of the curvature batch did not rise, and is halved if it did. Three times the
+            learning rate of the base alone may be too large. False: s as published.
+        lanczos_iterations: m, the maximum number of Hessian-vector products per refresh. None:
+            max(4(k + l), 2 ln n), or max(2k, 20) if that is less, l is 0, and the refresh starts
+            from the last eigenvectors.
+        lanczos_tol: A refresh ends when every eigenpair has ‖Hv − θv‖ <= ``lanczos_tol`` · |θ|.
+        lanczos_dtype: Dtype of the eigenvectors. None: float64 if a parameter has it, otherwise
+            float32.
+        eigenvalue_floor: Lower bound on the absolute eigenvalues that steps are divided by, as a
+            share of the largest one.
+        subspace_momentum: Momentum in the span of the eigenvectors. "average": a running average
+            with the β of the base, so that α has the same meaning for every momentum. "base": as
+            the base does it. SGD with momentum β sums 1 / (1 − β) times as much, so FOSI with α =
+            0.01 and β = 0.9 corresponds to "average" with α = 0.1. A number: a running average with
+            this β.
+        warm_start: Whether a refresh starts from the last eigenvectors.
+        trust_region: Whether to shorten Newton steps if the eigenpairs are wrong. A step is at most
+            ten times as long as usual, in units of the loss. If V̂ᵀg changes faster along the steps
+            than û predicts, steps are cut to half of what is stable, and grow again. A step that
+            leads to a gradient that is not finite is reverted. As long as the eigenpairs are right,
+            steps are equal to those of False bit for bit.
+        hvp: How Hessian-vector products are computed. "retained": from one graph of the curvature
+            batch, which is kept for the whole refresh. "recomputed": the closure is called again
+            for each product, which needs the memory of one graph at a time. "differences": finite
+            differences of gradients, for models that cannot be differentiated twice. "auto":
+            "retained"; "recomputed" for several closures; "differences" if FSDP2 has sharded the
+            model. For the last two, the closure must use the same batch during a refresh.
+        curvature: The matrix of the eigenpairs. "hessian": the Hessian. "gauss-newton": the Hessian
+            of the loss with outputs that are linear in the weights, which has no negative
+            eigenvalues if the loss is convex in the outputs. "empirical-fisher": the mean of ggᵀ
+            over the gradients of examples. For the last two the closure returns
+            :class:`second_order.lanczos.Outputs`.
+        layout: How eigenvectors are stored on P ranks. "row": n/P rows of them, and of the state of
+            the base, on each rank. This works for elementwise bases: SGD, Adam, AdamW, RMSprop.
+            "column": r/P of the eigenvectors and the whole state of the base, for every base.
         seed: Seed of the first start vector.
     """
 
@@ -833,7 +866,7 @@ class FOSIOptions:
         check_seed("seed", self.seed)
 
     def _check_lanczos(self) -> None:
-        """Check what decides the eigenpairs."""
+        """Check the options of the Lanczos algorithm."""
         most = self.lanczos_iterations
         if most is not None:
             check_whole(
@@ -854,30 +887,30 @@ class FOSIOptions:
 
     @property
     def wanted(self) -> int:
-        """Number of eigenpairs asked for, k + l."""
+        """Number of eigenpairs, k + l."""
         return self.num_largest + self.num_smallest
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochOptions(FOSIOptions):
-    """The keywords of MRDHO2. Without accelerators, an epoch is the interval of DHO2.
+    """The keywords of MRDHO2. Without helper ranks, an epoch is the interval of DHO2.
 
     Attributes:
-        helper_ranks: A, how many ranks compute eigenpairs.
-        epoch_steps: E, steps between two final updates.
-        final_update: "paper" is equation 17. "guarded" does it where the loss on the accelerators'
-            batches falls by at least half with it.
-        helper_timeout: Seconds without a sign of life, or of waiting at the end of an epoch (for
-            eigenpairs, and again for the verdict of "guarded"), after which accelerators are given
-            up.
-        warmup_steps: W, steps of the base alone before the first epoch that accelerators help in;
-            None for 0. Without accelerators: steps before the first eigenpairs, None for
-            ``epoch_steps``.
-        num_largest: k, how many of the largest eigenpairs get Newton steps.
-        newton_scale: α, the length of a Newton step; 1.0 is a full one. A number is α at the
-            largest learning rate of the schedule and follows it from there; a callable of the step
-            is taken as it is.
-        lanczos_iterations: m, Hessian-vector products at most; None for max(4(k + l), 2 ln n).
+        helper_ranks: A, the number of ranks that compute eigenpairs instead of training.
+        epoch_steps: E, the number of steps between two final updates.
+        final_update: "paper": equation 17, after every epoch. "guarded": only if it reduces the
+            loss on the helpers' batches by at least half.
+        helper_timeout: Seconds without a message after which helpers count as lost. Workers also
+            wait at most this long at the end of an epoch for eigenpairs, and again for the losses
+            of "guarded".
+        warmup_steps: W, steps of the base alone before the first epoch with helpers. None: 0.
+            Without helper ranks: steps before the first eigenpairs; None: ``epoch_steps``.
+        num_largest: k, the number of largest eigenpairs, along which Newton steps are taken.
+        newton_scale: α, the length of a Newton step; 1.0 is a full step. A number is α at the
+            largest learning rate, and shrinks and grows with the learning rate. A callable of the
+            step is used as it is.
+        lanczos_iterations: m, the maximum number of Hessian-vector products per epoch. None:
+            max(4(k + l), 2 ln n).
     """
 
     helper_ranks: int = 1

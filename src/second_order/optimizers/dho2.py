@@ -1,21 +1,21 @@
-"""DHO2: FOSI over many processes.
+"""DHO2: FOSI on many ranks.
 
 Sivan et al., FOSI, ICLR 2024; algorithms 2 and 3 of "Accelerating Deep Neural Network Training via
 Distributed Hybrid Order Optimization", arXiv 2505.00982, first version.
 
 for the first warmup_steps:      w <- w + Base(g)
-every curvature_interval steps:  û, V̂ <- Lanczos on the Hessian of the curvature batch, its rows
-                                 spread over the processes; k largest and l smallest
+every curvature_interval steps:  û, V̂ <- Lanczos on the Hessian of the curvature batch, whose rows
+                                 are distributed over the ranks; k largest and l smallest eigenpairs
 every step:                      g₁ = V̂V̂ᵀg,  g₂ = g − g₁
                                  d₁ = −α V̂ diag(|û|⁻¹) V̂ᵀ mom(g₁),  d₂ = Base(g₂)
                                  w <- w + d₁ + s (d₂ − V̂V̂ᵀd₂)
 
-Steep directions get Newton steps of their own, so that the learning rate of the base is no longer
-held down by them. With one process this is FOSI. With P processes V̂ is kept in parts:
+Steep directions get their own Newton steps, so they no longer limit the learning rate of the base.
+On one rank this is FOSI. On P ranks, each rank stores a part of V̂:
 
-layout    V̂ here    base's state here   elements moved a step
-row       n/P × r   n/P                 the gradient's all-reduce, in two halves, and 2r
-column    n × r/P   n                   all-reduces of n: the gradient, g₁, and the step
+layout    part of V̂   part of the base's state   elements sent per step
+row       n/P × r     n/P                        the gradient's all-reduce, in two halves, and 2r
+column    n × r/P     n                          all-reduces of n: the gradient, g₁, and the step
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ __all__ = ["DHO2", "EigenpairOptimizer"]
 
 
 class EigenpairOptimizer(SecondOrderOptimizer):
-    """A base optimizer and eigenpairs of the Hessian of a loss that is given as a closure."""
+    """A base optimizer with eigenpairs of the Hessian of a curvature closure: DHO2, MRDHO2."""
 
     _curvature: FOSICurvature
 
     @property
     def curvature_closure(self) -> Closures | None:
-        """The function that evaluates the loss on the curvature batch; may be assigned."""
+        """The function that returns the loss of the curvature batch. You can assign another one."""
         return self._curvature.closure
 
     @curvature_closure.setter
@@ -59,51 +59,53 @@ class EigenpairOptimizer(SecondOrderOptimizer):
         *,
         curvature_closure: Closures | None = None,
     ) -> Any:
-        """Take one step: refresh the eigenpairs if they are due, split the gradient, step the base.
+        """Take one step: refresh the eigenpairs if due, split the gradient, step the base.
 
         On an accelerator, serve the workers until they have taken theirs.
 
         Args:
-            closure: Evaluates the model, calls ``backward`` and returns the loss. Called once.
-            curvature_closure: Evaluates the loss on the curvature batch, and does not call
-                ``backward``; called at this step instead of the optimizer's own, if it refreshes.
+            closure: Evaluates the model, calls ``backward`` and returns the loss. It is called
+                once.
+            curvature_closure: Returns the loss of the curvature batch, without calling
+                ``backward``. If this step refreshes the eigenpairs, it replaces the optimizer's
+                own closure for this step.
 
         Returns:
-            What the closure returned, or None.
+            The result of the closure, or None.
 
         Raises:
-            CurvatureError: On every process, if a refresh is due and there is no curvature
-                closure, or its loss cannot be evaluated or differentiated twice. Nothing has
-                changed then, but that eigenpairs of other parameters than train now are dropped.
+            CurvatureError: On every rank, if a refresh is due and there is no curvature closure, or
+                its loss cannot be evaluated or differentiated twice. Nothing has changed then,
+                except that eigenpairs are dropped if other parameters train now.
         """
         if curvature_closure is None:
             return super().step(closure)
         if self.training.world.size == 1:
-            check_closure(curvature_closure)  # several processes check it together, once it is due
-        own = self._curvature.closure
+            check_closure(curvature_closure)  # several ranks check it together, when it is due
+        own_closure = self._curvature.closure
         self._curvature.closure = curvature_closure
         try:
             return super().step(closure)
         finally:
-            self._curvature.closure = own
+            self._curvature.closure = own_closure
 
     @property
     def curvature(self) -> CurvatureReport:
-        """A report of the last refresh and of all refreshes' cost. Waits for the device."""
+        """A report of the last refresh and the cost of all refreshes. Synchronizes with the device."""
         return self._curvature.report()
 
 
 @documented(FOSIOptions, CommonOptions)
 class DHO2(EigenpairOptimizer):
-    """Newton steps along the Hessian's extreme eigenvectors, a first-order optimizer for the rest.
+    """Newton steps along the Hessian's extreme eigenvectors, the base in all other directions.
 
         optimizer = DHO2(model, lr=0.1, momentum=0.9)
         optimizer.curvature_closure = lambda: criterion(model(x_curv), y_curv)
 
-    The curvature closure evaluates the loss on the curvature batch: some hundred examples, on each
-    process its own. It does not call ``backward``. It is asked when eigenpairs are due, and leaves
-    no trace in the model: buffers, random state and gradients are as before. Any architecture will
-    do that can be differentiated twice.
+    The curvature closure returns the loss of the curvature batch: a few hundred examples, different
+    ones on each rank. It does not call ``backward``. Each refresh of the eigenpairs calls it, and
+    then restores the buffers, the random state and the gradients of the model. Every model that can
+    be differentiated twice works.
     """
 
     def __init__(

@@ -1,12 +1,13 @@
-"""DistKFAC: K-FAC with nothing on the training path that can wait (Ba, Grosse, Martens, 2017).
+"""DistKFAC: K-FAC with asynchronous statistics and inverses (Ba, Grosse and Martens, 2017).
 
-stats workers, all the time:      A, G of their own batches at the newest parameters they got,
-                                  sent to the layers' owners, who do not wait for them
-without, every factor_update_steps:  A, G of the training batches, summed over the gradient workers
-every inv_update_steps:           snapshots of the factors to the owners' threads
-every step:                       inverses that are solved are sent to all gradient workers;
-                                  each preconditions all layers' mean gradients:
-                                  P = F̃⁻¹ ∇,  ν = min(1, sqrt(c₀ ζᵏ / Σ η² |P·∇|)),  ∇ <- ν P
+stats workers, all the time:  compute A and G of their own batches at the last parameters that they
+                              received, and send them to the layers' owners
+without stats workers, every factor_update_steps:
+                              A and G of the training batches, summed over the gradient workers
+every inv_update_steps:       the owners' threads receive snapshots of the factors
+every step:                   the owners send finished inverses to all gradient workers
+                              each worker preconditions the mean gradients of all layers:
+                              P = F̃⁻¹ ∇,  ν = min(1, sqrt(c₀ ζᵏ / Σ η² |P·∇|)),  ∇ <- ν P
 """
 
 from __future__ import annotations
@@ -46,15 +47,17 @@ __all__ = ["DistKFAC"]
 
 @documented(DistKFACOptions, KFACOptions, CommonOptions)
 class DistKFAC(KroneckerOptimizer):
-    """K-FAC that computes inverses on threads, and statistics on helper ranks if you have some.
+    """K-FAC with inverses on threads, and statistics on helper ranks (Ba et al., 2017).
 
-    ``optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)`` becomes
-    ``optimizer = DistKFAC(model, lr=0.1, momentum=0.9)``; the rest of the script stays as it is.
-    Threads compute the inverses while training continues, and all processes start to use a new
-    inverse at the same step. That step depends on the machine's speed, so two runs differ slightly,
-    unless you set ``deterministic``.
+    Replace ``optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)`` by
 
-    With ``stats_workers`` the last ranks do not train; they compute statistics for the others:
+        optimizer = DistKFAC(model, lr=0.1, momentum=0.9)
+
+    The rest of the script does not change. Threads compute the inverses while training continues,
+    and all ranks start to use a new inverse at the same step. This step depends on the speed of the
+    machine, so two runs differ slightly, unless you set ``deterministic=True``.
+
+    With ``stats_workers`` the last ranks do not train. They compute statistics for the others:
 
         optimizer = DistKFAC(model, lr=0.1, momentum=0.9, stats_workers=1)
         with optimizer:
@@ -63,9 +66,9 @@ class DistKFAC(KroneckerOptimizer):
             else:
                 ...  # the usual loop
 
-    DistributedDataParallel is then made after the optimizer, with
-    ``process_group=optimizer.worker_group``. ``overhead`` limits the time that the training thread
-    spends on refreshes, without the time of the inverse threads.
+    If you use DistributedDataParallel, then make the optimizer first, and pass
+    ``process_group=optimizer.worker_group`` to DistributedDataParallel. ``overhead`` limits the
+    time that the training thread spends on refreshes, without the time of the inverse threads.
 
     Every "number or callable" is a constant or a function of the step (0, 1, ...) that returns one.
     """
@@ -115,22 +118,25 @@ class DistKFAC(KroneckerOptimizer):
         **base_kwargs: Any,
     ) -> None:
         arguments = locals()
-        options = options_from(KFACOptions, arguments).resolved(base)
+        options = options_from(KFACOptions, arguments).resolve(base)
         common = options_from(CommonOptions, arguments)
-        own = options_from(DistKFACOptions, arguments)
+        distkfac_options = options_from(DistKFACOptions, arguments)
         system = System(
             partial(distkfac_plan, factors_everywhere=True),
-            block_rules(options, own.wide_layers),
-            str(replace(own, inverse_threads=None)),  # ranks may have other numbers of cores
+            block_rules(options, distkfac_options.wide_layers),
+            # Ranks may have different numbers of cores.
+            str(replace(distkfac_options, inverse_threads=None)),
             conv_approximation="reduce" if conv_factors == "cheap" else None,
-            inverter=partial(ThreadedInverter, own=own),
+            inverter=partial(ThreadedInverter, own=distkfac_options),
         )
         super().__init__(
             params,
             lr,
             common=common,
             base_kwargs=base_kwargs,
-            curvature=partial(with_stats_workers, options=options, system=system, own=own),
+            curvature=partial(
+                with_stats_workers, options=options, system=system, own=distkfac_options
+            ),
             helper_role="stats" if stats_workers else None,
             num_helpers=stats_workers,
         )
@@ -142,35 +148,36 @@ class DistKFAC(KroneckerOptimizer):
 
     @property
     def worker_group(self) -> Any:
-        """The process group of the gradient workers; of the stats workers, on one of them."""
+        """The process group of the gradient workers. On a stats worker: of the stats workers."""
         return self.training.world.group
 
     @property
     def staleness(self) -> dict[str, int]:
-        """By layer, the age in steps of the factors of the inverse in use at the next step."""
+        """The age in steps, by layer, of the factors of the inverse that the next step uses."""
         if isinstance(self._curvature, StatsWorker):
             return {}
-        steps, inverses = self.training.steps, self._curvature.inverses.states
+        steps = self.training.steps
+        inverses = self._curvature.inverses.states
         return {block.name: steps - state.step for block, state in inverses.items()}
 
     @property
     def delays(self) -> dict[str, int]:
-        """By layer, the number of steps for which its last solve was under way."""
+        """The number of steps, by layer, between the snapshot and the use of its inverse."""
         if isinstance(self._curvature, StatsWorker):
             return {}
         inverses = self._curvature.inverses.states
-        return {block.name: each.installed_at - each.step for block, each in inverses.items()}
+        return {block.name: state.installed_at - state.step for block, state in inverses.items()}
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
-        """Compute statistics until the workers close; a stats worker calls this, not ``step``.
+        """Compute statistics until the workers close. Stats workers call this instead of ``step``.
 
         Args:
-            batches: One for each statistic, from the start again when they end.
-            loss_fn: The loss of a batch, neither scaled nor divided, without ``backward``; other
-                values that it returns are ignored.
+            batches: The batches. When they end, they start again.
+            loss_fn: Returns the loss of a batch, neither scaled nor divided, without calling
+                ``backward``. Other values that it returns are ignored.
 
         Returns:
-            Number of batches whose statistics have been sent.
+            Number of batches whose statistics were sent.
 
         Raises:
             SecondOrderError: On a rank that trains.
@@ -178,8 +185,8 @@ class DistKFAC(KroneckerOptimizer):
         """
         if not isinstance(self._curvature, StatsWorker):
             raise SecondOrderError(
-                f"rank {self.training.world.rank} is a worker: it trains, and serve() is for the "
-                f"ranks whose optimizer.role is 'stats'"
+                f"rank {self.training.world.rank} is a worker, which trains; call serve() on "
+                f"the ranks whose optimizer.role is 'stats'"
             )
         self.adopt_shards()
         return self._curvature.serve(batches, loss_fn)

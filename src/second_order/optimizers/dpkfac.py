@@ -1,11 +1,12 @@
-"""DPKFAC: K-FAC that sends no factor (Zhang et al., 2023).
+"""DPKFAC: K-FAC that sends no factors (Zhang et al., 2023).
 
-at construction:            each layer gets an owner
-every step:                 gradients summed over the processes, a layer's at its owner alone
-every factor_update_steps:  the owner's running averages of A, G, from its own batches
-every inv_update_steps:     the owner's damped inverse
-every step:                 the owner preconditions its layers' mean gradients; all get them, with
-                            the owner's part of the clip's sum; all clip, and step the base
+at construction:            each layer is assigned to a rank, its owner
+every factor_update_steps:  the owner updates its running averages of A and G from its own batch
+every inv_update_steps:     the owner computes the layer's damped inverse
+every step:                 a layer's gradients are summed over the ranks at its owner
+                            the owner preconditions the mean, and sends it to all ranks, with its
+                            part of the sum for the clip
+                            all ranks clip, and step the base
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ __all__ = ["DPKFAC"]
 
 @documented(DPKFACOptions, KFACOptions, CommonOptions)
 class DPKFAC(KroneckerOptimizer):
-    """K-FAC whose layers' owners build the factors from their own batches.
+    """K-FAC that sends no factors: one rank per layer computes them (Zhang et al., 2023).
 
-    ``optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)`` becomes
-    ``optimizer = DPKFAC(model.parameters(), lr=0.1, momentum=0.9)``; the rest of the script stays
-    as it is.
+    Replace ``optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)`` by
 
-    Each layer belongs to one process, and only this process has its factors and its inverse. Its
-    factors see that process's share of the data only: an average over more steps instead of over
-    more processes. With one process it is :class:`KAISA`.
+        optimizer = DPKFAC(model.parameters(), lr=0.1, momentum=0.9)
+
+    The rest of the script does not change. Each layer has an owner, the only rank that stores its
+    factors and its inverse. The owner computes the factors from its own share of the data. It
+    averages over more steps instead of over more ranks. On one rank, DPKFAC is :class:`KAISA`.
 
     Every "number or callable" is a constant or a function of the step (0, 1, ...) that returns one.
     """
@@ -91,13 +92,13 @@ class DPKFAC(KroneckerOptimizer):
         **base_kwargs: Any,
     ) -> None:
         arguments = locals()
-        options = options_from(KFACOptions, arguments).resolved(base)
+        options = options_from(KFACOptions, arguments).resolve(base)
         common = options_from(CommonOptions, arguments)
-        own = options_from(DPKFACOptions, arguments)
+        dpkfac_options = options_from(DPKFACOptions, arguments)
         system = System(
             partial(dpkfac_plan, assignment=assignment),
             block_rules(options),
-            str(own),
+            str(dpkfac_options),
             owners=gradient_exchange,
         )
         super().__init__(

@@ -1,11 +1,13 @@
-"""KAISA: K-FAC with an adaptable split of memory and communication (Pauloski et al., 2022).
+"""KAISA: K-FAC that trades memory for communication (Pauloski et al., 2022).
 
-every factor_update_steps:  A, G of this rank's batch, summed over all ranks, into running averages
-every inv_update_steps:     decompositions, one rank a factor, longest processing time first;
-                            gathered among the layer's gradient workers, max(1, fP) of P ranks
-every step:                 the layer's gradient workers precondition its gradient;
-                            receivers get it from the worker in their own column of the grid;
-                            all clip, and step the base
+every factor_update_steps:  each rank computes A and G of its batch; the ranks all-reduce them into
+                            running averages
+every inv_update_steps:     one rank decomposes each factor (assigned by longest processing time),
+                            and sends the result to the layer's gradient workers, max(1, f P) of
+                            the P ranks, where f is ``grad_worker_fraction``
+every step:                 the gradient workers precondition the layer's mean gradient
+                            each receiver gets the result from the worker in its grid column
+                            all ranks clip, and step the base
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ __all__ = ["KAISA", "KroneckerOptimizer"]
 
 
 class KroneckerOptimizer(SecondOrderOptimizer):
-    """A base optimizer and the Kronecker factors of a model's layers."""
+    """A base optimizer with Kronecker factors of the model's layers: KAISA, DPKFAC, DistKFAC."""
 
     options_by_layer = True
     _curvature: Curvature
@@ -52,24 +54,26 @@ class KroneckerOptimizer(SecondOrderOptimizer):
     ) -> KroneckerCurvature:
         """Return the curvature as a matrix that you can apply, invert and sample from.
 
-        The factors are copied, so you can continue to train. With several processes, each process
-        stores the copies of some layers and sends them when another process needs them; see
-        :class:`~second_order.KroneckerCurvature`. Collective if other processes store some
-        factors, as with DPKFAC and ``factor_exchange="reduce"``. DPKFAC's factors come from the
-        batches of the layer's owner.
+            curvature = optimizer.curvature()
+
+        The factors are copied, so you can continue to train. With several ranks, each rank stores
+        the copies of some layers and sends them when another rank needs them; see
+        :class:`~second_order.KroneckerCurvature`. Collective if other ranks store some factors, as
+        with DPKFAC and ``factor_exchange="reduce"``. DPKFAC's factors come from the batches of the
+        layer's owner.
 
         Args:
             dtype: Dtype of the copies and of all results, at least float32.
-            gather: True to copy all factors to every process, so that none depends on the others.
+            gather: True to copy all factors to every rank, so that no rank depends on the others.
 
         Raises:
-            SecondOrderError: Before the first statistics, and on a process that does not train.
+            SecondOrderError: Before the first statistics, and on a rank that does not train.
         """
         curvature = self._curvature
         if not isinstance(curvature, KFAC):
             raise SecondOrderError(
-                f"rank {self.training.world.rank} computes statistics for others, and keeps no "
-                f"factors: call curvature() on the ranks whose optimizer.role is 'worker'"
+                f"rank {self.training.world.rank} only computes statistics, and stores "
+                f"no factors: call curvature() on the ranks whose optimizer.role is 'worker'"
             )
         if curvature.factors_elsewhere:
             self.check_ranks("curvature()")
@@ -78,11 +82,14 @@ class KroneckerOptimizer(SecondOrderOptimizer):
 
 @documented(KAISAOptions, KFACOptions, CommonOptions)
 class KAISA(KroneckerOptimizer):
-    """K-FAC on one process or many, around any first-order optimizer.
+    """K-FAC on one rank or many, around any first-order optimizer (Pauloski et al., 2022).
 
-    ``optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)`` becomes
-    ``optimizer = KAISA(model.parameters(), lr=0.1, momentum=0.9)``; the rest of the script stays as
-    it is.
+    Replace ``optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)`` by
+
+        optimizer = KAISA(model.parameters(), lr=0.1, momentum=0.9)
+
+    The rest of the script does not change. ``base=torch.optim.AdamW`` preconditions AdamW instead
+    of SGD.
 
     Every "number or callable" is a constant or a function of the step (0, 1, ...) that returns one.
     """
@@ -125,14 +132,15 @@ class KAISA(KroneckerOptimizer):
         **base_kwargs: Any,
     ) -> None:
         arguments = locals()
-        options = options_from(KFACOptions, arguments).resolved(base)
+        options = options_from(KFACOptions, arguments).resolve(base)
         common = options_from(CommonOptions, arguments)
-        own = options_from(KAISAOptions, arguments)
-        own.check_with(options)
-        chooses = is_auto(grad_worker_fraction)
+        kaisa_options = options_from(KAISAOptions, arguments)
+        kaisa_options.check_with(options)
+
+        selects_fraction = is_auto(grad_worker_fraction)
         plan = partial(
             kaisa_plan,
-            fraction=1.0 if chooses else float(grad_worker_fraction),
+            fraction=1.0 if selects_fraction else float(grad_worker_fraction),
             cost="compute",
             colocate=colocate_factors,
             factors_everywhere=factor_exchange != "reduce",
@@ -140,10 +148,10 @@ class KAISA(KroneckerOptimizer):
         system = System(
             plan,
             block_rules(options),
-            str(own),
+            str(kaisa_options),
             pipelined=factor_exchange == "pipelined",
             exchange_dtype=exchange_dtype,
-            auto_workers=chooses,
+            auto_workers=selects_fraction,
         )
         super().__init__(
             params,

@@ -1,17 +1,17 @@
-"""MRDHO2: some processes compute eigenpairs while the others train.
+"""MRDHO2: some ranks compute eigenpairs while the others train.
 
 MR-DHO2 of "Accelerating Deep Neural Network Training via Distributed Hybrid Order Optimization",
 arXiv 2505.00982, first version.
 
-workers                                        accelerators, meanwhile
-at the start of an epoch:  c = w, sent    ->   w = c; û, V̂ <- Lanczos on their own batches
-E steps:  w <- w + Base(g),  p <- p + g   <-   worker j gets its vectors V̂ⱼ, and ûⱼ
+workers                                        accelerators, at the same time
+at the start of an epoch:  send c = w     ->   w = c; û, V̂ <- Lanczos on their own batches
+E steps:  w <- w + Base(g),  p <- p + g   <-   send V̂ⱼ and ûⱼ to worker j
 at the end:  w <- w_E − Σⱼ V̂ⱼ [α |ûⱼ|⁻¹ ∘ (V̂ⱼᵀp) + V̂ⱼᵀ(w_E − c)]      one all-reduce of n
 
-The last line is the paper's equation 17. It replaces what the base has done in the span of V̂ by one
+The last line is the paper's equation 17. It replaces the steps of the base in the span of V̂ by one
 Newton step on the summed gradient, which is stable only while α (1 − (1 − ηu)^E) / (ηu) < 2 for
-each eigenvalue u at a learning rate η. So "guarded", the default, asks the accelerators for the
-loss without and with it, and makes it where that falls by half.
+each eigenvalue u at a learning rate η. Therefore "guarded", the default, lets the accelerators
+compute the loss with and without this update, and applies it only if the loss falls by half.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FinalUpdate: TypeAlias = Literal["guarded", "paper"]
 
 @documented(EpochOptions, CommonOptions)
 class MRDHO2(EigenpairOptimizer):
-    """DHO2 whose eigenpairs are computed by processes of their own, while the others train.
+    """DHO2 with helper ranks that compute the eigenpairs while the others train.
 
         optimizer = MRDHO2(model, lr=0.1, momentum=0.9, epoch_steps=len(loader))
         with optimizer:
@@ -51,14 +51,15 @@ class MRDHO2(EigenpairOptimizer):
             else:
                 ...  # the usual loop
 
-    The last ``helper_ranks`` ranks help; the others average gradients among themselves. A worker
-    waits for accelerators at the end of an epoch only, if they are late. If one dies, hangs or
-    sends numbers that are not finite, workers go on with the base alone. A rank that runs the usual
-    loop and is an accelerator computes eigenpairs in :meth:`step`, by ``curvature_closure``. For
-    DistributedDataParallel, make the optimizer of the plain model with
-    ``gradient_averaging=False``, then wrap it with ``process_group=optimizer.worker_group``.
+    The last ``helper_ranks`` ranks are accelerators: they compute eigenpairs. The other ranks, the
+    workers, average their gradients among themselves. They wait for late accelerators only at the
+    end of an epoch. If an accelerator exits, hangs or sends numbers that are not finite, workers
+    continue with the base alone. An accelerator that runs the usual loop computes eigenpairs in
+    :meth:`step`, with ``curvature_closure``. If you use DistributedDataParallel, make the optimizer
+    first, with ``gradient_averaging=False``, and then wrap the model with
+    ``process_group=optimizer.worker_group``.
 
-    With one process, or ``helper_ranks=0``, it is :class:`~second_order.DHO2` with an interval of
+    With one rank, or ``helper_ranks=0``, it is :class:`~second_order.DHO2` with an interval of
     ``epoch_steps``.
     """
 
@@ -122,7 +123,7 @@ class MRDHO2(EigenpairOptimizer):
             process_group=process_group,
             debug=debug,
         )
-        helped = helper_ranks > 0 and options.wanted > 0
+        has_helpers = helper_ranks > 0 and options.wanted > 0
         super().__init__(
             params,
             lr,
@@ -130,7 +131,7 @@ class MRDHO2(EigenpairOptimizer):
             base_kwargs=base_kwargs,
             curvature=lambda training: make_curvature(training, options, curvature_closure),
             needs_model=False,
-            helper_role="accelerator" if helped else None,
+            helper_role="accelerator" if has_helpers else None,
             num_helpers=helper_ranks,
         )
 
@@ -141,34 +142,35 @@ class MRDHO2(EigenpairOptimizer):
 
     @property
     def worker_group(self) -> Any:
-        """The process group of the workers; of the accelerators, on one of them."""
+        """The process group of the workers. On an accelerator: of the accelerators."""
         return self.training.world.group
 
     @property
     def epochs(self) -> Sequence[EpochReport]:
-        """Reports of the last 1,000 epochs, on a worker."""
+        """Reports of the last 1,000 epochs. Only workers have them."""
         return self._curvature.reports
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
-        """Compute eigenpairs until the workers close; an accelerator calls this, not ``step``.
+        """Compute eigenpairs until the workers close. Accelerators call this instead of ``step``.
 
         Args:
-            batches: Batches, one for an epoch's eigenpairs, from the start again when they end; if
-                they have a length, an epoch's is its number modulo that, after a resume too.
-            loss_fn: The loss of a batch, or (loss, number of examples); no ``backward``.
+            batches: One batch per epoch. When they end, they start again. If they have a length,
+                epoch i uses batch i modulo the length, also after a resume.
+            loss_fn: Returns the loss of a batch, or (loss, number of examples), without calling
+                ``backward``.
 
         Returns:
-            Number of epochs whose eigenpairs have been computed.
+            Number of epochs whose eigenpairs were computed.
 
         Raises:
-            SecondOrderError: On a worker; and if another accelerator has failed.
+            SecondOrderError: On a worker, or if another accelerator failed.
             CurvatureError: If the loss cannot be evaluated or differentiated twice.
             ValueError: If there is no batch.
         """
         self.adopt_shards()
         if not isinstance(self._curvature, AcceleratorCurvature):
             raise SecondOrderError(
-                f"rank {self.training.world.rank} is a worker: it trains, and serve() is for the "
-                f"ranks whose optimizer.role is 'accelerator'"
+                f"rank {self.training.world.rank} is a worker, which trains; call serve() on "
+                f"the ranks whose optimizer.role is 'accelerator'"
             )
         return self._curvature.serve(batches, loss_fn)
