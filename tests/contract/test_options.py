@@ -191,7 +191,7 @@ NUMBERS: list[tuple[str, Any, str]] = [
     ("max_factor_dim", 0, "max_factor_dim=0 is below 1.*use 1"),
     ("lr", float("nan"), "lr=nan is outside"),
     ("helper_timeout", float("inf"), r"helper_timeout=inf is outside \[0\.1, 1e\+06\]; 60\.0"),
-    ("doubly_factored", {"0": (2.5, 4)}, r"doubly_factored=.*both whole numbers"),
+    ("doubly_factored", {"0": (2.5, 4)}, r"doubly_factored=.*both integers"),
     ("curvature_closure", [], r"the curvature closure is \[\]; pass a function"),
 ]
 CHOICES: list[tuple[str, Any, str]] = [

@@ -91,7 +91,7 @@ class EigenpairOptimizer(SecondOrderOptimizer):
 
     @property
     def curvature(self) -> CurvatureReport:
-        """A report of the last refresh and the cost of all refreshes. Synchronizes with the device."""
+        """A report of the last refresh, and the cost of all. Synchronizes with the device."""
         return self._curvature.report()
 
 
