@@ -374,11 +374,11 @@ steps that maximize judged as those that minimize
   <-  step_scale::to_maximize_a_negative_loss_is_to_minimize_the_loss
     gradient = -gradient  =>  pass
 steps over adaptive bases that are earned under a schedule
-  <-  step_scale::over_adaptive_bases_steps_are_twice_as_long_while_the_rate_moves
+  <-  step_scale::over_adaptive_bases_the_scale_is_two_while_the_rate_changes
     low = bounds.low_scheduled  =>  low = bounds.low
 steps that are scaled by the base's side
   <-  step_scale::preconditioned_weights_alone_are_scaled_and_no_base_sees_it
-  <-  step_scale::what_a_step_did_is_the_next_gradient_along_it
+  <-  step_scale::the_slope_is_the_next_mean_gradient_along_the_scaled_step
   - torch._foreach_lerp_(after, before, 1.0 - self.factor)
   + torch._foreach_lerp_(after, before, self.factor)
 
@@ -505,7 +505,7 @@ layers under way are launched again  <-  distkfac::never_more_than_so_many_steps
     [b for b in due if b not in pending_before]  =>  list(due)
 decompositions that their solver has not rounded
   <-  exchange_dtype::every_rank_has_the_same_numbers
-    pending.parts[factor_name], plan.exchange_dtype  =>  pending.parts[factor_name], None
+    pack_message(own_parts, plan.exchange_dtype)  =>  pack_message(own_parts, None)
 a failed G is not told  <-  failures::one_factor_that_fails_is_told
     outcome = Outcome.FAILED  =>  outcome = Outcome.NO_STATISTICS
 verdicts are added up  <-  failures::one_factor_that_fails_is_told

@@ -1,4 +1,4 @@
-"""The length of steps follows what they do to the loss, and γ has a floor."""
+"""The step scale follows from the slope of the loss along the last step, and γ has a floor."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ ADAM: dict[str, Any] = {**GRADIENT, "base": torch.optim.Adam, "lr": 0.01}
 SYSTEMS = {System.__name__: System for System in KRONECKER}
 
 
-def followed(
-    told: list[tuple[float, int]], bounds: ScaleBounds, moves: bool = False
+def expected_scales(
+    slopes: list[tuple[float, int]], bounds: ScaleBounds, is_scheduled: bool = False
 ) -> list[float]:
-    """τ after each number, by the formula at the top of the module."""
-    tau, last = 1.0, None
-    found: list[float] = []
+    """τ after each slope and step, by the formula at the top of the module."""
+    scale = 1.0
+    last_step: int | None = None
+    scales: list[float] = []
     signs: list[float] = []
     sizes: list[float] = []
 
@@ -58,27 +59,28 @@ def followed(
         weights = [rule.DECAY**k for k in range(len(values))][::-1]
         return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights or [1.0])
 
-    for s, step in told:
-        before, size = average(sizes), abs(s)
-        signs, sizes = [*signs, math.copysign(1.0, s) if s else 0.0], [*sizes, size]
-        level = average(signs) + (0.3 if tau <= 1 or moves else -0.3)
-        rises = -s > 2 * before > 0
-        rate = max(s / before, -4.0) / 2 if rises else 0.0
-        if level < 0:
-            rate += level
-        elif not rises:
-            rate += 0.2 * level * (1 if last is None else min(step - last, 4))
-        last = step
-        most = min(bounds.high, 2.0) if moves else bounds.high
-        tau = min(max(tau * math.exp(rate), bounds.low), most)
-        found.append(tau)
-    return found
+    for s, step in slopes:
+        usual = average(sizes)
+        signs.append(math.copysign(1.0, s) if s else 0.0)
+        sizes.append(abs(s))
+        evidence = average(signs) + (0.3 if scale <= 1 or is_scheduled else -0.3)
+        has_risen = -s > 2 * usual > 0
+        log_change = max(s / usual, -4.0) / 2 if has_risen else 0.0
+        if evidence < 0:
+            log_change += evidence
+        elif not has_risen:
+            log_change += 0.2 * evidence * (1 if last_step is None else min(step - last_step, 4))
+        last_step = step
+        high = min(bounds.high, 2.0) if is_scheduled else bounds.high
+        scale = min(max(scale * math.exp(log_change), bounds.low), high)
+        scales.append(scale)
+    return scales
 
 
 @pytest.mark.parametrize("bounds", [PLAIN_BOUNDS, ADAPTIVE_BOUNDS], ids=["plain", "adaptive"])
 @pytest.mark.parametrize("every", [1, 2, 7])
 @pytest.mark.parametrize(
-    "told",
+    "slopes",
     [
         [1.0] * 20,
         [-1.0] * 20,
@@ -89,14 +91,17 @@ def followed(
     ],
     ids=str,
 )
-def test_it_follows_what_steps_do(told: list[float], every: int, bounds: ScaleBounds) -> None:
-    scale, found = StepScale(bounds), []
-    at = [(s, every * i) for i, s in enumerate(told)]
+def test_the_scale_follows_from_the_slopes(
+    slopes: list[float], every: int, bounds: ScaleBounds
+) -> None:
+    scale = StepScale(bounds)
+    scales: list[float] = []
+    at = [(s, every * i) for i, s in enumerate(slopes)]
     for s, step in at:
         scale.update(s, 0.1, step)
-        found.append(scale.factor)
-    assert found == pytest.approx(followed(at, bounds), rel=1e-12)
-    assert all(bounds.low <= tau <= bounds.high for tau in found)
+        scales.append(scale.factor)
+    assert scales == pytest.approx(expected_scales(at, bounds), rel=1e-12)
+    assert all(bounds.low <= tau <= bounds.high for tau in scales)
 
 
 @pytest.mark.parametrize(
@@ -104,33 +109,38 @@ def test_it_follows_what_steps_do(told: list[float], every: int, bounds: ScaleBo
     [[1.0] * 20, [1.0, -1.0] * 20, [1.0, -1.0, -1.0] * 14, [-1.0] * 20],
     ids=["falls", "noise", "mostly rises", "rises"],
 )
-def test_while_a_schedule_moves_the_rate_steps_need_not_be_earned(signs: list[float]) -> None:
-    scale, found = StepScale(PLAIN_BOUNDS), []
+def test_while_a_schedule_changes_the_rate_the_scale_needs_less_evidence(
+    signs: list[float],
+) -> None:
+    scale = StepScale(PLAIN_BOUNDS)
+    scales: list[float] = []
     scale.update(math.nan, 1.0, 0)
     at = [(s, i + 1) for i, s in enumerate(signs)]
     for s, step in at:
         scale.update(s, 1.0 / (step + 1), step)
-        found.append(scale.factor)
-    assert found == pytest.approx(followed(at, PLAIN_BOUNDS, moves=True), rel=1e-12)
-    assert max(found) <= 2.0
+        scales.append(scale.factor)
+    assert scales == pytest.approx(expected_scales(at, PLAIN_BOUNDS, is_scheduled=True), rel=1e-12)
+    assert max(scales) <= 2.0
 
 
 @given(st.lists(st.floats(-1.0, 1.0) | st.just(math.nan), min_size=1, max_size=30))
-def test_over_adaptive_bases_steps_are_twice_as_long_while_the_rate_moves(
-    told: list[float],
+def test_over_adaptive_bases_the_scale_is_two_while_the_rate_changes(
+    slopes: list[float],
 ) -> None:
-    """Whatever they do to the loss; and they follow it again once the rate is constant."""
+    """For any slopes. Once the rate is constant, the scale follows the slopes again."""
     scale = StepScale(ADAPTIVE_BOUNDS)
     scale.update(math.nan, 1.0, 0)
-    for i, s in enumerate(told):
+    for i, s in enumerate(slopes):
         scale.update(s, 1.0 / (i + 2), i + 1)
         assert scale.factor == 2.0
-    for step in range(200, 240):  # a tenth of the steps after its last change a rate is constant
+    for step in range(
+        200, 240
+    ):  # 10% of all steps after its last change, a rate counts as constant
         scale.update(-1.0, 1.0, step)
     assert scale.factor < 2.0
 
 
-def test_a_rate_that_moves_bounds_steps_also_where_the_last_step_is_not_known() -> None:
+def test_a_scheduled_rate_bounds_the_scale_even_if_the_last_step_is_unknown() -> None:
     scale = StepScale(PLAIN_BOUNDS)
     for step in range(40):
         scale.update(1.0, 0.1, step)
@@ -145,15 +155,15 @@ def test_a_rate_that_moves_bounds_steps_also_where_the_last_step_is_not_known() 
     [
         (lambda step: 0.01, []),
         (lambda step: 0.01 * (step + 1), range(1, 100)),
-        (lambda step: 0.01 * min(step, 20), range(1, 23)),  # moves last at step 20
+        (lambda step: 0.01 * min(step, 20), range(1, 23)),  # the last change is at step 20
         (lambda step: 0.01 * 0.5 ** (step // 50), range(50, 56)),
     ],
     ids=["constant", "moving", "warm-up", "halved"],
 )
-def test_noise_lengthens_steps_only_while_the_rate_moves(
+def test_noisy_slopes_raise_the_scale_only_while_the_rate_changes(
     rate: Callable[[int], float], moving: Sequence[int]
 ) -> None:
-    """The loss rises along every second step: τ stays at 1 where the rate is constant."""
+    """The loss rises along every second step. With a constant rate, τ remains 1."""
     scale, longer = StepScale(PLAIN_BOUNDS), []
     for step in range(100):
         before = scale.factor
@@ -177,38 +187,39 @@ def gradients_of(model: nn.Module, batch: Batch) -> list[Tensor]:
 
 
 def measured(rank: int, world_size: int, system: str, options: Any) -> tuple[list[float], Any]:
-    """What each step is told to have done, and what it has, by hand."""
-    model, told, by_hand = MLP.model(), [], []
+    """The slopes that the optimizer measures, and those computed from weights and gradients."""
+    model = MLP.model()
     optimizer = make(SYSTEMS[system], model, **options)
     scale = optimizer._curvature.step_scale
-    follow = scale.update
+    update = scale.update
+    slopes: list[float] = []
+    expected: list[float] = []
 
-    def hearing(s: float, rate: float, step: int) -> None:
-        told.append(s)
-        follow(s, rate, step)
+    def record(slope: float, rate: float, step: int) -> None:
+        slopes.append(slope)
+        update(slope, rate, step)
 
-    with replaced(scale, {"update": hearing}):
+    with replaced(scale, {"update": record}):
         for i, batch in enumerate(BATCHES[:6]):
             before = [p.detach().clone() for p in model.parameters()]
             take(model, optimizer, shard(batch, rank, world_size))
             if i + 1 < 6:
                 step = [p.detach() - b for p, b in zip(model.parameters(), before, strict=True)]
-                g = gradients_of(model, BATCHES[i + 1])
-                by_hand.append(
-                    -sum(float(a.flatten() @ b.flatten()) for a, b in zip(g, step, strict=True))
-                )
-    return told, by_hand
+                gradients = gradients_of(model, BATCHES[i + 1])
+                products = zip(gradients, step, strict=True)
+                expected.append(-sum(float(g.flatten() @ d.flatten()) for g, d in products))
+    return slopes, expected
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_what_a_step_did_is_the_next_gradient_along_it(
+def test_the_slope_is_the_next_mean_gradient_along_the_scaled_step(
     world: World, system: str, world_size: int
 ) -> None:
-    """Of the mean gradient of all ranks, and of the step as it was scaled; sent in float32."""
-    for told, by_hand in world.run(measured, world_size, system, FOLLOWS):
-        assert math.isnan(told[0])
-        assert told[1:] == pytest.approx(by_hand, rel=1e-5)
+    """The mean is that over all ranks. Slopes are summed in float32 on each rank."""
+    for slopes, expected in world.run(measured, world_size, system, FOLLOWS):
+        assert math.isnan(slopes[0])
+        assert slopes[1:] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("options", [FOLLOWS, ADAM], ids=["SGD", "Adam"])

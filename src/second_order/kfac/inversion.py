@@ -426,7 +426,8 @@ class Inverses:
             if previous:
                 parts = {block: dict(attempts[block]) for block in previous}
                 attempt = LayerBatch(list(previous), self._combine(parts))
-                cosines |= compare_inverses(precondition_batches([attempt], dtype), previous, dtype)
+                results = precondition_batches([attempt], dtype)
+                cosines |= compare_inverses(results, previous, dtype)
         return cosines
 
     def _collect(self, read: DeviceRead) -> set[KroneckerBlock]:
@@ -492,7 +493,7 @@ class Inverses:
             return Outcome.UNVERIFIED
         is_elsewhere = block not in self.step_plan.to_invert
         if is_elsewhere and self.training.world.backend == "fake":
-            return Outcome.VALID  # with the fake backend there is no rank to report it
+            return Outcome.VALID  # the fake backend has no other rank that reports it
         return self.pending[block].outcome
 
     # ------------------------------------------------------------------------------- exchange
@@ -517,10 +518,9 @@ class Inverses:
         for block in blocks:
             parts[block] = {}
             for factor_name in block.shape.factor_names:
-                sent = received.pop((block, factor_name))
-                parts[block][factor_name] = self.solver.unpack_message(
-                    sent, block.shape.dims[factor_name]
-                )
+                message = received.pop((block, factor_name))
+                dim = block.shape.dims[factor_name]
+                parts[block][factor_name] = self.solver.unpack_message(message, dim)
             if not self.is_synchronous:
                 # A copy, because a view would keep the whole message in memory.
                 numbers = received.pop((block, DAMPING_ENTRY))[0].clone()
@@ -552,9 +552,8 @@ class Inverses:
                 shapes[item] = self.solver.message_shapes(block.shape, factor_name)
                 routes[item] = Route(plan.sources[item], destinations)
                 if factor_name in pending.parts:
-                    local[item] = self.solver.pack_message(
-                        pending.parts[factor_name], plan.exchange_dtype
-                    )
+                    own_parts = pending.parts[factor_name]
+                    local[item] = self.solver.pack_message(own_parts, plan.exchange_dtype)
 
             # The inverse rank of A also sends the damping.
             if not self.is_synchronous:
