@@ -148,9 +148,9 @@ smallest layers placed first  <-  assignment::computation_and_memory_are_balance
     key=lambda i: (-(a_costs[i] + g_costs[i]), i)  =>  key=lambda i: (a_costs[i] + g_costs[i], i)
 owners balanced by number instead of cost
   <-  assignment::work_is_spread_longest_first_to_whom_has_least
-    _give(loads, costs[i])  =>  _give(loads, 1.0)
+    ranks[i] = _add_to_smallest(loads, costs[i])  =>  ranks[i] = _add_to_smallest(loads, 1.0)
 the least load of the wrong rank  <-  assignment::assignment_is_that_of_its_definition
-    (load + work, bearer))  =>  (load + work, -bearer))
+    (load + cost, rank))  =>  (load + cost, -rank))
 
 == distributed/helper_link.py
 a shutdown without the messages before it
@@ -160,7 +160,7 @@ a helper that keeps a model of its own
   <-  mrdho2_accelerator::accelerators_compute_with_the_workers_whole_model
     unflatten_into(flat, same_dtype)  =>  pass
 a stop of all processes is a silence  <-  helper_link::a_stop_of_all_processes_loses_no_peer
-    min(now - self._looked, self._limit / 4)  =>  now - self._looked
+    min(now - self._checked_at, self._limit / 4)  =>  now - self._checked_at
 a store listens everywhere  <-  helper_link::a_store_listens_on_loopback_unless_machines_differ
     place = "127.0.0.1" if len(set(machines)) == 1 else _own_address()  =>  place = "0.0.0.0"
 
@@ -170,7 +170,7 @@ one process alone has helpers  <-  roles::the_last_ranks_help_and_somebody_train
 
 == distributed/fsdp.py
 rows of a replica sent by another  <-  fsdp::sharded_trajectories_are_those_of_one_process
-    of[rank], positions[rank] = ranks, i  =>  of[rank], positions[rank] = ranks[::-1], i
+    replica_of[rank] = replica  =>  replica_of[rank] = replica[::-1]
 
 == distributed/world.py
 a group of its own for each optimizer  <-  robustness::optimizers_share_their_groups
@@ -336,7 +336,8 @@ a factor that a checkpoint lacks is not lost
     if agreed[2 * i + 1]]  =>  if False]
 a chosen fraction that checkpoints forget
   <-  planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks
-    common |= zip(CHOSEN, (self.num_workers, self.training.world.size), strict=True)  =>  pass
+  - common |= zip(CHOSEN_WORKERS, (self.num_workers, self.training.world.size), strict=True)
+  + pass
 messages forget since the beginning of a resumed run
   <-  stats::a_first_message_forgets_no_more_than_since_the_last_update
     self._schedule.record_update(int(updated_at))  =>  pass
@@ -427,7 +428,7 @@ statistics that wait for the step
 statistics that have changed since they were sent
   <-  pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[accumulated]
   <-  pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[thrown_away]
-    [float(a != b) for a, b in zip(states, now, strict=True)]  =>  [0.0] * len(now)
+    [float(a != b) for a, b in zip(sent, now, strict=True)]  =>  [0.0] * len(now)
 
 == kfac/plan.py
 DistKFAC's owners by number  <-  distkfac_ranks::owners_are_spread_by_cost
@@ -493,7 +494,7 @@ refreshes as often as the first layer wants
 
 == kfac/sharded_gradients.py
 the clip of a bucket's own layers  <-  fsdp::one_all_to_all_each_way_for_a_bucket
-    changes.append(clip.change(found))  =>  changes = [clip.change(found)]
+    changes.append(clip.change(preconditioned))  =>  changes = [clip.change(preconditioned)]
 
 == kfac/inversion.py
 the damping of the landing  <-  distkfac::an_inverse_has_the_damping_of_its_snapshot
@@ -575,19 +576,19 @@ statistics to the first worker, whoever owns the layer
 messages of other layers count  <-  stats::after_a_change_own_passes_go_on_until_newer_messages_come
     if message.note["plan_version"] < self.plan_version:  =>  if False:
 snapshots queue up  <-  stats::no_snapshot_is_sent_while_statistics_are_on_their_way
-    if offered > self._answered.get(link, 0):  =>  if False:
+    if num_sent > self._num_answered.get(link, 0):  =>  if False:
 a stats worker may be sharded  <-  fsdp_stats::shards_beside_stats_workers_are_refused
     raise ValueError(sharding_error(self.training.name, "stats"))  =>  return
 statistics are not requested  <-  stats::own_passes_come_back_when_sound_statistics_stay_away
-    bool(found) and not any(found.values())  =>  False
+    bool(unpacked) and not any(unpacked.values())  =>  False
 
 == kfac/thor.py
 traces without the damping  <-  trace_refresh::layers_are_solved_where_the_dense_trace_has_moved
-  - relative_change(trace, last_trace)
-  + relative_change(trace - option, last_trace - last_option)
+  - relative_change(trace, prev_trace)
+  + relative_change(trace - option, prev_trace - prev_option)
 a schedule of the damping that wakes no layer
   <-  trace_refresh::a_schedule_of_the_damping_asks_for_a_solve
-    max(distance, relative_change(option, last_option))  =>  distance
+    max(trace_change, relative_change(option, prev_option))  =>  trace_change
 
 == kronecker/autograd.py
 values taken for queries  <-  attention::factors_are_those_of_separate_linears

@@ -55,7 +55,7 @@ def watched_worker(model: nn.Module, optimizer: Any) -> dict[str, Any]:
             messages.append((link.peer, message.note["snapshots"] - 1))
         return message
 
-    links = optimizer._curvature.helpers.active
+    links = optimizer._curvature.helpers.links
     for link in links:
         link.receive = partial(receive, link, link.receive)
     peers = [link.peer for link in links]
@@ -299,7 +299,7 @@ def test_a_stats_worker_whose_workers_model_grows_ends_and_says_why(world: World
     _, (helper,) = roles_of(results)
     assert helper.startswith("SecondOrderError: the workers' model has 8 parameters")
     assert helper.endswith("build and change the same model on every rank")
-    told_once(results, "has left, died", "from the training passes again")
+    told_once(results, "lost contact with", "from the training passes again")
 
 
 class OutOfPaperError(Exception):
@@ -309,11 +309,11 @@ class OutOfPaperError(Exception):
 def frozen_worker(model: nn.Module, optimizer: Any) -> tuple[int, Tensor]:
     """Everything is frozen for some steps, and trains again."""
     until_fed(model, optimizer)
-    (link,) = optimizer._curvature.helpers.active
-    before, fetched = vector(model), link._fetched
+    (link,) = optimizer._curvature.helpers.links
+    before, fetched = vector(model), link._num_fetched
     model.requires_grad_(False)
     end = time.monotonic() + LONG
-    while link._fetched < fetched + 3:
+    while link._num_fetched < fetched + 3:
         assert time.monotonic() < end, "the stats worker has ended"
         optimizer.zero_grad()
         optimizer.step()
@@ -321,7 +321,7 @@ def frozen_worker(model: nn.Module, optimizer: Any) -> tuple[int, Tensor]:
     assert torch.equal(vector(model), before)
     model.requires_grad_(True)
     until_fed(model, optimizer)
-    active = len(optimizer._curvature.helpers.active)
+    active = len(optimizer._curvature.helpers.links)
     optimizer.close()
     return active, vector(model)
 
@@ -364,7 +364,7 @@ def fails_worker(model: nn.Module, optimizer: Any, how: str) -> Any:
     """It goes on when the helper is gone, and its own passes count again."""
     with optimizer:
         end = time.monotonic() + LONG
-        while optimizer._curvature.helpers.active:
+        while optimizer._curvature.helpers.links:
             assert time.monotonic() < end, "the loss is not noticed"
             train_on(model, optimizer, BATCHES[:1])
             time.sleep(0.002)
@@ -418,7 +418,7 @@ def test_a_helper_that_ends_leaves_workers_to_their_own_passes(
     assert helper == said
     agreed(workers)
     name = f"stats worker {world_size - 1}"
-    told_once(results, f"{name} has left, died", "from the training passes again")
+    told_once(results, f"lost contact with {name}", "from the training passes again")
 
 
 def curvature_worker(model: nn.Module, optimizer: Any) -> tuple[float, list[float]]:

@@ -61,7 +61,7 @@ def helped(optimizer: Any) -> FakeLink:
     """Make an optimizer of one process a worker with a stats worker."""
     link: Any = FakeLink()
     helpers = StatsWorkers(1, 1.0)
-    helpers.active = [link]
+    helpers.links = [link]
     optimizer._curvature.helpers = helpers
     return link
 
@@ -141,7 +141,7 @@ def test_own_passes_come_back_when_sound_statistics_stay_away() -> None:
         link.came.append(Message(content[0], content[1]))
         mine = {block.name: block for block in worker._curvature.layers.blocks}
         with noted():
-            list(helpers.statistics(mine, worker._training))
+            list(helpers.receive_statistics(mine, worker._training))
         helpers.agree(worker._training)
         own.append(helpers.own_passes)
     assert own == [False, True, False]
@@ -202,7 +202,7 @@ def test_a_stats_workers_gradients_do_not_pile_up() -> None:
 def test_no_snapshot_is_sent_while_statistics_are_on_their_way() -> None:
     link: Any = FakeLink()
     helpers = StatsWorkers(1, 1.0)
-    helpers.active = [link]
+    helpers.links = [link]
 
     def send(copies: list[Tensor], deliver: Any) -> None:
         deliver(copies)
@@ -211,8 +211,8 @@ def test_no_snapshot_is_sent_while_statistics_are_on_their_way() -> None:
         if answered is not None:
             note = {"layers": [], "plan_version": 0, "snapshots": answered}
             link.came.append(Message([], note))
-            list(helpers.statistics({}, TWO))
-        helpers.offer(TWO, send)
+            list(helpers.receive_statistics({}, TWO))
+        helpers.send_snapshots(TWO, send)
         assert len(link.sent) == expected
 
 

@@ -1,4 +1,9 @@
-"""Assignment of layers to ranks that solve and precondition: pure functions of the costs."""
+"""Assign layers to the ranks that invert their factors and precondition their gradients.
+
+The functions are pure: every rank computes the same assignment from the same layer sizes. They use
+the longest-processing-time rule: in the order of decreasing cost, each item goes to the rank with
+the smallest load (Graham 1969).
+"""
 
 from __future__ import annotations
 
@@ -26,9 +31,14 @@ OwnerAssignment: TypeAlias = Literal["balanced", "round_robin"]
 
 @dataclass(frozen=True)
 class LayerDims:
-    """The sizes of a layer that assignment depends on: ``groups`` pairs of factors A and G.
+    """The sizes of a layer's factors.
 
-    ``cost`` is that of the solve, the sum of n³, where there may be a third factor.
+    Attributes:
+        groups: Number of pairs of factors A and G.
+        in_dim: Number of rows of A.
+        out_dim: Number of rows of G.
+        diagonal_a: Whether A is diagonal.
+        cost: Cost of the inverse: the sum of n³ over the factors, of which there may be a third.
     """
 
     groups: int
@@ -40,7 +50,13 @@ class LayerDims:
 
 @dataclass(frozen=True)
 class LayerAssignment:
-    """The row of the grid whose ranks are gradient workers of a layer, and who solves A and G."""
+    """The ranks of a layer.
+
+    Attributes:
+        row: The row of the grid whose ranks are the layer's gradient workers.
+        a_inverse_rank: The rank that decomposes A.
+        g_inverse_rank: The rank that decomposes G.
+    """
 
     row: int
     a_inverse_rank: int
@@ -49,58 +65,58 @@ class LayerAssignment:
 
 @dataclass(frozen=True)
 class Grid:
-    """P ranks as ``rows`` x ``columns`` (Pauloski et al. 2022, section 4).
+    """The ranks in ``rows`` x ``columns`` (Pauloski et al. 2022, section 4).
 
-    The ranks of a row are the gradient workers of that row's layers. A column holds one worker of
-    every row, so that all columns broadcast preconditioned gradients at the same time.
+    The ranks of a row are the gradient workers of the row's layers. A column has one rank of every
+    row, so all columns can broadcast preconditioned gradients at the same time.
     """
 
     rows: int
     columns: int
 
     def row_of(self, rank: int) -> int:
-        """The row a rank is in."""
+        """Return the row of a rank."""
         return rank // self.columns
 
     def column_of(self, rank: int) -> int:
-        """The column a rank is in."""
+        """Return the column of a rank."""
         return rank % self.columns
 
     def row(self, index: int) -> range:
-        """The ranks of a row, in order."""
+        """Return the ranks of a row, in order."""
         return range(index * self.columns, (index + 1) * self.columns)
 
     def column(self, index: int) -> range:
-        """The ranks of a column, in order: the worker of row 0 first."""
+        """Return the ranks of a column, in the order of the rows."""
         return range(index, self.rows * self.columns, self.columns)
 
 
 def gradient_worker_count(world_size: int, fraction: float) -> int:
-    """Gradient workers a layer: max(1, fraction x world size).
+    """Return the number of gradient workers per layer: max(1, fraction · world_size).
 
     Raises:
-        ValueError: If that is not an integer that divides the world size.
+        ValueError: If the fraction is outside 0..1, or the number does not divide the world size.
     """
     if not 0.0 <= fraction <= 1.0:
         raise ValueError(
             f"grad_worker_fraction={fraction} is outside 0..1; use 1.0 (every rank preconditions "
-            f"every layer) or 0.0 (one rank a layer)"
+            f"every layer) or 0.0 (one rank per layer)"
         )
     workers = max(1.0, fraction * world_size)
-    whole = round(workers)
-    # A fraction such as 1/3, typed with six digits, is meant exactly.
-    if abs(workers - whole) > 1e-6 * world_size or world_size % whole:
+    num_workers = round(workers)
+    # The tolerance accepts fractions such as 1/3 that are written with six digits.
+    if abs(workers - num_workers) > 1e-6 * world_size or world_size % num_workers:
         divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
         choices = ", ".join(f"{n / world_size:.6g}" for n in divisors)
         raise ValueError(
             f"grad_worker_fraction={fraction:g} with {world_size} processes gives {workers:g} "
             f"gradient workers, which does not divide them evenly; use one of {choices}"
         )
-    return whole
+    return num_workers
 
 
 def factor_cost(groups: int, dim: int, cost: AssignmentCost) -> float:
-    """Cost of one factor: n³ for computation, n² for memory, times its groups."""
+    """Return the cost of a factor: groups · n³ for computation, groups · n² for memory."""
     return float(groups * dim ** (3 if cost == "compute" else 2))
 
 
@@ -111,67 +127,79 @@ def assign_layers(
     cost: AssignmentCost = "compute",
     colocate_factors: bool = True,
 ) -> list[LayerAssignment]:
-    """Assign layers to rows, then factors to ranks of the row, longest processing time first.
+    """Assign each layer to a row of the grid, then its factors to ranks of the row.
 
-    With ``colocate_factors`` one rank decomposes both factors of a layer; otherwise each factor
-    goes to the rank of the row with the least to do. Layers are in an order that all ranks share,
-    and ties go to the lowest row and rank, so that every rank arrives at the same answer.
+    If costs or loads are equal, the first layer and the lowest row and rank come first.
+
+    Args:
+        layers: The layers, in the same order on every rank.
+        grid: The ranks.
+        cost: Whether to balance computation or memory.
+        colocate_factors: Whether one rank decomposes both factors of a layer.
+
+    Returns:
+        The assignment of each layer, in the order of ``layers``.
     """
-    a_costs = [
-        float(layer.groups * layer.in_dim)
-        if layer.diagonal_a
-        else factor_cost(layer.groups, layer.in_dim, cost)
-        for layer in layers
-    ]
+    a_costs: list[float] = []
+    for layer in layers:
+        if layer.diagonal_a:
+            a_costs.append(float(layer.groups * layer.in_dim))
+        else:
+            a_costs.append(factor_cost(layer.groups, layer.in_dim, cost))
     g_costs = [factor_cost(layer.groups, layer.out_dim, cost) for layer in layers]
-    rows = _idle(range(grid.rows))
-    ranks: dict[int, _Loads] = {}
+
+    row_loads = _empty_loads(range(grid.rows))
+    rank_loads: dict[int, _Loads] = {}  # by row
     assignments: dict[int, LayerAssignment] = {}
     for i in sorted(range(len(layers)), key=lambda i: (-(a_costs[i] + g_costs[i]), i)):
-        row = _give(rows, a_costs[i] + g_costs[i])
-        loads = ranks[row] = ranks.get(row) or _idle(grid.row(row))
+        row = _add_to_smallest(row_loads, a_costs[i] + g_costs[i])
+        if row not in rank_loads:
+            rank_loads[row] = _empty_loads(grid.row(row))
+        loads = rank_loads[row]
         if colocate_factors:
-            solver = _give(loads, a_costs[i] + g_costs[i])
-            assignments[i] = LayerAssignment(row, solver, solver)
-        else:  # the costlier one first
-            costs = sorted([(-a_costs[i], 0), (-g_costs[i], 1)])
-            solvers = {which: _give(loads, -cost) for cost, which in costs}
-            assignments[i] = LayerAssignment(row, solvers[0], solvers[1])
+            a_rank = g_rank = _add_to_smallest(loads, a_costs[i] + g_costs[i])
+        elif a_costs[i] >= g_costs[i]:
+            a_rank = _add_to_smallest(loads, a_costs[i])
+            g_rank = _add_to_smallest(loads, g_costs[i])
+        else:
+            g_rank = _add_to_smallest(loads, g_costs[i])
+            a_rank = _add_to_smallest(loads, a_costs[i])
+        assignments[i] = LayerAssignment(row, a_rank, g_rank)
     return [assignments[i] for i in range(len(layers))]
 
 
 def assign_owners(
     layers: Sequence[LayerDims], world_size: int, assignment: OwnerAssignment
 ) -> list[int]:
-    """Assign each layer to one rank, its owner.
+    """Return the rank that owns each layer.
 
-    "round_robin" gives layer i to rank i mod P (Zhang et al. 2023); "balanced" the next largest to
-    the rank with the least memory taken.
+    "round_robin" assigns layer i to rank i mod P (Zhang et al. 2023). "balanced" balances memory.
     """
     if assignment == "round_robin":
         return [i % world_size for i in range(len(layers))]
     assigned = assign_layers(layers, Grid(world_size, 1), cost="memory")
-    return [each.row for each in assigned]
+    return [layer.row for layer in assigned]
 
 
 def balance_costs(costs: Sequence[float], world_size: int) -> list[int]:
-    """Assign pieces of work of these costs to ranks, longest processing time first."""
-    loads, ranks = _idle(range(world_size)), [0] * len(costs)
+    """Return the rank that each of several tasks with these costs is assigned to."""
+    loads = _empty_loads(range(world_size))
+    ranks = [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        ranks[i] = _give(loads, costs[i])
+        ranks[i] = _add_to_smallest(loads, costs[i])
     return ranks
 
 
 _Loads: TypeAlias = list[tuple[float, int]]
-"""A heap of loads, each with its bearer: the least is the first, of equal ones the lowest."""
+"""A heap of loads with their ranks or rows. The smallest comes first, then the lowest rank."""
 
 
-def _idle(bearers: range) -> _Loads:
-    return [(0.0, bearer) for bearer in bearers]
+def _empty_loads(ranks: range) -> _Loads:
+    return [(0.0, rank) for rank in ranks]
 
 
-def _give(loads: _Loads, work: float) -> int:
-    """Give work to the bearer with the least to do; returns the bearer."""
-    load, bearer = loads[0]
-    heapq.heapreplace(loads, (load + work, bearer))
-    return bearer
+def _add_to_smallest(loads: _Loads, cost: float) -> int:
+    """Add a cost to the smallest load. Returns the rank that has it."""
+    load, rank = loads[0]
+    heapq.heapreplace(loads, (load + cost, rank))
+    return rank

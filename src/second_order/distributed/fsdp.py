@@ -1,9 +1,12 @@
-"""What wraps a training: FSDP2's sharded parameters, DDP's forward, and torch's checkpoints.
+"""FSDP2's sharded parameters, and DistributedDataParallel's running forward.
 
-Outside of passes a module has the sharded parameter, a ``DTensor`` of which this process has some
-rows. During its forward and backward the module has the whole one, a leaf of its own, whose
-gradient FSDP2 averages over the processes into the sharded one's. Nothing here imports
-``torch.distributed.tensor``, which takes seconds: where it is not loaded there is no ``DTensor``.
+Outside of passes, a module that FSDP2 shards has sharded parameters: ``DTensor``s of which each
+rank stores some rows. During its forward and backward the module has unsharded parameters instead.
+They are separate leaves, whose gradients FSDP2 averages over the ranks into ``grad`` of the sharded
+parameters.
+
+This module does not import ``torch.distributed.tensor``, because the import takes seconds. If no
+other code has imported it, no tensor is a ``DTensor``.
 """
 
 from __future__ import annotations
@@ -45,17 +48,17 @@ __all__ = [
 
 
 DTENSORS = "torch.distributed.tensor"
-"""The module without which nothing in this process can be a ``DTensor``."""
+"""The module that defines ``DTensor``."""
 
 
 def is_dtensor(value: Any) -> bool:
-    """Whether a value is a ``DTensor``."""
+    """Return whether a value is a ``DTensor``."""
     loaded = sys.modules.get(DTENSORS)
     return loaded is not None and isinstance(value, loaded.DTensor)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The part of a tensor that is here: a DTensor's local one, which shares its memory."""
+    """Return the rows of a DTensor that this rank stores, without a copy; else the tensor."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
@@ -63,37 +66,38 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def mesh_ranks(tensor: Tensor) -> list[int]:
-    """The ranks over which a DTensor is spread, in the order of its mesh."""
+    """List the global ranks of a DTensor's mesh, in the order of the mesh."""
     ranks: list[int] = cast(Any, tensor).device_mesh.mesh.flatten().tolist()
     return ranks
 
 
 def chunk_bounds(rows: int, parts: int, index: int) -> tuple[int, int]:
-    """The first row of a part and the one after its last, as ``torch.chunk`` cuts: ⌈rows / parts⌉.
+    """Return the first row of a part, and the row after its last one.
 
-    The last parts may have fewer, or none.
+    As with ``torch.chunk``, a part has ⌈rows / parts⌉ rows, and the last parts fewer or none.
     """
-    each = -(-rows // parts)
-    return min(index * each, rows), min((index + 1) * each, rows)
+    size = -(-rows // parts)
+    return min(index * size, rows), min((index + 1) * size, rows)
 
 
 def shard_replicas(tensor: Tensor) -> list[list[int]]:
-    """The ranks that together have every row of a DTensor, in the order of rows; one list a copy.
+    """List the replicas of a DTensor that is sharded by rows along one mesh dimension.
 
-    Rows of a DTensor with one ``Shard(0)`` go to the ranks of a mesh as ``torch.chunk`` cuts them.
-    Other dimensions of the mesh have copies.
+    A replica is a list of global ranks that together store every row once, in the order of the
+    rows. The other mesh dimensions store copies, as in HSDP.
     """
     dtensor = cast(Any, tensor)
-    (at,) = (i for i, place in enumerate(dtensor.placements) if place.is_shard())
-    mesh = dtensor.device_mesh.mesh.movedim(at, -1)
+    (shard_dim,) = (i for i, placement in enumerate(dtensor.placements) if placement.is_shard())
+    mesh = dtensor.device_mesh.mesh.movedim(shard_dim, -1)
     replicas: list[list[int]] = mesh.reshape(-1, mesh.shape[-1]).tolist()
     return replicas
 
 
 def shard_like(p: Tensor, value: Tensor) -> Tensor:
-    """A tensor laid out as a parameter: cut to this process's rows where FSDP2 has sharded that.
+    """Shard a whole tensor like a parameter. Returns a copy of this rank's rows as a DTensor.
 
-    A value that is a DTensor, or that has another shape, stays as it is.
+    Returns ``value`` itself if the parameter is not sharded, if ``value`` is a DTensor already, or
+    if it has another shape.
     """
     if not is_dtensor(p) or is_dtensor(value) or value.shape != p.shape:
         return value
@@ -105,158 +109,196 @@ def shard_like(p: Tensor, value: Tensor) -> Tensor:
 
 
 def dtensor_from_rows(p: Tensor, rows: Tensor) -> Tensor:
-    """This process's rows of a tensor as a DTensor, if a parameter of its shape is one."""
+    """Return a DTensor with the layout of a parameter from this rank's rows.
+
+    Returns ``rows`` if the parameter is not sharded.
+    """
     if not is_dtensor(p):
         return rows
-    spread = cast(Any, p)
-    kind, mine = sys.modules[DTENSORS].DTensor, (spread.device_mesh, spread.placements)
-    made = kind.from_local(rows, *mine, run_check=False, shape=p.shape, stride=p.stride())
-    return cast(Tensor, made)
+    dtensor = sys.modules[DTENSORS].DTensor.from_local(
+        rows,
+        device_mesh=cast(Any, p).device_mesh,
+        placements=cast(Any, p).placements,
+        run_check=False,
+        shape=p.shape,
+        stride=p.stride(),
+    )
+    return cast(Tensor, dtensor)
 
 
 def active_ddp() -> Any:
-    """The DistributedDataParallel whose forward runs now, if one does."""
+    """Return the DistributedDataParallel whose forward is running, or None."""
     return cast(Any, DistributedDataParallel)._get_active_ddp_module()
 
 
 def _fsdp_module() -> Any:
-    """FSDP2's class of modules; None where it is not loaded."""
+    """Return FSDP2's class of sharded modules, or None if FSDP2 is not imported."""
     return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
 
 
 def _param_groups(model: nn.Module) -> Iterator[Any]:
-    """FSDP2's own records of the modules that it shards together."""
-    fsdp = _fsdp_module()
-    for module in model.modules() if fsdp is not None else ():
-        if not isinstance(module, fsdp):
-            continue
-        state = cast(Any, module)._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # one or none before torch 2.11
-        for group in [state._fsdp_param_group] if groups is None else groups:
+    """Yield FSDP2's parameter groups: its records of parameters that are sharded together."""
+    for module in _sharded_modules(model):
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # before torch 2.11, which has at most one group per module
+            groups = [state._fsdp_param_group]
+        for group in groups:
             if group is not None:
                 yield group
 
 
+def _sharded_modules(model: nn.Module) -> Iterator[Any]:
+    """Yield the modules that ``fully_shard`` was called on."""
+    fsdp_module = _fsdp_module()
+    if fsdp_module is None:
+        return
+    for module in model.modules():
+        if isinstance(module, fsdp_module):
+            yield module
+
+
 def compute_dtypes(model: nn.Module) -> set[torch.dtype]:
-    """The dtypes in which passes compute by FSDP2's mixed-precision policies, where there are."""
-    found = {group.mp_policy.param_dtype for group in _param_groups(model)}
-    return {dtype for dtype in found if dtype is not None}
+    """Return the dtypes in which FSDP2's mixed-precision policies make passes compute."""
+    dtypes = {group.mp_policy.param_dtype for group in _param_groups(model)}
+    return {dtype for dtype in dtypes if dtype is not None}
 
 
 def sharded_params(model: nn.Module) -> list[Tensor]:
-    """The sharded parameters that FSDP2 manages in a model."""
+    """List the sharded parameters of a model that FSDP2 manages."""
     return [p.sharded_param for group in _param_groups(model) for p in group.fsdp_params]
 
 
 def reshard(model: nn.Module) -> None:
-    """Give modules their sharded parameters back: a root keeps whole ones after a lone forward."""
-    fsdp = _fsdp_module()
-    for module in model.modules() if fsdp is not None else ():
-        if isinstance(module, fsdp):
-            cast(Any, module).reshard()
+    """Restore the sharded parameters, because a root stays unsharded after a standalone forward."""
+    for module in _sharded_modules(model):
+        module.reshard()
 
 
 class FSDPParams:
-    """What FSDP2 puts in the place of sharded parameters of a model while a pass runs."""
+    """The unsharded parameters that FSDP2 puts into a model's modules during passes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._of: dict[tuple[int, str], Any] = {}
+        # FSDP2's record of each parameter, or None, by the module's id and the parameter's name.
+        self._records: dict[tuple[int, str], Any] = {}
 
     def unsharded_params(self, module: nn.Module) -> dict[str, Tensor]:
-        """The parameters of a module that the graph of a pass ends in, those without any left out.
+        """Return the parameters of a module that are leaves of the running pass, by name.
 
-        A module that is a group of its own may have them back only after hooks of ours.
+        If FSDP2 shards the module as a group of its own, it may put the unsharded parameters into
+        the module only after our hooks have run. They are read from FSDP2's records instead.
         """
-        params: dict[str, Tensor | None] = {}
+        params: dict[str, Tensor] = {}
         for name, p in module._parameters.items():
-            record = self._record(module, name, True) if is_dtensor(p) else None
-            params[name] = p if record is None else getattr(record, "_unsharded_param", None)
-        return {name: p for name, p in params.items() if p is not None}
+            leaf = p
+            if is_dtensor(p):
+                record = self._record(module, name, is_sharded=True)
+                if record is not None:
+                    leaf = getattr(record, "_unsharded_param", None)
+            if leaf is not None:
+                params[name] = leaf
+        return params
 
     def has_unreduced_gradients(self, module: nn.Module) -> bool:
-        """Whether passes have left gradients that FSDP2 is to average after a later pass."""
+        """Return whether passes have left gradients that FSDP2 will average after a later pass."""
         if _fsdp_module() is None:
             return False
-        own = module._parameters
-        records = [self._record(module, name) for name, p in own.items() if p is not None]
-        return any(
-            record is not None
-            and (
-                getattr(record, "unsharded_accumulated_grad", None) is not None
-                or getattr(getattr(record, "_unsharded_param", None), "grad", None) is not None
-            )
-            for record in records
-        )
+        for name, p in module._parameters.items():
+            record = None if p is None else self._record(module, name)
+            if getattr(record, "unsharded_accumulated_grad", None) is not None:
+                return True
+            unsharded = getattr(record, "_unsharded_param", None)
+            if getattr(unsharded, "grad", None) is not None:
+                return True
+        return False
 
-    def _record(self, module: nn.Module, name: str, sharded: bool = False) -> Any:
-        """FSDP2's record of a module's parameter, or None; looked for again if it is sharded."""
-        key, model = (id(module), name), self._model()
-        unknown = key not in self._of or (sharded and self._of[key] is None)
-        if unknown and model is not None:
-            # All at once, and what has no record is remembered: to look through a model takes long.
-            # By items: of TorchScript's parameters nothing else is an iterator.
-            self._of = {(id(m), n): None for m in model.modules() for n, _ in m._parameters.items()}
-            self._of[key] = None
-            for record in (r for group in _param_groups(model) for r in group.fsdp_params):
+    def _record(self, module: nn.Module, name: str, is_sharded: bool = False) -> Any:
+        """Return FSDP2's record of a module's parameter, or None.
+
+        If the parameter is sharded but has no record, the model was sharded after the last search.
+        """
+        key = (id(module), name)
+        model = self._model()
+        is_unknown = key not in self._records or (is_sharded and self._records[key] is None)
+        if is_unknown and model is not None:
+            self._find_records(model)
+            self._records.setdefault(key, None)
+        return self._records.get(key)
+
+    def _find_records(self, model: nn.Module) -> None:
+        """Find the records of all parameters at once, because a search of the model is slow."""
+        self._records = {}
+        for module in model.modules():
+            # The parameters of a TorchScript module can only be iterated over by ``items()``.
+            names = [name for name, _ in module._parameters.items()]
+            self._records |= {(id(module), name): None for name in names}
+        for group in _param_groups(model):
+            for record in group.fsdp_params:
                 info = record._module_info
-                self._of[id(info.module), info.param_name] = record
+                self._records[id(info.module), info.param_name] = record
                 shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-                self._of |= {(id(m), n): record for m, n in shared}
-        return self._of.get(key)
+                for module, name in shared:
+                    self._records[id(module), name] = record
 
 
 # ----------------------------------------------------------------------------- rows on each rank
 
 Replica: TypeAlias = tuple[int, ...]
-"""Ranks that together have every row once, in the order of rows."""
+"""Ranks that together store every row once, in the order of the rows."""
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The rows of a tensor, its parts along the first dimension, by rank.
+    """The rows of a parameter that each rank stores.
 
-    A rank is among its own replica, and no rank in two. Replicas and positions are shared by all
-    tensors that lie alike: there may be thousands of both.
+    Each rank is in one replica. Tensors with the same layout share their tuples of replicas and
+    positions, because there may be thousands of tensors.
     """
 
     total: int  # number of rows
     width: int  # number of elements of a row
-    replicas: tuple[Replica, ...]  # by rank
-    positions: tuple[int, ...]  # by rank, which of its replica it is
+    replicas: tuple[Replica, ...]  # the replica of each rank
+    positions: tuple[int, ...]  # the index of each rank in its replica
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """The first row that a rank has, and the one after its last."""
+        """Return the first row that a rank stores, and the row after its last one."""
         parts = len(self.replicas[rank])
-        return chunk_bounds(self.total, parts, self.positions[rank]) if parts else (0, 0)
+        if parts == 0:
+            return 0, 0
+        return chunk_bounds(self.total, parts, self.positions[rank])
 
     def size(self, rank: int) -> int:
-        """Number of elements that a rank has."""
+        """Return the number of elements that a rank stores."""
         start, stop = self.bounds(rank)
         return (stop - start) * self.width
 
     def in_same_replica(self, rank: int, other: int) -> bool:
-        """Whether two ranks are in one replica."""
+        """Return whether two ranks are in the same replica."""
         return self.replicas[rank][:1] == self.replicas[other][:1]
 
 
 def shard_layout(tensor: Tensor, world: World) -> ShardLayout:
-    """The rows of a parameter that is whole on every rank, or that FSDP2 has sharded.
+    """Return the layout of a parameter. If it is not sharded, every rank stores every row.
 
-    All ranks of the world are in the DTensor's mesh.
+    All ranks of ``world`` must be in the DTensor's mesh.
 
     Raises:
-        TypeError: If the DTensor has other rows than that on this rank.
+        TypeError: If the DTensor does not have the rows on this rank that ``torch.chunk`` leaves.
     """
     shape = tensor.shape or torch.Size([1])
-    total, width = shape[0], shape[1:].numel()
+    total = shape[0]
+    width = shape[1:].numel()
     if not is_dtensor(tensor):
-        alone = tuple((rank,) for rank in range(world.size))
-        return ShardLayout(total, width, *_by_rank(alone, world.size))
-    here = {rank: i for i, rank in enumerate(world.global_ranks)}
-    replicas = shard_replicas(tensor)
-    within = tuple(tuple(here[rank] for rank in replica) for replica in replicas)
-    layout = ShardLayout(total, width, *_by_rank(within, world.size))
+        single_ranks = tuple((rank,) for rank in range(world.size))
+        return ShardLayout(total, width, *_by_rank(single_ranks, world.size))
+
+    # Number the ranks of the mesh as the world does.
+    world_rank = {rank: i for i, rank in enumerate(world.global_ranks)}
+    replicas = tuple(
+        tuple(world_rank[rank] for rank in replica) for replica in shard_replicas(tensor)
+    )
+    layout = ShardLayout(total, width, *_by_rank(replicas, world.size))
     start, stop = layout.bounds(world.rank)
     if local_tensor(tensor).shape[0] != stop - start:
         raise TypeError(
@@ -271,83 +313,92 @@ def shard_layout(tensor: Tensor, world: World) -> ShardLayout:
 def _by_rank(
     replicas: tuple[Replica, ...], size: int
 ) -> tuple[tuple[Replica, ...], tuple[int, ...]]:
-    """Each rank's replica, and its position there."""
-    of, positions = [()] * size, [0] * size  # type: list[Replica], list[int]
-    for ranks in replicas:
-        for i, rank in enumerate(ranks):
-            of[rank], positions[rank] = ranks, i
-    return tuple(of), tuple(positions)
+    """Return each rank's replica, and its index in the replica."""
+    replica_of: list[Replica] = [()] * size
+    positions = [0] * size
+    for replica in replicas:
+        for i, rank in enumerate(replica):
+            replica_of[rank] = replica
+            positions[rank] = i
+    return tuple(replica_of), tuple(positions)
 
 
-# ------------------------------------------------------------------- what fully_shard may have done
+# -------------------------------------------------------------------- changes made by fully_shard
 
 
 class ParamLocations:
-    """The modules that hold parameters, to see later what ``fully_shard`` replaces them by."""
+    """Where a model's modules hold parameters, to find the shards that replace them later."""
 
     def __init__(self, model: nn.Module, params: Iterable[Tensor]) -> None:
-        whole = {id(p) for p in params if not is_dtensor(p)}
-        self._places: list[tuple[nn.Module, str, Tensor]] = []
+        unsharded = {id(p) for p in params if not is_dtensor(p)}
+        self._locations: list[tuple[nn.Module, str, Tensor]] = []
         for module in model.modules():
             if not isinstance(module, torch.jit.ScriptModule):
                 for name, p in module._parameters.items():
-                    if p is not None and id(p) in whole:
-                        self._places.append((module, name, p))
+                    if p is not None and id(p) in unsharded:
+                        self._locations.append((module, name, p))
 
     def find_new_shards(self) -> dict[Tensor, Tensor]:
-        """The shards in the places of parameters, by these parameters."""
-        found: dict[Tensor, Tensor] = {}
-        for module, name, p in self._places:
+        """Return the parameters that ``fully_shard`` has replaced, each with its shard."""
+        shards: dict[Tensor, Tensor] = {}
+        for module, name, p in self._locations:
             new = module._parameters.get(name)
             if new is not None and new is not p and is_dtensor(new) and new.shape == p.shape:
-                found[p] = new
-        return found
+                shards[p] = new
+        return shards
 
 
 def check_sharding(model: nn.Module) -> None:
-    """Raise TypeError unless FSDP2 has sharded what is sharded of a model, by rows.
+    """Check that every sharded parameter was sharded by ``fully_shard``, by rows.
 
-    A root that has its whole parameters since a forward without a backward shards them again.
+    Reshards the model first, because a root stays unsharded after a forward without a backward.
+
+    Raises:
+        TypeError: If a parameter is sharded in another way, or offloaded to the CPU.
     """
     reshard(model)
-    found = {name: p for name, p in model.named_parameters() if is_dtensor(p)}
-    managed = {id(p) for p in sharded_params(model)} if found else set()
-    for name, p in found.items():
-        placements, mesh = cast(Any, p).placements, cast(Any, p).device_mesh
-        shards = [place for place in placements if not place.is_replicate()]
-        layer, _, leaf = name.rpartition(".")
+    dtensors = {name: p for name, p in model.named_parameters() if is_dtensor(p)}
+    managed = {id(p) for p in sharded_params(model)} if dtensors else set()
+    for name, p in dtensors.items():
+        placements = cast(Any, p).placements
+        device_type = cast(Any, p).device_mesh.device_type
+        shards = [placement for placement in placements if not placement.is_replicate()]
+        layer, _, param_name = name.rpartition(".")
         if id(p) not in managed or len(shards) != 1 or type(shards[0]).__name__ != "Shard":
             raise TypeError(
                 f"layer {layer or '(model)'!r} is parallelised over tensors: its parameter "
-                f"{leaf!r} is a DTensor with placements {placements} that no fully_shard alone "
-                f"made, and each rank sees a part of its activations; leave the layer out of "
-                f"parallelize_module (ColwiseParallel, RowwiseParallel) and shard it by "
+                f"{param_name!r} is a DTensor with placements {placements} that fully_shard alone "
+                f"does not make, and each rank sees a part of its activations; leave the layer out "
+                f"of parallelize_module (ColwiseParallel, RowwiseParallel) and shard it with "
                 f"torch.distributed.fsdp.fully_shard"
             )
-        if p.device.type != mesh.device_type:
+        if p.device.type != device_type:
             raise TypeError(
-                f"parameter {name!r} is kept on the {p.device.type} (CPUOffloadPolicy), and its "
-                f"layer's activations are on {mesh.device_type}, where factors are made; shard the "
-                f"model without offload_policy"
+                f"parameter {name!r} is kept on the {p.device.type} (CPUOffloadPolicy), but its "
+                f"layer's activations and factors are on {device_type}; shard the model without "
+                f"offload_policy"
             )
         if shards[0].dim != 0:
             raise TypeError(
-                f"parameter {name!r} is sharded along dimension {shards[0].dim}; rows are sent to "
-                f"who preconditions them, so shard dimension 0, as fully_shard does without "
-                f"shard_placement_fn"
+                f"parameter {name!r} is sharded along dimension {shards[0].dim}; shard dimension "
+                f"0, as fully_shard does without shard_placement_fn"
             )
 
 
 def check_mesh(model: nn.Module, world: World) -> None:
-    """Raise ValueError unless parameters are sharded over the ranks that train, all of them."""
+    """Check that parameters are sharded over all ranks of ``world``.
+
+    Raises:
+        ValueError: If the mesh of a parameter has other ranks.
+    """
     ranks = sorted(world.global_ranks)
     for name, p in model.named_parameters():
         if is_dtensor(p):
             mesh = sorted(mesh_ranks(p))
             if mesh != ranks:
                 raise ValueError(
-                    f"parameter {name!r} is sharded over the ranks {mesh}, and the optimizer works "
-                    f"with the ranks {ranks}; shard over a mesh of all these ranks, or pass "
-                    f"process_group= a group of the mesh's"
+                    f"parameter {name!r} is sharded over the ranks {mesh}, but the optimizer works "
+                    f"with the ranks {ranks}; shard over a mesh of all these ranks, or pass a "
+                    f"group of the mesh's ranks as process_group="
                 )
             shard_layout(p, world)

@@ -1,18 +1,20 @@
-"""Messages between workers and helpers that no rank waits for, and that no crash can block.
+"""Messages between workers and helpers that do not block, even if a rank crashes.
 
-A collective needs all its ranks: if one crashes or hangs, so do the others. Messages to and from
-helpers therefore travel through ``TCPStore``s. Each helper hosts one, so that no helper's crash
-affects another helper. Each end has a thread that sends and receives.
+In a collective, a rank that crashes or hangs blocks all others. Messages to and from helpers
+therefore go through ``TCPStore``s. Each helper hosts a store of its own, so that a crash of one
+helper does not affect the others. Each end of a link has a thread that sends and receives.
 
     worker 0  ->  every helper    snapshots of the model, and requests
     helper    ->  every worker    results
 
-Messages from one rank to another arrive in the order in which they were sent. If the host crashes,
-its store is gone; if either end hangs, its heartbeats stop.
+Messages from one rank to another arrive in the order in which they were sent. If a helper crashes,
+its store fails. If either end hangs, its heartbeats stop.
 
-    FROM>TO/k/i    part i of message k, which has tensors and a note of primitives
-    FROM>TO/k      the number of its parts, set last
-    FROM/beat      a counter
+The keys of a store:
+
+    FROM>TO/k/i    part i of message k
+    FROM>TO/k      the number of parts of message k, set after the parts
+    FROM/beat      the heartbeat, a counter
     FROM/closed    set when a rank shuts down
 """
 
@@ -58,24 +60,24 @@ __all__ = [
 T = TypeVar("T")
 Address: TypeAlias = tuple[str, int]
 
-POLL_SECONDS = 0.005  # between two looks: the thread that trains needs the interpreter
+POLL_SECONDS = 0.005  # between two polls, so that the training thread gets the GIL
 BEATS_PER_TIMEOUT = 8
-CLOSE_SECONDS = 5.0  # at most, until a shutdown stops waiting for the other end
-PART_BYTES = 4 * 2**20  # heartbeats go between the parts of a message; the store takes 8 MiB
+CLOSE_SECONDS = 5.0  # longest wait for the other end at a shutdown
+PART_BYTES = 4 * 2**20  # a store accepts 8 MiB; heartbeats are sent between the parts
 
 
 class Message(NamedTuple):
-    """Tensors and a note of primitives."""
+    """Tensors, and a note: a dictionary of numbers, strings, lists and dictionaries."""
 
     tensors: list[Tensor]
     note: dict[str, Any]
 
 
 class WaitTimer:
-    """Measures how long a process has waited, by its own looks at the clock.
+    """A limit on a wait that does not count the time in which this process was stopped.
 
-    Time between two looks counts up to a quarter of the limit. If a process was stopped together
-    with the others, that time does not count.
+    The time between two checks counts for at most a quarter of the limit. So if all processes are
+    stopped and continued together, none of them considers the others lost.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -84,26 +86,38 @@ class WaitTimer:
         self.begin()
 
     def begin(self) -> None:
-        """Start the wait again."""
+        """Restart the wait."""
         with self._lock:
             self._waited = 0.0
-            self._looked = time.monotonic()
+            self._checked_at = time.monotonic()
 
     def is_expired(self) -> bool:
-        """Whether the limit has been passed, at this look."""
+        """Check the clock, and return whether the limit has passed."""
         with self._lock:
             now = time.monotonic()
-            self._waited += min(now - self._looked, self._limit / 4)
-            self._looked = now
+            self._waited += min(now - self._checked_at, self._limit / 4)
+            self._checked_at = now
             return self._waited > self._limit
 
 
 class HelperLink:
-    """This rank's end of the messages with one peer.
+    """This rank's end of a link with one peer.
 
-    A helper's peer is worker 0, and the helper may send to the other workers as well. The thread
-    ends with :meth:`close`, with the ``owner``, with the interpreter, or with the store: then
-    ``failure`` says why. The peer is lost after ``timeout`` seconds without its heartbeat.
+    A helper's peer is worker 0, but the helper may send to all workers. The link's thread ends at
+    :meth:`close`, when ``owner`` is collected, when the interpreter exits, or when the store fails.
+
+    Args:
+        address: Host and port of the store.
+        rank: This rank.
+        peer: The rank that this end receives from.
+        timeout: Seconds without a heartbeat after which the peer counts as lost.
+        owner: Object that uses the link; the link shuts down when it is collected.
+        store: The store, on the helper that hosts it.
+        workers: The worker ranks, on a helper.
+
+    Attributes:
+        failure: Why the store has failed, or "".
+        peer_closed: Whether the peer has shut down. All its messages have arrived then.
 
     Raises:
         SecondOrderError: If there is no store at the address.
@@ -121,24 +135,25 @@ class HelperLink:
     ) -> None:
         self.peer = peer
         self.failure = ""
-        self.peer_closed = False  # whether the peer has shut down; all its messages have arrived
+        self.peer_closed = False
         self._rank = rank
         self._timeout = timeout
-        self._hosted = store  # the host's store lives as long as this reference
+        self._hosted = store  # the store lives as long as this reference
         self._workers = workers
         with translate_backend_errors():
             limit = timedelta(seconds=max(timeout, 1.0))
             self._store = TCPStore(*address, wait_for_workers=False, timeout=limit)
-        # No lock: leave() may be called by the garbage collector, in the middle of the thread.
-        self._outgoing = queue.SimpleQueue[tuple[int, Message] | None]()  # None to shut down
-        self._sent = Counter[int]()  # number of messages, by rank
+        # A queue without a lock, because the garbage collector may call request_shutdown() in the
+        # middle of the thread.
+        self._outgoing = queue.SimpleQueue[tuple[int, Message] | None]()  # None: shut down
+        self._num_sent = Counter[int]()  # by receiving rank
         self._incoming = deque[Message]()
-        self._fetched = 0
+        self._num_fetched = 0
         self._arrival = threading.Event()
-        self._beats = 0
+        self._num_beats = 0
         self._next_beat = 0.0
         self._peer_beat = ""
-        self._silence = WaitTimer(timeout)
+        self._peer_timer = WaitTimer(timeout)  # since the peer's last heartbeat
         self._thread = threading.Thread(target=self._run, name="second_order link", daemon=True)
         self._thread.start()
         _open.add(self)
@@ -147,21 +162,27 @@ class HelperLink:
         )
 
     def send(self, tensors: Sequence[Tensor], to: int | None = None, **note: Any) -> None:
-        """Send tensors, which must not change any more, and a note of primitives.
+        """Queue a message; the link's thread sends it.
 
-        Tensors on a CUDA device are copied to the host here. The receiver is the peer unless ``to``
-        is given.
+        Args:
+            tensors: The tensors. CUDA tensors are copied to the host now. CPU tensors must not
+                change until they have been sent.
+            to: The receiving rank, if it is not the peer.
+            note: The message's note.
         """
         if self._thread.is_alive():
             copies = [tensor.detach().cpu() for tensor in tensors]
             self._outgoing.put((self.peer if to is None else to, Message(copies, note)))
 
     def receive(self) -> Message | None:
-        """Take the peer's next message, or return None if it is not here yet."""
+        """Return the peer's next message, or None if none has arrived."""
         return self._incoming.popleft() if self._incoming else None
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> Message | None:
-        """Wait for the peer's next message; None if it is lost or closed, or ``until`` is true."""
+        """Wait for the peer's next message.
+
+        Returns None if the peer is lost or has shut down, or once ``until()`` is true.
+        """
         while not self._incoming:
             if self.peer_closed or self.lost or until() or not self._thread.is_alive():
                 break
@@ -172,43 +193,45 @@ class HelperLink:
     @property
     def lost(self) -> bool:
         """Whether the store has failed, or the peer's heartbeats have stopped."""
-        return bool(self.failure) or self._silence.is_expired()
+        return bool(self.failure) or self._peer_timer.is_expired()
 
     @property
     def reason(self) -> str:
-        """Why the store has failed, in parentheses, for messages."""
+        """Why the store has failed, in parentheses; "" if it has not."""
         return f" ({self.failure})" if self.failure else ""
 
     def request_shutdown(self) -> None:
-        """Shut down without waiting; :meth:`close` is still to be called."""
+        """Shut down after the queued messages, without waiting. Call :meth:`close` as well."""
         self._outgoing.put(None)
 
-    def close(self, patience: float = CLOSE_SECONDS) -> None:
-        """Shut down once all messages have been sent, and end the thread.
+    def close(self, timeout: float = CLOSE_SECONDS) -> None:
+        """Shut down after the queued messages, and end the thread.
 
-        This waits for at most ``patience`` seconds, 5 at most. A thread that hangs in a connection
-        is left. A host keeps its store until the workers have shut down: if it leaves before them,
-        they still read what it sent. Messages that were not received are dropped.
+        Waits for at most ``timeout`` seconds, and never longer than CLOSE_SECONDS. A thread that
+        hangs in a connection is left running. A helper keeps its store until the workers have shut
+        down, so that they can still read what it sent. Messages that were not received are
+        discarded.
         """
-        end = time.monotonic() + min(max(patience, 0.0), CLOSE_SECONDS)
+        end = time.monotonic() + min(max(timeout, 0.0), CLOSE_SECONDS)
         self.request_shutdown()
         self._thread.join(max(end - time.monotonic(), 0.0))
         self._incoming.clear()
         if self._hosted is not None and not self.lost:
-            names = [f"{worker}/closed" for worker in self._workers]
-            while not self._hosted.check(names) and time.monotonic() < end:
+            closed_keys = [f"{worker}/closed" for worker in self._workers]
+            while not self._hosted.check(closed_keys) and time.monotonic() < end:
                 time.sleep(POLL_SECONDS)
             self._hosted = None
 
     # -------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
+        """Send and receive until the shutdown, or until the store fails."""
         try:
             while self._send_all():
                 self._beat()
                 self._fetch_all()
             self._store.set(f"{self._rank}/closed", "1")
-        except Exception as error:  # whatever it is, the other end cannot be reached any more
+        except Exception as error:  # after any error, the other end cannot be reached
             self.failure = f"{type(error).__name__}: {error}".split("\n", maxsplit=1)[0]
         finally:
             while not self._outgoing.empty():
@@ -217,7 +240,10 @@ class HelperLink:
             _open.discard(self)
 
     def _send_all(self) -> bool:
-        """Send what is queued, after a pause if that is nothing; False once the end is reached."""
+        """Send the queued messages; wait for POLL_SECONDS if there are none.
+
+        Returns False after the last message before a shutdown.
+        """
         with suppress(queue.Empty):
             item = self._outgoing.get(timeout=POLL_SECONDS)
             while item is not None:
@@ -227,29 +253,31 @@ class HelperLink:
         return True
 
     def _fetch_all(self) -> None:
-        """Fetch what has arrived."""
-        closed = self._store.check([f"{self.peer}/closed"])
-        while self._store.check([f"{self.peer}>{self._rank}/{self._fetched}"]):
+        """Fetch the messages that have arrived, and whether the peer has shut down."""
+        peer_closed = self._store.check([f"{self.peer}/closed"])
+        while self._store.check([f"{self.peer}>{self._rank}/{self._num_fetched}"]):
             self._incoming.append(self._fetch())
             self._arrival.set()
-        self.peer_closed = closed  # last: by now, all messages before the shutdown are here
+        self.peer_closed = peer_closed  # after the messages, all of which were sent before
 
     def _send(self, to: int, message: Message) -> None:
-        name = f"{self._rank}>{to}/{self._sent[to]}"
-        self._sent[to] += 1
+        """Write a message into the store, in parts."""
+        name = f"{self._rank}>{to}/{self._num_sent[to]}"
+        self._num_sent[to] += 1
         file = io.BytesIO()
-        # Clones, because a view would be saved with all of its storage.
+        # torch.save would save the whole storage of a view, so clone the tensors.
         torch.save(([tensor.clone() for tensor in message.tensors], message.note), file)
         content = file.getbuffer()
         starts = range(0, len(content), PART_BYTES)
         for i, start in enumerate(starts):
             self._store.set(f"{name}/{i}", bytes(content[start : start + PART_BYTES]))  # type: ignore[arg-type]
             self._beat()
-        self._store.set(name, str(len(starts)))  # last: a rank that sees it finds all parts
+        self._store.set(name, str(len(starts)))  # last, so that its reader finds all parts
 
     def _fetch(self) -> Message:
-        name = f"{self.peer}>{self._rank}/{self._fetched}"
-        self._fetched += 1
+        """Read the next message from the store, and delete it there."""
+        name = f"{self.peer}>{self._rank}/{self._num_fetched}"
+        self._num_fetched += 1
         file = io.BytesIO()
         for i in range(int(self._store.get(name))):
             file.write(self._store.get(f"{name}/{i}"))
@@ -260,28 +288,28 @@ class HelperLink:
         return Message(*torch.load(file, weights_only=True))
 
     def _beat(self) -> None:
-        """Send a heartbeat, and look for the peer's, if it is time to."""
+        """Send a heartbeat and check the peer's, if the last one was long enough ago."""
         now = time.monotonic()
         if now < self._next_beat:
             return
-        self._beats += 1
+        self._num_beats += 1
         self._next_beat = now + self._timeout / BEATS_PER_TIMEOUT
-        self._store.set(f"{self._rank}/beat", str(self._beats))
+        self._store.set(f"{self._rank}/beat", str(self._num_beats))
         if self._store.check([f"{self.peer}/beat"]):
             beat = self._store.get(f"{self.peer}/beat").decode()
             if beat != self._peer_beat:
                 self._peer_beat = beat
-                self._silence.begin()
-        self._silence.is_expired()  # a look at the clock; there may be no other
+                self._peer_timer.begin()
+        self._peer_timer.is_expired()  # counts the time until now, which no other call may do
 
 
 _open: set[HelperLink] = set()
 
 
-def close_links(links: Iterable[HelperLink], patience: float = CLOSE_SECONDS) -> None:
-    """Shut down links. All leave before this waits for any."""
+def close_links(links: Iterable[HelperLink], timeout: float = CLOSE_SECONDS) -> None:
+    """Shut down links. Requests all shutdowns before it waits for the first one."""
     links = list(links)
-    end = time.monotonic() + patience
+    end = time.monotonic() + timeout
     for link in links:
         link.request_shutdown()
     for link in links:
@@ -290,7 +318,7 @@ def close_links(links: Iterable[HelperLink], patience: float = CLOSE_SECONDS) ->
 
 @atexit.register
 def _close_all() -> None:
-    """Cut off no thread in the middle of a message."""
+    """Let the threads finish their messages before the interpreter exits."""
     close_links(_open)
 
 
@@ -300,13 +328,19 @@ def _close_all() -> None:
 def connect_helpers(
     world: World, roles: Roles, timeout: float, owner: object = None
 ) -> list[HelperLink]:
-    """Link every worker with every helper; a collective of all ranks.
+    """Link every worker with every helper. Collective.
+
+    Args:
+        world: All ranks.
+        roles: Their roles.
+        timeout: Seconds without a heartbeat after which a peer counts as lost.
+        owner: Object that uses the links; they shut down when it is collected.
 
     Returns:
         On a worker a link to each helper, on a helper one link to worker 0.
 
     Raises:
-        SecondOrderError: On every rank, if a store cannot be opened or reached.
+        SecondOrderError: On every rank, if a rank cannot open or reach a store.
     """
     rank = world.rank
     machines = world.all_gather_object(socket.gethostname())
@@ -325,7 +359,7 @@ def connect_helpers(
             error += str(caught)
     addresses = _gather_or_raise(world, address, error)
 
-    # Every rank connects to the stores that it uses.
+    # A helper connects to its own store, and a worker to the stores of all helpers.
     links: list[HelperLink] = []
     try:
         if rank in roles.helpers:
@@ -345,16 +379,16 @@ def connect_helpers(
 
 
 def _gather_or_raise(world: World, value: T, error: str) -> list[T]:
-    """Every rank's value, or the same SecondOrderError on every rank if one has an error."""
-    found = world.all_gather_object((value, error))
-    errors = [message for _, message in found if message]
+    """Gather a value from every rank, or raise the errors of all ranks on every rank."""
+    gathered = world.all_gather_object((value, error))
+    errors = [message for _, message in gathered if message]
     if errors:
         raise SecondOrderError("; ".join(errors))
-    return [each for each, _ in found]
+    return [gathered_value for gathered_value, _ in gathered]
 
 
 def _open_store(place: str) -> TCPStore:
-    """Open a store that listens at an address of this machine only, on any free port."""
+    """Open a store on any free port. It listens at one address of this machine only."""
     family = socket.AF_INET6 if ":" in place else socket.AF_INET
     with socket.create_server((place, 0), family=family) as listener:
         return TCPStore(
@@ -367,11 +401,11 @@ def _open_store(place: str) -> TCPStore:
 
 
 def _own_address() -> str:
-    """This machine's address on the network that ``MASTER_ADDR`` is on."""
+    """Return this machine's address on the network of ``MASTER_ADDR``."""
     name = os.environ.get("MASTER_ADDR") or socket.gethostname()
     family, _, _, _, place = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(place)  # which sends nothing
+        probe.connect(place)  # for a datagram socket, this sends nothing
         own = str(probe.getsockname()[0])
     if own.startswith("127.") or own == "::1":
         raise OSError(
@@ -385,28 +419,32 @@ def _own_address() -> str:
 
 
 def pack_by_dtype(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of tensors in one flat tensor for each dtype, on the device of the first."""
-    return [
-        torch.cat([t.detach().reshape(-1).to(tensors[0].device) for t in same_dtype])
-        for same_dtype in _by_dtype(tensors)
-    ]
+    """Copy tensors into one flat tensor per dtype, on the device of the first tensor."""
+    flats = []
+    for same_dtype in _by_dtype(tensors):
+        parts = [tensor.detach().reshape(-1).to(tensors[0].device) for tensor in same_dtype]
+        flats.append(torch.cat(parts))
+    return flats
 
 
 @torch.no_grad()
 def load_model(flats: Sequence[Tensor], train: Sequence[bool], into: Sequence[Tensor]) -> None:
-    """Set a helper's parameters and buffers to the workers', and freeze those frozen there.
+    """Load the workers' parameters and buffers into a helper's model.
 
-    ``flats`` are made by :func:`pack_by_dtype`, and ``train`` says which tensors train.
+    Args:
+        flats: The workers' tensors, packed by :func:`pack_by_dtype`.
+        train: Which of the tensors require gradients on the workers.
+        into: The helper's tensors, in the same order. Their ``requires_grad`` is set to ``train``.
 
     Raises:
-        SecondOrderError: If the workers' model is another one.
+        SecondOrderError: If the workers' model has other tensors.
     """
     sent = count_elements(flats)
     own = count_elements(into)
     if (len(train), sent) != (len(into), own):
         raise SecondOrderError(
-            f"the workers' model has {len(train)} parameters and buffers of {sent} numbers, this "
-            f"helper's {len(into)} of {own}: build and change the same model on every rank"
+            f"the workers' model has {len(train)} parameters and buffers of {sent} elements, but "
+            f"this helper's has {len(into)} of {own}: build and change the same model on every rank"
         )
     for flat, same_dtype in zip(flats, _by_dtype(into), strict=True):
         unflatten_into(flat, same_dtype)
@@ -416,5 +454,6 @@ def load_model(flats: Sequence[Tensor], train: Sequence[bool], into: Sequence[Te
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Group tensors by dtype, in the order of the first tensor of each."""
     dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
     return [[tensor for tensor in tensors if tensor.dtype == dtype] for dtype in dtypes]

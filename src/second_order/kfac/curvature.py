@@ -60,7 +60,7 @@ from second_order.kfac.schedule import UPDATED_AT, Schedule
 from second_order.kfac.sharded_gradients import Bucket, make_buckets, precondition_rows
 from second_order.kfac.spd_kfac import Pipeline, Sums
 from second_order.kfac.state import (
-    CHOSEN,
+    CHOSEN_WORKERS,
     DAMPING,
     MEAN_CURVATURE,
     NEWLY_TRAINABLE_AT,
@@ -116,10 +116,10 @@ class Helpers(Protocol):
     def begin(self, training: Training, /) -> None:
         """Assign the roles. Collective."""
 
-    def offer(self, training: Training, send: Callable[..., None], /) -> None:
+    def send_snapshots(self, training: Training, send: Callable[..., None], /) -> None:
         """Send the parameters to stats workers that wait for them."""
 
-    def statistics(
+    def receive_statistics(
         self, layers: Mapping[str, KroneckerBlock], training: Training, /
     ) -> Iterable[Sums]:
         """Return the sums of each message that arrived since the last step."""
@@ -413,7 +413,7 @@ class KFAC(LayeredCurvature):
         if self.step_scale is not None:
             self.step_scale.scale_step(keep_step=self._last.may_refresh_next)
         if self.helpers is not None:
-            self.helpers.offer(self.training, self.inverses.inverter.post)
+            self.helpers.send_snapshots(self.training, self.inverses.inverter.post)
         if self.throttle is not None:
             self.throttle.end_step(refreshed=self._last.refresh_due)
 
@@ -454,7 +454,7 @@ class KFAC(LayeredCurvature):
         # The messages of stats workers, whose batches are their own.
         if helpers is not None:
             owned = {block.name: block for block in self._layers_of_a()}
-            for sums in helpers.statistics(owned, self.training):
+            for sums in helpers.receive_statistics(owned, self.training):
                 self._update_averages(sums, schedule.factor_decay())
 
         # Layers with factors of the weight gradient.
@@ -700,7 +700,7 @@ class KFAC(LayeredCurvature):
         common[UPDATED_AT] = self._schedule.updated_at
         common[NEWLY_TRAINABLE_AT] = self.layers.newly_trainable_at
         if self._system.auto_workers:
-            common |= zip(CHOSEN, (self.num_workers, self.training.world.size), strict=True)
+            common |= zip(CHOSEN_WORKERS, (self.num_workers, self.training.world.size), strict=True)
 
         # Before the first step, every rank has the same entries, because
         # set_optimizer_state_dict(full_state_dict=True) fails for 0-d tensors that a rank lacks.
@@ -775,7 +775,7 @@ class KFAC(LayeredCurvature):
         """
         inverses = self.inverses
         loaded = load_inverses(saved, self.plan, inverses)
-        inverses.requested.intersection_update(loaded.wanted)
+        inverses.requested.intersection_update(loaded.requested)
         damping = read_shared_number(saved, DAMPING, -1.0)
         inverses.load(loaded.inverses, damping if damping >= 0 else math.nan)
         for block, layer in self.plan.items():

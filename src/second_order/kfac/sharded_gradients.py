@@ -1,13 +1,16 @@
-"""Gradients of which each rank has some rows, as FSDP2 leaves them.
+"""Precondition gradients that FSDP2 shards by rows.
 
-by bucket:  rows of the gradients of the bucket's layers -> the layers' workers     one all-to-all
-            P = (A ⊗ G + γ)⁻¹ ∇, by each layer's worker
-            rows of P -> the ranks they belong to                                   one all-to-all
-then:       all clip their rows, by the sum over the workers                        one all-reduce
+Each layer has one gradient worker, the only rank with its inverse.
 
-A bucket has as many layers of each worker as fit into some megabytes of whole gradients: whole
-gradients of more than one bucket are never on a rank at once, and a small model is one bucket.
-Parameters that are whole on every rank go the same way; only their results travel.
+    for each bucket of layers
+        send the rows of the gradients to the layers' workers               one all-to-all
+        P = (A ⊗ G + γ)⁻¹ ∇ on each layer's worker
+        send the rows of P to the ranks that store these rows               one all-to-all
+    scale all rows by the KL clip ν, which needs a sum over the workers     one all-reduce
+
+A bucket has as many layers of each worker as fit into BUCKET_BYTES of whole gradients. A rank never
+stores whole gradients of more than one bucket, and a small model is one bucket. A parameter that is
+not sharded is treated in the same way, but only its results are sent.
 """
 
 from __future__ import annotations
@@ -38,19 +41,19 @@ from second_order.utils.stages import stage
 __all__ = ["make_buckets", "precondition_rows"]
 
 
-class Piece(NamedTuple):
-    """A parameter of a layer, and its rows by rank."""
+class LayerParam(NamedTuple):
+    """A parameter of a layer, and the rows of it that each rank stores."""
 
     block: KroneckerBlock
     param: Tensor
-    rows: ShardLayout
+    layout: ShardLayout
 
 
 class Bucket(NamedTuple):
-    """Layers whose gradients travel together: by rank, the parameters that it preconditions."""
+    """Parameters whose gradients are sent together, by the rank that preconditions them."""
 
     dtype: torch.dtype
-    pieces: list[list[Piece]]
+    params: list[list[LayerParam]]
 
 
 def precondition_rows(
@@ -61,9 +64,18 @@ def precondition_rows(
     dtype: torch.dtype,
     previous: Mapping[KroneckerBlock, Inverse],
 ) -> PreconditionResult:
-    """Precondition the layers that are solved, each on its worker, and write ν P by rows.
+    """Precondition the layers that have an inverse, and write the rows of ν P. Collective.
 
-    ``previous`` has the last inverses of layers that have been refreshed.
+    Args:
+        buckets: All layers, as :func:`make_buckets` returns them.
+        step: The layers of this rank.
+        training: The training run.
+        clip: The KL clip, or None.
+        dtype: Dtype of the inverses.
+        previous: Previous inverses of refreshed layers, to compute the drift.
+
+    Returns:
+        ν, and the cosines between P by the previous and by the new inverse.
     """
     if not any(block.solved for block in step.layers):
         return PreconditionResult(None, {})
@@ -74,12 +86,12 @@ def precondition_rows(
     for bucket in buckets:
         with stage("precondition_exchange"):
             whole = _gather(bucket, world, training.device)
-        here = {piece.block for piece in bucket.pieces[world.rank]}
-        found = precondition_batches(step.batches, dtype, whole.get, here)
-        cosines |= compare_inverses(found, previous, dtype)
+        local_blocks = {param.block for param in bucket.params[world.rank]}
+        preconditioned = precondition_batches(step.batches, dtype, whole.get, local_blocks)
+        cosines |= compare_inverses(preconditioned, previous, dtype)
         if clip is not None:
-            changes.append(clip.change(found))
-        write_gradients(found, None, whole.get)
+            changes.append(clip.change(preconditioned))
+        write_gradients(preconditioned, None, whole.get)
         with stage("precondition_exchange"):
             results |= _return(bucket, world, whole, training.device)
 
@@ -97,14 +109,14 @@ def precondition_rows(
 
 
 def make_buckets(step: StepPlan, world: World) -> list[Bucket]:
-    """The buckets of all layers, the same on every rank."""
+    """Assign all layers to buckets. Every rank returns the same buckets."""
     runs = split_into_buckets(
         step.layers,
         kind=lambda block: (block.work_dtype, step.layers[block].workers[0]),
         nbytes=lambda block: block.work_dtype.itemsize * sum(p.numel() for p in block.params),
         max_bytes=BUCKET_BYTES,
     )
-    # The first run of each worker is in the first bucket of its dtype, and so on.
+    # The first bucket of a dtype has the first run of every worker, and so on.
     buckets: dict[tuple[torch.dtype, int], Bucket] = {}
     filled: Counter[tuple[torch.dtype, int]] = Counter()
     for run in runs:
@@ -113,57 +125,61 @@ def make_buckets(step: StepPlan, world: World) -> list[Bucket]:
         key = (dtype, filled[dtype, worker])
         filled[dtype, worker] += 1
         bucket = buckets.setdefault(key, Bucket(dtype, [[] for _ in range(world.size)]))
-        pieces = [Piece(b, p, shard_layout(p, world)) for b in run for p in b.params]
-        bucket.pieces[worker].extend(pieces)
+        for block in run:
+            for p in block.params:
+                bucket.params[worker].append(LayerParam(block, p, shard_layout(p, world)))
     return list(buckets.values())
 
 
 def _gather(bucket: Bucket, world: World, device: torch.device) -> dict[Tensor, Tensor]:
-    """The whole gradients of this rank's layers in a bucket, from the ranks that have rows."""
-    here = world.rank
+    """Return the whole gradients of this rank's layers in a bucket. Collective."""
+    rank = world.rank
     sent: list[Tensor] = []
-    for worker, pieces in enumerate(bucket.pieces):
+    for worker, params in enumerate(bucket.params):
         parts = [torch.empty(0, dtype=bucket.dtype, device=device)]
-        for _, p, rows in pieces:
-            if rows.in_same_replica(here, worker):  # zeros where there is none: others expect them
-                gradient = (
-                    torch.zeros_like(local_tensor(p)) if p.grad is None else local_tensor(p.grad)
-                )
+        for _, p, layout in params:
+            if layout.in_same_replica(rank, worker):
+                if p.grad is None:  # the worker expects rows all the same
+                    gradient = torch.zeros_like(local_tensor(p))
+                else:
+                    gradient = local_tensor(p.grad)
                 parts.append(gradient.detach().reshape(-1).to(bucket.dtype))
         sent.append(torch.cat(parts))
 
-    # Each rank of this one's replica has sent its rows of every parameter.
-    own = bucket.pieces[here]
-    sizes = [
-        [each.rows.size(rank) for each in own if each.rows.in_same_replica(rank, here)]
-        for rank in range(world.size)
+    # Each rank of this rank's replica has sent its rows of every parameter, in the same order.
+    own_params = bucket.params[rank]
+    sizes: list[list[int]] = []
+    for source in range(world.size):
+        layouts = [param.layout for param in own_params]
+        sizes.append([x.size(source) for x in layouts if x.in_same_replica(source, rank)])
+    received = world.all_to_all(sent, [sum(row_sizes) for row_sizes in sizes])
+    rows_from = [
+        iter(flat.split(row_sizes)) for flat, row_sizes in zip(received, sizes, strict=True)
     ]
-    received = world.all_to_all(sent, [sum(each) for each in sizes])
-    arrived = [iter(flat.split(each)) for flat, each in zip(received, sizes, strict=True)]
     whole: dict[Tensor, Tensor] = {}
-    for piece in own:
-        flat = torch.cat([next(arrived[rank]) for rank in piece.rows.replicas[here]])
-        whole[piece.param] = flat.view(piece.param.shape)
+    for _, p, layout in own_params:
+        flat = torch.cat([next(rows_from[source]) for source in layout.replicas[rank]])
+        whole[p] = flat.view(p.shape)
     return whole
 
 
 def _return(
     bucket: Bucket, world: World, whole: Mapping[Tensor, Tensor], device: torch.device
 ) -> dict[Tensor, Tensor]:
-    """This rank's rows of the results for the solved layers of a bucket, flat, by parameter."""
-    here = world.rank
+    """Return this rank's rows of P for the solved layers of a bucket, flat. Collective."""
     sent: list[Tensor] = []
     for rank in range(world.size):
         parts = [torch.empty(0, dtype=bucket.dtype, device=device)]
-        for _, p, rows in bucket.pieces[here]:
-            start, stop = rows.bounds(rank)
+        for _, p, layout in bucket.params[world.rank]:
+            start, stop = layout.bounds(rank)
             parts.append(whole[p][start:stop].reshape(-1))
         sent.append(torch.cat(parts))
-    sizes = [[each.rows.size(here) for each in pieces] for pieces in bucket.pieces]
-    received = world.all_to_all(sent, [sum(each) for each in sizes])
+
+    sizes = [[param.layout.size(world.rank) for param in params] for params in bucket.params]
+    received = world.all_to_all(sent, [sum(row_sizes) for row_sizes in sizes])
     results: dict[Tensor, Tensor] = {}
-    for flat, each, pieces in zip(received, sizes, bucket.pieces, strict=True):
-        for part, piece in zip(flat.split(each), pieces, strict=True):
-            if piece.block.solved:
-                results[piece.param] = part
+    for flat, row_sizes, params in zip(received, sizes, bucket.params, strict=True):
+        for rows, param in zip(flat.split(row_sizes), params, strict=True):
+            if param.block.solved:
+                results[param.param] = rows
     return results

@@ -1,8 +1,8 @@
-"""What a checkpoint has of the layers: its entries, their checks, and their transfer between ranks.
+"""The layers' entries in a checkpoint: how they are saved, checked, loaded and sent between ranks.
 
-The entries of a layer, in the checkpoint part of its weight:
+The entries of a layer, in the ``"curvature"`` part of its weight:
 
-A, G, L                          the running averages that this process stores
+A, G, L                          the running averages that this rank stores
 average_weight, mean_eigenvalues, examples
                                  the weight of the averages, their mean eigenvalues, and the number
                                  of examples
@@ -13,15 +13,16 @@ inverse_delay                    the number of steps from inverse_step until the
 inverse_wanted                   1 if the layer is refreshed at the next step even if it is not due
 inverse_A, inverse_G, ...        the tensors of the inverse, named by the solver; only gradient
                                  workers save them
-inverse_damping                  four numbers, saved with these tensors: γ, the mean eigenvalue of
-                                 A ⊗ G + γ, the option γ, and 1 if the inverse is scaled by the
-                                 second; all are 0 if there is no inverse
-snapshot_step                    the step of an inverse that is computed on a thread; -1 if none is
-snapshot_A, snapshot_G, ...      the factors that it is computed from
+inverse_damping                  four numbers, saved with these tensors: the layer's γ, the mean
+                                 eigenvalue of A ⊗ G + γ, the option ``damping``, and 1 if the
+                                 inverse is multiplied by that mean eigenvalue; all are 0 if there
+                                 is no inverse
+snapshot_step                    the step of the factors of a pending inverse; -1 if none is pending
+snapshot_A, snapshot_G, ...      these factors
 
-:func:`factor_entries` and :func:`inverse_entries` list the tensors, with the ranks that have them.
-Saving, checks and transfers all follow these lists. Transfers are collectives: every rank calls
-them with the same layers.
+:func:`factor_entries` and :func:`inverse_entries` list the tensors and the ranks that have them.
+Saving, checking and sending use these lists. The functions that send are collectives: every rank
+calls them with the same layers.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from second_order.training.context import Training
 from second_order.training.throttle import THROTTLE_ENTRIES
 
 __all__ = [
-    "CHOSEN",
+    "CHOSEN_WORKERS",
     "DAMPING",
     "EXAMPLES",
     "MEANS",
@@ -75,32 +76,62 @@ __all__ = [
     "trainable_layers_changed",
 ]
 
-LETTERS = ("A", "G", "L")
-WEIGHT, MEANS, EXAMPLES = HEADS = ("average_weight", "mean_eigenvalues", "examples")
-STEP, DELAY, WANTED = "inverse_step", "inverse_delay", "inverse_wanted"
+# The entries of a layer.
+FACTOR_NAMES = ("A", "G", "L")
+WEIGHT = "average_weight"
+MEANS = "mean_eigenvalues"
+EXAMPLES = "examples"
+AVERAGE_ENTRIES = (WEIGHT, MEANS, EXAMPLES)
+STEP = "inverse_step"
+DELAY = "inverse_delay"
+WANTED = "inverse_wanted"
 INVERSE_DAMPING = "inverse_damping"
 STATISTICS_DUE = AGREED_STATE[1]
 SNAPSHOT = "snapshot_"
 SNAPSHOT_STEP = "snapshot_step"
 SNAPSHOT_NUMBERS = ("snapshot_damping", "snapshot_mean_curvature")
 
-CHOSEN = ("gradient_workers", "gradient_workers_of")
+# The entries that are equal for all layers.
+CHOSEN_WORKERS = ("gradient_workers", "gradient_workers_of")
 MEAN_CURVATURE = "mean_curvature"
 NEWLY_TRAINABLE_AT = "newly_trainable_at"
 DAMPING = "damping"
-"""The option γ at the last refresh, or -1 before the first; the same for all layers."""
+"""The option γ at the last refresh, or -1 before the first."""
 
-WHOLE = (*DRIFT, *THROTTLE_ENTRIES[:2])
-"""Whole numbers of at least 0."""
+COUNT_ENTRIES = (*DRIFT, *THROTTLE_ENTRIES[:2])
+"""Entries that are integers of at least 0."""
 
-KNOWN = (
-    *(*LETTERS, *HEADS, *INVERSE_ENTRIES, INVERSE_DAMPING, STEP, DELAY, WANTED, SNAPSHOT_STEP),
-    *(*SNAPSHOT_NUMBERS, *(SNAPSHOT + name for name in (*LETTERS, *HEADS)), PASS_HISTORY),
-    *(MEAN_CURVATURE, UPDATED_AT, NEWLY_TRAINABLE_AT, DAMPING, *CHOSEN, *SCALE_ENTRIES),
-    *(*USUAL_CHANGE, *THROTTLE_ENTRIES, *DRIFT, SETTLED, *AGREED_STATE, LAST_STEP, LAST_STEP_KNOWN),
+ALL_ENTRIES = (
     *HEADER,
+    # Running averages and captured passes.
+    *FACTOR_NAMES,
+    *AVERAGE_ENTRIES,
+    PASS_HISTORY,
+    *AGREED_STATE,
+    # Inverses.
+    *INVERSE_ENTRIES,
+    INVERSE_DAMPING,
+    STEP,
+    DELAY,
+    WANTED,
+    SETTLED,
+    # Pending inverses.
+    SNAPSHOT_STEP,
+    *SNAPSHOT_NUMBERS,
+    *(SNAPSHOT + name for name in (*FACTOR_NAMES, *AVERAGE_ENTRIES)),
+    # Numbers that are equal for all layers.
+    MEAN_CURVATURE,
+    UPDATED_AT,
+    NEWLY_TRAINABLE_AT,
+    DAMPING,
+    *CHOSEN_WORKERS,
+    *SCALE_ENTRIES,
+    *USUAL_CHANGE,
+    *THROTTLE_ENTRIES,
+    *DRIFT,
+    LAST_STEP,
+    LAST_STEP_KNOWN,
 )
-"""All entries."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +139,10 @@ class Entry:
     """A tensor of a layer in a checkpoint.
 
     Attributes:
-        name: Its name.
-        shape: Its shape.
-        dtype: Its dtype.
-        ranks: The ranks that have it; None if all have it.
+        name: Name of the entry.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
+        ranks: The ranks that have the tensor; None if all have it.
     """
 
     name: str
@@ -121,92 +152,105 @@ class Entry:
 
 
 def factor_entries(block: KroneckerBlock, layer: LayerPlan | None) -> list[Entry]:
-    """The running averages of a layer. A layer that has never trained has no plan."""
-    wide = torch.promote_types(block.factor_dtype, torch.float32)
+    """List the running averages of a layer.
+
+    ``layer`` is its plan, or None for a layer that has never trained, which every rank may have.
+    """
     owners: dict[str, Sequence[int] | None] = {}
-    for letter in block.shape.factor_names:
-        keeper = None if layer is None else layer.factor_owner(letter)
-        owners[letter] = None if keeper is None else [keeper]
-    means = (block.shape.record_size, block.shape.groups)
-    found = [
-        Entry(WEIGHT, (), wide, owners["A"]),
-        Entry(MEANS, means, wide, owners["A"]),
-        Entry(EXAMPLES, (), wide, owners["A"]),
+    for name in block.shape.factor_names:
+        owner = None if layer is None else layer.factor_owner(name)
+        owners[name] = None if owner is None else [owner]
+
+    number_dtype = torch.promote_types(block.factor_dtype, torch.float32)
+    means_shape = (block.shape.record_size, block.shape.groups)
+    entries = [
+        Entry(WEIGHT, (), number_dtype, owners["A"]),
+        Entry(MEANS, means_shape, number_dtype, owners["A"]),
+        Entry(EXAMPLES, (), number_dtype, owners["A"]),
     ]
-    for letter, shape in block.stored_shapes.items():
-        found.append(Entry(letter, shape, block.factor_dtype, owners[letter]))
-    return found
+    for name, shape in block.stored_shapes.items():
+        entries.append(Entry(name, shape, block.factor_dtype, owners[name]))
+    return entries
 
 
 def inverse_entries(
     block: KroneckerBlock, layer: LayerPlan | None, inverses: Inverses
 ) -> list[Entry]:
-    """The inverse of a layer, what the next one is computed from, and the history of passes."""
+    """List the tensors of a layer's inverse, of its pending inverse, and its history of passes."""
     workers = None if layer is None else layer.workers
-    source = None if layer is None or layer.source is None else [layer.source]
-    numbers = block.to_checkpoint_tensor(()).dtype
-    found = [
-        Entry(INVERSE_DAMPING, (4,), numbers, workers),
-        Entry(PASS_HISTORY, (4,), numbers, source),
+    sources = None if layer is None or layer.source is None else [layer.source]
+    number_dtype = block.to_checkpoint_tensor(()).dtype
+    entries = [
+        Entry(INVERSE_DAMPING, (4,), number_dtype, workers),
+        Entry(PASS_HISTORY, (4,), number_dtype, sources),
     ]
     for name, shape in inverses.solver.saved_shapes(block.shape).items():
-        found.append(Entry(name, shape, inverses.options.inv_dtype, workers))
+        entries.append(Entry(name, shape, inverses.options.inv_dtype, workers))
     if not inverses.waits_for_all and (layer is None or layer.factors_everywhere):
         factors = factor_entries(block, None)
-        found += [replace(entry, name=SNAPSHOT + entry.name) for entry in factors]
-    return found
+        entries += [replace(entry, name=SNAPSHOT + entry.name) for entry in factors]
+    return entries
 
 
 # --------------------------------------------------------------------------------------- saving
 
 
 def inverse_state(
-    block: KroneckerBlock, layer: LayerPlan, inverses: Inverses, room: bool
+    block: KroneckerBlock, layer: LayerPlan, inverses: Inverses, fill: bool
 ) -> dict[str, Any]:
-    """What a checkpoint has of a layer between two refreshes. Tensors are shared, not copied.
+    """Return the checkpoint entries of a layer's inverse. Tensors are shared, not copied.
 
-    If ``room`` is true, tensors that this rank may have and does not have are zeros.
-    torch.distributed.checkpoint needs them because it reads into existing tensors.
+    Args:
+        block: The layer.
+        layer: The layer's plan.
+        inverses: The inverses of all layers.
+        fill: Whether to return zeros in the place of tensors that this rank should have and lacks.
+            torch.distributed.checkpoint loads into existing tensors, so it needs them.
     """
     world = inverses.training.world
-    state = inverses.states[block] if block.solved else InverseState(step=-1, installed_at=-1)
-    found: dict[str, Any] = {
+    state = InverseState(step=-1, installed_at=-1)
+    if block.solved:
+        state = inverses.states[block]
+    entries: dict[str, Any] = {
         STEP: state.step,
         DELAY: state.installed_at - state.step,
         WANTED: int(block in inverses.requested),
     }
+
+    # The inverse in use.
     tensors = {PASS_HISTORY: block.pass_history(layer.contributors(world.size))}
     if block.inverse is not None:
         numbers = [state.damping, state.mean_eigenvalue, state.damping_option, inverses.scaled]
         tensors |= block.inverse.entries
         tensors[INVERSE_DAMPING] = block.to_checkpoint_tensor([float(number) for number in numbers])
 
-    # The inverse that is being computed.
-    if not layer.factors_everywhere:  # its owner alone has what it is computed from
-        found[WANTED] = int(found[WANTED] or block in inverses.pending)
+    # The pending inverse. If only the owner has its factors, the resumed run computes it again.
+    if not layer.factors_everywhere:
+        entries[WANTED] = int(entries[WANTED] or block in inverses.pending)
     elif not inverses.waits_for_all:
         inverses.snapshot_factors([block])
-        solve = inverses.pending.get(
-            block, PendingInverse(step=-1, damping_option=0.0, mean_curvature=0.0)
-        )
-        found[SNAPSHOT_STEP] = solve.step
-        found |= zip(
-            SNAPSHOT_NUMBERS, (float(solve.damping_option), solve.mean_curvature), strict=True
-        )
-        if solve.factors is not None:
-            tensors |= {SNAPSHOT + name: x for name, x in solve.factors.entries.items()}
+        none_pending = PendingInverse(step=-1, damping_option=0.0, mean_curvature=0.0)
+        pending = inverses.pending.get(block, none_pending)
+        snapshot_numbers = (float(pending.damping_option), pending.mean_curvature)
+        entries[SNAPSHOT_STEP] = pending.step
+        entries |= zip(SNAPSHOT_NUMBERS, snapshot_numbers, strict=True)
+        if pending.factors is not None:
+            for name, tensor in pending.factors.entries.items():
+                tensors[SNAPSHOT + name] = tensor
 
+    # The tensors that this rank has to save.
     for entry in inverse_entries(block, layer, inverses):
-        if entry.ranks is None or world.rank in entry.ranks:
-            if entry.name in tensors:
-                found[entry.name] = tensors[entry.name]
-            elif room:
-                device = block.weight.device
-                found[entry.name] = torch.zeros(entry.shape, dtype=entry.dtype, device=device)
-    return found
+        if entry.ranks is not None and world.rank not in entry.ranks:
+            continue
+        if entry.name in tensors:
+            entries[entry.name] = tensors[entry.name]
+        elif fill:
+            device = block.weight.device
+            entries[entry.name] = torch.zeros(entry.shape, dtype=entry.dtype, device=device)
+    return entries
 
 
-# ------------------------------------------------------------------------------ transfer of entries
+# -------------------------------------------------------------------------------------- sending
 
 
 def send_entries(
@@ -216,11 +260,19 @@ def send_entries(
     saved: Mapping[str, Tensor],
     ranks: Sequence[int],
 ) -> dict[str, Tensor]:
-    """Send entries of a layer to ranks that lack them; a collective.
+    """Send entries of a layer to ranks that lack them. Collective.
 
-    Returns the entries that this rank has now. Those that their first rank lacks are missing.
+    Args:
+        world: The ranks.
+        block: The layer.
+        entries: The entries, and the ranks that have them. The first of these ranks sends.
+        saved: The tensors of this rank, by entry name.
+        ranks: The ranks that receive the entries.
+
+    Returns:
+        The entries that this rank has now, without those that their sender lacks.
     """
-    found: dict[str, Tensor] = {}
+    local: dict[str, Tensor] = {}
     for entry in entries:
         has = entry.ranks is None or world.rank in entry.ranks
         value = saved.get(entry.name) if has else None
@@ -234,32 +286,33 @@ def send_entries(
             if world.rank in ranks and not has and bool(present):
                 value = sent
         if value is not None:
-            found[entry.name] = value
-    return found
+            local[entry.name] = value
+    return local
 
 
 def move_factors(
     world: World,
     plan: Mapping[KroneckerBlock, LayerPlan],
-    before: Mapping[KroneckerBlock, LayerPlan],
+    prev_plan: Mapping[KroneckerBlock, LayerPlan],
 ) -> None:
-    """Send the factors of layers whose owners have changed to the new owners."""
-    for block in before.keys() - plan.keys():  # they do not train
+    """Send factors to their new owners, if the plan has changed. Collective."""
+    for block in prev_plan.keys() - plan.keys():  # layers that no longer train
         block.set_owned_factors(block.owned_factors)
     for block, layer in plan.items():
-        old = before.get(block, layer)
+        prev_layer = prev_plan.get(block, layer)
         received: dict[str, Tensor | None] = {}
-        if not layer.factors_everywhere and old.inverse_ranks != layer.inverse_ranks:
+        if not layer.factors_everywhere and prev_layer.inverse_ranks != layer.inverse_ranks:
             saved = {} if block.factors is None else block.saved_factors()
-            for entry in factor_entries(block, old):
-                letter = entry.name in block.shape.factor_names
-                new = [layer.inverse_rank(entry.name)] if letter else layer.inverse_ranks
-                found = send_entries(world, block, [entry], saved, new)
-                if world.rank in new and (letter or entry.name in found):
-                    received[entry.name] = found.get(entry.name)  # None if it is lost
-        here = (None, world.rank)
+            for entry in factor_entries(block, prev_layer):
+                # A factor goes to its owner, the other entries to the owners of A and of G.
+                is_factor = entry.name in block.shape.factor_names
+                receivers = [layer.inverse_rank(entry.name)] if is_factor else layer.inverse_ranks
+                local = send_entries(world, block, [entry], saved, receivers)
+                if world.rank in receivers and (is_factor or entry.name in local):
+                    received[entry.name] = local.get(entry.name)  # None if the factor is lost
+        owners = (None, world.rank)  # None: every rank owns the factor
         owned_factors = OwnedFactors(
-            a=layer.factor_owner("A") in here, g=layer.factor_owner("G") in here
+            a=layer.factor_owner("A") in owners, g=layer.factor_owner("G") in owners
         )
         block.set_owned_factors(owned_factors)
         if received and block.factors is not None:
@@ -272,23 +325,31 @@ def move_factors(
 def check_saved(
     saved: Mapping[Tensor, SavedPart], blocks: Sequence[KroneckerBlock], inverses: Inverses
 ) -> None:
-    """Raise ValueError unless all entries are known and finite, and tensors fit their layers.
+    """Check the entries of a checkpoint before any of them is loaded.
 
-    A layer that is frozen may have been saved with its bias, and one that has no block here with
-    any sizes: of such layers, factors that do not fit are not loaded.
+    The shapes of a frozen layer are not checked if its factors have another size, perhaps because
+    they were saved with its bias: such factors are not loaded. Neither are those of a parameter
+    without a block.
+
+    Raises:
+        ValueError: If an entry is unknown or non-finite, or a tensor does not fit its layer.
     """
     block_of: dict[Tensor, KroneckerBlock] = {block.weight: block for block in blocks}
     for p, part in saved.items():
-        part.check_known(KNOWN)
+        part.check_known(ALL_ENTRIES)
+
+        # The shapes that are known.
         shapes: dict[str, tuple[int, ...]] = {LAST_STEP: tuple(p.shape)}
         block = block_of.get(p)
         if block is not None and (block.trainable or not block.size_mismatch(part)):
-            if part.keys() & {*LETTERS, MEANS, EXAMPLES}:
+            if part.keys() & {*FACTOR_NAMES, MEANS, EXAMPLES}:
                 part.require([WEIGHT, MEANS])
             for entry in (*factor_entries(block, None), *inverse_entries(block, None, inverses)):
                 shapes[entry.name] = entry.shape
+
+        # The values.
         for key, value in part.items():
-            if key in WHOLE:
+            if key in COUNT_ENTRIES:
                 part.whole(key, 0)
             elif isinstance(value, Tensor):
                 part.tensor(key, shapes.get(key))
@@ -296,7 +357,7 @@ def check_saved(
                 part.number(key)
         if PASS_HISTORY in part:
             status = float(part[PASS_HISTORY][0])
-            if status not in [each.value for each in LayerStatus]:
+            if status not in [known.value for known in LayerStatus]:
                 raise part.wrong(PASS_HISTORY, f"begins with {status:g}, which is no layer status")
 
 
@@ -305,39 +366,45 @@ def check_saved(
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint has of the layers of a plan, as far as this rank works on them.
+    """The inverses in a checkpoint, as far as this rank needs them.
 
     Attributes:
         inverses: The inverses of layers that had one.
-        snapshots: The inverses that were being computed on threads.
-        missing: Layers of which this rank lacks a part that it needs.
-        wanted: Layers that are to be refreshed at the next step, because the run was about to.
+        snapshots: The inverses that were pending.
+        missing: Layers without an entry that this rank needs.
+        requested: Layers to refresh at the next step even if they are not due.
     """
 
     inverses: dict[KroneckerBlock, LoadedInverse]
     snapshots: dict[KroneckerBlock, PendingInverse]
     missing: set[KroneckerBlock]
-    wanted: set[KroneckerBlock]
+    requested: set[KroneckerBlock]
 
 
-def read_shared_number(saved: Mapping[Tensor, SavedPart], key: str, otherwise: float) -> float:
-    """A number that all layers have; ``otherwise`` if the checkpoint lacks it."""
+def read_shared_number(saved: Mapping[Tensor, SavedPart], key: str, default: float) -> float:
+    """Return a number that is equal for all layers, or ``default`` if the checkpoint lacks it."""
     for part in saved.values():
         if key in part:
             return part.number(key)
-    return otherwise
+    return default
 
 
-def read_num_gradient_workers(saved: Mapping[Tensor, SavedPart], ranks: int) -> int:
-    """The number of gradient workers that was chosen for so many ranks, or 0."""
-    workers, of = (int(read_shared_number(saved, name, 0.0)) for name in CHOSEN)
-    return workers if of == ranks and workers and ranks % workers == 0 else 0
+def read_num_gradient_workers(saved: Mapping[Tensor, SavedPart], world_size: int) -> int:
+    """Return the number of gradient workers per layer in a checkpoint.
+
+    Returns 0 if the checkpoint has none, or was written with another world size.
+    """
+    num_workers = int(read_shared_number(saved, CHOSEN_WORKERS[0], 0.0))
+    saved_world_size = int(read_shared_number(saved, CHOSEN_WORKERS[1], 0.0))
+    if num_workers == 0 or saved_world_size != world_size or world_size % num_workers:
+        return 0
+    return num_workers
 
 
 def load_factors(
     saved: Mapping[Tensor, SavedPart], blocks: Sequence[KroneckerBlock], training: Training
 ) -> None:
-    """Take over the factors of layers, in the dtypes they were saved in."""
+    """Load the running averages of layers, in the dtypes of the checkpoint."""
     for block in blocks:
         part: Mapping[str, Any] = saved.get(block.weight, {})
         block.staged.clear()
@@ -346,20 +413,20 @@ def load_factors(
             continue
         if block.size_mismatch(part):
             training.warn(
-                f"the factors of layer {block.name!r} are not taken over: it is frozen, and "
-                f"saved with another size, with its bias perhaps; once it trains they are "
-                f"taken anew"
+                f"the factors of the frozen layer {block.name!r} are not loaded, because they "
+                f"were saved with another size, perhaps with its bias; if you unfreeze the layer, "
+                f"its running averages start again"
             )
         elif WEIGHT in part or part.get(STATISTICS_DUE, 0):
-            # A rank may have been given the factors of its own layers alone. Those of the others
-            # count as known. If it lacks its own, they are lost, as the next refresh finds out.
+            # The part may lack factors that another rank owns. If it lacks factors that this rank
+            # owns, the next refresh finds out that they are lost.
             block.load_factors(part)
 
 
 def trainable_layers_changed(
     saved: Mapping[Tensor, SavedPart], plan: Mapping[KroneckerBlock, LayerPlan]
 ) -> bool:
-    """Whether other layers train now than when a checkpoint was written."""
+    """Return whether a checkpoint was written while other layers were trainable."""
     trained = {weight for weight, part in saved.items() if STEP in part}
     return trained != {block.weight for block in plan}
 
@@ -369,16 +436,18 @@ def load_inverses(
     plan: Mapping[KroneckerBlock, LayerPlan],
     inverses: Inverses,
 ) -> Loaded:
-    """Read the inverses of the layers that train, and what was being computed."""
+    """Read the inverses of the trainable layers, and those that were pending."""
     rank = inverses.training.world.rank
-    loaded = Loaded({}, {}, set(), set())
+    loaded = Loaded(inverses={}, snapshots={}, missing=set(), requested=set())
     for block, layer in plan.items():
         part = saved.get(block.weight)
-        if part is None or STEP not in part:  # it did not train
-            loaded.wanted.add(block)
+        if part is None or STEP not in part:  # the layer was frozen
+            loaded.requested.add(block)
             continue
         if part[WANTED]:
-            loaded.wanted.add(block)
+            loaded.requested.add(block)
+
+        # The inverse in use.
         if part[STEP] >= 0:
             step = int(part[STEP])
             inverse = LoadedInverse(InverseState(step, step + int(part[DELAY])))
@@ -387,35 +456,45 @@ def load_inverses(
                 if inverse.inverse is None:
                     loaded.missing.add(block)
             loaded.inverses[block] = inverse
+
+        # The pending inverse.
         if (
             part.get(SNAPSHOT_STEP, -1) >= 0
             and not inverses.waits_for_all
             and layer.factors_everywhere
         ):
-            names = {SNAPSHOT + name: name for name in (*HEADS, *block.shape.factor_names)}
-            if part.keys() >= names.keys():
-                factors = block.read_factors({names[name]: part[name] for name in names})
-                damping, curvature = (float(part[name]) for name in SNAPSHOT_NUMBERS)
-                step = int(part[SNAPSHOT_STEP])
-                loaded.snapshots[block] = PendingInverse(step, damping, curvature, factors=factors)
-            else:
+            names = (*AVERAGE_ENTRIES, *block.shape.factor_names)
+            if any(SNAPSHOT + name not in part for name in names):
                 loaded.missing.add(block)
+                continue
+            damping, mean_curvature = SNAPSHOT_NUMBERS
+            loaded.snapshots[block] = PendingInverse(
+                step=int(part[SNAPSHOT_STEP]),
+                damping_option=float(part[damping]),
+                mean_curvature=float(part[mean_curvature]),
+                factors=block.read_factors({name: part[SNAPSHOT + name] for name in names}),
+            )
     return loaded
 
 
 def _read_inverse(
     part: Mapping[str, Any], block: KroneckerBlock, inverses: Inverses, loaded: LoadedInverse
 ) -> LoadedInverse:
-    """Add the inverse itself, unless it has another solver or ``grafting``."""
+    """Read the tensors of an inverse; return ``loaded`` if this run cannot use them.
+
+    The run may have another solver or ``grafting``, or the checkpoint may lack the tensors.
+    """
     names = inverses.solver.saved_shapes(block.shape)
     if not part.keys() >= {INVERSE_DAMPING, *names}:
         return loaded
-    damping, trace, option, scaled = part[INVERSE_DAMPING].tolist()
-    empty = not all(bool(part[name].any()) for name in names)  # no inverse was read
+    damping, mean_eigenvalue, option, scaled = part[INVERSE_DAMPING].tolist()
+    empty = not all(bool(part[name].any()) for name in names)  # zeros from ``fill``
     if empty or scaled != inverses.scaled:
         return loaded
     entries: dict[str, Tensor] = {}
     for name in names:
         entries[name] = part[name].to(block.weight.device, inverses.options.inv_dtype, copy=True)
-    state = replace(loaded.state, damping=damping, mean_eigenvalue=trace, damping_option=option)
+    state = replace(
+        loaded.state, damping=damping, mean_eigenvalue=mean_eigenvalue, damping_option=option
+    )
     return LoadedInverse(state, inverses.solver(entries))

@@ -1,12 +1,13 @@
-"""Gradient workers, and stats workers that compute statistics for them (Zhang et al. 2023).
+"""Stats workers, which compute statistics for the gradient workers (DistKFAC, Zhang et al. 2023).
 
-    worker 0      ->  stats worker    a snapshot: the newest parameters and buffers, which of them
-                                      train, and which are optimized
-    stats worker  ->  every worker    the statistics at that snapshot, of the worker's layers
+    worker 0      ->  stats worker    a snapshot: the current parameters and buffers, which of them
+                                      are trainable, and which are optimized
+    stats worker  ->  every worker    statistics at that snapshot, for the layers that the worker
+                                      owns
 
-A stats worker gets the next snapshot when its statistics have arrived: no rank waits, and at most
-one message of a kind travels. :class:`StatsWorkers` is the gradient workers' end of the links,
-:class:`StatsWorker` the other one.
+Worker 0 sends the next snapshot after the statistics of the last one have arrived. So no worker
+waits, and at most one message of each kind is on its way. :class:`StatsWorkers` is the gradient
+workers' end of the links, :class:`StatsWorker` is the other end.
 """
 
 from __future__ import annotations
@@ -49,132 +50,171 @@ Sums: TypeAlias = dict[KroneckerBlock, StatisticsSums]
 
 
 def _roles(training: Training, count: int) -> Roles:
+    """Assign the last ``count`` ranks to be stats workers."""
     return assign_roles(training.world.size, count, "stats", training.under_ddp)
 
 
 def _model_tensors(model: nn.Module) -> list[Tensor]:
-    """The parameters and buffers of a model, which snapshots contain."""
+    """List the tensors of a snapshot: the model's parameters and buffers."""
     return [*model.parameters(), *model.buffers()]
 
 
-def _optimized(training: Training) -> list[bool]:
-    """Which of the model's tensors are in the parameter groups."""
-    members = {id(p) for group in training.groups for p in group["params"]}
-    return [id(tensor) in members for tensor in _model_tensors(training.model)]
+def _are_optimized(training: Training) -> list[bool]:
+    """Return for each tensor of a snapshot whether it is in the parameter groups."""
+    optimized = {id(p) for group in training.groups for p in group["params"]}
+    return [id(tensor) in optimized for tensor in _model_tensors(training.model)]
 
 
 def unpack_statistics(
-    message: Message, mine: Mapping[str, KroneckerBlock]
+    message: Message, owned: Mapping[str, KroneckerBlock]
 ) -> dict[str, StatisticsSums | None]:
-    """The sums of a message by layer, or None where they are not finite or of no example.
+    """Unpack the sums of a stats worker's message.
 
-    Returns an empty dictionary if the message's layers are not this process's.
+    Args:
+        message: For each layer its head, then its factors.
+        owned: The layers that this rank owns, by name.
+
+    Returns:
+        The sums by layer; None if they are non-finite or count no example. Empty if the message has
+        a layer that this rank does not own.
     """
     names = message.note["layers"]
-    if any(name not in mine for name in names):
+    if any(name not in owned for name in names):
         return {}
-    found: dict[str, StatisticsSums | None] = {}
+    unpacked: dict[str, StatisticsSums | None] = {}
     tensors = iter(message.tensors)
     for name in names:
-        device = mine[name].weight.device
+        block = owned[name]
         head = next(tensors)
-        factors = {letter: next(tensors) for letter in mine[name].stored_shapes}
-        finite = all(bool(each.isfinite().all()) for each in (head, *factors.values()))
-        moved = {k: factor.to(device, non_blocking=True) for k, factor in factors.items()}
-        sums = StatisticsSums(moved, head.to(device, non_blocking=True))
-        found[name] = sums if finite and bool(head[1] > 0) else None
-    return found
+        factors = {factor_name: next(tensors) for factor_name in block.stored_shapes}
+        is_finite = all(bool(tensor.isfinite().all()) for tensor in (head, *factors.values()))
+        if not is_finite or not bool(head[1] > 0):
+            unpacked[name] = None
+            continue
+        device = block.weight.device
+        for factor_name, factor in factors.items():
+            factors[factor_name] = factor.to(device, non_blocking=True)
+        unpacked[name] = StatisticsSums(factors, head.to(device, non_blocking=True))
+    return unpacked
 
 
 class StatsWorkers:
-    """The stats workers, as a gradient worker knows them."""
+    """The stats workers, from the point of view of a gradient worker.
 
-    def __init__(self, count: int, patience: float) -> None:
+    Args:
+        count: Number of stats workers.
+        timeout: Seconds without a heartbeat until a stats worker counts as lost.
+
+    Attributes:
+        links: The links to the stats workers that are alive.
+        own_passes: Whether statistics come from the training passes of the workers.
+        needs_statistics: Whether the last statistics were invalid, or none have arrived since the
+            layers changed.
+        plan_version: Number of changes of the layers. Statistics of earlier versions are discarded.
+    """
+
+    def __init__(self, count: int, timeout: float) -> None:
         self.count = count
-        self._patience = patience
-        self.active: list[HelperLink] = []  # the links to stats workers that are alive
-        self._offered: dict[HelperLink, int] = {}  # number of snapshots sent, by worker 0
-        self._answered: dict[HelperLink, int] = {}  # number of those whose statistics have come
-        self.own_passes = True  # statistics come from the training passes
-        self.needs_statistics = (
-            True  # no valid statistics have come last, or since a change of the layers
-        )
-        self.plan_version = 0  # number of such changes: earlier statistics are dropped
+        self._timeout = timeout
+        self.links: list[HelperLink] = []
+        self._num_sent: dict[HelperLink, int] = {}  # snapshots that worker 0 has sent
+        self._num_answered: dict[HelperLink, int] = {}  # those whose statistics have arrived
+        self.own_passes = True
+        self.needs_statistics = True
+        self.plan_version = 0
 
     def begin(self, training: Training) -> None:
-        """Be one of the gradient workers from now on; a collective of all processes."""
-        self.active += split_into_roles(training, _roles(training, self.count), self._patience)
+        """Make this rank a gradient worker. Collective over all ranks."""
+        self.links += split_into_roles(training, _roles(training, self.count), self._timeout)
 
-    def offer(self, training: Training, send: Sender) -> None:
-        """Send the newest parameters to stats workers without a snapshot; worker 0 does."""
-        for link in self.active if training.world.rank == 0 else ():
-            offered = self._offered.get(link, 0)
-            if offered > self._answered.get(link, 0):
+    def send_snapshots(self, training: Training, send: Sender) -> None:
+        """On worker 0, send the parameters to stats workers that have finished their snapshot."""
+        if training.world.rank != 0:
+            return
+        for link in self.links:
+            num_sent = self._num_sent.get(link, 0)
+            if num_sent > self._num_answered.get(link, 0):
                 continue
-            self._offered[link] = offered + 1
-            newest = _model_tensors(training.model)
+            self._num_sent[link] = num_sent + 1
+            tensors = _model_tensors(training.model)
             note: dict[str, Any] = {
                 "plan_version": self.plan_version,
-                "train": [tensor.requires_grad for tensor in newest],
-                "optimized": _optimized(training),
+                "train": [tensor.requires_grad for tensor in tensors],
+                "optimized": _are_optimized(training),
             }
-            send(pack_by_dtype(newest), partial(link.send, **note))
+            send(pack_by_dtype(tensors), partial(link.send, **note))
 
-    def statistics(self, mine: Mapping[str, KroneckerBlock], training: Training) -> Iterator[Sums]:
-        """The sums of each message that has come since the last step."""
-        for link in self.active:
+    def receive_statistics(
+        self, owned: Mapping[str, KroneckerBlock], training: Training
+    ) -> Iterator[Sums]:
+        """Yield the sums of each message that has arrived, for the layers that this rank owns."""
+        for link in self.links:
             message = link.receive()
             if message is None:
                 continue
-            self._answered[link] = message.note["snapshots"]
-            if message.note["plan_version"] < self.plan_version:  # before layers changed
+            self._num_answered[link] = message.note["snapshots"]
+            if message.note["plan_version"] < self.plan_version:
                 continue
-            found = unpack_statistics(message, mine)
-            self.needs_statistics = bool(found) and not any(found.values())
-            if None in found.values() and training.is_first_warning("nonfinite"):
+            unpacked = unpack_statistics(message, owned)
+            self.needs_statistics = bool(unpacked) and not any(unpacked.values())
+            if None in unpacked.values() and training.is_first_warning("nonfinite"):
                 training.warn(
-                    "a stats worker has sent statistics that are not finite: they are dropped"
+                    "a stats worker has sent non-finite statistics, or none of any example: they "
+                    "are discarded"
                 )
-            yield {mine[layer]: sums for layer, sums in found.items() if sums is not None}
+            yield {owned[name]: sums for name, sums in unpacked.items() if sums is not None}
 
     def restart(self) -> None:
-        """After a change of layers or owners, take statistics here until others come."""
-        if self.active:
+        """After a change of layers or owners, use the training passes until statistics arrive."""
+        if self.links:
             self.own_passes = True
             self.needs_statistics = True
             self.plan_version += 1
 
     def agree(self, training: Training) -> None:
-        """Agree with the other workers: does one need statistics; which links are lost."""
-        if not self.active:
+        """Agree with the other workers on lost links and on the source of statistics. Collective.
+
+        If one worker needs statistics, or no stats worker is left, all workers use their training
+        passes.
+        """
+        if not self.links:
             return
-        gone = [float(link.lost or link.peer_closed) for link in self.active]
-        flags = torch.tensor([float(self.needs_statistics), *gone], device="cpu")
+        is_lost = [float(link.lost or link.peer_closed) for link in self.links]
+        flags = torch.tensor([float(self.needs_statistics), *is_lost], device="cpu")
         with stage("wait"):
             training.world.on_cpu().all_reduce_max([flags]).wait()
-        needs_statistics, *gone = flags.tolist()
-        lost = [link for link, flag in zip(self.active, gone, strict=True) if flag]
+        needs_statistics, *is_lost = flags.tolist()
+
+        lost = [link for link, flag in zip(self.links, is_lost, strict=True) if flag]
         if lost:
+            self._close(lost, timeout=0.1)
             names = ", ".join(f"stats worker {link.peer}" for link in lost)
-            self._close(lost, 0.1)
-            rest = "statistics are taken from the training passes again"
-            if self.active:
-                rest = "the others go on"
-            training.warn(f"{names} has left, died, or not been heard of: {rest}")
-        self.own_passes = not self.active or bool(needs_statistics)
+            consequence = "statistics come from the training passes again"
+            if self.links:
+                consequence = "the other stats workers continue"
+            training.warn(f"lost contact with {names}: {consequence}")
+        self.own_passes = not self.links or bool(needs_statistics)
 
     def close(self) -> None:
-        """Shut down all links, and wait for all of them together."""
-        self._close(self.active, self._patience)
+        """Shut down all links."""
+        self._close(self.links, self._timeout)
         self.own_passes = True
 
-    def _close(self, links: Sequence[HelperLink], patience: float) -> None:
-        close_links(links, patience)
-        self.active = [link for link in self.active if link not in links]
+    def _close(self, links: Sequence[HelperLink], timeout: float) -> None:
+        close_links(links, timeout)
+        self.links = [link for link in self.links if link not in links]
 
 
 class StatsWorker(LayeredCurvature):
-    """A process that computes statistics for the others' training, and does not train."""
+    """A rank that computes statistics for the gradient workers, and does not train.
+
+    Args:
+        training: The training run.
+        options: Options of K-FAC.
+        system: The rules of DistKFAC.
+        count: Number of stats workers.
+        timeout: Seconds without a heartbeat until the workers count as lost.
+    """
 
     is_helper = True
 
@@ -184,29 +224,30 @@ class StatsWorker(LayeredCurvature):
         options: KFACOptions,
         system: System,
         count: int,
-        patience: float,
+        timeout: float,
     ) -> None:
         super().__init__(training)
         self.layers = Layers(training, options, system.rules, system.conv_approximation)
         self._system = system
         self._count = count
-        self._patience = patience
-        self._workers = training.world.size - count
-        self.link: HelperLink | None = None  # to the workers, until it is closed
-        self._snapshots = 0  # number received
+        self._timeout = timeout
+        self._num_workers = training.world.size - count
+        self.link: HelperLink | None = None  # to worker 0, until it is closed
+        self._num_snapshots = 0
         self._plan_version = 0
-        self.optimized: list[bool] = []  # which parameters and buffers the workers optimize
+        self.optimized: list[bool] = []  # for each tensor of a snapshot, if the workers optimize it
         self.layers.find()
 
     def begin(self) -> None:
-        """Be one of the stats workers from now on; a collective of all processes."""
+        """Make this rank a stats worker. Collective over all ranks."""
         roles = _roles(self.training, self._count)
-        (self.link,) = split_into_roles(self.training, roles, self._patience)
-        self.optimized = _optimized(self.training)
-        self._look()
+        (self.link,) = split_into_roles(self.training, roles, self._timeout)
+        self.optimized = _are_optimized(self.training)
+        self._observe_layers()
         self.layers.warn_of_uncovered()
 
-    def _look(self) -> None:
+    def _observe_layers(self) -> None:
+        """Capture statistics of all layers in all passes."""
         self.layers.mark_changed()
         self.layers.start_capture()
         self.layers.update_active()
@@ -214,20 +255,23 @@ class StatsWorker(LayeredCurvature):
         self.layers.set_capturing(True)
 
     def replan(self) -> None:
-        """Look for the layers that the workers optimize: they may have added a group."""
+        """Find the layers that the workers optimize, because they may have added a group."""
         if self.link is None:
             return
+        optimized: list[Tensor] = []
         tensors = _model_tensors(self.training.model)
-        theirs = [t for t, optimized in zip(tensors, self.optimized, strict=False) if optimized]
-        self.layers.find(theirs or None)
-        self._look()
+        for tensor, is_optimized in zip(tensors, self.optimized, strict=False):
+            if is_optimized:
+                optimized.append(tensor)
+        self.layers.find(optimized or None)
+        self._observe_layers()
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
-        """Raise ValueError: a stats worker's model stays whole."""
+        """Raise ValueError, because the model of a stats worker cannot be sharded."""
         raise ValueError(sharding_error(self.training.name, "stats"))
 
     def prepare(self) -> None:
-        """Send the statistics of the last passes, and get the newest parameters."""
+        """Send the statistics of the last passes, and load the next snapshot."""
         self._send_statistics()
         self._load_snapshot()
 
@@ -244,11 +288,12 @@ class StatsWorker(LayeredCurvature):
                 if not self._load_snapshot():
                     break
                 self.layers.collector.gradient_scale = GradientScale(None)
-                # While everything is frozen, messages without statistics keep both sides in step.
+                # If every parameter is frozen, send messages without statistics all the same,
+                # because worker 0 sends the next snapshot only after one.
                 if any(p.requires_grad for p in self.training.model.parameters()):
                     with torch.enable_grad():
-                        found = loss_fn(batch)
-                        loss = found[0] if isinstance(found, tuple) else found
+                        result = loss_fn(batch)
+                        loss = result[0] if isinstance(result, tuple) else result
                         loss.backward()
                 self._send_statistics()
                 for p in self.training.model.parameters():
@@ -256,22 +301,23 @@ class StatsWorker(LayeredCurvature):
                 self.drop_pending()
                 sent += 1
         except BaseException:
-            self._close_link(1.0)
+            self._close_link(timeout=1.0)
             raise
         if self.link is not None and not self.workers_closed:
-            self.training.warn("the workers have not been heard of any more: serve() returns")
+            self.training.warn("lost contact with the workers: serve() returns")
         return sent
 
     def _load_snapshot(self) -> bool:
-        """Wait for the newest parameters, and load them; False if none will come.
+        """Wait for the next snapshot, and load it. Returns False if the workers are gone.
 
-        Parameters frozen there are frozen here, because their statistics would be of no use.
+        Freezes the parameters that the workers have frozen, because the workers do not use their
+        statistics.
         """
         message = None if self.link is None else self.link.wait()
         if message is None:
             return False
         note = message.note
-        self._snapshots += 1
+        self._num_snapshots += 1
         self._plan_version = note["plan_version"]
         load_model(message.tensors, note["train"], _model_tensors(self.training.model))
         if self.optimized != note["optimized"]:
@@ -280,65 +326,70 @@ class StatsWorker(LayeredCurvature):
         return True
 
     def _send_statistics(self) -> None:
-        """Send the statistics captured since the last message to the layers' owners."""
+        """Send each layer's statistics since the last message to the worker that owns the layer."""
         self.layers.update_active()
         active = self.layers.active
         self.layers.verify_pairs(active)
         sums = self.layers.pop_sums([block for block in active if not block.staged.empty])
         if self.layers.reduction == "step_mean":
             sums = self.layers.undo_step_mean(sums, share=1.0)
-        plan = self._system.plan(list(map(layer_dims, active)), self._workers)
-        owned: list[list[KroneckerBlock]] = [[] for _ in range(self._workers)]
+
+        plan = self._system.plan([layer_dims(block) for block in active], self._num_workers)
+        owned: list[list[KroneckerBlock]] = [[] for _ in range(self._num_workers)]
         for block, layer in zip(active, plan.layers, strict=True):
             if block in sums:
                 owned[layer.inverse_rank("A")].append(block)
         if self.link is None:
             return
         for rank, blocks in enumerate(owned):
-            tensors = [t for b in blocks for t in (sums[b].head, *sums[b].factors.values())]
+            tensors: list[Tensor] = []
+            for block in blocks:
+                tensors.append(sums[block].head)
+                tensors += sums[block].factors.values()
             self.link.send(
                 tensors,
                 to=rank,
                 layers=[block.name for block in blocks],
                 plan_version=self._plan_version,
-                snapshots=self._snapshots,
+                snapshots=self._num_snapshots,
             )
 
     def metrics(self) -> dict[str, float]:
-        """The workers' names, with NaN: this process preconditions nothing."""
+        """Return NaN for each metric, because this rank preconditions nothing."""
         return dict.fromkeys(METRIC_NAMES, math.nan)
 
     def summary(self) -> Summary:
-        """A table of every layer that this process watches."""
+        """Return a table of the observed layers."""
         return replace(self.layers.summary({}), lines=["no inverses here"])
 
     def close(self) -> None:
         """Shut down the link to the workers, and release the model."""
-        self._close_link(self._patience)
+        self._close_link(self._timeout)
         self.layers.close()
 
-    def _close_link(self, patience: float) -> None:
+    def _close_link(self, timeout: float) -> None:
         if self.link is not None:
-            self.link.close(patience)
+            self.link.close(timeout)
             self.link = None
 
 
 def with_stats_workers(
     training: Training, options: KFACOptions, system: System, own: DistKFACOptions
 ) -> Curvature:
-    """Make this rank's curvature where the last ranks compute statistics for the others."""
-    count, patience = own.stats_workers, float(own.helper_timeout)
+    """Return this rank's curvature. The last ``stats_workers`` ranks become stats workers."""
+    count = own.stats_workers
+    timeout = float(own.helper_timeout)
     if own.inverse_device == "cuda":
         system = replace(system, description=f"{system.description} {training.device.type}")
     if count and training.world.size == 1:
         training.warn(
-            f"{training.name}(stats_workers={count}) with one process: nobody computes "
-            f"statistics on the side, so they are taken from this process's own passes"
+            f"{training.name}(stats_workers={count}) has one process only: statistics come from "
+            f"its training passes"
         )
         count = 0
     if not count:
         return KFAC(training, options, system)
     system = replace(system, plan=partial(distkfac_plan, factors_everywhere=False))
     if training.world.rank < training.world.size - count:
-        return KFAC(training, options, system, StatsWorkers(count, patience))
-    return StatsWorker(training, options, system, count, patience)
+        return KFAC(training, options, system, StatsWorkers(count, timeout))
+    return StatsWorker(training, options, system, count, timeout)

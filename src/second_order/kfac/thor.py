@@ -1,13 +1,16 @@
-"""Which layers a refresh computes, by the traces of their curvature (Chen et al., AAAI 2021: THOR).
+"""Choose the layers that a refresh computes by the trace of their curvature (THOR).
 
-C = A ⊗ G + γ at a refresh, C₀ at the layer's last one, and Δ = |tr C - tr C₀| / tr C₀:
+C = A ⊗ G + γ at this refresh, C₀ at the layer's last computed one, and
+Δ = |tr C - tr C₀| / tr C₀ (Chen et al., AAAI 2021):
 
-Δ > upper            computed
-lower <= Δ <= upper  spared: its inverse is kept until the next refresh
-Δ < lower            settled: its inverse is kept, and its trace is not compared any more
+    Δ > upper             compute the inverse
+    lower <= Δ <= upper   skip this refresh: keep the inverse until the next one
+    Δ < lower             stop: keep the inverse, and do not compare traces any more
 
-A layer's inverse ranks know its traces. All ranks agree on what these find, by one message at each
-refresh: the largest number below decides if the two inverse ranks of a layer differ.
+A stopped layer is computed again only if a schedule changes the option γ by more than ``upper``.
+
+Only the inverse ranks of a layer know its traces. One all-reduce per refresh tells all ranks their
+decisions.
 """
 
 from __future__ import annotations
@@ -27,90 +30,120 @@ from second_order.kronecker.storage import read_numbers
 __all__ = ["SETTLED", "TraceRefresh", "relative_change"]
 
 SETTLED = "settled"
-"""The entry of a checkpoint, in the part of every layer: 1 if it has settled."""
+"""The entry of a checkpoint, in the part of every layer: 1 if the layer is stopped."""
 
-COMPUTED = 0.0
-NOW_SETTLED = 1.0
-SPARED = 2.0
+# Decisions. Ranks without a layer's traces send COMPUTE, and the largest number decides.
+COMPUTE = 0.0
+STOP = 1.0
+SKIP = 2.0
 
 
 def relative_change(now: float, before: float) -> float:
-    """The distance from a number to another as a share of that; infinite from 0, or to NaN."""
+    """Return |now - before| / |before|; infinite if ``before`` is 0 or either number is NaN."""
     if now == before:
         return 0.0
-    share = abs(now - before) / abs(before) if before else math.inf
-    return math.inf if math.isnan(share) else share
+    if before == 0.0:
+        return math.inf
+    change = abs(now - before) / abs(before)
+    return math.inf if math.isnan(change) else change
 
 
 class TraceRefresh:
-    """Which layers have settled, and how many refreshes of layers have been spared."""
+    """THOR's rule: which layers a refresh computes.
+
+    Args:
+        upper: Change of the trace above which an inverse is computed.
+        lower: Change of the trace below which a layer stops.
+
+    Attributes:
+        num_due: Number of layers at all refreshes together.
+        num_skipped: Number of these that kept their inverse.
+        stopped: The layers that have stopped, the same on every rank.
+    """
 
     def __init__(self, upper: float, lower: float) -> None:
         self._upper = upper
         self._lower = lower
-        self.num_due = 0  # layers of all refreshes
-        self.num_skipped = 0  # those that kept their inverse
-        self.stopped: set[KroneckerBlock] = set()  # the same on every rank
+        self.num_due = 0
+        self.num_skipped = 0
+        self.stopped: set[KroneckerBlock] = set()
 
     def choose(
         self, inverses: Inverses, due: Mapping[KroneckerBlock, PendingInverse]
     ) -> list[KroneckerBlock]:
-        """The layers whose curvature has moved, of those that are due; a collective.
+        """Return the layers to compute, of those that are due. Collective.
 
-        A layer without an inverse is computed, and one whose last refresh failed.
+        Layers without an inverse, and those whose last refresh failed, are always computed.
         """
         self.stopped -= {block for block in due if not block.solved}
-        judged = [block for block in due if block.solved and not block.failures]
-        flags = self._flags(inverses, {block: due[block] for block in judged})
-        if judged and inverses.training.world.size > 1:
-            message = torch.tensor(flags, dtype=torch.float32, device="cpu")
+        candidates = {
+            block: pending for block, pending in due.items() if block.solved and not block.failures
+        }
+        decisions = self._decide(inverses, candidates)
+        if candidates and inverses.training.world.size > 1:
+            message = torch.tensor(decisions, dtype=torch.float32, device="cpu")
             inverses.training.world.on_cpu().all_reduce_max([message]).wait()
-            flags = message.tolist()
-        kept = {block: flag for block, flag in zip(judged, flags, strict=True) if flag > COMPUTED}
-        self.stopped |= {block for block, flag in kept.items() if flag == NOW_SETTLED}
-        self.num_due += len(due)
-        self.num_skipped += len(kept)
-        return [block for block in due if block not in kept]
+            decisions = message.tolist()
 
-    def _flags(
-        self, inverses: Inverses, judged: Mapping[KroneckerBlock, PendingInverse]
+        skipped = set()
+        for block, decision in zip(candidates, decisions, strict=True):
+            if decision > COMPUTE:
+                skipped.add(block)
+            if decision == STOP:
+                self.stopped.add(block)
+        self.num_due += len(due)
+        self.num_skipped += len(skipped)
+        return [block for block in due if block not in skipped]
+
+    def _decide(
+        self, inverses: Inverses, candidates: Mapping[KroneckerBlock, PendingInverse]
     ) -> list[float]:
-        """What this rank finds for layers; COMPUTED for those that other ranks invert."""
-        local = {b: each for b, each in judged.items() if b in inverses.step_plan.to_invert}
-        damped = inverses.compute_dampings(
+        """Return this rank's decision for each candidate; COMPUTE if other ranks invert it."""
+        local = {b: p for b, p in candidates.items() if b in inverses.step_plan.to_invert}
+        dampings = inverses.compute_dampings(
             {block: block.ensure_factors() for block in local}, local
         )
-        numbers: list[Tensor] = []
-        for block, each in damped.items():
-            before = inverses.states[block]
-            like = each.mean_eigenvalue
-            options = local[block].damping_option, before.damping_option
-            four = like, before.mean_eigenvalue, *options
-            numbers += [torch.as_tensor(n, dtype=like.dtype, device=like.device) for n in four]
-        (listed,) = read_numbers(numbers)
 
-        flags = dict.fromkeys(judged, COMPUTED)
-        for i, block in enumerate(damped):
-            trace, last_trace, option, last_option = listed[4 * i : 4 * i + 4]
-            settled = block in self.stopped  # then only a schedule of the damping counts
-            distance = 0.0 if settled else relative_change(trace, last_trace)
-            if max(distance, relative_change(option, last_option)) <= self._upper:
-                flags[block] = NOW_SETTLED if settled or distance < self._lower else SPARED
-        return list(flags.values())
+        # Read four numbers per layer from the device, all at once.
+        numbers: list[Tensor] = []
+        for block, damping in dampings.items():
+            like = damping.mean_eigenvalue
+            prev = inverses.states[block]
+            layer_numbers = (
+                damping.mean_eigenvalue,
+                prev.mean_eigenvalue,
+                local[block].damping_option,
+                prev.damping_option,
+            )
+            numbers += [
+                torch.as_tensor(number, dtype=like.dtype, device=like.device)
+                for number in layer_numbers
+            ]
+        (values,) = read_numbers(numbers)
+
+        decisions = dict.fromkeys(candidates, COMPUTE)
+        for i, block in enumerate(dampings):
+            trace, prev_trace, option, prev_option = values[4 * i : 4 * i + 4]
+            is_stopped = block in self.stopped
+            trace_change = 0.0 if is_stopped else relative_change(trace, prev_trace)
+            if max(trace_change, relative_change(option, prev_option)) <= self._upper:
+                stops = is_stopped or trace_change < self._lower
+                decisions[block] = STOP if stops else SKIP
+        return list(decisions.values())
 
     @property
     def summary_line(self) -> str:
-        """A part of a line of the summary."""
+        """The rule's part of a line of the summary."""
         layers = "1 layer" if len(self.stopped) == 1 else f"{len(self.stopped)} layers"
-        skipped = f"{self.num_skipped} of {self.num_due} solves spared"
-        return f"refresh by trace: {skipped}, {layers} settled"
+        skipped = f"{self.num_skipped} of {self.num_due} refreshes of layers skipped"
+        return f"refresh by trace: {skipped}, {layers} stopped"
 
     def saved(self, block: KroneckerBlock) -> dict[str, Any]:
-        """What a checkpoint keeps of a layer."""
+        """Return a layer's entries of a checkpoint."""
         return {SETTLED: int(block in self.stopped)}
 
     def load(self, saved: Mapping[Tensor, SavedPart], blocks: Iterable[KroneckerBlock]) -> None:
-        """Take over which layers have settled."""
+        """Load from a checkpoint which layers have stopped."""
         self.stopped.clear()
         for block in blocks:
             part = saved.get(block.weight)

@@ -62,9 +62,9 @@ def _refuse_ddp_with_helpers(
     mixed_in = sorted(set(ranks).intersection(helpers))
     if mixed_in and set(ranks).intersection(workers):
         raise ValueError(
-            f"DistributedDataParallel wraps the model over ranks {ranks}, but {option} makes "
-            f"helpers of ranks {mixed_in}: it would average their gradients into those of the "
-            f"workers. Use DistributedDataParallel(model, process_group=optimizer.worker_group). "
-            f"If a framework wraps the model itself, train without helpers, or use another "
-            f"optimizer"
+            f"the model is wrapped in DistributedDataParallel over ranks {ranks}, but {option} "
+            f"makes helpers of ranks {mixed_in}: their gradients would be averaged into those of "
+            f"the workers. Use DistributedDataParallel(model, "
+            f"process_group=optimizer.worker_group). If a framework wraps the model itself, train "
+            f"without helpers, or use another optimizer"
         )
