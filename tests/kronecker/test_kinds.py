@@ -483,7 +483,7 @@ def test_pruned_weights_stay_pruned_where_masks_come_after_the_step(when: str) -
     """As the page has it; masks of gradients alone do not do."""
     page = (Path(__file__).parents[2] / "docs" / "layers.md").read_text("utf-8")
     (example,) = re.findall(
-        r"```python\n(.*?)```", page[page.index("## Pruned") : page.index("## Your own")], re.DOTALL
+        r"```python\n(.*?)```", page[page.index("## Pruned") : page.index("## Custom")], re.DOTALL
     )
     if when == "before the step":
         example = example.replace("optimizer.register_step_post_hook(apply_masks)\n", "")
@@ -498,7 +498,7 @@ def test_pruned_weights_stay_pruned_where_masks_come_after_the_step(when: str) -
 
 def test_the_worked_example_of_the_docs_runs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "layers.md").read_text("utf-8")
-    own = page[page.index("## Your own layer") :]
+    own = page[page.index("## Custom layers") :]
     first, second = re.findall(r"```python\n(.*?)```", own, re.DOTALL)
     names: dict[str, Any] = {}
     with redirect_stdout(io.StringIO()) as said:
