@@ -59,8 +59,8 @@ equal to those of the usual loop, to the precision of the arithmetic, and differ
 the base alone. *refused*: an error says so, and what to do instead. *not tried*: no test has a
 mark. The tests are those marked `works` and `refused` under `tests/`, by the names of the rows.
 
-MRDHO2 on one process has nobody to help it, and is [DHO2](dho2.md) there. [In your
-stack](stacks.md) has the lines to write.
+MRDHO2 on one process has nobody to help it, and is [DHO2](dho2.md) there. [Frameworks](stacks.md)
+has the lines to write.
 
 """
 

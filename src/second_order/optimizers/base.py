@@ -744,7 +744,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             for name, value in optimizer.metrics().items():
                 writer.add_scalar(f"second_order/{name}", value, step)
 
-        All ranks return the same names, which the page *Instruments* explains. A number that this
+        All ranks return the same names, which the page *Monitoring* explains. A number that this
         rank does not have is NaN. The call synchronizes with the device, but not with other ranks.
         """
         return {"step": float(self._training.steps), **self._curvature.metrics()}
