@@ -101,7 +101,7 @@ def test_a_loss_from_before_the_last_step_is_told_from_others() -> None:
         optimizer.zero_grad()
         loss().backward()
         if optimizer.state:
-            with pytest.raises(RuntimeError, match="evaluate it anew"):
+            with pytest.raises(RuntimeError, match="evaluate it in every call"):
                 optimizer.step()
         else:
             optimizer.step()

@@ -138,8 +138,8 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "match"),
     [
-        ("throttle_interval", 2.5, r"is 2\.5, and|and 2\.5 for another"),
-        ("throttle_overhead", "much", "is 'much', and no finite"),
+        ("throttle_interval", 2.5, r"is 2\.5, which is not an integer|and 2\.5 for another"),
+        ("throttle_overhead", "much", "is 'much', which is not a finite number"),
     ],
 )
 def test_intervals_that_cannot_be_are_refused(name: str, value: Any, match: str) -> None:
