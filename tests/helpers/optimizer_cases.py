@@ -167,9 +167,9 @@ def curvature_of(optimizer: Any) -> dict[str, tuple[Tensor, ...]]:
     if subspace is None:
         return {}
     vectors = subspace.basis.vectors
-    carried = subspace.carried * subspace.decayed
+    outside = subspace.outside_momentum * subspace.outside_decay
     momentum = subspace.newton.momentum
-    known = (subspace.values, vectors, subspace.residuals, momentum, carried)
+    known = (subspace.values, vectors, subspace.residuals, momentum, outside)
     return {"eigenpairs": tuple(value.clone() for value in known)}
 
 
