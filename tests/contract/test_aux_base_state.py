@@ -136,7 +136,7 @@ def test_a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed() -> Non
     with pytest.raises(ValueError, match="has 'aux_base': True, and here it is False"):
         optimizer.load_state_dict(swapped)
     one = make(KAISA, model, base=AdamW)
-    with pytest.raises(ValueError, match=r"has 1 parameter groups.*optimizer over Muon and AdamW has 2"):
+    with pytest.raises(ValueError, match=r"has 1 parameter groups.*optimizer over Muon and AdamW"):
         optimizer.load_state_dict(one.state_dict())
 
 
