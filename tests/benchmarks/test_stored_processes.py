@@ -20,7 +20,7 @@ KILLED = {
 @pytest.mark.parametrize("label", KILLED)
 def test_every_end_is_that_of_a_training_nobody_has_disturbed(label: str) -> None:
     run = stored("elastic")["runs"][KILLED[label]]
-    table = rows("docs/faults.md", "optimizer", "kills", "other number", "spoilt")
+    table = rows("docs/faults.md", "optimizer", "kills", "other number", "damaged")
     kills, others, spoilt, same, near = table[label]
     assert number(kills) == run["kills"] == sum(x["killed"] is not None for x in run["lives"])
     assert number(others) == run["resumed_on_another_number"]

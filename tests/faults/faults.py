@@ -48,6 +48,13 @@ Found: TypeAlias = dict[str, Any]  # a `Result`, as JSON has it
 DEADLINE = 30.0  # seconds for a phase; the longest wait of ours in it is the group's timeout
 GROUP_TIMEOUT = 8.0
 BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
+LABELS = {
+    "solves": "decompositions",
+    "ranks made differently": "ranks created differently",
+    "one rank alone": "one rank only",
+    "strangers": "unowned parameters",
+    "together": "total",
+}
 PLAIN = Fault("nothing", "none", lambda run: None)
 
 
@@ -318,8 +325,7 @@ def table(results: Sequence[Found]) -> str:
         rows.setdefault(result["group"], []).append(result)
     rows["together"] = list(results)
     lines = [
-        "| faults | kinds | cases | goes on | goes on, and says so | "
-        "ends by a clear error | wrong |",
+        "| faults | kinds | cases | continues | continues with notice | clear error | wrong |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
@@ -327,7 +333,7 @@ def table(results: Sequence[Found]) -> str:
         counts = [clean[end] for end in ("goes on", "is told", "ends by an error")]
         counts = [len({result["fault"] for result in row}), len(row), *counts]
         cells = map(str, [*counts, len(row) - clean.total()])
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append(f"| {LABELS.get(name, name)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

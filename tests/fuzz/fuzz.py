@@ -50,14 +50,15 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     """How many examples of each optimizer have come to which outcome, in Markdown."""
     shown = ("trains", "refused", "raises later", "by the base", "diverges", "findings")
     lines = [
-        f"| optimizer | trainings | {' | '.join(shown)} |",
+        f"| optimizer | runs | {' | '.join(shown)} |",
         "|---|" + "---|" * (len(shown) + 1),
     ]
     systems = [*dict.fromkeys(sorted(row["system"] for row in found)), "together"]
     for system in systems:
         counts = Counter(row["outcome"] for row in found if system in (row["system"], "together"))
         cells = [str(counts[name]) for name in OUTCOMES]
-        lines.append(f"| {system} | {sum(counts.values())} | {' | '.join(cells)} |")
+        label = "total" if system == "together" else system
+        lines.append(f"| {label} | {sum(counts.values())} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
