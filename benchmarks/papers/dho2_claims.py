@@ -195,7 +195,7 @@ def training(scale: Scale, processes: Processes) -> list[Row]:
             how,
             max(fewer.values()) < 1,
             "Newton steps along 10 of 37,000 directions change little here. DHO2 gains on a head "
-            "behind a frozen body: see [where it gains seconds](dho2.md#where-it-gains-seconds)",
+            "behind a frozen body: see [benchmarks](dho2.md#benchmarks)",
             {name: finite(value) for name, value in fewer.items()},
         ),
         Row(

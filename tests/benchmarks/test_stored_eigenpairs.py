@@ -21,7 +21,7 @@ GOALS = {
 
 
 def test_trainings_that_are_thrown_away() -> None:
-    table = rows("docs/dho2.md", "task, eigenpairs", "trainings")
+    table = rows("docs/dho2.md", "task, eigenpairs", "training runs")
     assert sum(int(cells[0]) for cells in table.values()) == 50
     for label, cells in table.items():
         of = only(stored("bounded")["runs"], task=label.partition(",")[0])

@@ -50,4 +50,4 @@ def test_the_largest_owner_of_resnet_50() -> None:
 def test_what_still_grows_is_said() -> None:
     few, many = (RUNS["DHO2, rows", "narrow", ranks, 0]["next_s"] for ranks in (64, 4096))
     text = (ROOT / PAGE).read_text()
-    assert f"{many - few:.1f} s a step" in text
+    assert f"{many - few:.1f} s per step" in text

@@ -105,7 +105,7 @@ def assert_steps(runs: dict[str, Runs], table: dict[str, list[str]], names: list
 
 def test_steps_of_kaisa() -> None:
     runs = stored("progress")["runs"]
-    table = rows(DEFAULTS, "steps to", "SGD", "KAISA, nothing set but `lr=0.1`")
+    table = rows(DEFAULTS, "steps to", "SGD", "KAISA, default settings, `lr=0.1`")
     assert_steps(runs, table, ["SGD", "KAISA, defaults", "KAISA"])
     names = ["SGD", "Adam", "KAISA over Adam, defaults", "KAISA over Adam"]
     table = rows(DEFAULTS, "steps (seconds) to", "SGD", "Adam")
