@@ -206,7 +206,7 @@ def training(scale: Scale, processes: Processes) -> list[Row]:
             f"{speedups['Adam']:.2f} × Adam's speed, {speedups['RMSprop']:.2f} × RMSProp's",
             how + ", CPU time",
             min(speedups.values()) > 1,
-            "eigenpairs cost more than the steps that they save on this network",
+            "on this network, eigenpairs cost more time than they save",
             {name: finite(value) for name, value in speedups.items()},
         ),
         Row(
@@ -219,8 +219,8 @@ def training(scale: Scale, processes: Processes) -> list[Row]:
             f"digits conv net to {100 * ACCURACY:g} % test accuracy by final update, at Adam's "
             f"best rate, CPU time of the worker, eigenpairs every epoch",
             helped["paper"] < 1,
-            "the paper's final update replaces all that the base did in the steep directions of an "
-            "epoch by one Newton step: see [the final update](mrdho2.md#the-final-update)",
+            "the paper's final update replaces an epoch's progress in the steep directions by one "
+            "Newton step: see [the final update](mrdho2.md#the-final-update)",
             {update: finite(value) for update, value in helped.items()},
         ),
     ]
@@ -304,7 +304,7 @@ def iteration_times(scale: Scale, processes: Processes) -> list[Row]:
             "sections IV-D and V-C, figure 9",
             "about 1 ×",
             ratio(worker),
-            f"digits conv net, one worker beside one accelerator, over Adam's step, epochs of "
+            f"digits conv net, one worker next to one accelerator, over Adam's step, epochs of "
             f"{scale.interval} steps",
             worker <= 1.25,
             "an epoch takes about a second here, and at its end the worker waits for eigenpairs",

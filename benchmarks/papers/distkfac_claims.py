@@ -99,8 +99,8 @@ def batch_sizes(scale: Scale, processes: Processes) -> Row:
         f"digits MLP, examples to a training loss of {TARGET}, batch {large:,} over batch {small}; "
         "SGD's rate tuned",
         growth["DistKFAC"] < growth["SGD"] / 1.5 and growth["DistKFAC"] < 2,
-        f"K-FAC loses less than SGD, as in the paper. With {small} images this task takes it "
-        f"{steps_taken['DistKFAC', small]:g} steps, and a handful is the least it can take",
+        f"K-FAC loses less than SGD, as in the paper. With {small} images it needs only "
+        f"{steps_taken['DistKFAC', small]:g} steps, which leaves little room for fewer",
         {name: finite(value) for name, value in growth.items()},
     )
 
@@ -167,8 +167,8 @@ def asynchronous_inverses(scale: Scale, processes: Processes) -> list[Row]:
             f"{ratio(faster[EVERY])}; {ratio(faster[1])} with inverses every step",
             "digits conv net, one thread trains and one inverts, blocks of 20 steps in turn",
             faster[EVERY] >= 1.2,
-            "the paper's CPU inverts for a GPU that trains. Here one core does each, and the "
-            f"inverses of this network are a small part of {EVERY} steps",
+            "in the paper, a CPU inverts while a GPU trains. Here each has one CPU core, and the "
+            f"inverses of this network take a small part of {EVERY} steps",
             {f"every {every}": value for every, value in faster.items()},
         ),
         Row(
@@ -224,7 +224,7 @@ def doubly_factored(scale: Scale, processes: Processes) -> Row:
         "sections 4 and 6.2.2: AlexNet's layer with 9,216 inputs",
         "1.5 × faster than SGD",
         f"{steps['doubly']:g} steps; {steps['A and G']:g} with A and G, {steps['base']:g} with "
-        f"this layer left to SGD; {ratio(kept)} the memory",
+        f"this layer trained by SGD; {ratio(kept)} the memory",
         f"digits conv net, Linear with 512 inputs, steps to a training loss of {TARGET}, median",
         steps["doubly"] <= steps["base"] and kept < 0.5,
         "on a layer of this size the third factor costs steps and gains memory",
@@ -321,7 +321,7 @@ def overhead(scale: Scale) -> list[Row]:
             ratio(over),
             f"{workload.name}, statistics every 10 steps, inverses every {EVERY} on a thread",
             over <= 1.25,
-            "statistics are taken on the training thread, without a stats worker",
+            "without a stats worker, the training thread computes the statistics",
             {"over SGD": over},
         ),
         Row(

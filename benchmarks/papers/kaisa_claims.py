@@ -238,8 +238,8 @@ def time_to_accuracy(scale: Scale, processes: Processes) -> Row:
         f"steps {ratio(steps)}, CPU time {ratio(seconds)}",
         f"digits conv net to {100 * ACCURACY:g} % test accuracy, batch 64, medians",
         steps < 1 and seconds < 1,
-        "fewer steps, and each costs more on a network of this size: see "
-        "[what a step costs](speed.md)",
+        "fewer steps, but each costs more on a network of this size: see "
+        "[the cost of a step](speed.md)",
         {"steps": finite(steps), "seconds": finite(seconds)},
     )
 
