@@ -376,7 +376,7 @@ def test_how_often_kaisa_ends_above_its_base() -> None:
 def test_steps_on_a_gpu() -> None:
     models = {"transformer": "transformer-768", "GPT": "gpt-12", "ResNet-50": "resnet50"}
     steps = stored("gpu")["steps"]
-    table = rows("docs/speed.md", "model, optimizer", "quiet", "statistics", "refresh")
+    table = rows("docs/speed.md", "model, optimizer", "plain step", "statistics", "refresh")
     assert len(table) == 18
     for label, shown in table.items():
         model, optimizer = label.split(", ")
@@ -396,7 +396,7 @@ def test_the_larger_model_on_a_gpu() -> None:
     seconds = kaisa["seconds"][first] / adamw["seconds"][-1]
     page = text_of("docs/speed.md")
     assert f"ends at a held-out loss of {goal:.2f}" in page
-    assert f"with nothing set, at {kaisa['losses'][-1]:.2f}" in page
+    assert f"with default settings, at {kaisa['losses'][-1]:.2f}" in page
     assert f"after {share:.2f} of the steps, but after {seconds:.1f} times the seconds" in page
     early = kaisa["seconds"][32 // record["every"] - 1] / 32
     assert f"the first 32 steps of KAISA take {1000 * early:.0f} ms each" in page
