@@ -164,7 +164,7 @@ class RefreshedPairs:
     # ------------------------------------------------------------------------------ a refresh
 
     def is_due(self) -> bool:
-        """Whether the eigenpairs are to be refreshed at this step."""
+        """Return whether a refresh of the eigenpairs is due at this step."""
         options = self._options
         if self.closed or options.wanted == 0 or not self._flat_params.params:
             return False

@@ -4,7 +4,7 @@ submit    copies the factors of a layer, and queues them for a thread
 collect   returns the results that are finished, and waits for those that are too old
 
 A layer is pending from the step that submits its factors until its inverse is installed. Until
-then it is not submitted again. If it is due at that very step, it is submitted anew. A refresh
+then it is not submitted again. If it is due at that very step, it is submitted again. A refresh
 waits for a layer that has no inverse yet.
 
 Decompositions release the interpreter lock. Each thread computes with one core, whatever

@@ -204,7 +204,7 @@ def inverse_state(
         block: The layer.
         layer: The layer's plan.
         inverses: The inverses of all layers.
-        fill: Whether to return zeros in the place of tensors that this rank should have and lacks.
+        fill: Whether to return zeros instead of tensors that this rank should have and lacks.
             torch.distributed.checkpoint loads into existing tensors, so it needs them.
     """
     world = inverses.training.world

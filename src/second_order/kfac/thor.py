@@ -9,7 +9,7 @@ C = A ⊗ G + γ at this refresh, C₀ at the layer's last computed one, and
 
 A stopped layer is computed again only if a schedule changes the option γ by more than ``upper``.
 
-Only the inverse ranks of a layer know its traces. One all-reduce per refresh tells all ranks their
+Only the inverse ranks of a layer know its traces. One all-reduce per refresh gives all ranks their
 decisions.
 """
 

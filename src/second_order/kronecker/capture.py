@@ -270,7 +270,7 @@ class _Product(NamedTuple):
 
     module: nn.Module
     edge: GradientEdge  # the product's output in autograd's graph
-    x: Any = None  # the input; None if it has to be read from autograd's node
+    x: Any = None  # the input; None if it must be read from autograd's node
     shape: torch.Size | None = None  # of the output; the node's gradient may be flattened
     qkv: tuple[int, ...] = ()  # for an in-projection: which of q, k and v, as 0, 1 and 2
     assembly: Assembly | None = None  # joins the products of one attention call to one pair

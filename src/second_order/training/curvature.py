@@ -75,7 +75,7 @@ class Curvature:
         """Search the model for layers again, after parameters or groups have changed."""
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
-        """Adopt the shards that FSDP2 has put in the place of parameters in the groups."""
+        """Adopt the shards that replaced parameters in the groups under FSDP2."""
 
     def hooks_removed(self) -> AbstractContextManager[None]:
         """Return a context manager without hooks on the model; it restores them at its exit."""

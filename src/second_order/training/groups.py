@@ -1,7 +1,7 @@
 """Parameter groups: their parameters, names and settings, and their peak learning rates.
 
 A group is a dictionary, as in ``torch.optim``. Its parameters may be tensors or ``(name, tensor)``
-pairs. The functions here also accept bare parameters in the place of groups.
+pairs. The functions here also accept bare parameters instead of groups.
 """
 
 from __future__ import annotations
