@@ -180,6 +180,9 @@ def passes(rank: int, world_size: int, System: Any) -> float:
     own = DistributedDataParallel(model, process_group=optimizer.worker_group)
     whole = DistributedDataParallel(model)
     assert pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    with optimizer.hooks_removed():
+        assert not model._forward_pre_hooks
+    assert model._forward_pre_hooks
     with torch.no_grad():  # a look at the model before training decides nothing
         whole(BATCHES[0][0])
     with pytest.raises(

@@ -199,7 +199,7 @@ def with_accelerators(rank: int, world_size: int, folder: Path) -> list[str]:
     return said
 
 
-OVER = "DistributedDataParallel wraps the model over"
+OVER = "wrapped in DistributedDataParallel over"
 
 
 @pytest.mark.refused("Trainer DDP", "MRDHO2", message=OVER)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -522,3 +522,33 @@ def test_errors_of_outputs(function: Any, curvature: Any, problem: str, remedy: 
         with pytest.raises(CurvatureError, match=f"(?s){problem}.*{remedy}"):
             eigenpairs(lambda: function(model(x)), model, largest=1, curvature=curvature, hvp=mode)
     assert all(p.grad is None for p in model.parameters())
+
+
+class NamedOutputs(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class TupleSubclass(tuple[Tensor, ...]):
+    """A tuple that torch's pytrees do not know."""
+
+    __slots__ = ()
+
+
+@pytest.mark.parametrize("kind", [tuple, list, TupleSubclass, NamedOutputs._make])
+def test_outputs_that_depend_on_each_other_are_separated_in_any_sequence(kind: Any) -> None:
+    """The Gauss-Newton matrix is that of the outputs, though one is computed from the other."""
+    scale = torch.tensor([1.5, 0.5], dtype=torch.float64)
+    weight = nn.Parameter(torch.tensor([2.0, -1.0], dtype=torch.float64))
+    module = nn.Module()
+    module.weight = weight
+
+    def closure() -> Outputs:
+        first = scale * weight
+        second = first**2
+        return Outputs(kind([first, second]), lambda z: z[0].square().sum() + z[1].square().sum())
+
+    pairs = eigenpairs(closure, module, largest=2, curvature="gauss-newton", iterations=2)
+    # J has the rows diag(scale) and diag(2 scale² w), and the Hessian of the loss is 2 I.
+    diagonal = 2 * (scale**2 + (2 * scale**2 * weight.detach()) ** 2)
+    torch.testing.assert_close(pairs.eigenvalues, diagonal.sort(descending=True).values)

@@ -288,9 +288,11 @@ class Inverses:
         self.layers.warn_of_no_statistics(list(outcomes))
         self._raise_on_repeated_failures(outcomes)
 
-        # A cosine holds if the attempt itself was installed.
+        # A cosine holds if the attempt itself was installed. With several ranks there are none: a
+        # read that fails on one rank would separate it from the others.
         known: dict[KroneckerBlock, float] = {}
-        for block, cosine in zip(attempted, cosines(), strict=True):
+        read_cosines = cosines() if attempted else []
+        for block, cosine in zip(attempted, read_cosines, strict=True):
             if block in previous and block not in retried:
                 known[block] = cosine
                 del previous[block]

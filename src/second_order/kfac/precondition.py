@@ -325,7 +325,9 @@ def write_gradients(
                 continue
             value = part.reshape(gradient.shape)
             if clip is not None and gradient.device.type == "cpu":
-                torch.mul(value, clip, out=gradient)  # one pass over memory instead of two
+                # One pass over memory instead of two. ν may be on another layer's device.
+                factor = clip.to(value.device) if isinstance(clip, Tensor) else clip
+                torch.mul(value, factor, out=gradient)
                 continue
             gradients.append(gradient)
             values.append(value)

@@ -129,8 +129,16 @@ def evaluate_closure(value: Any, curvature: CurvatureKind) -> Evaluation:
                 "the curvature closure returned Outputs without a graph; do not detach them, and "
                 "do not evaluate them under torch.no_grad()"
             )
-        outputs = tree_map_only(Tensor, _detach, outputs)
-        leaves = [z for z in _check_outputs(outputs) if z.requires_grad]
+        copies = [_detach(z) for z in tensors]
+        leaves = [z for z in copies if z.requires_grad]
+        if isinstance(outputs, Tensor):
+            outputs = copies[0]
+        elif hasattr(outputs, "_make"):  # a named tuple
+            outputs = outputs._make(copies)
+        elif isinstance(outputs, list):
+            outputs = copies
+        else:
+            outputs = tuple(copies)
 
     # Evaluate the loss, or the loss of each example.
     loss: Any = value.loss(outputs)

@@ -762,7 +762,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         is_nested = self._hooks_are_removed
         self._hooks_are_removed = True
         try:
-            with self._curvature.hooks_removed():
+            with self._curvature.hooks_removed(), self._training.forward_checks_removed():
                 yield
         finally:
             self._hooks_are_removed = is_nested

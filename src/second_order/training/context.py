@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from second_order.distributed.fsdp import is_dtensor, reshard
 from second_order.distributed.world import World
@@ -35,6 +39,13 @@ def base_class_names(base: torch.optim.Optimizer) -> str:
     """Return the class name of a base optimizer, or both names of two combined bases."""
     parts = getattr(base, "parts", (base,))
     return " and ".join(type(part).__name__ for part in parts)
+
+
+def _remove_handles(handles: list[RemovableHandle]) -> None:
+    """Remove the hooks of all handles, and forget the handles."""
+    for handle in handles:
+        handle.remove()
+    handles.clear()
 
 
 def warn(message: str) -> None:
@@ -60,6 +71,8 @@ class Training:
     steps: int = 0  # number of steps taken
     close_callbacks: list[Callable[[], None]] = field(default_factory=list)
     warned: set[str] = field(default_factory=set)  # keys of warnings that have been shown
+    _forward_checks: list[Callable[..., None]] = field(default_factory=list, init=False)
+    _check_handles: list[RemovableHandle] = field(default_factory=list, init=False)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -110,6 +123,28 @@ class Training:
         """Train only with the ranks of ``world`` from now on, because the others are helpers."""
         self.world = world
         self.averages_gradients = self.averages_gradients and world.size > 1
+
+    def add_forward_check(self, hook: Callable[..., None]) -> None:
+        """Register a forward pre-hook on the model until the optimizer is closed."""
+        self._forward_checks.append(hook)
+        self._register_forward_checks()
+        self.close_callbacks.append(self._forward_checks.clear)
+        self.close_callbacks.append(partial(_remove_handles, self._check_handles))
+        weakref.finalize(self, _remove_handles, self._check_handles).atexit = False
+
+    def _register_forward_checks(self) -> None:
+        for hook in self._forward_checks:
+            self._check_handles.append(self.model.register_forward_pre_hook(hook))
+
+    @contextmanager
+    def forward_checks_removed(self) -> Iterator[None]:
+        """Remove the hooks of :meth:`add_forward_check` inside a ``with`` block."""
+        _remove_handles(self._check_handles)
+        try:
+            yield
+        finally:
+            _remove_handles(self._check_handles)
+            self._register_forward_checks()
 
     def model_tensors(self) -> list[Tensor]:
         """List all parameters, including those outside of the model, and all buffers."""

@@ -6,7 +6,6 @@ the optimizer on a worker trains with the workers only.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -43,9 +42,7 @@ def split_into_roles(training: Training, roles: Roles, timeout: float) -> list[H
         helpers = [global_ranks[rank] for rank in roles.helpers]
         option = f"{role_option(roles.helper_role)}={len(helpers)}"
         hook = partial(_refuse_ddp_with_helpers, workers, helpers, option)
-        handle = training.model.register_forward_pre_hook(hook)
-        training.close_callbacks.append(handle.remove)
-        weakref.finalize(training, handle.remove).atexit = False
+        training.add_forward_check(hook)
     return links
 
 
