@@ -95,9 +95,6 @@ a DDP over helpers goes unnoticed
   <-  wrapped_late::a_ddp_over_helpers_is_refused_at_the_first_pass_that_trains
   - if mixed_in and set(ranks).intersection(workers):
   + if mixed_in and not set(ranks).intersection(workers):
-hooks that stay when their optimizer goes
-  <-  wrapped_late::hooks_go_with_an_optimizer_that_nobody_has
-    weakref.finalize(training, handle.remove).atexit = False  =>  pass
 
 == training/curvature.py
 gradients summed, not averaged  <-  kaisa::micro_batches_on_many_processes_are_one_batch
@@ -116,6 +113,9 @@ the schedule's largest learning rate is not looked up
     RATES = ("lr", "initial_lr", "max_lr")  =>  RATES = ("lr",)
 
 == training/context.py
+hooks that stay when their optimizer goes
+  <-  wrapped_late::hooks_go_with_an_optimizer_that_nobody_has
+    weakref.finalize(self, _remove_handles, self._check_handles).atexit = False  =>  pass
 sharded gradients averaged twice  <-  fsdp::layers_that_fsdp_ignores_are_averaged_and_preconditioned
     self.trainable_params() if not is_dtensor(p)]  =>  self.trainable_params()]
 warnings again and again

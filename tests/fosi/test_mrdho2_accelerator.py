@@ -115,7 +115,7 @@ def test_another_model_than_the_workers_is_refused() -> None:
     model = Counting()
     optimizer = MRDHO2(model.parameters(), model=model, lr=0.1, num_largest=0)
     tensors = optimizer._training.model_tensors()
-    with pytest.raises(SecondOrderError, match="has 3 parameters and buffers of 27 numbers, this"):
+    with pytest.raises(SecondOrderError, match="has 3 parameters and buffers of 27 elements, but"):
         load_model([torch.zeros(27)], [True] * 3, tensors)
     train = [True] * 2 + [False] * 4
     taken = pack_by_dtype([torch.ones_like(t) for t in tensors])
