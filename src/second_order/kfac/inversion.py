@@ -1,13 +1,14 @@
 """The damped inverses of the layers' factors, and the refresh that recomputes them.
 
-damp       γ of each layer that is due, and what it adds to the diagonals of A and G
+damp       gradient workers compute γ of each due layer, and what it adds to each factor's diagonal
 submit     each inverse rank submits its damped factors to its inverter
-collect    it collects what the inverter has finished, in this step or on threads
+collect    each inverse rank collects the decompositions that its inverter has finished
 agree      all ranks all-reduce (max) the outcome of each layer
 exchange   inverse ranks send the decompositions of valid layers to the gradient workers
 install    gradient workers combine them into the inverses that they use from this step on
 
-A layer whose refresh fails keeps its last inverse, or else is left to the base optimizer.
+If a layer's factors cannot be decomposed, the layer keeps its last inverse. If it has none, it
+falls back to the base optimizer. P is the preconditioned gradient, (A ⊗ G + γ)⁻¹ ∇.
 
 See :mod:`second_order.kfac.inverter` for the inverters, and
 :mod:`second_order.kfac.async_inversion` for the one with threads.
@@ -51,30 +52,30 @@ __all__ = [
     "stack_means",
 ]
 
-MAX_CONSECUTIVE_FAILURES = 3  # refreshes in a row without an inverse of a layer
+MAX_CONSECUTIVE_FAILURES = 3  # failed refreshes of a layer in a row that raise an error
 
 DAMPING_ENTRY = "damping"
-"""The item of a message with γ and the mean eigenvalue of a layer, next to its factors' items."""
+"""Key of a layer's γ and mean eigenvalue in the exchange, where the other keys name factors."""
 
 
 class Outcome(IntEnum):
-    """The outcome of computing a layer's inverse. Ranks agree on the largest."""
+    """The outcome of computing a layer's inverse. Ranks agree on the largest number."""
 
     PENDING = 0  # not finished yet, or not computed on this rank
     NO_STATISTICS = 1  # no example has reached the layer yet
-    VALID = 2  # a decomposition of every factor
+    VALID = 2  # every factor that this rank had to decompose was decomposed
     FAILED = 3  # a factor could not be decomposed
     UNVERIFIED = 4  # the captured pairs do not reproduce the layer's gradient
 
 
 @dataclass(frozen=True)
 class InverseState:
-    """Where the inverse in use of a layer comes from.
+    """When and with which damping a layer's installed inverse was computed.
 
-    All ranks know the steps. Only the layer's gradient workers know the other numbers.
+    All ranks have the steps. Only the layer's gradient workers have all the other numbers.
     """
 
-    step: int  # of the factors that the inverse was computed from
+    step: int  # the step at which its factors were submitted
     installed_at: int  # the first step that used the inverse
     damping_option: Damping = 0.0  # the value of ``damping=`` at ``step``
     damping: Damping = 0.0  # γ of the layer
@@ -83,7 +84,7 @@ class InverseState:
 
 @dataclass(frozen=True)
 class LoadedInverse:
-    """The inverse in a checkpoint. It is None on ranks that do not precondition the layer."""
+    """A layer's inverse from a checkpoint. Only its gradient workers have ``inverse``."""
 
     state: InverseState
     inverse: Inverse | None = None
@@ -95,33 +96,33 @@ class LayerDamping:
 
     damping: Damping  # γ
     mean_eigenvalue: Tensor  # of A ⊗ G + γ, a scalar
-    added: Sequence[Tensor | None] = ()  # to the diagonal of each factor, (groups,)
+    added: Sequence[Tensor | None] = ()  # (groups,) for the diagonal of each factor; None: nothing
 
 
 @dataclass(frozen=True)
 class PendingInverse:
-    """An inverse that is being computed from the factors of a step."""
+    """An inverse that was submitted and is not installed yet."""
 
-    step: int
+    step: int  # the step at which its factors were submitted
     damping_option: Damping  # the value of ``damping=`` at that step
-    mean_curvature: float  # of all layers, at that step
+    mean_curvature: float  # of all layers, known at that step
     layer_damping: LayerDamping | None = None  # on the layer's gradient workers
     outcome: Outcome = Outcome.PENDING  # on this rank
     parts: Mapping[str, Decomposition] = field(default_factory=dict)  # by factor, on this rank
     error: str = ""  # raised on this rank
-    factors: KroneckerFactors | None = None  # a copy, once the running averages have changed
+    factors: KroneckerFactors | None = None  # a copy, if a snapshot was needed
 
 
 @dataclass(frozen=True)
 class Refresh:
-    """What a refresh has changed.
+    """The result of a refresh.
 
     Attributes:
         installed: The layers that have a new inverse; the same on every rank.
-        cosines: The cosine of P by the last and by the new inverse, of layers of this rank for
-            which it is already known.
-        previous: The last inverses of the other refreshed layers of this rank, if refresh intervals
-            follow drift.
+        cosines: The cosine between P with the last inverse and P with the new one. It has only
+            layers of this rank whose cosine the refresh itself has measured.
+        previous: The last inverses of this rank's other refreshed layers, from which the caller can
+            compute the cosine. Empty unless refresh intervals follow drift.
     """
 
     installed: Sequence[KroneckerBlock] = ()
@@ -130,7 +131,7 @@ class Refresh:
 
 
 class SelectionRule(Protocol):
-    """Selects the layers to compute among those that are due; the same on every rank."""
+    """Selects which of the due layers get a new inverse. All ranks select the same layers."""
 
     def __call__(
         self, inverses: Inverses, due: Mapping[KroneckerBlock, PendingInverse]
@@ -141,7 +142,7 @@ class SelectionRule(Protocol):
 def stack_means(
     factors: Mapping[KroneckerBlock, KroneckerFactors],
 ) -> list[tuple[list[KroneckerBlock], Tensor]]:
-    """Stack the mean eigenvalues of the factors of layers of equal shape.
+    """Stack the factors' mean eigenvalues, for all layers of the same shape together.
 
     Returns:
         For each shape, its layers and a tensor ``(factors, layers, groups)``.
@@ -162,12 +163,12 @@ class Inverses:
     """The inverses of all layers, those in use and those that are being computed.
 
     Attributes:
-        step_plan: What this rank does in a step.
+        step_plan: Which layers this rank inverts, preconditions and exchanges.
         requested: Layers to refresh at the next step, whether or not they are due.
-        states: The state of each inverse in use.
-        pending: The inverses that are being computed.
+        states: Origin of each installed inverse. All ranks have an entry.
+        pending: The inverses that were submitted and are not installed yet. All ranks have them.
         damping_option: The value of ``damping=`` at the last refresh; NaN before the first.
-        num_failures: Refreshes of layers that have failed so far.
+        num_failures: Number of failed decompositions so far, one per layer and refresh.
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class Inverses:
         self.restart(StepPlan({}, training.world, training.world))
 
     def restart(self, step_plan: StepPlan) -> None:
-        """Drop all inverses, and request those of a new plan."""
+        """Adopt a new plan: drop all records of inverses, and request every layer of the plan."""
         self.step_plan = step_plan
         self.requested: set[KroneckerBlock] = set(step_plan.layers)
         self.states: dict[KroneckerBlock, InverseState] = {}
@@ -201,22 +202,23 @@ class Inverses:
         self.inverter.clear()
 
     def close(self) -> None:
-        """End threads, and drop all layers."""
+        """End the inverter's threads, and drop all layers."""
         self.inverter.close()
         self.restart(StepPlan({}, self.training.world, self.training.world))
 
     @property
     def waits_for_all(self) -> bool:
-        """Whether a refresh waits for all layers that are due."""
+        """Whether each refresh finishes all layers that it submits."""
         return self.inverter.staleness == 0
 
     @property
     def reads_once(self) -> bool:
-        """Whether a refresh reads the device once for everything that it reports.
+        """Whether one device read serves both the refresh and its report.
 
-        The refresh then measures what it changes with the attempts, before it is known that they
-        are accurate. With several processes, inverses have to be exchanged first. On a CPU, no read
-        waits, and the measurement would precondition twice.
+        If so, the refresh measures cosines with the attempted decompositions, before the host knows
+        whether they are accurate. This is off with several processes, because they have to exchange
+        the inverses first. It is off on a CPU, because reads are free there and the measurement
+        would precondition twice.
         """
         is_single_process = self.training.world.size == 1
         has_device = self.training.device.type != "cpu"
@@ -238,14 +240,15 @@ class Inverses:
     ) -> Refresh:
         """Compute the inverses that are due, and install those that are finished. Collective.
 
-        The average of the gradients has arrived before subgroups of ranks communicate, because
-        NCCL's communicators must not be used at the same time.
+        This waits for the average of the gradients before subgroups of ranks communicate, because
+        two NCCL communicators must not be in use at the same time.
 
         Args:
             due: The layers that are due.
-            gradients: The average of the gradients.
-            mean_curvature: The mean curvature of all layers, at their last refresh.
-            read: The read of the device to which this adds what it needs.
+            gradients: The average of the gradients, which may still be in progress.
+            mean_curvature: The mean curvature of all layers, at their last refresh. It sets
+                the floor of relative damping.
+            read: The device read to which this adds the tensors that it needs.
 
         Raises:
             DecompositionError: On every rank, if a layer has failed too many times in a row.
@@ -275,7 +278,8 @@ class Inverses:
                 if outcome is not Outcome.VALID:
                     self._record_failure(block, outcome)
 
-            # Submit again what was still pending when it fell due.
+            # Submit the layers that fell due while they were pending, which were left out above.
+            # Layers that have no inverse are not submitted again here.
             finished = [b for b in due if b in pending_before and b not in self.pending]
             self._submit([block for block in finished if block.solved], mean_curvature)
         except BaseException:
@@ -288,8 +292,9 @@ class Inverses:
         self.layers.warn_of_no_statistics(list(outcomes))
         self._raise_on_repeated_failures(outcomes)
 
-        # A cosine holds if the attempt itself was installed. With several ranks there are none: a
-        # read that fails on one rank would separate it from the others.
+        # A cosine is valid only if the attempt itself was installed, without a retry. With several
+        # ranks there are no cosines here, because a device read that fails on one rank would put
+        # that rank out of sync.
         known: dict[KroneckerBlock, float] = {}
         read_cosines = cosines() if attempted else []
         for block, cosine in zip(attempted, read_cosines, strict=True):
@@ -312,7 +317,7 @@ class Inverses:
     # ------------------------------------------------------------------------- damp and submit
 
     def _evaluate_damping_option(self) -> Damping:
-        """The value of ``damping=`` at this step. If it is invalid, every rank raises here."""
+        """Return the value of ``damping=`` at this step. If it is invalid, every rank raises."""
         damping: Any = self.options.damping
         if callable(damping):
             damping = damping(self.training.steps)
@@ -320,7 +325,7 @@ class Inverses:
         return as_scalar(damping)
 
     def _submit(self, blocks: Sequence[KroneckerBlock], mean_curvature: float) -> None:
-        """Start to compute the inverses of some layers from their running averages."""
+        """Start to compute inverses from the running averages, for layers that the rule selects."""
         if not blocks:
             return
         group_dampings = values_by_layer(self.training.groups, blocks, "damping")
@@ -342,13 +347,13 @@ class Inverses:
             for block, layer_damping in self.compute_dampings(factors, pending).items():
                 self._update(block, layer_damping=layer_damping)
             self.inverter.submit([self._job(block, factors[block]) for block in inverted])
-        except Exception as error:  # an exception must not separate this rank from the others
+        except Exception as error:  # all ranks must reach the all-reduce of outcomes
             for block in preconditioned:
                 if block in inverted or self.pending[block].layer_damping is None:
                     self._update(block, outcome=Outcome.FAILED, error=describe_error(error))
 
     def _is_gradient_worker(self, block: KroneckerBlock) -> bool:
-        """Whether this rank preconditions a layer. Inverse ranks do."""
+        """Whether this rank preconditions a layer. A layer's inverse ranks always do."""
         return self.training.world.rank in self.step_plan.layers[block].workers
 
     def _update(self, block: KroneckerBlock, **changes: Any) -> None:
@@ -363,8 +368,8 @@ class Inverses:
         """Compute the damping of pending layers, with one computation for each shape.
 
         Args:
-            factors: The factors of these layers, and perhaps of others.
-            pending: The layers, with the values of ``damping=``.
+            factors: The factors of at least the layers in ``pending``.
+            pending: The layers, with their values of ``damping=``.
         """
         dampings: dict[KroneckerBlock, LayerDamping] = {}
         for blocks, means in stack_means({block: factors[block] for block in pending}):
@@ -377,7 +382,7 @@ class Inverses:
                 damping = damping.to(curvature).view(-1, 1)
             if self.options.relative_damping:
                 floor = self.options.floor * pending[blocks[0]].mean_curvature
-                # Where gradients vanish there is no curvature, and γ is the option itself.
+                # If a layer's gradients vanish, its curvature is 0, and γ is the option itself.
                 positive = curvature.masked_fill(~(curvature > 0), 1.0)
                 damping = damping * positive.clamp_min(floor)
 
@@ -392,7 +397,7 @@ class Inverses:
         return dampings
 
     def _job(self, block: KroneckerBlock, factors: KroneckerFactors) -> Job:
-        """The damped factors of a layer that this rank decomposes."""
+        """Return the damped factors of a layer that this rank decomposes."""
         layer_damping = self.pending[block].layer_damping
         assert layer_damping is not None
         shape = block.shape
@@ -411,9 +416,10 @@ class Inverses:
     # --------------------------------------------------------------------------------- collect
 
     def _compare_attempts(self) -> dict[KroneckerBlock, Tensor]:
-        """Compare P by the last inverse with P by the attempt at a new one.
+        """Compare P with the last inverse to P with the attempted new inverse.
 
-        Returns the cosine of each layer that has both; none if :attr:`reads_once` is false.
+        Returns the cosine of each layer that has both inverses and a gradient. Empty if
+        :attr:`reads_once` is false, without drift, or if parameters are sharded.
         """
         cosines: dict[KroneckerBlock, Tensor] = {}
         if self._drift is None or self.layers.sharded or not self.reads_once:
@@ -433,7 +439,7 @@ class Inverses:
         return cosines
 
     def _collect(self, read: DeviceRead) -> set[KroneckerBlock]:
-        """Collect what the inverter has finished. Returns the layers that it had to retry."""
+        """Record the results that the inverter has finished. Returns the layers that it retried."""
         retried: set[KroneckerBlock] = set()
         for result in self.inverter.collect(self._must_wait_for, read):
             block = result.block
@@ -449,7 +455,7 @@ class Inverses:
         return retried
 
     def _must_wait_for(self, block: KroneckerBlock) -> bool:
-        """Whether this step waits for a pending layer; the same on every rank."""
+        """Whether this step waits for a pending layer. All ranks get the same answer."""
         if not block.solved:
             return True
         age = self.training.steps - self.pending[block].step
@@ -463,15 +469,15 @@ class Inverses:
     def _agree_on_outcomes(self, gradients: PendingAverage) -> dict[KroneckerBlock, Outcome]:
         """Agree with all ranks on the outcomes of pending layers. Collective.
 
-        The message is on the CPU, so the device is not read. While it travels, this waits for the
-        average of the gradients.
+        The message is sent from the CPU, so the host does not synchronize with the device. It
+        overlaps with the average of the gradients, and this waits for both.
 
         Returns:
-            The outcomes of the layers that are not pending any more.
+            The outcomes of the layers for which any rank has one.
         """
         blocks = [block for block in self.step_plan.layers if block in self.pending]
         if self.inverter.deterministic and not any(map(self._must_wait_for, blocks)):
-            blocks = []  # no rank has an outcome at this step
+            blocks = []  # deterministic inverters return nothing at this step, on any rank
         local = [float(self._local_outcome(block)) for block in blocks]
         message = torch.tensor(local, dtype=torch.float32, device="cpu")
 
@@ -490,12 +496,12 @@ class Inverses:
         return outcomes
 
     def _local_outcome(self, block: KroneckerBlock) -> Outcome:
-        """The outcome of a pending layer on this rank."""
+        """Return the outcome of a pending layer on this rank."""
         if block.unverified:
             return Outcome.UNVERIFIED
         is_elsewhere = block not in self.step_plan.to_invert
         if is_elsewhere and self.training.world.backend == "fake":
-            return Outcome.VALID  # the fake backend has no other rank that reports it
+            return Outcome.VALID  # with the fake backend, no other rank reports an outcome
         return self.pending[block].outcome
 
     # ------------------------------------------------------------------------------- exchange
@@ -534,11 +540,12 @@ class Inverses:
     def _send_decompositions(
         self, blocks: Sequence[KroneckerBlock]
     ) -> dict[FactorKey, tuple[Tensor, ...]]:
-        """Send what this rank has decomposed to the ranks of its row, and receive theirs.
+        """Send this rank's decompositions to its row of gradient workers, and receive theirs.
 
-        If inverses are computed while training continues, the factors of the other ranks have
-        changed in the meantime, so γ and the mean eigenvalue are sent as well. If the communication
-        dtype is narrower, inverse ranks round their own parts, so that all ranks have the same.
+        If the inverter uses threads, γ and the mean eigenvalue are sent as well, because the
+        running averages have changed since the inverse rank computed them. If the communication
+        dtype is narrower, inverse ranks also round the parts that they keep, so that all ranks use
+        the same numbers.
         """
         plan = self.step_plan
         dtype = self.options.inv_dtype
@@ -576,11 +583,11 @@ class Inverses:
         valid: Sequence[KroneckerBlock],
         parts: dict[KroneckerBlock, dict[str, Decomposition]],
     ) -> dict[KroneckerBlock, Inverse]:
-        """Install the inverses of valid layers. The ``parts`` are used up, which frees memory.
+        """Install the inverses of valid layers. This empties ``parts`` as it goes, to free memory.
 
-        Returns the last inverses of the layers of this rank, if refresh intervals follow drift.
+        Returns the inverses that were replaced on this rank, if refresh intervals follow drift.
         """
-        # Gradient workers combine the parts of equal layers to one inverse.
+        # Gradient workers combine the parts of layers of the same shape into one stacked inverse.
         previous: dict[KroneckerBlock, Inverse] = {}
         for batch in self.step_plan.batches:
             blocks = [block for block in batch.blocks if block in parts]
@@ -609,14 +616,14 @@ class Inverses:
 
     def _take_pending(self, block: KroneckerBlock) -> PendingInverse:
         """Remove a layer from those that are pending."""
-        # If another rank has failed, a thread of this rank may still decompose the factors.
+        # If another rank failed, a thread of this rank may still be decomposing its factors.
         self.inverter.forget(block)
         return self.pending.pop(block)
 
     def _combine(self, parts: dict[KroneckerBlock, dict[str, Decomposition]]) -> Inverse:
-        """Combine the decompositions of pending layers of equal shape to one stacked inverse.
+        """Combine the decompositions of pending layers of the same shape into one stacked inverse.
 
-        The decompositions are removed from ``parts``, which frees memory.
+        This removes the decompositions from ``parts``, to free memory.
         """
         shape = next(iter(parts)).shape
         stacked: dict[str, Decomposition] = {}
@@ -629,7 +636,7 @@ class Inverses:
         mean_eigenvalues: list[Damping] = []
         for block in parts:
             layer_damping = self.pending[block].layer_damping
-            assert layer_damping is not None  # a gradient worker knows it
+            assert layer_damping is not None  # gradient workers have it
             dampings.append(layer_damping.damping)
             mean_eigenvalues.append(layer_damping.mean_eigenvalue)
         like = stacked["G"][-1]
@@ -638,7 +645,7 @@ class Inverses:
         return self.solver.combine(stacked, damping, scale)
 
     def _record_failure(self, block: KroneckerBlock, outcome: Outcome) -> None:
-        """Record that a layer has no new inverse."""
+        """Record that a layer has no new inverse. Only a failed layer keeps its last one."""
         error = self._take_pending(block).error
         if outcome is Outcome.FAILED:
             block.count_failed_refresh()
@@ -656,14 +663,14 @@ class Inverses:
         block.restart_averages()
         block.drop_inverse_at_refresh(no_statistics=True)
         if had_inverse:
-            self.training.publish()  # the optimizer's state does not show the factors any more
+            self.training.publish()  # remove the dropped factors from the optimizer's state
 
     def _warn_of_failure(self, block: KroneckerBlock, error: str) -> None:
         """Warn that a layer's factors could not be decomposed, once per layer."""
         training = self.training
         if not training.is_first_warning(f"failed:{block.name}"):
             return
-        consequence = "the base optimizer trains it alone"
+        consequence = "the layer falls back to the base optimizer"
         if block.solved:
             consequence = "its last inverse is kept"
         reason = f" ({error})" if error else ""
@@ -675,9 +682,10 @@ class Inverses:
     # ----------------------------------------------------------------------------- checkpoints
 
     def snapshot_factors(self, blocks: Iterable[KroneckerBlock]) -> None:
-        """Copy the factors that pending inverses are computed from, before they change.
+        """Copy the factors of pending inverses. Call this before the running averages change.
 
-        The copies go into checkpoints, which any rank may write.
+        Checkpoints contain the copies, so that :meth:`resubmit` can compute the same inverses.
+        Every rank copies them, because any rank may write a checkpoint.
         """
         for block in blocks:
             pending = self.pending.get(block)
@@ -688,7 +696,7 @@ class Inverses:
         """Install the inverses of a checkpoint.
 
         Args:
-            loaded: The inverses.
+            loaded: The inverses, by layer.
             damping: The value of ``damping=`` at the last refresh.
         """
         self.damping_option = damping
@@ -699,7 +707,7 @@ class Inverses:
                 block.install_inverse(each.inverse)
 
     def resubmit(self, loaded: Mapping[KroneckerBlock, PendingInverse]) -> None:
-        """Compute the inverses that were pending when a checkpoint was written."""
+        """Compute the inverses that were pending when a checkpoint was written. Waits for them."""
         for block, pending in loaded.items():
             assert pending.factors is not None
             self.pending[block] = pending
