@@ -7,8 +7,13 @@
     EpochOptions      the keywords of MRDHO2
 
 Each optimizer repeats its keywords in the signature of its own ``__init__``, so that editors and
-``help()`` show them. A test compares the two. ``help()`` also shows the descriptions below. This
-module imports no other package folder except ``utils``, and every folder may import it.
+``help()`` show them. A test checks that both places agree. The decorator ``documented`` in
+``keywords.py`` copies the descriptions under "Attributes:" into the docstrings of the optimizers.
+This module imports no other folder of the package except ``utils``, so every folder may import it.
+
+In the descriptions, "the base" is the first-order optimizer ``base``, and "number or callable"
+means a constant or a function of the step. A and G are the Kronecker factors of a layer: the second
+moments of its inputs and of its output gradients. ∇ is the layer's gradient.
 """
 
 from __future__ import annotations
@@ -108,12 +113,12 @@ class PerStep:
 
 @dataclass(frozen=True)
 class DecayingClip:
-    """A ``kl_clip`` that shrinks over time, c₀ ζᵏ (Ba et al. 2017, section 5).
+    """A ``kl_clip`` that shrinks over time: c₀ ζᵏ after k decays (Ba et al. 2017, section 5).
 
         DistKFAC(model, lr=0.1, grafting="none", kl_clip=DecayingClip(every=len(loader) // 2))
 
     Attributes:
-        start: c₀, the bound on the squared Fisher norm of the first step.
+        start: c₀, the bound κ of ``kl_clip`` until the first decay.
         decay: ζ, the factor by which the bound shrinks every ``every`` steps.
         every: Number of steps between two decays. The paper uses half an epoch.
 
@@ -132,7 +137,7 @@ class DecayingClip:
         check_count("every", self.every, "steps")
 
     def __call__(self, step: int) -> float:
-        """Return the bound κ at a step."""
+        """Return κ, the bound of ``kl_clip``, at a step."""
         return max(self.start * self.decay ** (step // self.every), sys.float_info.min)
 
 
@@ -142,13 +147,14 @@ class TraceRule:
 
         KAISA(model, lr=0.1, inv_update_steps=TraceRule(upper=0.05, every=20))
 
-    The measure is the trace of A ⊗ G + γ, compared with its value at the layer's last refresh.
+    The rule compares the trace of a layer's damped curvature A ⊗ G + γ I with the trace at the
+    layer's last refresh.
 
     Attributes:
         upper: A layer is refreshed if its trace or its γ changed by more than this share.
         lower: If the trace of a layer changed by less than this share, the layer is never checked
             or refreshed again. 0: every layer is checked each time.
-        every: Steps between two checks; number or callable.
+        every: Number of steps between two checks; number or callable.
 
     Raises:
         TypeError: If a value is not a number.
@@ -181,9 +187,10 @@ class AuxBase:
 
     Attributes:
         optimizer_class: Class of the optimizer.
-        layers: Patterns of further modules that it trains, with all modules inside them. They have
-            the form of ``skip_layers``.
-        kwargs: Its arguments, if they differ from those of ``base``.
+        layers: Patterns of further modules that this optimizer trains, with all modules inside
+            them. They have the same form as in ``skip_layers``.
+        kwargs: Keyword arguments of this optimizer only. They override the keywords that you pass
+            for both optimizers.
 
     Raises:
         TypeError: If ``layers`` or ``kwargs`` have the wrong type.
@@ -203,7 +210,7 @@ class AuxBase:
 
 
 def check_damping(value: Any) -> None:
-    """Raise unless a damping is a finite number of at least 0, or a tensor of one."""
+    """Raise unless a damping is a finite number >= 0, or a tensor with such a value."""
     remedy = "'auto' is 0.1 of the mean curvature"
     check_scalar("damping", value, low=0.0, open_high=True, remedy=remedy)
 
@@ -216,19 +223,19 @@ def check_decay(value: Any) -> None:
 
 
 def check_clip(value: Any) -> None:
-    """Raise unless a kl_clip is a positive number, or a tensor of one."""
+    """Raise unless a kl_clip is a positive number, or a tensor with such a value."""
     remedy = "use a positive number, 'auto', or None for no clip"
     check_scalar("kl_clip", value, low=0.0, open_low=True, remedy=remedy)
 
 
 def check_newton_scale(value: Any) -> None:
-    """Raise unless a newton_scale is a finite number of at least 0."""
+    """Raise unless a newton_scale is a finite number >= 0."""
     remedy = "0.1 is the default, 1.0 a full step"
     check_number("newton_scale", value, low=0.0, open_high=True, remedy=remedy)
 
 
 def check_dtype(name: str, value: Any) -> None:
-    """Raise unless factors can be stored and sent in a dtype."""
+    """Raise unless ``value`` is a dtype in which factors can be stored and sent."""
     if value not in (torch.float32, torch.float64, torch.bfloat16):
         raise ValueError(
             f"{name}={value} is not one of float32, float64 and bfloat16 "
@@ -237,7 +244,7 @@ def check_dtype(name: str, value: Any) -> None:
 
 
 def is_auto(value: Any) -> TypeGuard[str]:
-    """Whether a keyword is left to the optimizer."""
+    """Whether a keyword is "auto", so that the optimizer chooses its value."""
     return isinstance(value, str) and value == AUTO
 
 
@@ -245,7 +252,7 @@ def is_auto(value: Any) -> TypeGuard[str]:
 
 
 def options_from(option_class: type[T], arguments: Mapping[str, Any]) -> T:
-    """Build the options of a dataclass from those arguments of an optimizer that it has."""
+    """Build an option dataclass from an optimizer's arguments, ignoring those of other classes."""
     names = {field.name for field in fields(option_class)}  # type: ignore[arg-type]
     return option_class(**{name: value for name, value in arguments.items() if name in names})
 
@@ -264,20 +271,21 @@ class CommonOptions:
             gradients.
         aux_base: Class of a second base optimizer, or a :class:`~second_order.AuxBase`, for
             embeddings, the output head (the last Linear), norms, biases and parameters outside of
-            modules. ``base`` then only trains hidden weights: weights of modules with at least two
-            dimensions (exactly two with ``torch.optim.Muon``). None: ``base`` trains everything.
+            modules. ``base`` then only trains hidden weights: the other weights of modules, if they
+            have at least two dimensions (exactly two with ``torch.optim.Muon``). None: ``base``
+            trains everything.
         model: The model, if you pass parameters. None: the smallest module that contains all of
             them, widened to the whole network if all other parts of it are frozen. Wrappers
             (DistributedDataParallel, ``torch.compile``) are removed.
         grad_scaler: The ``GradScaler`` that scales the loss, if you use one.
         gradient_averaging: Whether the optimizer averages gradients over the ranks that train.
-            "auto": unless DistributedDataParallel or FSDP2 does. If it averages, all ranks start
-            from the parameters of the first rank.
+            "auto": yes, unless DistributedDataParallel or FSDP2 averages them. If the optimizer
+            averages, all ranks start from the parameters of the first rank.
         process_group: The ranks that train together. None: the default group, if there is one.
-        debug: Compare the parameters of the ranks bit for bit. True: before the first step and
-            every 100 steps. A number: every so many steps. If they differ, every rank raises
-            :class:`~second_order.RankMismatchError` with the name of the parameter and the ranks.
-            Checkpoints do not save this option.
+        debug: Whether to check that all ranks have the same parameters, bit for bit. True: before
+            the first step and every 100 steps. A number: this many steps between two checks. If
+            they differ, every rank raises :class:`~second_order.RankMismatchError` with the name of
+            the parameter and the ranks. Checkpoints do not save this option.
     """
 
     base: type[torch.optim.Optimizer] = torch.optim.SGD
@@ -305,9 +313,10 @@ class KFACOptions:
             Raise it if the loss jumps: the larger γ is, the closer the step is to the plain
             gradient. "auto": 0.1. A number may be a tensor that a schedule changes in place. If the
             tensor is on a device, its value is not checked.
-        damping_floor: Lower bound on a layer's mean curvature in its γ, as a share of the mean
-            curvature over all layers (the square of the mean square root). "auto": 0.25 with
-            ``relative_damping``, otherwise 0, which means no bound.
+        damping_floor: With ``relative_damping``: lower bound on the mean curvature from which γ of
+            a layer is computed. It is a share of the mean curvature of all layers, which is the
+            square of the mean of their square roots. "auto": 0.25 with ``relative_damping``,
+            otherwise 0, which means no bound.
         relative_damping: True: γ of a layer is ``damping`` times the layer's mean curvature,
             tr A tr G / (dim A dim G), so it does not depend on the scale of the loss. False: γ is
             ``damping``, as in the papers. KAISA's published code scales factors differently, and
@@ -319,18 +328,18 @@ class KFACOptions:
             step grows as gradients shrink, so also set ``kl_clip``. Adaptive bases normalize by
             past gradients (Adam by the last thousand steps) and need "gradient".
         kl_clip: κ, the bound on the change lr² Σ P·∇ of the model's predictions in one step
-            (Pauloski et al. 2022, 5.1); number, tensor, callable, or None for no bound. A number is
-            the bound at the largest learning rate, and shrinks with lr² when a schedule lowers it.
-            A callable is used as it is. "auto": Σ |P·∇|, without lr, may be at most four times its
-            running average over about twenty steps, so that a batch of outliers cannot undo many
-            steps. With ``grafting="none"``, "auto" is no bound.
+            (Pauloski et al. 2022, section 5.1); number, tensor, callable, or None for no bound. A
+            number is the bound at the largest learning rate, and shrinks with lr² when a schedule
+            lowers it. A callable is used as it is. "auto": Σ |P·∇|, without lr, may be at most four
+            times its running average over about twenty steps, so that a batch of outliers cannot
+            undo many steps. With ``grafting="none"``, "auto" is no bound.
         step_scale: Whether to multiply the steps of preconditioned weights by a factor τ that
-            adapts to the changes of the loss. "auto": if ``grafting`` is "gradient", unless the
+            adapts to the changes of the loss. "auto": yes if ``grafting`` is "gradient", unless the
             base is schedule-free.
-        factor_decay: Weight of the past in the running averages of A and G at an update, in [0, 1);
-            number, callable or :class:`~second_order.PerStep`. "auto": the averages cover about 45
-            steps (0.978 per step) with an adaptive base such as Adam, and about 200 steps (0.995
-            per step) with others, whatever the intervals are.
+        factor_decay: Weight that an update of the running averages of A and G gives to their old
+            values, in [0, 1); number, callable or :class:`~second_order.PerStep`. "auto": the
+            averages cover about 45 steps (0.978 per step) with an adaptive base such as Adam, and
+            about 200 steps (0.995 per step) with others, whatever the intervals are.
         solver: "inverse": A and G are damped separately and inverted by Cholesky decompositions.
             "eigen": (A ⊗ G + γ I)⁻¹ is exact. This costs several times as much, and gained nothing
             on most of the tasks on which the defaults were chosen.
@@ -346,15 +355,15 @@ class KFACOptions:
             that refreshes may take, above 0 and up to 10. The first five refreshes are timed and
             set the minimum number of steps between later ones, which checkpoints save. If layers
             drift faster than that, a warning says so. None: no limit.
-        fisher: The labels whose gradients the factors are computed from. "empirical": the data's,
-            so your own backward pass is used. Otherwise labels are sampled from the distribution
-            that the model's outputs describe, which costs one more backward pass when statistics
-            are due: "categorical" (logits, classes in the last dimension), "bernoulli" (logits),
-            "gaussian" (means), or a callable ``output -> loss`` that samples labels and returns
-            their summed negative log-likelihood.
-        kfac_approx: For layers that are applied at many positions. "expand": each position has a
-            loss term, as in language models. "reduce": positions are pooled (Eschenhagen et al.
-            2023). Fused experts then count as unsupported layers.
+        fisher: The labels of the loss whose gradients enter the factors. "empirical": the labels in
+            the data, so your own backward pass is used. Otherwise labels are sampled from the
+            distribution that the model's outputs describe, which costs one more backward pass when
+            statistics are due: "categorical" (logits, classes in the last dimension), "bernoulli"
+            (logits), "gaussian" (means), or a callable ``output -> loss`` that samples labels and
+            returns their summed negative log-likelihood.
+        kfac_approx: How layers that are applied at many positions are approximated. "expand": each
+            position has a loss term, as in language models. "reduce": positions are pooled
+            (Eschenhagen et al. 2023). Fused experts then count as unsupported layers.
         loss_reduction: The scale of the loss. "mean": the mean over the loss terms of a pass,
             divided by the number of passes per step, which is counted. "pass_mean": the mean over
             the terms of a pass; the losses of several passes are added. "sum": the sum over the
@@ -381,7 +390,8 @@ class KFACOptions:
             time of a refresh with its cube. The A of an embedding is diagonal and may be larger.
         factor_dtype: Dtype in which factors are stored and sent: float32, float64 or bfloat16.
             Inverses have at least float32.
-        adaptive: Whether the base is adaptive. Not a keyword.
+        adaptive: Whether the base is adaptive. :meth:`resolve` sets this; it is not a keyword of
+            the optimizers.
     """
 
     damping: AutoScalar = AUTO
@@ -426,7 +436,7 @@ class KFACOptions:
         check_dtype("factor_dtype", self.factor_dtype)
 
     def _check_numbers(self) -> None:
-        """Check damping, clip and decay."""
+        """Check the damping and its floor, the clip and the decay."""
         if not is_auto(self.damping) and not callable(self.damping):
             check_damping(self.damping)
         if is_auto(self.damping) and not self.relative_damping:
@@ -460,10 +470,13 @@ class KFACOptions:
             )
 
     def resolve(self, base: Any) -> KFACOptions:
-        """Return the options with a value instead of each "auto" that depends on the base."""
+        """Return a copy in which values replace "auto", wherever options and base determine them.
+
+        Some keywords may remain "auto", such as ``kl_clip`` and ``inv_update_steps``.
+        """
         adaptive = is_adaptive(base)
-        # The parameters of a schedule-free base are not the point that it steps from, so their
-        # steps cannot be scaled.
+        # A schedule-free base has train() and eval(). Its step does not start from the parameters,
+        # so the change of the parameters cannot be scaled.
         schedule_free = all(callable(getattr(base, name, None)) for name in ("train", "eval"))
         grafted = self.grafting == "gradient"
 
@@ -493,7 +506,10 @@ class KFACOptions:
 
     @property
     def by_drift(self) -> bool:
-        """Whether the drift of each layer determines its refresh interval."""
+        """Whether each layer's refresh interval depends on its drift.
+
+        The drift is the change of the preconditioned gradient from the old to the new inverse.
+        """
         return is_auto(self.inv_update_steps)
 
     @property
@@ -531,12 +547,12 @@ class KFACOptions:
 
     @property
     def follows_steps(self) -> bool:
-        """Whether the step scale adapts to the changes of the loss, once resolved."""
+        """Whether the step scale adapts to the changes of the loss. Call :meth:`resolve` first."""
         return self.step_scale is True
 
     @property
     def floor(self) -> float:
-        """The lower bound on the mean curvature in γ, once resolved."""
+        """``damping_floor`` as a number. Call :meth:`resolve` first: "auto" counts as 0 here."""
         if isinstance(self.damping_floor, str):
             return 0.0
         return self.damping_floor
@@ -547,7 +563,7 @@ class KFACOptions:
         return torch.promote_types(self.factor_dtype, torch.float32)
 
     def describe(self) -> str:
-        """Return damping, clip and decay for the summary, with the values chosen for "auto"."""
+        """Return damping, clip and decay for the summary. Call :meth:`resolve` first."""
         relative = " of the mean curvature" if self.relative_damping else ""
         damping = "by a schedule"
         if not callable(self.damping):
@@ -639,7 +655,7 @@ class DPKFACOptions:
             paper.
         gradient_exchange: "owner": the gradients of a layer are summed at its owner, which sends
             them back preconditioned. The volume is that of one all-reduce. "all_reduce": all
-            gradients are averaged on all ranks first, which sends half as much again.
+            gradients are averaged on all ranks first, which sends 1.5 times as much.
             DistributedDataParallel always does this.
     """
 
@@ -671,12 +687,13 @@ class DistKFACOptions:
             snapshot of its factors (with ``inv_update_steps="auto"`` at most the layer's interval
             minus one), even if it is ready earlier. Runs are then repeatable bit for bit.
         conv_factors: "kfc": the factors of a convolution from all its locations. "cheap": inputs
-            are averaged over locations and gradients summed before they are squared (Ba et al.
-            2017, appendix A).
-        doubly_factored: Wide Linears that receive a flattened feature map: a dictionary from the
-            layer's name to (locations, channels) of its input. Three small factors replace A and G
-            (Ba et al. 2017, section 4). "auto": the layers with more than ``max_factor_dim``
-            inputs, with the channels of the preceding convolution. None: no layer.
+            are averaged over locations, and gradients are summed over them, before their second
+            moments are computed (Ba et al. 2017, appendix A).
+        doubly_factored: The wide Linears, each with a flattened feature map as input, that get a
+            doubly factored block: a dictionary from layer names to (locations, channels). Three
+            small factors replace A and G (Ba et al. 2017, section 4). "auto": the layers with more
+            than ``max_factor_dim`` inputs, with the channels of the preceding convolution. None: no
+            layer.
     """
 
     stats_workers: int = 0
@@ -745,7 +762,7 @@ class DistKFACOptions:
 
     @property
     def wide_layers(self) -> Mapping[str, tuple[int, int]] | str:
-        """The doubly factored layers, or "auto"."""
+        """The value of ``doubly_factored``, with None as an empty dictionary."""
         chosen = self.doubly_factored
         if chosen is None:
             return {}
@@ -760,25 +777,27 @@ class FOSIOptions:
 
     Attributes:
         num_largest: k, the number of largest eigenpairs, along which Newton steps are taken.
-        num_smallest: l, the number of smallest (most negative) eigenpairs. Steps along them lead
-            away from the saddle point.
+        num_smallest: l, the number of smallest (most negative) eigenpairs. Steps along negative
+            ones lead away from saddle points.
         curvature_interval: T, steps between two refreshes of the eigenpairs; number or callable.
             "auto": as often as ``overhead`` allows.
-        overhead: With ``curvature_interval="auto"``: the share of the time of the base alone that
-            refreshes may take, above 0 and up to 10. The first five refreshes are timed and set the
-            number of steps to the next one, which checkpoints save. Before the first refresh, a
-            Hessian-vector product counts as one step.
+        overhead: With ``curvature_interval="auto"``: the time that refreshes may take, as a share
+            of the time that the base alone takes; above 0 and up to 10. The first five refreshes
+            are timed and set the number of steps to the next one, which checkpoints save. Before
+            the first refresh, a Hessian-vector product counts as one step.
         warmup_steps: W, steps of the base before the first refresh. None: ``curvature_interval``,
             or with "auto" as many as ``overhead`` requires.
         newton_scale: α, the length of a Newton step; 1.0 is a full step. A number is α at the
             largest learning rate, and shrinks and grows with the learning rate. A callable of the
             step is used as it is.
-        lr_scale_clip: Upper bound on s = |λ₁| / |λ_k|, which multiplies the steps of the base,
-            because the k steepest directions no longer limit them. None: the published values, 3
-            for SGD, and 1 for other bases, which scale their steps themselves.
+        lr_scale_clip: Upper bound on s = |λ₁| / |λ_k|, the ratio of the largest and the k-th
+            largest eigenvalue. s multiplies the steps of the base, because the k steepest
+            directions no longer limit them. None: the published values, 3 for SGD, and 1 for other
+            bases, which scale their steps themselves.
         lr_scale_guard: Whether to start with s = 1. s then grows by half at each further refresh if
-            the loss of the curvature batch did not rise, and is halved if it did. Three times the
-            learning rate of the base alone may be too large. False: s as published.
+            the loss of the curvature batch did not rise, and is halved if it did. The guard exists
+            because three times the learning rate of the base alone may be too large. False: s as
+            published.
         lanczos_iterations: m, the maximum number of Hessian-vector products per refresh. None:
             max(4(k + l), 2 ln n), or max(2k, 20) if that is less, l is 0, and the refresh starts
             from the last eigenvectors.
@@ -795,24 +814,27 @@ class FOSIOptions:
         warm_start: Whether a refresh starts from the last eigenvectors.
         trust_region: Whether to shorten Newton steps if the eigenpairs are wrong. A step is at most
             ten times as long as usual, in units of the loss. If V̂ᵀg changes faster along the steps
-            than û predicts, steps are cut to half of what is stable, and grow again. A step that
-            leads to a gradient that is not finite is reverted. As long as the eigenpairs are right,
-            steps are equal to those of False bit for bit.
+            than the eigenvalues predict, steps are cut to half of what is stable, and grow again
+            later. V̂ are the eigenvectors, and g is the gradient. A step that leads to a gradient
+            that is not finite is reverted. As long as the eigenpairs are right, steps equal those
+            of False bit for bit.
         hvp: How Hessian-vector products are computed. "retained": from one graph of the curvature
             batch, which is kept for the whole refresh. "recomputed": the closure is called again
             for each product, which needs the memory of one graph at a time. "differences": finite
             differences of gradients, for models that cannot be differentiated twice. "auto":
-            "retained"; "recomputed" for several closures; "differences" if FSDP2 has sharded the
-            model. For the last two, the closure must use the same batch during a refresh.
+            "differences" if FSDP2 has sharded the model, "recomputed" if you pass several closures,
+            otherwise "retained". With "recomputed" and "differences", the closure must use the same
+            batch during a refresh.
         curvature: The matrix of the eigenpairs. "hessian": the Hessian. "gauss-newton": the Hessian
             of the loss with outputs that are linear in the weights, which has no negative
             eigenvalues if the loss is convex in the outputs. "empirical-fisher": the mean of ggᵀ
-            over the gradients of examples. For the last two the closure returns
-            :class:`second_order.lanczos.Outputs`.
-        layout: How eigenvectors are stored on P ranks. "row": n/P rows of them, and of the state of
-            the base, on each rank. This works for elementwise bases: SGD, Adam, AdamW, RMSprop.
-            "column": r/P of the eigenvectors and the whole state of the base, for every base.
-        seed: Seed of the first start vector.
+            over the gradients g of the examples. For "gauss-newton" and "empirical-fisher", the
+            closure returns :class:`second_order.lanczos.Outputs`.
+        layout: How r eigenvectors of n elements are stored on P ranks. "row": n/P rows of them, and
+            of the state of the base, on each rank. This works for elementwise bases: SGD, Adam,
+            AdamW, RMSprop. "column": r/P eigenvectors and the whole state of the base, for every
+            base.
+        seed: Seed of the random start vector of the first refresh.
     """
 
     num_largest: int = 10
@@ -887,28 +909,27 @@ class FOSIOptions:
 
     @property
     def wanted(self) -> int:
-        """Number of eigenpairs, k + l."""
+        """Number of eigenpairs that a refresh computes, k + l."""
         return self.num_largest + self.num_smallest
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochOptions(FOSIOptions):
-    """The keywords of MRDHO2. Without helper ranks, an epoch is the interval of DHO2.
+    """The keywords of MRDHO2.
+
+    Without helper ranks, MRDHO2 refreshes the eigenpairs every ``epoch_steps`` steps, as DHO2 does.
+    The descriptions here replace those in FOSIOptions.
 
     Attributes:
         helper_ranks: A, the number of ranks that compute eigenpairs instead of training.
         epoch_steps: E, the number of steps between two final updates.
-        final_update: "paper": equation 17, after every epoch. "guarded": only if it reduces the
-            loss on the helpers' batches by at least half.
+        final_update: "paper": equation 17 of the paper, after every epoch. "guarded": only if it
+            reduces the loss on the helpers' batches by at least half.
         helper_timeout: Seconds without a message after which helpers count as lost. Workers also
             wait at most this long at the end of an epoch for eigenpairs, and again for the losses
             of "guarded".
         warmup_steps: W, steps of the base alone before the first epoch with helpers. None: 0.
             Without helper ranks: steps before the first eigenpairs; None: ``epoch_steps``.
-        num_largest: k, the number of largest eigenpairs, along which Newton steps are taken.
-        newton_scale: α, the length of a Newton step; 1.0 is a full step. A number is α at the
-            largest learning rate, and shrinks and grows with the learning rate. A callable of the
-            step is used as it is.
         lanczos_iterations: m, the maximum number of Hessian-vector products per epoch. None:
             max(4(k + l), 2 ln n).
     """
