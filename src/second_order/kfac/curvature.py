@@ -1,14 +1,18 @@
 """The K-FAC step of KAISA, DPKFAC and DistKFAC.
 
-    assign         which rank does what for each layer, when layers were frozen, unfrozen or added
-    statistics     A, G of this step's batches, summed over the ranks that contribute
+    assign         layers to ranks, if layers were frozen, unfrozen or added
+    statistics     A and G of this step's batches, summed over the ranks that contribute
     averages       A, G <- running averages, every factor_update_steps
-    inverses       damped inverses of A ⊗ G, layer by layer, every inv_update_steps
+    inverses       damped inverses of A ⊗ G, for each layer that is due, every inv_update_steps
     precondition   P = (A ⊗ G + γ)⁻¹ ∇, on the layer's gradient workers
     clip           ν = min(1, sqrt(κ / Σ lr² |P·∇|))
     p.grad         <- ν P, on all ranks
 
-:meth:`KFAC.precondition` is the step. The base optimizer then uses ``p.grad`` as its gradient.
+∇ is the mean gradient, γ the damping and κ ``kl_clip``. The sum is over all layers.
+
+At each step, the optimizer calls :meth:`KFAC.prepare`, which assigns, and
+:meth:`KFAC.precondition`, which does the rest. The base optimizer then uses ``p.grad`` as its
+gradient, and :meth:`KFAC.finish_step` applies the step scale τ.
 """
 
 from __future__ import annotations
@@ -93,21 +97,21 @@ from second_order.utils.stages import stage
 
 __all__ = ["KFAC", "LayeredCurvature", "StepInfo"]
 
-# Operations to invert the factors of a layer, divided by n³ of their dimensions.
+# Operations to invert an n × n factor, divided by n³.
 INVERSION_COST = {"inverse": 4.0, "eigen": 15.0}
 
 NO_REFRESH = Refresh()
 
-# At the first steps, statistics are sent in their own dtype. The running average then consists of
-# few entries, and the rounding of one of them may exceed a small damping.
+# During the first steps, statistics are sent in their own dtype. The running average then covers
+# few steps, so the rounding error of one step may exceed a small damping.
 FULL_PRECISION_STEPS = 20
 
-# Steps between refreshes that the cost model assumes if drift will choose the intervals.
+# The refresh interval that the cost model assumes if the measured drift will set the intervals.
 ASSUMED_INTERVAL = 10
 
 
 class Helpers(Protocol):
-    """Stats workers, as a gradient worker uses them."""
+    """A gradient worker's interface to the stats workers, ranks that only compute statistics."""
 
     @property
     def own_passes(self) -> bool:
@@ -117,37 +121,37 @@ class Helpers(Protocol):
         """Assign the roles. Collective."""
 
     def send_snapshots(self, training: Training, send: Callable[..., None], /) -> None:
-        """Send the parameters to stats workers that wait for them."""
+        """Send the parameters to the stats workers that wait for them."""
 
     def receive_statistics(
         self, layers: Mapping[str, KroneckerBlock], training: Training, /
     ) -> Iterable[Sums]:
-        """Return the sums of each message that arrived since the last step."""
+        """Return the summed statistics of each message that arrived since the last step."""
 
     def restart(self) -> None:
-        """Use the own passes until statistics for the new assignment arrive."""
+        """Use this rank's own passes until statistics for the new assignment arrive."""
 
     def agree(self, training: Training, /) -> None:
-        """Agree with all ranks whether to use the own passes, and on lost links. Collective."""
+        """Agree with the gradient workers on :attr:`own_passes` and lost links. Collective."""
 
     def close(self) -> None:
         """Shut down the links."""
 
 
 class LayeredCurvature(Curvature):
-    """A curvature with K-FAC layers: base class of gradient workers and stats workers."""
+    """Base class of the curvatures that have K-FAC layers: gradient workers and stats workers."""
 
-    scaler_reason = "the gradients it has captured carry the scale"
+    scaler_reason = "the gradients that it has captured are multiplied by the loss scale"
     saves_by_rank = True
     layers: Layers
     _system: System
 
     def description(self) -> list[str]:
-        """The options and the layers, which must be equal on all ranks."""
+        """Describe the options and the layers, which must be equal on all ranks."""
         return self.layers.description(self._system.description)
 
     def drop_pending(self) -> None:
-        """Drop the statistics of the backward passes since the last step."""
+        """Drop the statistics of all backward passes since the last step."""
         self.layers.drop_pending()
 
     def hooks_removed(self) -> AbstractContextManager[None]:
@@ -160,7 +164,7 @@ class StepInfo:
     """The result of a step.
 
     Attributes:
-        refreshed: The layers that have a new inverse, equal on all ranks.
+        refreshed: The layers that have a new inverse. They are the same on all ranks.
         clip: ν, a scalar; None if nothing was clipped.
         refresh_due: Whether a refresh was due at this step.
         may_refresh_next: Whether the next step may install new inverses.
@@ -175,7 +179,10 @@ class StepInfo:
 def choose_num_workers(
     training: Training, options: KFACOptions, blocks: Sequence[KroneckerBlock]
 ) -> int:
-    """Return the number of gradient workers with the fastest predicted step. Collective."""
+    """Return the number of gradient workers per layer for the fastest step. Collective.
+
+    The cost model predicts the time per step from measurements of this machine and network.
+    """
     world = training.world
     shapes = [block.shape for block in blocks if block.trainable]
     if world.size == 1 or not shapes:
@@ -197,7 +204,7 @@ def choose_num_workers(
 
 
 class KFAC(LayeredCurvature):
-    """The layers of a model, their factors and their inverses.
+    """The K-FAC curvature of a model: its layers, their factors and their inverses.
 
     Args:
         training: The model, the parameter groups and the ranks.
@@ -221,12 +228,12 @@ class KFAC(LayeredCurvature):
 
         # Layers, and the ranks that work on them.
         self.layers = Layers(training, options, system.rules, system.conv_approximation)
-        self.plan: Mapping[KroneckerBlock, LayerPlan] = {}  # of the layers that train now
-        self.latest_plan: dict[KroneckerBlock, LayerPlan] = {}  # of all layers that ever trained
+        self.plan: Mapping[KroneckerBlock, LayerPlan] = {}  # layers that train now
+        self.latest_plan: dict[KroneckerBlock, LayerPlan] = {}  # all layers that ever trained
         self._step_plan = StepPlan({}, World.alone(), World.alone())
-        self._buckets: list[Bucket] = []  # of layers whose gradients are sharded
-        self._owners: dict[Tensor, int] | None = None  # of the averaged gradients
-        self.num_workers = 0  # of gradient workers, if the cost model chose it; otherwise 0
+        self._buckets: list[Bucket] = []  # for FSDP2-sharded gradients
+        self._owners: dict[Tensor, int] | None = None  # owner of each averaged gradient
+        self.num_workers = 0  # gradient workers per layer by the cost model; 0 if it is not used
 
         # Schedules and inverses.
         self._schedule = Schedule(training, options, self.layers)
@@ -243,7 +250,7 @@ class KFAC(LayeredCurvature):
             rule=None if self.traces is None else self.traces.choose,
             inverter=system.inverter,
         )
-        self.mean_curvature = 0.0  # of all layers, at the last refresh
+        self.mean_curvature = 0.0  # mean eigenvalue over all layers, at the last refresh
 
         # Exchange, clip and step scale.
         self._pipeline: Pipeline | None = None
@@ -259,12 +266,12 @@ class KFAC(LayeredCurvature):
         self._last = StepInfo()
         self._closed = False
 
-        # State that a checkpoint has once, with the part of every layer.
+        # State of the whole model. A checkpoint repeats it in every layer's entries.
         usual = None if self.clip is None else self.clip.usual
         candidates: list[Any] = [self.throttle, self.step_scale, usual]
         self._common_state = [part for part in candidates if part is not None]
-        # Between loading a checkpoint and the first step after it: the checkpoint, and the layers
-        # of which this rank lacks a part.
+        # These are set only between loading a checkpoint and the next step: the checkpoint, and the
+        # layers for which it lacks an entry that this rank needs.
         self._loaded: Mapping[Tensor, SavedPart] | None = None
         self._missing: set[KroneckerBlock] = set()
 
@@ -274,7 +281,7 @@ class KFAC(LayeredCurvature):
     # ------------------------------------------------------------------- construction and changes
 
     def begin(self) -> None:
-        """Assign roles to the ranks and layers to the gradient workers, and hook the model.
+        """Assign roles and layers to the ranks, and add hooks to the model. Collective.
 
         Raises:
             ValueError: If the processes or devices do not support the options.
@@ -282,7 +289,7 @@ class KFAC(LayeredCurvature):
         self._system.plan([], self.training.world.size)  # raises for an unsupported world size
         if self.helpers is not None:
             self.helpers.begin(self.training)
-        # Sharded gradients are collected on one rank per layer, whatever the cost model says.
+        # If gradients are sharded, one rank per layer collects them, so there is nothing to choose.
         if self._system.auto_workers and not self.layers.sharded:
             workers = choose_num_workers(self.training, self._options, self.layers.blocks)
             self._set_num_workers(workers)
@@ -298,7 +305,7 @@ class KFAC(LayeredCurvature):
             )
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
-        """Adopt the shards with which FSDP2 has replaced parameters.
+        """Adopt the sharded parameters that FSDP2 has created in place of the old ones.
 
         Raises:
             ValueError: If there are stats workers.
@@ -309,12 +316,12 @@ class KFAC(LayeredCurvature):
             raise ValueError(sharding_error(self.training.name, "stats"))
         self.layers.replace_params(others)
         self._check_sharding()
-        # No rank has the whole gradients of gradient-factored layers any more.
+        # Gradient-factored layers need whole gradients, which no rank has any more.
         if self._options.unsupported_layers == AUTO and gradient_blocks(self.layers.blocks):
             self.replan()
 
     def replan(self) -> None:
-        """Search the model for layers again."""
+        """Search the model for layers again, and assign them. Collective."""
         if not self._closed:
             self.layers.find()
             self._check_sharding()
@@ -331,7 +338,7 @@ class KFAC(LayeredCurvature):
         self.watch()
 
     def _set_num_workers(self, workers: int) -> None:
-        """Use this number of gradient workers from the next assignment on."""
+        """Set the number of gradient workers per layer, starting with the next assignment."""
         self.num_workers = workers
         fraction = workers / self.training.world.size
         self._system = replace(self._system, plan=partial(self._system.plan, fraction=fraction))
@@ -340,9 +347,9 @@ class KFAC(LayeredCurvature):
     # ----------------------------------------------------------------------------------- the step
 
     def prepare(self) -> None:
-        """Assign layers to ranks again if they have changed. Collective.
+        """Reassign layers to ranks if the layers that train have changed. Collective.
 
-        This happens before gradients are averaged, because they are sent to the new owners.
+        Call this before gradients are averaged, because the averages are sent to the new owners.
         """
         if self.throttle is not None:
             self.throttle.begin_step()
@@ -353,12 +360,16 @@ class KFAC(LayeredCurvature):
             self._loaded = None
 
     def precondition(self, pending: PendingAverage) -> StepInfo:  # type: ignore[override]
-        """Replace every covered ``p.grad`` by ν P, as at the top of this file. Collective."""
+        """Replace each layer's ``p.grad`` by ν P. Collective.
+
+        Args:
+            pending: The average of the gradients over the ranks, which may still be under way.
+        """
         step = self.training.steps
         inverses = self.inverses
         due = self._schedule.layers_due(step)
 
-        # Update A and G from this step's batches.
+        # Update A and G from this step's batches. Stats workers may also have sent statistics.
         statistics_due = self._schedule.statistics_due(step)
         if statistics_due or self.helpers is not None or self._pipeline is not None:
             with stage("statistics"):
@@ -371,7 +382,7 @@ class KFAC(LayeredCurvature):
             with stage("solve"):
                 read = DeviceRead()
                 if inverses.reads_once and pending is NO_AVERAGE:
-                    # The host synchronizes once, for the refresh and for what it reports.
+                    # One device read then returns both the refresh's results and the report.
                     report = self._report_refresh(read, self._measured_layers())
                 refresh = inverses.refresh(due, pending, self.mean_curvature, read)
 
@@ -382,7 +393,7 @@ class KFAC(LayeredCurvature):
         if self.helpers is not None:
             self.helpers.agree(self.training)
 
-        # Measure the effect of the last step, before gradients are preconditioned.
+        # Measure the loss's slope along the last step. This needs the plain mean gradients.
         if refresh.installed and report is None:
             solved = [block for block in self._measured_layers() if block.solved]
             report = self._report_refresh(DeviceRead(), solved)
@@ -391,11 +402,11 @@ class KFAC(LayeredCurvature):
         with stage("precondition"):
             result = self._precondition_gradients(refresh.previous)
 
-        # Adapt the refresh intervals and the step scale to what the refresh changed.
+        # Adapt the refresh intervals, the step scale and the floor of γ after a refresh.
         if refresh.installed and report is not None:
             self._adapt(report, refresh.cosines, result.cosines)
 
-        # Keep the weights before the base's step, if the next refresh may measure its effect.
+        # Copy the weights before the base's step, if τ or the next refresh needs that step.
         next_due = self._schedule.layers_due(step + 1, ahead=True)
         may_refresh_next = len(next_due) > 0 or len(inverses.pending) > 0
         if self.step_scale is not None:
@@ -409,7 +420,7 @@ class KFAC(LayeredCurvature):
         return self._last
 
     def finish_step(self) -> None:
-        """Scale the base's step, and offer the new parameters to stats workers."""
+        """Scale the base's step by τ, and send the parameters to stats workers that are ready."""
         if self.step_scale is not None:
             self.step_scale.scale_step(keep_step=self._last.may_refresh_next)
         if self.helpers is not None:
@@ -418,7 +429,7 @@ class KFAC(LayeredCurvature):
             self.throttle.end_step(refreshed=self._last.refresh_due)
 
     def watch(self) -> None:
-        """Capture statistics in the passes of the next step only if they are due at that step."""
+        """Turn capture on for the next step's passes if statistics are due then; otherwise off."""
         due = self._schedule.statistics_due(self.training.steps)
         if self.helpers is not None and not self.helpers.own_passes:
             due = False
@@ -430,17 +441,17 @@ class KFAC(LayeredCurvature):
     # --------------------------------------------------------------------- statistics and averages
 
     def _update_factors(self, due: bool, pending: PendingAverage) -> None:
-        """Update A and G from this step's passes, if they are ``due``, and from stats workers."""
+        """Update A and G, from this step's passes if ``due``, and from stats workers' messages."""
         helpers = self.helpers
         schedule = self._schedule
         age = self.training.steps - schedule.updated_at
 
-        # The passes of this step. With stats workers, statistics must also have been due when the
-        # passes ran: only then were they captured.
+        # This step's passes. If there are stats workers, also check that the passes were captured:
+        # the gate is open only if statistics were due when the passes ran.
         from_passes = due
         if helpers is not None:
             from_passes = due and helpers.own_passes and self.layers.capture.gate.open
-        terms: Tensor | None = None  # of the step's loss, if a layer has counted them
+        terms: Tensor | None = None  # number of the step's loss terms, if known
         if from_passes:
             decay = schedule.factor_decay()
             sums = self._sum_statistics()
@@ -451,13 +462,13 @@ class KFAC(LayeredCurvature):
         elif self._pipeline is not None:
             self._pipeline.drain()
 
-        # The messages of stats workers, whose batches are their own.
+        # Messages of stats workers. Each contains statistics of batches that no other rank has.
         if helpers is not None:
             owned = {block.name: block for block in self._layers_of_a()}
             for sums in helpers.receive_statistics(owned, self.training):
                 self._update_averages(sums, schedule.factor_decay())
 
-        # Layers with factors of the weight gradient.
+        # Gradient-factored layers, whose factors come from the mean weight gradient.
         if due and self._step_plan.gradient_factored:
             self._update_from_gradients(pending, age, terms)
 
@@ -482,13 +493,16 @@ class KFAC(LayeredCurvature):
 
         if layers.reduction != "step_mean":
             return sums
-        # With owners, sums have the terms of the owner's batch only. The other ranks are assumed to
-        # have as many.
+        # Without owners, the sums contain the loss terms of all ranks. With owners, they contain
+        # those of the owner only, and the other ranks are assumed to have equally many.
         share = 1.0 / world.size if self._system.owners is None else 1.0
         return layers.undo_step_mean(sums, share)
 
     def _update_averages(self, sums: Sums, decay: float) -> None:
-        """Update the running averages. Inverses under way keep the factors of their step."""
+        """Update the running averages.
+
+        Inverses that are under way still need the old factors for checkpoints, so copy these first.
+        """
         if self.inverses.pending:
             self.inverses.snapshot_factors(sums)
         self.layers.update_averages(sums, decay)
@@ -500,9 +514,9 @@ class KFAC(LayeredCurvature):
         """Update the factors of gradient-factored layers.
 
         Args:
-            pending: The average of the gradients, which must be complete first.
+            pending: The average of the gradients. This method waits for it.
             age: Steps since the last update.
-            terms: Number of loss terms of the step, if it is known.
+            terms: The number of the step's loss terms; None if it is not known.
         """
         with stage("average_gradients"):
             pending.wait()
@@ -520,7 +534,7 @@ class KFAC(LayeredCurvature):
 
     @property
     def _statistics_dtype(self) -> torch.dtype | None:
-        """The dtype in which sums of factors are sent at this step; None for their own."""
+        """The communication dtype of statistics at this step; None for their own dtype."""
         if self.training.steps < FULL_PRECISION_STEPS:
             return None
         return self._system.exchange_dtype
@@ -530,7 +544,7 @@ class KFAC(LayeredCurvature):
     def _precondition_gradients(
         self, previous: Mapping[KroneckerBlock, Inverse]
     ) -> PreconditionResult:
-        """Precondition the mean gradients: by rows if FSDP2 shards them."""
+        """Precondition the mean gradients. If FSDP2 shards them, each rank has some of the rows."""
         if self.layers.sharded:
             return precondition_rows(
                 self._buckets, self._step_plan, self.training, self.clip, self._dtype, previous
@@ -541,18 +555,21 @@ class KFAC(LayeredCurvature):
         return precondition_gradients(self._step_plan, self.clip, self._dtype, previous, owners)
 
     def _measured_layers(self) -> Sequence[KroneckerBlock]:
-        """Return the layers whose mean curvature this rank reports: it has their statistics."""
+        """Return the layers whose mean curvature this rank reports after a refresh."""
         if self.helpers is None:
             return self._step_plan.reporting
         return self._layers_of_a()
 
     def _layers_of_a(self) -> list[KroneckerBlock]:
-        """Return the layers whose A this rank decomposes. It receives their statistics."""
+        """Return the layers whose A this rank decomposes.
+
+        If there are stats workers, they send these layers' statistics to this rank.
+        """
         rank = self.training.world.rank
         return [block for block, layer in self.plan.items() if layer.inverse_rank("A") == rank]
 
     def _report_refresh(self, read: DeviceRead, layers: Sequence[KroneckerBlock]) -> Report | None:
-        """Measure what this rank reports of a refresh; None if nothing adapts to refreshes."""
+        """Measure this rank's report on a refresh; None if no option uses reports."""
         adapts = self.drift is not None or self.step_scale is not None
         if not adapts and self._options.floor == 0:
             return None
@@ -568,12 +585,14 @@ class KFAC(LayeredCurvature):
         known: Mapping[KroneckerBlock, float],
         cosines: Mapping[KroneckerBlock, Tensor],
     ) -> None:
-        """Adapt the floor of γ, the step scale and the refresh intervals, equally on all ranks.
+        """Adapt the floor of γ, the step scale and the refresh intervals. Collective.
+
+        The new values are equal on all ranks.
 
         Args:
             report: What this rank measured.
-            known: Cosines of P by the old and the new inverse that the host knows.
-            cosines: Those of other layers, on the device.
+            known: Cosines between P by the old and by the new inverse, already on the host.
+            cosines: The same cosines of other layers, still on the device.
         """
         step_plan = self._step_plan
         with stage("solve_exchange"):
@@ -589,13 +608,13 @@ class KFAC(LayeredCurvature):
 
     @property
     def _step_scale(self) -> float:
-        """τ."""
+        """The step scale τ; 1 if it is off."""
         return 1.0 if self.step_scale is None else self.step_scale.factor
 
     # --------------------------------------------------------------------------------- assignment
 
     def owners(self) -> dict[Tensor, int]:
-        """Return the rank that owns each averaged gradient, of layers and of other parameters."""
+        """Return the owner of each averaged gradient, including parameters outside layers."""
         params = self.training.averaged_params()
         owners = self._owners
         if owners is None or [id(p) for p in owners] != [id(p) for p in params]:
@@ -605,18 +624,19 @@ class KFAC(LayeredCurvature):
 
     @property
     def only_to_owners(self) -> bool:
-        """Whether each mean gradient is sent to its owner only."""
+        """Whether only its owner receives each mean gradient."""
         return self._system.owners == "owner" and not self.layers.sharded
 
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
-        """Return the rank that each mean gradient is sent to; None for all ranks."""
+        """Return the gradients and the rank that receives each mean; None if all ranks do."""
         if not self.only_to_owners:
             return None
         return gradients, list(self.owners().values())
 
     def _contributes(self, block: KroneckerBlock) -> bool:
-        """Return whether this rank's batches enter a layer's factors."""
-        # All ranks capture a layer that has never trained, so that its owner will have statistics.
+        """Return whether this rank's batches contribute to a layer's factors."""
+        # A layer that has never trained has no owner yet. All ranks capture it, so that its future
+        # owner will have statistics.
         layer = self.latest_plan.get(block)
         return layer is None or layer.source in (None, self.training.world.rank)
 
@@ -626,7 +646,7 @@ class KFAC(LayeredCurvature):
         steps = self.training.steps
         world = self.training.world
 
-        # Which rank does what.
+        # Assign the layers to ranks.
         plan: Plan = self._system.plan([layer_dims(block) for block in layers.active], world.size)
         if self.layers.sharded:
             plan = with_one_worker(plan)
@@ -635,8 +655,9 @@ class KFAC(LayeredCurvature):
         latest = {**before, **self.plan}
         self.latest_plan = {block: latest[block] for block in layers.blocks if block in latest}
 
-        # Newly trainable layers, and layers whose source has changed, have captured nothing in the
-        # last passes. They are due after the next passes, unless a checkpoint had them already.
+        # If a layer is newly trainable, or its source rank has changed, the last passes captured no
+        # statistics for it. All layers are then due at the next step, unless a loaded checkpoint
+        # was written with the same layers.
         is_new = steps > 0 and any(block.factors is None for block in layers.active)
         is_moved = False
         for block, layer in self.plan.items():
@@ -646,7 +667,7 @@ class KFAC(LayeredCurvature):
         if (is_new or is_moved) and not resumes:
             layers.schedule_all_at(steps + 1)
 
-        # What this rank does at each step.
+        # Compile this rank's work per step.
         self._step_plan = compile_step(world, plan.grid, self.plan, self._system.exchange_dtype)
         self._buckets = make_buckets(self._step_plan, world) if self.layers.sharded else []
         self._owners = None
@@ -663,13 +684,13 @@ class KFAC(LayeredCurvature):
             self.drift.keep_only(layers.blocks)
         if self.helpers is not None:
             self.helpers.restart()
-        if self._loaded is not None:  # it was installed for another assignment
+        if self._loaded is not None:  # its inverses fit the old assignment
             self._install_loaded(self._loaded)
         if steps > 0:
             self.training.publish()  # frees factors that other ranks store now
 
     def fingerprint_values(self) -> list[tuple[str, Any]]:
-        """The values, by name, that decide which collectives a step issues."""
+        """Return the named values that must be equal on all ranks, checked at every step."""
         requested = [block.name for block in self.plan if block in self.inverses.requested]
         facts: list[tuple[str, Any]] = [
             ("closed", self._closed),
@@ -691,7 +712,7 @@ class KFAC(LayeredCurvature):
     # ---------------------------------------------------------------------------------- checkpoints
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        """Return the factors that this rank stores, by the layers' weights. They are not copied."""
+        """Return the factors that this rank stores, by weight. Tensors are not copied."""
         # Entries that are equal for all layers.
         common: dict[str, Any] = {}
         for part in self._common_state:
@@ -720,15 +741,15 @@ class KFAC(LayeredCurvature):
         return state
 
     def state_to_save(self) -> dict[Tensor, dict[str, Any]]:
-        """Return what decides the steps between two refreshes: inverses, and the last step.
+        """Return what a resumed run needs until the next refresh: inverses and the last step.
 
-        Tensors are not copied. Waits for the inverses that are computed on threads.
+        Tensors are not copied. This method waits for the inverses that threads compute.
         """
         if self._closed:
             return {}
         inverses = self.inverses
         inverses.inverter.finish()
-        # torch.distributed.checkpoint reads into tensors, which must exist.
+        # torch.distributed.checkpoint loads into existing tensors, so add zeros for absent ones.
         fill = is_checkpointing(part=True)
         damping = float(inverses.damping_option)
         state: dict[Tensor, dict[str, Any]] = {}
@@ -746,7 +767,7 @@ class KFAC(LayeredCurvature):
         check_saved(saved, self.layers.blocks, self.inverses)
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Load a checkpoint. The next step computes the inverses that it lacks."""
+        """Load a checkpoint. The next step computes the inverses that the checkpoint lacks."""
         load_factors(saved, self.layers.blocks, self.training)
         self.inverses.restart(self._step_plan)
         workers = read_num_gradient_workers(saved, self.training.world.size)
@@ -768,10 +789,10 @@ class KFAC(LayeredCurvature):
         self.watch()
 
     def _install_loaded(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Install the inverses of a checkpoint, and start again those that were under way.
+        """Install the inverses of a checkpoint, and restart those that were under way.
 
-        The factors must have been loaded, and the plan must match the layers that train. A script
-        may freeze layers after it loads. Then the first step installs the inverses again.
+        Load the factors first. The plan must match the layers that train. If a script freezes
+        layers after it loads, the first step installs the inverses again.
         """
         inverses = self.inverses
         loaded = load_inverses(saved, self.plan, inverses)
@@ -789,11 +810,11 @@ class KFAC(LayeredCurvature):
             inverses.drop(self._missing)
 
     def _agree_on_loaded(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Refresh the layers of which any rank lacks a part of the checkpoint. Collective.
+        """Refresh the layers for which the checkpoint lacks an entry on any rank. Collective.
 
-        If other layers train now than when the checkpoint was written, refresh all layers, as a run
-        does that freezes or unfreezes layers at this step. A layer that lacks a factor starts again
-        without statistics.
+        If the layers that train have changed since the checkpoint was written, refresh all layers.
+        An uninterrupted run does the same when you freeze or unfreeze layers. If any rank has lost
+        a layer's factor, the layer starts again without statistics.
         """
         training = self.training
         blocks = self.layers.blocks
@@ -801,7 +822,7 @@ class KFAC(LayeredCurvature):
         if trainable_layers_changed(saved, self.plan):
             missing = set(self.plan)
 
-        # Two flags per layer: this rank lacks its inverse; this rank has lost a factor.
+        # There are two flags per layer: this rank lacks its inverse; this rank lost a factor.
         local_flags: list[float] = []
         for block in blocks:
             local_flags += [float(block in missing), float(block.has_lost_factor)]
@@ -811,14 +832,14 @@ class KFAC(LayeredCurvature):
         missing = {block for i, block in enumerate(blocks) if agreed[2 * i]}
         lost = [block for i, block in enumerate(blocks) if agreed[2 * i + 1]]
 
-        # Refresh what is missing, and start lost layers again.
+        # Request new inverses, and restart the averages of layers that lost a factor.
         self.inverses.drop([*missing, *lost])
         self._missing = set()
         for block in lost:
             training.warn(
                 f"a factor of layer {block.name!r} is lost: the process that should store it did "
                 f"not load it, perhaps because the checkpoint was written without consolidate(); "
-                f"the base optimizer trains the layer alone until it has new statistics"
+                f"the layer falls back to the base optimizer until it has new statistics"
             )
             block.restart_averages()
         if lost:
@@ -831,22 +852,22 @@ class KFAC(LayeredCurvature):
 
     @property
     def factors_elsewhere(self) -> bool:
-        """Whether only other ranks store some of the factors.
+        """Whether there are factors that only other ranks store.
 
-        Before the first step there are none: Accelerate reads the state of each new optimizer.
+        This is false before the first step, because Accelerate reads each new optimizer's state.
         """
         distributed = not all(layer.factors_everywhere for layer in self.latest_plan.values())
         return self.training.world.size > 1 and self.training.steps > 0 and distributed
 
     @property
     def remote_state(self) -> str:
-        """A name for what only other ranks store, factors or inverses; "" if there is nothing."""
+        """A phrase for error messages that names the state on other ranks; "" if there is none."""
         if self.factors_elsewhere:
-            return "the factors that other processes keep"
+            return "the factors that other processes store"
         size = self.training.world.size
         for block, layer in self.plan.items():
             if block.solved and len(layer.workers) < size:
-                return "the inverses that other processes keep"
+                return "the inverses that other processes store"
         return ""
 
     @property
@@ -855,7 +876,7 @@ class KFAC(LayeredCurvature):
         return not self.factors_elsewhere
 
     def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
-        """Send the factors and inverses that some of ``ranks`` lack to them. Collective."""
+        """Send each of ``ranks`` the factors and inverses that it lacks. Collective."""
         if not self._closed and self.layers.update_active():
             self._assign_layers()
         state = self.state()
@@ -871,7 +892,7 @@ class KFAC(LayeredCurvature):
         return gathered
 
     def close(self) -> None:
-        """Stop threads, and remove all hooks. The base trains alone from now on."""
+        """Stop threads and remove all hooks. All layers then fall back to the base optimizer."""
         if self.helpers is not None:
             self.helpers.close()
         self.inverses.close()
@@ -918,7 +939,7 @@ class KFAC(LayeredCurvature):
         metrics["clip"] = 1.0 if clip is None else float(clip)
         metrics["step_length"] = self._step_scale
         if last_step >= 0 and not self._closed:
-            # A loaded run may have updated the averages after the last step that it counts.
+            # A loaded checkpoint may have averages that are newer than its last step.
             age = max(last_step - self._schedule.updated_at, 0)
             metrics["age/statistics"] = float(age)
             if self.drift is not None:
@@ -957,7 +978,7 @@ class KFAC(LayeredCurvature):
         return replace(table, lines=lines)
 
     def _describe_ages(self) -> str:
-        """Return a line on the ages of inverses that are computed while training continues."""
+        """Return a line with the ages of inverses, which are computed while training continues."""
         steps = self.training.steps
         ages = sorted(steps - inverse.step for inverse in self.inverses.states.values())
         if not ages:
