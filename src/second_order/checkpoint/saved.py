@@ -60,14 +60,6 @@ class SavedPart(dict[str, Any]):
         self._part = part
         self._name = name
 
-    def with_entries(self, entries: dict[str, Any]) -> SavedPart:
-        """Return a part of the same parameter with other entries."""
-        return SavedPart(self._key, self._part, self._name, entries)
-
-    def with_entry(self, key: str, value: Any) -> SavedPart:
-        """Return a copy in which one entry has another value."""
-        return self.with_entries({**self, key: value})
-
     def wrong(self, key: str, what: str) -> CheckpointError:
         """Return the error for an entry. ``what`` completes the sentence that names it."""
         return CheckpointError(

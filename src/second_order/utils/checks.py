@@ -15,7 +15,6 @@ __all__ = [
     "AUTO",
     "LAYER_OPTIONS",
     "PEAK_LR",
-    "AutoInterval",
     "Interval",
     "Scalar",
     "Schedule",
@@ -48,7 +47,6 @@ T = TypeVar("T")
 Scalar: TypeAlias = float | Tensor
 Schedule: TypeAlias = float | Callable[[int], float]
 Interval: TypeAlias = int | Callable[[int], int]
-AutoInterval: TypeAlias = Interval | Literal["auto"]
 
 AUTO: Literal["auto"] = "auto"
 
