@@ -85,7 +85,7 @@ bounded: venv ## fifty trainings with full Newton steps, with a trust region and
 
 papers: venv ## each headline claim of the four papers next to our value: under ten minutes
 	$(BENCH)/papers/papers.py \
-		--json benchmarks/results/papers.json --page docs/papers.md $(ARGS)
+		--json benchmarks/results/papers.json --page docs/evidence/papers.md $(ARGS)
 
 bench: venv ## step time, memory and bytes sent of every optimizer, against SGD: most of an hour
 	$(BENCH)/speed/speed.py --json benchmarks/results/speed.json $(ARGS)
@@ -120,19 +120,19 @@ many-ranks: venv ## one rank of 64, 1,024 and 4,096: its messages, memory and ti
 
 faults: venv ## hundreds of faults in small trainings, and what becomes of each: many minutes
 	$(BIN)/python tests/faults/faults.py --jobs 3 --json benchmarks/results/faults.json \
-		--page docs/faults.md $(ARGS)
+		--page docs/evidence/reliability.md $(ARGS)
 
 elastic-soak: venv ## kill processes of a training at random, resume on others: many minutes
 	PYTHONPATH=examples $(BIN)/python tests/faults/elastic_soak.py --torchrun \
 		--optimizer kaisa dpkfac distkfac dho2 mrdho2 --json benchmarks/results/elastic.json $(ARGS)
 fuzz: venv ## random trainings of every optimizer, ARGS="--examples 1000" or fifty: some minutes
 	$(BIN)/python tests/fuzz/fuzz.py --json benchmarks/results/fuzz.json \
-		--page docs/faults.md $(ARGS)
+		--page docs/evidence/reliability.md $(ARGS)
 
 soak: venv ## fifty thousand steps of every optimizer: does memory or a step's time grow? minutes
 	$(BIN)/python tests/faults/soak.py --json benchmarks/results/soak.json $(ARGS)
 
-compatibility: venv ## run the tests of training stacks, and write docs/compatibility.md: a minute
+compatibility: venv ## run the tests of training stacks, and write docs/reference/compatibility.md: a minute
 	$(BIN)/python tests/compatibility.py
 
 test: lint types pytest docs ## everything that must hold: linter, types, tests with coverage, docs

@@ -1,4 +1,4 @@
-"""The table of training stacks and optimizers in docs/compatibility.md, made by the tests.
+"""The table of docs/reference/compatibility.md, made by the tests.
 
     @pytest.mark.works("DDP")                       # of the optimizer in the parameter `System`
     @pytest.mark.works("compile", "KAISA", "DHO2")  # of those named
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 TESTS = Path(__file__).parent
-PAGE = TESTS.parent / "docs" / "compatibility.md"
+PAGE = TESTS.parent / "docs" / "reference/compatibility.md"
 OPTIMIZERS = ("KAISA", "DPKFAC", "DistKFAC", "DHO2", "MRDHO2")
 STACKS = {
     "plain": "one process, the usual loop",
@@ -59,8 +59,8 @@ equal to those of the usual loop, to the precision of the arithmetic, and differ
 the base alone. *refused*: an error says so, and what to do instead. *not tried*: no test has a
 mark. The tests are those marked `works` and `refused` under `tests/`, by the names of the rows.
 
-MRDHO2 on one process has nobody to help it, and is [DHO2](dho2.md) there. [Frameworks](stacks.md)
-has the lines to write.
+MRDHO2 on one process has no helper ranks, so it is [DHO2](../concepts/dho2.md) there.
+[Frameworks](../how-to/frameworks.md) has the lines to write.
 
 """
 

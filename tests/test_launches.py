@@ -535,7 +535,7 @@ def test_the_table_of_the_docs_is_that_of_the_stored_run() -> None:
     runs: dict[str, dict[str, Any]] = {}
     for row in stored("launches")["rows"]:
         runs.setdefault(f"{row['system']}, {row['blocks']}", {})[row["kind"]] = row
-    for label, (*cells, last) in rows("docs/speed.md", "system, blocks").items():
+    for label, (*cells, last) in rows("docs/evidence/cost.md", "system, blocks").items():
         kinds = runs[label]
         for cell, kind in zip(cells, ("quiet", "statistics", "refresh"), strict=True):
             row = kinds[kind]

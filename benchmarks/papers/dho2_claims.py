@@ -195,7 +195,7 @@ def training(scale: Scale, processes: Processes) -> list[Row]:
             how,
             max(fewer.values()) < 1,
             "Newton steps along 10 of 37,000 directions change little here. DHO2 gains on a head "
-            "behind a frozen body: see [benchmarks](dho2.md#benchmarks)",
+            "behind a frozen body: see [benchmarks](../concepts/dho2.md#benchmarks)",
             {name: finite(value) for name, value in fewer.items()},
         ),
         Row(
@@ -220,7 +220,7 @@ def training(scale: Scale, processes: Processes) -> list[Row]:
             f"best rate, CPU time of the worker, eigenpairs every epoch",
             helped["paper"] < 1,
             "the paper's final update replaces an epoch's progress in the steep directions by one "
-            "Newton step: see [the final update](mrdho2.md#the-final-update)",
+            "Newton step: see [the final update](../concepts/mrdho2.md#the-final-update)",
             {update: finite(value) for update, value in helped.items()},
         ),
     ]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from pool import World
 
-PAGE = ROOT / "docs" / "papers.md"
+PAGE = ROOT / "docs" / "evidence/papers.md"
 
 
 def test_the_page_is_written_from_the_stored_run() -> None:

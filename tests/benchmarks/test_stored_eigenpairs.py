@@ -21,7 +21,7 @@ GOALS = {
 
 
 def test_trainings_that_are_thrown_away() -> None:
-    table = rows("docs/dho2.md", "task, eigenpairs", "training runs")
+    table = rows("docs/concepts/dho2.md", "task, eigenpairs", "training runs")
     assert sum(int(cells[0]) for cells in table.values()) == 50
     for label, cells in table.items():
         of = only(stored("bounded")["runs"], task=label.partition(",")[0])
@@ -36,7 +36,7 @@ def test_trainings_that_are_thrown_away() -> None:
 
 def test_where_dho2_gains_seconds() -> None:
     runs = stored("fosi_gain")["runs"]
-    table = rows("docs/dho2.md", "task, target", "seeds")
+    table = rows("docs/concepts/dho2.md", "task, target", "seeds")
     assert {GOALS[label.partition(":")[0]] for label in table} == {run["name"] for run in runs}
     for label, (seeds, *cells) in table.items():
         of = only(runs, name=GOALS[label.partition(":")[0]])
@@ -58,7 +58,7 @@ def test_curvature_beside_curvlinops() -> None:
         record["task"].replace("beside", "against"): record
         for record in stored("curvature_rivals")["records"]
     }
-    table = rows("docs/spectrum.md", "estimate", "products", "ms", "error")
+    table = rows("docs/concepts/spectra.md", "estimate", "products", "ms", "error")
     assert table.keys() == records.keys()
     for label, cells in table.items():
         record: dict[str, Any] = records[label]

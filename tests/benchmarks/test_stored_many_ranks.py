@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from stored_runs import ROOT, number, rows, stored
 
-PAGE = "docs/planning.md"
+PAGE = "docs/evidence/planning.md"
 RUNS: dict[tuple[str, str, int, int], dict[str, Any]] = {
     (run["system"], run["model"], run["ranks"], run["rank"]): run
     for run in stored("many_ranks")["rows"]

@@ -20,7 +20,7 @@ KILLED = {
 @pytest.mark.parametrize("label", KILLED)
 def test_every_end_is_that_of_a_training_nobody_has_disturbed(label: str) -> None:
     run = stored("elastic")["runs"][KILLED[label]]
-    table = rows("docs/faults.md", "optimizer", "kills", "other number", "damaged")
+    table = rows("docs/evidence/reliability.md", "optimizer", "kills", "other number", "damaged")
     kills, others, spoilt, same, near = table[label]
     assert number(kills) == run["kills"] == sum(x["killed"] is not None for x in run["lives"])
     assert number(others) == run["resumed_on_another_number"]
@@ -31,7 +31,7 @@ def test_every_end_is_that_of_a_training_nobody_has_disturbed(label: str) -> Non
     assert float(near) == pytest.approx(run["distance_from_one_process"], rel=0.06)
     if label == "DHO2":
         far = run["distance_of_two_undisturbed"]
-        assert f"{far:.2g} from one after 400" in text_of("docs/faults.md")
+        assert f"{far:.2g} from one after 400" in text_of("docs/evidence/reliability.md")
         assert run["distance_from_one_process"] < far, "no further than rounding"
     elif label != "DPKFAC":  # whose factors are of its share of the batch
         assert run["distance_from_one_process"] < 1e-8

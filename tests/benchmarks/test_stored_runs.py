@@ -30,9 +30,9 @@ import tuned_rivals
 if TYPE_CHECKING:
     from pathlib import Path
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MAKEFILE = (ROOT / "Makefile").read_text()
-DEFAULTS = "docs/defaults.md"
+DEFAULTS = "docs/evidence/benchmarks.md"
 
 # ---------------------------------------------------------------------------- lists and commands
 
@@ -119,7 +119,7 @@ def test_steps_of_kaisa() -> None:
 
 
 def test_what_a_step_of_kaisa_costs() -> None:
-    page = (ROOT / "docs" / "speed.md").read_text()
+    page = (ROOT / "docs" / "evidence/cost.md").read_text()
     for row in stored("speed")["rows"]:
         if row["variant"] in ("eigen", "inverse"):
             (line,) = re.findall(
@@ -241,7 +241,7 @@ OLDER = {"KAISA", "KAISA, its default scale"}  # tuned, before step lengths and 
     ("page", "header"),
     [
         ("README.md", ("optimizer", "held-out loss")),
-        ("docs/coming-from.md", ("optimizer", "setting", "held-out loss")),
+        ("docs/how-to/migrate.md", ("optimizer", "setting", "held-out loss")),
     ],
 )
 def test_the_language_model(page: str, header: tuple[str, ...]) -> None:
@@ -259,7 +259,7 @@ def test_the_language_model(page: str, header: tuple[str, ...]) -> None:
 
 
 def test_what_the_language_model_gains_over_muon_and_soap() -> None:
-    runs, page = language_runs("language"), text_of("docs/coming-from.md")
+    runs, page = language_runs("language"), text_of("docs/how-to/migrate.md")
     for ours in "KAISA, twice AdamW's rate", "KAISA, defaults":
         said = []
         for theirs in "Muon", "SOAP":
@@ -376,7 +376,7 @@ def test_how_often_kaisa_ends_above_its_base() -> None:
 def test_steps_on_a_gpu() -> None:
     models = {"transformer": "transformer-768", "GPT": "gpt-12", "ResNet-50": "resnet50"}
     steps = stored("gpu")["steps"]
-    table = rows("docs/speed.md", "model, optimizer", "plain step", "statistics", "refresh")
+    table = rows("docs/evidence/cost.md", "model, optimizer", "plain step", "statistics", "refresh")
     assert len(table) == 18
     for label, shown in table.items():
         model, optimizer = label.split(", ")
@@ -394,7 +394,7 @@ def test_the_larger_model_on_a_gpu() -> None:
     first = next(i for i, loss in enumerate(kaisa["losses"]) if loss <= goal)
     share = (first + 1) * record["every"] / record["size"]["steps"]
     seconds = kaisa["seconds"][first] / adamw["seconds"][-1]
-    page = text_of("docs/speed.md")
+    page = text_of("docs/evidence/cost.md")
     assert f"ends at a held-out loss of {goal:.2f}" in page
     assert f"with default settings, at {kaisa['losses'][-1]:.2f}" in page
     assert f"after {share:.2f} of the steps, but after {seconds:.1f} times the seconds" in page

@@ -1,4 +1,4 @@
-"""The scripts of docs/scripts.md run as they stand there, and train what the page says."""
+"""The scripts of docs/start/quickstart.md run as they stand there, and train what the page says."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from muon import Muon
 if TYPE_CHECKING:
     from pool import World
 
-PAGE = Path(__file__).parents[2] / "docs" / "scripts.md"
+PAGE = Path(__file__).parents[2] / "docs" / "start/quickstart.md"
 LANGUAGE_MODEL, FSDP = re.findall(
     r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE
 )

@@ -117,7 +117,7 @@ def test_a_sample_of_cases_is_performed(tmp_path: Path) -> None:
 
 def test_the_page_has_the_stored_results() -> None:
     stored = json.loads((ROOT / "benchmarks" / "results" / "faults.json").read_text())["results"]
-    page = (ROOT / "docs" / "faults.md").read_text()
+    page = (ROOT / "docs" / "evidence/reliability.md").read_text()
     assert faults.table(stored) in page
     assert len(stored) >= 200
     assert {result["verdict"] for result in stored} == {"clean"}

@@ -1,4 +1,4 @@
-"""The snippets for frameworks in docs/stacks.md run as they stand, and train what it says.
+"""The snippets in docs/how-to/frameworks.md run as they stand, and train what the page says.
 
 What it trains is compared with a plain loop of torch over whole batches: the micro-batches of a
 step in one, with one loss, the mean over all its terms.
@@ -24,7 +24,7 @@ from second_order import DPKFAC, KAISA
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-PAGE = Path(__file__).parents[2] / "docs" / "stacks.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to/frameworks.md"
 CASE, STEPS = ZOO["mlp"], 2
 
 pytestmark = [

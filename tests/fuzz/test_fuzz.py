@@ -84,7 +84,7 @@ def test_the_page_has_the_stored_run() -> None:
     assert {row["outcome"] for row in run} <= set(OUTCOMES) - {"finding"}
     assert sum(row["outcome"] == "trains" for row in run) > 0.7 * len(run)
     assert {row["system"] for row in run} == SYSTEMS.keys()
-    assert table(run) in (ROOT / "docs" / "faults.md").read_text()
+    assert table(run) in (ROOT / "docs" / "evidence/reliability.md").read_text()
 
 
 def done(*parameters: float, **more: Any) -> dict[str, Any]:

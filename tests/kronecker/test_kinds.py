@@ -481,7 +481,7 @@ def test_a_registered_layer_has_the_factors_of_what_it_was_told_to_compute(
 @pytest.mark.parametrize("when", ["after the step", "before the step"])
 def test_pruned_weights_stay_pruned_where_masks_come_after_the_step(when: str) -> None:
     """As the page has it; masks of gradients alone do not do."""
-    page = (Path(__file__).parents[2] / "docs" / "layers.md").read_text("utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference/layers.md").read_text("utf-8")
     (example,) = re.findall(
         r"```python\n(.*?)```", page[page.index("## Pruned") : page.index("## Custom")], re.DOTALL
     )
@@ -497,7 +497,7 @@ def test_pruned_weights_stay_pruned_where_masks_come_after_the_step(when: str) -
 
 
 def test_the_worked_example_of_the_docs_runs() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "layers.md").read_text("utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference/layers.md").read_text("utf-8")
     own = page[page.index("## Custom layers") :]
     first, second = re.findall(r"```python\n(.*?)```", own, re.DOTALL)
     names: dict[str, Any] = {}

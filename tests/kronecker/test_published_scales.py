@@ -2,7 +2,7 @@
 
 Both codes take the gradients of the mean loss at a layer's output, d / N. DP-KFAC multiplies them
 back by N, KAISA does not; for convolutions both divide patches and KAISA the gradients, too, by the
-T positions. Written here from the formulas of docs/kaisa.md, in float64.
+T positions. Written here from the formulas of docs/concepts/distributed.md, in float64.
 """
 
 from __future__ import annotations

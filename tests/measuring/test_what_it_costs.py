@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 STORED: dict[str, Any] = json.loads((ROOT / "benchmarks/results/measured.json").read_text())
-PAGE = (ROOT / "docs/curvature.md").read_text("utf-8")
+PAGE = (ROOT / "docs/how-to/curvature.md").read_text("utf-8")
 
 
 USES: dict[str, list[str]] = json.loads(

@@ -150,7 +150,7 @@ def test_a_recorder_replaces_the_profiler_meanwhile() -> None:
 
 
 def test_the_page_has_every_name_and_no_other() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "instruments.md").read_text("utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "how-to/monitor.md").read_text("utf-8")
     page = page.split("## Stages of a step")[0]
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
@@ -160,7 +160,7 @@ def test_the_page_has_every_name_and_no_other() -> None:
 
 def test_the_page_has_every_stage_and_no_other() -> None:
     root = Path(__file__).parents[2]
-    page = (root / "docs" / "instruments.md").read_text("utf-8")
+    page = (root / "docs" / "how-to/monitor.md").read_text("utf-8")
     page = page.split("## Stages of a step")[1].split("\n## ")[0]
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     listed = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}

@@ -139,8 +139,8 @@ def plan(
     """Predict time, memory and bytes of every system's settings, and recommend one.
 
     A copy of the model runs forward and backward on ``sample_batch``, the batch of one rank. All
-    else follows from the sizes of its layers: see docs/planning.md. Nothing is sent, and the model
-    stays as it is.
+    else follows from the sizes of its layers: see docs/evidence/planning.md. Nothing is sent, and
+    the model stays as it is.
 
     Args:
         model: The model. It may be on the meta device if you pass ``machine``.
@@ -183,7 +183,9 @@ def plan(
     # Run the model once, for the sizes of its layers' batches and the time of its passes.
     found = run_model(model, sample_batch, device, skip_layers, is_timed=machine is None)
     if not found.layers:
-        raise ValueError("no layer of the model has Kronecker factors; see docs/layers.md")
+        raise ValueError(
+            "no layer of the model has Kronecker factors; see docs/reference/layers.md"
+        )
     if machine is None:
         machine, assumed = calibrate(device)
         network = network or assumed

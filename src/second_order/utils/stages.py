@@ -5,7 +5,7 @@
         with stage("statistics_exchange"):
             ...
 
-docs/instruments.md lists the stages, with their names in the papers.
+docs/how-to/monitor.md lists the stages, with their names in the papers.
 """
 
 from __future__ import annotations
