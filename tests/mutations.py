@@ -115,7 +115,7 @@ the schedule's largest learning rate is not looked up
 == training/context.py
 hooks that stay when their optimizer goes
   <-  wrapped_late::hooks_go_with_an_optimizer_that_nobody_has
-    weakref.finalize(self, _remove_handles, self._check_handles).atexit = False  =>  pass
+    weakref.finalize(self, remove_handles, self._check_handles).atexit = False  =>  pass
 sharded gradients averaged twice  <-  fsdp::layers_that_fsdp_ignores_are_averaged_and_preconditioned
     self.trainable_params() if not is_dtensor(p)]  =>  self.trainable_params()]
 warnings again and again
@@ -258,7 +258,7 @@ a start without new directions
 the bound of s is not loaded  <-  dho2_state::a_checkpoint_goes_on_bit_for_bit
     self._scale_bound = counts.get("rest_scale_bound", 1.0)  =>  pass
 carried momentum is not loaded  <-  dho2_state::a_checkpoint_goes_on_bit_for_bit
-    local_rows(pairs.carried_momentum  =>  local_rows(0 * pairs.carried_momentum
+    local_rows(pairs.outside_momentum  =>  local_rows(0 * pairs.outside_momentum
 the last Newton step is not loaded  <-  trust::a_checkpoint_goes_on_bit_for_bit_where_it_binds
     full_step=pairs.last_step  =>  full_step=subspace.newton.full_step
 endless steps where the curvature has vanished
@@ -1046,6 +1046,6 @@ plans of settings that do not fit  <-  planning_plan::memory_is_honored
 
 == reporting/summary.py
 frozen parameters in the summary's share  <-  summary::only_what_trains_is_counted_and_named
-  - sum(row.parameters for row in self.rows if row.status != "frozen")
-  + sum(row.parameters for row in self.rows)
+  - [row for row in self.rows if row.status != "frozen"]
+  + list(self.rows)
 """)

@@ -301,7 +301,7 @@ def without_inverses(optimizer: Any) -> dict[str, Any]:
     """The state of an optimizer as if it had made no refresh yet."""
     state = copy.deepcopy(optimizer.state_dict())
     for entry in state["state"].values():
-        for name in {"inverse_wanted"} & entry["curvature"].keys():
+        for name in {"inverse_requested"} & entry["curvature"].keys():
             entry["curvature"][name] = 1
     return state
 

@@ -147,7 +147,7 @@ def rows_apart(net: Any, y: Tensor | None, options: dict[str, Any]) -> float:
     found = []
     for device, most in ((NAME, 2**26), (NAME, 2000), ("cpu", 0), ("cpu", 2**22)):
         there = pretend_device() if device == NAME else nullcontext()
-        with patch.object(statistics, "max_kept_bytes", lambda _, most=most: most), there:
+        with patch.object(statistics, "max_queued_bytes", lambda _, most=most: most), there:
             found.append(row_factors(device, net, y, options))
     return max(
         float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))

@@ -179,7 +179,7 @@ def test_pairs_are_kept_until_their_pass_ends_or_to_a_number_of_bytes() -> None:
     assert add(torch.ones(2**19, 2, 3, dtype=F64)[:1, 0]) == 0
     assert add(ones) == 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(statistics, "max_kept_bytes", lambda _: 0)
+        patch.setattr(statistics, "max_queued_bytes", lambda _: 0)
         assert add(ones) == 0
     assert float(collect_sums([block.staged])[0].head[0]) == 5
 

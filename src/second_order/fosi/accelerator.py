@@ -26,9 +26,10 @@ from torch import Tensor
 
 from second_order.distributed.helper_link import Message, close_links, load_model
 from second_order.distributed.roles import Role, cycle_batches
+from second_order.distributed.world import unflatten_into
 from second_order.errors import SecondOrderError
 from second_order.fosi.eigenpairs import Closures, compute_pairs
-from second_order.fosi.epochs import EpochCurvature, WorkerCurvature, assign_params
+from second_order.fosi.epochs import EpochCurvature, WorkerCurvature
 from second_order.lanczos.spectrum import Pairs, mean_loss
 from second_order.lanczos.vector_space import row_bounds
 from second_order.optimizers.config import EpochOptions
@@ -48,7 +49,7 @@ def make_curvature(
 ) -> EpochCurvature:
     """Make the curvature for this rank's role."""
     world = training.world
-    if options.wanted == 0 or options.helper_ranks == 0 or world.size == 1:
+    if options.num_pairs == 0 or options.helper_ranks == 0 or world.size == 1:
         return EpochCurvature(training, options, closure)
     if world.rank < world.size - options.helper_ranks:
         return WorkerCurvature(training, options, closure)
@@ -174,7 +175,7 @@ class AcceleratorCurvature(EpochCurvature):
             )
         if use_point:
             for flat in message.tensors[num_model_tensors:]:
-                assign_params(self.flat_params.params, flat.to(self.training.device))
+                unflatten_into(flat.to(self.training.device), self.flat_params.params)
 
     def _compute_pairs(self, message: Message, closure_of_epoch: ClosureOfEpoch) -> None:
         """Compute û, V̂ at c, and send them to the workers. Collective."""

@@ -65,12 +65,12 @@ def max_products(options: FOSIOptions, size: int, *, warm: bool) -> int:
     directions rotate further than the second half of the products would correct. The smallest
     eigenvalues are close to many others and need all products.
     """
-    wanted = min(options.wanted, size)
+    num_pairs = min(options.num_pairs, size)
     if options.lanczos_iterations is not None:
-        return min(size, max(options.lanczos_iterations, wanted))
-    products = default_iterations(size, wanted)
+        return min(size, max(options.lanczos_iterations, num_pairs))
+    products = default_iterations(size, num_pairs)
     if warm and not options.num_smallest:
-        products = min(products, max(2 * wanted, WARM_PRODUCTS))
+        products = min(products, max(2 * num_pairs, WARM_PRODUCTS))
     return products
 
 
@@ -151,7 +151,7 @@ class RefreshedPairs:
         self.closed = not refreshes
         self.refresh_counts = RefreshCounts()
         self.throttle: Throttle | None = None
-        if options.curvature_interval == AUTO and options.wanted > 0:
+        if options.curvature_interval == AUTO and options.num_pairs > 0:
             self.throttle = Throttle(training, options.overhead, min_refreshes=1)
 
         self._training = training
@@ -166,7 +166,7 @@ class RefreshedPairs:
     def is_due(self) -> bool:
         """Return whether a refresh of the eigenpairs is due at this step."""
         options = self._options
-        if self.closed or options.wanted == 0 or not self._flat_params.params:
+        if self.closed or options.num_pairs == 0 or not self._flat_params.params:
             return False
         step = self._training.steps
         last_refresh = self.refresh_counts.step
@@ -404,7 +404,7 @@ class RefreshedPairs:
             momentum=pairs.subspace_momentum,
             full_step=pairs.last_step,
             trust=pairs.trust_region,
-            outside_momentum=flat_params.local_rows(pairs.carried_momentum),
-            outside_decay=float(pairs.carried_decay),
+            outside_momentum=flat_params.local_rows(pairs.outside_momentum),
+            outside_decay=float(pairs.outside_decay),
         )
         self.subspace = subspace

@@ -37,6 +37,7 @@ from second_order.distributed.helper_link import (
     pack_by_dtype,
 )
 from second_order.distributed.roles import Role, Roles, assign_roles, sharding_error
+from second_order.distributed.world import unflatten_into
 from second_order.fosi.eigenpairs import Closures
 from second_order.fosi.state import (
     EPOCH_START,
@@ -59,7 +60,6 @@ __all__ = [
     "MIN_LOSS_FALL",
     "EpochCurvature",
     "WorkerCurvature",
-    "assign_params",
     "collect_answers",
     "compute_final_update",
     "rejection_reason",
@@ -103,7 +103,7 @@ class EpochCurvature(FOSICurvature):
         super().begin()
         if not self.refreshes:
             self.links = split_into_roles(training, self.roles, options.helper_timeout)
-        elif options.wanted:
+        elif options.num_pairs:
             processes = "1 process" if size == 1 else f"{size} processes"
             training.warn(
                 f"MRDHO2 with {processes} and helper_ranks={options.helper_ranks} has no "
@@ -360,7 +360,7 @@ class WorkerCurvature(EpochCurvature):
             report = self._judge_update(report, after)
         if report.reason:
             return report
-        assign_params(flat_params.params, after)
+        unflatten_into(after, flat_params.params)
         return replace(report, applied=True)
 
     def _judge_update(self, report: EpochReport, after: Tensor) -> EpochReport:
@@ -385,13 +385,6 @@ def flatten_params(params: Sequence[Tensor]) -> Tensor:
     dtype = lanczos_dtype(params)
     parts = [p.detach().reshape(-1).to(dtype) for p in params]
     return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device="cpu")
-
-
-def assign_params(params: Sequence[Tensor], flat: Tensor) -> None:
-    """Copy a vector to parameters, in place."""
-    parts = flat.split([p.numel() for p in params])
-    for p, part in zip(params, parts, strict=True):
-        p.copy_(part.view(p.shape))
 
 
 class Answers(NamedTuple):

@@ -49,14 +49,14 @@ class SavedPairs:
     """
 
     eigenvectors: Tensor  # (r, n)
-    carried_momentum: Tensor  # (n,)
+    outside_momentum: Tensor  # (n,)
     eigenvalues: Tensor  # (r,)
     residuals: Tensor  # (r,)
     subspace_momentum: Tensor  # (r,)
     last_step: Tensor  # (r,) the last full Newton step
     trust_region: Tensor  # the TrustState
     num_largest: int
-    carried_decay: float
+    outside_decay: float
 
     def entries(self, device: torch.device) -> dict[str, Any]:
         """Return the entries by name, on one device: torch needs that to load complete states."""
@@ -76,12 +76,12 @@ def gather_pairs(subspace: Subspace, flat_params: FlatParams) -> SavedPairs:
     """
     basis = subspace.basis
     vectors = basis.vectors
-    carried_momentum = subspace.outside_momentum
+    outside_momentum = subspace.outside_momentum
     momentum = subspace.newton.momentum
     full_step = subspace.newton.full_step
     if basis.by_rows:
         vectors = flat_params.gather(vectors)
-        carried_momentum = flat_params.gather(carried_momentum)
+        outside_momentum = flat_params.gather(outside_momentum)
     else:
         by_rank = all_gather_on_cpu(basis.world, [vectors, momentum, full_step])
         vectors = torch.cat([tensors[0] for tensors in by_rank])
@@ -89,14 +89,14 @@ def gather_pairs(subspace: Subspace, flat_params: FlatParams) -> SavedPairs:
         full_step = torch.cat([tensors[2] for tensors in by_rank])
     return SavedPairs(
         eigenvectors=vectors,
-        carried_momentum=carried_momentum,
+        outside_momentum=outside_momentum,
         eigenvalues=subspace.values,
         residuals=subspace.residuals,
         subspace_momentum=momentum,
         last_step=full_step,
         trust_region=subspace.newton.trust,
         num_largest=subspace.num_largest,
-        carried_decay=subspace.outside_decay,
+        outside_decay=subspace.outside_decay,
     )
 
 
@@ -108,14 +108,14 @@ def empty_pairs(count: int, flat_params: FlatParams) -> SavedPairs:
     vectors = torch.zeros((r, n), dtype=flat_params.dtype, device=device)
     return SavedPairs(
         eigenvectors=vectors,
-        carried_momentum=vectors.new_zeros(n),
+        outside_momentum=vectors.new_zeros(n),
         eigenvalues=torch.zeros(r, dtype=torch.float64, device="cpu"),
         residuals=torch.zeros(r, dtype=torch.float64, device="cpu"),
         subspace_momentum=vectors.new_zeros(r),
         last_step=vectors.new_zeros(r),
         trust_region=vectors.new_zeros(len(TrustState._fields)),
         num_largest=-1,
-        carried_decay=1.0,
+        outside_decay=1.0,
     )
 
 
@@ -178,11 +178,11 @@ def _check_vectors(part: SavedPart, n: int) -> None:
         r = tuple(part.tensor("eigenvalues").shape[:1])
         part.tensor("eigenvalues", r or (1,))
         part.whole("num_largest", -1, *r)
-        part.number("carried_decay", 0.0, 1.0)
+        part.number("outside_decay", 0.0, 1.0)
         for name in ("residuals", "subspace_momentum", "last_step"):
             shapes[name] = r
         shapes["eigenvectors"] = (*r, n)
-        shapes["carried_momentum"] = (n,)
+        shapes["outside_momentum"] = (n,)
         shapes["trust_region"] = (len(TrustState._fields),)
     for key in part.keys() & shapes.keys():
         part.tensor(key, shapes[key])

@@ -234,9 +234,9 @@ class FOSICurvature(Curvature):
         if self.subspace is not None:
             if self.training.world.size == 1:
                 pairs = gather_pairs(self.subspace, self.flat_params)
-        elif self.options.wanted > 0 and is_checkpointing(part=True):
+        elif self.options.num_pairs > 0 and is_checkpointing(part=True):
             # torch.distributed.checkpoint reads into existing tensors, so these must exist.
-            pairs = empty_pairs(self.options.wanted, self.flat_params)
+            pairs = empty_pairs(self.options.num_pairs, self.flat_params)
         if parts and pairs is not None:
             first = self.flat_params.params[0]
             parts[first] |= pairs.entries(first.device)

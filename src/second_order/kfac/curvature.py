@@ -95,7 +95,7 @@ from second_order.training.curvature import NO_AVERAGE, Curvature, PendingAverag
 from second_order.utils.checks import AUTO, Scalar, scheduled, value_at
 from second_order.utils.stages import stage
 
-__all__ = ["KFAC", "LayeredCurvature", "StepInfo"]
+__all__ = ["KFAC", "LayeredCurvature"]
 
 # Operations to invert an n × n factor, divided by n³.
 INVERSION_COST = {"inverse": 4.0, "eigen": 15.0}
@@ -164,13 +164,11 @@ class StepInfo:
     """The result of a step.
 
     Attributes:
-        refreshed: The layers that have a new inverse. They are the same on all ranks.
         clip: ν, a scalar; None if nothing was clipped.
         refresh_due: Whether a refresh was due at this step.
         may_refresh_next: Whether the next step may install new inverses.
     """
 
-    refreshed: Sequence[KroneckerBlock] = ()
     clip: Scalar | None = None
     refresh_due: bool = False
     may_refresh_next: bool = False
@@ -359,7 +357,7 @@ class KFAC(LayeredCurvature):
             self._agree_on_loaded(self._loaded)
             self._loaded = None
 
-    def precondition(self, pending: PendingAverage) -> StepInfo:  # type: ignore[override]
+    def precondition(self, pending: PendingAverage) -> None:
         """Replace each layer's ``p.grad`` by ν P. Collective.
 
         Args:
@@ -412,12 +410,10 @@ class KFAC(LayeredCurvature):
         if self.step_scale is not None:
             self.step_scale.keep_weights(self._step_plan.layers, keep_step=may_refresh_next)
         self._last = StepInfo(
-            refreshed=refresh.installed,
             clip=result.clip,
             refresh_due=bool(due),
             may_refresh_next=may_refresh_next,
         )
-        return self._last
 
     def finish_step(self) -> None:
         """Scale the base's step by τ, and send the parameters to stats workers that are ready."""
@@ -484,7 +480,7 @@ class KFAC(LayeredCurvature):
         exchange = partial(sum_statistics, world, step_plan.layers)
         if self._pipeline is not None:
             self._pipeline.expect(self._statistics_dtype)
-            sums = self._pipeline.sums(layers, exchange)
+            sums = self._pipeline.pop_sums(exchange)
         else:
             sums = layers.pop_sums(step_plan.contributing)
             if world.size > 1:

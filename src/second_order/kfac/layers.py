@@ -365,7 +365,8 @@ class Layers:
 
         Args:
             sums: The statistics, summed over the ranks.
-            share: The share of N that the sums count, divided by the number of ranks.
+            share: N / (P n) for P ranks over which gradients are averaged, if the sums count n of
+                the N terms.
         """
         shapes = [block.shape for block in sums]
         scaled = scale_to_one_term(list(sums.values()), shapes, share)

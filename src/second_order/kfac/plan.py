@@ -8,7 +8,7 @@
 | DistKFAC | every rank, or  | every rank, or the  | one rank, on     | every rank                |
 |          | stats workers   | inverse rank        | threads          |                           |
 
-    Planner         (layer dimensions, world size) -> Plan, a pure function
+    a planner       (layer dimensions, world size) -> Plan, a pure function
     Plan            for each layer, a LayerPlan: its inverse ranks, gradient workers and owners
     compile_step    Plan -> StepPlan: what this rank does, as data that the steps loop over
 
@@ -46,7 +46,6 @@ __all__ = [
     "FactorKey",
     "LayerPlan",
     "Plan",
-    "Planner",
     "StepPlan",
     "System",
     "assign_gradient_owners",
@@ -137,10 +136,6 @@ class Plan:
 
     grid: Grid
     layers: Sequence[LayerPlan]
-
-
-Planner: TypeAlias = Callable[[Sequence[LayerDims], int], Plan]
-"""Makes a plan from layers, in an order that all ranks share, and the number of ranks."""
 
 
 def kaisa_plan(
@@ -257,7 +252,8 @@ class System:
     """What distinguishes KAISA, DPKFAC and DistKFAC.
 
     Attributes:
-        plan: The :data:`Planner`.
+        plan: Makes the plan from the layers, in an order that all ranks share, and the number of
+            ranks.
         rules: The rules that decide which modules become layers.
         description: The system's own options as text, which ranks compare.
         owners: "owner" sends mean gradients to the layers' owners only; "all_reduce" sends them to

@@ -53,7 +53,7 @@ class Slot:
     @property
     def nbytes(self) -> int:
         """Size of the factors in bytes."""
-        shapes = [self.shape.stored_shape(letter) for letter in self.shape.factor_names]
+        shapes = [self.shape.stored_shape(name) for name in self.shape.factor_names]
         return self.dtype.itemsize * sum(map(math.prod, shapes))
 
 
@@ -195,19 +195,18 @@ class Pipeline:
         self._sent = []
         self._expected = False
 
-    def sums(self, layers: Layers, exchange: Callable[[Sums, torch.dtype | None], None]) -> Sums:
+    def pop_sums(self, exchange: Callable[[Sums, torch.dtype | None], None]) -> Sums:
         """Return the statistics of this step's passes, summed over the ranks. Collective.
 
         Clears the layers' statistics.
 
         Args:
-            layers: The layers.
             exchange: Sums statistics over the ranks in place, with a communication dtype.
         """
         blocks = [slot.block for bucket in self._buckets for slot in bucket]
         if not blocks:
-            return layers.pop_sums([])
-        micro_batches = layers.count_micro_batches(blocks)
+            return self._layers.pop_sums([])
+        micro_batches = self._layers.count_micro_batches(blocks)
         with stage("statistics_exchange"):
             self._send_rest(micro_batches)
 
@@ -221,7 +220,7 @@ class Pipeline:
             self._last_micro_batches = micro_batches
             agreement.wait()
             outdated = [b for b, flag in zip(blocks, flags.tolist(), strict=True) if flag]
-            resent = layers.pop_sums(outdated, micro_batches)
+            resent = self._layers.pop_sums(outdated, micro_batches)
 
             # Wait for the buckets, and send the changed layers again.
             sums: Sums = {}

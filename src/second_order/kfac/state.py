@@ -10,7 +10,7 @@ inverse_step                     the step of the factors that the inverse was co
                                  the layer has no inverse
 inverse_delay                    the number of steps from inverse_step until the inverse was
                                  installed
-inverse_wanted                   1 if the layer is refreshed at the next step even if it is not due
+inverse_requested                1 if the layer is refreshed at the next step even if it is not due
 inverse_A, inverse_G, ...        the tensors of the inverse, named by the solver; only gradient
                                  workers save them
 inverse_damping                  four numbers, saved with these tensors: the layer's γ, the mean
@@ -41,7 +41,7 @@ from second_order.kfac.plan import LayerPlan
 from second_order.kfac.precondition import USUAL_CHANGE
 from second_order.kfac.schedule import DRIFT, UPDATED_AT
 from second_order.kfac.step_scale import LAST_STEP, LAST_STEP_KNOWN, SCALE_ENTRIES
-from second_order.kfac.thor import SETTLED
+from second_order.kfac.thor import STOPPED
 from second_order.kronecker.block import (
     AGREED_STATE,
     PASS_HISTORY,
@@ -84,7 +84,7 @@ EXAMPLES = "examples"
 AVERAGE_ENTRIES = (WEIGHT, MEANS, EXAMPLES)
 STEP = "inverse_step"
 DELAY = "inverse_delay"
-WANTED = "inverse_wanted"
+REQUESTED = "inverse_requested"
 INVERSE_DAMPING = "inverse_damping"
 STATISTICS_DUE = AGREED_STATE[1]
 SNAPSHOT = "snapshot_"
@@ -113,8 +113,8 @@ ALL_ENTRIES = (
     INVERSE_DAMPING,
     STEP,
     DELAY,
-    WANTED,
-    SETTLED,
+    REQUESTED,
+    STOPPED,
     # Pending inverses.
     SNAPSHOT_STEP,
     *SNAPSHOT_NUMBERS,
@@ -214,7 +214,7 @@ def inverse_state(
     entries: dict[str, Any] = {
         STEP: state.step,
         DELAY: state.installed_at - state.step,
-        WANTED: int(block in inverses.requested),
+        REQUESTED: int(block in inverses.requested),
     }
 
     # The inverse in use.
@@ -226,7 +226,7 @@ def inverse_state(
 
     # The pending inverse. If only the owner has its factors, the resumed run computes it again.
     if not layer.factors_everywhere:
-        entries[WANTED] = int(entries[WANTED] or block in inverses.pending)
+        entries[REQUESTED] = int(entries[REQUESTED] or block in inverses.pending)
     elif not inverses.waits_for_all:
         inverses.snapshot_factors([block])
         none_pending = PendingInverse(step=-1, damping_option=0.0, mean_curvature=0.0)
@@ -444,7 +444,7 @@ def load_inverses(
         if part is None or STEP not in part:  # the layer was frozen
             loaded.requested.add(block)
             continue
-        if part[WANTED]:
+        if part[REQUESTED]:
             loaded.requested.add(block)
 
         # The inverse in use.

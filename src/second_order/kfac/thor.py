@@ -27,9 +27,9 @@ from second_order.kfac.inversion import Inverses, PendingInverse
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.storage import read_numbers
 
-__all__ = ["SETTLED", "TraceRefresh", "relative_change"]
+__all__ = ["STOPPED", "TraceRefresh", "relative_change"]
 
-SETTLED = "settled"
+STOPPED = "stopped"
 """The entry of a checkpoint, in the part of every layer: 1 if the layer is stopped."""
 
 # Decisions. Ranks without a layer's traces send COMPUTE, and the largest number decides.
@@ -140,12 +140,12 @@ class TraceRefresh:
 
     def saved(self, block: KroneckerBlock) -> dict[str, Any]:
         """Return a layer's entries of a checkpoint."""
-        return {SETTLED: int(block in self.stopped)}
+        return {STOPPED: int(block in self.stopped)}
 
     def load(self, saved: Mapping[Tensor, SavedPart], blocks: Iterable[KroneckerBlock]) -> None:
         """Load from a checkpoint which layers have stopped."""
         self.stopped.clear()
         for block in blocks:
             part = saved.get(block.weight)
-            if part is not None and SETTLED in part and part.whole(SETTLED, 0, 1):
+            if part is not None and STOPPED in part and part.whole(STOPPED, 0, 1):
                 self.stopped.add(block)

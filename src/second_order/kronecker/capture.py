@@ -47,6 +47,7 @@ from second_order.kronecker import autograd, compiled_capture
 from second_order.kronecker.autograd import Assembly, find_projections, is_attention
 from second_order.kronecker.compiled_capture import hides_products, is_exporting
 from second_order.kronecker.experts import Routed, is_experts
+from second_order.utils.modules import remove_handles
 from second_order.utils.stages import stage
 
 __all__ = ["Capture", "Gate", "input_in"]
@@ -424,7 +425,7 @@ class Capture:
         self._observed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hooks: list[CaptureHook] = []
         self._handles: list[RemovableHandle] = []
-        weakref.finalize(self, _remove, self._handles)
+        weakref.finalize(self, remove_handles, self._handles)
 
         # Sampled labels.
         self._sampler = sampler
@@ -486,7 +487,7 @@ class Capture:
 
     def detach(self) -> None:
         """Stop capturing: remove every hook, and forget the pairs that await their gradients."""
-        _remove(self._handles)
+        remove_handles(self._handles)
         self._hooks.clear()
         self._observed = weakref.WeakSet()
         self._pending.clear()
@@ -494,11 +495,11 @@ class Capture:
     @contextmanager
     def unhooked(self) -> Iterator[None]:
         """Remove the hooks from the modules inside a ``with`` block."""
-        _remove(self._handles)
+        remove_handles(self._handles)
         try:
             yield
         finally:
-            _remove(self._handles)  # those of an attach() inside the block
+            remove_handles(self._handles)  # those of an attach() inside the block
             self._register(self._hooks)
 
     # ----------------------------------------------------------------------------- forward passes
@@ -700,13 +701,6 @@ class Capture:
             if gradient is not None:
                 hook.keep_sampled(_SampledGradient(gradient, self.root_calls))
         self.root_calls += 1
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    """Remove hooks. Not a method, so that the finalizer of a capture does not hold the capture."""
-    for handle in handles:
-        handle.remove()
-    handles.clear()
 
 
 # Dynamo must not trace these functions. They set Dynamo's callback, which a traced function would

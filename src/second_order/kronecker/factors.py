@@ -336,7 +336,8 @@ def scale_to_one_term(
     Args:
         sums: The sums over all ranks.
         shapes: The layers' factor shapes.
-        share: The N that the losses were divided by, as a multiple of N in the sums' heads.
+        share: N, over the number of ranks over which gradients are averaged, as a multiple of the
+            terms that the sums count.
     """
     scaled: list[StatisticsSums] = []
     for layer_sums, shape in zip(sums, shapes, strict=True):

@@ -294,8 +294,9 @@ def register_layer(
         >>> register_layer(MyLinear, weight="kernel", transposed=True)
         >>> register_layer(LayerScale, gain=lambda module, x: x, weight="gamma", bias=None)
     """
-    given: Any = kind
-    if not (isinstance(given, type) and issubclass(given, nn.Module)) or given is nn.Module:
+    value: Any = kind  # the annotation does not bind the caller
+    is_module_class = isinstance(value, type) and issubclass(value, nn.Module)
+    if not is_module_class or value is nn.Module:
         raise TypeError(
             f"register_layer: {kind!r} is not a class of modules; pass the class itself"
         )

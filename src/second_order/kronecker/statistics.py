@@ -77,7 +77,7 @@ CHANGED_IN_PLACE = (
 )
 
 
-def max_kept_bytes(device: torch.device) -> int:
+def max_queued_bytes(device: torch.device) -> int:
     """Bytes up to which pairs are kept. A larger pair keeps a device busy by itself."""
     return 2**22 if device.type == "cpu" else 2**26
 
@@ -306,7 +306,7 @@ class StatisticsCollector:
             self._keep(pair, again)
 
         # Experts' products need their weights, which FSDP2 will shard again.
-        if self._bytes > max_kept_bytes(d.device) or isinstance(x, Routed):
+        if self._bytes > max_queued_bytes(d.device) or isinstance(x, Routed):
             self.sum_pairs(pass_is_over=False)
         if self.on_new_statistics is not None and backward_pass.all_take_part:
             self.on_new_statistics()

@@ -1,6 +1,6 @@
 """Extreme eigenpairs of a curvature matrix, by the Lanczos recurrence.
 
-    m <= max(4(k + l), 2 ln n) iterations, until every wanted pair has β_m |s_{mi}| <= tol |θᵢ|
+    m <= max(4(k + l), 2 ln n) iterations, until every requested pair has β_m |s_{mi}| <= tol |θᵢ|
     V̂ = D U[:, last k ∪ first l]
 
 :func:`eigenpairs` is the public function. DHO2 calls :func:`extreme_pairs`, with rows of vectors on
@@ -59,7 +59,7 @@ class Pairs:
     iterations: int  # number of Hessian-vector products
     norm: float  # the largest |θ| of the run, a lower bound on ‖H‖
     basis: Tensor  # (m, rows) D, transposed
-    combination: Tensor  # (m, r) the wanted columns of U
+    combination: Tensor  # (m, r) the selected columns of U
     trouble: str = ""  # the reason, if the run gave no pairs
 
     def bounds(self) -> Tensor:
@@ -76,9 +76,9 @@ class Pairs:
         return torch.stack(vectors)
 
 
-def default_iterations(size: int, wanted: int) -> int:
+def default_iterations(size: int, num_pairs: int) -> int:
     """Return the paper's m = max(4(k + l), 2 ln n), at most n."""
-    return min(size, max(4 * wanted, math.ceil(2 * math.log(max(size, 2)))))
+    return min(size, max(4 * num_pairs, math.ceil(2 * math.log(max(size, 2)))))
 
 
 def extreme_pairs(
@@ -100,15 +100,15 @@ def extreme_pairs(
         largest: k. If k + l exceeds n, fewer pairs are computed.
         smallest: l.
         iterations: m, the maximum number of products. None: :func:`default_iterations`.
-        tol: The run ends once every wanted pair has a residual of at most tol |θ|.
+        tol: The run ends once every requested pair has a residual of at most tol |θ|.
         seed: The seed of random vectors that are used if the Krylov space is exhausted early.
         expected: The number of iterations that are probably needed; 0 if it is not known.
     """
-    wanted = min(largest + smallest, space.size)
-    largest = min(largest, wanted)
-    smallest = wanted - largest
+    num_pairs = min(largest + smallest, space.size)
+    largest = min(largest, num_pairs)
+    smallest = num_pairs - largest
     if iterations is None:
-        iterations = default_iterations(space.size, wanted)
+        iterations = default_iterations(space.size, num_pairs)
 
     def extreme_indices(count: int) -> list[int]:
         """Return the indices of the k largest and l smallest of ``count`` ascending values."""
@@ -121,8 +121,8 @@ def extreme_pairs(
     run = tridiagonalize(
         space,
         start,
-        max(iterations, wanted),
-        at_least=wanted,
+        max(iterations, num_pairs),
+        at_least=num_pairs,
         finished=all_converged if tol > 0 else None,
         seed=seed,
         expected=expected,
@@ -131,7 +131,7 @@ def extreme_pairs(
     # Decompose the tridiagonal matrix.
     count = len(run.diagonal)
     ritz = None
-    if run.finite and count >= wanted:
+    if run.finite and count >= num_pairs:
         ritz = agreed_ritz_pairs(space, run)
         trouble = UNDECOMPOSED
     else:
@@ -238,7 +238,7 @@ def eigenpairs(
         smallest: l, the number of algebraically smallest (most negative) pairs.
         iterations: Maximum number of Hessian-vector products. None: max(4(k + l), 2 ln n). Pairs
             that have not converged by then are False in ``converged``.
-        tol: Stop once ‖Hv − θv‖ <= tol |θ| for every wanted pair.
+        tol: Stop once ‖Hv − θv‖ <= tol |θ| for every requested pair.
         start: Start vector, ``(n,)``, such as the sum of known eigenvectors. None: a seeded random
             vector.
         seed: Seed of the start vector.
@@ -260,13 +260,13 @@ def eigenpairs(
     check_number("tol", tol, low=0.0, open_high=True, remedy="1e-3 is the default")
     check_whole("largest", largest, 0, "a number of pairs, or 0 for none")
     check_whole("smallest", smallest, 0, "a number of pairs, or 0 for none")
-    wanted = largest + smallest
+    num_pairs = largest + smallest
     if iterations is not None:
-        remedy = f"about four times largest + smallest = {wanted}, or None"
-        check_whole("iterations", iterations, wanted, remedy)
+        remedy = f"about four times largest + smallest = {num_pairs}, or None"
+        check_whole("iterations", iterations, num_pairs, remedy)
     hessian_space = curvature_space(loss_fn, params, curvature, hvp, process_group)
     n = hessian_space.size
-    if not 1 <= wanted <= n:
+    if not 1 <= num_pairs <= n:
         raise ValueError(
             f"largest={largest}, smallest={smallest}: their sum must be between 1 and the number "
             f"of parameters, {n}"
@@ -287,7 +287,7 @@ def eigenpairs(
             iterations=iterations,
             tol=tol,
             seed=seed,
-            expected=2 * wanted,  # a product takes longer than synchronizing with a device
+            expected=2 * num_pairs,  # a product takes longer than synchronizing with a device
         )
         space.raise_together()
         if pairs.trouble:

@@ -46,7 +46,6 @@ from second_order.utils.checks import (
 
 __all__ = [
     "DAMPING",
-    "INTERVALS",
     "SCHEDULES",
     "AuxBase",
     "CommonOptions",
@@ -75,7 +74,6 @@ AutoScalar: TypeAlias = Scalar | Callable[[int], Scalar] | Literal["auto"]
 DAMPING = 0.1  # share of a layer's mean curvature
 DAMPING_FLOOR = 0.25  # share of the mean curvature over all layers
 
-INTERVALS = ("factor_update_steps", "inv_update_steps")
 DEFAULT_INTERVAL = 10
 """Steps between two checks of a TraceRule, and between two updates of the statistics."""
 
@@ -892,7 +890,7 @@ class FOSIOptions:
         most = self.lanczos_iterations
         if most is not None:
             check_whole(
-                "lanczos_iterations", most, max(self.wanted, 1), "4 (num_largest + num_smallest)"
+                "lanczos_iterations", most, max(self.num_pairs, 1), "4 (num_largest + num_smallest)"
             )
         remedy = "1e-2 is the default"
         check_number("lanczos_tol", self.lanczos_tol, low=0.0, open_high=True, remedy=remedy)
@@ -908,7 +906,7 @@ class FOSIOptions:
             )
 
     @property
-    def wanted(self) -> int:
+    def num_pairs(self) -> int:
         """Number of eigenpairs that a refresh computes, k + l."""
         return self.num_largest + self.num_smallest
 

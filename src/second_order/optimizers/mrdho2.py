@@ -123,7 +123,7 @@ class MRDHO2(EigenpairOptimizer):
             process_group=process_group,
             debug=debug,
         )
-        has_helpers = helper_ranks > 0 and options.wanted > 0
+        has_helpers = helper_ranks > 0 and options.num_pairs > 0
         super().__init__(
             params,
             lr,

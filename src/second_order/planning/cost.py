@@ -148,14 +148,14 @@ def layer_costs(layer: Layer, solver: str, machine: Machine) -> LayerCosts:
     """The costs of one layer."""
     shape = layer.shape
     gradient_size = shape.groups * shape.in_dim * shape.out_dim
-    factor_sizes = [math.prod(shape.stored_shape(letter)) for letter in shape.factor_names]
+    factor_sizes = [math.prod(shape.stored_shape(name)) for name in shape.factor_names]
     inverse_sizes = [math.prod(size) for size in SOLVERS[solver].saved_shapes(shape).values()]
 
     statistics = 0.0
     inverses = 0.0
     precondition = 0.0
-    for letter, n in shape.dims.items():
-        if letter in shape.diagonals:
+    for name, n in shape.dims.items():
+        if name in shape.diagonals:
             continue
         statistics += machine.product_seconds(layer.rows * n**2 * shape.groups)
         inverses += shape.groups * machine.decomposition_seconds(solver, n)
@@ -225,13 +225,13 @@ def predict(
     # DistKFAC holds the inverses in use and the next ones.
     copies = 2 if is_distkfac else 1
     owners_keep = is_dpkfac or setting.owned_factors
-    kept = [
+    bytes_per_rank = [
         (factor_bytes[each.a_inverse_rank] if owners_keep else all_factors)
         + copies * inverse_bytes[each.row]
         for each in places
     ]
     pending = max(factor_bytes.values()) if is_dpkfac else all_factors
-    return Costs(parts, sent, max(kept) + gradient_bytes, pending)
+    return Costs(parts, sent, max(bytes_per_rank) + gradient_bytes, pending)
 
 
 def assign(layers: Sequence[Layer], setting: Setting) -> list[LayerAssignment]:

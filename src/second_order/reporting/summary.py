@@ -71,9 +71,10 @@ class Summary:
     @property
     def preconditioned_share(self) -> float:
         """Share of the parameters that train that are preconditioned, 0 to 1."""
-        total = sum(row.parameters for row in self.rows if row.status != "frozen")
-        ours = sum(row.parameters for row in self.rows if row.status == "preconditioned")
-        return ours / total if total else 0.0
+        trained = [row for row in self.rows if row.status != "frozen"]
+        total = sum(row.parameters for row in trained)
+        preconditioned = sum(row.parameters for row in trained if row.status == "preconditioned")
+        return preconditioned / total if total else 0.0
 
     def __str__(self) -> str:
         table = [("name", "type", "parameters", "status", "detail", "ranks", "KiB")]

@@ -23,6 +23,7 @@ from second_order.distributed.fsdp import is_dtensor, reshard
 from second_order.distributed.world import World
 from second_order.errors import SecondOrderWarning
 from second_order.training.groups import group_params, group_settings
+from second_order.utils.modules import remove_handles
 
 __all__ = ["Training", "base_class_names", "step_without_hooks", "warn"]
 
@@ -39,13 +40,6 @@ def base_class_names(base: torch.optim.Optimizer) -> str:
     """Return the class name of a base optimizer, or both names of two combined bases."""
     parts = getattr(base, "parts", (base,))
     return " and ".join(type(part).__name__ for part in parts)
-
-
-def _remove_handles(handles: list[RemovableHandle]) -> None:
-    """Remove the hooks of all handles, and forget the handles."""
-    for handle in handles:
-        handle.remove()
-    handles.clear()
 
 
 def warn(message: str) -> None:
@@ -129,8 +123,8 @@ class Training:
         self._forward_checks.append(hook)
         self._register_forward_checks()
         self.close_callbacks.append(self._forward_checks.clear)
-        self.close_callbacks.append(partial(_remove_handles, self._check_handles))
-        weakref.finalize(self, _remove_handles, self._check_handles).atexit = False
+        self.close_callbacks.append(partial(remove_handles, self._check_handles))
+        weakref.finalize(self, remove_handles, self._check_handles).atexit = False
 
     def _register_forward_checks(self) -> None:
         for hook in self._forward_checks:
@@ -139,11 +133,11 @@ class Training:
     @contextmanager
     def forward_checks_removed(self) -> Iterator[None]:
         """Remove the hooks of :meth:`add_forward_check` inside a ``with`` block."""
-        _remove_handles(self._check_handles)
+        remove_handles(self._check_handles)
         try:
             yield
         finally:
-            _remove_handles(self._check_handles)
+            remove_handles(self._check_handles)
             self._register_forward_checks()
 
     def model_tensors(self) -> list[Tensor]:

@@ -201,8 +201,8 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
         raise ValueError(f"{name}={value!r} is not one of {listed}{hint}")
 
 
-def check_patterns(value: Any, option: str = "skip_layers") -> tuple[str, ...]:
-    """Return patterns of modules as a tuple, or raise TypeError if they are not strings."""
+def check_patterns(value: Any, option: str = "skip_layers") -> None:
+    """Raise TypeError unless the value is a collection of strings."""
     usable = isinstance(value, Collection) and not isinstance(value, str)
     patterns = tuple(value) if usable else ()
     if not usable or not all(isinstance(pattern, str) for pattern in patterns):
@@ -210,7 +210,6 @@ def check_patterns(value: Any, option: str = "skip_layers") -> tuple[str, ...]:
             f"{option}={value!r} is not a sequence of patterns; "
             f"write {option}=['head', 'decoder.*']"
         )
-    return patterns
 
 
 def check_flag(name: str, value: Any) -> bool:
@@ -240,14 +239,14 @@ LAYER_OPTIONS: dict[str, Callable[[str, Any], object]] = {
 
 
 def check_group_options(
-    name: str, groups: Iterable[Any], ours: Collection[str], by_layer: bool, first: int = 0
+    name: str, groups: Iterable[Any], own_options: Collection[str], by_layer: bool, first: int = 0
 ) -> None:
     """Raise ValueError if a parameter group sets an option that cannot differ between groups.
 
     Args:
         name: The name of the optimizer's class.
         groups: Parameter groups or parameters.
-        ours: The optimizer's own keywords, which a group cannot set.
+        own_options: The optimizer's own keywords, which a group cannot set.
         by_layer: Whether groups can set ``LAYER_OPTIONS``.
         first: The index of the first group.
     """
@@ -257,9 +256,9 @@ def check_group_options(
         for option, value in group.items():
             if by_layer and option in LAYER_OPTIONS:
                 LAYER_OPTIONS[option](f"{option!r} of parameter group {i}: {option}", value)
-            elif option in ours or option in LAYER_OPTIONS:
+            elif option in own_options or option in LAYER_OPTIONS:
                 remedy = f"{name} has no such option, so leave it out"
-                if option in ours:
+                if option in own_options:
                     remedy = f"set it for all of them, as in {name}(..., {option}={brief(value)})"
                 raise ValueError(
                     f"parameter group {i} has {option}={brief(value)}, which cannot differ between "

@@ -1,4 +1,4 @@
-"""Match modules by shell-style patterns of their names and classes."""
+"""Match modules by shell-style patterns of their names and classes, and remove their hooks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from fnmatch import fnmatchcase
 from typing import cast
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-__all__ = ["first_match", "plain_type", "unmatched_patterns"]
+__all__ = ["first_match", "plain_type", "remove_handles", "unmatched_patterns"]
 
 
 def first_match(
@@ -50,3 +51,13 @@ def plain_type(module: nn.Module) -> type[nn.Module]:
         return type(module)
     # fully_shard derives a class from FSDPModule and the original class, in this order.
     return cast(type[nn.Module], ancestors[ancestors.index(fsdp_module) + 1])
+
+
+def remove_handles(handles: list[RemovableHandle]) -> None:
+    """Remove the hooks of all handles, and clear the list.
+
+    Finalizers can call it without a reference to the object that registered the hooks.
+    """
+    for handle in handles:
+        handle.remove()
+    handles.clear()
