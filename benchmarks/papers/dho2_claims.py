@@ -220,7 +220,7 @@ def training(scale: Scale, processes: Processes) -> list[Row]:
             f"best rate, CPU time of the worker, eigenpairs every epoch",
             helped["paper"] < 1,
             "the paper's final update replaces an epoch's progress in the steep directions by one "
-            "Newton step: see [the final update](../concepts/mrdho2.md#the-final-update)",
+            "Newton step: see [the final update](../concepts/dho2.md#the-final-update)",
             {update: finite(value) for update, value in helped.items()},
         ),
     ]

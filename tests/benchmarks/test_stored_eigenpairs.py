@@ -8,7 +8,7 @@ import statistics
 from typing import Any
 
 import pytest
-from stored_runs import median, number, numbers, only, rows, steps_of, stored
+from stored_runs import median, number, numbers, only, rows, steps_of, stored, text_of
 
 GOALS = {
     "frozen body, linear head": "linear head",
@@ -51,6 +51,10 @@ def test_where_dho2_gains_seconds() -> None:
             ratios = [ours[key] / base[key] for base, ours in zip(adam, dho2, strict=True)]
             expected = [statistics.median(ratios), min(ratios), max(ratios)]
             assert numbers(cell) == pytest.approx(expected, abs=0.0051), label
+    adam = only(runs, name="PINN", optimizer="Adam")
+    met = sum(run["steps"] is not None for run in adam)
+    said = f"Adam reaches the target on {met} of {len(adam)} seeds"
+    assert said in text_of("docs/concepts/dho2.md")
 
 
 def test_curvature_beside_curvlinops() -> None:

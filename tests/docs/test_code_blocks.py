@@ -28,12 +28,6 @@ TESTED_ELSEWHERE = {
 }
 # Pages that take for granted what no preamble defines yet.
 UNTESTED = {
-    "docs/concepts/dho2.md",
-    "docs/concepts/distkfac.md",
-    "docs/concepts/distributed.md",
-    "docs/concepts/dpkfac.md",
-    "docs/concepts/kfac.md",
-    "docs/concepts/mrdho2.md",
     "docs/concepts/spectra.md",
     "docs/evidence/planning.md",
     "docs/evidence/reliability.md",
