@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from stored_runs import rows, text_of
+from stored_runs import rows, stored, text_of
 
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
 from second_order.fosi import eigenpairs
@@ -74,3 +74,18 @@ def test_numbers_of_the_page_of_dho2() -> None:
         said = f"with {settings['num_largest']} eigenpairs, α = {settings['newton_scale'](0)}"
         assert said in text
     assert inspect.signature(MRDHO2).parameters["final_update"].default == "guarded"
+
+
+def test_messages_of_a_step() -> None:
+    def fewest_and_most(model: str) -> str:
+        counts = [
+            run["collectives"]
+            for run in stored("many_ranks")["rows"]
+            if run["model"] == model and run["ranks"] == 4096 and "DHO2" not in run["system"]
+        ]
+        return f"{min(counts)} to {max(counts)}"
+
+    text = text_of(DISTRIBUTED_PAGE)
+    said = f"on 4,096 simulated ranks, we counted {fewest_and_most('narrow')} messages"
+    assert said in text
+    assert f"so ResNet-50 takes {fewest_and_most('resnet50')}." in text
