@@ -24,7 +24,6 @@ PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs")
 # Pages whose blocks another test runs.
 TESTED_ELSEWHERE = {
     "docs/how-to/frameworks.md": "tests/frameworks/test_frameworks_page.py",
-    "docs/start/quickstart.md": "tests/examples/test_scripts_page.py",
 }
 # Pages that take for granted what no preamble defines yet.
 UNTESTED = {

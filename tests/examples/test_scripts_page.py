@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pool import World
 
 PAGE = Path(__file__).parents[2] / "docs" / "start/quickstart.md"
-LANGUAGE_MODEL, FSDP = re.findall(
+*_, LANGUAGE_MODEL, FSDP = re.findall(
     r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE
 )
 pytestmark = [

@@ -947,7 +947,8 @@ class KFAC(LayeredCurvature):
         assignment = {block.name: str(layer) for block, layer in self.plan.items()}
         table = self.layers.summary(assignment)
         lines = [
-            f"statistics dropped: {table.dropped}; layers failing to decompose: {table.failed}"
+            f"non-finite statistics dropped: {table.dropped}; "
+            f"layers whose last refresh failed: {table.failed}"
         ]
 
         # The settings on one line.

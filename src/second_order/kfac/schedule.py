@@ -268,9 +268,14 @@ class Drift:
         """A part of a line of the summary; "" before the first refresh."""
         if not self.changes:
             return ""
-        intervals = sorted(map(self.interval, self.changes))
-        first, last = ("step" if n == 1 else f"{n} steps" for n in (intervals[0], intervals[-1]))
-        return f"refreshes by drift, every {first} to {last}"
+        intervals = [self.interval(block) for block in self.changes]
+        shortest = min(intervals)
+        longest = max(intervals)
+        if longest == 1:
+            return "refreshes by drift, at every step"
+        if shortest == longest:
+            return f"refreshes by drift, every {longest} steps"
+        return f"refreshes by drift, every {shortest} to {longest} steps"
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -159,7 +159,7 @@ class Training:
         """Return the first line of a summary: optimizer, base, learning rate, ranks and step."""
         rate = "no parameter groups"
         if self.groups:
-            rate = f"lr {group_settings(self.groups[0])['lr']}"
+            rate = f"lr {group_settings(self.groups[0])['lr']:.6g}"
         size = self.world.size
         processes = "1 process" if size == 1 else f"{size} processes"
         parts = ", ".join([rate, *details, processes, f"step {self.steps}"])
