@@ -173,6 +173,17 @@ def test_rates_and_dampings_by_width() -> None:
     assert said in text_of(DEFAULTS)
 
 
+def test_first_learning_rates_on_the_tuning_page() -> None:
+    rates: dict[str, dict[str, float]] = {}  # by optimizer and task
+    for run in stored("defaults")["reported"]:
+        job = run["job"]
+        rates.setdefault(job["optimizer"], {})[job["task"]] = job["lr"]
+    page = text_of("docs/how-to/tune.md")
+    sgd, adamw = (statistics.median(rates[name].values()) for name in ("SGD", "AdamW"))
+    assert f"SGD's own; if you have none, {sgd} with momentum 0.9" in page
+    assert f"AdamW's own; if you have none, {adamw} |" in page
+
+
 def test_the_defaults_beside_their_base() -> None:
     targets = {"language": 1.7, "autoencoder": 15.8, "tabular": 0.15}
     for label, cells in rows(DEFAULTS, "task, base, its best rate", "base alone").items():

@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from aux_base_cases import trained_by
 from ranks import replaced
-
-from muon import Muon
 
 if TYPE_CHECKING:
     from pool import World
 
 PAGE = Path(__file__).parents[2] / "docs" / "start/quickstart.md"
-*_, LANGUAGE_MODEL, FSDP = re.findall(
-    r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE
-)
+(FSDP,) = [
+    script
+    for script in re.findall(
+        r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE
+    )
+    if "import fully_shard" in script
+]
 pytestmark = [
     pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning"),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning"),
@@ -57,26 +57,6 @@ def on_ranks(
     groups = dict.fromkeys(("init_process_group", "destroy_process_group"), lambda *_, **__: None)
     with replaced(dist, groups):
         return [played(script, folder, *arguments)[0] for script, folder, arguments in runs]
-
-
-def test_the_language_model(tmp_path: Path) -> None:
-    """With Muon in float32, as a processor may emulate bfloat16."""
-    with replaced(torch.optim, {"Muon": Muon}):
-        losses, names = played(LANGUAGE_MODEL, tmp_path)
-    assert len(losses) == 4
-    assert losses[-1] < told(r"falls from 4\.9 to below (\S+) nats")
-    optimizer = names["optimizer"]
-    bases = trained_by(optimizer)
-    assert {name for name, base in bases.items() if base == "Muon"} == {
-        f"blocks.{i}.{layer}.weight" for i in (0, 1) for layer in ("qkv", "out", "up", "down")
-    }
-    for name, parameter in names["model"].named_parameters():
-        (group,) = [g for g in optimizer.param_groups if any(p is parameter for p in g["params"])]
-        assert group["weight_decay"] == (0.1 if parameter.ndim == 2 else 0.0), name
-        assert group["lr"] == pytest.approx(5e-4)  # the schedule has reached both bases
-    saved = torch.load(tmp_path / "language_model.pt")
-    assert saved.keys() == {"model", "optimizer", "scheduler"}
-    names["optimizer"].load_state_dict(saved["optimizer"])
 
 
 def test_fsdp_goes_on_from_its_checkpoint(world: World, tmp_path: Path) -> None:
