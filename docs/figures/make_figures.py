@@ -607,7 +607,84 @@ def split() -> Figure:
     return figure
 
 
+# -------------------------------------------------------------------------------- the flow chart
+
+# A question, what follows from the answer that leads out of the chart, and that answer.
+CHOICES = [
+    (
+        "Do you use FSDP1 or tensor parallelism, or\nmust a step cost no more than AdamW's?",
+        "yes",
+        "your own optimizer",
+        "none of these fits",
+    ),
+    (
+        "Do you train only a head\non a frozen body?",
+        "yes",
+        "DHO2 (research)",
+        "MRDHO2, with spare processes",
+    ),
+    (
+        "Does summary() show most parameters\nas preconditioned?",
+        "no",
+        "DHO2 (research)",
+        "if you cannot raise the share",
+    ),
+    (
+        "Do you train on several processes?",
+        "no",
+        "KAISA",
+        "",
+    ),
+    (
+        "Is memory or communication the limit?",
+        "yes",
+        "DPKFAC",
+        "",
+    ),
+    (
+        "Are cores or processes idle?",
+        "yes",
+        "DistKFAC",
+        "inverses while training continues",
+    ),
+]
+
+
+def choosing() -> Figure:
+    """A chart of questions from top to bottom. Each has one answer that ends it."""
+    height = 0.95
+    total = height * (len(CHOICES) + 1)
+    figure = Figure(figsize=(7, total))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, 7), ylim=(0, total))
+    axes.axis("off")
+    questions = 2.0
+    optimizers = 5.55
+
+    for row, (question, answer, optimizer, detail) in enumerate(CHOICES):
+        y = total - height * (row + 0.5)
+        box(axes, (questions, y), (3.76, 0.62), question, face=PALE, edge=GREY)
+        ours = not optimizer.startswith("your own")
+        box(
+            axes,
+            (optimizers, y),
+            (2.66, 0.62),
+            f"{optimizer}\n{detail}" if detail else optimizer,
+            face="#e9f4fb" if ours else "#ffffff",
+            edge=BLUE if ours else GREY,
+        )
+        arrow(axes, (questions + 1.88, y), (optimizers - 1.33, y))
+        axes.text(4.04, y + 0.07, answer, ha="center", va="bottom")
+        arrow(axes, (questions, y - 0.31), (questions, y - height + 0.31))
+        other = "no" if answer == "yes" else "yes"
+        axes.text(questions + 0.1, y - height / 2, other, ha="left", va="center")
+
+    box(axes, (questions, height / 2), (3.76, 0.62), "KAISA", face="#e9f4fb", edge=BLUE)
+    return figure
+
+
 FIGURES: dict[str, Callable[[], Figure]] = {
+    "choosing": choosing,
     "step": step,
     "valley": valley,
     "placements": placements,

@@ -1,0 +1,139 @@
+"""The figures in the FAQ of docs/start/choosing.md are those of the stored runs."""
+
+from __future__ import annotations
+
+import re
+import statistics
+
+from stored_runs import ROOT, Runs, by_optimizer, median, stored, text_of
+
+PAGE = "docs/start/choosing.md"
+
+
+def runs_of(task: str) -> dict[str, Runs]:
+    """The stored runs of a held-out task, by the optimizer's name."""
+    found: dict[str, Runs] = {}
+    for run in stored("tasks")["tasks"][task]["runs"]:
+        found.setdefault(run["name"], []).append(run)
+    return found
+
+
+def share_of_seconds(ours: Runs, theirs: Runs) -> float:
+    """Median seconds until our loss is their last loss, divided by the seconds of their run."""
+    shares = []
+    for run, other in zip(ours, theirs, strict=True):
+        goal = other["losses"][-1]
+        reached = [s for s, x in zip(run["seconds"], run["losses"], strict=True) if x <= goal]
+        shares.append(min(reached, default=float("inf")) / other["seconds"][-1])
+    return statistics.median(shares)
+
+
+def test_there_are_ten_questions() -> None:
+    page = (ROOT / PAGE).read_text("utf-8")
+    assert len(re.findall(r"^### .*\?$", page, re.MULTILINE)) == 10
+
+
+def test_the_list_has_the_questions_of_the_chart() -> None:
+    drawing = (ROOT / "docs/figures/make_figures.py").read_text("utf-8")
+    chart = drawing[drawing.index("CHOICES = [") : drawing.index("def choosing")]
+    questions = [each.replace("\\n", " ") for each in re.findall(r'"(.*\?)"', chart)]
+    listed = re.findall(r"\d\. \*\*(.*?)\*\*", text_of(PAGE))
+    assert len(questions) == 6
+    for question, line in zip(questions, listed, strict=True):
+        plain = line.replace("`", "").replace("print(KAISA(model, lr=0.1).summary())", "summary()")
+        assert plain == question
+
+
+def test_seconds_to_the_loss_of_adamw() -> None:
+    tasks = stored("tasks")["tasks"]
+    shares = []
+    for task in tasks:
+        runs = runs_of(task)
+        shares.append(share_of_seconds(runs["KAISA, AdamW"], runs["AdamW"]))
+    fewer = sum(share < 1 for share in shares)
+    page = text_of(PAGE)
+    assert f"On {fewer} of {len(tasks)} [held-out tasks]" in page
+    assert f"and on {len(tasks) - fewer} it needs more" in page
+
+    record = stored("larger")
+    adamw, kaisa = record["runs"]
+    met = next(i for i, loss in enumerate(kaisa["losses"]) if loss <= adamw["losses"][-1])
+    steps = (met + 1) * record["every"] / record["size"]["steps"]
+    seconds = kaisa["seconds"][met] / adamw["seconds"][-1]
+    assert f"got there after {steps:.2f} of the steps, but after {seconds:.1f} times" in page
+
+
+def test_cost_of_a_step() -> None:
+    steps = stored("gpu")["steps"]["resnet50"]
+    plain, ours = steps["AdamW"], steps["KAISA inverse"]
+    page = text_of(PAGE)
+    assert f"takes {plain['plain']:.0f} ms with AdamW and {ours['plain']:.0f} ms with" in page
+    assert f"refreshes all inverses takes {ours['full']:.0f} ms" in page
+    ratios = [
+        row["memory"]["ratio"] for row in stored("speed")["rows"] if row["variant"] == "inverse"
+    ]
+    assert len(ratios) == 4
+    assert f"was {min(ratios):.2f} to {max(ratios):.2f} times SGD's" in page
+
+
+def test_how_often_a_run_ends_above_its_base() -> None:
+    above: dict[str, list[bool]] = {"usual": [], "four": []}
+    for found in stored("sensitivity")["tasks"].values():
+        levels = {}
+        for run in found["runs"]:
+            job = run["job"]
+            key = (job["warmup"], job["optimizer"], job["lr"], job["seed"])
+            levels[key] = statistics.mean(run["losses"][-5:])
+        longest = max(warmup for warmup, *_ in levels)
+        for warmup, lr in found["rates"].items():
+            rises = 0 if warmup == "none" else longest
+            for share in (0.5, 1.0, 2.0, 4.0):
+                for seed in {seed for *_, seed in levels}:
+                    ours = levels[rises, f"KAISA, {found['base']}", share * lr, seed]
+                    base = levels[rises, found["base"], lr, seed]
+                    above["four" if share == 4 else "usual"].append(not ours <= base)
+    usual, four = above["usual"], above["four"]
+    page = text_of(PAGE)
+    assert f"{sum(usual)} of {len(usual)} runs ended above the base's loss" in page
+    assert f"At four times that rate, {sum(four)} of {len(four)} did" in page
+
+
+def test_kills_of_the_elastic_run() -> None:
+    run = stored("elastic")["runs"]["kaisa"]
+    assert run["equal_to_undisturbed_bit_for_bit"]
+    assert f"[killed a run {run['kills']} times]" in text_of(PAGE)
+
+
+def test_losses_and_accuracies_next_to_rivals() -> None:
+    language: dict[str, list[float]] = {}
+    for run in stored("language")["runs"]:
+        language.setdefault(run["name"], []).append(run["losses"][-1])
+    ours = statistics.mean(language["KAISA, defaults"])
+    muon, soap = (statistics.mean(language[name]) - ours for name in ("Muon", "SOAP"))
+    page = text_of(PAGE)
+    assert f"tuned Muon and SOAP end {muon:.3f} and {soap:.3f} above KAISA" in page
+
+    fashion = runs_of("fashion resnet")
+    losses, accuracies = {}, {}
+    for name, runs in fashion.items():
+        losses[name] = statistics.mean(run["end"]["loss"] for run in runs)
+        accuracies[name] = statistics.mean(run["end"]["accuracy"] for run in runs)
+    assert max(losses["Muon"], losses["SOAP"]) < min(losses["KAISA, AdamW"], losses["KAISA, SGD"])
+    said = (
+        f"is {accuracies['KAISA, AdamW']:.2%} with KAISA over AdamW and {accuracies['AdamW']:.2%} "
+        f"with AdamW. Over SGD, it is {accuracies['KAISA, SGD']:.2%} instead of "
+        f"{accuracies['SGD']:.2%}"
+    )
+    assert said.replace("%", " %") in page
+
+
+def test_accuracy_on_the_digits() -> None:
+    runs = stored("progress")["runs"]["mlp"]
+    target = "98 % test accuracy"
+    settings: dict[str, list[float]] = {}
+    for run in by_optimizer(runs, "SGD"):
+        settings.setdefault(run["setting"], []).append(run["steps_to"][target])
+    fewest = min(median(steps) for steps in settings.values())
+    ours = median(run["steps_to"][target] for run in by_optimizer(runs, "KAISA, defaults"))
+    assert ours == float("inf")
+    assert f"SGD reaches 98 % in {fewest:.0f} steps, and KAISA not in 300" in text_of(PAGE)
