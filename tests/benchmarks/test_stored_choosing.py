@@ -1,4 +1,4 @@
-"""The figures in the FAQ of docs/start/choosing.md are those of the stored runs."""
+"""The figures of the README and of the FAQ in docs/start/choosing.md are those of stored runs."""
 
 from __future__ import annotations
 
@@ -137,3 +137,35 @@ def test_accuracy_on_the_digits() -> None:
     ours = median(run["steps_to"].get(target) for run in by_optimizer(runs, "KAISA, defaults"))
     assert ours == float("inf")
     assert f"SGD reaches 98 % in {fewest:.0f} steps, and KAISA not in 300" in text_of(PAGE)
+
+
+def test_costs_and_fashion_mnist_in_the_readme() -> None:
+    page = text_of("README.md")
+    (row,) = [
+        row
+        for row in stored("speed")["rows"]
+        if (row["workload"], row["variant"]) == ("transformer", "inverse")
+    ]
+    assert f"[{row['every_10_and_100']:.1f} times SGD's step]" in page
+
+    losses = {
+        name: statistics.mean(run["end"]["loss"] for run in runs)
+        for name, runs in runs_of("fashion resnet").items()
+    }
+    said = (
+        f"({losses['Muon']:.3f} and {losses['SOAP']:.3f}; KAISA over SGD {losses['KAISA, SGD']:.3f}"
+        f", SGD {losses['SGD']:.3f})"
+    )
+    assert said in page
+
+
+def test_links_of_the_readme_and_contributing_lead_to_files() -> None:
+    """mkdocs checks the links inside docs/ only."""
+    for page in ("README.md", "CONTRIBUTING.md"):
+        text = (ROOT / page).read_text("utf-8")
+        for target, _, anchor in re.findall(r"\]\(((?!http)[^)#]*)(#([^)]*))?\)", text):
+            assert (ROOT / target).exists(), target
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", (ROOT / target).read_text("utf-8"), re.M)
+                slugs = [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings]
+                assert anchor in slugs, f"{target}#{anchor}"
