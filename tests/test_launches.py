@@ -24,7 +24,6 @@ import torch
 from fake_device import NAME, Seen, pretend_device
 from separate_process import found_by
 from separate_process import run as run_command
-from stored_runs import numbers, rows, stored
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector
@@ -529,19 +528,6 @@ def test_a_wait_an_upload_and_a_loop_are_found(found: dict[str, Any]) -> None:
     assert found["uploading"]["uploads"]
     two, three = found["looping"]["launches"]
     assert three > two
-
-
-def test_the_table_of_the_docs_is_that_of_the_stored_run() -> None:
-    runs: dict[str, dict[str, Any]] = {}
-    for row in stored("launches")["rows"]:
-        runs.setdefault(f"{row['system']}, {row['blocks']}", {})[row["kind"]] = row
-    for label, (*cells, last) in rows("docs/evidence/cost.md", "system, blocks").items():
-        kinds = runs[label]
-        for cell, kind in zip(cells, ("quiet", "statistics", "refresh"), strict=True):
-            row = kinds[kind]
-            told = [row["passes"] + row["step"], row["milliseconds"]]
-            assert numbers(cell) == pytest.approx(told, abs=0.051)
-        assert numbers(last) == [kinds["refresh"]["waits"], kinds["refresh"]["uploads"]]
 
 
 def test_the_command_runs_by_small_models(tmp_path: Path) -> None:

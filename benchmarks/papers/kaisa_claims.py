@@ -239,7 +239,7 @@ def time_to_accuracy(scale: Scale, processes: Processes) -> Row:
         f"digits conv net to {100 * ACCURACY:g} % test accuracy, batch 64, medians",
         steps < 1 and seconds < 1,
         "fewer steps, but each costs more on a network of this size: see "
-        "[the cost of a step](cost.md)",
+        "[the cost of a step](benchmarks.md#cost-of-a-step)",
         {"steps": finite(steps), "seconds": finite(seconds)},
     )
 

@@ -1,4 +1,4 @@
-"""KAISA with default settings next to tuned rivals, on held-out tasks.
+"""KAISA with default settings next to tuned rivals, on seven small tasks.
 
     make tasks                                                 the tasks whose runs are stored
     make tasks ARGS='--tasks "unseen lstm" "cifar resnet" --seeds 3'
@@ -325,47 +325,68 @@ def measured(
 
 # ----------------------------------------------------------------------------- tables of the pages
 
-COLUMNS = {
+ROWS = {
     **{name: name for name in ("AdamW", "Muon", "SOAP", "SGD")},
-    "KAISA, AdamW": "KAISA, AdamW",
-    f"KAISA, AdamW{TWICE}": "twice the rate",
-    "KAISA, SGD": "KAISA, SGD",
-    f"KAISA, SGD{TWICE}": "twice that rate",
-    f"KAISA, SGD{THIRD}": "a third of that rate",
-    "KAISA, Muon": "KAISA, Muon",
+    "KAISA, AdamW": "KAISA over AdamW",
+    f"KAISA, AdamW{TWICE}": "at twice the rate",
+    "KAISA, SGD": "KAISA over SGD",
+    f"KAISA, SGD{TWICE}": "at twice that rate",
+    f"KAISA, SGD{THIRD}": "at a third of that rate",
+    "KAISA, Muon": "KAISA over Muon",
 }
-"""Headings of the pages' columns, by the name of the optimizer."""
+"""Labels of the page's rows, by the name of the optimizer."""
+
+GOAL_OF = "AdamW"
+"""The optimizer whose last loss is the goal in the page's table of seconds."""
 
 
 def markdown(record: Mapping[str, Any]) -> str:
-    """Three tables with a row for each task: losses, shares of seconds and accuracies."""
+    """Two tables with a row for each optimizer and a column for each task: losses, then seconds.
 
-    def losses(row: Mapping[str, Any]) -> str:
-        return f"{row['loss']:.3g} / {row['worst']:.3g}"
+    Losses are means over the seeds, with the worst seed in parentheses. Accuracies have columns of
+    their own. Seconds are those of the whole run, and those until AdamW's last loss as a share of
+    AdamW's. The least loss and the least share of a column are in bold.
+    """
+    losses: dict[str, dict[str, tuple[float, str]]] = {}
+    seconds: dict[str, dict[str, tuple[float, str]]] = {}
+    for task, of in record.items():
+        label = task.removeprefix("unseen ")
+        loss_column = losses.setdefault(label, {})
+        second_column = seconds.setdefault(label, {})
+        runs: dict[str, list[Run]] = {}
+        for run in of["runs"]:
+            runs.setdefault(run["name"], []).append(restored(run))
+        for name, row in of["figures"].items():
+            loss_column[name] = row["loss"], f"{row['loss']:#.3g} ({row['worst']:#.3g})"
+            if row.get("accuracy") is not None:
+                accuracies = losses.setdefault(f"{label}, accuracy", {})
+                accuracies[name] = -row["accuracy"], f"{row['accuracy']:.2%}"
+            share = share_of_seconds(runs[name], runs[GOAL_OF])
+            reached = f"{share:.2f} ×" if math.isfinite(share) else "never"
+            second_column[name] = share, f"{reached} ({row['seconds in all']:.2g} s)"
+    return f"{by_optimizer('loss', losses)}\n\n{by_optimizer('seconds', seconds)}"
 
-    def seconds(row: Mapping[str, Any]) -> str:
-        share: float = row["share of seconds"]
-        return f"{share:.2f} ×" if math.isfinite(share) else "never"
 
-    def accuracy(row: Mapping[str, Any]) -> str:
-        return "" if row.get("accuracy") is None else f"{row['accuracy']:.2%}"
+def share_of_seconds(runs: Sequence[Run], references: Sequence[Run]) -> float:
+    """The median over seeds of the seconds to the reference's last loss, over the reference's."""
+    return statistics.median(
+        seconds_to(run, reference.losses[-1]) / reference.seconds[-1]
+        for run, reference in zip(runs, references, strict=True)
+    )
 
-    tables = []
-    for heading, cell in (
-        ("task", losses),
-        ("seconds, task", seconds),
-        ("accuracy, task", accuracy),
-    ):
-        lines = [" | ".join([heading, *COLUMNS.values()])]
-        for task, of in record.items():
-            found = of["figures"]
-            cells = [cell(found[name]) if name in found else "" for name in COLUMNS]
-            if any(cells):
-                lines.append(" | ".join([task.removeprefix("unseen "), *cells]))
-        lines = [f"| {line} |" for line in lines]
-        lines.insert(1, "|" + "---|" * (1 + len(COLUMNS)))
-        tables.append("\n".join(lines))
-    return "\n\n".join(tables)
+
+def by_optimizer(heading: str, columns: Mapping[str, Mapping[str, tuple[float, str]]]) -> str:
+    """A table in Markdown from pairs of a value and a cell, by column and by optimizer."""
+    lines = ["| " + " | ".join([heading, *columns]) + " |", "|---|" + "---|" * len(columns)]
+    least = {label: min(value for value, _ in of.values()) for label, of in columns.items()}
+    for name, row_label in ROWS.items():
+        cells = []
+        for label, of in columns.items():
+            value, cell = of.get(name, (math.nan, ""))
+            cells.append(f"**{cell}**" if value == least[label] else cell)
+        if any(cells):
+            lines.append("| " + " | ".join([row_label, *cells]) + " |")
+    return "\n".join(lines)
 
 
 # ----------------------------------------------------------------------------------- the benchmark

@@ -1,4 +1,4 @@
-"""The held-out tasks, their rivals, and the benchmarks on them: each at a small size."""
+"""The tasks, their rivals, and the benchmarks on them: each at a small size."""
 
 from __future__ import annotations
 
@@ -241,13 +241,35 @@ def test_figures_judge_by_the_end_and_time_by_the_curve() -> None:
     over_muon = found["KAISA, Muon"]  # its base is Muon
     assert (over_muon["worst over base"], over_muon["steps"]) == (0.5, 20)
 
-    losses, seconds, accuracies = tuned_rivals.markdown({"unseen vit": {"figures": found}}).split(
-        "\n\n"
-    )
-    assert losses.splitlines()[0].startswith("| task | AdamW | Muon | SOAP | SGD | KAISA, AdamW |")
-    assert losses.splitlines()[2].startswith("| vit | 0.5 / 0.5 | 0.7 / 0.7 |  |  | 0.6 / 0.6 |")
-    assert "| vit | 1.00 × | 1.00 × |  |  | 0.50 × |" in seconds
-    assert "| vit | 80.00% | 60.00% |  |  | 70.00% |" in accuracies
+
+def test_the_tables_of_the_page_have_a_row_for_each_optimizer() -> None:
+    def tested(optimizer: str, losses: list[float], loss: float, accuracy: float) -> Run:
+        found = run("unseen vit", optimizer, losses, [1.0, 2.0])
+        found.end = {"loss": loss, "accuracy": accuracy}
+        return found
+
+    runs = {
+        "AdamW": [tested("AdamW", [3.0, 2.0], 0.5, 0.8)],
+        "SGD": [tested("SGD", [3.0, 2.5], 0.7, 0.6)],
+        "KAISA, SGD": [tested("KAISA, SGD", [1.9, 1.5], 0.4, 0.9)],
+    }
+    record = {
+        "figures": tuned_rivals.figures(runs, ["AdamW", "SGD"]),
+        "runs": [{"name": name, **asdict(each)} for name, of in runs.items() for each in of],
+    }
+    losses, seconds = tuned_rivals.markdown({"unseen vit": record}).split("\n\n")
+    assert losses.splitlines() == [
+        "| loss | vit | vit, accuracy |",
+        "|---|---|---|",
+        "| AdamW | 0.500 (0.500) | 80.00% |",
+        "| SGD | 0.700 (0.700) | 60.00% |",
+        "| KAISA over SGD | **0.400 (0.400)** | **90.00%** |",
+    ]
+    assert seconds.splitlines()[2:] == [
+        "| AdamW | 1.00 × (2 s) |",
+        "| SGD | never (2 s) |",
+        "| KAISA over SGD | **0.50 × (2 s)** |",
+    ]
 
 
 def test_runs_above_their_base_are_counted_by_seed() -> None:

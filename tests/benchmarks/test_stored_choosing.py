@@ -11,7 +11,7 @@ PAGE = "docs/start/choosing.md"
 
 
 def runs_of(task: str) -> dict[str, Runs]:
-    """The stored runs of a held-out task, by the optimizer's name."""
+    """The stored runs of a task, by the optimizer's name."""
     found: dict[str, Runs] = {}
     for run in stored("tasks")["tasks"][task]["runs"]:
         found.setdefault(run["name"], []).append(run)
@@ -52,7 +52,7 @@ def test_seconds_to_the_loss_of_adamw() -> None:
         shares.append(share_of_seconds(runs["KAISA, AdamW"], runs["AdamW"]))
     fewer = sum(share < 1 for share in shares)
     page = text_of(PAGE)
-    assert f"On {fewer} of {len(tasks)} [held-out tasks]" in page
+    assert f"On {fewer} of {len(tasks)} [small tasks]" in page
     assert f"and on {len(tasks) - fewer} it needs more" in page
 
     record = stored("larger")
