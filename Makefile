@@ -119,15 +119,13 @@ many-ranks: venv ## one rank of 64, 1,024 and 4,096: its messages, memory and ti
 		--systems "KAISA MEM-OPT" DPKFAC --json benchmarks/results/many_ranks.json
 
 faults: venv ## hundreds of faults in small trainings, and what becomes of each: many minutes
-	$(BIN)/python tests/faults/faults.py --jobs 3 --json benchmarks/results/faults.json \
-		--page docs/evidence/reliability.md $(ARGS)
+	$(BIN)/python tests/faults/faults.py --jobs 3 --json benchmarks/results/faults.json $(ARGS)
 
 elastic-soak: venv ## kill processes of a training at random, resume on others: many minutes
 	PYTHONPATH=examples $(BIN)/python tests/faults/elastic_soak.py --torchrun \
 		--optimizer kaisa dpkfac distkfac dho2 mrdho2 --json benchmarks/results/elastic.json $(ARGS)
 fuzz: venv ## random trainings of every optimizer, ARGS="--examples 1000" or fifty: some minutes
-	$(BIN)/python tests/fuzz/fuzz.py --json benchmarks/results/fuzz.json \
-		--page docs/evidence/reliability.md $(ARGS)
+	$(BIN)/python tests/fuzz/fuzz.py --json benchmarks/results/fuzz.json $(ARGS)
 
 soak: venv ## fifty thousand steps of every optimizer: does memory or a step's time grow? minutes
 	$(BIN)/python tests/faults/soak.py --json benchmarks/results/soak.json $(ARGS)

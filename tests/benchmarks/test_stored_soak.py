@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from itertools import pairwise
 
-from stored_runs import stored
+from stored_runs import stored, text_of
 
 import soak
 
@@ -38,3 +38,5 @@ def test_the_stored_run_is_flat() -> None:
             assert soak.growth(windows, name) == 1.0
         first, last = ([w["milliseconds"] for w in half] for half in (warm[:3], warm[-3:]))
         assert statistics.median(last) < 1.25 * statistics.median(first)
+    page = text_of("docs/evidence/reliability.md")
+    assert "Memory stays within 1 %, and time per step within 25 %" in page

@@ -29,8 +29,6 @@ TESTED_ELSEWHERE = {
 # Pages that take for granted what no preamble defines yet.
 UNTESTED = {
     "docs/concepts/spectra.md",
-    "docs/evidence/planning.md",
-    "docs/evidence/reliability.md",
     "docs/how-to/curvature.md",
     "docs/how-to/monitor.md",
     "docs/reference/extending.md",

@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,18 +43,8 @@ import fault_ranks  # noqa: F401 - adds to the faults
 from fault_kinds import FAULTS, Fault
 from fault_scenes import SYSTEMS, Run, System, is_close, perform
 
-Found: TypeAlias = dict[str, Any]  # a `Result`, as JSON has it
-
 DEADLINE = 30.0  # seconds for a phase; the longest wait of ours in it is the group's timeout
 GROUP_TIMEOUT = 8.0
-BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
-LABELS = {
-    "solves": "decompositions",
-    "ranks made differently": "ranks created differently",
-    "one rank alone": "one rank only",
-    "strangers": "unowned parameters",
-    "together": "total",
-}
 PLAIN = Fault("nothing", "none", lambda run: None)
 
 
@@ -318,31 +308,6 @@ def silently_wrong(
     return ""
 
 
-def table(results: Sequence[Found]) -> str:
-    """A table in Markdown, by kind of fault."""
-    rows: dict[str, list[Found]] = {}
-    for result in results:
-        rows.setdefault(result["group"], []).append(result)
-    rows["together"] = list(results)
-    lines = [
-        "| faults | kinds | cases | continues | continues with notice | clear error | wrong |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, row in rows.items():
-        clean = Counter(result["ended"] for result in row if result["verdict"] == "clean")
-        counts = [clean[end] for end in ("goes on", "is told", "ends by an error")]
-        counts = [len({result["fault"] for result in row}), len(row), *counts]
-        cells = map(str, [*counts, len(row) - clean.total()])
-        lines.append(f"| {LABELS.get(name, name)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def write_table(page: Path, results: Sequence[Found]) -> None:
-    """Put the tables between the marks of a page."""
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{rest.split(END)[1]}")
-
-
 def cases(pattern: str, every: bool) -> list[Case]:
     """All of them whose names a pattern matches, in the order of systems.
 
@@ -395,7 +360,6 @@ def main() -> int:
     parser.add_argument("--every", action="store_true", help="all systems at all moments")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
     parser.add_argument("--json", type=Path, help="where to write the results")
-    parser.add_argument("--page", type=Path, help="the page to put the table into")
     parser.add_argument("--list", action="store_true", help="list the cases")
     arguments = parser.parse_args()
     chosen = cases(arguments.only, arguments.every)
@@ -410,8 +374,6 @@ def main() -> int:
     if arguments.json:
         about = {"machine": platform.machine(), "torch": torch.__version__}
         arguments.json.write_text(json.dumps({**about, "results": found}, indent=1) + "\n")
-    if arguments.page:
-        write_table(arguments.page, found)
     return int(any(result.verdict != "clean" for result in results))
 
 

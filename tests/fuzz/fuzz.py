@@ -26,10 +26,9 @@ from pool import PoolTimeoutError, WorkerDiedError, WorkerError, World
 from fuzz_training import Example, Outcome, Told, draw_example, judge, train
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    pass
 
 TIMEOUT = 120.0  # seconds of one example
-BEGIN, END = "<!-- fuzz: begin -->", "<!-- fuzz: end -->"
 OUTCOMES = ("trains", "refused", "raises", "by base", "diverges", "finding")
 
 
@@ -46,34 +45,11 @@ def play(world: World, example: Example, timeout: float = TIMEOUT) -> Outcome:
     return judge(example, results)
 
 
-def table(found: Sequence[dict[str, Any]]) -> str:
-    """How many examples of each optimizer have come to which outcome, in Markdown."""
-    shown = ("trains", "refused", "raises later", "by the base", "diverges", "findings")
-    lines = [
-        f"| optimizer | runs | {' | '.join(shown)} |",
-        "|---|" + "---|" * (len(shown) + 1),
-    ]
-    systems = [*dict.fromkeys(sorted(row["system"] for row in found)), "together"]
-    for system in systems:
-        counts = Counter(row["outcome"] for row in found if system in (row["system"], "together"))
-        cells = [str(counts[name]) for name in OUTCOMES]
-        label = "total" if system == "together" else system
-        lines.append(f"| {label} | {sum(counts.values())} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def write_table(page: Path, found: Sequence[dict[str, Any]]) -> None:
-    """Put the table between the marks of a page."""
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{rest.split(END)[1]}")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--examples", type=int, default=50)
     parser.add_argument("--first", type=int, default=0, help="seed of the first example")
     parser.add_argument("--json", type=Path, help="where to write the outcomes")
-    parser.add_argument("--page", type=Path, help="the page to put the table into")
     parser.add_argument("--show", action="store_true", help="show the examples and the tracebacks")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -109,8 +85,6 @@ def main() -> int:
         rows = ",\n".join(json.dumps(row) for row in found)
         head = json.dumps({**about, "first": arguments.first})[:-1]
         arguments.json.write_text(f'{head}, "results": [\n{rows}\n]}}\n')
-    if arguments.page:
-        write_table(arguments.page, found)
     return int(counts["finding"] > 0)
 
 
