@@ -47,7 +47,7 @@ class Row:
         source: Where in the paper.
         paper_value: The paper's value.
         our_value: Our value.
-        how: How we measured it.
+        how: How we measured it, for the stored run.
         agrees: Whether our value supports the claim.
         reason: Why it does not, or why the values differ; the page shows it if they disagree.
         values: The numbers behind ``our_value``.
@@ -74,17 +74,16 @@ def markdown(rows: Sequence[Row]) -> str:
     lines: list[str] = []
     for paper in dict.fromkeys(row.paper for row in rows):
         lines += [f"## {paper}", ""]
-        lines += ["| claim | paper | here | agrees | how measured |", "|---|---|---|---|---|"]
+        lines += ["| claim | paper | here | agrees |", "|---|---|---|---|"]
         for row in rows:
             if row.paper != paper:
                 continue
-            agreement = "yes" if row.agrees else f"**no**: {row.reason}"
+            agreement = "✓" if row.agrees else f"**no**: {row.reason}"
             cells = (
                 f"{row.claim} ({row.source})",
                 row.paper_value,
                 row.our_value,
                 agreement,
-                row.how,
             )
             lines.append("| " + " | ".join(cells) + " |")
         lines.append("")

@@ -92,15 +92,14 @@ def batch_sizes(scale: Scale, processes: Processes) -> Row:
     }
     return Row(
         PAPER,
-        "Progress per example hardly falls with the batch with K-FAC, and falls with SGD",
-        "section 6.2.4, figure 6: batches of 256 and 2,048",
-        "K-FAC: about 1 × the examples to a loss; SGD: many more",
+        "Examples to a loss, large batch over small",
+        "figure 6",
+        "K-FAC: about 1 ×; SGD: many more",
         f"K-FAC: {ratio(growth['DistKFAC'])}; SGD: {ratio(growth['SGD'])}",
         f"digits MLP, examples to a training loss of {TARGET}, batch {large:,} over batch {small}; "
         "SGD's rate tuned",
         growth["DistKFAC"] < growth["SGD"] / 1.5 and growth["DistKFAC"] < 2,
-        f"K-FAC loses less than SGD, as in the paper. With {small} images it needs only "
-        f"{steps_taken['DistKFAC', small]:g} steps, which leaves little room for fewer",
+        f"{steps_taken['DistKFAC', small]:g} steps with {small} images leave little room for fewer",
         {name: finite(value) for name, value in growth.items()},
     )
 
@@ -161,21 +160,20 @@ def asynchronous_inverses(scale: Scale, processes: Processes) -> list[Row]:
     return [
         Row(
             PAPER,
-            "Iterations with asynchronous inverses are faster",
-            f"section 6.1, inverses every {EVERY} steps",
+            "Speedup by asynchronous inverses",
+            "§ 6.1",
             "about 1.5 ×",
             f"{ratio(faster[EVERY])}; {ratio(faster[1])} with inverses every step",
             "digits conv net, one thread trains and one inverts, blocks of 20 steps in turn",
             faster[EVERY] >= 1.2,
-            "in the paper, a CPU inverts while a GPU trains. Here each has one CPU core, and the "
-            f"inverses of this network take a small part of {EVERY} steps",
+            "both have one CPU core",
             {f"every {every}": value for every, value in faster.items()},
         ),
         Row(
             PAPER,
-            "Asynchronous inverses make comparable progress per iteration",
-            "section 6.1, figure 2",
-            "about 1 × the steps",
+            "Steps with asynchronous inverses over synchronous",
+            "figure 2",
+            "about 1 ×",
             ratio(progress),
             f"digits conv net, steps to training losses, inverses every {EVERY} steps, median",
             progress <= 1.15,
@@ -220,11 +218,10 @@ def doubly_factored(scale: Scale, processes: Processes) -> Row:
     kept = results["doubly"][0].state_bytes / results["A and G"][0].state_bytes
     return Row(
         PAPER,
-        "A doubly factored layer makes wide layers feasible, and still speeds up training",
-        "sections 4 and 6.2.2: AlexNet's layer with 9,216 inputs",
-        "1.5 × faster than SGD",
-        f"{steps['doubly']:g} steps; {steps['A and G']:g} with A and G, {steps['base']:g} with "
-        f"this layer trained by SGD; {ratio(kept)} the memory",
+        "A doubly factored layer speeds up training",
+        "§ 6.2.2",
+        "1.5 ×",
+        f"{ratio(steps['base'] / steps['doubly'])} SGD; {ratio(kept)} memory",
         f"digits conv net, Linear with 512 inputs, steps to a training loss of {TARGET}, median",
         steps["doubly"] <= steps["base"] and kept < 0.5,
         "on a layer of this size the third factor costs steps and gains memory",
@@ -252,19 +249,19 @@ def batch_norm(scale: Scale, processes: Processes) -> list[Row]:
     return [
         Row(
             PAPER,
-            "K-FAC's progress per iteration is not affected by batch norm",
-            "section 6.2.1, figure 3",
-            "about 1 × the steps without it",
+            "Steps without batch norm over steps with it",
+            "figure 3",
+            "about 1 ×",
             f"{ratio(affected)}; SGD {ratio(steps['SGD', PLAIN] / steps['SGD', NORM])}",
             how,
             0.67 <= affected <= 1.5,
-            "batch norm helps K-FAC more than SGD on this network; only SGD's rate is tuned",
+            "batch norm helps K-FAC on this network",
             values,
         ),
         Row(
             PAPER,
-            "SGD with batch norm takes more time than K-FAC to a loss",
-            "section 6.2.1: time; with larger chunks 1.5 to 2 ×",
+            "Time with batch norm, SGD over K-FAC",
+            "§ 6.2.1",
             "3.5 ×",
             f"{ratio(gained)} the steps",
             f"{how}, SGD's rate tuned",
@@ -315,18 +312,18 @@ def overhead(scale: Scale) -> list[Row]:
     return [
         Row(
             PAPER,
-            "Time per iteration similar to SGD's",
-            "section 7",
+            "Step time, DistKFAC over SGD",
+            "§ 7",
             "similar",
             ratio(over),
             f"{workload.name}, statistics every 10 steps, inverses every {EVERY} on a thread",
             over <= 1.25,
-            "without a stats worker, the training thread computes the statistics",
+            "the training thread computes the statistics",
             {"over SGD": over},
         ),
         Row(
             PAPER,
-            "Cheap factors of convolutions save time per iteration",
+            "Time that cheap factors of convolutions save",
             "appendix A",
             "20 to 30 %",
             f"{100 * saved:.0f} %",

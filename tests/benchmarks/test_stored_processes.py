@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from stored_runs import number, rows, stored, text_of
 
@@ -35,3 +37,15 @@ def test_every_end_is_that_of_a_training_nobody_has_disturbed(label: str) -> Non
         assert run["distance_from_one_process"] < far, "no further than rounding"
     elif label != "DPKFAC":  # whose factors are of its share of the batch
         assert run["distance_from_one_process"] < 1e-8
+
+
+def test_faults_and_what_became_of_them() -> None:
+    results = stored("faults")["results"]
+    assert len(results) >= 200
+    assert {result["verdict"] for result in results} == {"clean"}
+    kinds = {result["fault"] for result in results}
+    ends = Counter(result["ended"] for result in results)
+    ((label, cells),) = rows("docs/evidence/reliability.md", "test", "cases", "continues").items()
+    assert label == f"injected faults, {len(kinds)} kinds"
+    counts = [len(results), ends["goes on"], ends["is told"], ends["ends by an error"], 0]
+    assert cells == [f"{count:,}" for count in counts]

@@ -7,11 +7,8 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
-
-from stored_runs import rows, stored
 
 import faults
 from fault_kinds import FAULTS, Fault
@@ -116,15 +113,3 @@ def test_a_sample_of_cases_is_performed(tmp_path: Path) -> None:
     assert {r["verdict"] for r in results} == {"clean"}, results
     found = {" / ".join(r[key] for key in keys): r["ended"] for r in results}
     assert found == {name: ended or found[name] for name, ended in SAMPLE.items()}
-
-
-def test_the_page_has_the_stored_results() -> None:
-    results = stored("faults")["results"]
-    assert len(results) >= 200
-    assert {result["verdict"] for result in results} == {"clean"}
-    kinds = {result["fault"] for result in results}
-    ends = Counter(result["ended"] for result in results)
-    ((label, cells),) = rows("docs/evidence/reliability.md", "test", "cases", "continues").items()
-    assert label == f"injected faults, {len(kinds)} kinds"
-    found = [len(results), ends[GOES_ON], ends[IS_TOLD], ends[ENDS], 0]
-    assert cells == [f"{count:,}" for count in found]
