@@ -36,7 +36,8 @@ def load_split() -> Digits:
         torch.from_numpy(part)
         for part in train_test_split(images, labels, test_size=360, random_state=0, stratify=labels)
     )
-    mean, deviation = train_images.mean(), train_images.std(correction=0)
+    mean = train_images.mean()
+    deviation = train_images.std(correction=0)
     return Digits(
         ((train_images - mean) / deviation).float(),
         train_labels.long(),

@@ -20,13 +20,21 @@ from rich.console import Console
 from rich.table import Table
 
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
-BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
-YELLOW, BLUE, RED, PURPLE, GREY = "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#bbbbbb"
+BLACK = "#000000"
+ORANGE = "#E69F00"
+SKY = "#56B4E9"
+GREEN = "#009E73"
+YELLOW = "#F0E442"
+BLUE = "#0072B2"
+RED = "#D55E00"
+PURPLE = "#CC79A7"
+GREY = "#bbbbbb"
 
 
 def machine() -> dict[str, Any]:
     """What figures depend on."""
-    cpu, information = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    cpu = platform.processor() or platform.machine()
+    information = Path("/proc/cpuinfo")
     if information.exists():
         names = [s for s in information.read_text().splitlines() if s.startswith("model name")]
         cpu = names[0].partition(":")[2].strip() if names else cpu

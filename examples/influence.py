@@ -26,7 +26,8 @@ from second_order import measure
 
 SHARE = 0.2  # of the images in a group
 DECAY = 1e-2  # λ / 2 ‖w‖² is part of the loss
-HIDDEN, STEPS = 32, 300
+HIDDEN = 32
+STEPS = 300
 
 Weights = Mapping[str, Tensor]  # by parameter name
 Data = tuple[Tensor, Tensor]  # images and labels

@@ -25,7 +25,8 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=300
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 # Coverage counts with so many sets of a test's parameters, in one process and on the pool's ranks.
-COUNTED, COUNTED_ON_RANKS = 12, 4
+COUNTED = 12
+COUNTED_ON_RANKS = 4
 # What these folders and files reach, others do; the files would take two fifths of what counting
 # takes.
 NOT_COUNTED = {"benchmarks", "examples", "faults", "frameworks", "fuzz"} | {

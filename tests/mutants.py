@@ -44,8 +44,11 @@ COPIED = ("src", "tests", "examples", "benchmarks", "pyproject.toml", "setup.cfg
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "results", "*.egg-info", ".hypothesis")
 IMPORTED = ("pytest", "_pytest.assertion.rewrite", "hypothesis", "numpy", "torch.distributed")
 FORK = multiprocessing.get_context("fork")
-NOTICED, MISSED, TIMED_OUT = "noticed", "not noticed", "out of time"
-STALE, BROKEN = "stale", "error"
+NOTICED = "noticed"
+MISSED = "not noticed"
+TIMED_OUT = "out of time"
+STALE = "stale"
+BROKEN = "error"
 RESULTS = {0: MISSED, 1: NOTICED, None: TIMED_OUT}  # by the exit code of pytest
 ELSEWHERE = 99  # the exit code if the package was imported from another place
 
@@ -92,7 +95,8 @@ def nodes(mutant: Mutant) -> list[str]:
 def copy(into: Path) -> Path:
     """What the tests need of the repository."""
     for name in COPIED:
-        source, target = ROOT / name, into / name
+        source = ROOT / name
+        target = into / name
         if source.is_dir():
             shutil.copytree(source, target, ignore=LEFT_OUT)
         else:

@@ -25,7 +25,9 @@ class Mutant:
 def read(table: str) -> list[Mutant]:
     """The mutants of a table like the one below."""
     found: list[Mutant] = []
-    file, name, tests = "", "", ""
+    file = ""
+    name = ""
+    tests = ""
     texts: dict[str, list[str]] = {"-": [], "+": []}
 
     def over() -> None:

@@ -75,7 +75,8 @@ def test_a_device_trains_as_the_cpu_does(name: str) -> None:
 @pytest.mark.parametrize("solver", ["inverse", "eigen"])
 def test_a_quiet_step_waits_for_nothing(System: Any, solver: str) -> None:
     model = network().cuda()
-    x, y = torch.randn(8, 2, 6, 6, dtype=torch.float64).cuda(), torch.randint(5, (8,)).cuda()
+    x = torch.randn(8, 2, 6, 6, dtype=torch.float64).cuda()
+    y = torch.randint(5, (8,)).cuda()
     rare: dict[str, Any] = {"factor_update_steps": 100, "inv_update_steps": 100}
     optimizer = System(model, lr=0.05, solver=solver, **rare)
 
@@ -97,7 +98,8 @@ def found_on(device: str, dtype: torch.dtype, options: dict[str, Any]) -> dict[s
     """The factors of a network of masked tokens, and their eigenvalues."""
     torch.manual_seed(0)
     layers = nn.Embedding(11, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 11, bias=False)
-    model, tokens = nn.Sequential(*layers).to(dtype).to(device), torch.randint(11, (3, 4, 6))
+    model = nn.Sequential(*layers).to(dtype).to(device)
+    tokens = torch.randint(11, (3, 4, 6))
     labels = tokens.roll(1, -1)
     labels[:, 1, 4:] = -100
     loss = None if options["factors"] == "inputs" else masked_loss
@@ -244,7 +246,8 @@ def test_a_checkpoint_moves_between_devices(System: Any) -> None:
 
 
 def test_a_compiled_model_trains_as_an_eager_one() -> None:
-    batches, ends = drawn(6), []
+    batches = drawn(6)
+    ends = []
     for compiled in (False, True):
         model = network().float().cuda()
         with KAISA(model, lr=0.05, **EVERY) as optimizer:
@@ -371,7 +374,8 @@ def test_statistics_lose_nothing_by_tf32(narrow: bool) -> None:
     x = torch.randn(500, 300).cuda()
     autocast = partial(torch.autocast, "cuda", torch.bfloat16, enabled=narrow)
     matmul = torch.backends.cuda.matmul
-    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
     try:
         with KAISA(model, lr=0.0, factor_update_steps=1, inv_update_steps=1) as optimizer:
             with autocast():

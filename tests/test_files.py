@@ -61,7 +61,8 @@ def test_a_file_that_is_cut_short_is_refused_wherever_it_is_cut(path: Path, leng
 
 
 def foreign() -> dict[str, tuple[bytes, str]]:
-    archive, classes = io.BytesIO(), io.BytesIO()
+    archive = io.BytesIO()
+    classes = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
         file.writestr("a/b.txt", "text")
     torch.save({"a": pickle.PicklingError("not a number")}, classes)
@@ -93,7 +94,8 @@ def test_a_file_is_there_as_a_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until the new one is on the disk the old one is there, whatever happens meanwhile."""
-    path, order = tmp_path / "a.pt", []
+    path = tmp_path / "a.pt"
+    order = []
     path.write_bytes(b"old")
 
     def written() -> None:

@@ -48,8 +48,13 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(900)  # the first of them runs all cases
 
-WIDTH, CLASSES, STEPS, LONG, FEW = 16, 5, 6, 10, 2
-EVERY, REFRESH = 2, 4
+WIDTH = 16
+CLASSES = 5
+STEPS = 6
+LONG = 10
+FEW = 2
+EVERY = 2
+REFRESH = 4
 
 # -------------------------------------------------------------------- the bounds
 
@@ -114,7 +119,8 @@ class Tied(nn.Module):
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
-        self.table, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES, bias=False)
+        self.table = nn.Embedding(CLASSES, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
         self.body = nn.Sequential(*(linear() for _ in range(blocks)))
 
     def to(self, *args: Any, **kwargs: Any) -> Tied:
@@ -410,7 +416,8 @@ def run(name: str) -> dict[str, Any]:
                     )
         plain, wider = (BASES[repr(case.alone), blocks] for blocks in (2, 3))
         there, _ = trained(case, Seen(), "cpu", 2, steps)
-        calm, usual = quiet(case, asked, plain), plain[-1] if case.base_waits else [Counter()] * 3
+        calm = quiet(case, asked, plain)
+        usual = plain[-1] if case.base_waits else [Counter()] * 3
         return {
             "difference": ((here - there).norm() / there.norm()).item(),
             "waits": dict(sum((each[1] - usual[1] for each in calm), Counter[str]())),
@@ -452,7 +459,8 @@ def iteration() -> float:
     ]
     with pretend_device() as seen:
         model = launches.Transformer(1, 8).to(NAME)
-        params, tokens = list(model.parameters()), torch.randint(50, (8, 16)).to(NAME)
+        params = list(model.parameters())
+        tokens = torch.randint(50, (8, 16)).to(NAME)
         loss = cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
         gradients = torch.autograd.grad(loss, params, create_graph=True)
         seen.clear()
@@ -531,7 +539,8 @@ def test_a_wait_an_upload_and_a_loop_are_found(found: dict[str, Any]) -> None:
 
 
 def test_the_command_runs_by_small_models(tmp_path: Path) -> None:
-    record, systems = tmp_path / "launches.json", ["SGD", "KAISA eigen"]
+    record = tmp_path / "launches.json"
+    systems = ["SGD", "KAISA eigen"]
     told = run_command(launches.__file__, "--tiny", "--json", record, "--systems", *systems)
     counted = json.loads(record.read_text())["rows"]
     assert {(row["system"], row["blocks"], row["kind"]) for row in counted} == {

@@ -66,7 +66,8 @@ class Bounded:
 def train(name: str, largest: int, scale: float, seed: int, trust_region: bool) -> Bounded:
     """Train for the task's steps, or until a loss is not finite."""
     torch.set_num_threads(1)
-    task, curved = goal(name).task, goal(name).curved
+    task = goal(name).task
+    curved = goal(name).curved
     torch.manual_seed(seed)
     model = task.make()
     options: dict[str, Any] = {"warmup_steps": 0, "curvature_interval": 50, "subspace_momentum": 0}

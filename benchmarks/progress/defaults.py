@@ -24,7 +24,8 @@ import reporting
 from second_order.optimizers.config import DAMPING
 from tasks import TASKS, Job, Run, run_all, steps_to
 
-CHOSEN_ON, REPORTED = (100, 101), range(5)
+CHOSEN_ON = (100, 101)
+REPORTED = range(5)
 TARGETS = {
     "language": 1.7,
     "autoencoder": 15.8,
@@ -176,7 +177,8 @@ def main() -> None:
     for task in arguments.tasks:
         limit = TASKS[task]().steps
         for base in bases_of(task):
-            lr, ours = rates[task, base], f"KAISA, {base}"
+            lr = rates[task, base]
+            ours = f"KAISA, {base}"
             keys = (
                 (task, base, lr, "{}"),
                 (task, ours, lr, "{}"),

@@ -153,7 +153,8 @@ def train(task: Task, name: str, steps: int, silent: bool) -> Run:
     optimizers = task.optimizers[name](model)
     share = partial(task.share_of_rate, steps)
     schedulers = [LambdaLR(optimizer, share) for optimizer in optimizers]
-    batches, seconds = task.batches(), 0.0
+    batches = task.batches()
+    seconds = 0.0
     run = Run(task.name, name, [0], [0.0], [judge(task, net)])
     with tqdm(total=steps, desc=f"{task.name}, {name}", unit="step", disable=silent) as bar:
         while run.steps[-1] < steps:
@@ -203,7 +204,8 @@ def steps_within(seconds: float) -> int:
 
 def table(runs: list[Run]) -> Table:
     """A row for each optimizer of a task; how soon it is as good as the first is at its end."""
-    first, goal = runs[0].optimizer, runs[0].losses[-1]
+    first = runs[0].optimizer
+    goal = runs[0].losses[-1]
     result = Table("\noptimizer", title=runs[0].task, title_justify="left", box=SIMPLE_HEAD)
     reached = [f"{unit} to {first}'s\nfinal loss" for unit in ("steps", "seconds")]
     for header in [*reached, "final\nloss", "ms\na step"]:
@@ -217,7 +219,9 @@ def table(runs: list[Run]) -> Table:
 
 
 # Of Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
-BLACK, BLUE, VERMILION = "#000000", "#56B4E9", "#D55E00"
+BLACK = "#000000"
+BLUE = "#56B4E9"
+VERMILION = "#D55E00"
 COLOURS = {"Adam": BLACK, "AdamW": BLACK, "Muon": BLUE}
 
 
@@ -238,8 +242,10 @@ def draw(axes: Axes, runs: list[Run], unit: str) -> None:
     """A curve for each optimizer, with a dot where it is as good as the first is at its end."""
     goal = runs[0].losses[-1]
     for run in runs:
-        colour, across = COLOURS.get(run.optimizer, VERMILION), getattr(run, unit)
-        label, met = run.optimizer, run.first_at(goal)
+        colour = COLOURS.get(run.optimizer, VERMILION)
+        across = getattr(run, unit)
+        label = run.optimizer
+        met = run.first_at(goal)
         if met is not None:
             axes.plot(across[met], run.losses[met], "o", color=colour, zorder=3)
             label += f": {round(across[met], 1):g}"
@@ -265,8 +271,10 @@ def main() -> None:
         dist.init_process_group("gloo")
     else:
         dist.init_process_group("gloo", "tcp://localhost:0", rank=0, world_size=1)
-    processes, silent = dist.get_world_size(), dist.get_rank() != 0
-    console, results = Console(quiet=silent), []
+    processes = dist.get_world_size()
+    silent = dist.get_rank() != 0
+    console = Console(quiet=silent)
+    results = []
     if args.steps is None:
         steps = steps_within(args.seconds)
         if steps < MOST_STEPS:

@@ -113,7 +113,8 @@ def reach(name: str, optimizer: str, lr: float, seed: int, **options: Any) -> Ga
     """Train until the target is met, the loss is not finite, or the steps are used up."""
     torch.set_num_threads(1)
     aim = goal(name)
-    task, run = aim.task, Gained(name, optimizer, lr, seed, options)
+    task = aim.task
+    run = Gained(name, optimizer, lr, seed, options)
     torch.manual_seed(seed)
     model = task.make()
     made: torch.optim.Optimizer
@@ -146,7 +147,8 @@ def reach(name: str, optimizer: str, lr: float, seed: int, **options: Any) -> Ga
             break
     run.seconds = round(run.seconds, 3)
     if isinstance(made, DHO2):
-        run.products, run.refreshes = made.curvature.total_products, made.curvature.refreshes
+        run.products = made.curvature.total_products
+        run.refreshes = made.curvature.refreshes
     return run
 
 
@@ -172,7 +174,8 @@ def goal(name: str) -> Goal:
 def head(kind: str, target: float) -> Goal:
     """A head on the frozen body of the example, in batches of 256."""
     data = digits.load_split()
-    x, y = data.train_images, data.train_labels
+    x = data.train_images
+    y = data.train_labels
 
     def noisy(indices: Tensor) -> Tensor:
         return fine_tuning.add_noise(x[indices], torch.default_generator)
@@ -192,7 +195,8 @@ def cached_features(target: float) -> Goal:
     """The linear head alone: what it sees never changes."""
     data = digits.load_split()
     body = fine_tuning.trained_body(fine_tuning.BODY_STEPS)
-    x, y = body(data.train_images).detach(), data.train_labels
+    x = body(data.train_images).detach()
+    y = data.train_labels
     task = Task(
         lambda: fine_tuning.make_head("linear"),
         lambda seed: digits.batches(len(x), 256, seed=seed),
@@ -247,7 +251,8 @@ class Rows(nn.Module):
 def rows() -> Goal:
     """The digits by a GRU, in batches of 128."""
     data = digits.load_split()
-    x, y = data.train_images, data.train_labels
+    x = data.train_images
+    y = data.train_labels
     task = Task(
         Rows,
         lambda seed: digits.batches(len(x), 128, seed=seed),

@@ -53,7 +53,8 @@ class Images:
 
 def standardised(train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> Images:
     """Both sets, standardised by the mean and deviation of each channel of the training images."""
-    (seen, labels), (held_out, their_labels) = train, test
+    (seen, labels) = train
+    (held_out, their_labels) = test
     deviation, mean = torch.std_mean(seen.float(), (0, 2, 3), keepdim=True)
     return Images(
         (seen.float() - mean) / deviation,
@@ -67,7 +68,8 @@ def read_idx(path: Path) -> Tensor:
     """The bytes of an idx file, which may be gzipped, in the shape that its header gives."""
     packed = path.with_name(path.name + ".gz")
     content = gzip.decompress(packed.read_bytes()) if packed.exists() else path.read_bytes()
-    kind, dimensions = content[2], content[3]
+    kind = content[2]
+    dimensions = content[3]
     if content[:2] != b"\0\0" or kind != 8:
         raise ValueError(f"{path} is not an idx file of bytes: it begins with {content[:4]!r}")
     shape = struct.unpack(f">{dimensions}I", content[4 : 4 + 4 * dimensions])

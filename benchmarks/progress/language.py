@@ -40,7 +40,9 @@ from tasks import (
 )
 
 TUNED_ON = 100
-OURS, DEFAULTS, REFERENCE = "KAISA", "KAISA, defaults", "AdamW"
+OURS = "KAISA"
+DEFAULTS = "KAISA, defaults"
+REFERENCE = "AdamW"
 TWICE = "KAISA, twice AdamW's rate"
 OWN_SCALE = "KAISA, its default scale"
 GRIDS: dict[str, list[Setting]] = {
@@ -76,7 +78,8 @@ def figures(runs: dict[str, list[Run]]) -> dict[str, dict[str, Any]]:
     result: dict[str, dict[str, Any]] = {}
     for name, of in runs.items():
         losses = [final(run) for run in of]
-        shares, paces = [], []
+        shares = []
+        paces = []
         for run, theirs in zip(of, reference, strict=True):
             shares.append(steps_to(run, final(theirs)) / total)
             paces.append(seconds_to(run, final(theirs)) / theirs.seconds[-1])

@@ -43,7 +43,8 @@ from tasks import TASKS, Job, Run, final, seconds_to, steps_to, train
 GRIDS = {"AdamW": (0.001, 0.002, 0.004), "Muon": (0.002, 0.004, 0.008)}
 TUNED_ON = 100
 JUDGEMENTS = 60  # of a run
-SHORT, FULL = "larger, a fifth of the steps", "larger"
+SHORT = "larger, a fifth of the steps"
+FULL = "larger"
 TIMED = "larger, some steps"
 TIMED_STEPS = 5
 

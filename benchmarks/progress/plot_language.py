@@ -28,7 +28,9 @@ COLOURS = {
     "KAISA, defaults": RED,
     "KAISA, twice AdamW's rate": PURPLE,
 }
-LOWEST, HIGHEST = 1.25, 2.4  # of the losses that are shown
+# of the losses that are shown
+LOWEST = 1.25
+HIGHEST = 2.4
 EVERY = 10  # steps between two judgements
 
 

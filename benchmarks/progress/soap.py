@@ -90,9 +90,11 @@ class SOAP(torch.optim.Optimizer):
         m = state["m"]
         if is_matrix:
             left, right = state["bases"]
-            g, m = left.T @ g @ right, left.T @ m @ right
+            g = left.T @ g @ right
+            m = left.T @ m @ right
         state["v"].lerp_(g.square(), 1 - beta2)
-        correction1, correction2 = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
+        correction1 = 1 - beta1 ** state["step"]
+        correction2 = 1 - beta2 ** state["step"]
         direction = m / correction1 / ((state["v"] / correction2).sqrt() + group["eps"])
         if is_matrix:
             direction = left @ direction @ right.T
@@ -107,7 +109,8 @@ class SOAP(torch.optim.Optimizer):
         if state["step"] % group["frequency"]:
             return
         for side in range(2):
-            factor, basis = state["factors"][side], state["bases"][side]
+            factor = state["factors"][side]
+            basis = state["bases"][side]
             # In the order of the eigenvalues' estimates, and the second moment in the same.
             order = (basis.T @ factor @ basis).diagonal().argsort(descending=True)
             state["v"] = state["v"].index_select(side, order)

@@ -127,7 +127,8 @@ def mrdho2(model: nn.Module, lr: float, data: Digits) -> tuple[nn.Module, Optimi
 def curvature_closure(model: nn.Module, data: Digits, group: Any = None) -> Callable[[], Tensor]:
     """The loss of this process's share of a fixed batch, which a group shares (None: everybody)."""
     share = slice(dist.get_rank(group), CURVATURE_BATCH, dist.get_world_size(group))
-    images, labels = data.train_images[share], data.train_labels[share]
+    images = data.train_images[share]
+    labels = data.train_labels[share]
     return lambda: cross_entropy(model(images), labels)
 
 
@@ -206,7 +207,8 @@ def steps_to_all_targets(run: Run, max_steps: int) -> tuple[int, float]:
 @torch.no_grad()
 def evaluate(model: nn.Module, data: Digits) -> tuple[float, float]:
     """Training loss and test accuracy; each process looks at its share of the images."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     share = slice(rank, None, world_size)
     loss = cross_entropy(model(data.train_images[share]), data.train_labels[share], reduction="sum")
     hits = (model(data.test_images[share]).argmax(dim=1) == data.test_labels[share]).sum()
@@ -479,10 +481,12 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    make_model, data = MODELS[args.model], load_split()
+    make_model = MODELS[args.model]
+    data = load_split()
     with process_group():
         warm_up(make_model, data)
-        best, everything = [], []
+        best = []
+        everything = []
         for entry in ENTRIES:
             if entry.name not in args.only:
                 continue
@@ -492,7 +496,8 @@ def main() -> None:
             ]
             best.append(min(runs, key=lambda run: steps_to_all_targets(run, args.steps)))
             everything += [asdict(run) | {"chosen": run is best[-1]} for run in runs]
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        world_size = dist.get_world_size()
     if rank != 0:
         return
     processes = "1 process" if world_size == 1 else f"{world_size} processes"

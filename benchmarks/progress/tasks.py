@@ -402,7 +402,8 @@ def autoencoder() -> Task:
 def classifier(make: Callable[[], nn.Module], steps: int) -> Task:
     """Digits; judged by the loss on the training images."""
     data = digits.load_split()
-    x, y = data.train_images, data.train_labels
+    x = data.train_images
+    y = data.train_labels
     return Task(
         make,
         lambda seed: digits.batches(len(x), 64, seed=seed),

@@ -195,7 +195,9 @@ def table(task: str, found: Mapping[str, dict[str, Any]], best: Mapping[str, Set
     """
     rows = []
     for name, row in found.items():
-        grid, lr, difference = GRIDS[task].get(name), best[name][0], row["above best rival"]
+        grid = GRIDS[task].get(name)
+        lr = best[name][0]
+        difference = row["above best rival"]
         above = f"{difference[0]:+.4f} ± {difference[1]:.4f}" if difference else ""
         rows.append(
             [

@@ -146,7 +146,9 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, causal: bool, turns: bool = False) -> None:
         super().__init__()
-        self.heads, self.causal, self.turns = width // 24, causal, turns
+        self.heads = width // 24
+        self.causal = causal
+        self.turns = turns
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -156,7 +158,8 @@ class Attention(nn.Module):
             for part in (self.q, self.k, self.v)
         )
         if self.turns:
-            q, k = rotated(q), rotated(k)
+            q = rotated(q)
+            k = rotated(k)
         seen = scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         result: Tensor = self.o(seen.transpose(1, 2).flatten(2))
         return result
@@ -164,10 +167,13 @@ class Attention(nn.Module):
 
 def rotated(x: Tensor) -> Tensor:
     """Turn pairs of dimensions by angles that grow with the place (Su et al. 2021)."""
-    places, half = torch.arange(x.shape[-2]), x.shape[-1] // 2
+    places = torch.arange(x.shape[-2])
+    half = x.shape[-1] // 2
     angles = places[:, None] * 10_000 ** (-torch.arange(half) / half)
-    a, b = x[..., :half], x[..., half:]
-    cos, sin = angles.cos(), angles.sin()
+    a = x[..., :half]
+    b = x[..., half:]
+    cos = angles.cos()
+    sin = angles.sin()
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
 
 
@@ -197,8 +203,10 @@ class Block(nn.Module):
 
     def __init__(self, width: int, attention: nn.Module, forward: nn.Module, norm: Any) -> None:
         super().__init__()
-        self.norm1, self.norm2 = norm(width), norm(width)
-        self.attention, self.feed = attention, forward
+        self.norm1 = norm(width)
+        self.norm2 = norm(width)
+        self.attention = attention
+        self.feed = forward
 
     def forward(self, x: Tensor) -> Tensor:
         """Of ``(batch, places, width)``, the same."""

@@ -98,7 +98,8 @@ def stepped(System: Any, quiet: bool = False) -> tuple[set[str], set[tuple[str, 
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
-    x, y = torch.randn(8, 4), torch.randint(3, (8,))
+    x = torch.randn(8, 4)
+    y = torch.randint(3, (8,))
     loss = nn.functional.cross_entropy
     optimizer = System(model, lr=0.1, **(DUE[System] | (QUIET if quiet else {})))
     if isinstance(optimizer, DHO2):
@@ -175,7 +176,8 @@ def _is_self(node: ast.expr) -> bool:
 
 def foreign_privates() -> Counter[str]:
     """By file, how often it reaches a private name that only other files' classes have."""
-    owners, counts = private_names(), Counter[str]()
+    owners = private_names()
+    counts = Counter[str]()
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Attribute) and node.attr in owners:

@@ -45,7 +45,8 @@ def passes(workload: Workload, case: str, backend: str) -> Callable[[], None]:
         case: One of :data:`CASES`.
         backend: The compiler's name, as ``torch.compile`` takes it.
     """
-    model, batch = workload.model(), workload.batch()
+    model = workload.model()
+    batch = workload.batch()
     model.__class__ = type(case, (type(model),), {})  # models of one class would share graphs
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if case in ("idle", "statistics"):

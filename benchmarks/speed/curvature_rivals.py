@@ -43,8 +43,11 @@ from second_order.lanczos import (
     trace,
 )
 
-LARGEST, TOL = 10, 1e-3
-PRODUCTS, REPEATS, ITERATIONS = 96, 4, 64
+LARGEST = 10
+TOL = 1e-3
+PRODUCTS = 96
+REPEATS = 4
+ITERATIONS = 64
 
 Found = tuple[Any, int]
 """An estimate, and the products it took."""
@@ -149,7 +152,8 @@ def tasks(model: nn.Module, x: Tensor, y: Tensor) -> list[Task]:
             return pairs.eigenvalues, pairs.products
 
         def theirs(_: int) -> Found:
-            count, A = 0, operator(curvature).to_scipy()
+            count = 0
+            A = operator(curvature).to_scipy()
 
             def counted(v: Any) -> Any:
                 nonlocal count

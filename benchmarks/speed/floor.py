@@ -70,7 +70,8 @@ def rows(x: Tensor) -> Tensor:
 
 def a_by_one_product(layer: Layer) -> Tensor:
     """A of a Linear; of a convolution from its patches."""
-    module, x = layer.module, layer.x
+    module = layer.module
+    x = layer.x
     if isinstance(module, nn.Linear):
         x = rows(x)
         return x.T @ x
@@ -109,7 +110,8 @@ def g_by_one_product(layer: Layer) -> Tensor:
 
 def factors(layer: Layer) -> tuple[Tensor, Tensor]:
     """A, with a row and a column for the bias, and G, as means."""
-    a, g = a_by_one_product(layer), g_by_one_product(layer)
+    a = a_by_one_product(layer)
+    g = g_by_one_product(layer)
     if layer.module.bias is not None:
         a = pad(a, (0, 1, 0, 1))
         a[-1, -1] = a.diagonal().mean()
@@ -193,7 +195,8 @@ class _Baseline:
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
-        self._model, self._batch = workload.model(), workload.batch()
+        self._model = workload.model()
+        self._batch = workload.batch()
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9)
 
     def step(self) -> None:

@@ -50,7 +50,8 @@ ROOT = HERE.parents[2]
 LIMITS = {"tests": 110, "nccl": 50, "steps": 180, "waits": 60, "precision": 50}  # seconds
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 LAUNCH = "cudaLaunchKernel"  # and its newer form, which begins alike
-VOCABULARY, WIDTH = 4096, 768
+VOCABULARY = 4096
+WIDTH = 768
 
 
 # ------------------------------------------------------------------------------------- the models
@@ -76,9 +77,11 @@ class GPT(nn.Module):
     def __init__(self, layers: int, width: int, heads: int, tokens: int, length: int) -> None:
         super().__init__()
         layer = partial(nn.TransformerEncoderLayer, width, heads, 4 * width, 0.0, "gelu")
-        self.tokens, self.places = nn.Embedding(tokens, width), nn.Embedding(length, width)
+        self.tokens = nn.Embedding(tokens, width)
+        self.places = nn.Embedding(length, width)
         self.blocks = nn.ModuleList(layer(batch_first=True, norm_first=True) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, tokens, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, tokens, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)
@@ -150,7 +153,8 @@ def trainings(workload: Workload, names: Iterable[str]) -> Iterable[tuple[str, T
     for name in names:
         training = Training(workload, makes[name])
         if name == "DHO2":  # no closure holds the optimizer: it goes with the training
-            model, batch = training.model, training.batch
+            model = training.model
+            batch = training.batch
             training.optimizer.curvature_closure = lambda m=model, b=batch: workload.loss(m, b)
         yield name, training
         if hasattr(training.optimizer, "close"):
@@ -169,7 +173,8 @@ def tests(_tiny: bool) -> dict[str, Any]:
 
 def nccl(tiny: bool) -> dict[str, Any]:
     """The largest relative difference of parameters that a group of one rank makes, by system."""
-    workload, found = workloads(tiny)[0], {}
+    workload = workloads(tiny)[0]
+    found = {}
     for name in ("KAISA inverse", "DPKFAC inverse"):
         ends = []
         for grouped in (False, True):
@@ -209,7 +214,8 @@ def steps(tiny: bool) -> dict[str, Any]:
             training.require_finite()
             medians = {kind: statistics.median(each) for kind, each in times.items()}
             row[name] = {**medians, "peak_bytes": peak_bytes(workload.device)}
-        watch, layers = Stopwatch(workload.device, 1 if tiny else 3), captured(workload)
+        watch = Stopwatch(workload.device, 1 if tiny else 3)
+        layers = captured(workload)
         row["bare calls"] = statistics_times(watch, layers)
         row["bare calls"] |= solve_times(watch, [factors(layer) for layer in layers])
         print(json.dumps(rows), flush=True)  # kept if the next model is cut off
@@ -271,7 +277,8 @@ def pretended(workload: Workload, name: str) -> dict[str, dict[str, int]]:
 def precision(tiny: bool) -> dict[str, Any]:
     """Factors by products in TF32 and in float32; a training in bfloat16."""
     workload = workloads(tiny)[0]
-    layers, found = captured(workload), {}
+    layers = captured(workload)
+    found = {}
     exact = [factors(replace(each, x=each.x.double(), grad=each.grad.double())) for each in layers]
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision

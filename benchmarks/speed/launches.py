@@ -36,7 +36,10 @@ from fake_device import NAME, pretend_device  # type: ignore[import-not-found]  
 __all__ = ["Muon", "counted", "pretend_device"]
 
 MICROSECONDS = 10
-EVERY, REFRESH, STEPS = 2, 4, 7  # statistics, solves, and steps of a training
+# statistics, solves, and steps of a training
+EVERY = 2
+REFRESH = 4
+STEPS = 7
 KINDS = ("quiet", "statistics", "refresh", "first")
 
 
@@ -57,11 +60,13 @@ class Block(nn.Module):
         self.heads = heads
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        split, y = (batch, length, self.heads, width // self.heads), self.norms[0](x)
+        split = (batch, length, self.heads, width // self.heads)
+        y = self.norms[0](x)
         q, k, v = (part(y).view(split).transpose(1, 2) for part in (self.q, self.k, self.v))
         weights = (q @ k.transpose(-1, -2) / (width // self.heads) ** 0.5).softmax(-1)
         x = x + self.out((weights @ v).transpose(1, 2).reshape(batch, length, width))
@@ -74,7 +79,8 @@ class Transformer(nn.Module):
 
     def __init__(self, blocks: int, width: int = 32, tokens: int = 50) -> None:
         super().__init__()
-        self.tokens, self.first = nn.Embedding(tokens, width), nn.Linear(width, width)
+        self.tokens = nn.Embedding(tokens, width)
+        self.first = nn.Linear(width, width)
         self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(blocks)))
         self.head = nn.Linear(width, tokens)
 

@@ -30,9 +30,13 @@ from second_order import measure
 from second_order.distributed.assignment import balance_costs
 from second_order.measuring.layers import find_layers
 
-LENGTH, ENTRIES, BATCHES = 128, 8, 4
+LENGTH = 128
+ENTRIES = 8
+BATCHES = 4
 SIZES = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4}
-RANKS, WIDTH, DEPTH = 4, 2048, 8
+RANKS = 4
+WIDTH = 2048
+DEPTH = 8
 LARGE = {
     "Llama 7B": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32},
     "Llama 70B": {
@@ -87,7 +91,8 @@ def times(sizes: dict[str, int], rounds: int) -> dict[str, float]:
     """Seconds of a pass over the data, and of what it cannot do without."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model, data = llama(vocab_size=1000, **sizes), batches()
+    model = llama(vocab_size=1000, **sizes)
+    data = batches()
     model.eval()
 
     def forward() -> None:
@@ -148,7 +153,8 @@ def _rank(rank: int, ranks: int, width: int, depth: int, keep: Any, where: str, 
     torch.set_num_threads(1)
     if ranks > 1:
         dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
-    model, data = mlp(width, depth), [torch.randn(64, width) for _ in range(3)]
+    model = mlp(width, depth)
+    data = [torch.randn(64, width) for _ in range(3)]
     with torch.no_grad():
         [model(x) for x in data]
     small = measure(mlp(8, 2), [torch.randn(4, 8)], keep=keep, progress=False)  # what is loaded
@@ -187,7 +193,8 @@ def on_paper(config: dict[str, Any], inputs: bool, ranks: int) -> dict[str, floa
     with torch.device("meta"):
         model = llama(**config)
     layers = find_layers(model, ["*layers*"], inputs, 1).layers
-    costs, largest = [], 0
+    costs = []
+    largest = 0
     for layer in layers:
         letters = "A" if inputs else layer.shape.factor_names
         costs.append(sum(4 * n * (n + 1) // 2 for n in map(layer.shape.dims.get, letters) if n))

@@ -62,7 +62,8 @@ def variants(record: dict[str, Any]) -> list[str]:
 
 def draw_ratios(axes: Axes, record: dict[str, Any], key: str, which: int) -> None:
     """A group of bars for each workload, a bar for each variant, the floors across them."""
-    names, kinds = workloads(record), variants(record)
+    names = workloads(record)
+    kinds = variants(record)
     placements = list(dict.fromkeys(row["placement"] for row in record["rows"]))
     width = 0.84 / len(kinds)
     axes.axhline(1, color=BLACK, linewidth=0.8)
@@ -84,7 +85,8 @@ def draw_ratios(axes: Axes, record: dict[str, Any], key: str, which: int) -> Non
         )
         drawn.add(row["variant"])
         if row["processes"] == 1:
-            times, sgd = record["floors"][row["workload"]], row["milliseconds"]["sgd"]
+            times = record["floors"][row["workload"]]
+            sgd = row["milliseconds"]["sgd"]
             floor = floor_ratios(times, row["solver"], sgd)[which]
             ends = (x - width / 2, x + width / 2)
             mark = None if FLOOR in drawn else FLOOR
@@ -159,10 +161,12 @@ def ordered_stages(record: dict[str, Any]) -> list[str]:
 
 def figure_of(record: dict[str, Any]) -> Figure:
     """The whole figure."""
-    names, kinds = workloads(record), variants(record)
+    names = workloads(record)
+    kinds = variants(record)
     figure = Figure(figsize=(max(8.2, 1.7 * len(names)), 7.2), layout="constrained")
     grid = figure.add_gridspec(2, 1, height_ratios=(1, 1.05))
-    upper, lower = figure.add_subfigure(grid[0]), figure.add_subfigure(grid[1])
+    upper = figure.add_subfigure(grid[0])
+    lower = figure.add_subfigure(grid[1])
     left, right = upper.subplots(1, 2)
     draw_ratios(left, record, "every_step", 0)
     left.set_title("statistics and inverses every step", fontsize="medium")

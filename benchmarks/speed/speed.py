@@ -181,7 +181,8 @@ def table(record: dict[str, Any]) -> Table:
             rows.append(None)
         floors = ("", "")
         if row["processes"] == 1:
-            times, sgd = record["floors"][row["workload"]], row["milliseconds"]["sgd"]
+            times = record["floors"][row["workload"]]
+            sgd = row["milliseconds"]["sgd"]
             ratios = floor_ratios(times, row["solver"], sgd)
             floors = (f" ({ratios[0]:.2f})", f" ({ratios[1]:.2f})")
         many = row["processes"] > 1

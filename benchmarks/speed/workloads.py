@@ -105,13 +105,15 @@ class _Block(nn.Module):
 
 def basic_block(inputs: int, width: int, stride: int) -> _Block:
     """Two 3x3 convolutions."""
-    first, second = _convolution(inputs, width, 3, stride), _convolution(width, width, 3)
+    first = _convolution(inputs, width, 3, stride)
+    second = _convolution(width, width, 3)
     return _Block(inputs, width, stride, *first, nn.ReLU(), *second)
 
 
 def bottleneck(inputs: int, width: int, stride: int) -> _Block:
     """1x1, 3x3 with the stride, and 1x1 to four times the width."""
-    narrow, spatial = _convolution(inputs, width, 1), _convolution(width, width, 3, stride)
+    narrow = _convolution(inputs, width, 1)
+    spatial = _convolution(width, width, 3, stride)
     wide = _convolution(width, 4 * width, 1)
     return _Block(inputs, 4 * width, stride, *narrow, nn.ReLU(), *spatial, nn.ReLU(), *wide)
 
@@ -130,7 +132,8 @@ class ResNet(nn.Module):
     ) -> None:
         super().__init__()
         self.stem = nn.Sequential(*(stem or [*_convolution(3, widths[0], 3), nn.ReLU()]))
-        blocks, channels = [], widths[0]
+        blocks = []
+        channels = widths[0]
         for stage, (width, depth) in enumerate(zip(widths, depths, strict=True)):
             for i in range(depth):
                 blocks.append(block(channels, width, 2 if stage > 0 and i == 0 else 1))

@@ -24,7 +24,8 @@ from second_order.kfac.schedule import ADAPTIVE, MAX_INTERVAL
 from tasks import TASKS, Job, build
 
 HERE = Path(__file__).parent
-JOB, STEPS = Job("unseen transformer", "KAISA, AdamW", 0.0045, 0), 200
+JOB = Job("unseen transformer", "KAISA, AdamW", 0.0045, 0)
+STEPS = 200
 
 GREY = "#666666"
 
@@ -50,7 +51,8 @@ class Drifts:
 
 def train() -> Drifts:
     """Train for the steps of the figure."""
-    task, found = TASKS[JOB.task](), Drifts()
+    task = TASKS[JOB.task]()
+    found = Drifts()
     torch.manual_seed(JOB.seed)
     model = task.make()
     optimizer: Any = build(JOB, model)

@@ -35,7 +35,8 @@ from second_order.kfac.schedule import MAX_INTERVAL
 
 HERE = Path(__file__).parent
 
-GREY, PALE = "#666666", "#f2f2f2"
+GREY = "#666666"
+PALE = "#f2f2f2"
 
 Pair = tuple[float, float]
 
@@ -108,7 +109,9 @@ def step() -> Figure:
         )
         axes.text(8.02, y + 0.48, label, color=ink, ha="right", va="center", weight="bold")
 
-    top, middle, bottom = 3.28, 1.92, 0.62
+    top = 3.28
+    middle = 1.92
+    bottom = 0.62
     x = [0.78, 2.12, 3.46, 4.80, 6.14, 7.46]
     size = (1.12, 0.68)
 
@@ -157,7 +160,8 @@ def step() -> Figure:
 # ----------------------------------------------------------------------------------- the valley
 
 START = (-3.3, -0.25)
-STEEP, FLAT = 1.0, 0.03
+STEEP = 1.0
+FLAT = 0.03
 
 
 def valley_data() -> tuple[Tensor, Tensor]:
@@ -166,7 +170,8 @@ def valley_data() -> tuple[Tensor, Tensor]:
     x = torch.randn(2000, 2, generator=generator)
     x = x @ torch.linalg.inv(torch.linalg.cholesky(x.T @ x / len(x))).mT  # exactly white
     turn = torch.deg2rad(torch.tensor(25.0))
-    across, along = torch.tensor([-turn.sin(), turn.cos()]), torch.tensor([turn.cos(), turn.sin()])
+    across = torch.tensor([-turn.sin(), turn.cos()])
+    along = torch.tensor([turn.cos(), turn.sin()])
     x = x[:, :1] * FLAT**0.5 * along + x[:, 1:] * STEEP**0.5 * across
     return x, torch.zeros(len(x), 1)
 
@@ -185,7 +190,8 @@ def descend(
     with torch.no_grad():
         model.weight.copy_(torch.tensor([START]))
     optimizer = make(model)
-    path, losses = [model.weight.detach().flatten().clone()], []
+    path = [model.weight.detach().flatten().clone()]
+    losses = []
     for _ in range(steps):
         optimizer.zero_grad()
         loss = valley_loss(model, x, y)
@@ -294,16 +300,21 @@ def place(layers: Sequence[LayerDims], fraction: float) -> tuple[Grid, list[Laye
 
 def draw_placement(axes: Axes, grid: Grid, assignments: Sequence[LayerAssignment]) -> None:
     """A line of boxes a layer, one box a rank; arrows for what travels."""
-    half_width, half_height = 0.36, 0.17
+    half_width = 0.36
+    half_height = 0.17
     for line, assignment in enumerate(assignments):
         y = -float(line)
         workers = grid.row(assignment.row)
         for rank in range(PROCESSES):
-            face, edge, text = "#ffffff", "#bbbbbb", ""
+            face = "#ffffff"
+            edge = "#bbbbbb"
+            text = ""
             if rank in workers:
-                face, edge = "#bfe0f5", BLUE
+                face = "#bfe0f5"
+                edge = BLUE
             if rank == assignment.a_inverse_rank:
-                face, text = BLUE, "solve"
+                face = BLUE
+                text = "solve"
             box(
                 axes,
                 (rank, y),
@@ -370,7 +381,8 @@ def placements() -> Figure:
 
 def resnet20() -> list[LayerDims]:
     """CIFAR ResNet-20: widths 16, 32, 64, three blocks of two 3×3 convolutions each, 10 classes."""
-    layers, channels = [LayerDims(1, 3 * 9, 16)], 16
+    layers = [LayerDims(1, 3 * 9, 16)]
+    channels = 16
     for width in (16, 32, 64):
         for block in range(3):
             layers.append(LayerDims(1, channels * 9, width))
@@ -405,7 +417,8 @@ def costs() -> Figure:
     for group, (fraction, name) in enumerate(FRACTIONS):
         grid, assignments = place(layers, fraction)
         pairs = list(zip(layers, assignments, strict=True))
-        decompositions, gradients = [], []
+        decompositions = []
+        gradients = []
         for rank in range(PROCESSES):
             row = grid.row_of(rank)
             inverses = sum(inverse_bytes(y) for y, a in pairs if a.row == row) / 2**20
@@ -471,8 +484,13 @@ def owners() -> Figure:
     owner_of = assign_owners(DIGITS_MLP, ranks, "balanced")
     layer_of = {rank: layer for layer, rank in enumerate(owner_of)}
     heights = [2.72, 1.78, 0.84]
-    side, gap = (0.34, 0.34), 0.42
-    before, summed, curvature, solved, after = 1.02, 3.1, 4.06, 5.02, 7.3
+    side = (0.34, 0.34)
+    gap = 0.42
+    before = 1.02
+    summed = 3.1
+    curvature = 4.06
+    solved = 5.02
+    after = 7.3
 
     for y in heights:
         axes.add_patch(
@@ -569,8 +587,10 @@ def dho2(lr: float, newton_scale: float) -> Callable[[nn.Module], torch.optim.Op
 
 def split() -> Figure:
     """Left: SGD and DHO2 from the same start. Right: the two parts of DHO2's first steps."""
-    steps, shown = 12, 4
-    lr, newton_scale = 10.0, 0.5
+    steps = 12
+    shown = 4
+    lr = 10.0
+    newton_scale = 0.5
     rates = torch.arange(0.05, 2.0, 0.05).tolist()
     best = min(rates, key=lambda rate: descend(sgd(rate), steps)[1][-1])
 

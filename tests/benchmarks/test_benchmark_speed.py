@@ -120,7 +120,8 @@ def measured_by_ranks(rank: int, world_size: int, variant: str) -> dict[str, Any
 @pytest.mark.parametrize("variant", ["comm-opt-inverse", "mem-opt-inverse", "dpkfac-inverse"])
 def test_bytes_sent_by_category(world: World, variant: str) -> None:
     result = world.run(measured_by_ranks, 2, variant)[0]
-    sent, alone = result["sent"], variant == "dpkfac-inverse"
+    sent = result["sent"]
+    alone = variant == "dpkfac-inverse"
     # Triangles, and a handful of scalars.
     triangles = 4 * sum(n * (n + 1) // 2 for n in (19, 4, 4, 4, 65, 10))
     for kind in measure.KINDS:
@@ -180,7 +181,8 @@ def test_the_record_becomes_a_table_and_a_figure(
     assert cells == [
         *("mlp", "eigen", "one process", "10.0", "20.00 (13.50)", "2.18 (1.80)", "3.0", "1.25", "")
     ]
-    source, target = tmp_path / "results" / "speed.json", tmp_path / "speed.png"
+    source = tmp_path / "results" / "speed.json"
+    target = tmp_path / "speed.png"
     reporting.store(source, **record())
     monkeypatch.setattr(sys, "argv", ["plot_speed.py", str(source), "--out", str(target)])
     plot_speed.main()

@@ -65,7 +65,8 @@ def small_images(monkeypatch: pytest.MonkeyPatch) -> None:
         labels = torch.randint(10, (256,), generator=generator)
         return images.Images(x, labels, x, labels)
 
-    fashion, cifar = random_images(1, 28), random_images(3, 32)
+    fashion = random_images(1, 28)
+    cifar = random_images(3, 32)
     monkeypatch.setattr(images, "fashion_mnist", lambda: fashion)
     monkeypatch.setattr(images, "cifar10", lambda: cifar)
     for name, make in images.IMAGES.items():
@@ -113,7 +114,8 @@ def test_soap_trains_a_kernel_as_the_matrix_of_its_rows() -> None:
     both = tasks.SOAP([convolution, matrix], lr=0.1, frequency=2)
     for _ in range(5):
         gradient = torch.randn(6, 4, 3, 3)
-        convolution.grad, matrix.grad = gradient, gradient.flatten(1)
+        convolution.grad = gradient
+        matrix.grad = gradient.flatten(1)
         both.step()
     assert not torch.equal(convolution, kernel)
     assert torch.equal(convolution.flatten(1), matrix)

@@ -20,7 +20,8 @@ COMPETITORS = [(task.name, name) for task in demo.TASKS for name in task.optimiz
 
 
 def test_prints_tables_draws_and_stores_the_runs(world: World, tmp_path: Path) -> None:
-    picture, stored = tmp_path / "demo.png", tmp_path / "demo.json"
+    picture = tmp_path / "demo.png"
+    stored = tmp_path / "demo.json"
     options = "--steps", 3, "--figure", picture, "--json", stored
     output, _ = world.run(script, 2, "demo", *options, timeout=200.0)
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -8,7 +8,12 @@ from torch import Tensor
 
 from soap import SOAP
 
-BETA1, BETA2, SHAMPOO, LR, DECAY, FREQUENCY = 0.9, 0.95, 0.8, 0.05, 0.1, 3
+BETA1 = 0.9
+BETA2 = 0.95
+SHAMPOO = 0.8
+LR = 0.05
+DECAY = 0.1
+FREQUENCY = 3
 
 
 def gradients(*shape: int) -> list[Tensor]:
@@ -19,7 +24,9 @@ def gradients(*shape: int) -> list[Tensor]:
 def dense(start: Tensor, found: list[Tensor], basis_every: int) -> Tensor:
     """All of it with one matrix Q_L ⊗ Q_R that acts on the gradient as a vector."""
     rows, columns = start.shape
-    w, m, v = start.flatten(), torch.zeros(rows * columns).double(), torch.zeros(rows * columns)
+    w = start.flatten()
+    m = torch.zeros(rows * columns).double()
+    v = torch.zeros(rows * columns)
     first = found[0]
     factors = [(1 - SHAMPOO) * first @ first.T, (1 - SHAMPOO) * first.T @ first]
     bases = [torch.linalg.eigh(factor)[1].flip(-1) for factor in factors]
@@ -53,7 +60,8 @@ def trained(start: Tensor, found: list[Tensor], frequency: int) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(4, 3), (2, 5)])
 def test_it_is_algorithm_3(shape: tuple[int, int]) -> None:
-    start, found = torch.ones(shape).double(), gradients(*shape)
+    start = torch.ones(shape).double()
+    found = gradients(*shape)
     ours = trained(start, found, FREQUENCY)
     torch.testing.assert_close(ours, dense(start, found, FREQUENCY), rtol=1e-10, atol=1e-12)
     assert not torch.allclose(ours, dense(start, found, 100), rtol=1e-3)

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def test_prints_a_table_draws_and_stores_the_runs(world: World, tmp_path: Path) -> None:
-    picture, stored = tmp_path / "systems.png", tmp_path / "systems.json"
+    picture = tmp_path / "systems.png"
+    stored = tmp_path / "systems.json"
     names = ["SGD", "KAISA COMM-OPT", "DistKFAC, stats", "MRDHO2"]
     arguments = ("--model", "mlp", "--only", *names, "--steps", 6)
     output, _ = world.run(script, 2, "systems", *arguments, "--output", picture, "--json", stored)

@@ -41,8 +41,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning
 @each_pair
 def test_without_curvature_two_optimizers_made_by_hand_do_the_same(System: Any, pair: str) -> None:
     """Bit for bit."""
-    model, twin = CASE.model(), CASE.model()
-    optimizer, plain = two(System, pair, model, skip_layers=["*"]), ByHand(pair, twin)
+    model = CASE.model()
+    twin = CASE.model()
+    optimizer = two(System, pair, model, skip_layers=["*"])
+    plain = ByHand(pair, twin)
     for batch in BATCHES[:5]:
         take(model, optimizer, batch)
         backward(twin, batch)
@@ -58,7 +60,8 @@ class Attention(nn.Module):
         self.bags = nn.EmbeddingBag(5, 4)
         self.places = OwnEmbedding()
         self.patches = nn.Conv2d(2, 3, 2)
-        self.tied, self.first = Words(7, 4), nn.Linear(4, 4)
+        self.tied = Words(7, 4)
+        self.first = nn.Linear(4, 4)
         self.out = nn.Linear(4, 7, bias=False)
         self.out.weight = self.tied.weight
         self.last = nn.Linear(4, 2)
@@ -230,7 +233,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_what_makes_no_sense_is_refused_before_anything_changes(
     System: Any, options: Any, error: Any, message: str
 ) -> None:
-    model, twin = CASE.model(), CASE.model()
+    model = CASE.model()
+    twin = CASE.model()
     with pytest.raises(error, match=message):
         System(model, **{"lr": 0.1, "base": Muon, "aux_base": AdamW, **options})
     assert same(model, twin)

@@ -89,7 +89,8 @@ def test_a_load_goes_on_with_what_a_base_makes_of_its_state() -> None:
 def test_distributed_checkpoint_round_trip(System: Any, flat: bool, fresh: bool) -> None:
     """By names; a fresh optimizer is stepped by it with zero gradients, and must not move."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    model, twin = CASE.model(), CASE.model()
+    model = CASE.model()
+    twin = CASE.model()
     optimizer, resumed = (two(System, "Muon AdamW apart", m) for m in (model, twin))
     for batch in BATCHES[: 0 if fresh else 3]:
         take(model, optimizer, batch)
@@ -141,11 +142,13 @@ def test_a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed() -> Non
 
 
 def test_plain_optimizers_take_their_parts_and_give_them_back() -> None:
-    model, twin = CASE.model(), CASE.model()
+    model = CASE.model()
+    twin = CASE.model()
     optimizer = two(KAISA, "Muon AdamW", model, skip_layers=["*"])
     for batch in BATCHES[:3]:
         take(model, optimizer, batch)
-    saved, plain = saved_and_loaded(optimizer.state_dict()), ByHand("Muon AdamW", twin)
+    saved = saved_and_loaded(optimizer.state_dict())
+    plain = ByHand("Muon AdamW", twin)
     twin.load_state_dict(model.state_dict())
     plain.base.load_state_dict(export_base_state(saved))
     plain.aux_base.load_state_dict(export_base_state(saved, aux_base=True))
@@ -153,7 +156,8 @@ def test_plain_optimizers_take_their_parts_and_give_them_back() -> None:
     backward(twin, BATCHES[3])
     plain.step()
     assert same(model, twin)
-    first, second = plain.base.state_dict(), plain.aux_base.state_dict()
+    first = plain.base.state_dict()
+    second = plain.aux_base.state_dict()
     count = len(plain.hidden)
     second["param_groups"][0]["params"] = list(range(count, count + len(plain.others)))
     merged = {
@@ -192,7 +196,8 @@ SCHEDULES: dict[str, tuple[Callable[[Any], Any], list[Callable[[Any], Any]]]] = 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules_act_on_both(schedule: str) -> None:
-    model, twin = CASE.model(), CASE.model()
+    model = CASE.model()
+    twin = CASE.model()
     optimizer = two(KAISA, "Muon AdamW", model, skip_layers=["*"])
     plain = ByHand("Muon AdamW", twin)
     together, apart = SCHEDULES[schedule]

@@ -58,7 +58,8 @@ def test_wrong_shapes_and_numbers_are_refused_before_anything_changes(
 ) -> None:
     """An error names the entry and its parameter, whichever of all entries it is."""
     model, optimizer = trained(System, base)
-    saved, before = copy.deepcopy(optimizer.state_dict()), snapshot(model, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    before = snapshot(model, optimizer)
     refused = 0
     for key, entry in saved["state"].items():
         for part, entries in entry.items():
@@ -109,7 +110,8 @@ def groups_of(model: nn.Module, turned: bool) -> list[dict[str, Any]]:
 @each_of_five
 def test_groups_in_another_order_are_refused_or_put_in_order_by_a_hook(System: Any) -> None:
     """By their names, as torch asks; before the names meant nothing, and shapes may agree."""
-    model, twin = MLP.model(), MLP.model()
+    model = MLP.model()
+    twin = MLP.model()
     sgd = BASES["SGD"][1]
     theirs = make(System, groups_of(model, turned=True), model=model, **sgd)
     ours = make(System, groups_of(twin, turned=False), model=twin, **sgd)
@@ -252,7 +254,8 @@ def test_there_and_back_again_is_the_base_bit_for_bit(System: Any, base: str) ->
     Base, options = BASES[base]
     model = MLP.model()
     twin = copy.deepcopy(model)
-    plain, alone = Base(model.parameters(), **options), Base(twin.parameters(), **options)
+    plain = Base(model.parameters(), **options)
+    alone = Base(twin.parameters(), **options)
     for batch in BATCHES[:2]:
         take(model, plain, batch)
         take(twin, alone, batch)

@@ -189,8 +189,10 @@ def test_the_first_step_is_compared_too(world: World) -> None:
 
 @each_of_five
 def test_one_process_compares_nothing(System: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, twin = CASE.model(), CASE.model()
-    optimizer, without = make(System, model, debug=True), make(System, twin)
+    model = CASE.model()
+    twin = CASE.model()
+    optimizer = make(System, model, debug=True)
+    without = make(System, twin)
     monkeypatch.setattr(consistency, "_checksums", None)
     for batch in BATCHES[:2]:
         take(model, optimizer, batch)

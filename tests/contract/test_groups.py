@@ -73,9 +73,11 @@ def test_a_group_added_has_names_where_the_others_have(System: Any) -> None:
 @each_of_five
 def test_an_empty_group_is_passed_over(System: Any) -> None:
     """Also where it is the first, and the only one at first."""
-    model, twin = MLP.model(), MLP.model()
+    model = MLP.model()
+    twin = MLP.model()
     groups: list[dict[str, Any]] = [{"params": []}, {"params": list(model.parameters())}]
-    optimizer, expected = make(System, groups[:1], model=model), make(System, twin)
+    optimizer = make(System, groups[:1], model=model)
+    expected = make(System, twin)
     optimizer.add_param_group(groups[1])
     train(model, optimizer, 4)
     train(twin, expected, 4)
@@ -131,7 +133,8 @@ def test_groups_assigned_by_way_of_an_imitation_are_taken_up(System: Any) -> Non
     optimizer = make(System, model[:-1].parameters(), model=model, momentum=0.9)
     wrapper: Any = Imitation(optimizer)
     usual_loop(model, wrapper, BATCHES[:1])
-    (group,), saved = wrapper.param_groups, optimizer.state_dict()
+    (group,) = wrapper.param_groups
+    saved = optimizer.state_dict()
     wrapper.param_groups = [{**group, "lr": 0.5}, {"params": [*model[-1].parameters()], "lr": 0.1}]
     assert [each["lr"] for each in optimizer.param_groups] == [0.5, 0.1]
     assert optimizer.param_groups[1]["momentum"] == 0.9
@@ -152,7 +155,8 @@ def test_other_groups_and_another_state_are_refused_with_a_way(System: Any) -> N
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.state[next(model.parameters())]["base"] = {}
     for each in (optimizer, Imitation(optimizer)):
-        groups, state = each.param_groups, each.state
+        groups = each.param_groups
+        state = each.state
         wrong: list[Any] = [[], [{**groups[0], "params": groups[0]["params"][:1]}]]
         for other in wrong:
             with pytest.raises(AttributeError, match=r"does not begin.*add_param_group\(\)"):

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 
-SGD, Adam = torch.optim.SGD, torch.optim.Adam
+SGD = torch.optim.SGD
+Adam = torch.optim.Adam
 
 
 UNKNOWN = [
@@ -119,7 +120,8 @@ def test_one_model_is_given_once(System: Any) -> None:
 
 def refusals(rank: int, world_size: int, system: int) -> dict[str, str]:
     """The messages of what is refused when the optimizer averages gradients itself."""
-    System, model = SYSTEMS[system], mlp()
+    System = SYSTEMS[system]
+    model = mlp()
     wrapped = DistributedDataParallel(mlp())
     return {
         "GradScaler": refusal(System, model, grad_scaler=torch.amp.GradScaler("cpu")),

@@ -46,7 +46,8 @@ def perceptron() -> nn.Sequential:
 
 def parallel_over_tensors(rank: int, world_size: int) -> dict[str, list[str]]:
     mesh = init_device_mesh("cpu", (world_size,))
-    first, second = perceptron(), perceptron()
+    first = perceptron()
+    second = perceptron()
     parallelize_module(first, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     parallelize_module(second, mesh, {"2": RowwiseParallel()})
     both = perceptron()
@@ -111,10 +112,13 @@ def made_from_meta(
     rank: int, world_size: int, system: int
 ) -> tuple[str, list[torch.Tensor], list[torch.Tensor]]:
     """FSDP2's own order: shard on meta, materialise, fill; then the optimizer."""
-    System, options = SYSTEMS[system], {"lr": 0.1, "momentum": 0.9}
+    System = SYSTEMS[system]
+    options = {"lr": 0.1, "momentum": 0.9}
     if System is MRDHO2:
         options |= {"helper_ranks": 0, "epoch_steps": 2, "num_largest": 2}
-    found, message, data = [], "", shares(rank, world_size)
+    found = []
+    message = ""
+    data = shares(rank, world_size)
     x, y = data[0]
     for late in (False, True):
         model = narrow()

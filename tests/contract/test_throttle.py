@@ -94,7 +94,8 @@ def test_min_interval(R: float, T: float, expected: int) -> None:
 
 
 def on_ranks(rank: int, world_size: int) -> list[int]:
-    steps, found = Steps(0.1, world=Processes()), []
+    steps = Steps(0.1, world=Processes())
+    found = []
     for _ in range(TIMED_REFRESHES):
         steps.take(1.0)
         steps.take(1.0, 2.0 + 3.0 * rank)

@@ -166,7 +166,8 @@ HOW = {
 @pytest.mark.parametrize("name", CHOICES)
 def test_a_rank_out_of_line_is_told_of_on_all(world: World, name: str) -> None:
     """No rank takes the step, and the processes' group is as it was."""
-    ranks, values = CHOICES[name][0], schedules(name)
+    ranks = CHOICES[name][0]
+    values = schedules(name)
     results = world.run(out_of_line, ranks, name, [*DEEDS, *values], timeout=60)
     first, last = [result for result in results if result]
     assert first == last
@@ -175,7 +176,9 @@ def test_a_rank_out_of_line_is_told_of_on_all(world: World, name: str) -> None:
         here_told, there_told = values.get(deed, HOW.get(deed, (False, True)))
         template = TOLD.get(deed, f"{deed}: {{}}")
         if deed == "close" and name == "MRDHO2":  # its workers go on without accelerators
-            template, here_told, there_told = "accelerators at work: {}", 1, 0
+            template = "accelerators at work: {}"
+            here_told = 1
+            there_told = 0
         if deed == "load" and "the base's state in parts" in text:
             continue  # a load gives DHO2 its whole state, which is named first
         assert template.format(here_told) in here, deed
@@ -196,7 +199,8 @@ def missing(rank: int, world_size: int) -> tuple[str, float]:
     optimizer = make(KAISA, model, process_group=group)
     take(model, optimizer, shard(BATCHES[0], rank, world_size), CASE.loss)
     dist.barrier()
-    begun, text = time.monotonic(), ""
+    begun = time.monotonic()
+    text = ""
     if rank == world_size - 1:
         optimizer.close()
     else:
@@ -278,7 +282,8 @@ def test_rounding_is_no_difference_and_a_step_has_one_word(world: World) -> None
         assert sizes == [({"all_reduce": 1}, False)]
 
 
-LEAST, MOST = -(2**63), 2**63 - 1
+LEAST = -(2**63)
+MOST = 2**63 - 1
 # By rank, its word; and whether the ranks have the same one.
 WORDS: list[tuple[list[int], bool]] = [
     ([7, 7, 7], True),

@@ -91,7 +91,8 @@ def half_precision(rank: int, world_size: int, dtype: torch.dtype) -> list[torch
     """1 is half of a spacing there: what is added in float32 rounds once, at the end."""
     world = World()
     total = torch.tensor([LARGE[dtype] if rank == 0 else 1.0, rank], dtype=dtype)
-    for_all, for_third = total.clone(), total.clone()
+    for_all = total.clone()
+    for_third = total.clone()
     world.reduce([for_all, for_third], [None, 2]).wait()
     first, last = (torch.full((1,), rank + 0.5, dtype=dtype) for _ in range(2))
     world.broadcast([first, last], [0, 3])
@@ -247,7 +248,8 @@ def test_parts_arrive_in_their_shapes(
     world: pool.World, world_size: int, dtype: torch.dtype
 ) -> None:
     """What is missing on its source arrives as zeros; strangers to an item get nothing of it."""
-    last, everybody = world_size - 1, list(range(world_size))
+    last = world_size - 1
+    everybody = list(range(world_size))
     routes = {
         "a": Route(0, everybody),
         "b": Route(last, [0]),
@@ -286,7 +288,8 @@ def test_the_first_rank_is_copied(world: pool.World, bucket_bytes: int, messages
 
 
 def grid_sums(rank: int, world_size: int, rows: int, columns: int) -> tuple[float, float, int]:
-    grid, world = Grid(rows, columns), World()
+    grid = Grid(rows, columns)
+    world = World()
     with counted("new_group") as counts:
         for _ in range(3):
             row = world.subgroup(grid.row(grid.row_of(rank)))
@@ -294,7 +297,8 @@ def grid_sums(rank: int, world_size: int, rows: int, columns: int) -> tuple[floa
     assert row.group is world.subgroup(grid.row(grid.row_of(rank))).group
     assert (row.rank, row.size) == (grid.column_of(rank), columns)
     assert (column.rank, column.size) == (grid.row_of(rank), rows)
-    in_row, in_column = torch.tensor(2.0**rank), torch.tensor(2.0**rank)
+    in_row = torch.tensor(2.0**rank)
+    in_column = torch.tensor(2.0**rank)
     row.all_reduce([in_row]).wait()
     column.all_reduce([in_column]).wait()
     return in_row.item(), in_column.item(), counts["new_group"]
@@ -318,7 +322,8 @@ def inside_a_group(rank: int, world_size: int, members: list[int]) -> Any:
             World(group)
         return None
     world = World(group)
-    total, sent = torch.tensor(float(rank)), torch.tensor(float(rank))
+    total = torch.tensor(float(rank))
+    sent = torch.tensor(float(rank))
     world.all_reduce([total]).wait()
     world.broadcast_from_first([sent])
     last_two = float("nan")

@@ -360,14 +360,16 @@ def test_a_peer_without_a_heartbeat_is_lost() -> None:
 class Clock:
     """The clock, when all processes have been stopped for a while."""
 
-    sleep, stopped = staticmethod(time.sleep), 0.0
+    sleep = staticmethod(time.sleep)
+    stopped = 0.0
 
     def monotonic(self) -> float:
         return time.monotonic() + self.stopped
 
 
 def test_a_stop_of_all_processes_loses_no_peer() -> None:
-    clock, timeout = Clock(), 2.0
+    clock = Clock()
+    timeout = 2.0
     with replaced(helper_link, {"time": clock}), pair(timeout) as (a, b):
         patience = WaitTimer(timeout)
         for one in a, b:

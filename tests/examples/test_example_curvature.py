@@ -45,7 +45,8 @@ def test_spearman_is_the_correlation_of_ranks() -> None:
 def test_directions_are_those_of_least_change_of_outputs() -> None:
     """Of all projections of some rank; as a dense least-squares bound says, of inputs in few."""
     generator = torch.Generator().manual_seed(0)
-    weight, mixed = torch.randn(6, 9, generator=generator), torch.randn(9, 4, generator=generator)
+    weight = torch.randn(6, 9, generator=generator)
+    mixed = torch.randn(9, 4, generator=generator)
     x = mixed @ torch.randn(4, 50, generator=generator)  # A is of rank 4
     u = compression.directions(weight, x @ x.T / 50)[:, :2]
     plain = compression.directions(weight)[:, :2]
@@ -119,7 +120,8 @@ def test_predictions_are_those_of_the_dense_posterior(monkeypatch: pytest.Monkey
     """Of logits with the covariance of (N F + δ)⁻¹, as many samples know it."""
     monkeypatch.setattr(laplace_digits, "SAMPLES", 4000)
     torch.manual_seed(0)
-    last, features = torch.nn.Linear(4, 3), torch.randn(20, 4)
+    last = torch.nn.Linear(4, 3)
+    features = torch.randn(20, 4)
     last.weight.data *= 4.0
     curvature = measure(torch.nn.Sequential(last), [features], factors="kfac", progress=False)
     found = laplace_digits.laplace(last, curvature, 20, 0.5, features[:1]).detach()

@@ -90,7 +90,8 @@ def test_each_optimizer_resumes_on_fewer_processes(trained: Path, name: str) -> 
 
 def test_processes_share_the_same_batches() -> None:
     data = load_split()
-    images, labels = data.train_images, data.train_labels
+    images = data.train_images
+    labels = data.train_labels
     whole = elastic.Batches(images, labels, 0)
     parts = [elastic.Batches(images, labels, 0) for _ in range(3)]
     for _ in range(30):

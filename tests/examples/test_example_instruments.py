@@ -20,7 +20,8 @@ class Writer:
     """In TensorBoard's place."""
 
     def __init__(self, folder: str) -> None:
-        self.folder, self.scalars = folder, dict[tuple[str, int], float]()
+        self.folder = folder
+        self.scalars = dict[tuple[str, int], float]()
         made.append(self)
 
     def add_scalar(self, name: str, value: float, step: int) -> None:

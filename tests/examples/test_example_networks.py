@@ -58,7 +58,8 @@ def test_the_pinn_comes_nearer_to_the_solution_and_otherwise_than_with_its_base(
     assert ours[0] == base[0]
     assert ours[1] != base[1]
     assert ours[1] < ours[0] < 1.0
-    net, points = pinn.network().double(), torch.rand(3, 2, dtype=torch.float64)
+    net = pinn.network().double()
+    points = torch.rand(3, 2, dtype=torch.float64)
     hessians = [torch.autograd.functional.hessian(lambda x: net(x).sum(), p) for p in points]
     expected = torch.stack([h.trace() for h in hessians])
     assert torch.allclose(pinn.laplacian(net, points).squeeze(), expected)

@@ -39,7 +39,8 @@ def told(text: str) -> float:
 
 def played(script: str, folder: Path, *arguments: object) -> tuple[list[float], dict[str, Any]]:
     """The losses that a script prints, run in a folder, and the names it has in the end."""
-    here, names = Path.cwd(), {"__name__": "__main__"}
+    here = Path.cwd()
+    names = {"__name__": "__main__"}
     os.chdir(folder)
     try:
         argv = {"argv": ["train.py", *map(str, arguments)]}

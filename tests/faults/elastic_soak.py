@@ -115,7 +115,8 @@ def moment(soak: Soak, dice: random.Random, log: Path, over: Callable[[], bool])
     if dice.random() < 0.2:
         time.sleep(dice.uniform(0.0, 3 * soak.pace))
         return "at the start"
-    count, begun = dice.choice([0, 1, 1, 2]), time.monotonic()
+    count = dice.choice([0, 1, 1, 2])
+    begun = time.monotonic()
 
     def saved() -> int:
         return log.read_text().count("saved") if log.exists() else 0

@@ -166,7 +166,8 @@ def from_file(name: str, spoil: Callable[[bytes], bytes]) -> None:
 
 def noise(whole: bytes) -> bytes:
     """Every fiftieth byte of the middle is another."""
-    start, stop = len(whole) // 4, len(whole) // 2
+    start = len(whole) // 4
+    stop = len(whole) // 2
     changed = bytes(b ^ 0xFF if i % 50 == 0 else b for i, b in enumerate(whole[start:stop]))
     return whole[:start] + changed + whole[stop:]
 

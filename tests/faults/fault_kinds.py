@@ -386,7 +386,8 @@ for _error in (
     SystemExit("injected"),
     KeyboardInterrupt("injected"),
 ):
-    _kind, _usual = type(_error).__name__, isinstance(_error, Exception)
+    _kind = type(_error).__name__
+    _usual = isinstance(_error, Exception)
     SPOILT[f"solves raise {_kind}"] = (
         raising(_error),
         BEGINNINGS if _usual else ("refresh",),

@@ -333,7 +333,8 @@ of_helpers = partial(fault, group="helpers", suits=helped, moments=WHOLE, expect
 
 
 def stop_for_a_second(_: Run) -> None:
-    here, child = os.getpid(), os.fork()
+    here = os.getpid()
+    child = os.fork()
     if child == 0:
         time.sleep(1.0)
         os.kill(here, signal.SIGCONT)

@@ -33,7 +33,9 @@ __all__ = ["SYSTEMS", "Batch", "Injected", "Run", "System", "perform"]
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 
-EXAMPLES, FEATURES, CLASSES = 12, 6, 3
+EXAMPLES = 12
+FEATURES = 6
+CLASSES = 3
 PATIENCE = 2.0  # seconds without a sign of life after which a helper is given up
 LATER = {"first": 0, "refresh": 3, "between": 4}
 
@@ -160,17 +162,25 @@ class Run:
     def __init__(
         self, system: System, rank: int, size: int, moment: int, phase: int, directory: Path
     ) -> None:
-        self.system, self.rank, self.size = system, rank, size
-        self.moment, self.phase, self.directory = moment, phase, directory
+        self.system = system
+        self.rank = rank
+        self.size = size
+        self.moment = moment
+        self.phase = phase
+        self.directory = directory
         self.workers = size - system.helpers
         self.helps = rank >= self.workers
-        self.step, self.first_step, self.width = -1, 0, 8
+        self.step = -1
+        self.first_step = 0
+        self.width = 8
         self.model: Net
         self.optimizer: Any = None
         self.options = dict(system.options)
         self.notes: list[str] = []
         self.caught: list[dict[str, Any]] = []
-        self.closes, self.trains, self.steps = True, True, True
+        self.closes = True
+        self.trains = True
+        self.steps = True
         self.points: dict[str, list[Callable[[], None]]] = defaultdict(list)
         self.batches = batches()
 

@@ -32,7 +32,9 @@ from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
 Window: TypeAlias = dict[str, float]
 
 WINDOWS = 10
-FEATURES, CLASSES, EXAMPLES = 6, 3, 8
+FEATURES = 6
+CLASSES = 3
+EXAMPLES = 8
 COUNTED = ("megabytes", "objects", "tensors", "threads", "files")
 
 KFAC: dict[str, Any] = {"lr": 0.01, "momentum": 0.9}
@@ -82,12 +84,14 @@ def train(system: str, steps: int, tell: Callable[[Window], None] | None = None)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES))
     optimizer = kind(model, **options)
-    data, windows = batches(), []
+    data = batches()
+    windows = []
     x, y = data[0]
     if hasattr(optimizer, "curvature_closure"):
         optimizer.curvature_closure = lambda: cross_entropy(model(x), y)
     for first in range(0, steps, steps // WINDOWS):
-        times, processor = [], time.process_time()
+        times = []
+        processor = time.process_time()
         for step in range(first, first + steps // WINDOWS):
             begun = time.thread_time()
             inputs, labels = data[step % len(data)]
@@ -116,7 +120,8 @@ def table(runs: dict[str, list[Window]]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for system, windows in runs.items():
-        second, last = windows[1], windows[-1]
+        second = windows[1]
+        last = windows[-1]
         cells = [f"{second['megabytes']:.1f} → {last['megabytes']:.1f}"]
         cells += [f"{second[name]:,.0f} → {last[name]:,.0f}" for name in COUNTED[1:]]
         cells.append(f"{second['milliseconds']:.2f} → {last['milliseconds']:.2f}")

@@ -80,7 +80,9 @@ def test_every_fault_finds_a_system_and_a_moment() -> None:
     assert len(faults.cases("^DPKFAC 2 / solves", every=True)) > 3
 
 
-ENDS, GOES_ON, IS_TOLD = "ends by an error", "goes on", "is told"
+ENDS = "ends by an error"
+GOES_ON = "goes on"
+IS_TOLD = "is told"
 SAMPLE = {  # None: a helper that is slow to answer may be told of
     "KAISA 2, sharded / solves / solves return NaN on one rank / first": IS_TOLD,
     "DHO2 2, auto / numbers and batches / a clock that runs back on one rank / first": GOES_ON,

@@ -36,7 +36,8 @@ def test_a_step_under_autocast_is_the_step_without() -> None:
     """Its algebra is not autocast; the refresh, at the first step, is not under autocast here."""
     model, _ = trained()
     twin = copy.deepcopy(model)
-    x, y = torch.ones(4, 20), torch.tensor([0, 1, 2, 3])
+    x = torch.ones(4, 20)
+    y = torch.tensor([0, 1, 2, 3])
     for each, under in ((model, True), (twin, False)):
         optimizer = DHO2(each, lr=0.1, momentum=0.9, warmup_steps=0)
         for step in range(3):

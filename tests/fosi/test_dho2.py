@@ -64,9 +64,12 @@ def by_the_book(
     model = CASE.model()
     optimizer = base(groups(model), **kwargs)
     schedule = LambdaLR(optimizer, lr_factor)
-    (beta, gain, nesterov), momentum = mom, 0.0
-    V, trajectory = None, []
-    bound, last = 1.0, math.inf
+    (beta, gain, nesterov) = mom
+    momentum = 0.0
+    V = None
+    trajectory = []
+    bound = 1.0
+    last = math.inf
     for step, (x, y) in enumerate(BATCHES):
         if step in (2, 6, 10):
             u, V = dense_pairs(model, 4, 1)
@@ -108,7 +111,8 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 HEAVY = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
-NESTEROV, DAMPENED = {**HEAVY, "nesterov": True}, {**HEAVY, "dampening": 0.4}
+NESTEROV = {**HEAVY, "nesterov": True}
+DAMPENED = {**HEAVY, "dampening": 0.4}
 WHOLE = {"subspace_momentum": "base"}
 # Base, its arguments, options; then β, gain and nesterov of mom; and what else the book is told.
 STEPS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
@@ -153,7 +157,8 @@ def test_steps_are_those_of_dense_algebra(name: str) -> None:
     """In warm-up, with pairs, and with others; momentum outlasts the refreshes."""
     base, kwargs, options, mom, book = STEPS[name]
     alpha = book.get("alpha", 0.1)
-    model, groups = CASE.model(), book.get("groups", lambda model: None)
+    model = CASE.model()
+    groups = book.get("groups", lambda model: None)
     optimizer = dho2(model, groups(model), base=base, **kwargs, **options)
     found = go(model, optimizer, BATCHES)
     book = {**book, "alpha": lambda step: alpha}
@@ -210,7 +215,8 @@ def test_without_eigenpairs_it_is_the_base_bit_for_bit(base: Any, options: Any) 
     kwargs = {"lr": 0.05, "weight_decay": 0.1}
     for dtype in (torch.float32, torch.float64):
         batches = CASE.batches(6, 12, dtype)
-        plain, model = CASE.model(dtype), CASE.model(dtype)
+        plain = CASE.model(dtype)
+        model = CASE.model(dtype)
         optimizer = dho2(model, base=base, curvature_closure=None, **kwargs, **options)
         expected = go(plain, base(plain.parameters(), **kwargs), batches)
         assert same(go(model, optimizer, batches), expected)
@@ -268,7 +274,8 @@ def test_one_newton_step_finds_the_minimum_and_leaves_saddles(
 def test_the_guard_of_s_knows_what_is_worse(maximize: bool, offset: float, gain: float) -> None:
     """A loss that gets better lets s grow, whatever its sign and direction."""
     w = nn.Parameter(torch.ones(4).double())
-    d, better = torch.tensor([9.0, 3.0, 1.0, 0.5]).double(), [0.0]
+    d = torch.tensor([9.0, 3.0, 1.0, 0.5]).double()
+    better = [0.0]
     sign = -1.0 if maximize else 1.0
 
     def loss() -> Tensor:
@@ -310,7 +317,8 @@ def test_the_guard_of_s_knows_what_is_worse(maximize: bool, offset: float, gain:
     ids=["default", "at once", "after three", "late", "a schedule"],
 )
 def test_refreshes_come_when_they_are_due(options: dict[str, Any], due: list[int]) -> None:
-    model, asked = CASE.model(), []
+    model = CASE.model()
+    asked = []
 
     def counting() -> Tensor:
         asked.append(step)

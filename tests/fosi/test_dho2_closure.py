@@ -22,7 +22,8 @@ def test_the_closure_is_given_in_three_ways() -> None:
     trajectories = []
     for how in ("constructor", "assignment", "step", "step before own"):
         model = CASE.model()
-        good, bad = closure_of(model), closure_of(model, CASE.batch(5, seed=1))
+        good = closure_of(model)
+        bad = closure_of(model, CASE.batch(5, seed=1))
         own = {"constructor": good, "step before own": bad}.get(how)
         optimizer = dho2(model, curvature_closure=own, momentum=0.9, **QUICK)
         if how == "assignment":
@@ -84,7 +85,8 @@ def test_a_closure_that_fails_leaves_all_as_it_was_and_training_goes_on(
     function, error, text = WRONG[name]
     at = 2 if first else 6
     kwargs = {"momentum": 0.9, **QUICK}
-    model, straight = CASE.model(), CASE.model()
+    model = CASE.model()
+    straight = CASE.model()
     expected = go(straight, dho2(straight, **kwargs), BATCHES)
     optimizer = dho2(model, **kwargs)
     go(model, optimizer, BATCHES[:at])
@@ -113,7 +115,8 @@ def test_a_closure_that_fails_leaves_all_as_it_was_and_training_goes_on(
 
 def test_a_curvature_that_is_not_finite_keeps_the_last_pairs() -> None:
     """It is as if the refresh had not been due, but for the counts and the warning."""
-    steady, model = CASE.model(), CASE.model()
+    steady = CASE.model()
+    model = CASE.model()
     expected = go(steady, dho2(steady, momentum=0.9, curvature_interval=100), BATCHES[:10])
     optimizer = dho2(model, momentum=0.9)
     found = go(model, optimizer, BATCHES[:6])

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from pool import World
 
 NAN = float("nan")
-STEPS, REFRESH = 11, 6  # refreshes are at steps 2, 6 and 10
+# refreshes are at steps 2, 6 and 10
+STEPS = 11
+REFRESH = 6
 EIGH = torch.linalg.eigh
 NOT_FINITE = "the refresh at step 6 failed, because the curvature is not finite"
 FAULTS: dict[str, tuple[int, str]] = {  # the step before which it happens, and what is said
@@ -48,7 +50,9 @@ def spoilt(
     rank: int, world_size: int, name: str, on: int, options: dict[str, Any], faulty: bool = True
 ) -> Result:
     """The trajectory, what was said, and whether there were eigenpairs after each step."""
-    model, found, having = network(), [], []
+    model = network()
+    found = []
+    having = []
     optimizer = spread(model, rank, world_size, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -47,7 +47,8 @@ def part(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
 
 
 def train(rank: int, world_size: int, layout: str, hvp: str = "auto") -> list[Tensor]:
-    model, (x, y) = network(), part(rank, world_size)
+    model = network()
+    (x, y) = part(rank, world_size)
     optimizer = DHO2(
         model, lr=0.05, momentum=0.9, layout=layout, hvp=hvp,
         curvature_closure=lambda: (outputs(model, x, y), len(y)),

@@ -81,7 +81,8 @@ def scheduled(rank: int, world_size: int, layout: str) -> tuple[list[Tensor], fl
     model = network()
     precise = {"lanczos_iterations": SIZE, "lanczos_tol": 1e-12}
     optimizer = spread(model, rank, world_size, momentum=0.9, layout=layout, **precise)
-    schedule, found = LambdaLR(optimizer, lambda step: 0.7**step), []
+    schedule = LambdaLR(optimizer, lambda step: 0.7**step)
+    found = []
     for batch in shards(BATCHES[:6], rank, world_size):
         found += go(model, optimizer, [batch])
         schedule.step()
@@ -90,7 +91,8 @@ def scheduled(rank: int, world_size: int, layout: str) -> tuple[list[Tensor], fl
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_schedule_reaches_the_base_wherever_its_state_is(world: World, layout: str) -> None:
-    (expected, share), results = scheduled(0, 1, layout), world.run(scheduled, 2, layout)
+    (expected, share) = scheduled(0, 1, layout)
+    results = world.run(scheduled, 2, layout)
     assert_same_trajectory(agreed([found for found, _ in results]), expected, rtol=1e-6)
     assert [share for _, share in results] == pytest.approx([share] * 2, rel=1e-5)
     assert 0.0 < share < 1.0
@@ -98,7 +100,8 @@ def test_a_schedule_reaches_the_base_wherever_its_state_is(world: World, layout:
 
 def images(rank: int, world_size: int, channels_last: bool) -> list[Tensor]:
     case = ZOO["conv"]
-    model, curved = case.model(), shard(case.batch(12, seed=9), rank, world_size)
+    model = case.model()
+    curved = shard(case.batch(12, seed=9), rank, world_size)
     form = torch.channels_last if channels_last else torch.contiguous_format
     model.to(memory_format=form)
     optimizer = DHO2(
@@ -134,7 +137,8 @@ def train_frozen(rank: int, world_size: int) -> list[list[Tensor]]:
         options = {**BRIEF, "lr": 0.1, "warmup_steps": 1, "curvature_interval": 3}
         options = {**options, **KINDS[kind], "layout": layout}
         optimizer = DHO2(params, model=model, curvature_closure=closure, **options)
-        batches, middle = shards(BATCHES, rank, world_size), model.get_submodule("2")
+        batches = shards(BATCHES, rank, world_size)
+        middle = model.get_submodule("2")
         with warnings.catch_warnings(record=True) as messages:
             warnings.simplefilter("always", SecondOrderWarning)
             trajectory = go(model, optimizer, batches[:4])
@@ -167,7 +171,8 @@ def fail_on_one(rank: int, world_size: int, how: str, layout: str) -> list[Any]:
     """At a first and at a later refresh."""
     model = network()
     optimizer = spread(model, rank, world_size, momentum=0.9, layout=layout, hvp="auto")
-    good, asked = optimizer.curvature_closure, 0
+    good = optimizer.curvature_closure
+    asked = 0
     assert callable(good)
 
     def at_the_third_product() -> Any:
@@ -187,13 +192,15 @@ def fail_on_one(rank: int, world_size: int, how: str, layout: str) -> list[Any]:
         "missing": None, "raising": raising, "NaN": not_finite,
         "in the middle": [at_the_third_product, good], "undecomposed": good,
     }[how]  # fmt: skip
-    trajectory, found = [], []
+    trajectory = []
+    found = []
     for step, (x, y) in enumerate(shards(BATCHES[:8], rank, world_size)):
         optimizer.zero_grad()
         cross_entropy(model(x), y).backward()
         if step in (2, 6):
             optimizer.curvature_closure = bad if rank == 1 else good
-            before, gradients = vector(model), [p.grad.clone() for p in model.parameters()]
+            before = vector(model)
+            gradients = [p.grad.clone() for p in model.parameters()]
             asked = 0
             with warnings.catch_warnings(record=True) as messages:
                 warnings.simplefilter("always", SecondOrderWarning)
@@ -301,10 +308,12 @@ def test_a_step_sends_what_it_must(world: World, world_size: int) -> None:
 def possessions(rank: int, world_size: int, layout: str) -> tuple[Any, ...]:
     """Shapes of V̂ and of the Lanczos basis, their dtypes, and elements of the base's state."""
     model = network().float()
-    x, y = CURVED[0].float(), CURVED[1]
+    x = CURVED[0].float()
+    y = CURVED[1]
     optimizer = spread(model, rank, world_size, base=ADAM, layout=layout)
     optimizer.curvature_closure = lambda: cross_entropy(model(x), y)
-    found, run = [], spectrum.tridiagonalize
+    found = []
+    run = spectrum.tridiagonalize
 
     def observed(*args: Any, **kwargs: Any) -> Any:
         result = run(*args, **kwargs)

@@ -101,7 +101,8 @@ class Spare(nn.Module):
 
 @pytest.mark.parametrize("base", [SGD, ADAM])
 def test_a_parameter_without_a_gradient_stays_and_the_others_do_not_mind(base: Any) -> None:
-    model, plain = Spare(), CASE.model()
+    model = Spare()
+    plain = CASE.model()
     before = copy.deepcopy(model.spare)
     kwargs = {"base": base, "weight_decay": 0.1}
     found = go(model, dho2(model, lanczos_iterations=127, **kwargs), BATCHES)
@@ -113,7 +114,8 @@ def test_a_parameter_without_a_gradient_stays_and_the_others_do_not_mind(base: A
 
 @pytest.mark.parametrize("kwargs", [{"momentum": 0.9}, {"base": ADAM}], ids=str)
 def test_uphill_on_the_negative_loss_is_downhill(kwargs: dict[str, Any]) -> None:
-    down, up = CASE.model(), CASE.model()
+    down = CASE.model()
+    up = CASE.model()
     expected = go(down, dho2(down, **kwargs), BATCHES)
 
     def negative() -> Tensor:
@@ -198,7 +200,8 @@ def reloaded(state: Any) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_goes_on_bit_for_bit(kind: str, at: int) -> None:
     """From warm-up, between refreshes, and with momentum of earlier subspaces."""
-    model, other = CASE.model(), CASE.model(seed=7)
+    model = CASE.model()
+    other = CASE.model(seed=7)
     optimizer = dho2(model, **KINDS[kind])
     go(model, optimizer, BATCHES[:at])
     state = reloaded((model.state_dict(), optimizer.state_dict()))
@@ -250,8 +253,10 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_changes() -> 
 def test_distributed_checkpoints_calls_go_on_bit_for_bit(kind: str, mid: bool, flat: bool) -> None:
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     for at in (1, 4, 8):
-        model, other = CASE.model(), CASE.model(seed=7)
-        optimizer, fresh = dho2(model, **KINDS[kind]), dho2(other, **KINDS[kind])
+        model = CASE.model()
+        other = CASE.model(seed=7)
+        optimizer = dho2(model, **KINDS[kind])
+        fresh = dho2(other, **KINDS[kind])
         go(model, optimizer, BATCHES[:at])
         state = reloaded(get_optimizer_state_dict(model, optimizer, options=options))
         weights = copy.deepcopy(model.state_dict())

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
     from pool import World
 
-SGD, ADAM = torch.optim.SGD, torch.optim.Adam
+SGD = torch.optim.SGD
+ADAM = torch.optim.Adam
 MOMENTUM = {"momentum": 0.9, "lr": 0.05}
 RAGGED = {1: [0, 9], 2: [0, 4, 9]}  # of a curvature batch, between the accelerators
 
@@ -92,7 +93,9 @@ def test_uphill_on_the_negative_loss_is_downhill(world: World) -> None:
 # Final updates.
 
 
-ETA, ALPHA, CURVATURES = 0.01, 0.2, torch.cat([torch.linspace(0.1, 1, 16), torch.linspace(2, 8, 4)])
+ETA = 0.01
+ALPHA = 0.2
+CURVATURES = torch.cat([torch.linspace(0.1, 1, 16), torch.linspace(2, 8, 4)])
 
 
 def quadratic(
@@ -132,14 +135,16 @@ def test_equation_17_on_a_quadratic_is_its_closed_form(
         for kind, alpha in zip(kinds, alphas, strict=True)
     ]
     results = world.run(quadratic, world_size, helper_ranks, choices)
-    u, inside = CURVATURES.double(), [0, 16, 17, 18, 19]
+    u = CURVATURES.double()
+    inside = [0, 16, 17, 18, 19]
     alone = (1 - ETA * u) ** 5
     phi = (1 - alone) / (ETA * u)
     for i, (kind, alpha) in enumerate(zip(kinds, alphas, strict=True)):
         per_worker = [result[i] for result in results[: world_size - helper_ranks]]
         updated = alone.clone()
         updated[inside] = 1 - alpha * phi[inside]
-        expected, verdicts = torch.ones(20, dtype=torch.float64), set()
+        expected = torch.ones(20, dtype=torch.float64)
+        verdicts = set()
         for epoch, amplitudes in enumerate(agreed([each for each, _ in per_worker])):
             before, after = (0.5 * (u * (expected * f) ** 2).sum() for f in (alone, updated))
             made = kind != "guarded" or bool(after <= 0.5 * before)

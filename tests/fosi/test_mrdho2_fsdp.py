@@ -116,7 +116,8 @@ def in_bfloat16(rank: int, world_size: int, narrow_passes: bool) -> Tensor | Non
     """The eigenvalues of a sharded model whose passes are in bfloat16."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 10))
-    x, y = torch.randn(128, 20), torch.randint(0, 10, (128,))
+    x = torch.randn(128, 20)
+    y = torch.randint(0, 10, (128,))
     if narrow_passes:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         fully_shard(model, mp_policy=policy)
@@ -134,7 +135,8 @@ def in_bfloat16(rank: int, world_size: int, narrow_passes: bool) -> Tensor | Non
 
 def test_differences_are_wide_enough_for_narrow_passes(world: World) -> None:
     """Of float32's width they would be noise: 0.56 in the place of 0.30, for instance."""
-    narrow_ones, exact = world.run(in_bfloat16, 2, True)[0], world.run(in_bfloat16, 2, False)[0]
+    narrow_ones = world.run(in_bfloat16, 2, True)[0]
+    exact = world.run(in_bfloat16, 2, False)[0]
     torch.testing.assert_close(narrow_ones, exact, rtol=0.1, atol=0.0)
 
 

@@ -139,7 +139,8 @@ def vectors_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
 
 def vectors_accelerator(model: nn.Module, optimizer: Any, rank: int) -> list[tuple[bool, int]]:
     """For each message of pairs, whether it says that they are finite, and how many tensors."""
-    link, sent = optimizer._curvature.links[0], []
+    link = optimizer._curvature.links[0]
+    sent = []
     sends = link.send
 
     def send(tensors: Sequence[Tensor], to: int, **note: Any) -> None:
@@ -240,7 +241,8 @@ def test_each_group_has_its_own_newton_scale_in_a_final_update(world: World) -> 
     H = torch.autograd.functional.hessian(lambda w: loss_at(w, CURVED[0]), start)
     u, Q = torch.linalg.eigh(H)
     picked = [*range(len(u) - 3, len(u)), 0]
-    u, V = u[picked].abs(), Q[:, picked]
+    u = u[picked].abs()
+    V = Q[:, picked]
     first = sum(p.numel() for p in params[:3])
     alpha = torch.cat([torch.full((first,), 0.1), torch.full((len(start) - first,), 0.01)])
     end = vector(model)

@@ -37,8 +37,12 @@ class Run:
     """
 
     def __init__(self, rank: int = 0, world_size: int = 1, **options: Any) -> None:
-        self.time, self.rank, self.world_size = Time(), rank, world_size
-        self.step, self.product, self.evaluation = 64.0, 16.0, 16.0
+        self.time = Time()
+        self.rank = rank
+        self.world_size = world_size
+        self.step = 64.0
+        self.product = 16.0
+        self.evaluation = 16.0
         self.asked: list[int] = []
         self.found: list[int] = []
         self.model = network()

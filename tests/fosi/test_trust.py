@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 def rolling(decay: float, gain: float, nesterov: bool, alpha: float, curvature: float) -> float:
     """|w| after 400 steps with momentum from w = 1."""
-    w, momentum = 1.0, 0.0
+    w = 1.0
+    momentum = 0.0
     for _ in range(400):
         c = curvature * w
         momentum = decay * momentum + gain * c
@@ -216,7 +217,9 @@ def test_with_wrong_pairs_of_a_quadratic_it_converges(
 # Networks, and processes.
 
 LONG: dict[str, Any] = {"newton_scale": 20.0, "momentum": 0.0, "subspace_momentum": 0.0}
-POISONED, STEPS = 4, 8  # refreshes are at steps 2 and 6
+# refreshes are at steps 2 and 6
+POISONED = 4
+STEPS = 8
 
 
 def bounded(rank: int, world_size: int, options: dict[str, Any]) -> tuple[list[Tensor], float]:
@@ -244,7 +247,8 @@ def poisoned(
 
     Also returns how many steps have been taken back.
     """
-    model, found = network(), []
+    model = network()
+    found = []
     optimizer = spread(model, rank, world_size, **{"newton_scale": 0.3, **options})
     for step, batch in enumerate(shards(BATCHES[:steps], rank, world_size)):
 

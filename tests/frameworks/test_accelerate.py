@@ -50,7 +50,8 @@ def loaded(batches: Any = BATCHES) -> DataLoader[Any]:
 @pytest.mark.works("Accelerate")
 @each_of_five
 def test_prepare_accumulate_and_clip(accelerate: Any, System: Any) -> None:
-    accelerator, net = accelerate(gradient_accumulation_steps=2), CASE.model()
+    accelerator = accelerate(gradient_accumulation_steps=2)
+    net = CASE.model()
     optimizer = optimizer_of(System, net, momentum=0.9)
     model, optimizer, loader = accelerator.prepare(net, optimizer, loaded())
     train(accelerator, model, optimizer, loader, 0.1)

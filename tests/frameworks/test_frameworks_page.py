@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to/frameworks.md"
-CASE, STEPS = ZOO["mlp"], 2
+CASE = ZOO["mlp"]
+STEPS = 2
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning"),
@@ -121,7 +122,9 @@ def plain(model: nn.Module, make: Make, batches: Sequence[Any]) -> None:
 def assert_trains(names: dict[str, Any], block: str, makes: Sequence[Make], parts: int) -> None:
     """Run a snippet, and raise unless it has trained as the plain loops one after another."""
     model = names["model"]
-    start, twin, seen = trainable(model), copy.deepcopy(model), []
+    start = trainable(model)
+    twin = copy.deepcopy(model)
+    seen = []
 
     def note(_: nn.Module, __: Any, batch: dict[str, Any]) -> None:
         seen.append({key: batch[key] for key in ("input_ids", "labels") if key in batch})
@@ -133,7 +136,8 @@ def assert_trains(names: dict[str, Any], block: str, makes: Sequence[Make], part
     each = len(batches) // len(makes)
     for i, make in enumerate(makes):
         plain(twin, make, list(whole(batches[i * each : (i + 1) * each], parts)))
-    found, expected = trainable(model), trainable(twin)
+    found = trainable(model)
+    expected = trainable(twin)
     # Factors are in float32, as are these losses of transformers, and Adam makes the rounding of
     # tiny gradients large.
     rtol = 1e-2 if seen[0] else 1e-5

@@ -113,7 +113,8 @@ def test_padded_text_with_unequal_shares_of_the_targets(
     shares = [sum(hf.targets(b) for b in batches[:2]) for batches in (seen, theirs)]
     assert shares[0] != shares[1]
     model = hf.model_of("Llama")
-    start, optimizer = vector(model), System(model, lr=hf.LR, **EXACT)
+    start = vector(model)
+    optimizer = System(model, lr=hf.LR, **EXACT)
     steps = [[*seen[i : i + 2], *theirs[i : i + 2]] for i in range(0, len(seen), 2)]
     with hf.in_float64():
         hf.on_whole_steps(model, optimizer, steps)

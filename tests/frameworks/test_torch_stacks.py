@@ -58,7 +58,8 @@ def test_accumulation(System: Any) -> None:
 def test_clipping(System: Any) -> None:
     """Of the gradient as it comes; what the curvature makes of it is as it was, scaled."""
     largest = 0.1
-    model, alone = CASE.model(), CASE.model()
+    model = CASE.model()
+    alone = CASE.model()
     optimizer = optimizer_of(System, model)
     for batch in BATCHES:
         optimizer.zero_grad()
@@ -77,7 +78,8 @@ class ByHand:
     """The cosine, written down."""
 
     def __init__(self, optimizer: Any) -> None:
-        self.optimizer, self.steps = optimizer, 0
+        self.optimizer = optimizer
+        self.steps = 0
 
     def step(self) -> None:
         self.steps += 1
@@ -193,7 +195,8 @@ def in_float32() -> nn.Module:
 def test_bfloat16(System: Any) -> None:
     """Three digits of each product: the way is the plain one's to some per cent of its length."""
     found = trained(System, in_float32(), autocast=torch.bfloat16)
-    usual, alone = trained(System, in_float32()), trained_by_base(System, in_float32())
+    usual = trained(System, in_float32())
+    alone = trained_by_base(System, in_float32())
     way = float((usual - trainable(in_float32())).norm())
     assert 0 < float((found - usual).norm()) < 0.05 * way
     assert float((found - alone).norm()) > 3 * float((found - usual).norm())

@@ -97,7 +97,8 @@ def test_padded_text_accumulated_trains_as_whole_batches(
 
     found, clip, seen = by_trainer()
     model = hf.model_of(name)
-    start, plain = trainable(model), System(model, **options)
+    start = trainable(model)
+    plain = System(model, **options)
     with hf.in_float64():
         hf.on_whole_steps(model, plain, [seen[i : i + 4] for i in range(0, len(seen), 4)])
     moved = float((trainable(model) - start).norm())

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from random import Random
 
-CLASSES, WORDS = 3, 7
+CLASSES = 3
+WORDS = 7
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class Around(nn.Module):
 
     def __init__(self, inner: nn.Module, call: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
-        self.inner, self.call = inner, call
+        self.inner = inner
+        self.call = call
 
     def forward(self, x: Tensor) -> Tensor:
         return self.call(self.inner, x)
@@ -147,7 +149,8 @@ class Net(nn.Module):
 
     def __init__(self, spec: Spec) -> None:
         super().__init__()
-        self.spec, self.step = spec, 0
+        self.spec = spec
+        self.step = 0
         self.parts = nn.ModuleList(LAYERS[part.kind](**part.args) for part in spec.parts)
         outputs = {"classes": CLASSES, "squares": 2}[spec.loss]
         self.head = nn.Linear(spec.width, WORDS if spec.head == "tied" else outputs)
@@ -297,7 +300,8 @@ def _tokens(random: Random, loss: str) -> Spec:
 
 
 def _images(random: Random, loss: str) -> Spec:
-    rank, channels = random.choice([1, 2, 2, 3]), random.choice([1, 2, 4])
+    rank = random.choice([1, 2, 2, 3])
+    channels = random.choice([1, 2, 4])
     shape = (channels, *(random.randint(3, 8 - 2 * rank + 1) for _ in range(rank)))
     parts: list[Part] = []
     places = list(shape[1:])

@@ -197,7 +197,8 @@ def agreeable(options: dict[str, Any]) -> dict[str, Any]:
     if found.get("curvature", "hessian") != "hessian":
         found.pop("num_smallest", None)
     if found.get("lanczos_iterations"):
-        found["num_largest"], found["num_smallest"] = 2, 0
+        found["num_largest"] = 2
+        found["num_smallest"] = 0
     if found.get("fused") and found.get("foreach"):
         found.pop("fused")
     return found

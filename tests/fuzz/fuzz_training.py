@@ -140,12 +140,16 @@ def draw_example(random: Random, most_ranks: int = 3) -> Example:
 
 def possible(example: Example) -> Example:
     """Without what torch itself does not do together."""
-    habits, spec, split, how = set(example.habits), example.spec, example.split, example.how
+    habits = set(example.habits)
+    spec = example.spec
+    split = example.split
+    how = example.how
     if example.ranks == 1 or example.helpers:
         habits.discard("DDP")
     if "DDP" in habits:
         fixed = tuple(replace(p, unused=(), frozen="") for p in spec.parts)
-        spec, split = replace(spec, parts=fixed), -1
+        spec = replace(spec, parts=fixed)
+        split = -1
         if any(part.kind == "Recomputed" for part in fixed):
             habits.discard("DDP")
         habits.discard("a graph for second derivatives")
@@ -174,7 +178,9 @@ class Training:
     """One process of an example."""
 
     def __init__(self, example: Example, rank: int, size: int) -> None:
-        self.example, self.rank, self.size = example, rank, size
+        self.example = example
+        self.rank = rank
+        self.size = size
         self.stage = "model"
         self.largest = [0.0]  # entry of the parameters, after each step
         self.dtype = DTYPES[example.dtype]
@@ -218,7 +224,8 @@ class Training:
     def curvature(self, given: tuple[Tensor, Tensor] | None = None) -> Any:
         """What the curvature closure returns, which depends on whose curvature is asked for."""
         x, y = self.batch(99) if given is None else given
-        outputs, kind = self.model(x), self.example.options.get("curvature")
+        outputs = self.model(x)
+        kind = self.example.options.get("curvature")
         if kind == "gauss-newton":
             return Outputs(outputs, lambda z: self.loss(z, y))
         if kind == "empirical-fisher":
@@ -235,7 +242,8 @@ class Training:
         return [{"params": params[:cut]}, {"params": params[cut:]}]
 
     def make(self) -> Any:
-        example, options = self.example, dict(self.example.options)
+        example = self.example
+        options = dict(self.example.options)
         if self.scaler is not None:
             options["grad_scaler"] = self.scaler
         if example.curved:
@@ -247,7 +255,8 @@ class Training:
             params = [group for group in params if group["params"]]
             options["model"] = self.outer
         elif self.does("named parameters"):
-            params, options["model"] = self.outer.named_parameters(), self.outer
+            params = self.outer.named_parameters()
+            options["model"] = self.outer
         return SYSTEMS[example.system](params, **options)
 
     def construct(self) -> None:
@@ -355,7 +364,8 @@ class Training:
 
     def checkpoint(self, step: int) -> None:
         self.optimizer.consolidate(to=None)
-        file, states = io.BytesIO(), {"model": self.model, "optimizer": self.optimizer}
+        file = io.BytesIO()
+        states = {"model": self.model, "optimizer": self.optimizer}
         torch.save({name: each.state_dict() for name, each in states.items()}, file)
         file.seek(0)
         saved = torch.load(file)

@@ -28,7 +28,8 @@ def test_a_model_that_is_cast_goes_on_in_rows(world: World, dtype: str) -> None:
     """As it does where every process steps whole parameters."""
     example = Example("DHO2", 2, 0, MODEL, dtype, PAIRS, habits=frozenset({"another dtype later"}))
     columns = replace(example, options={**PAIRS, "layout": "column"})
-    rows, whole = world.run(train, 2, example), world.run(train, 2, columns)
+    rows = world.run(train, 2, example)
+    whole = world.run(train, 2, columns)
     assert judge(example, rows).name == "trains"
     torch.testing.assert_close(rows[0]["parameters"], whole[0]["parameters"], rtol=1e-5, atol=1e-6)
 
@@ -54,7 +55,8 @@ def test_curvature_that_vanishes_makes_no_endless_steps() -> None:
     """The Gauss-Newton matrix of a saturated softmax: 1e-100, and other batches' gradients of 1."""
     model = nn.Linear(3, 2, bias=False).double()
     before = model.weight.detach().clone()
-    x, y = torch.eye(3, dtype=torch.float64), torch.tensor([0, 1, 0])
+    x = torch.eye(3, dtype=torch.float64)
+    y = torch.tensor([0, 1, 0])
     optimizer = DHO2(model, lr=0.1, num_largest=2, curvature_interval=2, warmup_steps=0)
     sharp = [1.0]
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from reference import Batch
 
 optim = torch.optim
-Muon, AdamW, SGD = optim.Muon, optim.AdamW, optim.SGD
+Muon = optim.Muon
+AdamW = optim.AdamW
+SGD = optim.SGD
 
 
 def trained_by(optimizer: Any) -> dict[str, str]:
@@ -42,7 +44,9 @@ class Speaker(nn.Module):
         super().__init__()
         self.words = nn.Embedding(6, 4)
         self.places = nn.Parameter(torch.randn(3, 4))
-        self.up, self.norm, self.down = nn.Linear(4, 7), nn.LayerNorm(7), nn.Linear(7, 5)
+        self.up = nn.Linear(4, 7)
+        self.norm = nn.LayerNorm(7)
+        self.down = nn.Linear(7, 5)
         self.head = nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 CASE = ZOO["mlp"]
 BATCHES = CASE.batches(12, n=12)
 CURVED = CASE.batch(30, seed=99)
-SGD, ADAM = torch.optim.SGD, torch.optim.Adam
+SGD = torch.optim.SGD
+ADAM = torch.optim.Adam
 # Every pair to rounding, at steps 2, 6 and 10.
 OPTIONS: dict[str, Any] = {
     "num_largest": 4,
@@ -76,7 +77,8 @@ def go(
 
 LAYOUTS = "row", "column"
 STEPS = 11
-SIZE, COUNT = 89, 5
+SIZE = 89
+COUNT = 5
 RAGGED = {1: [0, 30], 2: [0, 9, 30], 3: [0, 4, 17, 30], 4: [0, 3, 7, 18, 30]}
 KINDS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.1},

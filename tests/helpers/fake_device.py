@@ -171,7 +171,8 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
     leaves = name == "_to_copy" and device is not None and not arrives
     _refuse_two_devices(op, name, ours, plain)
     _count(op, name, args, ours, plain, arrives, leaves)
-    bare_args, bare_kwargs = _each(_bare, args), _each(_bare, kwargs)
+    bare_args = _each(_bare, args)
+    bare_kwargs = _each(_bare, kwargs)
     if arrives:
         bare_kwargs["device"] = torch.device("cpu")
         bare_kwargs.pop("pin_memory", None)
@@ -289,8 +290,10 @@ def _fast(name: str, lists: list[list[torch.Tensor]]) -> bool:
 
 def _readable(t: torch.Tensor) -> bool:
     """Whether cuBLAS takes a matrix, or a batch, as it lies: one of its two strides is 1."""
-    (rows, columns), (down, across) = t.shape[-2:], t.stride()[-2:]
-    by_rows, by_columns = across == 1 and down >= columns, down == 1 and across >= rows
+    (rows, columns) = t.shape[-2:]
+    (down, across) = t.stride()[-2:]
+    by_rows = across == 1 and down >= columns
+    by_columns = down == 1 and across >= rows
     return by_rows or by_columns or t.is_contiguous()
 
 

@@ -160,7 +160,8 @@ def trainable(model: nn.Module) -> Tensor:
 
 def trained(System: Any, model: nn.Module, batches: Any = BATCHES, **how: Any) -> Tensor:
     """The parameters after training by the usual loop; `options` are the optimizer's."""
-    options, schedule = how.pop("options", {}), how.pop("schedule", lambda _: None)
+    options = how.pop("options", {})
+    schedule = how.pop("schedule", lambda _: None)
     optimizer = optimizer_of(System, model, **options)
     usual_loop(model, optimizer, batches, scheduler=schedule(optimizer), **how)
     return trainable(model)

@@ -47,7 +47,8 @@ class Narrow(nn.Module):
     def __init__(self, recomputes: bool = False) -> None:
         super().__init__()
         self.recomputes = recomputes
-        self.conv, self.norm = nn.Conv2d(1, 2, 2), nn.LayerNorm(8)
+        self.conv = nn.Conv2d(1, 2, 2)
+        self.norm = nn.LayerNorm(8)
         self.tokens = nn.Embedding(5, 8)
         self.middle = nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 2, bias=False))
         self.head = nn.Linear(2, 1)

@@ -27,7 +27,9 @@ class Lit(pl.LightningModule):
         **options: Any,
     ) -> None:
         super().__init__()
-        self.net, self.System, self.options = CASE.model(dtype), System, options
+        self.net = CASE.model(dtype)
+        self.System = System
+        self.options = options
         self.automatic_optimization = not manual
         self.lr = options.get("lr", 0.05)
 
@@ -62,7 +64,8 @@ def trainer(**options: Any) -> pl.Trainer:
 
 def fit(module: pl.LightningModule, batches: Sequence[Any] = BATCHES, **options: Any) -> pl.Trainer:
     """Fit a module, and hand back its trainer."""
-    path, weights_only = options.pop("ckpt_path", None), options.pop("weights_only", None)
+    path = options.pop("ckpt_path", None)
+    weights_only = options.pop("weights_only", None)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="lightning")
         warnings.filterwarnings("ignore", message=".*dataloader.*does not have many workers.*")

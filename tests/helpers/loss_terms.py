@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 F64 = torch.float64
-B, T, WIDTH, CLASSES = 6, 5, 4, 3
+B = 6
+T = 5
+WIDTH = 4
+CLASSES = 3
 
 
 def seeded(model: Callable[[], nn.Module]) -> nn.Module:
@@ -56,11 +59,14 @@ class Causal(nn.Module):
     def __init__(self, flat: bool = False) -> None:
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.inner, self.head = nn.Linear(WIDTH, 4), nn.Linear(4, CLASSES)
+        self.inner = nn.Linear(WIDTH, 4)
+        self.head = nn.Linear(4, CLASSES)
         self.flat = flat
 
     def forward(self, x: Tensor, eager: bool = False) -> Tensor:
-        q, k, v = self.q(x), self.k(x), self.v(x)
+        q = self.q(x)
+        k = self.k(x)
+        v = self.v(x)
         if eager:
             scores = q @ k.mT / WIDTH**0.5
             mask = torch.ones(x.shape[1], x.shape[1]).tril() == 0

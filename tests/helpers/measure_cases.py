@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 transformers.logging.set_verbosity_error()
 
 F64 = torch.float64
-VOCABULARY, LENGTH, ENTRIES = 23, 7, 10
+VOCABULARY = 23
+LENGTH = 7
+ENTRIES = 10
 CUTS = ((0, 4), (4, 8), (8, 10))  # batches of 4, 4 and 2
 SIZES: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
 HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -187,7 +189,8 @@ def _see(calls: list[Any], module: nn.Module | None, args: Any, output: Tensor) 
 
 def _gradient(module: nn.Module) -> Tensor:
     """(out, in), or with the bias as a last column."""
-    weight, bias = module.weight.grad, module.bias
+    weight = module.weight.grad
+    bias = module.bias
     if weight is None:
         weight = torch.zeros_like(module.weight)
     weight = weight if isinstance(module, nn.Linear) else weight.T

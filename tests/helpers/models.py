@@ -124,7 +124,9 @@ class Shared(nn.Module):
 
     def __init__(self, around: nn.Module, shared: nn.Module, head: nn.Module) -> None:
         super().__init__()
-        self.around, self.shared, self.head = around, shared, head
+        self.around = around
+        self.shared = shared
+        self.head = head
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.around(x))
@@ -147,7 +149,9 @@ class Unused(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.unused, self.head = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, CLASSES)
+        self.first = nn.Linear(5, 6)
+        self.unused = nn.Linear(6, 6)
+        self.head = nn.Linear(6, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.first(x)))
@@ -175,7 +179,8 @@ class TransposedLinear(nn.Module):
 
     def __init__(self, d_in: int, d_out: int, bias: bool = False) -> None:
         super().__init__()
-        self.in_features, self.out_features = d_in, d_out
+        self.in_features = d_in
+        self.out_features = d_out
         self.weight = nn.Parameter(torch.randn(d_in, d_out) / d_in**0.5)
         self.bias = nn.Parameter(torch.zeros(d_out)) if bias else None
 
@@ -192,7 +197,8 @@ class LoRALinear(nn.Module):
     def __init__(self, d_in: int, d_out: int) -> None:
         super().__init__()
         self.frozen = nn.Linear(d_in, d_out).requires_grad_(False)
-        self.down, self.up = nn.Linear(d_in, 2, bias=False), nn.Linear(2, d_out, bias=False)
+        self.down = nn.Linear(d_in, 2, bias=False)
+        self.up = nn.Linear(2, d_out, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.frozen(x) + self.up(self.down(x))
@@ -251,9 +257,11 @@ class Block(nn.Module):
 
     def __init__(self, d: int, heads: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.norm1 = nn.LayerNorm(d)
+        self.norm2 = nn.LayerNorm(d)
         self.attention = nn.MultiheadAttention(d, heads, batch_first=True)
-        self.up, self.down = nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
+        self.up = nn.Linear(d, 2 * d)
+        self.down = nn.Linear(2 * d, d)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
@@ -270,7 +278,9 @@ class QKV(nn.Module):
 
     def __init__(self, d: int) -> None:
         super().__init__()
-        self.q, self.k, self.v = nn.Linear(d, d), nn.Linear(d, d), nn.Linear(d, d)
+        self.q = nn.Linear(d, d)
+        self.k = nn.Linear(d, d)
+        self.v = nn.Linear(d, d)
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x))
@@ -294,7 +304,8 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.hidden = nn.Embedding(CLASSES, 4), nn.Linear(4, 4)
+        self.embedding = nn.Embedding(CLASSES, 4)
+        self.hidden = nn.Linear(4, 4)
         self.head = nn.Linear(4, CLASSES)
         self.head.weight = self.embedding.weight
 

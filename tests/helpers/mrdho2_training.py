@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from reference import Batch
 
 CASE = ZOO["mlp"]
-STEPS, EPOCH = 12, 4
+STEPS = 12
+EPOCH = 4
 BATCHES = CASE.batches(STEPS, n=12)
 CURVED = CASE.batches(5, n=9)  # of the accelerators; one for each epoch
 PATIENCE = 30.0
@@ -166,21 +167,26 @@ def reference(
     """
     model = CASE.model()
     optimizer = base(model.parameters(), **{"lr": 0.1, **kwargs})
-    trajectory, losses, gradients = [], [], []
+    trajectory = []
+    losses = []
+    gradients = []
     for step, batch in enumerate(batches):
         epoch, place = divmod(step - first, EPOCH)
         if place == 0 and epoch >= 0:
-            c, gradients = vector(model), []
+            c = vector(model)
+            gradients = []
             here = curved[epoch % len(curved)]
             H = torch.autograd.functional.hessian(lambda w, b=here: loss_at(w, b), c)
             u, Q = torch.linalg.eigh(H)
             picked = [*range(len(u) - num_largest, len(u)), *range(num_smallest)]
-            u, V = u[picked].abs(), Q[:, picked]
+            u = u[picked].abs()
+            V = Q[:, picked]
         gradient(model, optimizer, batch)
         gradients.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
         optimizer.step()
         if place == EPOCH - 1 and epoch >= 0:
-            end, total = vector(model), torch.stack(gradients).sum(0)
+            end = vector(model)
+            total = torch.stack(gradients).sum(0)
             after = end - V @ (alpha / u * (V.T @ total) + V.T @ (end - c))
             pair = loss_at(end, here).item(), loss_at(after, here).item()
             losses.append(pair)

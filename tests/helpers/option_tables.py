@@ -16,7 +16,8 @@ from second_order import MRDHO2
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SGD, Adam = torch.optim.SGD, torch.optim.Adam
+SGD = torch.optim.SGD
+Adam = torch.optim.Adam
 
 
 def mlp() -> nn.Module:

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from second_order import KroneckerCurvature
 
 DATA = Path(__file__).parents[1] / "data" / "exports.pt"
-ENTRIES, TOKENS, WIDTH, CLASSES = 12, 3, 4, 3
+ENTRIES = 12
+TOKENS = 3
+WIDTH = 4
+CLASSES = 3
 
 
 class Case:
@@ -184,7 +187,8 @@ def by_llm_compressor() -> Tensor:
     from llmcompressor.modifiers.gptq import helpers
 
     case = Case(tokens=True)
-    first, count = case.model[0], torch.zeros(())
+    first = case.model[0]
+    count = torch.zeros(())
     found, count = helpers.accumulate_hessian(
         case.x, first, helpers.make_empty_hessian(first), count
     )

@@ -111,7 +111,9 @@ class Forked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trunk, self.branch, self.head = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.trunk = nn.Linear(5, 6)
+        self.branch = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
 
     def forward(self, x: Tensor, branch: bool) -> Tensor:
         x = torch.tanh(self.trunk(x))
@@ -205,7 +207,8 @@ def train_thawing(
     """`frozen`: by step, the names of the frozen layers, or of the parameters."""
     model = network([5, 6, 6, 6, 3])
     optimizer = placement.make(list(model.parameters()), model=model, **options)
-    trajectory, keepers = [], []
+    trajectory = []
+    keepers = []
     for step, batch in enumerate(batches):
         for name, p in model.named_parameters():
             p.requires_grad_(not any(name.startswith(n) for n in frozen.get(step, ())))

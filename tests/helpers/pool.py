@@ -106,7 +106,8 @@ class _Failure:
 
 
 # The first byte of a rank's reply to a job.
-_RESULT, _FAILURE = b"R", b"F"
+_RESULT = b"R"
+_FAILURE = b"F"
 
 
 def _dumps(value: Any) -> bytes:

@@ -125,7 +125,8 @@ def by_reference(
         return lambda step: 1 if step == extra else at(chosen[name], step)
 
     same = ("damping", "factor_decay", "kl_clip", "momentum", "relative_damping", "solver")
-    model, patterns = case.model(), chosen.get("skip_layers", ())
+    model = case.model()
+    patterns = chosen.get("skip_layers", ())
     skipped = [n for n, _ in model.named_modules() if any(fnmatchcase(n, p) for p in patterns)]
     reference = ReferenceKFAC(
         model,
@@ -204,8 +205,10 @@ def counted(*names: str) -> Iterator[Counter[str]]:
 def elements_sent(rank: int, world_size: int) -> Iterator[Counter[str]]:
     """Elements that leave this rank, by collective; an all-reduce counted P times over."""
     elements: Counter[str] = Counter()
-    all_reduce, all_to_all = dist.all_reduce, dist.all_to_all_single
-    reduce, broadcast = dist.reduce, dist.broadcast
+    all_reduce = dist.all_reduce
+    all_to_all = dist.all_to_all_single
+    reduce = dist.reduce
+    broadcast = dist.broadcast
 
     def reducing(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         elements["all_reduce"] += 2 * (world_size - 1) * tensor.numel()

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 DATA = Path(__file__).parents[1] / "data" / "recorded.pt"
-STEPS, SAVED_AT, BATCH = 8, 4, 12
+STEPS = 8
+SAVED_AT = 4
+BATCH = 12
 EARLY = 2  # steps that were refreshed each, and whose solves were waited for
 ADAM: dict[str, Any] = {"base": torch.optim.Adam, "lr": 0.01}
 MOMENTUM: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}

@@ -78,7 +78,8 @@ def from_matrix(module: nn.Module, matrix: Tensor) -> tuple[Tensor, Tensor | Non
 
 def parameters_of(module: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Weight and bias."""
-    weight, bias = module.weight, getattr(module, "bias", None)
+    weight = module.weight
+    bias = getattr(module, "bias", None)
     assert isinstance(weight, Tensor)
     assert bias is None or isinstance(bias, Tensor)
     return weight, bias
@@ -113,7 +114,8 @@ class Flat:
         named = {}
         for name, module in self.layers.items():
             shape = to_matrix(module, *parameters_of(module)).shape
-            part, vector = vector[: shape.numel()], vector[shape.numel() :]
+            part = vector[: shape.numel()]
+            vector = vector[shape.numel() :]
             weight, bias = from_matrix(module, part.view(shape))
             named[f"{name}.weight".lstrip(".")] = weight
             if bias is not None:
@@ -205,12 +207,16 @@ def linear_factors(
 
     The loss is a mean over so many terms; None: over N T of them with "expand".
     """
-    x, d = x.reshape(len(x), -1, x.shape[-1]), d.reshape(len(d), -1, d.shape[-1])
-    a, (n, t) = _with_one(x, bias), x.shape[:2]
+    x = x.reshape(len(x), -1, x.shape[-1])
+    d = d.reshape(len(d), -1, d.shape[-1])
+    a = _with_one(x, bias)
+    (n, t) = x.shape[:2]
     if approx == "expand":
-        a, g = a.flatten(0, 1), d.flatten(0, 1) * ((terms or n * t) * n * t) ** 0.5
+        a = a.flatten(0, 1)
+        g = d.flatten(0, 1) * ((terms or n * t) * n * t) ** 0.5
     else:
-        a, g = a.mean(1), d.sum(1) * n
+        a = a.mean(1)
+        g = d.sum(1) * n
     return _second_moment(a[:, None]), _second_moment(g[:, None])
 
 
@@ -322,7 +328,8 @@ def doubly_factored_factors(x: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tenso
     axes of a gradient (out, T, C) the block is kron(G, K, Ψ).
     """
     u, s, v = torch.linalg.svd(x, full_matrices=False)
-    kappa, psi = u[:, :, 0] * s[:, :1].sqrt(), v[:, 0] * s[:, :1].sqrt()
+    kappa = u[:, :, 0] * s[:, :1].sqrt()
+    psi = v[:, 0] * s[:, :1].sqrt()
     moments = [_second_moment(rows[:, None])[0] for rows in (kappa, psi, d * len(d))]
     return moments[0], moments[1], moments[2]
 
@@ -522,13 +529,19 @@ class ReferenceKFAC:
         relative_damping: bool = False,
         gradient_scale: bool = False,
     ) -> None:
-        self.model, self.relative_damping = model, relative_damping
+        self.model = model
+        self.relative_damping = relative_damping
         self.gradient_scale = gradient_scale
-        self.lr, self.damping, self.factor_decay = lr, damping, factor_decay
-        self.factor_update_steps, self.inv_update_steps = factor_update_steps, inv_update_steps
-        self.kl_clip, self.staleness = kl_clip, staleness
+        self.lr = lr
+        self.damping = damping
+        self.factor_decay = factor_decay
+        self.factor_update_steps = factor_update_steps
+        self.inv_update_steps = inv_update_steps
+        self.kl_clip = kl_clip
+        self.staleness = staleness
         self.solve = damped_dense_solve if solver == "eigen" else damped_factored_solve
-        self.approx, self.loss = approx, loss
+        self.approx = approx
+        self.loss = loss
         self.layers = {
             name: module
             for name, module in model.named_modules()

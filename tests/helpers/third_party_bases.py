@@ -113,7 +113,8 @@ class ScheduleFree(torch.optim.Optimizer):
             if not group["train_mode"]:
                 raise RuntimeError("call train() first")
             group["k"] += 1
-            beta, c = group["momentum"], 1 / group["k"]
+            beta = group["momentum"]
+            c = 1 / group["k"]
             for p in group["params"]:
                 if p.grad is None:
                     continue

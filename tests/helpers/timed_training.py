@@ -61,7 +61,9 @@ class Run:
         decays: Weights of the past, by step.
     """
 
-    S, R, T = 5.0, 40.0, 100.0
+    S = 5.0
+    R = 40.0
+    T = 100.0
 
     def __init__(
         self,
@@ -71,7 +73,8 @@ class Run:
         model: nn.Module | None = None,
         **options: Any,
     ) -> None:
-        self.time, self.scale = Time(), scale
+        self.time = Time()
+        self.scale = scale
         self.model = MLP.model() if model is None else model
         auto = {} if "overhead" in options else {"overhead": 0.1}
         self.optimizer = make(System, self.model, **{**AUTO, **auto, **options})
@@ -82,8 +85,10 @@ class Run:
         self.updates: list[int] = []
         self.refreshes: list[int] = []
         self.decays: dict[int, float] = {}
-        layers, inverses = self.curvature.layers, self.curvature.inverses
-        update_averages, refresh = layers.update_averages, inverses.refresh
+        layers = self.curvature.layers
+        inverses = self.curvature.inverses
+        update_averages = layers.update_averages
+        refresh = inverses.refresh
         consume = layers.collector.consume
 
         def taking(sums: Any, decay: float) -> None:
@@ -102,7 +107,8 @@ class Run:
             self.time.spend(2 / LAYERS * self.scale)
             consume(*args, **kwargs)
 
-        layers.update_averages, inverses.refresh = taking, refreshing
+        layers.update_averages = taking
+        inverses.refresh = refreshing
         layers.collector.consume = consuming
 
     @property

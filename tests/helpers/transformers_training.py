@@ -30,8 +30,12 @@ if TYPE_CHECKING:
 
 transformers.logging.set_verbosity_error()
 
-VOCABULARY, LENGTH, CLASSES = 13, 6, 3
-STEPS, BATCH, CURVED = 4, 4, 3
+VOCABULARY = 13
+LENGTH = 6
+CLASSES = 3
+STEPS = 4
+BATCH = 4
+CURVED = 3
 LR = 0.02
 NAMES = ("input_ids", "labels", "attention_mask")
 # Attention: eager is the only one with second derivatives.

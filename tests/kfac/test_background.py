@@ -27,7 +27,8 @@ def ours() -> list[threading.Thread]:
 
 def blocked(pool: WorkerPool) -> tuple[threading.Event, Future[str]]:
     """A piece of work that is under way until the event is set."""
-    begun, go = threading.Event(), threading.Event()
+    begun = threading.Event()
+    go = threading.Event()
 
     def work() -> str:
         begun.set()

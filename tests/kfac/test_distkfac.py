@@ -64,7 +64,8 @@ def ages(every: int, staleness: int, steps: int) -> list[int]:
             under_way = step
         if under_way is not None and (used is None or step - under_way >= staleness):
             again = under_way < step and step % every == 0
-            used, under_way = under_way, step if again else None
+            used = under_way
+            under_way = step if again else None
         assert used is not None
         found.append(step + 1 - used)
     return found
@@ -78,7 +79,9 @@ def test_a_layer_that_is_due_when_it_lands_is_launched_again(
     every: int, staleness: int, exactly: bool
 ) -> None:
     """With the factors of that step; it would wait for the next interval with the old ones."""
-    model, gate, found = CASE.model(), Gate(), []
+    model = CASE.model()
+    gate = Gate()
+    found = []
     options = {"max_staleness": staleness, "inv_update_steps": every, "deterministic": exactly}
     with solving(gate), gate.open_when_waited_for(), distkfac(model, **options) as optimizer:
         for step in range(6 * every):
@@ -95,7 +98,9 @@ def test_a_layer_that_is_due_when_it_lands_is_launched_again(
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 def test_never_more_than_so_many_steps_under_way(staleness: int) -> None:
     """Solved when waited for, and not before: the same as with that staleness exactly."""
-    model, gate, delays = CASE.model(), Gate(), []
+    model = CASE.model()
+    gate = Gate()
+    delays = []
     with (
         solving(gate),
         gate.open_when_waited_for(),
@@ -134,7 +139,8 @@ def test_an_inverse_has_the_damping_of_its_snapshot() -> None:
 class WithUnused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.unused = CASE.model(), nn.Linear(3, 3).double()
+        self.body = CASE.model()
+        self.unused = nn.Linear(3, 3).double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.body(x)
@@ -142,7 +148,8 @@ class WithUnused(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:no statistics arrived")
 def test_deterministic_beside_a_layer_without_statistics() -> None:
-    model, delays = WithUnused(), set()
+    model = WithUnused()
+    delays = set()
     with distkfac(model, max_staleness=3, deterministic=True) as optimizer:
         for batch in BATCHES:
             eventually(lambda: landed(optimizer))  # ready long before it is time
@@ -152,7 +159,8 @@ def test_deterministic_beside_a_layer_without_statistics() -> None:
 
 
 def test_deterministic_ranks_agree_only_where_a_solve_is_waited_for() -> None:
-    model, agreed = CASE.model(), list[int]()
+    model = CASE.model()
+    agreed = list[int]()
     options = {"deterministic": True, "max_staleness": 2, "inv_update_steps": 4}
     with distkfac(model, **options) as optimizer:
         inverses = optimizer._curvature.inverses
@@ -191,7 +199,8 @@ def test_a_dropped_result_of_a_thread_does_not_become_that_of_a_later_refresh() 
     def raises(work: Any) -> Any:
         raise BrokenError
 
-    model, gate = CASE.model(), Gate()
+    model = CASE.model()
+    gate = Gate()
     with distkfac(model, max_staleness=None) as optimizer:
         go(model, optimizer, CASE, BATCHES[:1])
         with solving(gate):

@@ -84,7 +84,9 @@ def scheduled(
     found = []
     for options in choices:
         model = CASE.model()
-        trajectory, delays, ages = [], [], []
+        trajectory = []
+        delays = []
+        ages = []
         with solving(Dawdle(rank, 0.006)), distkfac(model, **options) as optimizer:
             for batch in shards(BATCHES, rank, world_size):
                 trajectory += go(model, optimizer, CASE, [batch])
@@ -189,7 +191,8 @@ def broken(
     Returns:
         The trajectory; steps and errors; layers that rank 1 owns; warnings.
     """
-    model, errors = CASE.model(), []
+    model = CASE.model()
+    errors = []
     trajectory = []
     work = partial(raising, RAISED[kind])
     with noted() as warned, distkfac(model, **options) as optimizer:

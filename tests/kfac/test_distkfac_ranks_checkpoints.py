@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 def saved(rank: int, world_size: int, options: dict[str, Any]) -> bytes:
     """After four steps; the usual lines."""
-    model, buffer = CASE.model(), io.BytesIO()
+    model = CASE.model()
+    buffer = io.BytesIO()
     with distkfac(model, **options) as optimizer:
         go(model, optimizer, CASE, shards(BATCHES[:4], rank, world_size))
         if rank == 0:
@@ -43,7 +44,8 @@ def saved(rank: int, world_size: int, options: dict[str, Any]) -> bytes:
 
 
 def resumed(rank: int, world_size: int, data: bytes, options: dict[str, Any]) -> list[Tensor]:
-    state, model = torch.load(io.BytesIO(data)), CASE.model(seed=5)
+    state = torch.load(io.BytesIO(data))
+    model = CASE.model(seed=5)
     with noted() as warned, distkfac(model, **options) as optimizer:
         go(model, optimizer, CASE, shards(BATCHES[:1], rank, world_size))  # it is in use already
         model.load_state_dict(state["model"])
@@ -68,7 +70,8 @@ def in_flight(
     rank: int, world_size: int, how: str, data: bytes
 ) -> tuple[list[Tensor], list[Tensor], dict[str, int]]:
     """Something is done in mid-flight; all ranks' solves are held until then and longer."""
-    model, gate = CASE.model(), Gate()
+    model = CASE.model()
+    gate = Gate()
     batches = shards(BATCHES, rank, world_size)
     options = {"momentum": 0.9, "inverse_threads": 4}
     optimizer = distkfac(model, **options)
@@ -112,7 +115,8 @@ def saves_worker(model: nn.Module, optimizer: Any) -> Any:
             optimizer.state_dict()
         except SecondOrderError as error:
             refused = str(error)
-        buffer, found = io.BytesIO(), vector(model)
+        buffer = io.BytesIO()
+        found = vector(model)
         optimizer.consolidate(to=0)
         if dist.get_rank() == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -133,7 +137,8 @@ def loads_worker(model: nn.Module, optimizer: Any, data: bytes) -> Any:
         state = torch.load(io.BytesIO(data))
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        parts, found = factors_here(optimizer), vector(model)
+        parts = factors_here(optimizer)
+        found = vector(model)
         trajectory = train_on(model, optimizer, BATCHES[4:])
     return parts, found, trajectory
 
@@ -155,7 +160,8 @@ def test_a_checkpoint_with_stats_workers(
         assert "call optimizer.consolidate(to=0) on every process first" in refused
         whole |= parts
     assert sorted(whole) == list(LAYERS)
-    options, scene = {"stats_workers": after[1]}, (loads_worker, saves_stats)
+    options = {"stats_workers": after[1]}
+    scene = (loads_worker, saves_stats)
     results = world.run(play, after[0], scene, options, workers[0][0], timeout=2 * LONG)
     assert quiet(results)
     loaded, _ = roles_of(results)

@@ -310,7 +310,8 @@ def frozen_worker(model: nn.Module, optimizer: Any) -> tuple[int, Tensor]:
     """Everything is frozen for some steps, and trains again."""
     until_fed(model, optimizer)
     (link,) = optimizer._curvature.helpers.links
-    before, fetched = vector(model), link._num_fetched
+    before = vector(model)
+    fetched = link._num_fetched
     model.requires_grad_(False)
     end = time.monotonic() + LONG
     while link._num_fetched < fetched + 3:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from reference import Batch
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-MLP, CONV = ZOO["mlp"], ZOO["conv_grouped"]
+MLP = ZOO["mlp"]
+CONV = ZOO["conv_grouped"]
 BATCHES = MLP.batches(7, n=12)
 ALL_REDUCE = {"gradient_exchange": "all_reduce"}
 BASES: dict[str, dict[str, Any]] = {
@@ -57,7 +58,8 @@ def averages(
 ) -> list[Tensor]:
     """Running averages of one layer along a trajectory, by the book."""
     model = case.model()
-    weight, found = 0.0, []
+    weight = 0.0
+    found = []
     for parameters, (x, y) in zip(trajectory, batches, strict=False):
         nn.utils.vector_to_parameters(parameters, model.parameters())
         new = empirical_factors(model, x, y, case.loss, name)

@@ -88,7 +88,8 @@ class Layer:
 
 
 def drift_of(intervals: list[int]) -> tuple[Drift, list[Any]]:
-    drift, layers = Drift(), [Layer() for _ in intervals]
+    drift = Drift()
+    layers = [Layer() for _ in intervals]
     drift.changes = {
         layer: LayerDrift(interval)  # type: ignore[misc]
         for layer, interval in zip(layers, intervals, strict=True)
@@ -153,7 +154,8 @@ def second_refresh(rank: int, world_size: int, system: str) -> tuple[Told, Told,
     optimizer = make(SYSTEMS[system], model, **BY_DRIFT)
     first, second = ((10 * x, y) if i else (x, y) for i, (x, y) in enumerate(BATCHES[:2]))
     take(model, optimizer, shard(first, rank, world_size))
-    before, gradients = kept_here(optimizer), mean_gradients(model, second)
+    before = kept_here(optimizer)
+    gradients = mean_gradients(model, second)
     take(model, optimizer, shard(second, rank, world_size))
     by_hand = told_by_hand(before, kept_here(optimizer), gradients)
     changes = optimizer._curvature.drift.changes
@@ -186,9 +188,11 @@ def trained(
 
     Returns each step's intervals, the layers solved at each, and what is saved.
     """
-    model, solved = MLP.model(), []
+    model = MLP.model()
+    solved = []
     optimizer = make(SYSTEMS[system], model, lr=1e-3, **BY_DRIFT, **(options or {}))
-    curvature, intervals = optimizer._curvature, []
+    curvature = optimizer._curvature
+    intervals = []
     x, y = BATCHES[0]
     for step in range(steps):
         batch = (x, y) if step < changed_at else (-30 * x.flip(1), y.flip(0))
@@ -235,7 +239,8 @@ def test_a_resumed_run_has_the_intervals(System: Any) -> None:
 
 @each_kronecker
 def test_a_number_is_the_interval_whatever_drifts(System: Any) -> None:
-    model, found = MLP.model(), []
+    model = MLP.model()
+    found = []
     optimizer = make(System, model, inv_update_steps=10, factor_update_steps="auto")
     for step in range(22):
         take(model, optimizer, BATCHES[step % 2])
@@ -246,7 +251,8 @@ def test_a_number_is_the_interval_whatever_drifts(System: Any) -> None:
 
 
 def test_solves_on_threads_are_waited_for_by_the_step_before_the_next() -> None:
-    model, gate = MLP.model(), Gate()
+    model = MLP.model()
+    gate = Gate()
     options = {"max_staleness": None, "inverse_threads": 1, "lr": 1e-3}
     with make(DistKFAC, model, **BY_DRIFT, **options) as optimizer:
         curvature = optimizer._curvature

@@ -157,7 +157,8 @@ def after_consolidation(rank: int, world_size: int) -> list[tuple[int, bool]]:
                 follow(rank, world_size, model, optimizer, MLP, [batch])
                 with pytest.raises(SecondOrderError, match="consolidate"):
                     optimizer.state_dict()
-                saved, allowed = optimizer.state.values(), False
+                saved = optimizer.state.values()
+                allowed = False
             curvature = [parts["curvature"] for parts in saved]
             kept_here = {
                 id(b.stored(which)) for b in optimizer._curvature.layers.blocks for which in "AG"
@@ -174,7 +175,8 @@ def after_consolidation(rank: int, world_size: int) -> list[tuple[int, bool]]:
 
 def test_collected_factors_go_with_the_next_step(world: World) -> None:
     for found in world.run(after_consolidation, 2):
-        collected, stepped = found[0::2], found[1::2]
+        collected = found[0::2]
+        stepped = found[1::2]
         assert all(size > 0 and allowed for size, allowed in collected)
         assert all(size == 0 and not allowed for size, allowed in stepped)
 
@@ -216,7 +218,8 @@ def resume_damaged(
     saved = torch.load(io.BytesIO(data))
     model = MLP.model(seed=5)
     optimizer = kaisa(model, **options)
-    trajectory, unsolved = [], []
+    trajectory = []
+    unsolved = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.load_state_dict(saved["model"])

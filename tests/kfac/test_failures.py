@@ -81,7 +81,9 @@ def fail_once(
     """At the second refresh, `where` cannot decompose anything."""
     model = MLP.model()
     optimizer = kaisa(model, **REFRESHED, **options)
-    trajectory, kept, failed = [], set(), []
+    trajectory = []
+    kept = set()
+    failed = []
     with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
         for step, batch in enumerate(BATCHES[:6]):

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(5, n=12)
-FREEZE, THAW = 2, 4
+FREEZE = 2
+THAW = 4
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "KAISA": (KAISA, {"momentum": 0.9}),
     "KAISA-reduce": (KAISA, {"factor_exchange": "reduce", "grad_worker_fraction": 0.5}),
@@ -36,7 +37,8 @@ def frozen_too_late(rank: int, world_size: int, name: str) -> list[Tensor]:
     """The first layer is frozen after a step's backward, and thaws two steps later."""
     System, options = CASES[name]
     model = MLP.model()
-    optimizer, found = make(System, model, **options), []
+    optimizer = make(System, model, **options)
+    found = []
     curved = shard(BATCHES[0], rank, world_size)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SecondOrderWarning)
@@ -64,7 +66,8 @@ def own_gradients(rank: int, world_size: int, name: str) -> tuple[list[Tensor], 
     model = MLP.model()
     model[0].requires_grad_(False)
     params = list(model.parameters())
-    optimizer, found = make(System, params, model=model, **options), []
+    optimizer = make(System, params, model=model, **options)
+    found = []
     curved = shard(BATCHES[0], rank, world_size)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SecondOrderWarning)

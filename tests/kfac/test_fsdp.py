@@ -86,7 +86,8 @@ def with_outliers(rank: int, world_size: int, how: str) -> list[tuple[list[Tenso
         model = narrow()
         trained: Any = model if how == "plain" else fsdp(model, how)
         chosen = {**OPTIONS, "inv_update_steps": 3, **GRADIENT, "kl_clip": "auto", "lr": 0.01}
-        trajectory, clips = [], []
+        trajectory = []
+        clips = []
         with System(trained, **chosen, **(AT_ONCE if System is DistKFAC else {})) as optimizer:
             for i, (x, y) in enumerate(shares(rank, world_size, 9)):
                 batch = (x, 100 * y) if i == 7 else (x, y)
@@ -170,7 +171,8 @@ def traffic(
 @pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC])
 def test_one_all_to_all_each_way_for_a_bucket(world: World, System: Any) -> None:
     """And two all-reduces: ranks compare what they are about to do, and sum the clip's change."""
-    size, n = 3, sum(p.numel() for p in narrow().parameters())
+    size = 3
+    n = sum(p.numel() for p in narrow().parameters())
     results = world.run(traffic, size, System, 2**20)
     for counts, _, _ in results:
         assert counts == {"all_to_all_single": 2, "all_reduce": 2}
@@ -291,7 +293,8 @@ def over_muon(rank: int, world_size: int, sharded: bool, System: Any) -> tuple[T
     torch.manual_seed(0)
     layers = nn.Linear(6, 7, bias=False), nn.Tanh(), nn.Linear(7, 4, bias=False)
     model: Any = nn.Sequential(*layers).double()
-    x, y = torch.randn(8, 6).double(), torch.randn(8, 4).double()
+    x = torch.randn(8, 6).double()
+    y = torch.randn(8, 4).double()
     trained = fully_shard(model) if sharded else DistributedDataParallel(model)
     if System is None:
         optimizer = Muon(trained.parameters(), lr=0.05)

@@ -26,7 +26,8 @@ BATCHES = MLP.batches(4)
 
 def groups_of(model: nn.Module, **own: Any) -> list[dict[str, Any]]:
     """Two groups, of which the first, of the first two layers, has options of its own."""
-    body, head = [*model[:4].parameters()], [*model[4:].parameters()]
+    body = [*model[:4].parameters()]
+    head = [*model[4:].parameters()]
     return [{"params": body, **own}, {"params": head}]
 
 
@@ -72,7 +73,8 @@ def test_the_damping_of_a_group_is_that_of_its_layers(System: Any, options: Any)
 @pytest.mark.parametrize("relative", [False, True])
 def test_a_group_is_solved_with_its_damping(relative: bool) -> None:
     """Beside a dense solve."""
-    model, before = MLP.model(), MLP.model()
+    model = MLP.model()
+    before = MLP.model()
     x, y = BATCHES[0]
     MLP.loss(before(x), y).backward()
     optimizer = make(KAISA, groups_of(model, damping=0.7), relative_damping=relative)
@@ -81,7 +83,8 @@ def test_a_group_is_solved_with_its_damping(relative: bool) -> None:
         a, g = factors(optimizer)[name]
         dense = torch.kron(g[0], a[0])
         gamma = damping * (dense.diagonal().mean() if relative else 1.0)
-        layer, plain = model.get_submodule(name), before.get_submodule(name)
+        layer = model.get_submodule(name)
+        plain = before.get_submodule(name)
         gradient = torch.cat([plain.weight.grad, plain.bias.grad[:, None]], 1).flatten()
         damped = dense + gamma * torch.eye(len(dense), dtype=dense.dtype)
         expected = torch.linalg.solve(damped, gradient)
@@ -169,7 +172,8 @@ def test_numbers_of_groups_are_in_checkpoints_and_act_after_a_change(System: Any
 @each_of_five
 def test_options_that_groups_cannot_have_raise_with_the_remedy(System: Any) -> None:
     """At construction and later; those of the base and of other programs do not."""
-    model, name = MLP.model(), System.__name__
+    model = MLP.model()
+    name = System.__name__
     options = keywords_of(System) | {"damping", "factor_decay", "precondition"}
     options -= {"damping", "factor_decay", "precondition"} if System in KRONECKER else set()
     optimizer = make(System, groups_of(model)[:1], model=model)
@@ -242,7 +246,8 @@ def parted(rank: int, world_size: int) -> str:
 
 def test_options_of_groups_act_alike_on_every_rank(world: World) -> None:
     own = {"damping": 0.7, "factor_decay": 0.5}
-    ranks, expected = world.run(trained, 2, own), trained(0, 1, own)
+    ranks = world.run(trained, 2, own)
+    expected = trained(0, 1, own)
     for i, trajectory in enumerate(expected):
         for mine, theirs in zip(agreed([rank[i] for rank in ranks]), trajectory, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)

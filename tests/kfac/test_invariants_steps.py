@@ -96,7 +96,8 @@ def direction(layers: dict[str, Tensor]) -> Tensor:
 def test_12_loss_and_damping_scaled_together(
     name: str, solver: str, log_c: float, damping: float, seed: int
 ) -> None:
-    case, c = ZOO[name], math.exp(log_c)
+    case = ZOO[name]
+    c = math.exp(log_c)
     batch = case.batch(4, seed=seed)
     P = preconditioned(case, batch, damping=damping, solver=solver)
     scaled = preconditioned(case, batch, c, damping=damping * c**2, solver=solver)
@@ -110,7 +111,8 @@ def test_12_loss_and_damping_scaled_together(
 def test_12_a_relative_damping_follows_the_loss(
     solver: str, log_c: float, damping: float, seed: int
 ) -> None:
-    c, batch = math.exp(log_c), MLP.batch(4, seed=seed)
+    c = math.exp(log_c)
+    batch = MLP.batch(4, seed=seed)
     options: dict[str, Any] = {"damping": damping, "relative_damping": True, "solver": solver}
     P, scaled = (preconditioned(MLP, batch, scale, **options) for scale in (1.0, c))
     close([direction(scaled)], [direction(P)])
@@ -129,7 +131,8 @@ def dense(
     case: Case, batch: Batch, solver: str, damping: float, approx: ref.Approx = "expand"
 ) -> dict[str, Tensor]:
     """P of each layer from a dense matrix."""
-    model, P = case.reference.model(), {}
+    model = case.reference.model()
+    P = {}
     for name, gradient in plain(case, batch).items():
         A, G = ref.empirical_factors(model, *batch, case.loss, name, approx)
         P[name] = SOLVE[solver](A, G, gradient, damping)
@@ -156,7 +159,8 @@ def test_15_a_step_is_the_dense_solve(
     case = FACTORED[name]
     batch = case.batch(n, seed=seed)
     expected = dense(case, batch, solver, damping, approx)
-    model, before = case.model(), case.model()
+    model = case.model()
+    before = case.model()
     options = {"kfac_approx": approx, "damping": damping, "solver": solver}
     optimizer = make(KAISA, model, lr=0.01, **options)
     # The reference counts every row.
@@ -251,8 +255,11 @@ def test_19_the_clip_bounds_the_whole_step(
 
 
 def test_19_not_without_a_clip_nor_layer_by_layer() -> None:
-    batch, lr, kappa = MLP.batch(), 1.0, 1e-4
-    gradients, P = plain(MLP, batch), preconditioned(MLP, batch, lr=lr)
+    batch = MLP.batch()
+    lr = 1.0
+    kappa = 1e-4
+    gradients = plain(MLP, batch)
+    P = preconditioned(MLP, batch, lr=lr)
     assert lr**2 * products(P, gradients) > 10 * kappa
     clipped = preconditioned(MLP, batch, lr=lr, kl_clip=kappa)
     for name in P:
@@ -265,7 +272,8 @@ def test_19_every_group_counts_with_its_own_learning_rate(
     kappa: float, rates: tuple[float, ...]
 ) -> None:
     batch = MLP.batch()
-    gradients, P = plain(MLP, batch), preconditioned(MLP, batch)
+    gradients = plain(MLP, batch)
+    P = preconditioned(MLP, batch)
     model = MLP.model()
     groups = [
         {"params": model.get_submodule(name).parameters(), "lr": lr}
@@ -308,7 +316,9 @@ def scheduled(
     model = MLP.model()
     optimizer = make(KAISA, model, lr=0.1, kl_clip=kl_clip)
     scheduler = SCHEDULES[schedule](optimizer) if schedule in SCHEDULES else None
-    vectors, rates, peaks = [], [], []
+    vectors = []
+    rates = []
+    peaks = []
     peak = optimizer.param_groups[0].get("initial_lr", 0.0)
     for step, batch in enumerate(batches):
         if scheduler is None:
@@ -359,12 +369,15 @@ def test_a_constant_clip_follows_the_square_of_the_learning_rate(
 @pytest.mark.parametrize("name", FACTORED)
 def test_20_infinite_damping_is_the_base(name: str, solver: str) -> None:
     """P ≈ ∇ / γ up to ‖A ⊗ G‖ / γ, or up to a few √(‖A ⊗ G‖ / γ) with damped factors."""
-    case, damping, rtol = FACTORED[name], 1e12, {"eigen": 1e-8, "inverse": 1e-4}[solver]
+    case = FACTORED[name]
+    damping = 1e12
+    rtol = {"eigen": 1e-8, "inverse": 1e-4}[solver]
     batch = case.batch()
     gradients = plain(case, batch)
     P = preconditioned(case, batch, damping=damping, solver=solver)
     close([damping * matrix for matrix in P.values()], gradients.values(), rtol)
-    model, twin = case.model(), case.model()
+    model = case.model()
+    twin = case.model()
     optimizer = make(KAISA, model, lr=0.05 * damping, damping=damping, solver=solver)
     alone = torch.optim.SGD(twin.parameters(), lr=0.05)
     for each in case.batches(4):
@@ -397,7 +410,8 @@ def test_20_identity_curvature_is_the_base_bit_for_bit(name: str, base: str, sol
         "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
         "Adam": (torch.optim.Adam, {"lr": 0.01}),
     }[base]
-    model, twin = case.model(), case.model()
+    model = case.model()
+    twin = case.model()
     alone = Base(twin.parameters(), **options)
     batches = case.batches(4)
     optimizer = identity_curvature(
@@ -407,7 +421,8 @@ def test_20_identity_curvature_is_the_base_bit_for_bit(name: str, base: str, sol
         take(model, optimizer, batch, case.loss)
         take(twin, alone, batch, case.loss)
         assert same(model, twin)
-    curved, start = case.model(), case.model()
+    curved = case.model()
+    start = case.model()
     take(curved, make(KAISA, curved, base=Base, solver=solver, **options), batches[0], case.loss)
     take(start, Base(start.parameters(), **options), batches[0], case.loss)
     assert not same(curved, start)
@@ -448,7 +463,8 @@ def test_trajectories_are_those_of_the_reference(
     name: str, approx: ref.Approx, solver: Any, factor_steps: int, inv_steps: int
 ) -> None:
     """With a clip that is active and without; the two differ."""
-    case, ends = FACTORED[name], []
+    case = FACTORED[name]
+    ends = []
     batches = case.batches(4, n=6)
     intervals = {"factor_update_steps": factor_steps, "inv_update_steps": inv_steps}
     for kl_clip in (None, 1e-3):

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from reference import Batch
 
 MLP = ZOO["mlp"]
-N, STEPS = 40, 4
+N = 40
+STEPS = 4
 BATCHES = MLP.batches(STEPS, n=N)
 SIZES = (4, 36)
 SGD = {"kl_clip": 1e-3, "momentum": 0.9}  # a clip that binds

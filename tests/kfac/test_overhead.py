@@ -80,7 +80,8 @@ def test_the_weight_of_the_past_follows_the_interval() -> None:
 def on_ranks(rank: int, world_size: int, name: str) -> Any:
     """The interval where a rank is three times as slow, and the parameters."""
     systems: dict[str, Any] = {"KAISA": KAISA, "DPKFAC": DPKFAC, "DistKFAC": DistKFAC}
-    run, trajectory = drifting(systems[name], scale=1.0 + 2 * rank), []
+    run = drifting(systems[name], scale=1.0 + 2 * rank)
+    trajectory = []
     if rank == 1:
         run.T = 20.0
     for _ in range(TIMED + 10):
@@ -111,7 +112,8 @@ def load_and_train(
     """As a machine that is a hundred times as slow at everything but the passes."""
     run = drifting(**(options or {}))
     run.time.spend(12345.0)
-    run.scale, run.T = 100.0, 1.0
+    run.scale = 100.0
+    run.T = 1.0
     run.load(saved)
     run.go(10, rank, world_size)
     return run.throttle.interval, run.refreshes, vector(run.model)

@@ -91,7 +91,8 @@ class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.stem, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
+        self.stem = nn.Linear(5, 6)
+        self.head = nn.Linear(6, 3)
         self.never = nn.Linear(6, 6)
         self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
         self.order: Sequence[int] = (0, 1, 2)
@@ -166,7 +167,8 @@ def in_ddp(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
         if step in (1, 2):
             with trained.no_sync():
                 scaler.scale(cross_entropy(trained(x[:2]), y[:2]) / 2).backward()
-            x, y = x[2:], y[2:]
+            x = x[2:]
+            y = y[2:]
         loss = cross_entropy(trained(x), y) / (2 if step in (1, 2) else 1)
         scaler.scale(loss * (torch.inf if step == 3 else 1.0)).backward()
         scaler.step(optimizer)

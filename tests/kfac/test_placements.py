@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from reference import Batch
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-MLP, CONV = ZOO["mlp"], ZOO["conv_grouped"]
+MLP = ZOO["mlp"]
+CONV = ZOO["conv_grouped"]
 SHORT = LONG[:5]  # at intervals of 3 there is a second refresh, and a step after it
 each_placement = pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 
@@ -228,7 +229,8 @@ def test_layers_that_are_frozen_and_thawed_take_their_factors_along(
     lost. Between two takings of statistics it makes no difference who owns what.
     """
     options: dict[str, Any] = {"factor_update_steps": 2, "factor_decay": 0.7}
-    frozen, batches = FROZEN, [*LONG, *LONG[:3]]
+    frozen = FROZEN
+    batches = [*LONG, *LONG[:3]]
     if placement.System is DPKFAC:
         options = {"factor_update_steps": 4, "factor_decay": 0.7, "solver": "inverse"}
         frozen = {step: [n for n in FROZEN[step] if "bias" not in n] for step in FROZEN}

@@ -25,7 +25,10 @@ from second_order.kronecker import statistics
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-STEPS, BAD, SIZES = 10, 6, 3  # a factor that is not finite at a step; sizes of factors
+# a factor that is not finite at a step; sizes of factors
+STEPS = 10
+BAD = 6
+SIZES = 3
 DRIFT: dict[str, Any] = {"inv_update_steps": "auto"}
 EVERY: dict[str, Any] = {"inv_update_steps": 3, "factor_update_steps": 1}
 CASES: dict[str, dict[str, Any]] = {
@@ -44,7 +47,8 @@ class Net(nn.Module):
     def __init__(self, dead: bool) -> None:
         super().__init__()
         self.body = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
-        self.first, self.head = nn.Linear(6, 8, bias=False), nn.Linear(8, 3, bias=False)
+        self.first = nn.Linear(6, 8, bias=False)
+        self.head = nn.Linear(8, 3, bias=False)
         self.dead = dead
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,10 +69,13 @@ def first_fails(matrices: Tensor, native: Any = torch.linalg.cholesky_ex) -> Any
 def trained(device: str, net: str, **options: Any) -> Iterator[Any]:
     """Runs to the backward pass of each step, and is told to go on; ends with what came of it."""
     torch.manual_seed(0)
-    model, x = Net(net == "dead"), torch.randn(STEPS, 16, 6)
-    y, model = torch.randint(3, (STEPS, 16)).to(device), model.to(device)
+    model = Net(net == "dead")
+    x = torch.randn(STEPS, 16, 6)
+    y = torch.randint(3, (STEPS, 16)).to(device)
+    model = model.to(device)
     base: dict[str, Any] = {"base": torch.optim.SGD, "momentum": 0.9, "foreach": True}
-    optimizer, x = KAISA(model, lr=0.05, **base, **options), x.to(device)
+    optimizer = KAISA(model, lr=0.05, **base, **options)
+    x = x.to(device)
     climbs = BAD if net == "climbing" else -1
     plan = optimizer._curvature.plan  # type: ignore[attr-defined]
     for i in range(STEPS):

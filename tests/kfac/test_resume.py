@@ -122,7 +122,8 @@ def from_rank_0(data: bytes) -> bytes:
 
 
 def resumed(run: Run, data: bytes, **options: Any) -> tuple[nn.Module, Any, Any]:
-    state, model = torch.load(io.BytesIO(data), weights_only=True), network(seed=5)
+    state = torch.load(io.BytesIO(data), weights_only=True)
+    model = network(seed=5)
     optimizer, scheduler = run.make(model, **options)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -148,7 +149,8 @@ def unlike_after_resuming(run: Run) -> list[str]:
     """What differs between a run and those that resume it, at any of the saves."""
     model = network()
     optimizer, scheduler = run.make(model)
-    start, checkpoints = 0, dict[int, bytes]()
+    start = 0
+    checkpoints = dict[int, bytes]()
     for step in SAVES:
         take(model, optimizer, scheduler, start, step)
         checkpoints[step] = saved(model, optimizer, scheduler)

@@ -70,10 +70,12 @@ def helping(optimizer: Any) -> FakeLink:
     """Make it a stats worker of one worker."""
     link: Any = FakeLink()
     link.peer_closed = True
-    training, curvature = optimizer._training, optimizer._curvature
+    training = optimizer._training
+    curvature = optimizer._curvature
     worker = StatsWorker(training, curvature._options, curvature._system, 0, 1.0)
     worker.layers = curvature.layers
-    worker.link, worker.optimized = link, [True] * len(training.model_tensors())
+    worker.link = link
+    worker.optimized = [True] * len(training.model_tensors())
     optimizer._curvature = worker
     return link
 
@@ -111,7 +113,8 @@ def test_micro_batches_of_a_stats_worker_are_counted(
     sizes: tuple[int, ...], options: dict[str, Any]
 ) -> None:
     """Its own loop, too, may divide the losses of several passes by their number or terms."""
-    (x, y), sent = BATCHES[0], []
+    (x, y) = BATCHES[0]
+    sent = []
     for parts, chosen in (((12,), {}), (sizes, options)):
         model = CASE.model()
         optimizer = distkfac(model, **chosen)
@@ -127,7 +130,8 @@ def test_micro_batches_of_a_stats_worker_are_counted(
 
 def beside_a_stats_worker() -> tuple[nn.Module, Any, FakeLink, Any]:
     """A worker's model, optimizer and link, and what a stats worker might send it."""
-    other, model = CASE.model(), CASE.model()
+    other = CASE.model()
+    model = CASE.model()
     sent = message(other, distkfac(other), lambda: loss_on(other), "step")
     worker = distkfac(model)
     return model, worker, helped(worker), sent
@@ -135,7 +139,8 @@ def beside_a_stats_worker() -> tuple[nn.Module, Any, FakeLink, Any]:
 
 def test_own_passes_come_back_when_sound_statistics_stay_away() -> None:
     _, worker, link, sent = beside_a_stats_worker()
-    helpers, own = worker._curvature.helpers, []
+    helpers = worker._curvature.helpers
+    own = []
     spoiled = [t * math.nan for t in sent[0]], sent[1]
     for content in (sent, spoiled, sent):
         link.came.append(Message(content[0], content[1]))
@@ -149,10 +154,13 @@ def test_own_passes_come_back_when_sound_statistics_stay_away() -> None:
 
 @pytest.mark.filterwarnings("ignore:no layer gave statistics")
 def test_factors_forget_between_messages_as_much_as_in_so_many_steps() -> None:
-    other, model = CASE.model(), CASE.model()
+    other = CASE.model()
+    model = CASE.model()
     sent = message(other, distkfac(other), lambda: loss_on(other), "step")
     worker = distkfac(model, factor_decay=FORGETFUL)
-    link, expected, last = helped(worker), 0.0, 0
+    link = helped(worker)
+    expected = 0.0
+    last = 0
     for step in (2, 5, 7):
         while worker._training.steps < step:
             worker.step()
@@ -166,7 +174,8 @@ def test_factors_forget_between_messages_as_much_as_in_so_many_steps() -> None:
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_first_message_forgets_no_more_than_since_the_last_update(resumed: bool) -> None:
     """Which was of own passes, or is in the checkpoint."""
-    other, model = CASE.model(), CASE.model()
+    other = CASE.model()
+    model = CASE.model()
     sent = message(other, distkfac(other), lambda: loss_on(other), "step")
     worker = distkfac(model, factor_decay=FORGETFUL)
     for _ in range(60):
@@ -184,7 +193,8 @@ def test_a_first_message_forgets_no_more_than_since_the_last_update(resumed: boo
 
 
 def test_a_stats_workers_gradients_do_not_pile_up() -> None:
-    model, seen = CASE.model(), []
+    model = CASE.model()
+    seen = []
     optimizer = distkfac(model)
     link = helping(optimizer)
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])

@@ -164,7 +164,8 @@ def test_noisy_slopes_raise_the_scale_only_while_the_rate_changes(
     rate: Callable[[int], float], moving: Sequence[int]
 ) -> None:
     """The loss rises along every second step. With a constant rate, τ remains 1."""
-    scale, longer = StepScale(PLAIN_BOUNDS), []
+    scale = StepScale(PLAIN_BOUNDS)
+    longer = []
     for step in range(100):
         before = scale.factor
         scale.update((-1.0) ** step, rate(step), step)
@@ -227,7 +228,8 @@ def test_the_slope_is_the_next_mean_gradient_along_the_scaled_step(
 def test_preconditioned_weights_alone_are_scaled_and_no_base_sees_it(
     System: Any, options: dict[str, Any]
 ) -> None:
-    ends, states = [], []
+    ends = []
+    states = []
     for factor in (1.0, 0.5):
         model = MLP.model()
         optimizer = make(System, model, **options, skip_layers=["2"])

@@ -86,7 +86,8 @@ def larger(batch: Batch) -> Batch:
 @pytest.mark.parametrize("lower", [0.0, 0.9])
 def test_a_schedule_of_the_damping_asks_for_a_solve(lower: float) -> None:
     """Of layers that have settled, too, which stay so; by less than the bound it does not."""
-    model, changes = MLP.model(), {3: 0.11, 5: 0.3}
+    model = MLP.model()
+    changes = {3: 0.11, 5: 0.3}
     optimizer = make(
         KAISA,
         model,
@@ -111,7 +112,8 @@ SYSTEMS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def on_ranks(rank: int, world_size: int, name: str, options: dict[str, Any]) -> Any:
     System, own = SYSTEMS[name]
-    model, path = MLP.model(), []
+    model = MLP.model()
+    path = []
     with counted() as messages:
         optimizer = make(System, model, **{**TRACED, **own, **options})
         for batch in BATCHES:

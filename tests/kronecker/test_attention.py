@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from second_order import KAISA
 
-F64, WIDTH = torch.float64, 4
+F64 = torch.float64
+WIDTH = 4
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 SHARED = ("all", "keys and values", "nothing")
 each_shared = pytest.mark.parametrize("shared", SHARED)
@@ -28,7 +29,9 @@ class Packed(nn.Module):
 
     def __init__(self, shared: str, batch_first: bool = True, bias: bool = True) -> None:
         super().__init__()
-        self.shared, self.batch_first, self.bias = shared, batch_first, bias
+        self.shared = shared
+        self.batch_first = batch_first
+        self.bias = bias
         self.keys = slice(2, None)  # as many as there are queries
         self.first = nn.Linear(3, WIDTH)
         self.attention = self.made()
@@ -61,7 +64,10 @@ class Linears(nn.Module):
     def __init__(self, bias: bool) -> None:
         super().__init__()
         make = partial(nn.Linear, WIDTH, WIDTH, bias=bias)
-        self.q, self.k, self.v, self.out_proj = make(), make(), make(), make()
+        self.q = make()
+        self.k = make()
+        self.v = make()
+        self.out_proj = make()
 
 
 class Separate(Packed):
@@ -72,7 +78,9 @@ class Separate(Packed):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         layers: Any = self.attention
-        q, k, v = layers.q(q), layers.k(k), layers.v(v)
+        q = layers.q(q)
+        k = layers.k(k)
+        v = layers.v(v)
         q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in (q, k, v))
         mixed = functional.scaled_dot_product_attention(q, k, v)
         found: Tensor = layers.out_proj(mixed.transpose(1, 2).flatten(2))
@@ -84,7 +92,8 @@ def pair(
 ) -> tuple[Packed, Separate]:
     """Two models with equal parameters."""
     torch.manual_seed(0)
-    packed, separate = Packed(shared, batch_first, bias), Separate(shared, bias=bias)
+    packed = Packed(shared, batch_first, bias)
+    separate = Separate(shared, bias=bias)
     for model in (packed, separate):
         model.double()
         model.pool = Pool() if pooled else nn.Identity()
@@ -227,7 +236,8 @@ def test_an_attention_kept_out_of_a_graph_has_the_factors_of_a_plain_one() -> No
     found = []
     for backend in (None, "aot_eager"):
         model, _ = pair("keys and values")
-        optimizer, run = make(KAISA, model), model
+        optimizer = make(KAISA, model)
+        run = model
         if backend is not None:
             model.attention.forward = torch.compiler.disable(model.attention.forward)
             run = torch.compile(model, backend=backend)

@@ -196,7 +196,8 @@ def train_same_matrices(
     with patch.object(banks, "CPU_LAYER_BATCH_BYTES", bank_bytes):
         optimizer = make(System, model, unsupported_layers="gradient_factors")
         for _ in range(3):
-            x, y = torch.randn(6, 3, 4, 4, dtype=F64), torch.randint(CLASSES, (6,))
+            x = torch.randn(6, 3, 4, 4, dtype=F64)
+            y = torch.randint(CLASSES, (6,))
             take(model, optimizer, (x, y))
             trajectory.append(vector(model))
     assert all(layer.solved for layer in optimizer._curvature.layers.blocks)

@@ -27,14 +27,16 @@ F64 = torch.float64
 
 
 def test_a_pair_is_the_input_and_the_gradient_of_the_output() -> None:
-    model, (x, _) = MLP.model(), MLP.batch()
+    model = MLP.model()
+    (x, _) = MLP.batch()
     capture, recorder = watched(model)
     backward(model, x)
     hidden = x
     expected = {}
     twin = MLP.model()
     for layer in twin:
-        inputs, hidden = hidden, layer(hidden)
+        inputs = hidden
+        hidden = layer(hidden)
         if isinstance(layer, nn.Linear):
             hidden.retain_grad()
             expected[len(expected)] = (inputs, hidden)
@@ -106,7 +108,8 @@ def test_forwards_of_one_backward_are_one_pass_and_backwards_of_one_forward_are_
 
 
 def test_inputs_go_through_the_saved_tensor_hooks_in_force() -> None:
-    model, x = MLP.model(), MLP.batch()[0]
+    model = MLP.model()
+    x = MLP.batch()[0]
     _capture, recorder = watched(model)
     packed: list[Tensor] = []
 
@@ -162,7 +165,8 @@ def test_an_input_changed_in_place_where_that_is_legal_is_told_to_be_lost() -> N
 
 
 def test_sampled_pairs_carry_the_samplers_gradients_and_touch_no_other() -> None:
-    model, (x, y) = MLP.model(), MLP.batch()
+    model = MLP.model()
+    (x, y) = MLP.batch()
     twin = MLP.model()
     _kept, plain = watched(twin)
     functional.cross_entropy(twin(x), y, reduction="sum").backward()

@@ -55,7 +55,9 @@ def assert_same_pairs(found: Recorder, expected: Recorder, rtol: float = 1e-12) 
 @pytest.mark.parametrize("name", ["mlp", "conv"])
 def test_a_whole_graph_gives_the_pairs_of_the_eager_model(name: str, backend: str) -> None:
     case = ZOO[name]
-    model, twin, x = case.model(), case.model(), case.batch()[0]
+    model = case.model()
+    twin = case.model()
+    x = case.batch()[0]
     compiled = whole(model, backend)
     kinds = (nn.Linear, nn.Conv2d)
     recorders = []
@@ -156,8 +158,10 @@ def test_evaluation_attacks_and_frozen_layers_give_nothing() -> None:
 
 def test_inductor_gives_the_same_pairs() -> None:
     """Its memory planning uses the inputs' memory again as soon as it can."""
-    model, twin = MLP.model(), MLP.model()
-    (_kept, found), (_other, expected) = watched(model), watched(twin)
+    model = MLP.model()
+    twin = MLP.model()
+    (_kept, found) = watched(model)
+    (_other, expected) = watched(twin)
     compiled = torch.compile(model, fullgraph=True)
     try:
         backward(compiled)

@@ -57,7 +57,8 @@ class Own(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.first = nn.Linear(5, 5)
+        self.second = nn.Linear(5, 5)
         self.head = nn.Linear(5, CLASSES)
 
     def part(self, x: Tensor) -> Tensor:
@@ -95,7 +96,8 @@ def watched(model: nn.Module, likelihood: Any = "categorical") -> tuple[Capture,
 def assert_same_pairs(
     found: Keeper, model: nn.Module, expected: Keeper, twin: nn.Module, rtol: float = 1e-12
 ) -> None:
-    mine, its = found.of(model), expected.of(twin)
+    mine = found.of(model)
+    its = expected.of(twin)
     assert len(mine) == len(its) > 0
     names, others = ({m: n for n, m in each.named_modules()} for each in (model, twin))
     for one, other in zip(mine, its, strict=True):
@@ -118,9 +120,11 @@ def called(model: nn.Module, how: str = "model", backend: str = "aot_eager") -> 
 @pytest.mark.parametrize("how", ["model", "inside"])
 def test_a_compiled_model_draws_what_the_eager_model_draws(kind: str, how: str) -> None:
     """Of the same labels, in each of two passes, and the user's gradients are as ever."""
-    model, twin = built(kind), built(kind)
+    model = built(kind)
+    twin = built(kind)
     compiled = called(model, how)
-    (_one, found), (_other, expected) = watched(model), watched(twin)
+    (_one, found) = watched(model)
+    (_other, expected) = watched(twin)
     for each, recorder in ((compiled, found), (twin, expected)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")

@@ -41,13 +41,17 @@ def layer_of(
     """A layer of a kind, its factors drawn from torch's generator."""
     groups = 3 if kind == "grouped" else 1
     bias = int(kind == "with bias")
-    shape, size = FactorShape(groups, width + bias, out), (groups * out, width)
+    shape = FactorShape(groups, width + bias, out)
+    size = (groups * out, width)
     if kind == "embedding":
-        shape, size = FactorShape(1, width, out, diagonal_a=True, transposed=True), (width, out)
+        shape = FactorShape(1, width, out, diagonal_a=True, transposed=True)
+        size = (width, out)
     elif kind == "doubly factored":
-        shape, size = FactorShape(1, width * 2, out, locations=2), (out, width * 2)
+        shape = FactorShape(1, width * 2, out, locations=2)
+        size = (out, width * 2)
     elif kind == "exact":
-        shape, size = FactorShape(1, 1, out, exact=True), (out,)
+        shape = FactorShape(1, 1, out, exact=True)
+        size = (out,)
     whole = {letter: positive(groups, shape.dims[letter]) for letter in shape.factor_names}
     if kind == "embedding":
         whole["A"] = torch.rand(1, width, dtype=torch.float64)
@@ -115,10 +119,12 @@ def test_all_functions_of_a_layer_are_those_of_the_dense_matrix(
     kind: str, out: int, width: int, packed: bool, corrected: bool, gamma: float
 ) -> None:
     layer = layer_of(kind, "x", out, width, packed=packed, corrected=corrected)
-    curvature, F = KroneckerCurvature({"x": layer}, list(layer.shapes), {}), dense(layer)
+    curvature = KroneckerCurvature({"x": layer}, list(layer.shapes), {})
+    F = dense(layer)
     near(layer.to_dense(), F)
     v = {n: torch.randn(s, dtype=torch.float64) for n, s in layer.shapes.items()}
-    eye, mean = torch.eye(len(F), dtype=F.dtype), float(F.trace()) / len(F)
+    eye = torch.eye(len(F), dtype=F.dtype)
+    mean = float(F.trace()) / len(F)
     # An eigenvalue that is zero is found as 1e-16, and its root as 1e-8.
     for found, expected, to in (
         (curvature.apply(v), F, 1e-9),
@@ -185,13 +191,15 @@ def drawn(seed: int = 0) -> KroneckerCurvature:
 
 def shared(rank: int, size: int) -> KroneckerCurvature:
     """The same, each layer on one process but the last, which all have."""
-    whole, processes = drawn(), Processes()
+    whole = drawn()
+    processes = Processes()
     owners = {name: i % size for i, name in enumerate(list(whole)[:-1])}
     layers = {
         name: layer if owners.get(name, rank) == rank else replace(layer, stored={}, corrected=None)
         for name, layer in whole.items()
     }
-    names, why = whole.names, whole.uncovered
+    names = whole.names
+    why = whole.uncovered
     return KroneckerCurvature(
         layers, names, why, owners=owners, world=processes, report=whole.report
     )

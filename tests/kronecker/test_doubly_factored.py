@@ -26,7 +26,8 @@ from second_order.kronecker.doubly_factored import rank_one
 from second_order.kronecker.layers import PairOptions, full_row_mask
 from second_order.kronecker.solvers import SOLVERS, Problem
 
-F32, F64 = torch.float32, torch.float64
+F32 = torch.float32
+F64 = torch.float64
 SEEDS = st.integers(0, 2**16)
 SIZES = st.integers(1, 5)
 DAMPINGS = st.floats(1e-4, 10.0)
@@ -133,7 +134,8 @@ def test_18_the_factors_are_the_means_over_examples(
 ) -> None:
     torch.manual_seed(seed)
     model = network(channels, locations)
-    x, y = torch.randn(n, channels, locations, dtype=F64), torch.randint(CLASSES, (n,))
+    x = torch.randn(n, channels, locations, dtype=F64)
+    y = torch.randint(CLASSES, (n,))
     optimizer, block = doubly_factored(model, channels, locations, lr=0.0)
     take(model, optimizer, (x, y))
     ((_, d),) = ref.captured(model, x, lambda out: cross_entropy(out, y), "1")["1"]
@@ -146,7 +148,8 @@ def test_18_the_factors_are_the_means_over_examples(
 def test_an_input_that_is_not_finite_is_told_by_a_whatever_its_gradient() -> None:
     """As where its output is masked: what eigh gets instead of it must not count as an example."""
     _, block = doubly_factored(network(2, 3), 2, 3, lr=0.0)
-    x, d = torch.randn(4, 6, dtype=F64), torch.randn(4, block.shape.out_dim, dtype=F64)
+    x = torch.randn(4, 6, dtype=F64)
+    d = torch.randn(4, block.shape.out_dim, dtype=F64)
     x[1, 1] = math.nan
     pair = block.statistics(
         block.modules[0], x, d, PairOptions(False, "expand", full_row_mask(len(x)))

@@ -102,7 +102,8 @@ def coupled_fisher(model: nn.Sequential, batch: Batch) -> Tensor:
     module: Any = model[0]
     ((_, d),) = ref.captured(model, x, lambda outputs: cross_entropy(outputs, y), "0")["0"]
     axes = [0, *range(2, x.dim())]
-    mean, variance = x.mean(axes, keepdim=True), x.var(axes, unbiased=False, keepdim=True)
+    mean = x.mean(axes, keepdim=True)
+    variance = x.var(axes, unbiased=False, keepdim=True)
     hat = (x - mean) / (variance + module.eps).sqrt()
     rows = []
     for n in range(len(x)):
@@ -180,7 +181,8 @@ def test_expand_and_reduce_over_positions(norm: nn.Module) -> None:
     plain = nn.Sequential(norm, nn.Tanh(), nn.Linear(4, CLASSES)).double()
     pooled = nn.Sequential(*plain, Pool())
     x = torch.randn(3, 5, 4, dtype=F64)
-    each, one = torch.randint(CLASSES, (3, 5)), torch.randint(CLASSES, (3,))
+    each = torch.randint(CLASSES, (3, 5))
+    one = torch.randint(CLASSES, (3,))
     # A loss term a position: positions are examples. One an example: they are parts of it.
     rows = x.flatten(0, 1), each.flatten()
     expand = ref.empirical_fisher(plain, *rows, cross_entropy, "0")

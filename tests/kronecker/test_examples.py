@@ -92,7 +92,8 @@ def test_a_gradient_penalty_counts_with_the_pass_that_ends_in_the_weights(System
 
     The derivative's own pass, from ones, would multiply G.
     """
-    model, (x, _) = MLP.model(), MLP.batch()
+    model = MLP.model()
+    (x, _) = MLP.batch()
     seen: list[tuple[int, Tensor]] = []
 
     def listen(i: int, out: Tensor) -> None:
@@ -121,7 +122,8 @@ def test_a_gradient_penalty_counts_with_the_pass_that_ends_in_the_weights(System
 @pytest.mark.parametrize("zeroed_by", ["optimizer", "model"])
 def test_a_discriminator_counts_its_own_passes(System: Any, zeroed_by: str) -> None:
     """What the generator's loss leaves in it goes with its gradients."""
-    model, (x, y) = MLP.model(), MLP.batch()
+    model = MLP.model()
+    (x, y) = MLP.batch()
     optimizer = make(System, model)
     noise = nn.Linear(5, 5, dtype=F64)
     cross_entropy(model(noise(x)), y).backward()  # the generator's step
@@ -143,8 +145,10 @@ def accumulate(model: nn.Module, batch: Any, parts: int, divided: float) -> None
 @each_kronecker
 def test_passes_of_a_step_are_counted_and_said_once(System: Any) -> None:
     """4, 4, and the 2 that were left of an epoch."""
-    model, twin = MLP.model(), MLP.model()
-    optimizer, plain = make(System, model), make(System, twin)
+    model = MLP.model()
+    twin = MLP.model()
+    optimizer = make(System, model)
+    plain = make(System, twin)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for batch, parts in zip(MLP.batches(3), (4, 4, 2), strict=True):
@@ -162,7 +166,8 @@ def test_passes_of_a_step_are_counted_and_said_once(System: Any) -> None:
 def test_two_losses_of_one_forward_are_no_micro_batches(reentrant: bool | None) -> None:
     """Nor where a checkpoint repeats the forward for each. G is the sum of both, and a warning."""
     torch.manual_seed(0)
-    model, (x, y) = Checkpointed(reentrant).double(), MLP.batch()
+    model = Checkpointed(reentrant).double()
+    (x, y) = MLP.batch()
     plain = copy.deepcopy(model)
     plain.reentrant = None
     optimizer = make(KAISA, model)
@@ -189,7 +194,8 @@ def test_two_losses_of_one_forward_are_no_micro_batches(reentrant: bool | None) 
 def test_labels_drawn_in_two_calls_of_the_model_count_in_one_backward_as_in_two() -> None:
     found = []
     for at_once in (True, False):
-        model, (x, y) = MLP.model(), MLP.batch()
+        model = MLP.model()
+        (x, y) = MLP.batch()
         optimizer = make(KAISA, model, fisher="categorical")
         losses = [cross_entropy(model(part), y[: len(part)]) for part in (x, 2 * x)]
         for loss in [sum(losses)] if at_once else losses:
@@ -205,14 +211,16 @@ def test_a_layer_that_some_micro_batches_pass_by_is_counted_with_the_others() ->
     class Branches(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.body, self.rare = nn.Linear(5, CLASSES), nn.Linear(5, CLASSES)
+            self.body = nn.Linear(5, CLASSES)
+            self.rare = nn.Linear(5, CLASSES)
 
         def forward(self, x: Tensor, rare: bool) -> Tensor:
             out: Tensor = self.body(x)
             return out + self.rare(x) if rare else out
 
     torch.manual_seed(0)
-    model, (x, y) = Branches().double(), MLP.batch()
+    model = Branches().double()
+    (x, y) = MLP.batch()
     optimizer = make(KAISA, model)
     for rare in (True, False):
         (cross_entropy(model(x, rare), y) / 2).backward()
@@ -234,7 +242,9 @@ class Tokens(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(9, 6)
         self.q, self.k, self.v = (nn.Linear(6, 6) for _ in range(3))
-        self.norm, self.inner, self.head = nn.LayerNorm(6), nn.Linear(6, 7), nn.Linear(7, CLASSES)
+        self.norm = nn.LayerNorm(6)
+        self.inner = nn.Linear(6, 7)
+        self.head = nn.Linear(7, CLASSES)
 
     def forward(self, tokens: Tensor, length: int) -> Tensor:
         x = self.embedding(tokens)
@@ -294,7 +304,9 @@ def test_rows_without_a_gradient_are_no_examples(seed: int, dead: set[int]) -> N
 @pytest.mark.parametrize("shape", [(50,), (50, 3), (2, 5, 5)])
 def test_rows_that_begin_with_zeros_are_examples(shape: tuple[int, ...]) -> None:
     d = torch.zeros(4, *shape)
-    d.flatten(1)[0, -1], d.flatten(1)[2, 0], d.flatten(1)[3, -2] = 1.0, -1.0, torch.nan
+    d.flatten(1)[0, -1] = 1.0
+    d.flatten(1)[2, 0] = -1.0
+    d.flatten(1)[3, -2] = torch.nan
     found = nonzero_row_mask(d)
     assert found.mask is not None
     assert found.mask.tolist() == [True, False, True, True]
@@ -339,7 +351,8 @@ class Dead(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.branch = nn.Linear(5, CLASSES), nn.Linear(5, CLASSES)
+        self.body = nn.Linear(5, CLASSES)
+        self.branch = nn.Linear(5, CLASSES)
         nn.init.constant_(self.branch.bias, -1e3)
 
     def forward(self, x: Tensor) -> Tensor:

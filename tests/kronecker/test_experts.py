@@ -23,7 +23,10 @@ from second_order.kronecker.model_blocks import BlockRules, find_blocks
 if TYPE_CHECKING:
     from pool import World
 
-F64, WIDTH, INNER, CLASSES = torch.float64, 4, 3, 3
+F64 = torch.float64
+WIDTH = 4
+INNER = 3
+CLASSES = 3
 pytestmark = pytest.mark.filterwarnings("ignore:.*preconditioned; trained by")
 KINDS: list[dict[str, Any]] = [
     {},
@@ -46,7 +49,9 @@ class Experts(nn.Module):
         has_post_expert_norm: bool = False,
     ) -> None:
         super().__init__()
-        self.has_gate, self.has_bias, self.is_transposed = has_gate, has_bias, is_transposed
+        self.has_gate = has_gate
+        self.has_bias = has_bias
+        self.is_transposed = is_transposed
         self.has_post_expert_norm = has_post_expert_norm
         self.post_expert_norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
         self.act_fn = torch.tanh
@@ -90,7 +95,8 @@ class Mixture(nn.Module):
 
     def __init__(self, experts: int, checkpointed: bool = False, **kind: Any) -> None:
         super().__init__()
-        self.first, self.head = nn.Linear(5, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.first = nn.Linear(5, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
         self.experts = Experts(experts, **kind)
         self.checkpointed = checkpointed
 
@@ -132,7 +138,8 @@ def step(model: nn.Module, optimizer: Any, *given: Tensor, mean: bool = True) ->
 
 def by_hand(model: Mixture, *given: Tensor) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     """Of each parameter A, G and the dense Fisher block of each expert, from gradients by token."""
-    module, n = model.experts, len(given[0])
+    module = model.experts
+    n = len(given[0])
     names = [name for name, _ in module.named_parameters() if not name.endswith("bias")]
     value = losses(model, *given)
     found = {}
@@ -165,7 +172,8 @@ def by_hand(model: Mixture, *given: Tensor) -> dict[str, tuple[Tensor, Tensor, T
 @each_kronecker
 def test_the_factors_of_each_expert_are_those_written_by_hand(System: Any, kind: Any) -> None:
     for mean in (True, False):
-        model, given = mixture(**kind), batch(11)
+        model = mixture(**kind)
+        given = batch(11)
         reduction = "mean" if mean else "sum"
         expected = by_hand(model, *given)
         optimizer = make(System, model, lr=0.0, loss_reduction=reduction)
@@ -192,7 +200,8 @@ def test_experts_are_not_told_of_sequences() -> None:
 @each_kind
 def test_a_block_with_one_token_an_expert_is_the_dense_fisher(kind: Any) -> None:
     x, _, weights, y = batch(2)
-    model, given = mixture(5, **kind), (x, torch.tensor([[3, 0], [1, 4]]), weights, y)
+    model = mixture(5, **kind)
+    given = (x, torch.tensor([[3, 0], [1, 4]]), weights, y)
     expected = by_hand(model, *given)
     optimizer = make(KAISA, model, lr=0.0)
     step(model, optimizer, *given)
@@ -211,7 +220,9 @@ def test_a_block_with_one_token_an_expert_is_the_dense_fisher(kind: Any) -> None
 def test_a_is_a_mean_over_an_experts_own_tokens_of_all_steps(
     sizes: list[int], seed: int, accumulated: bool
 ) -> None:
-    model, experts, decay = mixture(6), 6, 0.9
+    model = mixture(6)
+    experts = 6
+    decay = 0.9
     parts = [batch(n, experts, seed + i) for i, n in enumerate(sizes)]
     wholes = [tuple(map(torch.cat, zip(*parts, strict=True)))] if accumulated else parts
     optimizer = make(KAISA, model, lr=0.0, factor_decay=decay, loss_reduction="sum", damping=0.1)
@@ -242,7 +253,8 @@ def test_a_is_a_mean_over_an_experts_own_tokens_of_all_steps(
 
 def test_tokens_without_a_loss_are_no_examples() -> None:
     x, index, weights, y = batch(9)
-    alone, padded = mixture(), mixture()
+    alone = mixture()
+    padded = mixture()
     fewer = [t[:6] for t in (x, index, weights, y)]
     ignored = y.index_fill(0, torch.arange(6, 9), -100)
     optimizers = [make(KAISA, model, lr=0.0) for model in (alone, padded)]
@@ -254,7 +266,8 @@ def test_tokens_without_a_loss_are_no_examples() -> None:
 
 
 def test_a_checkpoint_keeps_what_it_is_to_keep() -> None:
-    found, given = [], batch(7)
+    found = []
+    given = batch(7)
     for checkpointed in (False, True):
         model = mixture(checkpointed=checkpointed)
         optimizer = make(KAISA, model, lr=0.0)
@@ -264,7 +277,8 @@ def test_a_checkpoint_keeps_what_it_is_to_keep() -> None:
 
 
 def test_shares_are_saved() -> None:
-    model, given = mixture(), [batch(5, seed=i) for i in range(3)]
+    model = mixture()
+    given = [batch(5, seed=i) for i in range(3)]
     whole, first, second = (make(KAISA, model, lr=0.0) for _ in range(3))
     for each in given[:2]:
         step(model, first, *each)
@@ -278,7 +292,8 @@ def test_shares_are_saved() -> None:
 @pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 @pytest.mark.parametrize("told", [True, False])
 def test_experts_that_compute_something_else_are_left_to_the_base(told: bool) -> None:
-    model, given = mixture(), batch(9)
+    model = mixture()
+    given = batch(9)
     if not told:  # the module's forward has another gate than it tells of
         model.experts._apply_gate = lambda u: Experts._apply_gate(model.experts, 2 * u)
         model.experts.register_forward_hook(lambda module, args, output: 2 * output)
@@ -295,7 +310,8 @@ class Router(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_experts, self.hidden_dim = 4, WIDTH
+        self.num_experts = 4
+        self.hidden_dim = WIDTH
         self.weight = nn.Parameter(torch.randn(4, WIDTH))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -316,12 +332,14 @@ class RoutedMixture(Mixture):
 
 @pytest.mark.filterwarnings("ignore:no statistics arrived for")
 def test_experts_kept_out_of_a_graph_have_the_factors_of_plain_ones() -> None:
-    found, given = [], batch(9)
+    found = []
+    given = batch(9)
     for compiled, outside in ((False, False), (True, True), (True, False)):
         torch.manual_seed(0)
         model = RoutedMixture().double()
         hidden = {model.experts, model.gate}
-        optimizer, run = make(KAISA, model, lr=0.0), model
+        optimizer = make(KAISA, model, lr=0.0)
+        run = model
         for module in hidden if outside else ():
             module.forward = torch.compiler.disable(module.forward)
         if compiled:
@@ -425,7 +443,8 @@ def trained(
 
     DPKFAC's ranks have all tokens each.
     """
-    model, options = mixture(6, has_bias=True), dict(options)
+    model = mixture(6, has_bias=True)
+    options = dict(options)
     if options.pop("sharded", False):
         fully_shard(model.experts)
         fully_shard(model)
@@ -495,7 +514,8 @@ def test_a_checkpoint_of_experts_goes_on_with_other_processes(
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_rows_without_a_backward_pass() -> None:
-    model, (x, index, weights, _) = mixture(has_bias=True), batch(9)
+    model = mixture(has_bias=True)
+    (x, index, weights, _) = batch(9)
     mask = torch.arange(9) % 3 > 0
     calls: list[Any] = []
     model.experts.register_forward_hook(

@@ -86,7 +86,8 @@ def test_every_layer_of_the_zoo_explains_its_gradient(name: str, precondition_no
 def test_low_precision_and_a_loss_that_is_scaled_explain_it(dtype: Any, fisher: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, CLASSES))
-    x, y = torch.randn(2000, 20) + 1.0, torch.randint(CLASSES, (2000,))
+    x = torch.randn(2000, 20) + 1.0
+    y = torch.randint(CLASSES, (2000,))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     with judged() as found:
         optimizer = KAISA(model, lr=0.1, grad_scaler=scaler, fisher=fisher)
@@ -103,7 +104,8 @@ def test_low_precision_and_a_loss_that_is_scaled_explain_it(dtype: Any, fisher: 
 def test_sums_that_cancel_count_for_rounding() -> None:
     """Two uses of a layer on nearly one input: their difference is lost in float32."""
     torch.manual_seed(0)
-    layer, x = nn.Linear(4, 6), torch.randn(64, 4)
+    layer = nn.Linear(4, 6)
+    x = torch.randn(64, 4)
     with judged() as found:
         optimizer = KAISA(nn.Sequential(layer), lr=0.1)
         (layer(x) - layer(x + 1e-7 * torch.randn(64, 4))).tanh().mean().backward()
@@ -132,7 +134,8 @@ def test_a_penalty_on_the_weights_length_hides_nothing() -> None:
 @quiet
 def test_gradients_that_are_taken_beside_count_for_nothing() -> None:
     case = ZOO["mlp"]
-    model, (x, y) = case.model(), case.batch()
+    model = case.model()
+    (x, y) = case.batch()
     with judged() as found:
         optimizer = make(KAISA, model)
         loss = cross_entropy(model(x), y)
@@ -173,7 +176,8 @@ def compared(
     shapes: list[tuple[int, ...]], seed: int, device: str = "cpu", passes: int = 1
 ) -> list[Verification]:
     """Passes of weights, whose pairs explain a part of the gradient that is the weight's own."""
-    generator, found = torch.Generator().manual_seed(seed), []
+    generator = torch.Generator().manual_seed(seed)
+    found = []
     for i, shape in enumerate(shapes):
         weight = torch.randn(shape, generator=generator).to(device).requires_grad_()
         found.append(Verification())
@@ -189,7 +193,8 @@ def compared(
 def alone(of: Any) -> float:
     """r as it is defined."""
     products = [pair.product.double() for pair in of.pairs]
-    e, g = sum(products).flatten(), of.gradient.double().flatten()
+    e = sum(products).flatten()
+    g = of.gradient.double().flatten()
     left = g - e
     if of.weight is not None:
         w = of.weight.double().flatten()
@@ -275,7 +280,8 @@ def pooled(kind: str) -> nn.Module:
 @pytest.mark.parametrize("kind", ["linear", "transposed", "embedding", "convolution", "norm"])
 def test_a_pair_of_other_sizes_ends_no_backward(kind: str, fisher: str) -> None:
     torch.manual_seed(0)
-    model, x = pooled(kind), torch.randn(6, 4, 5, dtype=F64)
+    model = pooled(kind)
+    x = torch.randn(6, 4, 5, dtype=F64)
     x = torch.randint(7, (6, 4)) if kind == "embedding" else x
     optimizer = make(KAISA, model, fisher=fisher, precondition_norms=True)
     for _ in range(2):
@@ -328,7 +334,8 @@ def test_what_is_no_layer_of_its_kind_goes_to_the_base(System: Any, name: str, f
 class OutsideToo(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.hidden = nn.Embedding(6, 4), nn.Linear(4, 4)
+        self.words = nn.Embedding(6, 4)
+        self.hidden = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(torch.tanh(self.hidden(self.words(x))), self.words.weight)
@@ -338,7 +345,8 @@ class OutsideToo(nn.Module):
 @quiet
 def test_a_weight_that_is_used_outside_of_its_module_is_the_bases(System: Any) -> None:
     torch.manual_seed(0)
-    model, tokens = OutsideToo().double(), torch.randint(6, (5, 3))
+    model = OutsideToo().double()
+    tokens = torch.randint(6, (5, 3))
     optimizer = make(System, model)
     take(model, optimizer, (tokens, tokens.roll(1, 1)))
     rows = {row.name: row.status for row in optimizer.summary().rows}
@@ -445,8 +453,11 @@ class InPlace(nn.Module):
 
     def __init__(self, how: str, leaves: bool, recomputes: bool) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(5, 4), nn.Linear(4, CLASSES)
-        self.how, self.leaves, self.recomputes = how, leaves, recomputes
+        self.first = nn.Linear(5, 4)
+        self.last = nn.Linear(4, CLASSES)
+        self.how = how
+        self.leaves = leaves
+        self.recomputes = recomputes
 
     def _hidden(self, x: Tensor) -> Tensor:
         h = self.first(x)

@@ -103,7 +103,8 @@ class Sharing(nn.Module):
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
-        self.first, self.head = nn.LayerNorm(4), nn.Linear(4, CLASSES)
+        self.first = nn.LayerNorm(4)
+        self.head = nn.Linear(4, CLASSES)
         self.second = nn.LayerNorm(4) if tied else self.first
         self.second.weight = self.first.weight
 
@@ -116,7 +117,8 @@ def test_norms_that_share_a_gain_are_trained_by_the_base() -> None:
     assert kinds(blocks) == {"first": ExactBlock, "head": KroneckerBlock}
     assert left.keys() == {"second"}
     optimizer = make(KAISA, model, precondition_norms=True)
-    x, y = torch.randn(6, 4), torch.randint(CLASSES, (6,))
+    x = torch.randn(6, 4)
+    y = torch.randint(CLASSES, (6,))
     nn.functional.cross_entropy(model.head(model.second(model.first(x).tanh())), y).backward()
     optimizer.step()
     rows = {row.name: row for row in optimizer.summary().rows}
@@ -128,7 +130,8 @@ def test_an_embedding_with_sparse_gradients_is_left_to_the_base() -> None:
     optimizer = KAISA(model, lr=0.1)
     rows = {row.name: row for row in optimizer.summary().rows}
     assert (rows["0"].status, rows["0"].detail) == ("base", "its gradient is sparse")
-    x, y = torch.randint(6, (5, 3)), torch.randint(CLASSES, (5,))
+    x = torch.randint(6, (5, 3))
+    y = torch.randint(CLASSES, (5,))
     nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()
     assert all(bool(p.isfinite().all()) for p in model.parameters())

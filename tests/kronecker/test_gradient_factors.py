@@ -30,7 +30,8 @@ GRADIENT = {"unsupported_layers": "gradient_factors"}
 class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.RNNBase] = nn.LSTM) -> None:
         super().__init__()
-        self.cell, self.head = kind(3, 4, batch_first=True), nn.Linear(4, CLASSES)
+        self.cell = kind(3, 4, batch_first=True)
+        self.head = nn.Linear(4, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.cell(x)[0][:, -1])
@@ -43,7 +44,8 @@ class Lone(nn.Module):
         super().__init__()
         self.matrix = nn.Parameter(torch.randn(5, 4))
         self.stack = nn.Parameter(torch.randn(2, 4, 3))
-        self.row, self.vector = nn.Parameter(torch.randn(1, 4)), nn.Parameter(torch.randn(3))
+        self.row = nn.Parameter(torch.randn(1, 4))
+        self.vector = nn.Parameter(torch.randn(3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(x @ self.matrix + self.row)
@@ -97,7 +99,8 @@ def test_the_step_is_the_dense_solve(System: Any, name: str, most: int, solver: 
     gradient = gradient_of(model, batch, name)
     rows = gradient.T if most == 4 else gradient  # (4, 5), (3, 8)
     # No layer counts examples here: 64 is what the clip assumes, too.
-    A, G = rows.T @ rows / rows.square().sum(), 64 * rows @ rows.T
+    A = rows.T @ rows / rows.square().sum()
+    G = 64 * rows @ rows.T
     A = torch.diag(A.diagonal()) if most == 4 else A
     solve = ref.damped_dense_solve if solver == "eigen" else ref.damped_factored_solve
     expected = solve(A[None], G[None], rows, 0.1)

@@ -54,7 +54,8 @@ def test_1_one_example_is_exact(
     widths: list[int], activation: Any, bias: bool, likelihood: Likelihood, seed: int
 ) -> None:
     model = network(widths, activation, bias, seed)
-    x, y = torch.randn(1, widths[0], dtype=F64), torch.randint(CLASSES, (1,))
+    x = torch.randn(1, widths[0], dtype=F64)
+    y = torch.randint(CLASSES, (1,))
     layers = exact(model, x, likelihood)
     assert len(layers) == len(widths) - 1
     for name, found in layers.items():
@@ -65,7 +66,8 @@ def test_1_one_example_is_exact(
 
 @pytest.mark.parametrize("layer", ["0", "2"])
 def test_1_not_for_8_examples_through_tanh(layer: str) -> None:
-    model, (x, _) = ZOO["mlp"].model(), ZOO["mlp"].batch(8)
+    model = ZOO["mlp"].model()
+    (x, _) = ZOO["mlp"].batch(8)
     found = block(exact(model, x, "categorical")[layer])
     assert error(found, ref.exact_fisher(model, x, "categorical", layer)) > 0.05
 
@@ -78,7 +80,8 @@ def test_2_deep_linear_with_squared_loss_is_exact(
     widths: list[int], bias: bool, n: int, seed: int
 ) -> None:
     model = network(widths, nn.Identity, bias, seed)
-    x, y = torch.randn(n, widths[0], dtype=F64), torch.randn(n, 3, dtype=F64)
+    x = torch.randn(n, widths[0], dtype=F64)
+    y = torch.randn(n, 3, dtype=F64)
     for name, found in exact(model, x, "gaussian").items():
         for expected in (
             ref.exact_fisher(model, x, "gaussian", name),
@@ -91,7 +94,8 @@ def test_2_deep_linear_with_squared_loss_is_exact(
 @pytest.mark.parametrize("layer", ["0", "1", "2"])
 def test_2_not_for_cross_entropy(layer: str) -> None:
     case = ZOO["deep_linear"]
-    model, (x, _) = case.model(), case.batch(6)
+    model = case.model()
+    (x, _) = case.batch(6)
     with torch.no_grad():
         model[2].weight.mul_(5)  # predictions that are not all alike
     found = block(exact(model, x, "categorical")[layer])
@@ -128,7 +132,8 @@ def test_4_reduce_is_exact_with_pooled_positions(
 )
 def test_3_and_4_not_the_other_way_round(name: str, inexact: str) -> None:
     case = ZOO[name]
-    model, (x, _) = case.model(), case.batch(4)
+    model = case.model()
+    (x, _) = case.batch(4)
     for layer in ("0", "1"):
         fisher = ref.exact_fisher(model, x, "gaussian", layer)
         assert case.shared is not None
@@ -168,7 +173,8 @@ def test_5_a_kernel_that_covers_its_input_is_a_linear(
         linear.weight.copy_(model[0].weight.flatten(1))
         if bias:
             linear.bias.copy_(model[0].bias)
-    x, y = torch.randn(n, c_in, *kernel, dtype=F64), torch.randint(CLASSES, (n,))
+    x = torch.randn(n, c_in, *kernel, dtype=F64)
+    y = torch.randint(CLASSES, (n,))
     found = empirical(model, (x, y), kfac_approx=approx)
     expected = empirical(flat, (x, y), kfac_approx=approx)
     for mine, its in [("0", "1"), ("3", "3")]:
@@ -210,7 +216,8 @@ class OneHot(nn.Module):
 
     def __init__(self, rows: int, padding: int | None) -> None:
         super().__init__()
-        self.rows, self.padding = rows, padding
+        self.rows = rows
+        self.padding = padding
 
     def forward(self, x: Tensor) -> Tensor:
         rows = functional.one_hot(x, self.rows).double()
@@ -252,7 +259,8 @@ def test_7_an_embedding_has_the_factors_of_a_linear_on_one_hot_rows(
     torch.manual_seed(seed)
     embedding, linear = lookups(rows, width, rows // 2 if padded else None, pooled)
     batch = tokens(rows, n, t, pooled)
-    found, expected = empirical(embedding, batch), empirical(linear, batch)
+    found = empirical(embedding, batch)
+    expected = empirical(linear, batch)
     assert found["1"].stored["A"].shape == (1, rows)  # its diagonal, never a matrix
     for name in expected:
         close([block(found[name])], [block(expected[name])])
@@ -268,7 +276,8 @@ def test_7_an_embedding_has_the_factors_of_a_linear_on_one_hot_rows(
 @pytest.mark.parametrize("name", FACTORED)
 def test_factors_of_every_model_are_those_of_the_reference(name: str) -> None:
     case = FACTORED[name]
-    plain, batch = case.reference.model(), case.batch()
+    plain = case.reference.model()
+    batch = case.batch()
     for approx in ("expand", "reduce"):
         found = empirical(case.model(), batch, case.loss, kfac_approx=approx)
         for layer, kronecker in found.items():
@@ -331,7 +340,8 @@ def test_14_expected_over_all_labels_is_the_models_own_covariance_pulled_back(
 
 
 def test_14_not_with_the_datas_labels() -> None:
-    model, (x, y) = ZOO["mlp"].model(), ZOO["mlp"].batch()
+    model = ZOO["mlp"].model()
+    (x, y) = ZOO["mlp"].batch()
     p = model(x).softmax(-1).detach()
     covariance = (torch.diag_embed(p) - p[:, :, None] * p[:, None]).mean(0)
     _, G = matrices(empirical(model, (x, y))["4"])

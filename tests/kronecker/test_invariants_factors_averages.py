@@ -55,7 +55,9 @@ class Repeated(nn.Module):
 
     def __init__(self, width: int, uses: int) -> None:
         super().__init__()
-        self.shared, self.head, self.uses = nn.Linear(width, width), nn.Linear(width, 3), uses
+        self.shared = nn.Linear(width, width)
+        self.head = nn.Linear(width, 3)
+        self.uses = uses
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(self.uses):
@@ -68,11 +70,13 @@ def test_9_a_module_used_u_times_is_lumped(uses: int, width: int, n: int, seed: 
     """F ≈ U · E[ā āᵀ] ⊗ E[d dᵀ], both expectations over examples and uses."""
     torch.manual_seed(seed)
     model = Repeated(width, uses).double()
-    x, y = torch.randn(n, width, dtype=F64), torch.randint(CLASSES, (n,))
+    x = torch.randn(n, width, dtype=F64)
+    y = torch.randint(CLASSES, (n,))
     pairs = ref.captured(model, x, lambda outputs: cross_entropy(outputs, y), "shared")["shared"]
     inputs = torch.cat([torch.cat([a, torch.ones(n, 1)], 1) for a, _ in pairs])
     gradients = torch.cat([n * d for _, d in pairs])
-    A, G = inputs.T @ inputs / (n * uses), gradients.T @ gradients / (n * uses)
+    A = inputs.T @ inputs / (n * uses)
+    G = gradients.T @ gradients / (n * uses)
     found = empirical(model, (x, y))["shared"]
     close(matrices(found), [A[None], uses * G[None]])
     close([block(found)], [uses * torch.kron(G, A)])
@@ -81,7 +85,8 @@ def test_9_a_module_used_u_times_is_lumped(uses: int, width: int, n: int, seed: 
 def test_9_not_as_so_many_passes() -> None:
     """Passes share the step's weight, uses add up: by U, here 2."""
     case = ZOO["shared_linear"]
-    model, batch = case.model(), case.batch()
+    model = case.model()
+    batch = case.batch()
     assert isinstance(model, Shared)
     pairs = ref.captured(model, batch[0], lambda z: cross_entropy(z, batch[1]), "shared")["shared"]
     as_passes = stage(model.shared, [(x, d * len(x)) for x, d in pairs])
@@ -185,7 +190,8 @@ def test_11_micro_batches_of_any_sizes_are_one_batch(
 @given(n=st.integers(1, 4), k=st.integers(1, 4), seed=SEEDS)
 def test_11_k_micro_batches_of_the_optimizer_are_one_batch(n: int, k: int, seed: int) -> None:
     case = ZOO["shared_conv"]
-    model, (x, y) = case.model(), case.batch(n * k, seed=seed)
+    model = case.model()
+    (x, y) = case.batch(n * k, seed=seed)
     expected = empirical(model, (x, y))
     optimizer = make(KAISA, model, lr=0.0)
     for part in zip(x.split(n), y.split(n), strict=True):
@@ -204,7 +210,8 @@ def test_11_k_micro_batches_of_the_optimizer_are_one_batch(n: int, k: int, seed:
 @given(power=st.integers(-10, 16))
 def test_11_a_grad_scaler_changes_nothing(power: int) -> None:
     case = ZOO["conv_strided"]
-    model, (x, y) = case.model(), case.batch()
+    model = case.model()
+    (x, y) = case.batch()
     expected = empirical(model, (x, y))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**power)
     optimizer = make(KAISA, model, lr=0.0, grad_scaler=scaler)
@@ -268,7 +275,8 @@ def test_13_a_step_without_examples_leaves_the_average_bit_for_bit() -> None:
     kronecker = KroneckerFactors(shape, CPU, F64)
     values = [(symmetric(1, 3, 3), symmetric(1, 3, 3)) for _ in range(3)]
     *_, before = running(kronecker, values, [0.9] * 3)
-    weight, means = kronecker.weight.clone(), kronecker.means.clone()
+    weight = kronecker.weight.clone()
+    means = kronecker.means.clone()
     absent = torch.tensor([8.0, 0.0, 7.0, 7.0], dtype=F64)
     factors = {"A": kronecker.stored["A"] * 7, "G": kronecker.stored["G"] * 7}
     update_running_averages([kronecker], [StatisticsSums(factors, absent)], 0.9)

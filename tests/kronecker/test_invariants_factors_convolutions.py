@@ -51,7 +51,9 @@ def conv_cases(draw: Any) -> ConvCase:
     def each(low: int, high: int) -> tuple[int, ...]:
         return tuple(draw(st.integers(low, high)) for _ in range(dims))
 
-    kernel, dilation, groups = each(1, most), each(1, most), draw(st.integers(1, 3))
+    kernel = each(1, most)
+    dilation = each(1, most)
+    groups = draw(st.integers(1, 3))
     reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
     kind = draw(st.sampled_from(["numbers", "same", "valid"]))
     padding: Any = {"numbers": each(0, 2)}.get(kind, kind)
@@ -105,7 +107,8 @@ def test_6_every_convolution_has_the_factors_of_its_patches(case: ConvCase) -> N
     d = laid_out(torch.randn_like(outputs), case.layout)
     expected = ref.conv_factors(x, d, conv, case.approx)
     if case.n is None:
-        x, d = x[0], d[0]
+        x = x[0]
+        d = d[0]
     close(conv_statistics(conv, x, d, case.approx), expected)
 
 
@@ -141,7 +144,8 @@ def test_8_cheap_factors_are_those_of_a_linear_whose_positions_are_reduced(case:
         expected = conv_statistics(linear, rows[:, group], gradients[:, group], "reduce")
         close([A[group], G[group]], [expected[0][0], expected[1][0]])
         # By hand: ã the mean over locations, d̃ the sum.
-        a, g = rows[:, group].mean(1), gradients[:, group].sum(1) * len(x)
+        a = rows[:, group].mean(1)
+        g = gradients[:, group].sum(1) * len(x)
         if conv.bias is not None:
             a = torch.cat([a, torch.ones(len(x), 1)], 1)
         close([A[group], G[group]], [a.T @ a / len(x), g.T @ g / len(x)])

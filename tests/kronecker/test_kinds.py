@@ -70,7 +70,8 @@ class GraphLinear(nn.Module):
 
     def __init__(self, d_in: int, d_out: int, bias: bool = True) -> None:
         super().__init__()
-        self.in_channels, self.out_channels = d_in, d_out
+        self.in_channels = d_in
+        self.out_channels = d_out
         self.weight = nn.Parameter(torch.randn(d_out, d_in) / d_in)
         self.bias = nn.Parameter(torch.zeros(d_out)) if bias else None
 
@@ -124,7 +125,8 @@ def test_a_transposed_linear_trains_as_a_linear(System: Any, options: dict[str, 
         transposed[i].weight.data.copy_(weight if i == 4 else weight.T)
         transposed[i].bias.data.copy_(linear[i].bias)
     start = [p.detach().clone() for p in linear.parameters()]
-    found, expected = trained(System, transposed, **options), trained(System, linear, **options)
+    found = trained(System, transposed, **options)
+    expected = trained(System, linear, **options)
     for one, other in zip(found, expected, strict=True):
         close(one, other)
     assert (linear[0].weight - start[0]).norm() > 1e-3
@@ -152,7 +154,8 @@ def test_what_is_taken_for_a_linear(module: nn.Module, expected: LayerKind | Non
 class GraphNetwork(nn.Module):
     def __init__(self, convolution: Callable[[int, int], nn.Module]) -> None:
         super().__init__()
-        self.first, self.second = convolution(5, 4), convolution(4, CLASSES)
+        self.first = convolution(5, 4)
+        self.second = convolution(4, CLASSES)
 
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
         return self.second(self.first(x, edges).tanh(), edges)
@@ -174,13 +177,16 @@ def with_linears(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
 def test_a_linear_of_graphs_trains_as_a_linear(System: Any, name: str) -> None:
     torch.manual_seed(0)
     if name == "stand-in":
-        kind, convolution = GraphLinear, GraphConvolution
+        kind = GraphLinear
+        convolution = GraphConvolution
     else:
         geometric = pytest.importorskip("torch_geometric.nn")
-        kind, convolution = geometric.Linear, getattr(geometric, name)
+        kind = geometric.Linear
+        convolution = getattr(geometric, name)
     model = GraphNetwork(convolution).double()
     twin = with_linears(model, kind)
-    x, y = torch.randn(9, 5, dtype=F64), torch.randint(CLASSES, (9,))
+    x = torch.randn(9, 5, dtype=F64)
+    y = torch.randint(CLASSES, (9,))
     edges = torch.randint(9, (2, 30))
     for each in (model, twin):
         optimizer = make(System, each)
@@ -203,7 +209,8 @@ class LlamaNorm(nn.Module):
 
     def __init__(self, size: int, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight, self.offset = nn.Parameter(torch.rand(size) + 0.5), offset
+        self.weight = nn.Parameter(torch.rand(size) + 0.5)
+        self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
         normal = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
@@ -213,7 +220,8 @@ class LlamaNorm(nn.Module):
 class OwnLayerNorm(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.rand(size)), nn.Parameter(torch.rand(size))
+        self.weight = nn.Parameter(torch.rand(size))
+        self.bias = nn.Parameter(torch.rand(size))
 
     def forward(self, x: Tensor) -> Tensor:
         variance = x.var(-1, keepdim=True, unbiased=False) + 1e-6
@@ -256,7 +264,8 @@ second_order.register_layer(LayerScale, gain=lambda module, x: x.sin(), weight="
 def test_norms_have_exact_blocks(System: Any, build: Callable[[], nn.Module], most: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(build(), nn.Tanh(), nn.Linear(4, CLASSES)).double()
-    x, y = torch.randn(6, 4, dtype=F64), torch.randint(CLASSES, (6,))
+    x = torch.randn(6, 4, dtype=F64)
+    y = torch.randint(CLASSES, (6,))
     params = dict(model[0].named_parameters())
     rows = []
     for n in range(6):
@@ -301,7 +310,8 @@ def transposed_factors(model: nn.Module, batch: Batch, approx: str) -> tuple[Ten
     x, y = batch
     conv: Any = model[0]
     ((_, d),) = ref.captured(model, x, lambda outputs: cross_entropy(outputs, y), "0")["0"]
-    n, locations = len(x), x[0, 0].numel()
+    n = len(x)
+    locations = x[0, 0].numel()
     whole = ref.patches(d, conv)
     outputs = [
         (d.shape[2 + i] + 2 * conv.padding[i] - conv.dilation[i] * (conv.kernel_size[i] - 1) - 1)
@@ -317,7 +327,8 @@ def transposed_factors(model: nn.Module, batch: Batch, approx: str) -> tuple[Ten
     g = whole[:, kept] * n  # (N, T, groups, out)
     a = x.flatten(2).unflatten(1, (conv.groups, -1)).permute(0, 3, 1, 2)
     if approx == "reduce":
-        a, g = a.mean(1), g.sum(1)
+        a = a.mean(1)
+        g = g.sum(1)
         return torch.einsum("ngi,ngj->gij", a, a) / n, torch.einsum("ngi,ngj->gij", g, g) / n
     A = torch.einsum("ntgi,ntgj->gij", a, a) / n
     return A, torch.einsum("ntgi,ntgj->gij", g, g) / (n * locations)
@@ -357,7 +368,8 @@ class Positions(nn.Embedding):
 def test_a_scaled_embedding_has_the_factors_of_its_gradient(System: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(ScaledEmbedding(6, 4), nn.Tanh(), nn.Linear(4, CLASSES)).double()
-    x, y = torch.randint(6, (8,)), torch.randint(CLASSES, (8,))
+    x = torch.randint(6, (8,))
+    y = torch.randint(CLASSES, (8,))
     rows = []
     for n in range(8):
         loss = cross_entropy(model(x[n : n + 1]), y[n : n + 1])
@@ -376,7 +388,8 @@ class Tied(nn.Module):
         self.embedding: nn.Embedding = ScaledEmbedding(6, 4, padding_idx=padding)
         if scale == 1:
             self.embedding = nn.Embedding(6, 4, padding_idx=padding)
-        self.hidden, self.head = nn.Linear(4, 4), nn.Linear(4, 6, bias=bias)
+        self.hidden = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 6, bias=bias)
         self.head.weight = self.embedding.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -396,7 +409,8 @@ def partial_traces(model: Tied, batch: Batch) -> tuple[Tensor, Tensor]:
     untied = copy.deepcopy(model)
     untied.head.weight = nn.Parameter(model.embedding.weight.detach().clone())
     weights = [untied.embedding.weight, untied.head.weight]
-    entries, width = torch.zeros(6, dtype=F64), torch.zeros(4, 4, dtype=F64)
+    entries = torch.zeros(6, dtype=F64)
+    width = torch.zeros(4, 4, dtype=F64)
     tokens = list(zip(batch[0].flatten(), batch[1].flatten(), strict=True))
     for x, y in tokens:
         loss = cross_entropy(untied(x.view(1, 1)), y.view(1, 1))
@@ -431,10 +445,8 @@ class Scaled(nn.Module):
 
     def __init__(self, d_in: int, d_out: int) -> None:
         super().__init__()
-        self.kernel, self.offset = (
-            nn.Parameter(torch.randn(d_in, d_out)),
-            nn.Parameter(torch.zeros(d_out)),
-        )
+        self.kernel = nn.Parameter(torch.randn(d_in, d_out))
+        self.offset = nn.Parameter(torch.zeros(d_out))
 
     def forward(self, x: Tensor) -> Tensor:
         return 3 * (x @ self.kernel + self.offset)
@@ -460,7 +472,8 @@ def test_a_registered_layer_has_the_factors_of_what_it_was_told_to_compute(
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(kind(5, 4), nn.Tanh(), nn.Linear(4, CLASSES)).double()
-    x, y = torch.randn(6, 5, dtype=F64), torch.randint(CLASSES, (6,))
+    x = torch.randn(6, 5, dtype=F64)
+    y = torch.randint(CLASSES, (6,))
     rows = []
     for n in range(6):
         loss = cross_entropy(model(x[n : n + 1]), y[n : n + 1])
@@ -468,7 +481,8 @@ def test_a_registered_layer_has_the_factors_of_what_it_was_told_to_compute(
         rows.append(torch.cat([kernel.T, offset[:, None]], 1))
     d = torch.stack([row[:, -1] for row in rows])  # the offset's gradient is 3 d
     one = torch.cat([x, torch.ones(6, 1, dtype=F64)], 1)
-    A, G = one.T @ one / 6, d.T @ d / 6
+    A = one.T @ one / 6
+    G = d.T @ d / 6
     optimizer = make(System, model)
     take(model, optimizer, (x, y))
     for found, expected in zip(factors(optimizer)["0"], (A, G), strict=True):

@@ -48,11 +48,13 @@ def trained(kind: str) -> tuple[nn.Module, Any]:
     if name == "flattened":
         torch.manual_seed(0)
         model: nn.Module = Flattened().double()
-        case, x = MLP, torch.randn(12, 5, dtype=torch.float64)
+        case = MLP
+        x = torch.randn(12, 5, dtype=torch.float64)
         batches = [(x, torch.randint(3, (12,)))] * 2
     else:
         case = ZOO[name]
-        model, batches = case.model(), case.batches(2)
+        model = case.model()
+        batches = case.batches(2)
     optimizer = make(System, model, relative_damping=True, **options)
     for batch in batches:
         take(model, optimizer, batch, case.loss)
@@ -61,7 +63,8 @@ def trained(kind: str) -> tuple[nn.Module, Any]:
 
 def dense(layer: Any) -> Tensor:
     """F of a layer, in the order of its parameters flattened, of A, G and L alone."""
-    a, g = layer.A, layer.G
+    a = layer.A
+    g = layer.G
     a = torch.diag_embed(a) if a.dim() == 2 else a
     if "L" in layer.factors:
         a = torch.kron(a[0], layer.factors["L"][0])[None]
@@ -92,9 +95,11 @@ def test_apply_solve_trace_and_logdet_are_those_of_the_dense_matrix(kind: str) -
     torch.manual_seed(1)
     covered = {name for layer in curvature.values() for name in layer.shapes}
     vector = {n: torch.randn_like(p) for n, p in model.named_parameters() if n in covered}
-    product, solution = curvature.apply(vector), curvature.solve(vector, damping=0.07)
+    product = curvature.apply(vector)
+    solution = curvature.solve(vector, damping=0.07)
     assert all(part.is_contiguous() for part in product.values())
-    traces, determinants = 0.0, 0.0
+    traces = 0.0
+    determinants = 0.0
     for layer in curvature.values():
         assert {*layer.modules} <= dict(model.named_modules()).keys()
         F = dense(layer)
@@ -125,7 +130,8 @@ def test_samples_have_the_inverse_as_covariance(kind: str) -> None:
             z = unit.view(shape)
             with patch.object(torch, "randn", return_value=z):
                 columns.append(flat(layer, layer.to_vector(layer.sample(0.3))))
-        S, F = torch.stack(columns, 1), dense(layer)
+        S = torch.stack(columns, 1)
+        F = dense(layer)
         inverse = torch.linalg.inv(F + 0.3 * torch.eye(len(F), dtype=F.dtype))
         torch.testing.assert_close(S @ S.mT, inverse, rtol=1e-9, atol=1e-11)
 

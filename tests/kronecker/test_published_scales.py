@@ -16,8 +16,12 @@ from torch.nn.functional import cross_entropy
 
 from second_order import KAISA
 
-N, T = 6, 16  # examples, and positions of the convolution's output
-GAMMA, KAPPA, LR = 3e-3, 1e-3, 0.1
+# examples, and positions of the convolution's output
+N = 6
+T = 16
+GAMMA = 3e-3
+KAPPA = 1e-3
+LR = 0.1
 
 
 @pytest.fixture

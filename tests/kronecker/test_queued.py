@@ -31,7 +31,8 @@ from second_order.kronecker.storage import as_stack, group_equal, stack_in_place
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-F64, CPU = torch.float64, torch.device("cpu")
+F64 = torch.float64
+CPU = torch.device("cpu")
 SEEDS = st.integers(0, 2**16)
 SIZES = [(3, 2), (3, 2), (2, 3), (3, 2)]  # of Linears
 CALLS = st.lists(
@@ -148,7 +149,8 @@ def test_pairs_that_are_kept_make_the_sums_of_pairs_one_by_one(
 def test_a_pair_that_is_kept_is_of_the_step_that_brought_it() -> None:
     """What is cleared meanwhile is not put in; nor what is changed in place, with a warning."""
     blocks = layers_of(True)[:2]
-    made, rows = collector(blocks), BackwardPass(0)
+    made = collector(blocks)
+    rows = BackwardPass(0)
     for i, block in enumerate(blocks):
         keep(made, block, *pair(i, "plain"), rows)
     blocks[0].staged.clear()
@@ -217,7 +219,8 @@ def test_averages_of_many_layers_are_those_of_each_bit_for_bit(
 ) -> None:
     """Layers without an example, and that are made anew in between."""
     torch.manual_seed(seed)
-    together, alone = averages(shapes, dtype), averages(shapes, dtype)
+    together = averages(shapes, dtype)
+    alone = averages(shapes, dtype)
     for step in range(3):
         counts = [(steps >> (step + i)) % 4 for i in range(len(shapes))]
         sums = [drawn_sums(s, dtype, n) for s, n in zip(shapes, counts, strict=True)]

@@ -24,7 +24,8 @@ def test_empirical_fisher_by_hand() -> None:
     """s = w x, ½(y − s)²: ∇ = (s − y) x; here −2·1 and 4·2."""
     model = nn.Linear(1, 1, bias=False, dtype=F64)
     nn.init.constant_(model.weight, 2.0)
-    x, y = torch.tensor([[1.0], [2.0]], dtype=F64), torch.tensor([[4.0], [0.0]], dtype=F64)
+    x = torch.tensor([[1.0], [2.0]], dtype=F64)
+    y = torch.tensor([[4.0], [0.0]], dtype=F64)
     fisher = ref.empirical_fisher(model, x, y, half_squared_error, "")
     close(fisher, torch.tensor([[(4.0 + 64.0) / 2]], dtype=F64))
     A, G = ref.empirical_factors(nn.Sequential(model), x, y, half_squared_error, "0")
@@ -34,7 +35,8 @@ def test_empirical_fisher_by_hand() -> None:
 
 def test_one_step_by_hand() -> None:
     """w = 2, x = 3, y = 0: s = 6, ∇ = 18, A = 9, G = 36; γ = 36 so P = 18 / 360 = 1/20."""
-    x, y = torch.tensor([[3.0]], dtype=F64), torch.tensor([[0.0]], dtype=F64)
+    x = torch.tensor([[3.0]], dtype=F64)
+    y = torch.tensor([[0.0]], dtype=F64)
     for kl_clip, nu in [(None, 1.0), (0.225, 0.5)]:  # lr² P ∇ = 0.9
         model = nn.Sequential(nn.Linear(1, 1, bias=False, dtype=F64))
         nn.init.constant_(model[0].weight, 2.0)

@@ -102,7 +102,8 @@ def hinge_of_classes(model: nn.Module) -> Tensor:
 
 def clipped(model: nn.Module) -> Tensor:
     """PPO's loss: ratios beyond the clip are constant."""
-    x, action = normal(B, WIDTH), torch.arange(B) % 3
+    x = normal(B, WIDTH)
+    action = torch.arange(B) % 3
     logp = model(x).log_softmax(1).gather(1, action[:, None]).squeeze(1)
     ratio = (logp - logp.detach() + torch.linspace(-0.5, 0.5, B, dtype=F64)).exp()
     advantage = torch.ones(B, dtype=F64)
@@ -150,7 +151,8 @@ def test_an_experts_block_is_that_of_all_terms(System: Any) -> None:
     def loss_of(model: nn.Module) -> Tensor:
         return functional.cross_entropy(model(normal(B, WIDTH)), torch.arange(B) % 3)
 
-    got, wanted = found(model, loss_of, System=System), expected(model, loss_of, B)
+    got = found(model, loss_of, System=System)
+    wanted = expected(model, loss_of, B)
     assert_same_factors(got, wanted)
     # One row: the block is exact.
     x, d = captured(model, loss_of)["experts.0"][0]
@@ -180,7 +182,8 @@ def tokens_loss(y: Tensor, eager: bool = False) -> Callable[[nn.Module], Tensor]
 def test_padding_leaves_a_and_prompts_stay(
     System: Any, padded: int, prompt: int, flat: bool
 ) -> None:
-    model, y = seeded(lambda: Causal(flat)), labels(padded, prompt)
+    model = seeded(lambda: Causal(flat))
+    y = labels(padded, prompt)
     taking_part = labels(padded) != -100
     terms = int((y != -100).sum())
     loss_of = tokens_loss(y)
@@ -190,11 +193,13 @@ def test_padding_leaves_a_and_prompts_stay(
 
 def test_parts_of_the_logits_have_the_terms_of_all() -> None:
     """In chunks of the positions, or sequence by sequence; a call without rows changes nothing."""
-    model, y = seeded(mlp), labels(2)
+    model = seeded(mlp)
+    y = labels(2)
     terms = int((y != -100).sum())
 
     def one_by_one(model: nn.Module) -> Tensor:
-        x, lengths = normal(B, T, WIDTH), (y != -100).sum(1).tolist()
+        x = normal(B, T, WIDTH)
+        lengths = (y != -100).sum(1).tolist()
         logits = [model(x[i : i + 1, :n])[0] for i, n in enumerate([*lengths])]
         empty = model(x[:0]).sum()
         return empty + functional.cross_entropy(torch.cat(logits), y[y != -100])
@@ -206,7 +211,8 @@ def test_parts_of_the_logits_have_the_terms_of_all() -> None:
 
     assert_same_factors(found(model, one_by_one), expected(model, one_by_one, terms))
     number = int((y[:, :4] != -100).sum())
-    got, wanted = found(model, in_chunks), expected(model, in_chunks, number)
+    got = found(model, in_chunks)
+    wanted = expected(model, in_chunks, number)
     for name, (_, g) in wanted.items():
         torch.testing.assert_close(got[name][1], g)
 
@@ -225,7 +231,8 @@ class Adapted(nn.Module):
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
-        self.base, self.down = base, nn.Linear(WIDTH, 2, bias=False, dtype=F64)
+        self.base = base
+        self.down = nn.Linear(WIDTH, 2, bias=False, dtype=F64)
         self.up = nn.Linear(2, WIDTH, bias=False, dtype=F64)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -246,7 +253,8 @@ def test_merging_an_adapter_changes_nothing(eager: bool) -> None:
     merged = copy.deepcopy(model)
     merged.q = model.q.merged()
     loss_of = tokens_loss(labels(2), eager)
-    apart, together = found(model, loss_of), found(merged, loss_of)
+    apart = found(model, loss_of)
+    together = found(merged, loss_of)
     apart["q"] = apart.pop("q.base")
     assert_same_factors({name: apart[name] for name in together}, together, rtol=1e-9)
 
@@ -258,7 +266,8 @@ def test_dropped_paths_are_examples_of_their_layers(per_sample: bool) -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.stem, self.body = nn.Linear(WIDTH, 4), nn.Linear(4, 4)
+            self.stem = nn.Linear(WIDTH, 4)
+            self.body = nn.Linear(4, 4)
             self.head = nn.Linear(4, CLASSES)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -275,7 +284,8 @@ def test_dropped_paths_are_examples_of_their_layers(per_sample: bool) -> None:
 
 
 def test_padding_that_is_sent_to_experts_leaves_their_a() -> None:
-    model, y = seeded(Experts), labels(2)
+    model = seeded(Experts)
+    y = labels(2)
 
     def loss_of(model: nn.Module) -> Tensor:
         return functional.cross_entropy(model(normal(B, T, WIDTH)).flatten(0, 1), y.flatten())
@@ -296,7 +306,8 @@ def test_one_number_of_terms_in_a_convolutional_network() -> None:
     class Images(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.conv, self.body = nn.Conv2d(2, 4, 2), nn.Linear(4, 4)
+            self.conv = nn.Conv2d(2, 4, 2)
+            self.body = nn.Linear(4, 4)
             self.head = nn.Linear(4, CLASSES)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -307,7 +318,8 @@ def test_one_number_of_terms_in_a_convolutional_network() -> None:
         return functional.cross_entropy(model(normal(B, 2, 3, 4)), torch.arange(B) % 3)
 
     model = seeded(Images)
-    got, wanted = found(model, loss_of), expected(model, loss_of, B)
+    got = found(model, loss_of)
+    wanted = expected(model, loss_of, B)
     assert_same_factors({n: got[n] for n in wanted}, wanted)
 
 
@@ -340,7 +352,8 @@ def test_micro_batches_with_unequal_padding_are_one_batch(options: dict[str, Any
 def test_separate_losses_of_layers_without_anything_in_common_are_of_their_own_terms() -> None:
     """An actor and a critic, each with a backward pass of its own."""
     pair = seeded(lambda: nn.ModuleList([mlp(), mlp()]))
-    x, y = normal(B, WIDTH), torch.arange(B) % 3
+    x = normal(B, WIDTH)
+    y = torch.arange(B) % 3
     optimizer = make(KAISA, pair, lr=0.0)
     for net in pair:
         functional.cross_entropy(net(x), y).backward()
@@ -353,7 +366,9 @@ def test_separate_losses_of_layers_without_anything_in_common_are_of_their_own_t
 
 def by_owners(rank: int, world_size: int) -> dict[str, Any]:
     """What a rank has of padded text, of which it sees some sequences."""
-    model, y, some = seeded(Causal), labels(2, 1), slice(2 * rank, 2 * rank + 4)
+    model = seeded(Causal)
+    y = labels(2, 1)
+    some = slice(2 * rank, 2 * rank + 4)
     optimizer = make(DPKFAC, model, lr=0.0)
     logits = model(normal(B, T, WIDTH)[some])
     functional.cross_entropy(logits.flatten(0, 1), y[some].flatten()).backward()
@@ -366,7 +381,8 @@ def by_owners(rank: int, world_size: int) -> dict[str, Any]:
 def test_ranks_that_do_not_own_the_last_layer_know_its_terms(world: World) -> None:
     """One number of loss terms for all layers of a pass, whichever rank takes their statistics."""
     found = world.run(by_owners, 2)
-    model, y = seeded(Causal), labels(2, 1)
+    model = seeded(Causal)
+    y = labels(2, 1)
     owned = [set(each) for each in found]
     assert all(owned)
     assert owned[0].isdisjoint(owned[1])

@@ -37,7 +37,8 @@ def test_layers_of_one_input_with_and_without_a_bias() -> None:
 class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 3)
+        self.a = nn.Linear(4, 3)
+        self.b = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.a(x)
@@ -46,7 +47,8 @@ class InPlace(nn.Module):
 
 def test_an_input_that_is_changed_in_place_is_another_one() -> None:
     """As is legal under autocast, where layers work on copies."""
-    model, x = InPlace(), torch.randn(6, 4).bfloat16().float()
+    model = InPlace()
+    x = torch.randn(6, 4).bfloat16().float()
     optimizer = KAISA(model, lr=0.0)
     with torch.autocast("cpu", torch.bfloat16):
         loss = cross_entropy(model(x.clone()).float(), torch.randint(3, (6,)))

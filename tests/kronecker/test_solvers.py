@@ -30,7 +30,8 @@ each_solver = pytest.mark.parametrize("name", ["eigen", "inverse"])
 DAMPINGS = st.floats(1e-4, 10.0)
 GROUPS = st.integers(1, 3)
 DIMS = st.integers(1, 7)
-F32, F64 = torch.float32, torch.float64
+F32 = torch.float32
+F64 = torch.float64
 
 
 # Dense references.
@@ -41,7 +42,8 @@ F32, F64 = torch.float32, torch.float64
 def test_solves_equal_the_dense_solve(
     name: str, groups: int, d_in: int, d_out: int, damping: float, diagonal: bool
 ) -> None:
-    A, G = factor(groups, d_in), factor(groups, d_out)
+    A = factor(groups, d_in)
+    G = factor(groups, d_out)
     if diagonal:
         kept = torch.rand(groups, d_in, dtype=torch.float64)
         kept[:, 0] = 0
@@ -61,7 +63,8 @@ def test_solves_equal_the_dense_solve(
 @given(d_in=DIMS, d_out=DIMS, damping=DAMPINGS, stretch=st.floats(0.1, 10.0))
 def test_pi_minimises_its_bound(d_in: int, d_out: int, damping: float, stretch: float) -> None:
     """The trace norm of what F̃_A ⊗ F̃_G adds to A ⊗ G + γI: no other split has less of it."""
-    A, G = factor(1, d_in), factor(1, d_out)
+    A = factor(1, d_in)
+    G = factor(1, d_out)
     means = torch.stack([mean_eigenvalue(A), mean_eigenvalue(G)])
     on_a, on_g = SOLVERS["inverse"].split_damping(means, damping)
     assert on_a is not None
@@ -117,7 +120,8 @@ def test_batched_by_shape_equals_one_at_a_time(
 def test_an_inverse_is_sent_as_triangles_and_received_whole(
     groups: int, dim: int, rounded: bool
 ) -> None:
-    solver, dtype = SOLVERS["inverse"], torch.bfloat16 if rounded else None
+    solver = SOLVERS["inverse"]
+    dtype = torch.bfloat16 if rounded else None
     inverse = torch.linalg.inv(factor(groups, dim) + torch.eye(dim))
     inverse = (inverse + inverse.mT) / 2
     for parts in ((inverse,), (inverse.diagonal(dim1=-2, dim2=-1).contiguous(),)):

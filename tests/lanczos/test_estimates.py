@@ -51,7 +51,8 @@ def problem(rank: int, seed: int, size: int = 30) -> tuple[Tensor, Callable[[], 
 
 def of_mlp(size: int = 6) -> tuple[nn.Module, Callable[[], Outputs], dict[str, Tensor]]:
     """A model, its outputs with a loss an example, and the three dense matrices."""
-    model, (x, y) = MLP.model(), MLP.batch(size)
+    model = MLP.model()
+    (x, y) = MLP.batch(size)
     dense = {
         "hessian": hessian(model, x, y, cross_entropy),
         "gauss-newton": ggn(model, x, y, cross_entropy),
@@ -143,8 +144,10 @@ def test_a_diagonal_is_within_its_errors(curvature: Any) -> None:
 
 
 def on_shards(rank: int, world_size: int, sizes: list[int]) -> tuple[Trace, Diagonal]:
-    model, (x, y) = MLP.model(), MLP.batch(sum(sizes))
-    x, y = x.split(sizes)[rank], y.split(sizes)[rank]
+    model = MLP.model()
+    (x, y) = MLP.batch(sum(sizes))
+    x = x.split(sizes)[rank]
+    y = y.split(sizes)[rank]
     options: Any = {"process_group": dist.group.WORLD if world_size > 1 else None}
     closure = lambda: (cross_entropy(model(x), y), len(y))  # noqa: E731
     return (

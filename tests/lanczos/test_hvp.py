@@ -82,7 +82,8 @@ def assert_close(actual: Tensor, expected: Tensor, mode: str = "retained", rtol:
 def loss_of(name: str) -> tuple[nn.Module, Callable[[], Tensor]]:
     """A model and its loss on a batch."""
     case = ZOO[name]
-    model, (x, y) = case.model(), case.batch(8)
+    model = case.model()
+    (x, y) = case.batch(8)
     return model, lambda: case.loss(model(x), y)
 
 
@@ -99,7 +100,8 @@ def test_closed_forms(examples: int, inputs: int, outputs: int, seed: int, mode:
     torch.manual_seed(seed)
     x = torch.randn(examples, inputs).double()
     rows = torch.cat([x, torch.ones(examples, 1)], 1)  # weight, then bias
-    one, many = nn.Linear(inputs, 1).double(), nn.Linear(inputs, outputs, bias=False).double()
+    one = nn.Linear(inputs, 1).double()
+    many = nn.Linear(inputs, outputs, bias=False).double()
 
     y = torch.randn(examples, 1).double()
     linear = hessian(lambda: functional.mse_loss(one(x), y), one.parameters(), mode)
@@ -148,8 +150,10 @@ def test_every_kind_of_layer_has_the_dense_hessian(name: str) -> None:
 
 
 def test_recurrent_layers() -> None:
-    lstm, head = nn.LSTM(3, 4, num_layers=2, batch_first=True).double(), nn.Linear(4, 2).double()
-    x, y = torch.randn(5, 6, 3).double(), torch.randn(5, 2).double()
+    lstm = nn.LSTM(3, 4, num_layers=2, batch_first=True).double()
+    head = nn.Linear(4, 2).double()
+    x = torch.randn(5, 6, 3).double()
+    y = torch.randn(5, 2).double()
     inside = []
 
     def loss() -> Tensor:
@@ -170,7 +174,8 @@ def test_recurrent_layers() -> None:
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=4), st.sampled_from(MODES))
 def test_micro_batches_are_one_batch(sizes: list[int], mode: str) -> None:
     """By their counts of examples; without the counts they weigh the same, which is not it."""
-    model, (x, y) = MLP.model(), MLP.batch(sum(sizes))
+    model = MLP.model()
+    (x, y) = MLP.batch(sum(sizes))
     params = list(model.parameters())
     V = probes(params)
     parts = list(zip(x.split(sizes), y.split(sizes), strict=True))
@@ -195,7 +200,8 @@ def test_micro_batches_are_one_batch(sizes: list[int], mode: str) -> None:
 )
 def test_parameters_in_other_dtypes(dtype: torch.dtype, mode: str, rtol: float) -> None:
     """Products are in the dtype of the vector."""
-    model, (x, y) = MLP.model().to(dtype), MLP.batch(8)
+    model = MLP.model().to(dtype)
+    (x, y) = MLP.batch(8)
     reference = copy.deepcopy(model).double()
     expected = hessian(lambda: cross_entropy(reference(x), y), reference.parameters())
     H = hessian(
@@ -294,7 +300,8 @@ def freed(outputs: Tensor) -> Tensor:
 
 
 def ctc(outputs: Tensor) -> Tensor:
-    targets, lengths = torch.ones(1, 2, dtype=torch.long), torch.tensor([len(outputs)])
+    targets = torch.ones(1, 2, dtype=torch.long)
+    lengths = torch.tensor([len(outputs)])
     return functional.ctc_loss(
         outputs.log_softmax(-1)[:, None], targets, lengths, torch.tensor([2])
     )
@@ -327,7 +334,8 @@ def test_errors_say_what_and_how(
     mode: str, function: Callable[[Tensor], Any], problem: str, remedy: str
 ) -> None:
     """Differences of gradients need one derivative only."""
-    model, x = nn.Linear(4, 3).double(), torch.randn(7, 4).double()
+    model = nn.Linear(4, 3).double()
+    x = torch.randn(7, 4).double()
 
     def loss() -> Any:
         return function(model(x))
@@ -347,7 +355,8 @@ def test_errors_say_what_and_how(
 @pytest.mark.parametrize("loss", [torch.mean, half_mean_square])
 def test_compiled_modules(loss: Callable[[Tensor], Tensor]) -> None:
     """Where the loss is linear in what they compute, torch alone gives no error but zeros."""
-    model, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh()), torch.randn(7, 4)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    x = torch.randn(7, 4)
     compiled = torch.compile(model, backend="aot_eager")
 
     def eigenvalues(f: Any, mode: Any) -> Tensor:
@@ -355,7 +364,8 @@ def test_compiled_modules(loss: Callable[[Tensor], Tensor]) -> None:
 
     with pytest.raises(CurvatureError, match=r"torch\.compile.*uncompiled"):
         eigenvalues(compiled, "retained")
-    found, expected = eigenvalues(compiled, "differences"), eigenvalues(model, "retained")
+    found = eigenvalues(compiled, "differences")
+    expected = eigenvalues(model, "retained")
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
 
 
@@ -372,7 +382,8 @@ def each(outputs: Tensor, targets: Tensor) -> Tensor:
 def outputs_of(name: str, size: int = 6) -> tuple[nn.Module, Callable[[], Outputs]]:
     """A model, and its outputs on a batch with their loss."""
     case = ZOO[name]
-    model, (x, y) = case.model(), case.batch(size)
+    model = case.model()
+    (x, y) = case.batch(size)
     return model, lambda: Outputs(model(x), lambda z: case.loss(z, y))
 
 
@@ -403,7 +414,8 @@ def test_gauss_newton_is_the_dense_one(name: str) -> None:
 
 @pytest.mark.parametrize("mode", EXACT)
 def test_empirical_fisher_is_the_mean_of_outer_products(mode: str) -> None:
-    model, (x, y) = MLP.model(), MLP.batch(6)
+    model = MLP.model()
+    (x, y) = MLP.batch(6)
     expected = empirical_fisher(model, x, y, cross_entropy)
     found = matrix(
         lambda: Outputs(model(x), lambda z: each(z, y)),
@@ -420,7 +432,8 @@ def test_empirical_fisher_is_the_mean_of_outer_products(mode: str) -> None:
 )  # fmt: skip
 def test_micro_batches_of_outputs(sizes: list[int], mode: str, kind: str, counted: bool) -> None:
     """Weighted by their examples, told or seen from the number of losses."""
-    model, (x, y) = MLP.model(), MLP.batch(sum(sizes))
+    model = MLP.model()
+    (x, y) = MLP.batch(sum(sizes))
     params = list(model.parameters())[-2:]
     whole = matrix(lambda: Outputs(model(x), lambda z: each(z, y)), params, kind)
 
@@ -472,8 +485,10 @@ def test_of_the_hessian_some_are_negative() -> None:
 @pytest.mark.parametrize("mode", EXACT)
 def test_several_outputs(mode: str) -> None:
     """A tuple as one tensor; one of them is constant, and one is a function of another."""
-    model, (x, y) = MLP.model(), MLP.batch(6)
-    body, head = model[:3], model[3:]
+    model = MLP.model()
+    (x, y) = MLP.batch(6)
+    body = model[:3]
+    head = model[3:]
 
     def closure() -> Outputs:
         hidden = body(x)
@@ -494,7 +509,8 @@ def test_several_outputs(mode: str) -> None:
 
 
 def test_what_cannot_be_differentiated_twice_has_no_other_matrix() -> None:
-    model, x = nn.Linear(4, 3).double(), torch.randn(7, 4).double()
+    model = nn.Linear(4, 3).double()
+    x = torch.randn(7, 4).double()
     below = lambda: Outputs(Cube.apply(model(x)), lambda z: z.square().mean())  # noqa: E731
     above = lambda: Outputs(model(x), lambda z: Cube.apply(z).mean())  # noqa: E731
     for closure in below, above:
@@ -517,7 +533,8 @@ BAD_OUTPUTS = [
 
 @pytest.mark.parametrize(("function", "curvature", "problem", "remedy"), BAD_OUTPUTS)
 def test_errors_of_outputs(function: Any, curvature: Any, problem: str, remedy: str) -> None:
-    model, x = nn.Linear(4, 3).double(), torch.randn(7, 4).double()
+    model = nn.Linear(4, 3).double()
+    x = torch.randn(7, 4).double()
     for mode in EXACT:
         with pytest.raises(CurvatureError, match=f"(?s){problem}.*{remedy}"):
             eigenpairs(lambda: function(model(x)), model, largest=1, curvature=curvature, hvp=mode)

@@ -141,7 +141,8 @@ def test_a_full_run_finds_both_ends(
 @pytest.mark.parametrize("hvp", ["retained", "recomputed", "differences"])
 def test_networks(hvp: Any) -> None:
     """Both ends against the dense Hessian's, and the vectors parameter by parameter."""
-    model, (x, y) = MLP.model(), MLP.batch(12)
+    model = MLP.model()
+    (x, y) = MLP.batch(12)
     H = hessian(model, x, y, cross_entropy)
     pairs = eigenpairs(
         lambda: cross_entropy(model(x), y), model,
@@ -176,7 +177,8 @@ class Coarse(RowSpace):
         return super().apply(d)
 
     def total(self, x: Tensor) -> Tensor:
-        rounded, self.fresh = getattr(self, "fresh", False), False
+        rounded = getattr(self, "fresh", False)
+        self.fresh = False
         return x.bfloat16().double() if rounded else x
 
 
@@ -271,7 +273,8 @@ def test_counts_and_seeds_are_whole_numbers() -> None:
 @pytest.mark.parametrize("hvp", ["retained", "recomputed", "differences"])
 def test_a_loss_that_does_not_depend_on_the_parameters(hvp: Any) -> None:
     """Is an error, where a linear loss has no curvature; a micro-batch may do without them."""
-    (loss, _), other = quadratic(symmetric(range(5))), nn.Parameter(torch.ones(6).double())
+    (loss, _) = quadratic(symmetric(range(5)))
+    other = nn.Parameter(torch.ones(6).double())
     for estimate in (eigenpairs, spectral_density, trace, diagonal):
         with pytest.raises(CurvatureError, match="does not depend on any of the parameters"):
             estimate(loss, [other], hvp=hvp)

@@ -44,8 +44,10 @@ def on_shards(
     rank: int, world_size: int, sizes: Sequence[Sequence[int]], options: dict[str, Any]
 ) -> Eigenpairs:
     """Eigenpairs of the union of the ranks' micro-batches, of these sizes."""
-    model, (x, y) = MLP.model(), MLP.batch(sum(map(sum, sizes)))
-    flat, before = [size for own in sizes for size in own], sum(map(len, sizes[:rank]))
+    model = MLP.model()
+    (x, y) = MLP.batch(sum(map(sum, sizes)))
+    flat = [size for own in sizes for size in own]
+    before = sum(map(len, sizes[:rank]))
     parts = list(zip(x.split(flat), y.split(flat), strict=True))
     losses = [closure_of(model, *part) for part in parts[before : before + len(sizes[rank])]]
     group = dist.group.WORLD if world_size > 1 else None
@@ -133,8 +135,10 @@ def test_one_process_decides(world: World) -> None:
 
 
 def density(rank: int, world_size: int, sizes: Sequence[int]) -> SpectralDensity:
-    model, (x, y) = MLP.model(), MLP.batch(sum(sizes))
-    mine, labels = x.split(list(sizes))[rank], y.split(list(sizes))[rank]
+    model = MLP.model()
+    (x, y) = MLP.batch(sum(sizes))
+    mine = x.split(list(sizes))[rank]
+    labels = y.split(list(sizes))[rank]
     return spectral_density(
         lambda: (cross_entropy(model(mine), labels), len(mine)), model,
         probes=2, iterations=15, process_group=dist.group.WORLD,
@@ -143,7 +147,8 @@ def density(rank: int, world_size: int, sizes: Sequence[int]) -> SpectralDensity
 
 def test_the_density_is_that_of_the_union(world: World) -> None:
     found = bitwise(world.run(density, 3, [1, 3, 9]))
-    model, (x, y) = MLP.model(), MLP.batch(13)
+    model = MLP.model()
+    (x, y) = MLP.batch(13)
     loss = lambda: cross_entropy(model(x), y)  # noqa: E731
     expected = spectral_density(loss, model, probes=2, iterations=15)
     for function in (lambda x: x, torch.square, torch.exp):
@@ -168,7 +173,8 @@ class Square(torch.autograd.Function):
 
 def failing(rank: int, world_size: int, where: int, fault: str, hvp: Any, estimate: str) -> None:
     """Raises; with the model as it was, and the ranks in step."""
-    model, (x, y) = MLP.model(), MLP.batch(6)
+    model = MLP.model()
+    (x, y) = MLP.batch(6)
     calls = 0
     faults: dict[str, Callable[[Tensor], Any]] = {
         "raises": lambda loss: 1 / 0,
@@ -230,7 +236,8 @@ def test_a_failure_on_one_process_is_everyones(
 
 def judged(rank: int, world_size: int) -> float:
     """Two micro-batches of 1 and 4 examples on the first process, one of 7 on the second."""
-    model, (x, y) = MLP.model(), MLP.batch(12)
+    model = MLP.model()
+    (x, y) = MLP.batch(12)
     cuts = [0, 1, 5, 12]
     mine = [(0, 1), (2,)][rank] if world_size > 1 else range(3)
     losses = [
@@ -240,7 +247,8 @@ def judged(rank: int, world_size: int) -> float:
 
 
 def test_a_mean_loss_is_weighted_by_examples(world: World) -> None:
-    model, (x, y) = MLP.model(), MLP.batch(12)
+    model = MLP.model()
+    (x, y) = MLP.batch(12)
     expected = float(cross_entropy(model(x), y).detach())
     for losses in ([judged(0, 1)], world.run(judged, 2)):
         assert losses == pytest.approx([expected] * len(losses))
@@ -248,8 +256,10 @@ def test_a_mean_loss_is_weighted_by_examples(world: World) -> None:
 
 def undecomposed(rank: int, world_size: int, where: int | None, estimate: str) -> Any:
     """Of the rank's own batch; `where` cannot decompose the tridiagonal matrix."""
-    model, (x, y) = MLP.model(), MLP.batch(4 * world_size)
-    mine, labels = x.split(4)[rank], y.split(4)[rank]
+    model = MLP.model()
+    (x, y) = MLP.batch(4 * world_size)
+    mine = x.split(4)[rank]
+    labels = y.split(4)[rank]
 
     def broken(*_: Any) -> Any:
         raise torch.linalg.LinAlgError("failed to converge")

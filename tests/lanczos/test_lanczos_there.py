@@ -16,7 +16,8 @@ from torch import Tensor
 
 from second_order.lanczos.lanczos import Ritz, Tridiagonal, tridiagonalize
 
-SIZE, AT_LEAST = 40, 3
+SIZE = 40
+AT_LEAST = 3
 PRODUCT = 2  # launches of one below
 
 
@@ -39,12 +40,15 @@ def runs(A: Tensor, start: Tensor, device: str, **options: Any) -> Tridiagonal:
 
 
 def compared(seen: Seen, rank: int, expected: int, ends: bool) -> dict[str, Any]:
-    A, start = matrix(rank), torch.randn(SIZE, dtype=torch.float64)
+    A = matrix(rank)
+    start = torch.randn(SIZE, dtype=torch.float64)
     options: dict[str, Any] = {"finished": converged if ends else None, "expected": expected}
     here = runs(A, start, "cpu", **options)
     seen.clear()
     there = runs(A, start, NAME, **options)
-    count, basis = len(here.diagonal), torch.as_tensor(there.basis.inner)  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    count = len(here.diagonal)
+    basis = torch.as_tensor(there.basis.inner)
     for one, other in (
         (there.diagonal, here.diagonal),
         (there.off_diagonal, here.off_diagonal),

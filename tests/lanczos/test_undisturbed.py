@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from pool import World
 
 MODES = ["retained", "recomputed", "differences"]
-MLP, NORMED = ZOO["mlp"], ZOO["batch_norm"]
+MLP = ZOO["mlp"]
+NORMED = ZOO["batch_norm"]
 
 
 def test_training_steps_are_what_they_were() -> None:
@@ -51,7 +52,8 @@ def test_training_steps_are_what_they_were() -> None:
 @pytest.mark.parametrize("fails_at", [None, 1, 3])
 def test_training_notices_nothing(mode: str, fails_at: int | None) -> None:
     """Of a closure with bad manners, whether it fails or not."""
-    model, (x, y) = NORMED.model(), NORMED.batch(8)
+    model = NORMED.model()
+    (x, y) = NORMED.batch(8)
     model[-1].eval()
     (2 * cross_entropy(model(x), y)).backward()
     calls = 0
@@ -91,7 +93,8 @@ def test_training_notices_nothing(mode: str, fails_at: int | None) -> None:
 @pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
 def test_buffers_of_compiled_modules() -> None:
     """Compiled code calls modules unseen; and does not grow with what is seen."""
-    model, (x, y) = NORMED.model(), NORMED.batch(8)
+    model = NORMED.model()
+    (x, y) = NORMED.batch(8)
     graphs = 0
 
     def backend(graph: Any, _: Any) -> Any:
@@ -112,7 +115,8 @@ class TwoHeads(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         *body, head = model
-        self.body, self.heads = nn.Sequential(*body), nn.ModuleList([head, copy.deepcopy(head)])
+        self.body = nn.Sequential(*body)
+        self.heads = nn.ModuleList([head, copy.deepcopy(head)])
 
     def forward(self, x: Tensor, head: int = 0) -> Tensor:
         return self.heads[head](self.body(x))
@@ -122,9 +126,12 @@ def ddp_training(
     rank: int, world_size: int, mode: str | None, options: dict[str, Any]
 ) -> tuple[Tensor, list[Tensor]]:
     """Parameters and buffers after three steps, with curvature wherever it could get in the way."""
-    model, other = NORMED.model(seed=rank), ()
+    model = NORMED.model(seed=rank)
+    other = ()
     if options.get("find_unused_parameters"):
-        model, other = TwoHeads(model), (1,)  # curvature with the head that training does not use
+        # curvature with the head that training does not use
+        model = TwoHeads(model)
+        other = (1,)
     ddp = DistributedDataParallel(model, **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 
@@ -187,8 +194,10 @@ def settings() -> list[Any]:
 @pytest.mark.parametrize("at", [1, 2, 5])
 def test_ctrl_c_in_the_closure_leaves_nothing_changed(mode: str, at: int) -> None:
     case = NORMED
-    model, (x, y) = case.model(), case.batch(6)
-    params, buffers = list(model.parameters()), list(model.buffers())
+    model = case.model()
+    (x, y) = case.batch(6)
+    params = list(model.parameters())
+    buffers = list(model.buffers())
     options = {"num_largest": 1, "num_smallest": 0, "warmup_steps": 0, "hvp": mode}
     optimizer = make(DHO2, model, **options)
     calls = 0
@@ -200,7 +209,8 @@ def test_ctrl_c_in_the_closure_leaves_nothing_changed(mode: str, at: int) -> Non
             raise KeyboardInterrupt
         return cross_entropy(model(x), y)
 
-    usual, random = settings(), torch.get_rng_state()
+    usual = settings()
+    random = torch.get_rng_state()
     before = copy.deepcopy([*params, *buffers])
     expected = pytest.raises(KeyboardInterrupt)
     with expected if at == 1 or mode == "differences" else nullcontext():

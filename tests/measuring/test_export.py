@@ -72,7 +72,8 @@ def test_kronfluences_files_are_those_that_it_wrote(
 ) -> None:
     curvature = Case(tokens).curvature(strategy)
     assert export.to_kronfluence(curvature, tmp_path, documents=ENTRIES) == {}
-    ours, theirs = files_in(tmp_path), STORED["kronfluence", tokens, strategy]
+    ours = files_in(tmp_path)
+    theirs = STORED["kronfluence", tokens, strategy]
     assert ours.keys() == theirs.keys()
     for path, tensors in theirs.items():
         if path.endswith("eigenvectors.safetensors"):
@@ -92,7 +93,8 @@ def test_kronfluence_loads_what_it_would_have_fitted(
 ) -> None:
     kronfluence = pytest.importorskip("kronfluence")
     case = Case(tokens)
-    analyzer, fit = analyzer_of(case, tmp_path), fit_options(strategy)
+    analyzer = analyzer_of(case, tmp_path)
+    fit = fit_options(strategy)
     data = torch.utils.data.TensorDataset(case.x, case.y)
     analyzer.fit_all_factors("theirs", data, **fit)
     folder = tmp_path / "a" / "factors_ours"
@@ -102,7 +104,8 @@ def test_kronfluence_loads_what_it_would_have_fitted(
     )
     for kind in kinds:
         load = getattr(analyzer, f"load_{kind}")
-        ours, theirs = load("ours"), load("theirs")
+        ours = load("ours")
+        theirs = load("theirs")
         assert ours.keys() == theirs.keys()
         for key in ours.keys() - {"activation_eigenvectors", "gradient_eigenvectors"}:
             times = 1.0 if tokens else TIMES.get(key, 1.0)
@@ -138,8 +141,11 @@ def test_files_for_influence_functions_say_what_the_factors_are(
     curvature = Case(tokens=True).curvature()
     export.to_kronfluence(curvature, tmp_path / "k", documents=documents)
     export.to_bergson(curvature, tmp_path / "b", include_bias=True, documents=documents)
-    layer, rows = curvature["0"], ENTRIES * TOKENS
-    a, g, entries = layer.A[0], layer.G[0], documents or rows
+    layer = curvature["0"]
+    rows = ENTRIES * TOKENS
+    a = layer.A[0]
+    g = layer.G[0]
+    entries = documents or rows
     k = {path.stem: load_tensors(path)["0"] for path in (tmp_path / "k").glob("*.safetensors")}
     b = {path.parent.stem: load_tensors(path)["0"] for path in tmp_path.glob("b/*/shard_0.*")}
     assert k["num_lambda_processed"].tolist() == [entries]
@@ -149,7 +155,8 @@ def test_files_for_influence_functions_say_what_the_factors_are(
         assert k[f"num_{side}_covariance_processed"].tolist() == [rows]
         close(k[f"{side}_covariance"], factor * rows)
         close(b[f"{side}_sharded"], factor * rows)
-        q, values = k[f"{side}_eigenvectors"], k[f"{side}_eigenvalues"]
+        q = k[f"{side}_eigenvectors"]
+        values = k[f"{side}_eigenvalues"]
         close(q * values @ q.mT, factor)
         close(b[f"eigen_{side}_sharded"], q)
         close(b[f"factor_eig_{short}"], values * (rows / entries) ** 0.5)
@@ -170,7 +177,8 @@ def for_bergson(folder: Path, include_bias: bool) -> KroneckerCurvature:
 @pytest.mark.parametrize("include_bias", [False, True])
 def test_bergsons_files_are_those_that_it_wrote(tmp_path: Path, include_bias: bool) -> None:
     for_bergson(tmp_path, include_bias)
-    ours, theirs = files_in(tmp_path), STORED["bergson", include_bias]
+    ours = files_in(tmp_path)
+    theirs = STORED["bergson", include_bias]
     assert ours.keys() == theirs.keys()
     for path, tensors in theirs.items():
         if path.startswith("eigen_"):  # vectors, whose signs are anybody's
@@ -192,7 +200,8 @@ def test_bergson_applies_what_it_would_have_computed(tmp_path: Path, include_bia
     from bergson.config import InversionConfig
     from bergson.hessians import preconditioner
 
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours = tmp_path / "ours"
+    theirs = tmp_path / "theirs"
     curvature = for_bergson(ours, include_bias)
     by_bergson(include_bias, include_bias, theirs)
 
@@ -231,9 +240,11 @@ class Posterior:
             pass
 
     def __init__(self, case: Classified) -> None:
-        self.model, self.params = case.model, [*case.model.parameters()]
+        self.model = case.model
+        self.params = [*case.model.parameters()]
         lossfunc = nn.CrossEntropyLoss(reduction="sum")
-        self.backend, self.damping = SimpleNamespace(lossfunc=lossfunc, factor=1.0), False
+        self.backend = SimpleNamespace(lossfunc=lossfunc, factor=1.0)
+        self.damping = False
 
 
 @pytest.mark.parametrize("damping", [False, True])
@@ -241,7 +252,9 @@ def test_laplaces_hessian_is_the_one_that_it_fitted(
     damping: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     laplace = ModuleType("laplace")
-    laplace.KronLaplace, laplace.KronLLLaplace = Posterior, type("KronLLLaplace", (), {})  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    laplace.KronLaplace = Posterior
+    laplace.KronLLLaplace = type("KronLLLaplace", (), {})
     matrix = ModuleType("laplace.utils.matrix")
     matrix.Kron = Posterior.Kron  # type: ignore[attr-defined]
     for name, module in (("laplace", laplace), ("laplace.utils.matrix", matrix)):
@@ -265,7 +278,10 @@ def test_laplace_predicts_as_if_it_had_fitted(last: bool, damping: bool) -> None
     laplace = pytest.importorskip("laplace")
     pytest.importorskip("laplace.curvature.curvlinops")
     case = Classified(damping)
-    model, x, head, loader = case.model, case.x, case.head, case.loader
+    model = case.model
+    x = case.x
+    head = case.head
+    loader = case.loader
     ours, theirs = (laplace_of(case, last, damping) for _ in range(2))
     theirs.fit(loader)
     curvature = measured(model, x, case.y, "ekfac")
@@ -312,7 +328,8 @@ def test_laplaces_hessian_of_other_layers_has_the_blocks_of_their_parameters(gro
         shapes = {f"{name}.{n}": p.shape for n, p in module.named_parameters()}
         layers[name] = LayerCurvature(name, (name,), type(module), shapes, shape, stored, 20, 1)
     posterior = laplace.KronLaplace(model, "classification")
-    x, y = torch.randint(7, (8,)), torch.randint(CLASSES, (8,))
+    x = torch.randint(7, (8,))
+    y = torch.randint(CLASSES, (8,))
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 4)
     export.to_laplace(KroneckerCurvature(layers, [], {}), posterior, loader)
     whole = torch.block_diag(*(layer.to_dense() for layer in layers.values())) * 20
@@ -336,7 +353,8 @@ def test_gptqs_hessian_is_that_of_the_rows_without_the_bias(
     tmp_path: Path, tokens: bool, factors: str
 ) -> None:
     case = Case(tokens)
-    first, curvature = case.model[0], case.curvature(factors)
+    first = case.model[0]
+    curvature = case.curvature(factors)
     hessians = export.to_gptq(curvature, tmp_path)
     x = case.x.flatten(0, 1) if tokens else nn.functional.unfold(case.x, 3).mT.flatten(0, 1)
     rows = len(x) if tokens else ENTRIES  # images, and a sum over their locations
@@ -395,7 +413,8 @@ def test_the_first_layers_owner_writes_what_one_process_would(tmp_path: Path, wo
     for result in world.run(written, 2, tmp_path):
         assert result == [1, {}, {"0", "2"}]
     assert written(0, 1, tmp_path)[0] == 2
-    alone, one = tmp_path / "0 of 1", [*tmp_path.glob("* of 2")]
+    alone = tmp_path / "0 of 1"
+    one = [*tmp_path.glob("* of 2")]
     assert len(one) == 1
     names = {path.relative_to(alone) for path in alone.rglob("*.*")}
     assert names == {path.relative_to(one[0]) for path in one[0].rglob("*.*")}

@@ -37,7 +37,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning
 
 
 def measured(name: str, factors: Any, dtype: torch.dtype = F64, **options: Any) -> Any:
-    model, data = model_of(name, dtype), data_of(name, dtype)
+    model = model_of(name, dtype)
+    data = data_of(name, dtype)
     if factors != "inputs":
         options.setdefault("loss", terms)
     loader = batches_of(data, options.pop("cuts", CUTS))
@@ -55,7 +56,8 @@ def same(one: KroneckerCurvature, other: KroneckerCurvature, within: float = 1e-
 
 def corrected(found: LayerCurvature, group: int, gradients: list[Tensor]) -> Tensor:
     """Sums over entries of their squared gradients in the eigenbasis of the factors."""
-    a, g = found.eigen["A"][1], found.eigen["G"][1]
+    a = found.eigen["A"][1]
+    g = found.eigen["G"][1]
     assert a is not None
     assert g is not None
     return torch.stack([(g[group].T @ each @ a[group]).square() for each in gradients]).sum(0)
@@ -94,7 +96,8 @@ def test_pairs_and_corrected_eigenvalues_are_those_of_entries(name: str) -> None
         assert found.examples == by_hand.terms
     for layer in (each for each in by_hand.x if " " in each):
         block, expert = layer.split()
-        found, i = curvature[block], int(expert)
+        found = curvature[block]
+        i = int(expert)
         close(found.A[i], by_hand.a(layer))
         close(found.G[i], by_hand.g(layer))
         values = corrected(found, i, by_hand.weights[layer]) / by_hand.terms
@@ -162,7 +165,8 @@ class Positions(nn.Module):
 @pytest.mark.parametrize("factors", ["inputs", "kfac"])
 def test_positions_may_come_before_examples(factors: Any) -> None:
     torch.manual_seed(0)
-    first, second = Positions(True).to(F64), Positions(False).to(F64)
+    first = Positions(True).to(F64)
+    second = Positions(False).to(F64)
     second.load_state_dict(first.state_dict())
     x = torch.randint(5, (4, 6))
     batches = [(part, torch.where(part == 0, -100, part)) for part in x.split(3)]
@@ -189,7 +193,8 @@ def test_an_attention_reads_keys_of_another_length() -> None:
             output: Tensor = self.attention(x[:, :2], x, x.square())[0]
             return output
 
-    model, x = Reads().to(F64), torch.randn(6, 5, 4, dtype=F64)
+    model = Reads().to(F64)
+    x = torch.randn(6, 5, 4, dtype=F64)
     curvature = measure(model, x.split(4), factors="kfac", loss=squares, progress=False)
     for found, rows in zip(
         curvature["attention"].A[:, :4, :4], (x[:, :2], x, x.square()), strict=True
@@ -199,9 +204,11 @@ def test_an_attention_reads_keys_of_another_length() -> None:
 
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
 def test_no_label_is_drawn_for_padding(likelihood: Any) -> None:
-    model, x = nn.Linear(3, 2, bias=False).to(F64), torch.randn(5, 6, 3, dtype=F64)
+    model = nn.Linear(3, 2, bias=False).to(F64)
+    x = torch.randn(5, 6, 3, dtype=F64)
     mask = torch.ones(5, 6)
-    mask[1:, 3:], mask[4] = 0, 0
+    mask[1:, 3:] = 0
+    mask[4] = 0
     options: dict[str, Any] = {"factors": "kfac", "likelihood": likelihood, "progress": False}
     batches = [{"input": x * (1 + 1000 * (1 - mask.unsqueeze(-1))), "attention_mask": mask}]
     found = measure(model, batches, call=lambda model, b: model(b["input"]), **options)
@@ -213,7 +220,8 @@ def test_no_label_is_drawn_for_padding(likelihood: Any) -> None:
 
 @pytest.mark.parametrize("factors", ["inputs", "kfac", "ekfac"])
 def test_batches_without_entries_change_nothing(factors: str) -> None:
-    model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(F64), torch.randn(5, 3, dtype=F64)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(F64)
+    x = torch.randn(5, 3, dtype=F64)
     options: dict[str, Any] = {"factors": factors, "progress": False}
     if factors != "inputs":
         options["loss"] = lambda out, batch: out.logsumexp(-1).square()
@@ -221,7 +229,8 @@ def test_batches_without_entries_change_nothing(factors: str) -> None:
 
 
 def test_autocast_rounds_inputs_and_not_their_products() -> None:
-    model, x = nn.Linear(3, 2), torch.randn(64, 3)
+    model = nn.Linear(3, 2)
+    x = torch.randn(64, 3)
     rounded = x.bfloat16().float()
     for factors in ("inputs", "kfac"):
         with torch.autocast("cpu", torch.bfloat16):
@@ -246,7 +255,8 @@ def test_loaders_of_torch_are_read_as_they_are() -> None:
 
 
 def test_masks_of_one_shape_are_refused_and_scattered_rows_and_masks_that_fit_none_told() -> None:
-    model, data = model_of("Whisper"), data_of("Whisper")
+    model = model_of("Whisper")
+    data = data_of("Whisper")
     batch = {**data, "attention_mask": torch.ones_like(data["labels"])}
     with pytest.raises(ValueError, match="both"):
         measure(model, [batch], progress=False)
@@ -254,7 +264,8 @@ def test_masks_of_one_shape_are_refused_and_scattered_rows_and_masks_that_fit_no
     class Scattered(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.expert, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+            self.expert = nn.Linear(3, 3)
+            self.last = nn.Linear(3, 2)
 
         def forward(self, x: Tensor) -> Tensor:
             rows = self.expert(x.flatten(0, 1)[:5])
@@ -291,7 +302,8 @@ def test_the_model_is_left_as_it_was(factors: str, fails: bool) -> None:
     model[4].weight.requires_grad_(False)
     model[0].weight.grad = torch.ones(4, 3)
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    state, modes = torch.get_rng_state(), [m.training for m in model.modules()]
+    state = torch.get_rng_state()
+    modes = [m.training for m in model.modules()]
     batches: list[Any] = [torch.randn(5, 3), torch.randn(2, 7 if fails else 3)]
     state = torch.get_rng_state()
     if fails:
@@ -313,7 +325,8 @@ def test_the_model_is_left_as_it_was(factors: str, fails: bool) -> None:
 
 
 def test_bad_input_is_refused() -> None:
-    model, x = nn.Linear(2, 2), [torch.randn(3, 2)]
+    model = nn.Linear(2, 2)
+    x = [torch.randn(3, 2)]
     for options, text in (
         ({"factors": "A"}, "not one of"),
         ({"keep": "disk"}, "not one of"),
@@ -336,7 +349,8 @@ def test_bad_input_is_refused() -> None:
 
 
 MODEL = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 3))
-X, Y = torch.ones(4, 2), torch.ones(4).long()
+X = torch.ones(4, 2)
+Y = torch.ones(4).long()
 CRITERION = nn.CrossEntropyLoss(reduction="none")
 
 
@@ -409,7 +423,8 @@ def test_a_call_that_is_lost_is_named() -> None:
     class Changing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b = nn.Linear(3, 2), nn.Linear(3, 2)
+            self.a = nn.Linear(3, 2)
+            self.b = nn.Linear(3, 2)
 
         def forward(self, x: Tensor) -> Tensor:
             h = x.clone()

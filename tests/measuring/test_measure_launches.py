@@ -23,7 +23,11 @@ from second_order.measuring.sums import WIDENING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-WIDTH, HEADS, WORDS, ENTRIES, LENGTH = 8, 2, 11, 4, 6
+WIDTH = 8
+HEADS = 2
+WORDS = 11
+ENTRIES = 4
+LENGTH = 6
 LAYERS = 6  # of a block
 
 WIDENING.add(NAME)
@@ -34,10 +38,8 @@ class Block(nn.Module):
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, biases) for _ in range(4))
-        self.up, self.down = (
-            nn.Linear(WIDTH, 2 * WIDTH, biases),
-            nn.Linear(2 * WIDTH, WIDTH, biases),
-        )
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, biases)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, biases)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norms[0](x)
@@ -94,7 +96,8 @@ def of_a_batch(seen: Seen, model: nn.Module, factors: Any, masked: bool) -> list
 
 def difference_of_narrow_products() -> float:
     """Of A from the device, which adds products of bfloat16 up widely, and from the CPU."""
-    model, data = model_of(1, torch.bfloat16, True), [batch_of(True) for _ in range(3)]
+    model = model_of(1, torch.bfloat16, True)
+    data = [batch_of(True) for _ in range(3)]
 
     def inputs(model: nn.Module) -> list[Tensor]:
         found = measure(model, data, call=lambda m, b: m(b["x"]), progress=False)
@@ -120,7 +123,8 @@ def of_two_devices() -> list[list[str]]:
     class Parted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b = nn.Linear(3, 3).to(NAME), nn.Linear(3, 3)
+            self.a = nn.Linear(3, 3).to(NAME)
+            self.b = nn.Linear(3, 3)
 
         def forward(self, x: Tensor) -> Tensor:
             output: Tensor = self.b(self.a(x).cpu())

@@ -40,9 +40,11 @@ def found_by(
     rank: int, ranks: int, name: str, factors: Any, wrapper: str, options: dict[str, Any]
 ) -> tuple[Found, dict[str, int]]:
     """The factors that are here, and the owner of each layer by the report."""
-    model, data = model_of(name), data_of(name)
+    model = model_of(name)
+    data = data_of(name)
     if wrapper.startswith("FSDP2"):
-        mesh, whole = init_device_mesh("cpu", (ranks,)), model
+        mesh = init_device_mesh("cpu", (ranks,))
+        whole = model
         model = copy.deepcopy(whole).to("meta") if "meta" in wrapper else whole
         for block in model.model.layers:  # type: ignore[union-attr]
             fully_shard(block, mesh=mesh)
@@ -211,7 +213,8 @@ def test_a_loader_that_fails_ends_all(world: World, moment: str) -> None:
 def idling(rank: int, ranks: int, keep: Any) -> tuple[int, float]:
     """A rank without any batch joins the others."""
     model = nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(3, 4)}).to(F64)
-    x, calls = torch.eye(3, dtype=F64), [0]
+    x = torch.eye(3, dtype=F64)
+    calls = [0]
 
     def call(model: nn.Module, batch: Tensor) -> None:
         calls[0] += 1

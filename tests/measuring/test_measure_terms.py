@@ -58,7 +58,8 @@ def eigenvalues_agree(
     """Each layer's eigenvalues are E[(Q_Gᵀ g Q_A)²], of whole gradients of entries."""
     assert curvature.report.examples == terms
     for layer, found in curvature.items():
-        a, g = found.eigen["A"][1], found.eigen["G"][1]
+        a = found.eigen["A"][1]
+        g = found.eigen["G"][1]
         expected = torch.zeros_like(found.corrected)
         for each in matrices(curvature, layer, gradients):
             rotated = g.mT @ each
@@ -128,7 +129,8 @@ def test_a_label_that_is_ignored_is_no_term() -> None:
 
 @pytest.mark.parametrize("ignored", [255, -1])
 def test_an_ignored_label_is_no_class_and_needs_a_mask(ignored: int) -> None:
-    model, x = Sure(1.0).to(F64), torch.randn(8, 6, 4, dtype=F64)
+    model = Sure(1.0).to(F64)
+    x = torch.randn(8, 6, 4, dtype=F64)
     y = model(x).argmin(-1)
     y[:, 3:] = ignored
 
@@ -144,7 +146,8 @@ def test_an_ignored_label_is_no_class_and_needs_a_mask(ignored: int) -> None:
 
 
 def test_a_mask_of_entries_leaves_out_their_labels() -> None:
-    model, x = Sure(1.0).to(F64), torch.randn(8, 6, 4, dtype=F64)
+    model = Sure(1.0).to(F64)
+    x = torch.randn(8, 6, 4, dtype=F64)
     y = model(x).argmin(-1)
     first = torch.arange(8) < 5
     for given in ({}, {"loss": lambda output, batch: unreduced(output, batch)[first]}):
@@ -153,7 +156,8 @@ def test_a_mask_of_entries_leaves_out_their_labels() -> None:
 
 
 def test_of_labels_of_the_next_token_the_first_is_none() -> None:
-    model, data = model_of("Llama"), data_of("Llama")
+    model = model_of("Llama")
+    data = data_of("Llama")
     data["labels"] = data["input_ids"].masked_fill(data["attention_mask"] == 0, -100)
     number = int((data["labels"][:, 1:] != -100).sum())
 
@@ -172,7 +176,8 @@ def test_of_labels_of_the_next_token_the_first_is_none() -> None:
 
 def test_tokens_of_a_prompt_get_no_drawn_label() -> None:
     """A row of logits is a term if the next token has a label; the prompt's rows are in A."""
-    model, data = model_of("Llama"), data_of("Llama")
+    model = model_of("Llama")
+    data = data_of("Llama")
     mask = data["attention_mask"]
     labels = data["input_ids"].masked_fill(mask == 0, -100)
     labels[:, :2] = -100
@@ -209,7 +214,8 @@ class Pixels(nn.Module):
 
 
 def test_labels_tell_which_dimension_the_classes_are() -> None:
-    model, x = Pixels().to(F64), torch.randn(4, 2, 5, 6, dtype=F64)
+    model = Pixels().to(F64)
+    x = torch.randn(4, 2, 5, 6, dtype=F64)
     labels = torch.randint(3, (4, 5, 6))
     labels[0, :2] = -100
     batches = list(zip(x.split(3), labels.split(3), strict=True))
@@ -231,7 +237,8 @@ def test_labels_tell_which_dimension_the_classes_are() -> None:
 
 
 def test_whose_distribution_is_meant_is_asked() -> None:
-    one, several = nn.Linear(3, 1), nn.Linear(3, 2)
+    one = nn.Linear(3, 1)
+    several = nn.Linear(3, 2)
     x = torch.randn(5, 3)
     likely = 'likelihood="gaussian"'
     for model, batch, text in (
@@ -273,7 +280,8 @@ class Repeated(nn.Module):
             h = h + self.shared(h).tanh()
             h = h + self.convolution(h.mT).mT.tanh()
             h = h + self.attention(h, h, h)[0]
-        left, right = self.shared(h[:, 0]), self.shared(h[:, -1].sin())
+        left = self.shared(h[:, 0])
+        right = self.shared(h[:, -1].sin())
         output: Tensor = self.head(left * right)
         return output
 
@@ -296,7 +304,8 @@ def test_eigenvalues_are_of_all_calls_of_a_layer(repeats: str) -> None:
 
 
 def test_a_layer_that_is_never_called_is_named_in_a_warning() -> None:
-    model, x = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)}), torch.randn(4, 3)
+    model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})
+    x = torch.randn(4, 3)
     for factors in ("inputs", "kfac"):
         with pytest.warns(SecondOrderWarning, match="layer 'b': it was not called"):
             found = measure(
@@ -314,7 +323,9 @@ class Checkpointed(nn.Module):
 
     def __init__(self, first: nn.Module) -> None:
         super().__init__()
-        self.first, self.block, self.head = first, nn.Linear(3, 3), nn.Linear(3, 2)
+        self.first = first
+        self.block = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.head(checkpoint(self.block, self.first(x), use_reentrant=True))
@@ -323,7 +334,8 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:None of the inputs")
 def test_of_a_reentrant_checkpoint_the_remedy_is_told() -> None:
-    x, remedy = torch.randn(4, 3), r"use checkpoint\(..., use_reentrant=False\)"
+    x = torch.randn(4, 3)
+    remedy = r"use checkpoint\(..., use_reentrant=False\)"
     with pytest.warns(SecondOrderWarning, match=f"'block'.* gradients are on.*{remedy}"):
         found = measure(Checkpointed(nn.Identity()), [x], factors="kfac", progress=False)
     assert list(found) == ["head"]
@@ -359,7 +371,8 @@ class Scaled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.a = nn.Linear(3, 4)
+        self.b = nn.Linear(4, 2)
 
     def forward(self, scale: Tensor, x: Tensor) -> Tensor:
         output: Tensor = self.b((scale * self.a(x)).tanh())
@@ -368,7 +381,8 @@ class Scaled(nn.Module):
 
 def test_a_number_that_comes_first_is_no_entry() -> None:
     torch.manual_seed(0)
-    model, x = Scaled().to(F64), torch.randn(6, 5, 3, dtype=F64)
+    model = Scaled().to(F64)
+    x = torch.randn(6, 5, 3, dtype=F64)
     scale = torch.full((1,), 0.7, dtype=F64)
     given: dict[str, Any] = {"factors": "ekfac", "loss": score}
     found = quietly(model, [{"scale": scale, "x": part} for part in x.split(3)], **given)
@@ -382,7 +396,8 @@ class Placed(nn.Module):
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(6, 4), nn.Embedding(9, 4)
+        self.tokens = nn.Embedding(6, 4)
+        self.positions = nn.Embedding(9, 4)
         self.head = nn.Linear(4, 3)
         self.way = way
 
@@ -405,7 +420,8 @@ def test_positions_that_entries_share_have_no_gradients_of_single_ones(
     way: str, factors: Any
 ) -> None:
     torch.manual_seed(0)
-    model, tokens = Placed(way).to(F64), torch.randint(6, (6, 8))
+    model = Placed(way).to(F64)
+    tokens = torch.randint(6, (6, 8))
     options: dict[str, Any] = {"factors": factors, "loss": score}
     if way == "each":
         found = quietly(model, tokens.split(4), **options)
@@ -436,7 +452,8 @@ class Windows(nn.Module):
 
 
 def test_windows_belong_to_their_entries() -> None:
-    model, images = Windows().to(F64), torch.randn(4, 2, 16, 1, dtype=F64)
+    model = Windows().to(F64)
+    images = torch.randn(4, 2, 16, 1, dtype=F64)
     found = quietly(model, [images], factors="ekfac", loss=score)
     eigenvalues_agree(found, per_entry(model, images.split(1), score), 4)
 
@@ -446,7 +463,8 @@ class Router(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = nn.Linear(3, 2), nn.Linear(3, 2)
+        self.left = nn.Linear(3, 2)
+        self.right = nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         to_left = x[:, 0] > 0
@@ -457,7 +475,8 @@ class Router(nn.Module):
 
 
 def test_a_row_that_a_router_sends_alone_is_not_shared() -> None:
-    model, x = Router().to(F64), torch.randn(9, 3, dtype=F64)
+    model = Router().to(F64)
+    x = torch.randn(9, 3, dtype=F64)
     x[:, 0] = torch.tensor([1, -1, -1, -1, 1, 1, 1, -1, -1])
     with pytest.warns(SecondOrderWarning, match="count rows as examples"):
         found = measure(model, x.split(4), factors="ekfac", loss=score, progress=False)
@@ -465,7 +484,8 @@ def test_a_row_that_a_router_sends_alone_is_not_shared() -> None:
 
 
 def test_a_mask_that_does_not_tell_positions_is_refused() -> None:
-    model, data = model_of("Llama"), data_of("Llama")
+    model = model_of("Llama")
+    data = data_of("Llama")
     mask = data["attention_mask"][:, None, None, :].expand(-1, 1, 7, 7)
     additive = torch.where(mask.bool(), 0.0, torch.finfo(torch.float32).min).to(F64)
     batch = {"input_ids": data["input_ids"], "attention_mask": additive}

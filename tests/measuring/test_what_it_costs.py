@@ -33,7 +33,8 @@ def test_time_is_near_its_floor() -> None:
         "kfac": found["forward and backward"] + found["of A and G"],
     }
     for name, *cells in table("time"):
-        floor, ratio = floors[name], found[name] / floors[name]
+        floor = floors[name]
+        ratio = found[name] / floors[name]
         assert cells == [f"{1e3 * found[name]:,.0f}", f"{1e3 * floor:,.0f}", f"{ratio:.2f}"]
         assert ratio < {"inputs": 1.35, "kfac": 1.25}[name]
 

@@ -42,8 +42,10 @@ def nothing_compiled() -> None:
 
 @each_system
 def test_a_compiled_step_takes_the_same_steps_and_schedulers_wrap_it(System: Any) -> None:
-    model, twin = MLP.model(), MLP.model()
-    optimizer, plain = make(System, model, momentum=0.9), make(System, twin, momentum=0.9)
+    model = MLP.model()
+    twin = MLP.model()
+    optimizer = make(System, model, momentum=0.9)
+    plain = make(System, twin, momentum=0.9)
     schedules = [OneCycleLR(each, 0.1, total_steps=9) for each in (optimizer, plain)]
     counter = CompileCounter()
     step = torch.compile(optimizer.step, backend=counter)
@@ -76,8 +78,10 @@ def test_a_step_in_one_graph_is_refused_with_the_reason() -> None:
 
 @each_system
 def test_the_model_is_exported_traced_scripted_and_compiled_between_steps(System: Any) -> None:
-    model, twin = MLP.model(), MLP.model()
-    optimizer, plain = make(System, model), make(System, twin)
+    model = MLP.model()
+    twin = MLP.model()
+    optimizer = make(System, model)
+    plain = make(System, twin)
     x = BATCHES[0][0]
     for batch in BATCHES[:3]:
         take(model, optimizer, batch)

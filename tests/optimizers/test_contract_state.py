@@ -63,8 +63,10 @@ def assert_both_go_on(
 def test_every_base_trains_on_the_preconditioned_gradient(System: Any, base: str) -> None:
     """The base sees P where it would see the gradient, and nothing else changes for it."""
     Base, options = BASES[base]
-    model, twin = MLP.model(), MLP.model()
-    optimizer, plain = make(System, model, base=Base, **options), Base(twin.parameters(), **options)
+    model = MLP.model()
+    twin = MLP.model()
+    optimizer = make(System, model, base=Base, **options)
+    plain = Base(twin.parameters(), **options)
     for batch in BATCHES:
         before = [p.detach().clone() for p in model.parameters()]
         take(model, optimizer, batch)
@@ -75,7 +77,8 @@ def test_every_base_trains_on_the_preconditioned_gradient(System: Any, base: str
             assert same(model, twin)
             continue
         # There are Newton steps besides, in the span of the eigenvectors: outside there are none.
-        vectors, scale = curvature_of(optimizer)["eigenpairs"][1], optimizer.curvature.rest_scale
+        vectors = curvature_of(optimizer)["eigenpairs"][1]
+        scale = optimizer.curvature.rest_scale
         steps = []
         for m, s in ((model, 1.0), (twin, scale)):
             moved = flat([p - old for p, old in zip(m.parameters(), before, strict=True)])
@@ -106,7 +109,8 @@ def test_checkpoint_gives_what_is_known_of_the_curvature(System: Any) -> None:
     optimizer = make(System, model)
     train(model, optimizer)
     twin = copy.deepcopy(model)
-    resumed, restarted = make(System, twin), make(System, copy.deepcopy(model))
+    resumed = make(System, twin)
+    restarted = make(System, copy.deepcopy(model))
     resumed.load_state_dict(optimizer.state_dict())
     assert_same_curvature(curvature_of(resumed), curvature_of(optimizer))
     for run in (optimizer, resumed):
@@ -176,7 +180,8 @@ def test_statistics_from_before_a_load_do_not_count(System: Any) -> None:
     model = MLP.model()
     optimizer = make(System, model)
     take(model, optimizer, BATCHES[0])
-    saved, before = copy.deepcopy(optimizer.state_dict()), factors(optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    before = factors(optimizer)
     x, y = BATCHES[1]
     cross_entropy(model(x), y).backward()
     optimizer.load_state_dict(saved)
@@ -222,7 +227,8 @@ def test_an_optimizer_goes_as_soon_as_nobody_has_it(System: Any) -> None:
 def test_a_closed_optimizer_goes_on_as_its_base(
     System: Any, options: dict[str, Any], steps: int
 ) -> None:
-    model, twin = MLP.model(), MLP.model()
+    model = MLP.model()
+    twin = MLP.model()
     optimizer = make(System, model, momentum=0.9, **options)
     train(model, optimizer, steps)
     twin.load_state_dict(model.state_dict())
@@ -286,7 +292,8 @@ def test_distributed_checkpoint_round_trip_continues_the_trajectory(
     System: Any, base: str, flat: bool, into: str
 ) -> None:
     Base, options = BASES[base]
-    model, twin = MLP.model(), MLP.model(seed=1)
+    model = MLP.model()
+    twin = MLP.model(seed=1)
     optimizer = make(System, model, base=Base, **options)
     resumed = make(System, twin, base=Base, **options)
     train(model, optimizer, 4)

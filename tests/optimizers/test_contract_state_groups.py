@@ -84,7 +84,8 @@ def test_under_a_scheduler_bitwise_equal_to_the_base_alone(
     System: Any, base: str, schedule: str, how: str
 ) -> None:
     Base, options = BASES[base]
-    model, twin = MLP.model(), MLP.model()
+    model = MLP.model()
+    twin = MLP.model()
     plain = Base(twin.parameters(), **options)
     optimizer = wrapped(System, how, model, plain, base=Base, **options)
     arguments = {"cycle_momentum": base != "Adagrad"} if schedule == "OneCycleLR" else {}
@@ -106,7 +107,8 @@ def test_under_a_scheduler_bitwise_equal_to_the_base_alone(
 @each_system
 def test_real_curvature_is_not_the_base_alone(System: Any) -> None:
     """The control of the test above."""
-    model, twin = MLP.model(), MLP.model()
+    model = MLP.model()
+    twin = MLP.model()
     train(model, make(System, model))
     train(twin, torch.optim.SGD(twin.parameters(), lr=0.05))
     assert not same(model, twin)
@@ -131,7 +133,8 @@ SWITCHES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 def test_the_bases_switches_pass_through(System: Any, switch: str) -> None:
     Base, options = SWITCHES[switch]
     options = {"lr": 0.02, **options}
-    model, twin = MLP.model(), MLP.model()
+    model = MLP.model()
+    twin = MLP.model()
     plain = Base(twin.parameters(), **options)
     optimizer = identity_curvature(System, model, plain, BATCHES[0], base=Base, **options)
     train(model, optimizer, 4)
@@ -153,7 +156,8 @@ def test_global_and_own_step_hooks_fire_once_a_step(System: Any) -> None:
     """torch wraps `step` per class, when one is first made: the base's is not called for ours."""
     Base = type("Base", (torch.optim.SGD,), {"step": unhooked(torch.optim.SGD.step)})
     Wrapper = type("Wrapper", (System,), {"step": unhooked(System.step)})
-    model, calls = MLP.model(), []
+    model = MLP.model()
+    calls = []
     optimizer = make(Wrapper, model, base=Base)
     handle = register_optimizer_step_post_hook(lambda opt, *_: calls.append(type(opt)))
     optimizer.register_step_pre_hook(lambda opt, *_: calls.append("pre"))

@@ -49,7 +49,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(4)
-LR, DAMPING = 0.05, 0.1  # those of `make`
+# those of `make`
+LR = 0.05
+DAMPING = 0.1
 
 
 @pytest.mark.works("plain")
@@ -64,7 +66,8 @@ def test_factors_are_those_of_the_batch_and_the_step_is_their_dense_solve(System
     take(model, optimizer, BATCHES[0])
     assert_same_factors(factors(optimizer), expected)
     for name, (A, G) in expected.items():
-        old, new = before.get_submodule(name), model.get_submodule(name)
+        old = before.get_submodule(name)
+        new = model.get_submodule(name)
         P = damped_dense_solve(A, G, to_matrix(old, old.weight.grad, old.bias.grad), DAMPING)
         weight, bias = from_matrix(old, P)
         torch.testing.assert_close(new.weight, old.weight - LR * weight, rtol=1e-8, atol=1e-12)
@@ -74,8 +77,10 @@ def test_factors_are_those_of_the_batch_and_the_step_is_their_dense_solve(System
 @each_system
 def test_closure_is_called_once_with_gradients_enabled_and_its_loss_returned(System: Any) -> None:
     """Lightning runs forward and backward inside `step(closure)`."""
-    model, twin = MLP.model(), MLP.model()
-    optimizer, plain = make(System, model), make(System, twin)
+    model = MLP.model()
+    twin = MLP.model()
+    optimizer = make(System, model)
+    plain = make(System, twin)
     calls = []
     for x, y in BATCHES:
 
@@ -118,7 +123,8 @@ def test_zero_grad_between_forward_and_backward_keeps_the_pair(
 
 @each_kronecker
 def test_a_step_after_zero_grad_alone_takes_nothing_in(System: Any) -> None:
-    model, (x, y) = MLP.model(), BATCHES[0]
+    model = MLP.model()
+    (x, y) = BATCHES[0]
     optimizer = make(System, model)
     cross_entropy(model(x), y).backward()
     optimizer.zero_grad()
@@ -145,9 +151,12 @@ class TiedLinears(nn.Module):
 
     def __init__(self, bias: bool) -> None:
         super().__init__()
-        self.first, self.head = nn.Linear(5, 6), nn.Linear(6, CLASSES)
-        self.a, self.b = nn.Linear(6, 6, bias=bias), nn.Linear(6, 6, bias=bias)
-        self.b.weight, self.b.bias = self.a.weight, self.a.bias
+        self.first = nn.Linear(5, 6)
+        self.head = nn.Linear(6, CLASSES)
+        self.a = nn.Linear(6, 6, bias=bias)
+        self.b = nn.Linear(6, 6, bias=bias)
+        self.b.weight = self.a.weight
+        self.b.bias = self.a.bias
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.b(torch.tanh(self.a(self.first(x))))))
@@ -175,7 +184,9 @@ def test_a_layer_without_statistics_is_named_once_also_when_others_come_and_go(
     class Late(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.late, self.never, self.head = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+            self.late = nn.Linear(5, 5)
+            self.never = nn.Linear(5, 5)
+            self.head = nn.Linear(5, 3)
             self.steps = 0
 
         def forward(self, x: Tensor) -> Tensor:
@@ -206,7 +217,8 @@ def test_compiled_model_when_the_optimizer_is_made_before_the_first_run(
     System: Any, options: dict[str, Any]
 ) -> None:
     """Of the model; with drawn labels, of the compiled model."""
-    model, twin = MLP.model(), MLP.model()
+    model = MLP.model()
+    twin = MLP.model()
     compiled = torch.compile(model, backend="aot_eager")
     given = compiled if options.get("fisher") == "categorical" else model
     optimizer = make(System, given, **options)
@@ -227,8 +239,10 @@ ACCUMULATING = ["mlp", "conv_grouped", "shared_linear", "sequence_mlp", "inplace
 def test_k_micro_batches_equal_one_batch(System: Any, name: str, k: int) -> None:
     """With the loss of each divided by k, as one does; a module called twice included."""
     case = ZOO[name]
-    model, twin = case.model(), case.model()
-    optimizer, plain = make(System, model), make(System, twin)
+    model = case.model()
+    twin = case.model()
+    optimizer = make(System, model)
+    plain = make(System, twin)
     for x, y in case.batches(3):
         optimizer.zero_grad()
         parts = list(zip(x.chunk(k), y.chunk(k), strict=True))
@@ -285,8 +299,10 @@ def average(model: nn.Module, batch: Batch) -> None:
 def test_a_step_is_what_it_would_be_without_passes_beside_it(
     System: Any, disturb: Callable[[nn.Module, Batch], None], when: str
 ) -> None:
-    model, twin = MLP.model(), MLP.model()
-    optimizer, plain = make(System, model), make(System, twin)
+    model = MLP.model()
+    twin = MLP.model()
+    optimizer = make(System, model)
+    plain = make(System, twin)
     for (x, y), other in pairwise(BATCHES):
         optimizer.zero_grad()
         if when == "before the forward":

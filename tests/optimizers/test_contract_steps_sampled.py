@@ -43,7 +43,8 @@ def sampled(System: Any, model: nn.Module, likelihood: Any = "categorical", **op
 @each_kronecker
 def test_sampled_fisher_touches_no_gradient_and_no_random_state(System: Any) -> None:
     """Labels come from a generator of their own, gradients from a backward of their own."""
-    model, twin = MLP.model(), MLP.model()
+    model = MLP.model()
+    twin = MLP.model()
     x, y = BATCHES[0]
     optimizer = sampled(System, model)
     for p in model.parameters():
@@ -64,7 +65,8 @@ def test_sampled_labels_of_micro_batches_are_drawn_one_by_one(System: Any) -> No
     """Two passes of one batch with the same labels would be as one."""
     found = []
     for passes in (1, 2):
-        model, (x, y) = MLP.model(), BATCHES[0]
+        model = MLP.model()
+        (x, y) = BATCHES[0]
         optimizer = sampled(System, model, lr=0.0)
         for _ in range(passes):
             cross_entropy(model(x), y).backward()
@@ -93,7 +95,8 @@ class Wrapped(nn.Module):
 
     def __init__(self, form: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.layer, self.form = nn.Linear(5, CLASSES), form
+        self.layer = nn.Linear(5, CLASSES)
+        self.form = form
 
     def forward(self, x: Tensor) -> Any:
         return self.form(self.layer(x))
@@ -167,9 +170,11 @@ def test_curvature_with_and_without_loss_scaling_agrees(
     System: Any, scaler: str, unscale: bool
 ) -> None:
     """Captured gradients carry the scale S and G its square, whatever S is at the time."""
-    model, twin = MLP.model(), MLP.model()
+    model = MLP.model()
+    twin = MLP.model()
     scaling = SCALERS[scaler]()
-    optimizer, plain = make(System, model, grad_scaler=scaling), make(System, twin)
+    optimizer = make(System, model, grad_scaler=scaling)
+    plain = make(System, twin)
     for batch in BATCHES:
         scaled(model, optimizer, scaling, batch, unscale)
         take(twin, plain, batch)
@@ -218,14 +223,17 @@ def infinite_gradient(layer: nn.Module) -> Any:
 @pytest.mark.parametrize("scaler", ["torch.amp", "torch.cpu.amp"])
 def test_a_step_skipped_by_the_scaler_leaves_no_trace(System: Any, scaler: str, where: str) -> None:
     """Statistics of the skipped pass are dropped, also those of layers that saw no infinity."""
-    model, twin = MLP.model(), MLP.model()
-    scaling, other = SCALERS[scaler](), SCALERS[scaler]()
+    model = MLP.model()
+    twin = MLP.model()
+    scaling = SCALERS[scaler]()
+    other = SCALERS[scaler]()
     own = {"warmup_steps": 0} if System is DHO2 else {}
     optimizer = make(System, model, grad_scaler=scaling, **own)
     plain = make(System, twin, grad_scaler=other, **own)
     scaled(model, optimizer, scaling, BATCHES[0], unscale=False)
     scaled(twin, plain, other, BATCHES[0], unscale=False)
-    before, known = copy.deepcopy(model), curvature_of(optimizer)
+    before = copy.deepcopy(model)
+    known = curvature_of(optimizer)
     x, y = BATCHES[3]
     if where == "everywhere":
         scaled(model, optimizer, scaling, (x * float("inf"), y), unscale=False)

@@ -75,9 +75,11 @@ def part(model: nn.Module) -> Any:
 @pytest.mark.parametrize("choose", [frozen_body, part])
 def test_parameters_of_a_part_train_as_with_the_model_named(System: Any, choose: Any) -> None:
     """An average of the weights is alive meanwhile."""
-    model, twin = MLP.model(), MLP.model()
+    model = MLP.model()
+    twin = MLP.model()
     average = copy.deepcopy(model)
-    optimizer, expected = make(System, choose(model)), make(System, choose(twin), model=twin)
+    optimizer = make(System, choose(model))
+    expected = make(System, choose(twin), model=twin)
     for batch in MLP.batches(3):
         take(model, optimizer, batch)
         take(twin, expected, batch)
@@ -102,7 +104,8 @@ class Both:
     """Two models that are in no module together, and whose outputs are added."""
 
     def __init__(self, actor: nn.Module, critic: nn.Module) -> None:
-        self.actor, self.critic = actor, critic
+        self.actor = actor
+        self.critic = critic
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.actor(x) + self.critic(x)
@@ -129,7 +132,8 @@ GIVEN = {
 
 @pytest.mark.parametrize("how", GIVEN)
 def test_parameters_may_be_given_as_for_any_optimizer(how: str) -> None:
-    model, twin = MLP.model(), MLP.model()
+    model = MLP.model()
+    twin = MLP.model()
     optimizer = make(KAISA, GIVEN[how](model))
     assert optimizer.training.model is model
     expected = make(KAISA, twin)
@@ -197,7 +201,8 @@ class Holder(nn.Module):
 
 
 def test_the_smallest_module_is_found_inside_of_others() -> None:
-    model, other = MLP.model(), MLP.model()
+    model = MLP.model()
+    other = MLP.model()
     around: list[Any] = [Holder(net=model), nn.Sequential(model, other), nn.DataParallel(model)]
     around += [torch.compile(model, backend="eager"), nn.ModuleList([model])]
     assert found(model.parameters()) is model
@@ -232,7 +237,8 @@ def test_any_of_two_models_with_the_same_parameters_may_run() -> None:
         models = [MLP.model(), MLP.model()]
         models[1].load_state_dict(models[0].state_dict(keep_vars=True), assign=True)
         assert models[1][0].weight is models[0][0].weight
-        optimizer, twin = make(KAISA, models[0].parameters()), MLP.model()
+        optimizer = make(KAISA, models[0].parameters())
+        twin = MLP.model()
         expected = make(KAISA, twin)
         for batch in batches:
             take(models[runs], optimizer, batch)
@@ -248,14 +254,17 @@ def test_a_single_layer_is_found_next_to_lists_of_its_parameters() -> None:
 
 
 def test_a_tied_weight_belongs_to_the_model_with_all_of_its_owners() -> None:
-    body, head = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3)), nn.Linear(3, 5, bias=False)
+    body = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3))
+    head = nn.Linear(3, 5, bias=False)
     head.weight = body[0].weight
     model = Holder(body=body, head=head)
     assert found(model.parameters()) is model
 
 
 def test_unrelated_modules_are_a_list_in_the_order_of_their_parameters() -> None:
-    actor, critic, trunk = MLP.model(), ZOO["conv"].model(), nn.Linear(5, 4)
+    actor = MLP.model()
+    critic = ZOO["conv"].model()
+    trunk = nn.Linear(5, 4)
     keeper = Holder(net=critic)
     params = [*critic.parameters(), *actor.parameters()]
     for _ in range(2):  # the list of the first search is not taken for a model of the user's
@@ -307,7 +316,8 @@ def test_odd_objects_do_not_stop_the_search() -> None:
     class Odd(metaclass=Meta):
         pass
 
-    odd, model = [Empty(), Proxy(), Odd()], MLP.model()
+    odd = [Empty(), Proxy(), Odd()]
+    model = MLP.model()
     assert found(model.parameters()) is model
     del odd
 
@@ -320,7 +330,8 @@ def test_a_parametrized_layer_is_found() -> None:
 
 @pytest.mark.parametrize("System", KRONECKER)
 def test_parameters_in_no_module_are_trained_by_the_base_and_named(System: Any) -> None:
-    model, scale = MLP.model(), nn.Parameter(torch.ones(2, 5, dtype=torch.float64))
+    model = MLP.model()
+    scale = nn.Parameter(torch.ones(2, 5, dtype=torch.float64))
     groups = [{"params": model.parameters()}, {"params": scale}]
     with pytest.warns(SecondOrderWarning, match=r"1 of 7 .*of shape \(2, 5\)"):
         optimizer = make(System, groups)
@@ -359,7 +370,9 @@ def test_what_is_around_the_model_is_not_kept_alive() -> None:
     model = MLP.model()
     wrapped = Holder(net=model, other=nn.Linear(2, 2))
     optimizer = make(KAISA, model.parameters())
-    gone, wrapped = weakref.ref(wrapped), None  # type: ignore[assignment]
+    # type: ignore[assignment]
+    gone = weakref.ref(wrapped)
+    wrapped = None
     gc.collect()
     assert gone() is None
     assert optimizer.training.model is model
@@ -386,7 +399,8 @@ class Llama(nn.Module):
 
     def __init__(self, width: int = 2048, layers: int = 16, vocabulary: int = 128_256) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
+        self.embed = nn.Embedding(vocabulary, width)
+        self.head = nn.Linear(width, vocabulary)
         self.layers = nn.ModuleList()
         for _ in range(layers):
             sizes = {"q": (width, width), "k": (width, 512), "v": (width, 512), "o": (width, width)}
@@ -433,7 +447,8 @@ def averaged(rank: int, world_size: int) -> list[list[Tensor]]:
 def frozen_and_stray(rank: int, world_size: int) -> list[Tensor]:
     """What ranks begin with whose seeds are not the same."""
     torch.manual_seed(rank)
-    model, stray = MLP.build().double(), nn.Parameter(torch.randn(2, dtype=torch.float64))
+    model = MLP.build().double()
+    stray = nn.Parameter(torch.randn(2, dtype=torch.float64))
     model[0].requires_grad_(False)
     make(KAISA, [*model[2:].parameters(), stray])
     return [vector(model), stray.detach()]

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers: Any = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-WORDS, WIDTH = 256, 64
+WORDS = 256
+WIDTH = 64
 
 
 def gpt2() -> Any:

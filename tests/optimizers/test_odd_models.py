@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 each_kronecker = pytest.mark.parametrize("System", KRONECKER)
 each_system = pytest.mark.parametrize("System", SYSTEMS)
-X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(8) % 3
 
 
 def net() -> nn.Module:

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from reference import Batch
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-MLP, CONV = ZOO["mlp"], ZOO["conv_strided"]
+MLP = ZOO["mlp"]
+CONV = ZOO["conv_strided"]
 
 
 def narrow() -> nn.Module:
@@ -55,7 +56,8 @@ def rate(step: int) -> float:
 
 def trajectory(System: Any, case: Case, batches: Sequence[Batch], **options: Any) -> list[Tensor]:
     """The parameters after each step of the package."""
-    model, found = case.model(), []
+    model = case.model()
+    found = []
     optimizer = System(model, **options)
     schedule = LambdaLR(optimizer, falling)
     for batch in batches:
@@ -136,7 +138,8 @@ def by_fosi(batches: Sequence[Batch]) -> list[Tensor]:
         if step and step % EPOCH == 0:
             H = torch.autograd.functional.hessian(partial(loss_at, batch=CURVED[0]), vector(model))
             values, vectors = torch.linalg.eigh(H)
-            sizes, V = values[-10:].abs(), vectors[:, -10:]
+            sizes = values[-10:].abs()
+            V = vectors[:, -10:]
         optimizer.zero_grad()
         cross_entropy(model(x), y).backward()
         g = torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore[union-attr]
@@ -195,7 +198,8 @@ def test_distkfac() -> None:
 
 def test_dho2() -> None:
     settings = paper_settings(DHO2, epoch_steps=EPOCH)
-    model, found = MLP.model(), []
+    model = MLP.model()
+    found = []
     optimizer = DHO2(model, **SGD, **ALL_PAIRS, **settings)
     optimizer.curvature_closure = lambda: cross_entropy(model(CURVED[0][0]), CURVED[0][1])
     schedule = LambdaLR(optimizer, falling)

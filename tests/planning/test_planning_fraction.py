@@ -35,7 +35,8 @@ def workers_in(optimizer: KAISA) -> int:
 
 
 def chosen(rank: int, size: int) -> Any:
-    model, other = MLP.model(), MLP.model()
+    model = MLP.model()
+    other = MLP.model()
     optimizer = kaisa(model, grad_worker_fraction="auto")
     workers = workers_in(optimizer)
     said = str(optimizer.summary())

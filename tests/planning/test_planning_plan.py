@@ -69,7 +69,9 @@ def choice(system: str, seconds: float, memory: int, *, fits: bool = True) -> Ch
 
 
 def test_of_similar_settings_the_smallest_is_recommended() -> None:
-    fast, lean, slow = choice("KAISA", 1.0, 90), choice("DPKFAC", 1.02, 50), choice("KAISA", 1.5, 1)
+    fast = choice("KAISA", 1.0, 90)
+    lean = choice("DPKFAC", 1.02, 50)
+    slow = choice("KAISA", 1.5, 1)
     assert _recommended([fast, lean, slow], None)[0] is lean
     assert _recommended([choice("KAISA", 1.0, 90, fits=False), slow], 60)[0] is slow
 
