@@ -74,7 +74,7 @@ parameters on meta taken in  <-  groups::parameters_on_meta_are_refused_until_th
 groups in another order load
   <-  checkpoint_checks::groups_in_another_order_are_refused_or_put_in_order_by_a_hook
     if saved_names == names or sorted(saved_names) != sorted(names):  =>  if True:
-collected factors are not in the state  <-  factor_exchange::whoever_saves_has_all_factors
+collected factors are not in the state  <-  factor_exchange::the_rank_that_saves_has_all_factors
   - CURVATURE: {**entry.get(CURVATURE, {}), **added[p].get(CURVATURE, {})}
   + CURVATURE: {**entry.get(CURVATURE, {})}
 two bases: other weights went to each
@@ -99,10 +99,10 @@ a DDP over helpers goes unnoticed
   + if mixed_in and not set(ranks).intersection(workers):
 
 == training/curvature.py
-gradients summed, not averaged  <-  kaisa::micro_batches_on_many_processes_are_one_batch
+gradients summed, not averaged  <-  kaisa::micro_batches_on_many_processes_equal_one_batch
     torch._foreach_div_(gradients, float(world.size))  =>  pass
 a gradient that is None everywhere becomes zeros
-  <-  placements_gradients::a_gradient_that_is_none_everywhere_stays_none
+  <-  placements_gradients::a_gradient_that_is_none_on_all_ranks_stays_none
     if p.grad is None and ranks > 0:  =>  if p.grad is None:
 
 == training/groups.py
@@ -171,7 +171,7 @@ one process alone has helpers  <-  roles::the_last_ranks_help_and_somebody_train
     count = helpers if world_size > 1 else 0  =>  count = helpers
 
 == distributed/fsdp.py
-rows of a replica sent by another  <-  fsdp::sharded_trajectories_are_those_of_one_process
+rows of a replica sent by another  <-  fsdp::fsdp_trajectories_equal_those_of_one_process
     replica_of[rank] = replica  =>  replica_of[rank] = replica[::-1]
 
 == distributed/world.py
@@ -322,11 +322,11 @@ what cannot be compiled is an error
     except Exception:  =>  except ImportError:
 
 == kfac/state.py
-a lost factor arrives as zeros  <-  factor_exchange::a_layer_whose_factor_is_lost_starts_anew
+a lost factor arrives as zeros  <-  factor_exchange::a_layer_with_a_lost_factor_starts_its_averages_again
     value = saved.get(entry.name) if has else None  =>  value = saved.get(entry.name)
 inverses of another scale than the run's  <-  resume::inverses_of_another_scale_are_refreshed
     if empty or scaled != inverses.scaled:  =>  if empty:
-a resumed run without the solves under way  <-  resume::a_resumed_run_is_the_run
+a resumed run without the solves under way  <-  resume::a_resumed_run_equals_the_run
     loaded.snapshots[block] = PendingInverse(  =>  PendingInverse(
 statistics from before a load  <-  contract_state::statistics_from_before_a_load_do_not_count
   -         block.staged.clear()
@@ -334,68 +334,68 @@ statistics from before a load  <-  contract_state::statistics_from_before_a_load
 
 == kfac/curvature.py
 a factor that a checkpoint lacks is not lost
-  <-  factor_exchange::a_layer_whose_factor_is_lost_starts_anew
+  <-  factor_exchange::a_layer_with_a_lost_factor_starts_its_averages_again
     if agreed[2 * i + 1]]  =>  if False]
 a chosen fraction that checkpoints forget
   <-  planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks
   - common |= zip(CHOSEN_WORKERS, (self.num_workers, self.training.world.size), strict=True)
   + pass
 messages forget since the beginning of a resumed run
-  <-  stats::a_first_message_forgets_no_more_than_since_the_last_update
+  <-  stats::the_first_message_decays_factors_since_the_last_update
     self._schedule.record_update(int(updated_at))  =>  pass
 statistics that leave in the passes as sums
-  <-  loss_reduction::unequal_shares_however_statistics_travel
+  <-  loss_reduction::unequal_micro_batches_work_with_every_factor_exchange
     if layers.reduction != "step_mean":  =>  if True:
 an instrument without the owners' clip
   <-  metrics::the_clip_is_the_one_that_shortened_the_gradient
     clip=result.clip,  =>  clip=None,
-a frozen layer keeps its inverse  <-  kaisa::a_frozen_layer_holds_no_inverse
+a frozen layer keeps its inverse  <-  kaisa::a_frozen_layer_stores_no_inverse
     block.drop_inverse()  =>  pass
-ranks' losses not compared  <-  loss_reduction::ranks_that_are_told_differently
+ranks' losses not compared  <-  loss_reduction::ranks_with_different_reductions_raise
   - ("loss reduction", self.layers.reduction),
 messages forget since the beginning
-  <-  stats::factors_forget_between_messages_as_much_as_in_so_many_steps
+  <-  stats::factors_decay_between_messages_as_in_as_many_steps
   - self.layers.update_averages(sums, decay)
   -         self._schedule.record_update(self.training.steps)
   + self.layers.update_averages(sums, decay)
-a resumed run that forgets its intervals  <-  drift::a_resumed_run_has_the_intervals
+a resumed run that forgets its intervals  <-  drift::a_resumed_run_has_the_same_intervals
     self.drift.load(saved, self.layers.blocks)  =>  pass
-a resumed run that refreshes all layers  <-  resume::a_resumed_run_is_the_run
+a resumed run that refreshes all layers  <-  resume::a_resumed_run_equals_the_run
     inverses.load(loaded.inverses,  =>  inverses.load({},
 inverses that one rank lacks  <-  resume::inverses_that_no_rank_has_are_refreshed
     training.world.on_cpu().all_reduce_max([flags]).wait()  =>  pass
 
 == kfac/feedback.py
-a floor by the arithmetic mean  <-  step_scale::damping_has_a_floor_by_all_layers
+a floor by the arithmetic mean  <-  step_scale::the_damping_floor_uses_all_layers
   - mean_curvature = (total.curvature_roots / total.num_curvatures) ** 2
   + mean_curvature = total.curvature_roots / total.num_curvatures
-each rank's own cosines  <-  drift::cosines_are_those_of_dense_preconditioning
+each rank's own cosines  <-  drift::cosines_equal_those_of_dense_preconditioning
     if is_reported else 0.0  =>  if True else 0.0
 
 == kfac/step_scale.py
 steps that maximize judged as those that minimize
-  <-  step_scale::to_maximize_a_negative_loss_is_to_minimize_the_loss
+  <-  step_scale::maximizing_the_negative_loss_equals_minimizing_the_loss
     gradient = -gradient  =>  pass
 steps over adaptive bases that are earned under a schedule
   <-  step_scale::over_adaptive_bases_the_scale_is_two_while_the_rate_changes
     low = bounds.low_scheduled  =>  low = bounds.low
 steps that are scaled by the base's side
-  <-  step_scale::preconditioned_weights_alone_are_scaled_and_no_base_sees_it
+  <-  step_scale::only_preconditioned_weights_are_scaled
   <-  step_scale::the_slope_is_the_next_mean_gradient_along_the_scaled_step
   - torch._foreach_lerp_(after, before, 1.0 - self.factor)
   + torch._foreach_lerp_(after, before, self.factor)
 
 == kfac/layers.py
 layers whose weight and bias differ
-  <-  group_options::a_layer_in_two_groups_is_named
+  <-  group_options::a_layer_in_two_groups_raises_with_its_name
     any(value != values[0] for value in values)  =>  False
 groups that are preconditioned all the same
-  <-  group_options::a_group_that_is_not_preconditioned_is_as_layers_that_are_skipped
+  <-  group_options::precondition_false_equals_skip_layers
     group.get("precondition") is False  =>  group.get("precondition") is None
 
 == kfac/layers.py
 a group's factor_decay that does nothing
-  <-  group_options::the_decay_of_a_group_is_that_of_its_layers
+  <-  group_options::a_groups_factor_decay_applies_to_its_layers
     if own_decays.get(block, decay) == past]  =>  if past == decay]
 zero_grad keeps statistics  <-  contract_steps::a_step_after_zero_grad_alone_takes_nothing_in
   - block.staged.clear()
@@ -408,10 +408,10 @@ passes of a layer for those of a step
   <-  examples::a_layer_that_some_micro_batches_pass_by_is_counted_with_the_others
     max([1, *(block.staged.micro_batches for block in blocks)])  =>  blocks[-1].staged.micro_batches
 G of a step's losses without their number
-  <-  loss_reduction::unequal_shares_train_as_the_whole_batch
+  <-  loss_reduction::unequal_micro_batches_train_like_the_whole_batch
     shapes, share)  =>  shapes, 1.0)
 statistics of micro-batches with the square of their number
-  <-  stats::micro_batches_of_a_stats_worker_are_counted
+  <-  stats::a_stats_worker_counts_micro_batches
     collect_sums(staged, micro_batches, terms)  =>  collect_sums(staged, 1, terms)
 
 terms of the last layer that a rank owns
@@ -425,47 +425,47 @@ a curvature object with an absolute damping
 
 == kfac/spd_kfac.py
 statistics that wait for the step
-  <-  pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[plain]
+  <-  pipelined::pipelining_does_not_change_the_trajectory[plain]
     if not self._expected or pairs is None:  =>  if True:
 statistics that have changed since they were sent
-  <-  pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[accumulated]
-  <-  pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[thrown_away]
+  <-  pipelined::pipelining_does_not_change_the_trajectory[accumulated]
+  <-  pipelined::pipelining_does_not_change_the_trajectory[thrown_away]
     [float(a != b) for a, b in zip(sent, now, strict=True)]  =>  [0.0] * len(now)
 
 == kfac/plan.py
-DistKFAC's owners by number  <-  distkfac_ranks::owners_are_spread_by_cost
+DistKFAC's owners by number  <-  distkfac_ranks::inverse_ranks_are_balanced_by_cost
   - balance_costs([layer.cost for layer in layers], ranks)
   + balance_costs([1.0 for layer in layers], ranks)
-gradients from the wrong row  <-  kaisa::a_smaller_fraction_keeps_fewer_inverses
+gradients from the wrong row  <-  kaisa::a_smaller_fraction_stores_fewer_inverses
     return self.workers[0] // len(self.workers)  =>  return 0
 owners' gradients balanced by number
-  <-  dpkfac::parameters_of_no_layer_go_where_the_least_is_to_be_sent
+  <-  dpkfac::parameters_without_a_layer_go_to_the_rank_that_sends_least
     load[owner] += size  =>  load[owner] += 1
 heads are not summed
-  <-  distkfac_ranks::all_workers_know_the_weights_and_traces_of_all_layers
-  <-  factor_exchange::shards_are_weighted_by_their_examples
+  <-  distkfac_ranks::every_worker_has_the_weights_and_traces_of_all_layers
+  <-  factor_exchange::ranks_are_weighted_by_their_examples
     heads.append(layer_sums.head)  =>  heads.append(layer_sums.head.clone())
 A kept by the solver of G, and G by that of A
-  <-  factor_exchange::each_factor_is_on_one_rank_and_its_trace_on_all
+  <-  factor_exchange::each_factor_is_on_one_rank_and_its_trace_on_all_ranks
   - None if self.factors_everywhere else self.inverse_rank(factor)
   + self.inverse_ranks[factor == "A"]
 an owner's layers have statistics of all batches
-  <-  dpkfac::a_layers_factors_are_those_of_its_owners_batches
+  <-  dpkfac::a_layers_factors_come_from_its_owners_batches
     source=owner,  =>  source=None,
 every gradient worker keeps an inverse of a sharded layer
-  <-  fsdp::ranks_keep_their_rows_and_the_factors_of_their_layers
+  <-  fsdp::ranks_store_their_rows_and_their_layers_factors
     workers=range(rank, rank + 1)))  =>  workers=layer.workers))
 
 == kfac/precondition.py
 a clip of a rank's own layers alone
-  <-  dpkfac::all_layers_of_all_owners_are_clipped_by_one_coefficient
+  <-  dpkfac::one_coefficient_clips_the_layers_of_all_owners
     world.all_reduce([change]).wait()  =>  pass
 outliers that count in full  <-  usual_change::the_bound_is_four_times_the_running_average
     addcmul_(change, ratio, value  =>  addcmul_(change, torch.ones_like(ratio), value
 steps without a preconditioned layer that count
-  <-  usual_change::steps_without_preconditioned_layers_are_no_usual_change
+  <-  usual_change::steps_without_preconditioned_layers_do_not_enter_the_average
     if clip is not None and solved:  =>  if clip is not None:
-a resumed run with another usual change  <-  usual_change::a_resumed_run_has_the_usual_change
+a resumed run with another usual change  <-  usual_change::a_resumed_run_has_the_same_running_average
     self.steps = int(part.number(steps_name))  =>  pass
 a clip in lr, not lr²  <-  solvers::the_clip_takes_each_layers_own_learning_rate
     stack.new_ones(()) * rate**2  =>  stack.new_ones(()) * rate
@@ -473,10 +473,10 @@ a clip that stretches  <-  solvers::the_clip_bounds_what_it_measures
     torch.sqrt(kl_clip / change).clamp(max=1.0)  =>  torch.sqrt(kl_clip / change)
 
 == kfac/schedule.py
-factors that count updates  <-  defaults::factors_remember_steps_whatever_the_interval
+factors that count updates  <-  defaults::the_memory_of_factors_in_steps_does_not_depend_on_the_interval
     decay ** max(since, 1)  =>  decay
 a young training remembers as much as an old one
-  <-  defaults::a_young_training_remembers_a_share_of_its_steps
+  <-  defaults::early_in_a_run_factors_remember_a_share_of_its_steps
     decay = min(decay, 1 - 1 / max(2.0, past.share * step))  =>  pass
 newcomers wait for the interval  <-  robustness::a_newcomer_is_solved_as_soon_as_it_has_statistics
   - if step == self._layers.newly_trainable_at:
@@ -484,49 +484,49 @@ newcomers wait for the interval  <-  robustness::a_newcomer_is_solved_as_soon_as
   + if False:
   +             return layers
 factors forget by the update, not by the step
-  <-  distkfac::without_a_decay_factors_forget_evenly_in_time
+  <-  distkfac::without_a_decay_all_statistics_have_equal_weight
     age = step - self.updated_at  =>  age = 1
-intervals that never fall  <-  drift::intervals_grow_where_nothing_changes_and_fall_where_all_does
+intervals that never fall  <-  drift::intervals_grow_without_drift_and_shrink_with_drift
     if cosine < bounds.halve_below:  =>  if False:
-intervals that grow after one refresh alike  <-  drift::what_a_refresh_changes_by_hand
+intervals that grow after one refresh alike  <-  drift::drift_equals_a_computation_by_hand
     elif num_stable >= bounds.patience:  =>  elif num_stable >= 1:
 refreshes as often as the first layer wants
-  <-  drift::layers_are_due_at_multiples_and_no_oftener_than_a_quarter_wants
+  <-  drift::layers_are_due_at_multiples_and_not_more_often_than_a_quarter_needs
     of_solved[int(len(of_solved) * NEEDING_SHARE)]  =>  of_solved[0]
 
 == kfac/sharded_gradients.py
-the clip of a bucket's own layers  <-  fsdp::one_all_to_all_each_way_for_a_bucket
+the clip of a bucket's own layers  <-  fsdp::a_bucket_takes_one_all_to_all_each_way
     changes.append(clip.change(preconditioned))  =>  changes = [clip.change(preconditioned)]
 
 == kfac/inversion.py
-the damping of the landing  <-  distkfac::an_inverse_has_the_damping_of_its_snapshot
+the damping of the landing  <-  distkfac::an_inverse_uses_the_damping_of_its_snapshot
     dampings.append(layer_damping.damping)  =>  dampings.append(self.damping_option)
 layers that are due when they land wait for the next interval
-  <-  distkfac::a_layer_that_is_due_when_it_lands_is_launched_again
+  <-  distkfac::a_layer_that_became_due_while_pending_is_submitted_again
     self._submit([block for block in finished if block.solved], mean_curvature)  =>  pass
-layers under way are launched again  <-  distkfac::never_more_than_so_many_steps_under_way
+layers under way are launched again  <-  distkfac::an_inverse_is_never_older_than_max_staleness
     [b for b in due if b not in pending_before]  =>  list(due)
 decompositions that their solver has not rounded
-  <-  exchange_dtype::every_rank_has_the_same_numbers
+  <-  exchange_dtype::all_ranks_have_equal_parameters
     pack_message(own_parts, plan.exchange_dtype)  =>  pack_message(own_parts, None)
-a failed G is not told  <-  failures::one_factor_that_fails_is_told
+a failed G is not told  <-  failures::a_failed_factor_is_reported
     outcome = Outcome.FAILED  =>  outcome = Outcome.NO_STATISTICS
-verdicts are added up  <-  failures::one_factor_that_fails_is_told
+verdicts are added up  <-  failures::a_failed_factor_is_reported
     all_reduce_max([message] if blocks  =>  all_reduce([message] if blocks
 a dead layer is called unused where it is called
-  <-  kaisa::a_dead_layer_is_called_unused_where_it_is_not_called
+  <-  kaisa::a_layer_that_is_never_called_is_reported_as_unused
     no_statistics=block.status is LayerStatus.NOT_CAPTURED  =>  no_statistics=True
 one refresh too many before an error
-  <-  failures::too_many_failures_in_a_row_are_an_error_on_every_rank
+  <-  failures::too_many_consecutive_failures_raise_on_every_rank
     block.failures >= limit  =>  block.failures > limit
 relative damping without the mean curvature
-  <-  invariants_steps::relative_damping_is_in_units_of_a_layers_mean_curvature
+  <-  invariants_steps::relative_damping_is_a_share_of_a_layers_mean_curvature
     damping = damping * positive  =>  damping = damping * torch.ones_like(positive)
 a gradient's scale without the damping
-  <-  defaults::the_gradients_scale_is_newtons_times_the_mean_damped_curvature
+  <-  defaults::grafting_multiplies_newton_steps_by_the_mean_damped_curvature
     mean_eigenvalues = (curvature + damping)  =>  mean_eigenvalues = (curvature + 0 * damping)
 damping for scale, from another process
-  <-  distkfac_ranks::all_have_the_same_parameters_however_the_threads_are_scheduled
+  <-  distkfac_ranks::parameters_are_equal_on_all_ranks_for_any_thread_schedule
     [layer_damping.damping, layer_damping.mean_eigenvalue]  =>  [layer_damping.damping] * 2
 stale inverses after a change of layers
   <-  kaisa::a_layer_without_an_inverse_gets_one_at_the_next_step
@@ -535,72 +535,72 @@ an unexplained layer not told of to the other ranks
   <-  explained::a_layer_that_one_rank_cannot_verify_is_left_on_all
     if block.unverified:  =>  if False:
 decompositions of threads arrive with another damping
-  <-  distkfac_ranks::without_staleness_it_is_kaisa
+  <-  distkfac_ranks::without_staleness_distkfac_equals_kaisa
     torch.as_tensor(n, dtype=dtype, device=device)  =>  torch.ones((), dtype=dtype)
 an instrument without the failures  <-  metrics::failures_are_counted
   -             self.num_failures += 1
   -
-damping without a floor  <-  step_scale::damping_has_a_floor_by_all_layers
+damping without a floor  <-  step_scale::the_damping_floor_uses_all_layers
     self.options.floor * pending[blocks[0]].mean_curvature  =>  0.0
-a step staler than allowed  <-  distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age
+a step staler than allowed  <-  distkfac::with_deterministic_staleness_steps_use_inverses_of_that_age
     staleness is not None and age >= staleness  =>  staleness is not None and age > staleness
 a solve on a thread that is older than drift allows
-  <-  drift::solves_on_threads_are_waited_for_by_the_step_before_the_next
+  <-  drift::a_step_waits_for_threads_before_the_next_refresh
     if self._drift is not None and age >= self._drift.interval(block) - 1:  =>  if False:
-of a thread's decompositions one is enough  <-  distkfac::one_factor_that_fails_on_a_thread_is_told
+of a thread's decompositions one is enough  <-  distkfac::a_failed_factor_on_a_thread_is_reported
     == len(self.step_plan.to_invert[block])  =>  > 0
 
 == kfac/inverter.py
 a dead layer solved with the others
-  <-  refresh_on_device::a_refresh_comes_to_the_same_on_a_device
+  <-  refresh_on_device::a_refresh_gives_equal_results_on_a_device
     if not weight > 0}  =>  if False}
 
 == kfac/async_inversion.py
 a dropped result is that of a later refresh
-  <-  distkfac::a_dropped_result_of_a_thread_does_not_become_that_of_a_later_refresh
+  <-  distkfac::a_dropped_thread_result_is_not_used_by_a_later_refresh
     self._futures.pop(block, None)  =>  pass
-deterministic without effect  <-  distkfac::deterministic_beside_a_layer_without_statistics
+deterministic without effect  <-  distkfac::deterministic_inverses_work_next_to_a_layer_without_statistics
     elif self.deterministic or not future.done():  =>  elif not future.done():
-a snapshot that changes  <-  distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age
+a snapshot that changes  <-  distkfac::with_deterministic_staleness_steps_use_inverses_of_that_age
     [torch.empty_like(factor) for factor in factors]  =>  factors
-a solve with all cores  <-  background::one_core_in_the_work_and_as_many_as_before_elsewhere
+a solve with all cores  <-  background::threads_use_one_core_and_leave_the_main_thread_its_cores
     torch.set_num_threads(1)  =>  pass
 
 == kfac/stats_workers.py
 a stats worker's losses of a step as sums
-  <-  stats::micro_batches_of_a_stats_worker_are_counted
+  <-  stats::a_stats_worker_counts_micro_batches
     sums = self.layers.undo_step_mean(sums, share=1.0)  =>  pass
-a stats worker's gradients pile up  <-  stats::a_stats_workers_gradients_do_not_pile_up
+a stats worker's gradients pile up  <-  stats::a_stats_workers_gradients_do_not_accumulate
     p.grad = None  =>  pass
 statistics to the first worker, whoever owns the layer
-  <-  distkfac_ranks::statistics_are_those_of_the_helpers_batches_at_the_points_it_got
+  <-  distkfac_ranks::stats_workers_compute_statistics_of_their_batches_at_the_received_weights
     owned[layer.inverse_rank("A")].append(block)  =>  owned[0].append(block)
-messages of other layers count  <-  stats::after_a_change_own_passes_go_on_until_newer_messages_come
+messages of other layers count  <-  stats::after_a_change_workers_capture_until_newer_messages_arrive
     if message.note["plan_version"] < self.plan_version:  =>  if False:
-snapshots queue up  <-  stats::no_snapshot_is_sent_while_statistics_are_on_their_way
+snapshots queue up  <-  stats::no_snapshot_is_sent_while_statistics_are_in_transit
     if num_sent > self._num_answered.get(link, 0):  =>  if False:
-a stats worker may be sharded  <-  fsdp_stats::shards_beside_stats_workers_are_refused
+a stats worker may be sharded  <-  fsdp_stats::fsdp_with_stats_workers_is_refused
     raise ValueError(sharding_error(self.training.name, "stats"))  =>  return
-statistics are not requested  <-  stats::own_passes_come_back_when_sound_statistics_stay_away
+statistics are not requested  <-  stats::workers_capture_again_when_no_valid_statistics_arrive
     bool(unpacked) and not any(unpacked.values())  =>  False
 
 == kfac/thor.py
-traces without the damping  <-  trace_refresh::layers_are_solved_where_the_dense_trace_has_moved
+traces without the damping  <-  trace_refresh::layers_whose_trace_changed_are_refreshed
   - relative_change(trace, prev_trace)
   + relative_change(trace - option, prev_trace - prev_option)
 a schedule of the damping that wakes no layer
-  <-  trace_refresh::a_schedule_of_the_damping_asks_for_a_solve
+  <-  trace_refresh::a_damping_schedule_triggers_a_refresh
     max(trace_change, relative_change(option, prev_option))  =>  trace_change
 
 == kronecker/autograd.py
 values taken for queries  <-  attention::factors_are_those_of_separate_linears
     (0, 1, 2)[piece : piece + count]  =>  (0, 1, 2)[:count]
 layers in groups of their own without statistics
-  <-  fsdp::an_optimizer_made_before_goes_on_with_the_shards
+  <-  fsdp::an_optimizer_created_before_fully_shard_adopts_the_shards
     if fsdp is not None:  =>  if False:
 
 == kronecker/block.py
-a bias's gradient in the wrong column  <-  invariants_steps::15_a_step_is_the_dense_solve
+a bias's gradient in the wrong column  <-  invariants_steps::15_a_step_equals_the_dense_solve
     torch.cat(views, layout.axis)  =>  torch.cat(views[::-1], layout.axis)
 inverses of some layers of a batch are others'
   <-  banks::a_bank_is_its_layers_one_by_one
@@ -610,7 +610,7 @@ inverses of some layers of a batch are others'
 a slice that keeps its stack  <-  queued::state_and_memory_follow_averages_into_their_stacks
     self.factors.entries[name] = factor.clone()  =>  pass
 micro-batches that FSDP2 has yet to average dropped
-  <-  fsdp::micro_batches_count_whether_averaged_each_or_at_the_end
+  <-  fsdp::gradient_accumulation_works_with_and_without_gradient_sync
     self.has_gradient or unreduced)  =>  self.has_gradient)
 gradients set to None by the model kept as statistics
   <-  examples::a_discriminator_counts_its_own_passes
@@ -716,7 +716,7 @@ padded rows in A  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_o
 
 == kronecker/factors.py
 sums of narrow factors that travel as they were added up
-  <-  pipelined::sums_of_narrow_factors_are_rounded_before_they_leave
+  <-  pipelined::sums_are_rounded_to_the_communication_dtype_before_sending
     factor.to(dtype) for  =>  factor for
 the mean eigenvalue of G of modules used twice
   <-  invariants_factors::9_the_mean_eigenvalues_of_a_module_used_twice_are_those_of_its_factors
@@ -735,7 +735,7 @@ a second pass through a forward as a micro-batch
 both factors of gradients with the trace of the curvature
   <-  kinds::a_tied_embedding_has_the_partial_traces_of_both_uses
     if shape.gradient_factored:  =>  if False:
-a short batch counts alone  <-  defaults::a_short_batch_is_one_of_many
+a short batch counts alone  <-  defaults::a_short_last_batch_is_weighted_by_its_examples
   - stack_in_place(entries, "examples").lerp_(examples.to(weight.dtype), step)
   + stack_in_place(entries, "examples").copy_(examples)
 an expert's A moves as if it had tokens in all steps
@@ -746,7 +746,7 @@ an expert's A moves as if it had tokens in all steps
 micro-batches draw the same noise
   <-  contract_steps::sampled_labels_of_micro_batches_are_drawn_one_by_one
     hash((self._step, call - self._first_call, self._rank))  =>  hash((self._step, 0, self._rank))
-ranks draw the same noise  <-  kaisa::ranks_draw_labels_of_their_own
+ranks draw the same noise  <-  kaisa::each_rank_samples_its_own_labels
   - hash((self._step, call - self._first_call, self._rank))
   + hash((self._step, call - self._first_call, 0))
 a coin that falls the other way
@@ -832,7 +832,7 @@ passes that have nothing in common count together
 
 == kronecker/solvers.py
 an inverse by Cholesky without its scale
-  <-  defaults::the_gradients_scale_is_newtons_times_the_mean_damped_curvature
+  <-  defaults::grafting_multiplies_newton_steps_by_the_mean_damped_curvature
     (g * multiplier.view(-1, 1, 1))  =>  g
 γ of three factors split as of two  <-  doubly_factored::15_three_way_solves_are_dense_ones
     damping ** (1 / len(means))  =>  damping ** (1 / 2)
@@ -960,7 +960,7 @@ sums that come after their turn in the last batch are lost
 steps within backward
   <-  frameworks_with_parameters_only::a_step_from_a_hook_within_backward_is_refused
     if torch._C._current_graph_task_id() != NO_BACKWARD:  =>  if False:
-collected factors stay  <-  factor_exchange::collected_factors_go_with_the_next_step
+collected factors stay  <-  factor_exchange::gathered_factors_are_dropped_at_the_next_step
   -         if self._collected is not None:
   -             self._collected = None
   +         if self._constructed is None:
@@ -1003,25 +1003,25 @@ frozen parts that are not the model's
     if len(added) > most_added and not trains  =>  if False
 
 == optimizers/config.py
-Newton's scale by default  <-  defaults::the_scale_of_steps_is_the_same_over_every_base
+Newton's scale by default  <-  defaults::grafting_is_the_default_over_every_base
     grafted = self.grafting == "gradient"  =>  grafted = False
 every base taken for SGD
-  <-  defaults::defaults_follow_the_base defaults::of_two_bases_the_first_is_asked
+  <-  defaults::default_settings_depend_on_the_base defaults::with_two_bases_the_first_decides_the_defaults
     adaptive = is_adaptive(base)  =>  adaptive = False
 a step scale that follows with Newton's scale
-  <-  defaults::the_step_scale_is_for_the_gradients_scale
+  <-  defaults::the_step_scale_requires_grafting
     values["step_scale"] = grafted and  =>  values["step_scale"] =
 a usual change beside Newton steps
-  <-  defaults::a_change_is_held_against_the_usual_one_over_every_base
+  <-  defaults::the_default_clip_compares_with_usual_changes_over_every_base
     if is_auto(self.kl_clip) and not grafted  =>  if False
 a step scale over a schedule-free base
-  <-  defaults::the_step_scale_is_for_the_gradients_scale
+  <-  defaults::the_step_scale_requires_grafting
     = grafted and not schedule_free  =>  = grafted
 a floor of the damping beside absolute damping  <-  defaults::absolute_damping_has_no_floor
     DAMPING_FLOOR if self.relative_damping else 0.0  =>  DAMPING_FLOOR
 
 == optimizers/kaisa.py
-colocate_factors without effect  <-  kaisa::layers_are_placed_as_asked_for
+colocate_factors without effect  <-  kaisa::the_placement_options_place_layers
     colocate=colocate_factors,  =>  colocate=True,
 
 == utils/checks.py

@@ -40,7 +40,7 @@ def blocked(pool: WorkerPool) -> tuple[threading.Event, Future[str]]:
     return go, ticket
 
 
-def test_one_core_in_the_work_and_as_many_as_before_elsewhere() -> None:
+def test_threads_use_one_core_and_leave_the_main_thread_its_cores() -> None:
     """In the caller, and in threads that are made before and after."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -67,7 +67,7 @@ def test_one_core_in_the_work_and_as_many_as_before_elsewhere() -> None:
         torch.set_num_threads(before)
 
 
-def test_close_waits_for_what_is_under_way_and_drops_the_rest() -> None:
+def test_close_waits_for_running_work_and_drops_queued_work() -> None:
     pool = WorkerPool(1)
     go, first = blocked(pool)
     rest = [pool.submit(lambda: None) for _ in range(5)]
@@ -121,7 +121,7 @@ for how in ("without the pool", "after a child"):
 """
 
 
-def test_the_interpreter_ends_with_work_under_way(launch: Launcher) -> None:
+def test_the_interpreter_exits_while_work_is_running(launch: Launcher) -> None:
     """It waits for that, and for nothing that was not begun: C++ must not outlive it.
 
     Be the pool there or gone; and a child that was forked then ends at once.
@@ -146,7 +146,7 @@ def in_child(check: Callable[[], bool]) -> bool:
     return os.waitpid(pid, 0)[1] == 0
 
 
-def test_a_forked_child_has_no_threads_of_its_parents() -> None:
+def test_a_forked_child_does_not_inherit_worker_threads() -> None:
     """Its work would never be done."""
     pool = WorkerPool(1)
     pool.submit(lambda: 1).result()

@@ -36,7 +36,7 @@ def options_of(optimizer: SecondOrderOptimizer) -> Any:
 
 
 @each_kronecker
-def test_defaults_follow_the_base(System: type[KAISA]) -> None:
+def test_default_settings_depend_on_the_base(System: type[KAISA]) -> None:
     model = nn.Linear(3, 2)
     for base in (Adadelta, Adafactor, Muon, RMSprop):
         assert is_adaptive(base)
@@ -50,7 +50,7 @@ def test_defaults_follow_the_base(System: type[KAISA]) -> None:
     assert {name: getattr(chosen, name) for name in given} == given
 
 
-def test_of_two_bases_the_first_is_asked() -> None:
+def test_with_two_bases_the_first_decides_the_defaults() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     adaptive = options_of(KAISA(model, lr=0.1, base=Muon, aux_base=SGD))
     assert adaptive.factor_decay == PerStep(0.978, share=1 / 3)
@@ -62,7 +62,7 @@ SCALE = "grafting", "damping", "damping_floor", "step_scale"
 
 @pytest.mark.parametrize("base", [SGD, Adam, AdamW])
 @each_kronecker
-def test_the_scale_of_steps_is_the_same_over_every_base(System: type[KAISA], base: Any) -> None:
+def test_grafting_is_the_default_over_every_base(System: type[KAISA], base: Any) -> None:
     options = options_of(System(nn.Linear(3, 2), lr=0.1, base=base))
     found = {name: getattr(options, name) for name in SCALE}
     assert found == dict(zip(SCALE, ("gradient", DAMPING, DAMPING_FLOOR, True), strict=True))
@@ -75,7 +75,7 @@ def test_absolute_damping_has_no_floor() -> None:
     assert options_of(absolute).damping_floor == 0.0
 
 
-def test_a_change_is_held_against_the_usual_one_over_every_base() -> None:
+def test_the_default_clip_compares_with_usual_changes_over_every_base() -> None:
     for base in (SGD, AdamW):
         assert options_of(KAISA(nn.Linear(3, 2), lr=0.1, base=base)).kl_clip == "auto"
     papers = KAISA(nn.Linear(3, 2), lr=0.1, grafting="none")
@@ -102,7 +102,7 @@ class ScheduleFree(SGD):
     ],
     ids=["newton", "papers", "schedule-free", "off"],
 )
-def test_the_step_scale_is_for_the_gradients_scale(options: dict[str, Any]) -> None:
+def test_the_step_scale_requires_grafting(options: dict[str, Any]) -> None:
     assert not options_of(KAISA(nn.Linear(3, 2), lr=0.1, **options)).step_scale
 
 
@@ -123,7 +123,7 @@ EXACT: dict[str, Any] = {
 }
 
 
-def test_a_short_batch_is_one_of_many() -> None:
+def test_a_short_last_batch_is_weighted_by_its_examples() -> None:
     model, x, y = model_and_batch(64)
     optimizer = KAISA(model, **EXACT, factor_update_steps=1, inv_update_steps=1)
     for examples in (64, 64, 64, 1):
@@ -136,7 +136,7 @@ def test_a_short_batch_is_one_of_many() -> None:
     )
 
 
-def test_factors_remember_steps_whatever_the_interval() -> None:
+def test_the_memory_of_factors_in_steps_does_not_depend_on_the_interval() -> None:
     assert per_step_decay(PerStep(0.95), 1, 0) == 0.95
     assert per_step_decay(PerStep(0.95), 10, 10) == pytest.approx(0.95**10)
     model, x, y = model_and_batch(20)
@@ -156,12 +156,12 @@ def test_factors_remember_steps_whatever_the_interval() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"decay": 1.0}, {"decay": 0.9, "share": 1.5}])
-def test_a_memory_in_steps_has_bounds(fields: dict[str, float]) -> None:
+def test_a_memory_in_steps_is_validated(fields: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=list(fields)[-1]):
         PerStep(**fields)
 
 
-def test_a_young_training_remembers_a_share_of_its_steps() -> None:
+def test_early_in_a_run_factors_remember_a_share_of_its_steps() -> None:
     memory = PerStep(0.978, share=1 / 3)
     assert per_step_decay(memory, 1, 0) == per_step_decay(memory, 1, 6) == 0.5
     assert per_step_decay(memory, 1, 30) == pytest.approx(0.9)
@@ -199,7 +199,7 @@ def preconditioned(System: Any, name: str, scale: str, **options: Any) -> Any:
     damping=st.floats(0.01, 10.0),
 )
 @each_kronecker
-def test_the_gradients_scale_is_newtons_times_the_mean_damped_curvature(
+def test_grafting_multiplies_newton_steps_by_the_mean_damped_curvature(
     System: type[SecondOrderOptimizer], name: str, solver: str, relative: bool, damping: float
 ) -> None:
     options: dict[str, Any] = {"solver": solver, "relative_damping": relative}

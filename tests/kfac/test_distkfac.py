@@ -43,7 +43,7 @@ def train(**options: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("solver", ["inverse", "eigen"])
 @pytest.mark.parametrize("every", [1, 2, 4])
 @pytest.mark.parametrize("staleness", [0, 1, 2, 3])
-def test_a_certain_staleness_is_a_loop_with_inverses_of_that_age(
+def test_with_deterministic_staleness_steps_use_inverses_of_that_age(
     staleness: int, every: int, solver: Any
 ) -> None:
     expected = delayed(staleness, inv_update_steps=every, solver=solver)
@@ -75,7 +75,7 @@ def ages(every: int, staleness: int, steps: int) -> list[int]:
 @pytest.mark.parametrize(
     ("every", "staleness"), [(1, 0), (1, 1), (1, 3), (2, 2), (2, 4), (3, 3), (3, 2), (2, 3), (4, 0)]
 )
-def test_a_layer_that_is_due_when_it_lands_is_launched_again(
+def test_a_layer_that_became_due_while_pending_is_submitted_again(
     every: int, staleness: int, exactly: bool
 ) -> None:
     """With the factors of that step; it would wait for the next interval with the old ones."""
@@ -96,7 +96,7 @@ def test_a_layer_that_is_due_when_it_lands_is_launched_again(
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])
-def test_never_more_than_so_many_steps_under_way(staleness: int) -> None:
+def test_an_inverse_is_never_older_than_max_staleness(staleness: int) -> None:
     """Solved when waited for, and not before: the same as with that staleness exactly."""
     model = CASE.model()
     gate = Gate()
@@ -117,7 +117,7 @@ def test_never_more_than_so_many_steps_under_way(staleness: int) -> None:
     assert_same_trajectory(trajectory, delayed(staleness))
 
 
-def test_a_layers_first_inverse_is_waited_for() -> None:
+def test_a_step_waits_for_the_first_inverse_of_a_layer() -> None:
     model = CASE.model()
     with solving(Dawdle(0, 0.03)), distkfac(model, inv_update_steps=NEVER) as optimizer:
         found = go(model, optimizer, CASE, BATCHES)
@@ -128,7 +128,7 @@ def falling_damping(step: int) -> float:
     return 0.5 * 0.6**step
 
 
-def test_an_inverse_has_the_damping_of_its_snapshot() -> None:
+def test_an_inverse_uses_the_damping_of_its_snapshot() -> None:
     model = CASE.model()
     options: dict[str, Any] = {"solver": "eigen", "damping": falling_damping}
     with distkfac(model, max_staleness=2, deterministic=True, **options) as optimizer:
@@ -147,7 +147,7 @@ class WithUnused(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:no statistics arrived")
-def test_deterministic_beside_a_layer_without_statistics() -> None:
+def test_deterministic_inverses_work_next_to_a_layer_without_statistics() -> None:
     model = WithUnused()
     delays = set()
     with distkfac(model, max_staleness=3, deterministic=True) as optimizer:
@@ -158,7 +158,7 @@ def test_deterministic_beside_a_layer_without_statistics() -> None:
     assert delays == {0, 3}
 
 
-def test_deterministic_ranks_agree_only_where_a_solve_is_waited_for() -> None:
+def test_deterministic_ranks_agree_only_when_a_step_waits_for_an_inverse() -> None:
     model = CASE.model()
     agreed = list[int]()
     options = {"deterministic": True, "max_staleness": 2, "inv_update_steps": 4}
@@ -182,7 +182,7 @@ def one_factor_failing(solve: Callable[[], Any]) -> Any:
     return found
 
 
-def test_one_factor_that_fails_on_a_thread_is_told() -> None:
+def test_a_failed_factor_on_a_thread_is_reported() -> None:
     model = CASE.model()
     with distkfac(model, max_staleness=0) as optimizer, noted() as warned:
         go(model, optimizer, CASE, BATCHES[:1])
@@ -193,7 +193,7 @@ def test_one_factor_that_fails_on_a_thread_is_told() -> None:
     assert len(warned) == len(LAYERS)
 
 
-def test_a_dropped_result_of_a_thread_does_not_become_that_of_a_later_refresh() -> None:
+def test_a_dropped_thread_result_is_not_used_by_a_later_refresh() -> None:
     """Here the later refresh fails before a thread has its factors."""
 
     def raises(work: Any) -> Any:
@@ -216,7 +216,7 @@ def test_a_dropped_result_of_a_thread_does_not_become_that_of_a_later_refresh() 
     assert all("BrokenError" in line for line in warned)
 
 
-def test_the_papers_clip_decays_by_steps() -> None:
+def test_the_papers_clip_decays_with_steps() -> None:
     clip = DecayingClip(0.01, 0.9, every=3)
     assert [clip(step) for step in range(7)] == [0.01 * 0.9 ** (step // 3) for step in range(7)]
     assert DecayingClip() == DecayingClip(0.01, 0.96, 100)
@@ -246,7 +246,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG)
-def test_wrong_options_are_refused_before_anything_is_changed(
+def test_invalid_options_raise_before_anything_changes(
     options: dict[str, Any], message: str
 ) -> None:
     model = CASE.model()
@@ -257,7 +257,7 @@ def test_wrong_options_are_refused_before_anything_is_changed(
     assert (hook_count(model), threads_of()) == (0, 0)
 
 
-def test_without_a_decay_factors_forget_evenly_in_time() -> None:
+def test_without_a_decay_all_statistics_have_equal_weight() -> None:
     """As many steps are remembered, however often statistics are taken."""
     found = []
     for chosen in (PerStep(0.95), 0.95**3, 0.95):

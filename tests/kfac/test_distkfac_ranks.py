@@ -69,7 +69,7 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_without_staleness_it_is_kaisa(world: World, world_size: int) -> None:
+def test_without_staleness_distkfac_equals_kaisa(world: World, world_size: int) -> None:
     results = world.run(synchronous, world_size, CHOICES)
     for i, choice in enumerate(CHOICES):
         expected = agreed([result[i][0] for result in results])
@@ -97,7 +97,7 @@ def scheduled(
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_all_have_the_same_parameters_however_the_threads_are_scheduled(
+def test_parameters_are_equal_on_all_ranks_for_any_thread_schedule(
     world: World, world_size: int
 ) -> None:
     choices: list[dict[str, Any]] = [
@@ -138,7 +138,7 @@ def owners(rank: int, world_size: int) -> list[int]:
     return [layer.inverse_rank("A") for layer in plan.values()]
 
 
-def test_owners_are_spread_by_cost(world: World) -> None:
+def test_inverse_ranks_are_balanced_by_cost(world: World) -> None:
     """10³ + 10³ of one layer are more than 5³ + 5³ of four."""
     assert world.run(owners, 2) == [[0, 1, 1, 1, 1]] * 2
 
@@ -160,7 +160,7 @@ def heads(rank: int, world_size: int) -> list[tuple[float, Tensor, tuple[bool, b
     ]
 
 
-def test_all_workers_know_the_weights_and_traces_of_all_layers(world: World) -> None:
+def test_every_worker_has_the_weights_and_traces_of_all_layers(world: World) -> None:
     """Beside stats workers, too, where each keeps the factors of its own layers alone."""
     alone = heads(0, 1)
     results = world.run(heads, 2)

@@ -56,7 +56,7 @@ def resumed(rank: int, world_size: int, data: bytes, options: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("before", [1, 2, 4])
-def test_a_checkpoint_continues_on_any_number_of_processes(world: World, before: int) -> None:
+def test_a_checkpoint_resumes_on_any_number_of_processes(world: World, before: int) -> None:
     model = CASE.model()
     with distkfac(model, **SYNCHRONOUS) as optimizer:
         expected = go(model, optimizer, CASE, BATCHES)[4:]
@@ -94,7 +94,7 @@ def in_flight(
 
 
 @pytest.mark.parametrize("how", ["load", "freeze"])
-def test_in_mid_flight(world: World, how: str) -> None:
+def test_a_checkpoint_resumes_with_pending_inverses(world: World, how: str) -> None:
     data = world.run(saved, 2, {"momentum": 0.9})[0] if how == "load" else b""
     results = world.run(in_flight, 2, how, data, timeout=LONG)
     agreed([found for found, _ in results])
@@ -146,7 +146,7 @@ def loads_worker(model: nn.Module, optimizer: Any, data: bytes) -> Any:
 @pytest.mark.parametrize(
     ("before", "after"), [((3, 1), (4, 2)), ((4, 1), (3, 1)), ((4, 2), (2, 1))]
 )
-def test_a_checkpoint_with_stats_workers(
+def test_a_checkpoint_resumes_with_stats_workers(
     world: World, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
     """Owners' factors need consolidate(), are refused without, and arrive where they belong."""

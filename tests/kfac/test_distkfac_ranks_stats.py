@@ -90,7 +90,7 @@ def watched_stats(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("world_size", "helpers"), [(2, 1), (4, 2)])
-def test_statistics_are_those_of_the_helpers_batches_at_the_points_it_got(
+def test_stats_workers_compute_statistics_of_their_batches_at_the_received_weights(
     world: World, world_size: int, helpers: int
 ) -> None:
     """The running averages are, message for message, what a dense reference makes of them."""
@@ -161,7 +161,7 @@ def held_stats(model: nn.Module, optimizer: Any, sign: Path, wrap: bool) -> int:
 
 @pytest.mark.parametrize("wrap", [False, True], ids=["", "DDP"])
 @pytest.mark.parametrize(("world_size", "helpers"), [(2, 1), (4, 2)])
-def test_nobody_waits_for_stats_workers(
+def test_workers_do_not_wait_for_stats_workers(
     world: World, tmp_path: Path, world_size: int, helpers: int, wrap: bool
 ) -> None:
     """Until they say something it is a run without them; then nothing is captured any more."""
@@ -219,7 +219,7 @@ def loop_end(model: nn.Module, optimizer: Any, how: str, epoch: int) -> None:
 
 @pytest.mark.parametrize("how", ["plain", "consolidate", "freeze"])
 @pytest.mark.parametrize(("world_size", "helpers"), [(2, 1), (5, 2)])
-def test_the_usual_loop_on_every_rank(
+def test_stats_workers_can_run_the_usual_training_loop(
     world: World, world_size: int, helpers: int, how: str
 ) -> None:
     options = {"stats_workers": helpers}
@@ -266,7 +266,7 @@ def added_stats(model: nn.Module, optimizer: Any, directory: Path, when: str) ->
 
 @pytest.mark.parametrize("every", [1, NEVER])
 @pytest.mark.parametrize("when", ["never", "sooner", "later"])
-def test_a_stats_worker_follows_what_workers_add(
+def test_a_stats_worker_follows_added_parameter_groups(
     world: World, tmp_path: Path, when: str, every: int
 ) -> None:
     """Statistics of the new layer come, whenever the stats worker adds it, and if it never does."""
@@ -293,7 +293,7 @@ def outgrown_stats(model: nn.Module, optimizer: Any, how: str) -> str:
     return refusal(lambda: ends_stats(model, optimizer, how))
 
 
-def test_a_stats_worker_whose_workers_model_grows_ends_and_says_why(world: World) -> None:
+def test_a_stats_worker_raises_if_the_workers_model_grows(world: World) -> None:
     """Workers go on."""
     results = world.run(play, 2, (outgrown_worker, outgrown_stats), {}, "", timeout=2 * LONG)
     _, (helper,) = roles_of(results)
@@ -331,7 +331,7 @@ def frozen_stats(model: nn.Module, optimizer: Any) -> int:
     return ends_stats(model, optimizer, "")
 
 
-def test_a_stats_worker_idles_while_everything_is_frozen(world: World) -> None:
+def test_a_stats_worker_idles_while_all_layers_are_frozen(world: World) -> None:
     results = world.run(play, 2, (frozen_worker, frozen_stats), {}, timeout=2 * LONG)
     ((active, weights),), (served,) = roles_of(results)
     assert active == 1
@@ -355,7 +355,9 @@ def ends_worker(model: nn.Module, optimizer: Any, how: str) -> str:
 
 @pytest.mark.parametrize("how", ["close", "exception"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_serve_returns_when_the_workers_have_ended(world: World, world_size: int, how: str) -> None:
+def test_serve_returns_when_all_workers_have_exited(
+    world: World, world_size: int, how: str
+) -> None:
     results = world.run(play, world_size, (ends_worker, ends_stats), {}, how, timeout=LONG)
     assert quiet(results)
     assert roles_of(results)[1][0] >= 1
@@ -410,7 +412,7 @@ def fails_stats(model: nn.Module, optimizer: Any, how: str) -> Any:
     ],
 )
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_helper_that_ends_leaves_workers_to_their_own_passes(
+def test_after_a_stats_worker_exits_workers_capture_their_own_statistics(
     world: World, world_size: int, how: str, said: str
 ) -> None:
     """Its exception is raised where it belongs, and workers say once what has become of it."""
@@ -436,7 +438,7 @@ def curvature_stats(model: nn.Module, optimizer: Any) -> int:
         return optimizer.serve(BATCHES[1:], lambda batch: 2.0 * loss_of(model, batch))
 
 
-def test_the_mean_curvature_is_that_of_the_statistics_of_stats_workers(world: World) -> None:
+def test_the_mean_curvature_comes_from_the_stats_workers_statistics(world: World) -> None:
     """A stats worker sends the statistics of a layer to its owner alone, which reports them."""
     options = {"max_staleness": 0, "relative_damping": True, "damping_floor": "auto"}
     results = world.run(play, 3, (curvature_worker, curvature_stats), options, timeout=2 * LONG)

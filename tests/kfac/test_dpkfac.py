@@ -75,7 +75,7 @@ def close(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 @pytest.mark.parametrize("assignment", ["balanced", "round_robin"])
 @pytest.mark.parametrize("case", [MLP, CONV], ids=str)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_a_layers_factors_are_those_of_its_owners_batches(
+def test_a_layers_factors_come_from_its_owners_batches(
     world: World, world_size: int, case: Case, assignment: str
 ) -> None:
     """Not another rank's, nor everybody's; and one rank has them."""
@@ -98,7 +98,9 @@ def test_a_layers_factors_are_those_of_its_owners_batches(
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("base", BASES)
-def test_both_exchanges_give_one_trajectory(world: World, world_size: int, base: str) -> None:
+def test_both_gradient_exchanges_give_the_same_trajectory(
+    world: World, world_size: int, base: str
+) -> None:
     """On every rank the same, bit for bit; and it is not that of KAISA."""
     choices = [
         {**BASES[base], **how, "assignment": assignment, "inv_update_steps": 2}
@@ -129,9 +131,7 @@ def clip_and_gradients(
 
 
 @pytest.mark.parametrize("exchange", ["owner", "all_reduce"])
-def test_all_layers_of_all_owners_are_clipped_by_one_coefficient(
-    world: World, exchange: str
-) -> None:
+def test_one_coefficient_clips_the_layers_of_all_owners(world: World, exchange: str) -> None:
     """ν² Σ lr² |P·∇| = κ, by the mean gradients and everybody's P."""
     options = {"kl_clip": 1e-5, "gradient_exchange": exchange}
     results = world.run(clip_and_gradients, 3, options)
@@ -168,7 +168,7 @@ def load_then(
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("then", ["consolidate", "freeze"])
-def test_after_a_distributed_load_the_ranks_move_and_collect_together(
+def test_after_a_distributed_load_all_ranks_move_factors_together(
     world: World, tmp_path: Path, then: str
 ) -> None:
     """Before new statistics, when each has heard of its own layers alone."""

@@ -34,5 +34,5 @@ def owners_beside_a_norm(rank: int, world_size: int) -> list[int]:
     return [owners[layer.weight] for layer in model]
 
 
-def test_parameters_of_no_layer_go_where_the_least_is_to_be_sent(world: World) -> None:
+def test_parameters_without_a_layer_go_to_the_rank_that_sends_least(world: World) -> None:
     assert world.run(owners_beside_a_norm, 2) == [[0, 1, 1, 1]] * 2

@@ -55,7 +55,7 @@ SYSTEMS = {System.__name__: System for System in KRONECKER}
         (64, 1, 0.99, 64, (64, 0)),
     ],
 )
-def test_what_a_refresh_changes_by_hand(
+def test_drift_equals_a_computation_by_hand(
     interval: int, num_stable: int, cosine: float, least: int, expected: tuple[int, int]
 ) -> None:
     bounds = Bounds(halve_below=0.95, double_above=0.985, patience=2)
@@ -68,7 +68,7 @@ COSTS = st.lists(st.floats(0.0, 1e13), min_size=1, max_size=20)
 
 
 @given(costs=COSTS, work=st.floats(1.0, 1e13))
-def test_least_intervals_keep_the_work_of_the_passes(costs: list[float], work: float) -> None:
+def test_minimum_intervals_bound_the_work_of_passes(costs: list[float], work: float) -> None:
     """Up to the rounding to powers of two, by which one may be the square root of 2 too short."""
     found = least_intervals(costs, work)
     assert all(every > 0 and every & (every - 1) == 0 for every in found)
@@ -98,7 +98,7 @@ def drift_of(intervals: list[int]) -> tuple[Drift, list[Any]]:
 
 
 @given(st.lists(st.sampled_from([1, 2, 4, 8, 16, 32]), min_size=1, max_size=12), st.integers(0, 64))
-def test_layers_are_due_at_multiples_and_no_oftener_than_a_quarter_wants(
+def test_layers_are_due_at_multiples_and_not_more_often_than_a_quarter_needs(
     intervals: list[int], step: int
 ) -> None:
     drift, layers = drift_of(intervals)
@@ -165,7 +165,7 @@ def second_refresh(rank: int, world_size: int, system: str) -> tuple[Told, Told,
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_cosines_are_those_of_dense_preconditioning(
+def test_cosines_equal_those_of_dense_preconditioning(
     world: World, system: str, world_size: int
 ) -> None:
     """Of the mean gradient over all ranks, whoever preconditions; sent in float32."""
@@ -206,7 +206,7 @@ def trained(
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_intervals_grow_where_nothing_changes_and_fall_where_all_does(
+def test_intervals_grow_without_drift_and_shrink_with_drift(
     world: World, system: str, world_size: int
 ) -> None:
     """On all ranks alike."""
@@ -223,7 +223,7 @@ def test_intervals_grow_where_nothing_changes_and_fall_where_all_does(
 
 
 @each_kronecker
-def test_a_resumed_run_has_the_intervals(System: Any) -> None:
+def test_a_resumed_run_has_the_same_intervals(System: Any) -> None:
     intervals, _, (weights, saved) = trained(0, 1, System.__name__, 41, 1000)
     model = MLP.model()
     model.load_state_dict(weights)
@@ -238,7 +238,7 @@ def test_a_resumed_run_has_the_intervals(System: Any) -> None:
 
 
 @each_kronecker
-def test_a_number_is_the_interval_whatever_drifts(System: Any) -> None:
+def test_a_numeric_interval_ignores_drift(System: Any) -> None:
     model = MLP.model()
     found = []
     optimizer = make(System, model, inv_update_steps=10, factor_update_steps="auto")
@@ -250,7 +250,7 @@ def test_a_number_is_the_interval_whatever_drifts(System: Any) -> None:
     assert optimizer._curvature.drift is None
 
 
-def test_solves_on_threads_are_waited_for_by_the_step_before_the_next() -> None:
+def test_a_step_waits_for_threads_before_the_next_refresh() -> None:
     model = MLP.model()
     gate = Gate()
     options = {"max_staleness": None, "inverse_threads": 1, "lr": 1e-3}

@@ -52,7 +52,7 @@ def train(rank: int, ranks: int, options: dict[str, Any]) -> Found:
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 @pytest.mark.parametrize("way", WAYS)
-def test_every_rank_has_the_same_numbers(world: World, way: str, solver: str) -> None:
+def test_all_ranks_have_equal_parameters(world: World, way: str, solver: str) -> None:
     """Near those of an exchange that rounds nothing, and not the same as those."""
     options = {**WAYS[way], "solver": solver}
     exact = agreed([each[0] for each in world.run(train, 3, options)])
@@ -73,7 +73,9 @@ def test_every_rank_has_the_same_numbers(world: World, way: str, solver: str) ->
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_factors_and_decompositions_take_half_the_bytes(world: World, way: str) -> None:
+def test_a_16_bit_dtype_halves_the_bytes_of_factors_and_decompositions(
+    world: World, way: str
+) -> None:
     """Examples and traces travel as they are, and so do gradients."""
     kept = {"factor_dtype": torch.float32}
     options = {**WAYS[way], **kept, "solver": "inverse", "grad_worker_fraction": 0.5}
@@ -96,7 +98,7 @@ def test_factors_and_decompositions_take_half_the_bytes(world: World, way: str) 
     assert sum(each[2]["solve_exchange"] for each in half) > 4 * 4 * 3
 
 
-def test_one_process_rounds_nothing() -> None:
+def test_one_process_does_not_round() -> None:
     exact, _, _ = train(0, 1, {})
     found, _, _ = train(0, 1, {"exchange_dtype": BF16, "factor_exchange": "pipelined"})
     assert all(map(torch.equal, found, exact))
@@ -119,7 +121,7 @@ def sums_sent(rank: int, ranks: int, options: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_first_statistics_travel_as_they_are(world: World, way: str) -> None:
+def test_the_first_statistics_are_sent_without_rounding(world: World, way: str) -> None:
     """So that no average is of rounded numbers alone."""
     (first, second, third, fourth), _ = world.run(sums_sent, 2, WAYS[way])
     assert second > 3 * third

@@ -51,7 +51,7 @@ def factors_of_shards(
 
 @pytest.mark.parametrize("options", [{"grad_worker_fraction": 0.5}, SPREAD], ids=["all", "spread"])
 @pytest.mark.parametrize("counts", [[1, 2, 6, 3], [4, 0, 5, 3], [0, 0, 12, 0]], ids=str)
-def test_shards_are_weighted_by_their_examples(
+def test_ranks_are_weighted_by_their_examples(
     world: World, counts: list[int], options: dict[str, Any]
 ) -> None:
     """A rank without examples may keep a factor of the others'."""
@@ -90,7 +90,7 @@ def kept(
 
 @pytest.mark.parametrize("colocate", [True, False])
 @pytest.mark.parametrize(("world_size", "workers"), [(1, 1), (2, 2), (3, 1), (4, 2)])
-def test_each_factor_is_on_one_rank_and_its_trace_on_all(
+def test_each_factor_is_on_one_rank_and_its_trace_on_all_ranks(
     world: World, world_size: int, workers: int, colocate: bool
 ) -> None:
     """On the one that decomposes it."""
@@ -122,7 +122,7 @@ def consolidated(
 
 
 @pytest.mark.parametrize("to", [0, 2, None])
-def test_whoever_saves_has_all_factors(world: World, to: int | None) -> None:
+def test_the_rank_that_saves_has_all_factors(world: World, to: int | None) -> None:
     """The same ones that one process would have."""
     whole = consolidated(0, 1, None, {})
     results = world.run(consolidated, 3, to, SPREAD | {"grad_worker_fraction": 1 / 3})
@@ -173,7 +173,7 @@ def after_consolidation(rank: int, world_size: int) -> list[tuple[int, bool]]:
     return found
 
 
-def test_collected_factors_go_with_the_next_step(world: World) -> None:
+def test_gathered_factors_are_dropped_at_the_next_step(world: World) -> None:
     for found in world.run(after_consolidation, 2):
         collected = found[0::2]
         stepped = found[1::2]
@@ -192,7 +192,7 @@ def full_state(rank: int, world_size: int, to: Any) -> Counter[str]:
     return letters({"optimizer": {"state": state.get("state", {})}})
 
 
-def test_a_full_state_needs_consolidation(world: World) -> None:
+def test_a_full_state_dict_requires_consolidate(world: World) -> None:
     """What rank 0 alone writes is no part of a checkpoint, but all of it."""
     for error in world.run(full_state, 2, "nobody", expect_errors=True):
         assert isinstance(error, SecondOrderError)
@@ -235,7 +235,7 @@ def resume_damaged(
 
 @pytest.mark.parametrize("lost", [[(2, "A")], [(2, "G")], [(2, "A"), (2, "G"), (4, "A")]], ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_layer_whose_factor_is_lost_starts_anew(
+def test_a_layer_with_a_lost_factor_starts_its_averages_again(
     world: World, world_size: int, lost: list[tuple[int, str]]
 ) -> None:
     """With a warning on every rank; the others do not mind."""
@@ -277,7 +277,7 @@ def saved_at_once(rank: int, world_size: int, data: bytes) -> dict[str, Any]:
     return {"optimizer": optimizer.state_dict()}
 
 
-def test_a_lost_factor_is_missing_from_the_next_checkpoint_as_well(world: World) -> None:
+def test_a_lost_factor_is_also_missing_from_the_next_checkpoint(world: World) -> None:
     """And not a matrix of zeros there."""
     whole = world.run(consolidated, 2, 0, REDUCE)[0]
     data = written(without(whole, (0, "G"), (2, "A")))

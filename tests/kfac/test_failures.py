@@ -111,7 +111,7 @@ def fail_once(
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 @pytest.mark.parametrize("fault", ["raises", "nan", "crashes"])
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_all_ranks_keep_the_old_inverse_of_what_one_could_not_decompose(
+def test_all_ranks_keep_the_last_inverse_if_one_rank_fails(
     world: World, solver: str, fault: str, workers: int
 ) -> None:
     """And of nothing else; at the next refresh all is well again."""
@@ -153,7 +153,7 @@ def one_side_fails(
 
 @pytest.mark.parametrize(("world_size", "colocate"), [(1, True), (2, True), (2, False)])
 @pytest.mark.parametrize(("size", "layer"), [(8, "2"), (3, "4")], ids=["A", "G"])
-def test_one_factor_that_fails_is_told(
+def test_a_failed_factor_is_reported(
     world: World, world_size: int, colocate: bool, size: int, layer: str
 ) -> None:
     """Of a layer whose other factor may be sound on another rank."""
@@ -183,7 +183,7 @@ def fail_for_ever(
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_too_many_failures_in_a_row_are_an_error_on_every_rank(world: World, workers: int) -> None:
+def test_too_many_consecutive_failures_raise_on_every_rank(world: World, workers: int) -> None:
     """At the same step, with the same parameters until then."""
     options = {"grad_worker_fraction": workers / 4}
     results = world.run(fail_for_ever, 4, 0, options)
@@ -212,7 +212,7 @@ def fail_now_and_then(rank: int, world_size: int) -> list[Tensor]:
     return trajectory
 
 
-def test_failures_that_are_not_in_a_row_are_no_error(world: World) -> None:
+def test_failures_that_are_not_consecutive_do_not_raise(world: World) -> None:
     agreed(world.run(fail_now_and_then, 2))
 
 
@@ -262,7 +262,7 @@ def spoiled(
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize(("layer", "affected"), [("0", "0"), ("4", "024")])
 @pytest.mark.parametrize("where", [{0}, {1, 3}], ids=str)
-def test_what_is_not_finite_on_one_rank_is_dropped_there_and_the_others_count(
+def test_non_finite_statistics_of_one_rank_are_dropped(
     world: World, where: set[int], layer: str, affected: str, bad: float
 ) -> None:
     options = {"grad_worker_fraction": 0.5, "factor_decay": 0.5}
@@ -288,7 +288,9 @@ def test_what_is_not_finite_on_one_rank_is_dropped_there_and_the_others_count(
                 torch.testing.assert_close(rank[1][0][name][i], expected, rtol=1e-9, atol=1e-12)
 
 
-def test_what_is_not_finite_anywhere_leaves_the_averages_as_they_were(world: World) -> None:
+def test_statistics_that_are_non_finite_everywhere_leave_the_averages_unchanged(
+    world: World,
+) -> None:
     results = world.run(spoiled, 2, {0, 1}, "4", math.nan, {})
     for (before, dropped_before, _), (after, dropped, _) in results:
         assert (dropped_before, dropped) == (0, 3)
@@ -313,7 +315,7 @@ def broken(*args: Any) -> Any:
 
 
 @each_kronecker
-def test_a_step_that_runs_out_of_memory_strands_no_layer(System: Any) -> None:
+def test_after_an_out_of_memory_error_every_layer_is_refreshed(System: Any) -> None:
     """What was being put to use is solved again at the next step."""
     model = MLP.model()
     options = {"max_staleness": 0} if System is DistKFAC else {}

@@ -54,9 +54,7 @@ def frozen_too_late(rank: int, world_size: int, name: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_layer_frozen_after_its_backward_keeps_the_ranks_together(
-    world: World, name: str
-) -> None:
+def test_freezing_a_layer_after_backward_keeps_ranks_in_sync(world: World, name: str) -> None:
     agreed(world.run(frozen_too_late, 2, name))
 
 
@@ -84,7 +82,7 @@ def own_gradients(rank: int, world_size: int, name: str) -> tuple[list[Tensor], 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_that_nobody_averaged_are_not_stepped_and_that_is_told(
+def test_gradients_that_no_rank_averaged_are_not_stepped_with_a_warning(
     world: World, name: str
 ) -> None:
     results = world.run(own_gradients, 2, name)

@@ -53,7 +53,7 @@ def assert_alike(found: Sequence[Any], expected: Sequence[Any], hint: Any = "") 
 
 @pytest.mark.works("FSDP2", "KAISA", "DPKFAC", "DistKFAC")
 @pytest.mark.parametrize(("world_size", "ways"), [(2, ["blocks"]), (3, ["root", "layers"])])
-def test_sharded_trajectories_are_those_of_ddp(
+def test_fsdp_trajectories_equal_those_of_ddp(
     world: World, world_size: int, ways: Sequence[str]
 ) -> None:
     """However it is sharded; on three ranks some have one row of a layer, or none."""
@@ -63,7 +63,7 @@ def test_sharded_trajectories_are_those_of_ddp(
         assert_alike(found, expected, how)
 
 
-def test_sharded_trajectories_are_those_of_one_process(world: World) -> None:
+def test_fsdp_trajectories_equal_those_of_one_process(world: World) -> None:
     """And not those of the base alone."""
     spread = [
         (KAISA, {**MOMENTUM, "factor_exchange": "reduce", "solver": "inverse"}),
@@ -98,7 +98,7 @@ def with_outliers(rank: int, world_size: int, how: str) -> list[tuple[list[Tenso
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_batch_of_outliers_is_shortened_alike_on_all_ranks(world: World, world_size: int) -> None:
+def test_a_batch_of_outliers_is_clipped_equally_on_all_ranks(world: World, world_size: int) -> None:
     """Also on ranks that precondition no layer; as by one process."""
     results = world.run(with_outliers, world_size, "layers")
     whole_model = with_outliers(0, 1, "plain")
@@ -112,7 +112,7 @@ def test_a_batch_of_outliers_is_shortened_alike_on_all_ranks(world: World, world
             assert_same_trajectory(results[0][i][0], trajectory, rtol=TIGHT)
 
 
-def test_an_optimizer_made_before_goes_on_with_the_shards(world: World) -> None:
+def test_an_optimizer_created_before_fully_shard_adopts_the_shards(world: World) -> None:
     choices = CHOICES[:2]
     made_after = by_choice(world.run(train_sharded, 2, choices, "layers"))
     made_before = by_choice(world.run(train_sharded, 2, choices, "layers", before=True))
@@ -120,7 +120,7 @@ def test_an_optimizer_made_before_goes_on_with_the_shards(world: World) -> None:
 
 
 @pytest.mark.works("HSDP", "KAISA", "DPKFAC", "DistKFAC")
-def test_replicas_of_shards_train_as_one(world: World) -> None:
+def test_hsdp_trains_like_one_process(world: World) -> None:
     """Two replicas on four ranks."""
     choices = [CHOICES[0], CHOICES[3], CHOICES[5]]
     expected = by_choice(world.run(train_sharded, 4, choices, "ddp"))
@@ -129,7 +129,7 @@ def test_replicas_of_shards_train_as_one(world: World) -> None:
         assert_same_trajectory(mine, theirs, rtol=TIGHT, hint=choice)
 
 
-def test_a_compiled_model_that_is_sharded_trains_as_it_does_plain(world: World) -> None:
+def test_a_compiled_sharded_model_trains_like_an_uncompiled_one(world: World) -> None:
     choices = CHOICES[:1]
     plain = by_choice(world.run(train_sharded, 2, choices, "blocks"))
     compiled = by_choice(world.run(train_sharded, 2, choices, "blocks", compiles=True))
@@ -138,7 +138,7 @@ def test_a_compiled_model_that_is_sharded_trains_as_it_does_plain(world: World) 
 
 
 @pytest.mark.parametrize("synchronised", [True, False])
-def test_micro_batches_count_whether_averaged_each_or_at_the_end(
+def test_gradient_accumulation_works_with_and_without_gradient_sync(
     world: World, synchronised: bool
 ) -> None:
     expected = agreed(world.run(accumulated, 2, "ddp", synchronised))
@@ -169,7 +169,7 @@ def traffic(
 
 
 @pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC])
-def test_one_all_to_all_each_way_for_a_bucket(world: World, System: Any) -> None:
+def test_a_bucket_takes_one_all_to_all_each_way(world: World, System: Any) -> None:
     """And two all-reduces: ranks compare what they are about to do, and sum the clip's change."""
     size = 3
     n = sum(p.numel() for p in narrow().parameters())
@@ -207,7 +207,7 @@ def kept(rank: int, world_size: int, how: str) -> tuple[int, int, int, int]:
     )
 
 
-def test_ranks_keep_their_rows_and_the_factors_of_their_layers(world: World) -> None:
+def test_ranks_store_their_rows_and_their_layers_factors(world: World) -> None:
     whole_model = world.run(kept, 2, "ddp")[0]
     parts = world.run(kept, 2, "blocks")
     assert max(rank[0] for rank in parts) < whole_model[0]
@@ -249,7 +249,7 @@ def frozen_in_between(rank: int, world_size: int, sharded: bool) -> list[Tensor]
     return trajectory
 
 
-def test_layers_freeze_and_thaw_under_fsdp(world: World) -> None:
+def test_layers_can_freeze_and_unfreeze_under_fsdp(world: World) -> None:
     expected = agreed(world.run(frozen_in_between, 2, False))
     assert_same_trajectory(agreed(world.run(frozen_in_between, 2, True)), expected, rtol=TIGHT)
 
@@ -278,7 +278,7 @@ def train(rank: int, world_size: int, way: str, twice: bool, **options: Any) -> 
 
 
 @pytest.mark.parametrize("way", [*WAYS, "a layer used twice"])
-def test_trajectories_are_those_of_ddp(world: World, way: str) -> None:
+def test_every_system_trains_under_fsdp_like_under_ddp(world: World, way: str) -> None:
     """And not those of the base alone."""
     twice = way == "a layer used twice"
     expected = agreed(world.run(train, 2, "ddp", twice))
@@ -309,7 +309,7 @@ def over_muon(rank: int, world_size: int, sharded: bool, System: Any) -> tuple[T
 
 
 @pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC])
-def test_muon_is_given_the_same_on_shards(world: World, System: Any) -> None:
+def test_muon_receives_the_same_gradients_under_fsdp(world: World, System: Any) -> None:
     """It orthogonalises in bfloat16, and rounds shards' products otherwise, alone too."""
     options: dict[Any, Any] = {"async_inverse": False} if System is DistKFAC else {}
     made = partial(System, **options)
@@ -349,7 +349,7 @@ def of_shards(rank: int, world_size: int, System: Any, sharded: bool) -> dict[st
 
 
 @pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC])
-def test_sharded_models_have_the_curvature_of_whole_ones(world: World, System: Any) -> None:
+def test_measure_returns_the_same_curvature_under_fsdp(world: World, System: Any) -> None:
     sharded = world.run(of_shards, 2, System, True)
     plain = world.run(of_shards, 2, System, False)
     for result, expected in zip(sharded, plain, strict=True):
@@ -372,7 +372,7 @@ class Strange(nn.Module):
         return torch.tanh(x @ self.matrix @ self.matrix)
 
 
-def test_factors_of_gradients_are_no_fisher_information() -> None:
+def test_factors_of_gradients_are_not_fisher_information() -> None:
     model = nn.Sequential(Strange(), nn.Linear(4, 3)).double()
     optimizer = make(KAISA, model, unsupported_layers="gradient_factors")
     take(model, optimizer, (torch.randn(12, 4).double(), torch.randint(3, (12,))))

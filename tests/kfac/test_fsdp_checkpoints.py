@@ -72,7 +72,9 @@ def resumed(rank: int, world_size: int, folder: str, case: str, how: str) -> lis
 
 
 @pytest.mark.parametrize("case", ["KAISA", "reduce", "DistKFAC", "on threads"])
-def test_a_checkpoint_goes_on_elsewhere(world: World, tmp_path: Path, case: str) -> None:
+def test_a_checkpoint_resumes_on_another_number_of_ranks(
+    world: World, tmp_path: Path, case: str
+) -> None:
     """From two ranks to as many, bit for bit; to three and to DDP, and back."""
     folder = str(tmp_path / "sharded")
     expected = agreed(world.run(saved, 2, folder, case, "fsdp"))
@@ -87,7 +89,7 @@ def test_a_checkpoint_goes_on_elsewhere(world: World, tmp_path: Path, case: str)
     assert_same_trajectory(found, expected, rtol=1e-8)
 
 
-def test_owners_factors_come_back_to_them(world: World, tmp_path: Path) -> None:
+def test_factors_return_to_their_owners(world: World, tmp_path: Path) -> None:
     """DPKFAC's statistics are of the owners' batches, and so of this number of ranks."""
     folder = str(tmp_path)
     expected = agreed(world.run(saved, 2, folder, "DPKFAC", "fsdp"))
@@ -130,7 +132,7 @@ def by_one_rank(rank: int, world_size: int) -> list[list[Tensor]]:
     return trajectories
 
 
-def test_a_whole_state_loads_anywhere(world: World) -> None:
+def test_a_full_state_dict_loads_anywhere(world: World) -> None:
     for expected, *others in world.run(by_one_rank, 2):
         for found in others:
             assert_same_trajectory(found, expected, rtol=1e-8)

@@ -42,7 +42,7 @@ def refusals(rank: int, world_size: int) -> tuple[str, str]:
     return str(before.value), str(after.value)
 
 
-def test_shards_beside_stats_workers_are_refused(world: World) -> None:
+def test_fsdp_with_stats_workers_is_refused(world: World) -> None:
     for said in world.run(refusals, 2):
         for text in said:
             assert "DistKFAC: fully_shard (FSDP2) has sharded the model" in text

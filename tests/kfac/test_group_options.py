@@ -57,7 +57,7 @@ def gradients(model: nn.Module) -> tuple[Tensor, Tensor]:
     ],
     ids=["absolute", "relative", "inverse by trace", "callable"],
 )
-def test_the_damping_of_a_group_is_that_of_its_layers(System: Any, options: Any) -> None:
+def test_a_groups_damping_applies_to_its_layers(System: Any, options: Any) -> None:
     mixed, optimizer = stepped(System, {"damping": 0.7}, **options)
     usual, _ = stepped(System, {}, **options)
     strong, _ = stepped(System, {}, **{**options, "damping": 0.7})
@@ -71,7 +71,7 @@ def test_the_damping_of_a_group_is_that_of_its_layers(System: Any, options: Any)
 
 
 @pytest.mark.parametrize("relative", [False, True])
-def test_a_group_is_solved_with_its_damping(relative: bool) -> None:
+def test_inverses_use_the_damping_of_the_group(relative: bool) -> None:
     """Beside a dense solve."""
     model = MLP.model()
     before = MLP.model()
@@ -93,7 +93,7 @@ def test_a_group_is_solved_with_its_damping(relative: bool) -> None:
 
 
 @each_kronecker
-def test_the_decay_of_a_group_is_that_of_its_layers(System: Any) -> None:
+def test_a_groups_factor_decay_applies_to_its_layers(System: Any) -> None:
     _, mixed = stepped(System, {"factor_decay": 0.5, "lr": 0.0}, 3, lr=0.0)
     _, usual = stepped(System, {}, 3, lr=0.0)
     _, short = stepped(System, {}, 3, lr=0.0, factor_decay=0.5)
@@ -103,7 +103,7 @@ def test_the_decay_of_a_group_is_that_of_its_layers(System: Any) -> None:
 
 
 @each_kronecker
-def test_a_group_that_is_not_preconditioned_is_as_layers_that_are_skipped(System: Any) -> None:
+def test_precondition_false_equals_skip_layers(System: Any) -> None:
     model, optimizer = stepped(System, {"precondition": False}, 3)
     twin = MLP.model()
     skipping = make(System, groups_of(twin), skip_layers=["0", "2"])
@@ -116,7 +116,7 @@ def test_a_group_that_is_not_preconditioned_is_as_layers_that_are_skipped(System
     optimizer.add_param_group({"params": [], "precondition": False})
 
 
-def test_lone_matrices_and_experts_are_left_to_the_base_by_their_group() -> None:
+def test_standalone_matrices_and_experts_fall_back_by_their_group() -> None:
     model = ZOO["attention"].model()
     matrix = nn.Parameter(torch.ones(3, 4, dtype=torch.float64))
     model.register_parameter("lone", matrix)
@@ -129,7 +129,7 @@ def test_lone_matrices_and_experts_are_left_to_the_base_by_their_group() -> None
 
 
 @each_kronecker
-def test_numbers_of_groups_are_in_checkpoints_and_act_after_a_change(System: Any) -> None:
+def test_group_options_are_saved_and_take_effect_when_changed(System: Any) -> None:
     model, optimizer = stepped(System, {"damping": 0.7, "factor_decay": 0.5}, 2)
     saved = copy.deepcopy(optimizer.state_dict())
     twin = copy.deepcopy(model)
@@ -170,7 +170,7 @@ def test_numbers_of_groups_are_in_checkpoints_and_act_after_a_change(System: Any
 
 
 @each_of_five
-def test_options_that_groups_cannot_have_raise_with_the_remedy(System: Any) -> None:
+def test_options_that_groups_cannot_set_raise_with_the_remedy(System: Any) -> None:
     """At construction and later; those of the base and of other programs do not."""
     model = MLP.model()
     name = System.__name__
@@ -196,14 +196,14 @@ WRONG = [("damping", -1.0), ("damping", "auto"), ("factor_decay", 1.0), ("precon
 
 
 @pytest.mark.parametrize(("option", "value"), WRONG)
-def test_wrong_values_in_groups_raise(option: str, value: Any) -> None:
+def test_invalid_group_values_raise(option: str, value: Any) -> None:
     model = MLP.model()
     with pytest.raises((TypeError, ValueError), match=f"'{option}' of parameter group 0: {option}"):
         make(KAISA, groups_of(model, **{option: value}))
 
 
 @pytest.mark.parametrize(("option", "value"), [("damping", 0.2), ("precondition", False)])
-def test_a_layer_in_two_groups_is_named(option: str, value: Any) -> None:
+def test_a_layer_in_two_groups_raises_with_its_name(option: str, value: Any) -> None:
     """At construction, and by a group that is added, after which everything is as before."""
     model = MLP.model()
     others = [p for name, p in model.named_parameters() if name != "2.weight"]
@@ -244,7 +244,7 @@ def parted(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_options_of_groups_act_alike_on_every_rank(world: World) -> None:
+def test_group_options_apply_equally_on_every_rank(world: World) -> None:
     own = {"damping": 0.7, "factor_decay": 0.5}
     ranks = world.run(trained, 2, own)
     expected = trained(0, 1, own)

@@ -93,7 +93,7 @@ def direction(layers: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=5)
 @given(log_c=st.floats(-5, 5), damping=DAMPINGS, seed=SEEDS)
-def test_12_loss_and_damping_scaled_together(
+def test_12_scaling_loss_and_damping_together_changes_nothing(
     name: str, solver: str, log_c: float, damping: float, seed: int
 ) -> None:
     case = ZOO[name]
@@ -120,7 +120,7 @@ def test_12_a_relative_damping_follows_the_loss(
 
 @each_solver
 @pytest.mark.parametrize("power", [0, 1])
-def test_12_not_with_damping_left_alone_or_with_c(solver: str, power: int) -> None:
+def test_12_scaling_the_loss_alone_changes_the_step(solver: str, power: int) -> None:
     batch = MLP.batch()
     P = preconditioned(MLP, batch, damping=0.1, solver=solver)
     scaled = preconditioned(MLP, batch, 4.0, damping=0.1 * 4.0**power, solver=solver)
@@ -148,7 +148,7 @@ def dense(
     n=st.integers(1, 8),
     seed=SEEDS,
 )
-def test_15_a_step_is_the_dense_solve(
+def test_15_a_step_equals_the_dense_solve(
     name: str,
     solver: str,
     damping: float,
@@ -177,7 +177,7 @@ def test_15_a_step_is_the_dense_solve(
 
 @each_solver
 @pytest.mark.parametrize("name", KINDS)
-def test_15_not_the_other_solve_nor_another_damping(name: str, solver: str) -> None:
+def test_15_another_solver_or_damping_gives_another_step(name: str, solver: str) -> None:
     case = ZOO[name]
     batch = case.batch()
     found = joined(preconditioned(case, batch, solver=solver, damping=0.1))
@@ -213,7 +213,7 @@ def with_factors_scaled(solver: str, on_a: float, on_g: float, relative: bool) -
 @each_solver
 @settings(max_examples=10)
 @given(log_c=st.floats(-6, 6), relative=st.booleans())
-def test_16_a_scale_moved_from_one_factor_to_the_other_changes_nothing(
+def test_16_moving_a_scale_between_factors_changes_nothing(
     solver: str, log_c: float, relative: bool
 ) -> None:
     c = math.exp(log_c)
@@ -222,7 +222,7 @@ def test_16_a_scale_moved_from_one_factor_to_the_other_changes_nothing(
 
 
 @each_solver
-def test_16_not_a_scale_of_one_factor_alone(solver: str) -> None:
+def test_16_scaling_one_factor_alone_changes_the_step(solver: str) -> None:
     expected = with_factors_scaled(solver, 1.0, 1.0, False)
     assert error(with_factors_scaled(solver, 3.0, 1.0, False), expected) > 0.05
     assert error(with_factors_scaled(solver, 1.0, 3.0, False), expected) > 0.05
@@ -254,7 +254,7 @@ def test_19_the_clip_bounds_the_whole_step(
     assert lr**2 * nu * products(clipped, gradients) == pytest.approx(min(kappa, change), rel=1e-8)
 
 
-def test_19_not_without_a_clip_nor_layer_by_layer() -> None:
+def test_19_no_clip_or_a_clip_per_layer_gives_another_step() -> None:
     batch = MLP.batch()
     lr = 1.0
     kappa = 1e-4
@@ -268,9 +268,7 @@ def test_19_not_without_a_clip_nor_layer_by_layer() -> None:
 
 
 @given(kappa=st.floats(1e-8, 1e-2), rates=st.tuples(*[st.floats(1e-2, 1.0)] * 3))
-def test_19_every_group_counts_with_its_own_learning_rate(
-    kappa: float, rates: tuple[float, ...]
-) -> None:
+def test_19_the_clip_uses_each_groups_learning_rate(kappa: float, rates: tuple[float, ...]) -> None:
     batch = MLP.batch()
     gradients = plain(MLP, batch)
     P = preconditioned(MLP, batch)
@@ -367,7 +365,7 @@ def test_a_constant_clip_follows_the_square_of_the_learning_rate(
 
 @each_solver
 @pytest.mark.parametrize("name", FACTORED)
-def test_20_infinite_damping_is_the_base(name: str, solver: str) -> None:
+def test_20_infinite_damping_equals_the_base(name: str, solver: str) -> None:
     """P ≈ ∇ / γ up to ‖A ⊗ G‖ / γ, or up to a few √(‖A ⊗ G‖ / γ) with damped factors."""
     case = FACTORED[name]
     damping = 1e12
@@ -390,7 +388,7 @@ def test_20_infinite_damping_is_the_base(name: str, solver: str) -> None:
 
 @each_solver
 @pytest.mark.parametrize("name", KINDS)
-def test_20_not_with_finite_damping(name: str, solver: str) -> None:
+def test_20_finite_damping_differs_from_the_base(name: str, solver: str) -> None:
     case = ZOO[name]
     batch = case.batch()
     P = preconditioned(case, batch, damping=1e-2, solver=solver)
@@ -403,7 +401,9 @@ def test_20_not_with_finite_damping(name: str, solver: str) -> None:
 @pytest.mark.parametrize(
     "name", [name for name, case in FACTORED.items() if case.loss is cross_entropy]
 )
-def test_20_identity_curvature_is_the_base_bit_for_bit(name: str, base: str, solver: str) -> None:
+def test_20_identity_curvature_equals_the_base_bit_for_bit(
+    name: str, base: str, solver: str
+) -> None:
     """Then, with the factors of a batch, it is not."""
     case = FACTORED[name]
     Base, options = {
@@ -459,7 +459,7 @@ SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "damping": 0.1, "factor
 
 
 @pytest.mark.parametrize(("name", "approx", "solver", "factor_steps", "inv_steps"), INTERVALS)
-def test_trajectories_are_those_of_the_reference(
+def test_trajectories_equal_those_of_the_reference(
     name: str, approx: ref.Approx, solver: Any, factor_steps: int, inv_steps: int
 ) -> None:
     """With a clip that is active and without; the two differ."""
@@ -480,7 +480,9 @@ def test_trajectories_are_those_of_the_reference(
     "name", ["unused", "lora", "norms", "batch_norm", "transformer", "attention", "language_model"]
 )
 @each_solver
-def test_trajectories_of_models_with_more_than_factored_layers(name: str, solver: Any) -> None:
+def test_trajectories_equal_the_reference_for_models_with_other_layers(
+    name: str, solver: Any
+) -> None:
     case = ZOO[name]
     batches = case.batches(4, n=6)
     approx: ref.Approx = "reduce" if case.shared == "reduce" else "expand"
@@ -510,7 +512,7 @@ def relative(kfac: ReferenceKFAC) -> ReferenceKFAC:
 
 @each_solver
 @pytest.mark.parametrize("name", [*KINDS, "conv_grouped", "language_model"])
-def test_relative_damping_is_in_units_of_a_layers_mean_curvature(name: str, solver: Any) -> None:
+def test_relative_damping_is_a_share_of_a_layers_mean_curvature(name: str, solver: Any) -> None:
     case = ZOO[name]
     batches = case.batches(4, n=6)
     options: dict[str, Any] = {"lr": 0.05, "damping": 2.0, "kl_clip": 1e-3, "solver": solver}

@@ -63,7 +63,7 @@ def train_mixed(rank: int, world_size: int, options: dict[str, Any]) -> list[Ten
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_layers_of_different_dtypes(world: World, workers: int) -> None:
+def test_layers_may_have_different_dtypes(world: World, workers: int) -> None:
     parallel = world.run(train_mixed, 4, {"grad_worker_fraction": workers / 4})
     assert_same_trajectory(agreed(parallel), train_mixed(0, 1, {}), rtol=1e-5)
 
@@ -85,12 +85,12 @@ def accumulate(
     return trajectory
 
 
-def test_micro_batches_on_many_processes_are_one_batch(world: World) -> None:
+def test_micro_batches_on_many_processes_equal_one_batch(world: World) -> None:
     parallel = world.run(accumulate, 2, BATCHES, 3, HALVES)
     assert_same_trajectory(agreed(parallel), train(0, 1, MLP, BATCHES))
 
 
-def test_a_frozen_layer_holds_no_inverse() -> None:
+def test_a_frozen_layer_stores_no_inverse() -> None:
     model = MLP.model()
     optimizer = kaisa(model)
     take(model, optimizer, BATCHES[0])
@@ -136,7 +136,7 @@ def labels_by_rank(rank: int, world_size: int) -> Any:
     return torch.stack(staged)
 
 
-def test_ranks_draw_labels_of_their_own(world: World) -> None:
+def test_each_rank_samples_its_own_labels(world: World) -> None:
     first, second = world.run(labels_by_rank, 2)
     assert not torch.equal(first, second)
 
@@ -164,7 +164,7 @@ def train_forked(
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("wrap", [False, True], ids=["plain", "DDP"])
-def test_a_layer_that_some_ranks_skip(world: World, workers: int, wrap: bool) -> None:
+def test_some_ranks_may_skip_a_layer(world: World, workers: int, wrap: bool) -> None:
     """It takes part with what the others saw; skipped by all, it has no gradient and stays."""
     uses: list[set[int]] = [set(), {0, 1, 2, 3}, {1, 2}, set()]
     options = {"grad_worker_fraction": workers / 4}
@@ -211,7 +211,7 @@ def train_dead(rank: int, world_size: int, user: int, colocate: bool) -> tuple[A
 
 @pytest.mark.parametrize("colocate", [True, False])
 @pytest.mark.parametrize("user", [0, 1])
-def test_a_dead_layer_is_called_unused_where_it_is_not_called(
+def test_a_layer_that_is_never_called_is_reported_as_unused(
     world: World, user: int, colocate: bool
 ) -> None:
     """One rank decomposes its factors, or each of two does one, and one of them sees it called."""
@@ -269,7 +269,7 @@ def build(rank: int, world_size: int, variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", DIFFERENCES)
-def test_ranks_that_differ_are_told_at_construction(world: World, variant: str) -> None:
+def test_different_options_on_ranks_raise_at_construction(world: World, variant: str) -> None:
     """Every rank, naming the first difference, and no rank waits for another."""
     errors = world.run(build, 3, variant, expect_errors=True, timeout=20)
     for error in errors:
@@ -280,7 +280,7 @@ def test_ranks_that_differ_are_told_at_construction(world: World, variant: str) 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 @pytest.mark.parametrize("exchange", ["all_reduce", "reduce"])
-def test_a_handful_of_collectives_however_many_layers(
+def test_the_number_of_collectives_does_not_grow_with_depth(
     world: World, workers: int, solver: str, exchange: str
 ) -> None:
     """A word; gradients; statistics; which solves failed; the solves; the clip; to receivers."""
@@ -308,7 +308,7 @@ def kept(rank: int, world_size: int, workers: int) -> tuple[int, int, list[str]]
     return summary.factor_bytes, summary.inverse_bytes, [row.computed_by for row in summary.rows]
 
 
-def test_a_smaller_fraction_keeps_fewer_inverses(world: World) -> None:
+def test_a_smaller_fraction_stores_fewer_inverses(world: World) -> None:
     """Every layer's inverse is on fP ranks, and nothing else of it anywhere."""
     alone = kept(0, 1, 1)
     for workers in (1, 2, 4):
@@ -326,7 +326,7 @@ def placed_as(rank: int, world_size: int, choices: Sequence[dict[str, Any]]) -> 
     return [[layer.inverse_ranks for layer in each._curvature.plan.values()] for each in optimizers]
 
 
-def test_layers_are_placed_as_asked_for(world: World) -> None:
+def test_the_placement_options_place_layers(world: World) -> None:
     dims = [LayerDims(1, 10, 10), *[LayerDims(1, 5, 5)] * 8]
     choices = [{"colocate_factors": both} for both in (True, False)]
     expected = [

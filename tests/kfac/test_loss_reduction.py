@@ -68,7 +68,9 @@ def off(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 @each_kronecker
 @pytest.mark.parametrize("base", [SGD, ADAM], ids=["SGD", "Adam"])
 @pytest.mark.parametrize("sizes", [SIZES, (1, 30, 9), (20, 20)])
-def test_any_cut_of_a_batch_trains_as_the_whole(System: Any, base: Any, sizes: Any) -> None:
+def test_any_split_into_micro_batches_trains_like_the_whole_batch(
+    System: Any, base: Any, sizes: Any
+) -> None:
     whole, before = trained(System, None, loss_reduction="mean", **base)
     found, optimizer = trained(System, sizes, loss_reduction="step_mean", **base)
     assert off(found, whole) < 1e-10
@@ -84,7 +86,7 @@ def test_any_cut_of_a_batch_trains_as_the_whole(System: Any, base: Any, sizes: A
     "name",
     ["conv_grouped", "shared_linear", "shared_conv", "attention", "tied", "language_model", "lora"],
 )
-def test_layers_of_every_kind(System: Any, name: str) -> None:
+def test_loss_reduction_works_for_every_kind_of_layer(System: Any, name: str) -> None:
     """Those used twice in a pass, too, and those whose factors are both of gradients."""
     case = ZOO[name]
     whole, before = trained(System, None, case, **ADAM)
@@ -121,14 +123,16 @@ def divided(
 
 @pytest.mark.parametrize("System", [KAISA, DistKFAC])
 @pytest.mark.parametrize("how", ["plain", "DDP", "FSDP2"])
-def test_unequal_shares_train_as_the_whole_batch(world: World, System: Any, how: str) -> None:
+def test_unequal_micro_batches_train_like_the_whole_batch(
+    world: World, System: Any, how: str
+) -> None:
     ranks = world.run(divided, 2, System, SGD, how)
     whole, _ = trained(System, None, **SGD)
     assert_same_trajectory(agreed(ranks), whole)
 
 
 @pytest.mark.parametrize("exchange", ["reduce", "pipelined"])
-def test_unequal_shares_however_statistics_travel(world: World, exchange: str) -> None:
+def test_unequal_micro_batches_work_with_every_factor_exchange(world: World, exchange: str) -> None:
     ranks = world.run(divided, 2, KAISA, {**SGD, "factor_exchange": exchange})
     whole, _ = trained(KAISA, None, **SGD)
     assert_same_trajectory(agreed(ranks), whole)
@@ -168,7 +172,7 @@ def told(
 
 
 @each_kronecker
-def test_a_model_that_is_given_the_number_is_found_out(System: Any) -> None:
+def test_a_model_that_receives_num_items_in_batch_is_detected(System: Any) -> None:
     whole, _ = trained(System, None, **SGD)
     optimizer, said = told(System, SIZES, **SGD)
     found = vector(optimizer._training.model)
@@ -178,7 +182,7 @@ def test_a_model_that_is_given_the_number_is_found_out(System: Any) -> None:
     assert "loss_reduction='pass_mean'" in line
 
 
-def test_only_a_training_pass_tells() -> None:
+def test_only_a_training_pass_detects_the_reduction() -> None:
     model = Told()
     optimizer = make(KAISA, model)
     with torch.no_grad():
@@ -188,7 +192,7 @@ def test_only_a_training_pass_tells() -> None:
     assert optimizer._curvature.layers.reduction == "step_mean"
 
 
-def test_the_hook_goes_with_the_optimizer() -> None:
+def test_the_detection_hook_is_removed_with_the_optimizer() -> None:
     model = Told()
     optimizer = make(KAISA, model)
     with optimizer.hooks_removed():
@@ -212,6 +216,6 @@ def differently(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
-def test_ranks_that_are_told_differently(world: World) -> None:
+def test_ranks_with_different_reductions_raise(world: World) -> None:
     for said in world.run(differently, 2):
         assert "step_mean" in said

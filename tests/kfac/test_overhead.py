@@ -47,7 +47,7 @@ def test_refreshes_take_no_more_than_the_overhead() -> None:
         assert (spent <= 0.1) == (overhead is not None)
 
 
-def test_statistics_at_a_given_interval_are_of_the_other_steps() -> None:
+def test_a_fixed_statistics_interval_is_kept() -> None:
     run = drifting(factor_update_steps=1).go(20)
     assert run.updates == [*range(20)]
     assert run.throttle.interval == 4  # 40 / (0.1 * 105)
@@ -62,7 +62,7 @@ def test_nothing_is_timed_without_an_overhead() -> None:
     assert "throttle_interval" not in run.saved()["optimizer"]["state"][0]["curvature"]
 
 
-def test_the_summary_has_the_interval() -> None:
+def test_the_summary_shows_the_interval() -> None:
     run = drifting().go(TIMED - 2)
     assert "overhead 0.1: being measured" in run.optimizer.summary().lines
     run.go(2)
@@ -70,7 +70,7 @@ def test_the_summary_has_the_interval() -> None:
     assert line in run.optimizer.summary().lines
 
 
-def test_the_weight_of_the_past_follows_the_interval() -> None:
+def test_the_decay_of_factors_follows_the_interval() -> None:
     """DistKFAC's default forgets as much per step, however rare updates are."""
     run = drifting(DistKFAC, factor_decay=PerStep(0.95)).go(26)
     assert run.decays[8] == pytest.approx(0.95**2)
@@ -91,7 +91,7 @@ def on_ranks(rank: int, world_size: int, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["KAISA", "DPKFAC", "DistKFAC"])
-def test_ranks_with_different_clocks_choose_the_same(world: World, name: str) -> None:
+def test_ranks_with_different_clocks_choose_the_same_interval(world: World, name: str) -> None:
     (first, refreshes, a), (second, others, b) = world.run(on_ranks, 2, name)
     assert first == second > LEAST
     assert refreshes == others
@@ -121,7 +121,9 @@ def load_and_train(
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 @pytest.mark.parametrize("exchange", ["all_reduce", "reduce"])
-def test_a_resumed_run_repeats_them(world: World, before: int, after: int, exchange: str) -> None:
+def test_a_resumed_run_repeats_the_intervals(
+    world: World, before: int, after: int, exchange: str
+) -> None:
     options = {"factor_exchange": exchange}
     saved = world.run(train_and_save, before, TIMED + 1, options)[0]
     for interval, refreshes, _ in world.run(load_and_train, after, saved, options):
@@ -129,7 +131,7 @@ def test_a_resumed_run_repeats_them(world: World, before: int, after: int, excha
         assert refreshes == [16]
 
 
-def test_a_resumed_run_is_the_run_that_was_never_stopped() -> None:
+def test_a_resumed_run_equals_the_uninterrupted_run() -> None:
     whole = drifting().go(14)
     saved = whole.saved()
     whole.go(10)
@@ -144,7 +146,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped() -> None:
         ("throttle_overhead", "much", "is 'much', which is not a finite number"),
     ],
 )
-def test_intervals_that_cannot_be_are_refused(name: str, value: Any, match: str) -> None:
+def test_invalid_intervals_raise(name: str, value: Any, match: str) -> None:
     saved = train_and_save(0, 1, 14)
     saved["optimizer"]["state"][0]["curvature"][name] = value
     run = drifting().go(14)

@@ -247,7 +247,7 @@ def both(
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_a_trajectory_is_that_of_the_exchange_at_the_step(world: World, name: str) -> None:
+def test_pipelining_does_not_change_the_trajectory(world: World, name: str) -> None:
     """And something left in a pass."""
     results = world.run(both, 2, name, 1)
     expected, found = (agreed([each[i] for each in results]) for i in range(2))
@@ -258,14 +258,14 @@ def test_a_trajectory_is_that_of_the_exchange_at_the_step(world: World, name: st
         assert any(where == "pass" for where, _ in log)
 
 
-def test_with_one_bucket_the_training_is_the_same_bit_for_bit(world: World) -> None:
+def test_with_one_bucket_training_is_equal_bit_for_bit(world: World) -> None:
     """On two ranks, where there is one order of addition."""
     for name in ("plain", "ordered"):
         results = world.run(both, 2, name, 2**20)
         assert all(torch.equal(a, b) for x, y, _ in results for a, b in zip(x, y, strict=True))
 
 
-def test_sums_of_narrow_factors_are_rounded_before_they_leave(world: World) -> None:
+def test_sums_are_rounded_to_the_communication_dtype_before_sending(world: World) -> None:
     """As at the step: they take the bytes of the factors, and not those of what adds them up."""
     results = world.run(both, 2, "plain", 2**20, {"factor_dtype": torch.bfloat16})
     assert all(torch.equal(a, b) for x, y, _ in results for a, b in zip(x, y, strict=True))
@@ -293,7 +293,7 @@ def left_alone(rank: int, ranks: int) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - start
 
 
-def test_a_rank_that_does_not_come_to_the_step_is_told_of_in_time(world: World) -> None:
+def test_a_rank_that_misses_a_step_raises_within_the_timeout(world: World) -> None:
     (said, seconds), _ = world.run(left_alone, 2)
     assert "rank 0 is about to take a step" in said
     assert seconds < 10

@@ -80,7 +80,7 @@ SPREAD = Placement("reduce", KAISA, {**KAISA_REDUCE.options, "grad_worker_fracti
     [(HALVES, 4), (SPREAD, 4), (DPKFAC_OWNER, 3)],
     ids=str,
 )
-def test_every_kind_of_layer_gives_the_trajectory_of_one_process(
+def test_every_layer_kind_gives_the_trajectory_of_one_process(
     world: World, placement: Placement, world_size: int, name: str
 ) -> None:
     case = ZOO[name]
@@ -222,7 +222,7 @@ THAWING = [
 
 
 @pytest.mark.parametrize(("world_size", "placement"), THAWING, ids=str)
-def test_layers_that_are_frozen_and_thawed_take_their_factors_along(
+def test_layers_that_are_unfrozen_have_their_factors_again(
     world: World, world_size: int, placement: Placement
 ) -> None:
     """To who decomposes them now. With KAISA another bias starts its layer anew; no statistic is
@@ -291,7 +291,7 @@ def train_in_groups(
     ],
     ids=str,
 )
-def test_a_group_trains_by_itself(
+def test_a_process_group_trains_independently(
     world: World, placement: Placement, members: list[list[int]]
 ) -> None:
     """And keeps its factors among itself."""

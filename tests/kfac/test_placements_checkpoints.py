@@ -84,7 +84,7 @@ def warnings_as_all_go_on(
 
 @each_placement
 @pytest.mark.parametrize("before", [1, 3])
-def test_a_checkpoint_continues_on_any_number_of_processes(
+def test_a_checkpoint_resumes_on_any_number_of_processes(
     world: World, before: int, placement: Placement
 ) -> None:
     """Wherever the work is placed then; each base with every two of numbers and placements."""
@@ -102,7 +102,7 @@ def test_a_checkpoint_continues_on_any_number_of_processes(
     ("before", "base", "flat"), woven((2, 4), ("SGD", "Adam"), (False, True), part=2)
 )
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_distributed_checkpoint_needs_no_consolidation(
+def test_distributed_checkpoints_need_no_consolidation(
     world: World, tmp_path: Path, before: int, base: str, flat: bool, placement: Placement
 ) -> None:
     """Each rank writes and reads its own factors; those of another placement read them too."""

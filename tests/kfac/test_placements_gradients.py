@@ -54,7 +54,7 @@ def train_shards(
 @pytest.mark.parametrize(
     ("view", "params", "world_size"), woven((True, False), (True, False), (2, 3), part=2)
 )
-def test_ddp_is_looked_through_and_changes_nothing(
+def test_ddp_wrapped_models_are_unwrapped(
     world: World, view: bool, params: bool, world_size: int, placement: Placement
 ) -> None:
     """An average of equal gradients is that gradient, so that True does no harm."""
@@ -101,7 +101,7 @@ def train_idle(
     ],
     ids=str,
 )
-def test_a_rank_without_data_takes_part(world: World, idle: int, placement: Placement) -> None:
+def test_a_rank_without_data_participates(world: World, idle: int, placement: Placement) -> None:
     """With what it keeps and solves; the others' gradients come to it."""
     first, *rest = BATCHES
     if not placement.whole:
@@ -136,7 +136,7 @@ def train_unused(
 
 @each_placement
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_a_gradient_that_is_none_everywhere_stays_none(
+def test_a_gradient_that_is_none_on_all_ranks_stays_none(
     world: World, world_size: int, placement: Placement
 ) -> None:
     """As it would for the base alone: no weight decay either. All know; each of KAISA's ranks says

@@ -169,13 +169,13 @@ def found() -> dict[str, Any]:
     return cases
 
 
-def test_rows_that_take_part_are_the_same_on_a_device(found: dict[str, Any]) -> None:
+def test_the_same_rows_count_on_a_device(found: dict[str, Any]) -> None:
     """Until a pass ends no device is read, and pairs of many bytes are added up before."""
     assert max(found[ROWS].values()) < 1e-12, found[ROWS]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_refresh_comes_to_the_same_on_a_device(found: dict[str, Any], name: str) -> None:
+def test_a_refresh_gives_equal_results_on_a_device(found: dict[str, Any], name: str) -> None:
     _, (params, states, interval), (expected, verdicts, usual) = found[name]
     for p, q in zip(params, expected, strict=True):
         torch.testing.assert_close(torch.tensor(p), torch.tensor(q), rtol=1e-4, atol=1e-6)
@@ -184,7 +184,7 @@ def test_a_refresh_comes_to_the_same_on_a_device(found: dict[str, Any], name: st
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_refresh_waits_once(found: dict[str, Any], name: str) -> None:
+def test_a_refresh_synchronizes_with_the_device_once(found: dict[str, Any], name: str) -> None:
     """``eigh`` also waits once for each size of a factor, and a factor that fails for its retries.
 
     At the first two steps, the captured pairs are compared with the gradient, which waits as well.

@@ -170,7 +170,7 @@ def unlike_after_resuming(run: Run) -> list[str]:
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
-def test_a_resumed_run_is_the_run(run: Run) -> None:
+def test_a_resumed_run_equals_the_run(run: Run) -> None:
     assert unlike_after_resuming(run) == []
 
 
@@ -186,7 +186,7 @@ def test_a_resumed_run_is_the_run(run: Run) -> None:
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_with_every_kind_of_inverse(options: dict[str, Any]) -> None:
+def test_resuming_is_exact_for_every_kind_of_inverse(options: dict[str, Any]) -> None:
     assert unlike_after_resuming(Run(DistKFAC, "AdamW", options)) == []
 
 
@@ -203,7 +203,7 @@ SPREAD = [
 
 
 @pytest.mark.parametrize("runs", [RUNS[1::2], SPREAD], ids=["everywhere", "spread"])
-def test_on_two_processes(world: World, runs: list[Run]) -> None:
+def test_resuming_is_exact_on_two_processes(world: World, runs: list[Run]) -> None:
     """Also where only one of them has a layer's inverse."""
     for found in world.run(on_ranks, 2, runs):
         assert found == [[] for _ in found]
@@ -243,7 +243,7 @@ REDUCE: dict[str, Any] = {"factor_exchange": "reduce"}
     ],
     ids=["reduce, 2 to 1", "1 to 2", "2 to 4", "fraction", "threads, 2 to 1", "threads, 1 to 2"],
 )
-def test_on_other_processes(
+def test_resuming_works_on_another_number_of_processes(
     world: World, before: int, after: int, run: Run, options: dict[str, Any]
 ) -> None:
     """Inverses are taken over by others, and not computed again; solves under way go on."""
@@ -278,7 +278,7 @@ def test_inverses_that_no_rank_has_are_refreshed(world: World) -> None:
 
 
 @pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC])
-def test_the_summary_tells_the_bytes_of_inverses(System: Any) -> None:
+def test_the_summary_shows_the_bytes_of_inverses(System: Any) -> None:
     run = Run(System, "SGD", {**BY_INTERVAL})
     data, _ = begun(0, 1, run, 7)
     _, optimizer, _ = resumed(run, data)
@@ -304,7 +304,7 @@ def test_inverses_of_another_scale_are_refreshed(System: Any, scales: tuple[str,
 
 
 @pytest.mark.parametrize("solver", ["inverse", "eigen"])
-def test_a_bad_inverse_is_refused(solver: str) -> None:
+def test_an_invalid_inverse_is_refused(solver: str) -> None:
     """Before anything changes, with the layer's name."""
     run = Run(KAISA, "SGD", {"solver": solver})
     data, _ = begun(0, 1, run, 3)
@@ -335,7 +335,7 @@ def test_a_layer_status_that_does_not_exist_is_refused() -> None:
     assert differences(optimizer.state_dict(), before) == []
 
 
-def test_a_look_at_the_state_changes_nothing() -> None:
+def test_reading_the_state_changes_nothing() -> None:
     """Also before the first step, of a layer that is frozen then and trains later."""
     ends = []
     for looks in (False, True):
@@ -403,7 +403,7 @@ def test_layers_can_be_frozen_before_and_after_loading(
         assert torch.equal(found, expected), save
 
 
-def test_the_parts_of_a_state_have_one_order() -> None:
+def test_the_entries_of_a_state_have_one_order() -> None:
     """Ranks gather DTensors one after the other: two orders would mix them up."""
     model = network()
     optimizer, scheduler = Run(KAISA, "AdamW").make(model)
@@ -434,12 +434,12 @@ def from_a_full_state(rank: int, world_size: int, run: Run) -> tuple[Tensor, Ten
     return vector(model), vector(twin)
 
 
-def test_a_full_state_loads_where_ranks_keep_different_layers(world: World) -> None:
+def test_a_full_state_loads_if_ranks_store_different_layers(world: World) -> None:
     for expected, found in world.run(from_a_full_state, 2, Run(DPKFAC, "AdamW")):
         assert torch.equal(found, expected)
 
 
-def test_old_inverses_are_not_kept_alive_by_the_state() -> None:
+def test_the_state_does_not_keep_old_inverses_alive() -> None:
     """What a checkpoint shares goes with it, once a refresh has replaced it."""
     run = Run(KAISA, "SGD", {"inv_update_steps": 1})
     model = network()
@@ -456,7 +456,7 @@ def test_old_inverses_are_not_kept_alive_by_the_state() -> None:
     assert shared.data_ptr() == block.inverse.entries["inverse_A"].data_ptr()
 
 
-def test_a_measurement_goes_on_where_it_was() -> None:
+def test_a_resumed_run_continues_its_measurements() -> None:
     run = Run(KAISA, "SGD", {"overhead": 0.5})
     model = network()
     optimizer, scheduler = run.make(model)

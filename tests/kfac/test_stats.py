@@ -109,7 +109,7 @@ def loss_on(model: nn.Module) -> Tensor:
         ((12,), {"loss_reduction": "step_mean"}),
     ],
 )
-def test_micro_batches_of_a_stats_worker_are_counted(
+def test_a_stats_worker_counts_micro_batches(
     sizes: tuple[int, ...], options: dict[str, Any]
 ) -> None:
     """Its own loop, too, may divide the losses of several passes by their number or terms."""
@@ -137,7 +137,7 @@ def beside_a_stats_worker() -> tuple[nn.Module, Any, FakeLink, Any]:
     return model, worker, helped(worker), sent
 
 
-def test_own_passes_come_back_when_sound_statistics_stay_away() -> None:
+def test_workers_capture_again_when_no_valid_statistics_arrive() -> None:
     _, worker, link, sent = beside_a_stats_worker()
     helpers = worker._curvature.helpers
     own = []
@@ -153,7 +153,7 @@ def test_own_passes_come_back_when_sound_statistics_stay_away() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:no layer gave statistics")
-def test_factors_forget_between_messages_as_much_as_in_so_many_steps() -> None:
+def test_factors_decay_between_messages_as_in_as_many_steps() -> None:
     other = CASE.model()
     model = CASE.model()
     sent = message(other, distkfac(other), lambda: loss_on(other), "step")
@@ -172,7 +172,7 @@ def test_factors_forget_between_messages_as_much_as_in_so_many_steps() -> None:
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_a_first_message_forgets_no_more_than_since_the_last_update(resumed: bool) -> None:
+def test_the_first_message_decays_factors_since_the_last_update(resumed: bool) -> None:
     """Which was of own passes, or is in the checkpoint."""
     other = CASE.model()
     model = CASE.model()
@@ -192,7 +192,7 @@ def test_a_first_message_forgets_no_more_than_since_the_last_update(resumed: boo
         assert float(block.factors.weight) == pytest.approx(weight * FORGETFUL.decay + 1.0)
 
 
-def test_a_stats_workers_gradients_do_not_pile_up() -> None:
+def test_a_stats_workers_gradients_do_not_accumulate() -> None:
     model = CASE.model()
     seen = []
     optimizer = distkfac(model)
@@ -209,7 +209,7 @@ def test_a_stats_workers_gradients_do_not_pile_up() -> None:
     assert seen == [True] * 3
 
 
-def test_no_snapshot_is_sent_while_statistics_are_on_their_way() -> None:
+def test_no_snapshot_is_sent_while_statistics_are_in_transit() -> None:
     link: Any = FakeLink()
     helpers = StatsWorkers(1, 1.0)
     helpers.links = [link]
@@ -233,7 +233,7 @@ def hear(worker: Any, link: FakeLink, sent: Any, edition: int) -> None:
     worker.step()
 
 
-def test_after_a_change_own_passes_go_on_until_newer_messages_come() -> None:
+def test_after_a_change_workers_capture_until_newer_messages_arrive() -> None:
     """One that was on its way feeds nobody, whatever fits."""
     model, worker, link, sent = beside_a_stats_worker()
     captured = []

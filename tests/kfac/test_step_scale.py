@@ -225,9 +225,7 @@ def test_the_slope_is_the_next_mean_gradient_along_the_scaled_step(
 
 @pytest.mark.parametrize("options", [FOLLOWS, ADAM], ids=["SGD", "Adam"])
 @each_kronecker
-def test_preconditioned_weights_alone_are_scaled_and_no_base_sees_it(
-    System: Any, options: dict[str, Any]
-) -> None:
+def test_only_preconditioned_weights_are_scaled(System: Any, options: dict[str, Any]) -> None:
     ends = []
     states = []
     for factor in (1.0, 0.5):
@@ -255,7 +253,7 @@ def test_preconditioned_weights_alone_are_scaled_and_no_base_sees_it(
         assert all(torch.equal(a[k], b[k]) for k in a)
 
 
-def test_with_newtons_scale_or_none_wanted_steps_stay_as_they_are() -> None:
+def test_without_grafting_or_step_scale_steps_are_unchanged() -> None:
     chosen: list[dict[str, Any]] = [
         {"grafting": "none", "kl_clip": None},
         {"grafting": "none", "kl_clip": 1e-3},
@@ -271,7 +269,7 @@ def test_with_newtons_scale_or_none_wanted_steps_stay_as_they_are() -> None:
 
 
 @each_kronecker
-def test_a_resumed_run_has_the_length(System: Any) -> None:
+def test_a_resumed_run_has_the_same_step_scale(System: Any) -> None:
     model = MLP.model()
     optimizer = make(System, model, **FOLLOWS)
     for batch in BATCHES[:5]:
@@ -312,7 +310,7 @@ def dampings(rank: int, world_size: int, system: str, options: Any) -> list[dict
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_damping_has_a_floor_by_all_layers(world: World, system: str, world_size: int) -> None:
+def test_the_damping_floor_uses_all_layers(world: World, system: str, world_size: int) -> None:
     for options in ({}, ADAM):
         results = world.run(dampings, world_size, system, options)
         raised = 0
@@ -330,7 +328,7 @@ def test_damping_has_a_floor_by_all_layers(world: World, system: str, world_size
 
 @pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("every", [10, "auto"])
-def test_to_maximize_a_negative_loss_is_to_minimize_the_loss(base: Any, every: Any) -> None:
+def test_maximizing_the_negative_loss_equals_minimizing_the_loss(base: Any, every: Any) -> None:
     found = []
     for sign in (1.0, -1.0):
         model = MLP.model()

@@ -52,7 +52,7 @@ def trained(optimizer: Any, model: nn.Module, batches: list[Batch]) -> list[set[
 
 @each_kronecker
 @pytest.mark.parametrize("relative", [False, True])
-def test_layers_are_solved_where_the_dense_trace_has_moved(System: Any, relative: bool) -> None:
+def test_layers_whose_trace_changed_are_refreshed(System: Any, relative: bool) -> None:
     """The curvature is built anew from A and G, as a matrix of all of the layer's weights."""
     model = MLP.model()
     upper = 0.08 if relative else 0.04
@@ -84,7 +84,7 @@ def larger(batch: Batch) -> Batch:
 
 
 @pytest.mark.parametrize("lower", [0.0, 0.9])
-def test_a_schedule_of_the_damping_asks_for_a_solve(lower: float) -> None:
+def test_a_damping_schedule_triggers_a_refresh(lower: float) -> None:
     """Of layers that have settled, too, which stay so; by less than the bound it does not."""
     model = MLP.model()
     changes = {3: 0.11, 5: 0.3}
@@ -127,7 +127,7 @@ def on_ranks(rank: int, world_size: int, name: str, options: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_ranks_agree_on_what_is_solved_by_one_message(world: World, name: str) -> None:
+def test_ranks_agree_on_refreshed_layers_with_one_message(world: World, name: str) -> None:
     options = {"inv_update_steps": TraceRule(0.08, 0.01, every=1)}
     results = world.run(on_ranks, 4, name, options)
     path = agreed([result[0] for result in results])
@@ -152,7 +152,7 @@ def settled(optimizer: Any) -> set[str]:
 
 
 @each_kronecker
-def test_what_has_settled_is_in_checkpoints(System: Any) -> None:
+def test_stopped_layers_are_in_checkpoints(System: Any) -> None:
     model = MLP.model()
     optimizer = make(System, model, **SETTLING)
     trained(optimizer, model, BATCHES[:3])
@@ -163,7 +163,7 @@ def test_what_has_settled_is_in_checkpoints(System: Any) -> None:
     assert not first & settled(optimizer)
 
 
-def test_a_lower_bound_above_the_upper_one_is_refused() -> None:
+def test_a_lower_bound_above_the_upper_bound_is_refused() -> None:
     with pytest.raises(ValueError, match=r"TraceRule\(upper=0.1, lower=0.2\): swap"):
         TraceRule(0.1, 0.2)
     with pytest.raises(ValueError, match=r"upper=-0.1 is outside"):

@@ -61,7 +61,7 @@ def test_the_bound_is_four_times_the_running_average(changes: list[float]) -> No
     assert found == pytest.approx(coefficients(changes), rel=1e-9)
 
 
-def test_an_outlier_is_shortened_and_a_lasting_rise_is_not() -> None:
+def test_an_outlier_is_clipped_and_a_lasting_rise_is_not() -> None:
     usual = UsualChange()
     assert [nu(usual, 1.0) for _ in range(20)] == [1.0] * 20
     assert nu(usual, 400.0) == pytest.approx(0.1)
@@ -87,7 +87,7 @@ def trained(rank: int, world_size: int, system: str, options: Any) -> tuple[Any,
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_a_batch_of_outliers_is_shortened_alike_on_all_ranks(
+def test_a_batch_of_outliers_is_clipped_equally_on_all_ranks(
     world: World, system: str, base: Any, world_size: int
 ) -> None:
     results = world.run(trained, world_size, system, {"base": base})
@@ -101,7 +101,7 @@ def test_a_batch_of_outliers_is_shortened_alike_on_all_ranks(
 
 
 @each_kronecker
-def test_steps_without_preconditioned_layers_are_no_usual_change(System: Any) -> None:
+def test_steps_without_preconditioned_layers_do_not_enter_the_average(System: Any) -> None:
     """Layers that are unfrozen late take their first steps in full."""
     model = MLP.model()
     optimizer = make(System, model, **OPTIONS, skip_layers=["4"])
@@ -119,7 +119,7 @@ def test_steps_without_preconditioned_layers_are_no_usual_change(System: Any) ->
 
 
 @each_kronecker
-def test_a_resumed_run_has_the_usual_change(System: Any) -> None:
+def test_a_resumed_run_has_the_same_running_average(System: Any) -> None:
     model = MLP.model()
     optimizer = make(System, model, **OPTIONS)
     for batch in BATCHES[:7]:
@@ -144,7 +144,7 @@ def test_without_a_clip_no_change_is_bounded(base: Any) -> None:
 
 
 @pytest.mark.parametrize("kl_clip", [1e-6, lambda step: 1e-6], ids=["number", "callable"])
-def test_results_are_clipped_before_they_are_rounded(kl_clip: Any) -> None:
+def test_updates_are_clipped_before_they_are_rounded(kl_clip: Any) -> None:
     """Without the clip, these would overflow float16."""
     torch.manual_seed(0)
     model = nn.Linear(4, 3).half()
