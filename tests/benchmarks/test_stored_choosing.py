@@ -65,7 +65,8 @@ def test_seconds_to_the_loss_of_adamw() -> None:
 
 def test_cost_of_a_step() -> None:
     steps = stored("gpu")["steps"]["resnet50"]
-    plain, ours = steps["AdamW"], steps["KAISA inverse"]
+    plain = steps["AdamW"]
+    ours = steps["KAISA inverse"]
     page = text_of(PAGE)
     assert f"takes {plain['plain']:.0f} ms with AdamW and {ours['plain']:.0f} ms with" in page
     assert f"refreshes all inverses takes {ours['full']:.0f} ms" in page
@@ -92,7 +93,8 @@ def test_how_often_a_run_ends_above_its_base() -> None:
                     ours = levels[rises, f"KAISA, {found['base']}", share * lr, seed]
                     base = levels[rises, found["base"], lr, seed]
                     above["four" if share == 4 else "usual"].append(not ours <= base)
-    usual, four = above["usual"], above["four"]
+    usual = above["usual"]
+    four = above["four"]
     page = text_of(PAGE)
     assert f"{sum(usual)} of {len(usual)} runs ended above the base's loss" in page
     assert f"At four times that rate, {sum(four)} of {len(four)} did" in page
@@ -114,7 +116,8 @@ def test_losses_and_accuracies_next_to_rivals() -> None:
     assert f"tuned Muon and SOAP end {muon:.3f} and {soap:.3f} above KAISA" in page
 
     fashion = runs_of("fashion resnet")
-    losses, accuracies = {}, {}
+    losses = {}
+    accuracies = {}
     for name, runs in fashion.items():
         losses[name] = statistics.mean(run["end"]["loss"] for run in runs)
         accuracies[name] = statistics.mean(run["end"]["accuracy"] for run in runs)

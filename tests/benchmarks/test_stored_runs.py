@@ -110,7 +110,8 @@ def test_steps_of_kaisa() -> None:
                 assert cell.endswith(f"({seconds:.2f} s)"), (label, name)
             found[label, name] = steps, seconds
     last = "autoencoder: training loss 15.8"
-    (steps, seconds), (sgd, _) = found[last, names[-1]], found[last, "SGD"]
+    (steps, seconds) = found[last, names[-1]]
+    (sgd, _) = found[last, "SGD"]
     said = f"in {steps:.0f} steps and {seconds:.1f} s, SGD in {sgd:,.0f} and"
     assert said in text_of("README.md")
 
@@ -144,12 +145,14 @@ def test_what_the_picture_of_the_demo_shows() -> None:
     """KAISA is as good as its base's last loss sooner, in steps and in seconds, and better then."""
     runs = {(run["task"], run["optimizer"]): run for run in stored("demo")["runs"]}
     for name, base in (("language model", "AdamW"), ("deep autoencoder", "Adam")):
-        plain, ours = runs[name, base], runs[name, f"KAISA, {base}"]
+        plain = runs[name, base]
+        ours = runs[name, f"KAISA, {base}"]
         met = next(i for i, loss in enumerate(ours["losses"]) if loss <= plain["losses"][-1])
         assert ours["steps"][met] < plain["steps"][-1]
         assert ours["seconds"][met] < plain["seconds"][-1]
         assert ours["losses"][-1] < plain["losses"][-1]
-    muon, ours = runs["language model", "Muon"], runs["language model", "KAISA, AdamW"]
+    muon = runs["language model", "Muon"]
+    ours = runs["language model", "KAISA, AdamW"]
     goal = runs["language model", "AdamW"]["losses"][-1]
     sooner = [
         next(s for s, loss in zip(run["seconds"], run["losses"], strict=True) if loss <= goal)
@@ -250,7 +253,8 @@ OLDER = {"KAISA", "KAISA, its default scale"}  # tuned, before step lengths and 
     ],
 )
 def test_the_language_model(page: str, header: tuple[str, ...]) -> None:
-    runs, table = language_runs("language"), rows(page, *header)
+    runs = language_runs("language")
+    table = rows(page, *header)
     if "setting" in header:
         assert set(table) == set(runs.keys() - OLDER)
     else:
@@ -275,7 +279,8 @@ def test_the_language_model(page: str, header: tuple[str, ...]) -> None:
 
 
 def test_what_the_language_model_gains_over_muon_and_soap() -> None:
-    runs, page = language_runs("language"), text_of("docs/how-to/migrate.md")
+    runs = language_runs("language")
+    page = text_of("docs/how-to/migrate.md")
     for ours in "KAISA, twice AdamW's rate", "KAISA, defaults":
         said = []
         for theirs in "Muon", "SOAP":
@@ -325,7 +330,8 @@ def test_losses_of_the_other_tasks() -> None:
     assert list(table) == list(TASK_ROWS)
     *columns, accuracies = zip(*table.values(), strict=True)
     for (name, by_name), column in zip(record.items(), columns, strict=True):
-        shown, means = [], []
+        shown = []
+        means = []
         for row_name, cell in zip(TASK_ROWS.values(), column, strict=True):
             if row_name not in by_name:
                 assert cell == ""
@@ -351,7 +357,8 @@ def test_seconds_of_the_other_tasks() -> None:
     for (name, by_name), column in zip(
         record.items(), zip(*table.values(), strict=True), strict=True
     ):
-        shown, shares = [], []
+        shown = []
+        shares = []
         for row_name, cell in zip(TASK_ROWS.values(), column, strict=True):
             if row_name not in by_name:
                 assert cell == ""
@@ -367,7 +374,9 @@ def test_seconds_of_the_other_tasks() -> None:
 
 def test_where_kaisa_loses() -> None:
     record = other_tasks()
-    slower, later, worse = 0, 0, {}
+    slower = 0
+    later = 0
+    worse = {}
     for name, runs in record.items():
         shares = {each: share_of(of, runs["AdamW"], "seconds") for each, of in runs.items()}
         slower += shares["KAISA, AdamW"] > 1
@@ -384,7 +393,8 @@ def test_where_kaisa_loses() -> None:
             base = each.split(", ")[1]
             if each in means and base != "Muon":
                 assert means[each] < means[base], (name, each)
-    page, readme = text_of(DEFAULTS), text_of("README.md")
+    page = text_of(DEFAULTS)
+    readme = text_of("README.md")
     assert worse == {"llama": "Muon", "vit": "SOAP", "fashion resnet": "SOAP"}
     assert "KAISA ends above Muon on llama, and above SOAP on vit and Fashion-MNIST" in page
     assert "On three of them, tuned Muon or SOAP ends lower" in page
@@ -394,7 +404,8 @@ def test_where_kaisa_loses() -> None:
 
 
 def test_fashion_mnist() -> None:
-    runs, page = other_tasks()["fashion resnet"], text_of(DEFAULTS)
+    runs = other_tasks()["fashion resnet"]
+    page = text_of(DEFAULTS)
     means = {each: statistics.mean(last_losses(of)) for each, of in runs.items()}
     shares = {each: share_of(of, runs["AdamW"], "seconds") for each, of in runs.items()}
     assert min(shares, key=lambda each: shares[each]) == "KAISA, AdamW"
@@ -467,7 +478,8 @@ def test_how_often_kaisa_ends_above_its_base() -> None:
     cells: dict[str, list[str]] = {}
     worst = 0.0
     for found in stored("sensitivity")["tasks"].values():
-        base, levels = found["base"], {}
+        base = found["base"]
+        levels = {}
         for run in found["runs"]:
             key = tuple(run["job"][each] for each in ("warmup", "optimizer", "lr", "seed"))
             levels[key] = statistics.mean(run["losses"][-5:])

@@ -262,7 +262,8 @@ def unclear_end(rank: Rank, fault: Fault) -> str:
 
 def unclear(error: dict[str, Any], fault: Fault) -> str:
     """What is unclear about an error; "" if nothing is."""
-    name, message = error["type"], error["message"]
+    name = error["type"]
+    message = error["message"]
     whole = " ".join([name, message, *error["chain"]])
     if name == "Injected" or "injected" in message.lower() or name in fault.errors:
         return ""

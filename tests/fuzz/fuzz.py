@@ -53,7 +53,8 @@ def main() -> int:
     parser.add_argument("--show", action="store_true", help="show the examples and the tracebacks")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    world, begun = World(), time.monotonic()
+    world = World()
+    begun = time.monotonic()
     found: list[dict[str, Any]] = []
     counts: Counter[str] = Counter()
     try:

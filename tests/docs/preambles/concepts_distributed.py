@@ -1,7 +1,8 @@
 import torch
 from torch import nn
 
-inputs, targets = torch.randn(64, 8), torch.randint(4, (64,))
+inputs = torch.randn(64, 8)
+targets = torch.randint(4, (64,))
 loader = [(inputs[:32], targets[:32]), (inputs[32:], targets[32:])]
 stats_loader = loader
 model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
