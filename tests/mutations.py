@@ -402,10 +402,10 @@ zero_grad keeps statistics  <-  contract_steps::a_step_after_zero_grad_alone_tak
   -         self.collector.step_passes.passes.clear()
   + self.collector.step_passes.passes.clear()
 a state of averages that are slices by now
-  <-  queued::state_and_memory_follow_averages_into_their_stacks
+  <-  queued::the_state_refers_to_the_stacks
     if tensors_after != tensors_before:  =>  if False:
 passes of a layer for those of a step
-  <-  examples::a_layer_that_some_micro_batches_pass_by_is_counted_with_the_others
+  <-  examples::a_layer_that_some_micro_batches_skip_is_counted
     max([1, *(block.staged.micro_batches for block in blocks)])  =>  blocks[-1].staged.micro_batches
 G of a step's losses without their number
   <-  loss_reduction::unequal_micro_batches_train_like_the_whole_batch
@@ -415,12 +415,12 @@ statistics of micro-batches with the square of their number
     collect_sums(staged, micro_batches, terms)  =>  collect_sums(staged, 1, terms)
 
 terms of the last layer that a rank owns
-  <-  rows::ranks_that_do_not_own_the_last_layer_know_its_terms
+  <-  rows::every_rank_knows_the_terms_of_the_last_layer
     hooked.append(rows_only)  =>  pass
 
 == kfac/metrics.py
 a curvature object with an absolute damping
-  <-  model_curvature::solving_with_the_trainings_damping_is_what_the_training_does
+  <-  model_curvature::solve_with_the_damping_of_training_equals_the_optimizers_step
     if options.relative_damping:  =>  if False:
 
 == kfac/spd_kfac.py
@@ -532,7 +532,7 @@ stale inverses after a change of layers
   <-  kaisa::a_layer_without_an_inverse_gets_one_at_the_next_step
     if self.requested:  =>  if False:
 an unexplained layer not told of to the other ranks
-  <-  explained::a_layer_that_one_rank_cannot_verify_is_left_on_all
+  <-  explained::a_layer_that_one_rank_cannot_verify_falls_back_on_all_ranks
     if block.unverified:  =>  if False:
 decompositions of threads arrive with another damping
   <-  distkfac_ranks::without_staleness_distkfac_equals_kaisa
@@ -593,7 +593,7 @@ a schedule of the damping that wakes no layer
     max(trace_change, relative_change(option, prev_option))  =>  trace_change
 
 == kronecker/autograd.py
-values taken for queries  <-  attention::factors_are_those_of_separate_linears
+values taken for queries  <-  attention::factors_equal_those_of_separate_linears
     (0, 1, 2)[piece : piece + count]  =>  (0, 1, 2)[:count]
 layers in groups of their own without statistics
   <-  fsdp::an_optimizer_created_before_fully_shard_adopts_the_shards
@@ -603,11 +603,11 @@ layers in groups of their own without statistics
 a bias's gradient in the wrong column  <-  invariants_steps::15_a_step_equals_the_dense_solve
     torch.cat(views, layout.axis)  =>  torch.cat(views[::-1], layout.axis)
 inverses of some layers of a batch are others'
-  <-  banks::a_bank_is_its_layers_one_by_one
+  <-  banks::a_layer_batch_equals_its_layers_one_by_one
     as_stack(column).flatten(0, 1)  =>  as_stack(column[:1] * len(column)).flatten(0, 1)
 
 == kronecker/block.py
-a slice that keeps its stack  <-  queued::state_and_memory_follow_averages_into_their_stacks
+a slice that keeps its stack  <-  queued::the_state_refers_to_the_stacks
     self.factors.entries[name] = factor.clone()  =>  pass
 micro-batches that FSDP2 has yet to average dropped
   <-  fsdp::gradient_accumulation_works_with_and_without_gradient_sync
@@ -616,7 +616,7 @@ gradients set to None by the model kept as statistics
   <-  examples::a_discriminator_counts_its_own_passes
     (self.staged.empty or self.has_gradient or  =>  (True or
 a Linear with an activation behind it taken for one
-  <-  explained::what_is_no_layer_of_its_kind_goes_to_the_base
+  <-  explained::a_subclass_that_computes_something_else_falls_back
     if residual > TOLERANCE:  =>  if False:
 loaded factors weigh nothing
   <-  contract_state::checkpoint_gives_what_is_known_of_the_curvature
@@ -628,28 +628,28 @@ a checkpoint of any shape is accepted
 
 == kronecker/capture.py
 forwards that checkpoints repeat are new ones
-  <-  examples::two_losses_of_one_forward_are_no_micro_batches
+  <-  examples::two_losses_of_one_forward_pass_are_not_micro_batches
     self._again = autograd.has_earlier_pass(self._outer_pass)  =>  pass
-gradients beside the loss as examples  <-  examples::gradients_beside_the_loss_are_no_examples
+gradients beside the loss as examples  <-  examples::gradients_of_other_quantities_add_no_examples
     if self._accumulated and not autograd.reaches_parameters(module, self.fsdp):  =>  if False:
 the view of a layer's output hooked, which an operation in place replaces
-  <-  explained::operations_in_place_lose_nothing
+  <-  explained::in_place_operations_lose_no_pairs
     if edge.node.name() != "ViewBackward0":  =>  if True:
 gradients beside the loss as examples, in a graph
-  <-  compiled::evaluation_attacks_and_frozen_layers_give_nothing
+  <-  compiled::evaluation_input_gradients_and_frozen_layers_give_no_pairs
   - if not autograd.reaches_parameters(module, self.fsdp):
   + if False:
 steps without statistics have the operators in their graph
-  <-  compiled::a_closed_gate_leaves_nothing_in_the_graph_and_no_graph_is_made_twice
+  <-  compiled::a_disabled_capture_adds_nothing_to_the_graph
   -         if not self.gate.open:
   -             return None
   -
 a graph's pairs of the data's labels beside those of drawn ones
-  <-  compiled_drawn::what_a_graph_cannot_have_is_refused
+  <-  compiled_drawn::unsupported_models_raise_when_compiled
   -         if self.sampled:
   -             _refuse_compiled_part()
   -
-exports with hooks  <-  compiled::exports_and_traces_have_nothing_of_the_hooks
+exports with hooks  <-  compiled::exported_and_traced_models_contain_no_hooks
   -         if is_exporting():
   -             return None
   -
@@ -665,12 +665,12 @@ one end of the window counts twice  <-  autocorrelation::autocorrelations_equal_
     left = torch.cat([-first, last])  =>  left = torch.cat([first, last])
 
 == kronecker/solvers.py
-eigenvectors of factors that are not scaled  <-  solvers::the_first_rung_will_do_at_any_scale
+eigenvectors of factors that are not scaled  <-  solvers::the_first_attempt_works_at_any_scale
     scaled = matrix / size  =>  scaled = matrix / torch.ones_like(size)
 large finite factors are given up
-  <-  solvers::large_factors_are_finite_though_their_squares_are_not
+  <-  solvers::large_factors_do_not_overflow
     not bool(matrices.isfinite().all())  =>  not bool(_norm(matrices).isfinite().all())
-eigenvectors need not be orthogonal  <-  solvers::eigenvectors_that_are_not_orthogonal_are_not_sound
+eigenvectors need not be orthogonal  <-  solvers::eigenvectors_that_are_not_orthogonal_are_rejected
     errors.amax(-1)  =>  errors[:, 0]
 negative eigenvalues  <-  solvers::negative_eigenvalues_are_clamped
     values.clamp_min(0) * size.squeeze(-1)  =>  values * size.squeeze(-1)
@@ -682,26 +682,26 @@ a best rank one of another scale  <-  doubly_factored::18_rank_one_in_float32_fa
     root = (sigma * size).sqrt()  =>  root = sigma.sqrt()
 
 == kronecker/exact.py
-a LayerNorm's own eps is ignored  <-  exact_blocks::a_gain_multiplies_what_is_normalised
+a LayerNorm's own eps is ignored  <-  exact_blocks::a_gain_multiplies_the_normalized_input
   - return layer_norm(x, module.normalized_shape, eps=module.eps)
   + return layer_norm(x, module.normalized_shape)
-parts of one example averaged  <-  exact_blocks::expand_and_reduce_over_positions
+parts of one example averaged  <-  exact_blocks::positions_are_expanded_or_reduced
     rows.unflatten(0, (-1, positions)).sum(1)  =>  rows.unflatten(0, (-1, positions)).mean(1)
 
 == kronecker/experts.py
 tokens without a loss are examples of their experts
-  <-  experts::tokens_without_a_loss_are_no_examples
+  <-  experts::tokens_without_a_loss_are_not_examples
     x.pairs(module, d, options.row_mask.mask)  =>  x.pairs(module, d)
 gradients of experts without the weights of their tokens
-  <-  experts::the_factors_of_each_expert_are_those_written_by_hand
+  <-  experts::each_experts_factors_equal_those_computed_by_hand
     (d[inputs.tokens] * weights)  =>  (d[inputs.tokens])
 
 == kronecker/verification.py
 a penalty on the weight's length counted as unexplained
-  <-  explained::a_penalty_on_the_weights_length_hides_nothing
+  <-  explained::a_weight_penalty_does_not_hide_missing_pairs
     if first.weight is not None:  =>  if False:
 gradients of torch.autograd.grad counted as the weight's
-  <-  explained::gradients_that_are_taken_beside_count_for_nothing
+  <-  explained::gradients_of_other_quantities_do_not_count
     if not is_reached(weight):  =>  if False:
 
 == kronecker/layers.py
@@ -710,7 +710,7 @@ padding tokens count
     ones = ones * (tokens != padding)  =>  pass
 a sum over positions for their mean  <-  invariants_factors::4_reduce_is_exact_with_pooled_positions
     return x.mean(1), d.sum(1)  =>  return x.sum(1), d.sum(1)
-padded rows in A  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
+padded rows in A  <-  examples::padding_does_not_change_the_factors
   - return LinearRows(row_mask.apply(x), d, row_mask)
   + return LinearRows(x, d, row_mask)
 
@@ -730,7 +730,7 @@ a step without examples forgets
   <-  invariants_factors::13_a_step_without_examples_leaves_the_average_bit_for_bit
     torch.where(present, weight * decay + 1.0, weight, out=weight)  =>  weight.mul_(decay).add_(1.0)
 a second pass through a forward as a micro-batch
-  <-  examples::two_losses_of_one_forward_are_no_micro_batches
+  <-  examples::two_losses_of_one_forward_pass_are_not_micro_batches
     or not again  =>  or True
 both factors of gradients with the trace of the curvature
   <-  kinds::a_tied_embedding_has_the_partial_traces_of_both_uses
@@ -739,7 +739,7 @@ a short batch counts alone  <-  defaults::a_short_last_batch_is_weighted_by_its_
   - stack_in_place(entries, "examples").lerp_(examples.to(weight.dtype), step)
   + stack_in_place(entries, "examples").copy_(examples)
 an expert's A moves as if it had tokens in all steps
-  <-  experts::a_is_a_mean_over_an_experts_own_tokens_of_all_steps
+  <-  experts::a_is_the_mean_over_an_experts_own_tokens
     step * new_shares / after.where(seen, 1.0), 0.0)  =>  step, 0.0)
 
 == kronecker/fisher.py
@@ -750,50 +750,50 @@ ranks draw the same noise  <-  kaisa::each_rank_samples_its_own_labels
   - hash((self._step, call - self._first_call, self._rank))
   + hash((self._step, call - self._first_call, 0))
 a coin that falls the other way
-  <-  invariants_factors::14_labels_are_drawn_from_the_models_distribution
+  <-  invariants_factors::14_labels_are_sampled_from_the_models_distribution
     (uniform < output.sigmoid())  =>  (uniform > output.sigmoid())
 
 == kronecker/gradient.py
 factors of gradients on the scale of their mean
-  <-  gradient_factors::factors_are_the_averages_of_those_of_gradients
+  <-  gradient_factors::factors_are_running_averages_over_gradients
     factor * (scale * examples)  =>  factor * examples
 
 == kronecker/kinds.py
-keys counted as queries are  <-  attention::factors_are_those_of_separate_linears
+keys counted as queries are  <-  attention::factors_equal_those_of_separate_linears
     (counts[0] / count)  =>  1.0
-torch's own layers are registered anew  <-  kinds::the_rules_of_torchs_own_layers_stay
+torch's own layers are registered anew  <-  kinds::rules_of_torchs_layers_cannot_be_replaced
     if has_rule and kind.__module__.startswith("torch."):  =>  if False:
 sparse embeddings are preconditioned
-  <-  finding::an_embedding_with_sparse_gradients_is_left_to_the_base
+  <-  finding::embeddings_with_sparse_gradients_fall_back_to_the_base
     if getattr(module, "sparse", False):  =>  if False:
 
 == kronecker/model_blocks.py
 the largest factor that is allowed is refused
-  <-  finding::layers_with_a_larger_factor_are_left_to_the_base
+  <-  finding::layers_above_max_factor_dim_fall_back_to_the_base
     or largest <= self.max_factor_dim:  =>  or largest < self.max_factor_dim:
 experts that reduce takes for examples of their own
-  <-  experts::experts_are_not_told_of_sequences
+  <-  experts::experts_ignore_sequence_boundaries
     if self._rules.approximation == "reduce":  =>  if False:
 
 == kronecker/layer_curvature.py
 a curvature object of another covariance
-  <-  model_curvature::samples_have_the_inverse_as_covariance
+  <-  model_curvature::samples_have_the_inverse_curvature_as_covariance
     normal * (values + gamma).rsqrt()  =>  normal / (values + gamma)
 a diagonal of corrected eigenvalues in their own basis
-  <-  curvature_functions::all_functions_of_a_layer_are_those_of_the_dense_matrix
+  <-  curvature_functions::a_layers_functions_equal_those_of_the_dense_matrix
     _multiply(self.corrected, squared)  =>  _multiply(self.corrected, {})
 corrected eigenvalues without the vectors that they belong to
-  <-  curvature_functions::corrected_eigenvalues_stay_with_their_vectors
+  <-  curvature_functions::corrected_eigenvalues_keep_the_order_of_their_eigenvectors
     basis=read_eigen(tensors) or None,  =>  basis=None,
 relative damping by the trace
-  <-  curvature_functions::all_functions_of_a_layer_are_those_of_the_dense_matrix
+  <-  curvature_functions::a_layers_functions_equal_those_of_the_dense_matrix
     self.trace() / math.prod(self.shape.gradient_shape)  =>  self.trace()
 
 == kronecker/model_curvature.py
-an owner that fails alone  <-  curvature_functions::owners_together_are_what_one_process_is
+an owner that fails alone  <-  curvature_functions::owners_together_equal_one_process
     if failures:  =>  if False:
 an index that is there before its layers
-  <-  curvature_functions::a_folder_that_is_not_whole_is_refused
+  <-  curvature_functions::an_incomplete_folder_is_refused
     remove_index(folder)  =>  pass
 
 == kronecker/statistics.py
@@ -801,47 +801,47 @@ no scale of the loss  <-  invariants_factors::11_a_grad_scaler_changes_nothing
   - return 1.0 / scale
   + return 1.0 / torch.ones_like(scale)
 a pair that is kept over zero_grad
-  <-  queued::a_pair_that_is_kept_is_of_the_step_that_brought_it
+  <-  queued::a_queued_pair_belongs_to_the_step_that_captured_it
     if pair.cleared_at == pair.staged.cleared_at]  =>  ]
 a slice that counts by its own size
-  <-  queued::pairs_are_kept_until_their_pass_ends_or_to_a_number_of_bytes
+  <-  queued::pairs_are_queued_until_the_pass_ends_or_a_size_is_reached
     max(4 * self.size, storage_bytes)  =>  4 * self.size
 rows without an example in the A of equal Linears
-  <-  queued::pairs_that_are_kept_make_the_sums_of_pairs_one_by_one
+  <-  queued::queued_pairs_give_the_sums_of_single_pairs
     x = x * row_mask.mask.to(x.device).unsqueeze(-1)  =>  pass
 statistics that are not finite are not counted as dropped
-  <-  queued::pairs_that_are_kept_make_the_sums_of_pairs_one_by_one
+  <-  queued::queued_pairs_give_the_sums_of_single_pairs
     count_dropped(layers, bad)  =>  pass
 a gradient's scale once instead of squared
-  <-  queued::pairs_that_are_kept_make_the_sums_of_pairs_one_by_one
+  <-  queued::queued_pairs_give_the_sums_of_single_pairs
     factors["G"].mul_(scale**2)  =>  factors["G"].mul_(scale)
 
 == kronecker/rows.py
-padded rows in N  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
+padded rows in N  <-  examples::padding_does_not_change_the_factors
     if all_terms or self._type_of(group) == "examples":  =>  if True:
 examples beyond a hinge leave A
-  <-  rows::examples_without_a_gradient_are_terms_and_take_part
+  <-  rows::examples_with_zero_gradients_are_loss_terms
     if not self._position_counts:  =>  if False:
 a row without a gradient at one layer leaves its A
-  <-  rows::padding_leaves_a_and_prompts_stay
+  <-  rows::padding_is_not_in_a_but_prompts_are
   - self.has_gradient = _union(self.has_gradient, row_mask.mask)
   + self.has_gradient = row_mask.mask
 passes that have nothing in common count together
-  <-  rows::separate_losses_of_layers_without_anything_in_common_are_of_their_own_terms
+  <-  rows::losses_of_separate_layers_count_their_own_terms
     candidates = [each for each in candidates if not layers.isdisjoint(each.layers)]  =>  pass
 
 == kronecker/solvers.py
 an inverse by Cholesky without its scale
   <-  defaults::grafting_multiplies_newton_steps_by_the_mean_damped_curvature
     (g * multiplier.view(-1, 1, 1))  =>  g
-γ of three factors split as of two  <-  doubly_factored::15_three_way_solves_are_dense_ones
+γ of three factors split as of two  <-  doubly_factored::15_three_factor_solves_equal_dense_solves
     damping ** (1 / len(means))  =>  damping ** (1 / 2)
 π is 1  <-  solvers::solves_equal_the_dense_solve
     pi = (logarithms - logarithms.mean(0)).exp()  =>  pi = (logarithms - logarithms).exp()
 what has no curvature moves without end
-  <-  solvers::without_damping_what_has_no_curvature_does_not_move
+  <-  solvers::without_damping_directions_of_zero_curvature_do_not_move
     posinf=0.0  =>  posinf=1e30
-exact blocks damped by half  <-  exact_blocks::the_step_is_the_dense_solve
+exact blocks damped by half  <-  exact_blocks::a_step_equals_the_dense_solve
   - return None, torch.zeros_like(means[1]) + damping
   + return None, torch.zeros_like(means[1]) + 0.5 * damping
 rounded inverses that may be indefinite  <-  rounding::a_rounded_matrix_is_at_least_the_matrix
@@ -849,7 +849,7 @@ rounded inverses that may be indefinite  <-  rounding::a_rounded_matrix_is_at_le
 
 == kronecker/storage.py
 tensors out of order taken for a stack
-  <-  queued::a_stack_is_a_view_of_tensors_that_lie_in_order
+  <-  queued::a_stack_of_contiguous_tensors_is_a_view
     and part.storage_offset() == offset  =>  and True
 
 == kronecker/storage.py

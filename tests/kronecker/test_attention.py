@@ -136,7 +136,7 @@ def vector(model: Packed) -> Tensor:
 
 @each_shared
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
-def test_factors_are_those_of_separate_linears(shared: str, approx: Any) -> None:
+def test_factors_equal_those_of_separate_linears(shared: str, approx: Any) -> None:
     packed, separate = pair(shared, pooled=approx == "reduce")
     packed.keys = separate.keys = slice(1, None)  # four, of three queries
     x, y = batch_of(packed)
@@ -161,7 +161,7 @@ def test_factors_are_those_of_separate_linears(shared: str, approx: Any) -> None
     ("batch_first", "bias", "fisher"),
     [(True, True, "empirical"), (False, False, "categorical"), (False, True, "empirical")],
 )
-def test_training_is_that_of_separate_linears(
+def test_training_equals_that_of_separate_linears(
     System: Any, shared: str, batch_first: bool, bias: bool, fisher: str
 ) -> None:
     packed, separate = pair(shared, batch_first, bias)
@@ -181,7 +181,7 @@ def test_training_is_that_of_separate_linears(
     assert moved.norm() > 1e-3 * vector(packed)[:start].norm()
 
 
-def test_padded_keys_and_an_unbatched_sequence() -> None:
+def test_padded_keys_and_unbatched_sequences_are_supported() -> None:
     """Masked keys take no part, and the calls of one pass share its terms."""
     torch.manual_seed(0)
     attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True).double()
@@ -211,9 +211,7 @@ def test_padded_keys_and_an_unbatched_sequence() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @each_shared
-def test_a_checkpointed_attention_has_the_factors_of_a_plain_one(
-    shared: str, reentrant: bool
-) -> None:
+def test_activation_checkpointing_does_not_change_the_factors(shared: str, reentrant: bool) -> None:
     found = []
     for recomputed in (False, True):
         model, _ = pair(shared)
@@ -232,7 +230,7 @@ def test_a_checkpointed_attention_has_the_factors_of_a_plain_one(
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
 
 
-def test_an_attention_kept_out_of_a_graph_has_the_factors_of_a_plain_one() -> None:
+def test_an_attention_outside_of_the_compiled_graph_has_the_same_factors() -> None:
     found = []
     for backend in (None, "aot_eager"):
         model, _ = pair("keys and values")
@@ -246,7 +244,7 @@ def test_an_attention_kept_out_of_a_graph_has_the_factors_of_a_plain_one() -> No
     assert_same_factors(*found)
 
 
-def test_a_subclass_with_another_forward_and_unlike_widths_are_told() -> None:
+def test_subclasses_with_their_own_forward_and_unequal_widths_are_reported() -> None:
     class Doubled(nn.MultiheadAttention):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return super().forward(*args, **kwargs)

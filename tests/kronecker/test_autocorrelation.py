@@ -89,7 +89,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("kind", CHOICES)
-def test_the_choice_takes_both_ways(kind: str) -> None:
+def test_both_algorithms_are_chosen_where_they_are_faster(kind: str) -> None:
     """Otherwise patches would be compared with themselves."""
     conv, chosen = CHOICES[kind]
     conv = conv.double()
@@ -114,7 +114,7 @@ def test_the_choice_takes_both_ways(kind: str) -> None:
     rows=st.sampled_from([3, 1024]),
     homogeneous=st.booleans(),
 )
-def test_strips_of_a_gram_matrix_make_the_whole(
+def test_strips_of_a_gram_matrix_equal_the_whole(
     groups: int, dim: int, rows: int, homogeneous: bool
 ) -> None:
     x = torch.randn(groups, rows, dim, dtype=torch.float64)

@@ -79,7 +79,7 @@ def one_by_one(blocks: list[KroneckerBlock]) -> list[Tensor]:
 @pytest.mark.parametrize("solver", ["inverse", "eigen"])
 @pytest.mark.parametrize("kind", ["linear", "convolution", "embedding", "transposed"])
 @given(bias=st.booleans(), layers=st.integers(1, 4), data=st.data())
-def test_a_bank_is_its_layers_one_by_one(
+def test_a_layer_batch_equals_its_layers_one_by_one(
     kind: str, solver: str, bias: bool, layers: int, data: st.DataObject
 ) -> None:
     blocks = blocks_of(kind, layers, bias, solver)
@@ -106,7 +106,7 @@ def test_a_bank_is_its_layers_one_by_one(
     assert all(torch.equal(*pair) for pair in zip(left, others, strict=True))
 
 
-def test_a_layer_solved_again_alone_leaves_the_others_theirs() -> None:
+def test_refreshing_one_layer_of_a_batch_keeps_the_other_inverses() -> None:
     blocks = blocks_of("linear", 3, True, "inverse")
     (bank,) = batch_layers(blocks)
     before = bank.inverse
@@ -120,7 +120,7 @@ def test_a_layer_solved_again_alone_leaves_the_others_theirs() -> None:
     assert all(map(torch.equal, before.tensors, old)), "a comparison with the last one may need it"
 
 
-def test_an_inverse_does_not_keep_the_batch_that_it_comes_from() -> None:
+def test_an_inverse_does_not_keep_its_batch_alive() -> None:
     message = torch.randn(8, 3, 3, dtype=F64)
     whole = SOLVERS["inverse"].combine({"A": (message[:4],), "G": (message[4:],)}, 0.1)
     for inverse in whole.split_layers(2):
@@ -128,14 +128,14 @@ def test_an_inverse_does_not_keep_the_batch_that_it_comes_from() -> None:
             assert part.untyped_storage().nbytes() == expected.nbytes
 
 
-def test_banks_hold_what_is_alike_and_fits() -> None:
+def test_batches_contain_layers_of_equal_shape_up_to_a_size() -> None:
     blocks = blocks_of("linear", 5, True, "inverse") + blocks_of("linear", 2, False, "inverse")
     assert [len(bank.blocks) for bank in batch_layers(blocks)] == [5, 2]
     with patch.object(banks, "CPU_LAYER_BATCH_BYTES", 2 * 8 * 3 * 5):
         assert [len(bank.blocks) for bank in batch_layers(blocks)] == [2, 2, 1, 2]
 
 
-def test_a_run_in_banks_is_a_run_layer_by_layer() -> None:
+def test_training_in_batches_equals_training_layer_by_layer() -> None:
     """With a layer that is skipped now and then, a frozen one, and a bias without a gradient."""
 
     def run() -> list[Tensor]:
@@ -207,7 +207,7 @@ def train_same_matrices(
 @pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 @pytest.mark.parametrize("processes", [1, 2])
 @each_kronecker
-def test_layers_of_different_kinds_whose_matrices_have_one_size(
+def test_layers_of_different_kinds_can_share_a_batch(
     System: type[SecondOrderOptimizer], processes: int, world: World
 ) -> None:
     """They are preconditioned in one bank, as each alone is."""
@@ -222,7 +222,7 @@ DAMPING = st.floats(0.1, 1)
 
 
 @given(dampings=st.lists(DAMPING | DAMPING.map(torch.tensor), min_size=1))
-def test_layers_of_different_damping_have_each_their_own(dampings: list[float | Tensor]) -> None:
+def test_layers_of_one_batch_can_have_different_damping(dampings: list[float | Tensor]) -> None:
     """Solves that were begun at different steps of a schedule may be put to use at one."""
     ones = torch.ones(2 * len(dampings), 1, dtype=F64)
     parts: dict[str, Any] = {k: (ones.unsqueeze(-1), ones) for k in "AG"}
@@ -232,7 +232,7 @@ def test_layers_of_different_damping_have_each_their_own(dampings: list[float | 
         torch.testing.assert_close(ours, torch.full((2,), float(wanted), dtype=F64))
 
 
-def test_nothing_keeps_layers_once_the_optimizer_is_closed() -> None:
+def test_close_releases_all_layers() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     optimizer = KAISA(model, lr=0.1)
     for _ in range(3):
@@ -245,7 +245,7 @@ def test_nothing_keeps_layers_once_the_optimizer_is_closed() -> None:
     assert not [layer() for layer in layers if layer() is not None]
 
 
-def test_banks_are_made_anew_for_layers_on_another_device() -> None:
+def test_moving_layers_to_another_device_rebuilds_the_batches() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     layers = (optimizer := KAISA(model, lr=0.1))._curvature.layers  # type: ignore[attr-defined]
     assert not layers.update_active()

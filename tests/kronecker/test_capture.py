@@ -26,7 +26,7 @@ F64 = torch.float64
 # What is in a pair.
 
 
-def test_a_pair_is_the_input_and_the_gradient_of_the_output() -> None:
+def test_a_pair_is_the_input_and_the_output_gradient() -> None:
     model = MLP.model()
     (x, _) = MLP.batch()
     capture, recorder = watched(model)
@@ -53,7 +53,7 @@ def test_a_pair_is_the_input_and_the_gradient_of_the_output() -> None:
 # When there is a pair.
 
 
-def test_a_forward_without_a_backward_gives_none() -> None:
+def test_a_forward_pass_without_backward_gives_no_pair() -> None:
     model = MLP.model()
     _capture, recorder = watched(model)
     loss = model(MLP.batch()[0]).sum()
@@ -67,7 +67,7 @@ def test_a_forward_without_a_backward_gives_none() -> None:
 
 
 @pytest.mark.parametrize("sampler", [None, summed])
-def test_enabled_is_a_gate_at_the_forward(sampler: Any) -> None:
+def test_enabled_is_read_in_the_forward_pass(sampler: Any) -> None:
     model = MLP.model()
     capture, recorder = watched(model, sampler)
     capture.gate.open = False
@@ -90,7 +90,7 @@ def test_enabled_is_a_gate_at_the_forward(sampler: Any) -> None:
 # Passes.
 
 
-def test_forwards_of_one_backward_are_one_pass_and_backwards_of_one_forward_are_two() -> None:
+def test_passes_are_counted_by_backward_calls() -> None:
     model = MLP.model()
     _capture, recorder = watched(model)
     (model(MLP.batch()[0]).mean() + model(MLP.batch(seed=1)[0]).mean()).backward()
@@ -107,7 +107,7 @@ def test_forwards_of_one_backward_are_one_pass_and_backwards_of_one_forward_are_
 # Memory.
 
 
-def test_inputs_go_through_the_saved_tensor_hooks_in_force() -> None:
+def test_inputs_pass_through_active_saved_tensor_hooks() -> None:
     model = MLP.model()
     x = MLP.batch()[0]
     _capture, recorder = watched(model)
@@ -128,7 +128,7 @@ def test_inputs_go_through_the_saved_tensor_hooks_in_force() -> None:
     torch.testing.assert_close(recorder.pairs[-1].x, x)
 
 
-def test_no_input_outlives_its_graph() -> None:
+def test_inputs_are_released_with_their_graph() -> None:
     model = MLP.model()
     _capture, recorder = watched(model)
     inputs: list[StorageWeakRef] = []
@@ -148,7 +148,7 @@ def test_no_input_outlives_its_graph() -> None:
         gc.enable()
 
 
-def test_an_input_changed_in_place_where_that_is_legal_is_told_to_be_lost() -> None:
+def test_an_input_changed_in_place_is_reported() -> None:
     """A Linear works on a copy of a transposed sequence, so that the backward needs ours alone."""
     layer = nn.Linear(4, 3, dtype=F64)
     model = nn.Sequential(layer)
@@ -164,7 +164,7 @@ def test_an_input_changed_in_place_where_that_is_legal_is_told_to_be_lost() -> N
 # The sampled Fisher.
 
 
-def test_sampled_pairs_carry_the_samplers_gradients_and_touch_no_other() -> None:
+def test_sampled_pairs_do_not_change_other_gradients() -> None:
     model = MLP.model()
     (x, y) = MLP.batch()
     twin = MLP.model()
@@ -197,7 +197,7 @@ def test_sampled_pairs_carry_the_samplers_gradients_and_touch_no_other() -> None
     assert [pair.pass_id for pair in recorder.pairs] == [0] * 3 + [1] * 3
 
 
-def test_sampled_pairs_wait_for_the_users_backward_and_come_once() -> None:
+def test_sampled_pairs_arrive_once_with_the_users_backward() -> None:
     """A forward that is only looked at leaves nothing, as without a sampler."""
     model = MLP.model()
     _capture, recorder = watched(model, summed)
@@ -215,7 +215,7 @@ def test_sampled_pairs_wait_for_the_users_backward_and_come_once() -> None:
 
 @pytest.mark.parametrize("sampler", [None, summed])
 @pytest.mark.parametrize("how", ["detach", "delete", "collect"])
-def test_a_capture_that_goes_takes_its_hooks_along_and_no_others(sampler: Any, how: str) -> None:
+def test_a_deleted_capture_removes_only_its_own_hooks(sampler: Any, how: str) -> None:
     model = MLP.model()
     seen = []
     model[0].register_forward_hook(lambda *_: seen.append("forward"))
@@ -246,7 +246,7 @@ def test_a_capture_that_goes_takes_its_hooks_along_and_no_others(sampler: Any, h
 
 
 @pytest.mark.parametrize("samplers", [(None, None), (summed, summed), (None, summed)])
-def test_two_captures_of_one_module_each_get_every_pair(samplers: tuple[Any, Any]) -> None:
+def test_two_captures_of_one_module_both_receive_every_pair(samplers: tuple[Any, Any]) -> None:
     model = MLP.model()
     captures = [watched(model, sampler) for sampler in samplers]
     backward(model)

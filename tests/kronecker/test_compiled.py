@@ -53,7 +53,7 @@ def assert_same_pairs(found: Recorder, expected: Recorder, rtol: float = 1e-12) 
 
 @each_backend
 @pytest.mark.parametrize("name", ["mlp", "conv"])
-def test_a_whole_graph_gives_the_pairs_of_the_eager_model(name: str, backend: str) -> None:
+def test_a_compiled_model_gives_the_pairs_of_the_eager_model(name: str, backend: str) -> None:
     case = ZOO[name]
     model = case.model()
     twin = case.model()
@@ -74,7 +74,7 @@ def test_a_whole_graph_gives_the_pairs_of_the_eager_model(name: str, backend: st
         torch.testing.assert_close(p.grad, q.grad)
 
 
-def test_a_closed_gate_leaves_nothing_in_the_graph_and_no_graph_is_made_twice() -> None:
+def test_a_disabled_capture_adds_nothing_to_the_graph() -> None:
     model = MLP.model()
     seen: list[set[str]] = []
 
@@ -114,7 +114,7 @@ def test_blocks_of_one_kind_share_a_graph() -> None:
     assert graphs() == 2  # the first one's input asks for no gradient
 
 
-def test_captures_that_come_and_go_after_the_first_run() -> None:
+def test_captures_can_be_added_and_removed_after_compilation() -> None:
     """By hooks that were there at the first run."""
     model = MLP.model()
     compiled = whole(model)
@@ -140,7 +140,7 @@ def test_captures_that_come_and_go_after_the_first_run() -> None:
     assert len(recorder.pairs) == 6
 
 
-def test_evaluation_attacks_and_frozen_layers_give_nothing() -> None:
+def test_evaluation_input_gradients_and_frozen_layers_give_no_pairs() -> None:
     model = MLP.model()
     capture, recorder = watched(model)
     compiled = whole(model)
@@ -173,7 +173,7 @@ def test_inductor_gives_the_same_pairs() -> None:
     assert_same_pairs(found, expected, rtol=1e-10)
 
 
-def test_exports_and_traces_have_nothing_of_the_hooks() -> None:
+def test_exported_and_traced_models_contain_no_hooks() -> None:
     model = MLP.model()
     _capture, recorder = watched(model)
     for strict in (False, True):
@@ -189,7 +189,7 @@ def test_exports_and_traces_have_nothing_of_the_hooks() -> None:
     assert len(recorder.pairs) == 3
 
 
-def test_scripting_names_the_remedy_and_works_with_it() -> None:
+def test_torch_jit_script_raises_with_a_remedy_that_works() -> None:
     model = MLP.model()
     capture, recorder = watched(model)
     with pytest.raises(AttributeError, match=r"with optimizer.hooks_removed\(\)"):

@@ -118,7 +118,7 @@ def called(model: nn.Module, how: str = "model", backend: str = "aot_eager") -> 
 
 @pytest.mark.parametrize("kind", ["container", "own class", "broken"])
 @pytest.mark.parametrize("how", ["model", "inside"])
-def test_a_compiled_model_draws_what_the_eager_model_draws(kind: str, how: str) -> None:
+def test_a_compiled_model_samples_the_labels_of_the_eager_model(kind: str, how: str) -> None:
     """Of the same labels, in each of two passes, and the user's gradients are as ever."""
     model = built(kind)
     twin = built(kind)
@@ -141,7 +141,7 @@ def test_a_compiled_model_draws_what_the_eager_model_draws(kind: str, how: str) 
 
 
 @pytest.mark.parametrize("how", ["model", "function"])
-def test_without_statistics_due_the_model_is_one_graph(how: str) -> None:
+def test_if_no_statistics_are_due_the_model_is_one_graph(how: str) -> None:
     model = built("own class")
     graphs: list[str] = []
 
@@ -160,7 +160,7 @@ def test_without_statistics_due_the_model_is_one_graph(how: str) -> None:
     assert not recorder.pairs
 
 
-def test_what_a_graph_cannot_have_is_refused() -> None:
+def test_unsupported_models_raise_when_compiled() -> None:
     """One that must be whole, and parts that are compiled by themselves."""
     model = built("own class")
     _capture, _recorder = watched(model)
@@ -179,7 +179,7 @@ def test_what_a_graph_cannot_have_is_refused() -> None:
     ("System", "kind"),
     [(KAISA, "container"), (KAISA, "own class"), (DPKFAC, "own class"), (DistKFAC, "container")],
 )
-def test_training_compiled_is_that_of_the_eager_model(System: Any, kind: str) -> None:
+def test_compiled_training_equals_eager_training(System: Any, kind: str) -> None:
     """Statistics every other step, and not those of the data's labels, or of the base alone."""
     ends = []
     for how in ("compiled", "eager", "empirical", "base"):
@@ -221,6 +221,6 @@ def under_ddp(rank: int, world_size: int) -> list[float]:
     ]
 
 
-def test_graphs_that_ddp_divides(world: World) -> None:
+def test_graphs_split_by_ddp_are_supported(world: World) -> None:
     for apart in world.run(under_ddp, 2):
         assert max(apart) < 1e-9

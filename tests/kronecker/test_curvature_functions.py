@@ -115,7 +115,7 @@ def near(found: Tensor, expected: Tensor, to: float = 1e-7) -> None:
     st.booleans(),
     st.floats(0.01, 2.0),
 )
-def test_all_functions_of_a_layer_are_those_of_the_dense_matrix(
+def test_a_layers_functions_equal_those_of_the_dense_matrix(
     kind: str, out: int, width: int, packed: bool, corrected: bool, gamma: float
 ) -> None:
     layer = layer_of(kind, "x", out, width, packed=packed, corrected=corrected)
@@ -165,7 +165,7 @@ FUNCTIONS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_inputs_alone_are_no_curvature(name: str) -> None:
+def test_curvature_of_inputs_alone_refuses_functions_of_f(name: str) -> None:
     layer = layer_of("linear", "x", 2, 3, packed=True, corrected=False)
     layer = replace(layer, stored={"A": layer.stored["A"]})
     curvature = KroneckerCurvature({"x": layer}, list(layer.shapes), {})
@@ -277,7 +277,7 @@ def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any], to: float
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_owners_together_are_what_one_process_is(world: World, tmp_path: Path, size: int) -> None:
+def test_owners_together_equal_one_process(world: World, tmp_path: Path, size: int) -> None:
     expected = results(drawn())
     told = world.run(by_owner, size, str(tmp_path))
     here = [name for each, _, _ in told for name in each if name != "x.1"]
@@ -293,7 +293,7 @@ def test_owners_together_are_what_one_process_is(world: World, tmp_path: Path, s
     assert loaded.report == "measured"
 
 
-def test_many_vectors_at_once_are_as_one_after_the_other() -> None:
+def test_many_vectors_together_equal_one_after_another() -> None:
     curvature = drawn()
     sizes = {n: s for layer in curvature.values() for n, s in layer.shapes.items()}
     vectors = {n: torch.randn(3, *s, dtype=torch.float64) for n, s in sizes.items()}
@@ -317,7 +317,7 @@ def test_many_vectors_at_once_are_as_one_after_the_other() -> None:
 # ------------------------------------------------------------------------------------------ files
 
 
-def test_what_is_saved_is_loaded_and_read_by_others(tmp_path: Path) -> None:
+def test_saved_curvature_loads_in_this_and_other_packages(tmp_path: Path) -> None:
     theirs = pytest.importorskip("safetensors.torch")
     curvature = drawn()
     curvature.save(tmp_path)
@@ -339,7 +339,7 @@ def test_what_is_saved_is_loaded_and_read_by_others(tmp_path: Path) -> None:
             assert (layer.shapes, layer.shape) == (before.shapes, before.shape)
 
 
-def test_corrected_eigenvalues_stay_with_their_vectors(tmp_path: Path) -> None:
+def test_corrected_eigenvalues_keep_the_order_of_their_eigenvectors(tmp_path: Path) -> None:
     """Any vectors of equal eigenvalues are A's: those of another computer are not to be taken."""
     turned = torch.linalg.qr(torch.randn(1, 4, 4, dtype=torch.float64)).Q
     eye = torch.eye(4, dtype=torch.float64)[None]
@@ -353,7 +353,7 @@ def test_corrected_eigenvalues_stay_with_their_vectors(tmp_path: Path) -> None:
     assert not torch.allclose(layer.to_dense(), replace(layer, basis=None).to_dense(), atol=1e-3)
 
 
-def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
+def test_an_incomplete_folder_is_refused(tmp_path: Path) -> None:
     drawn().save(tmp_path)
     index = tmp_path / "curvature.json"
     kept = json.loads(index.read_text("utf-8"))
@@ -375,7 +375,7 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
         KroneckerCurvature.load(tmp_path)
 
 
-def test_only_classes_of_modules_are_taken_from_a_file(tmp_path: Path) -> None:
+def test_loading_accepts_only_module_classes(tmp_path: Path) -> None:
     drawn().save(tmp_path)
     index = tmp_path / "curvature.json"
     content = index.read_text("utf-8")
@@ -404,14 +404,14 @@ def test_only_classes_of_modules_are_taken_from_a_file(tmp_path: Path) -> None:
         (lambda c: replace(c["a/b"], stored={}).A, "no factor A here: another rank stores it"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(call: Any, message: str) -> None:
+def test_unsupported_functions_raise(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(drawn())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("corrected", [False, True])
-def test_factors_in_half_precision_compute_in_float32(dtype: Any, corrected: bool) -> None:
+def test_half_precision_factors_compute_in_float32(dtype: Any, corrected: bool) -> None:
     layer = layer_of("with bias", "x", 3, 4, packed=False, corrected=corrected)
     half = replace(layer, stored={k: x.to(dtype) for k, x in layer.stored.items()}, basis=None)
     wide = replace(half, stored={k: x.float() for k, x in half.stored.items()})
@@ -425,7 +425,7 @@ def test_factors_in_half_precision_compute_in_float32(dtype: Any, corrected: boo
     torch.testing.assert_close(found.diagonal(), expected.diagonal())
 
 
-def test_relative_damping_of_nothing_is_absolute() -> None:
+def test_relative_damping_of_zero_curvature_is_absolute() -> None:
     layer = layer_of("linear", "x", 2, 3, packed=False, corrected=False)
     nothing = replace(layer, stored={k: torch.zeros_like(x) for k, x in layer.stored.items()})
     v = torch.randn(1, 2, 3, dtype=torch.float64)

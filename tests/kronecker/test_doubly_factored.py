@@ -145,7 +145,7 @@ def test_18_the_factors_are_the_means_over_examples(
     close(dense_block(block.ensure_factors())[0], ref.kron(G, A, L), rtol=1e-8)
 
 
-def test_an_input_that_is_not_finite_is_told_by_a_whatever_its_gradient() -> None:
+def test_a_non_finite_input_makes_a_non_finite() -> None:
     """As where its output is masked: what eigh gets instead of it must not count as an example."""
     _, block = doubly_factored(network(2, 3), 2, 3, lr=0.0)
     x = torch.randn(4, 6, dtype=F64)
@@ -181,7 +181,7 @@ def inverse_of(solver: str, A: Tensor, G: Tensor, L: Tensor, damping: float) -> 
 @each_solver
 @few
 @given(dims=st.tuples(SIZES, SIZES, SIZES), damping=DAMPINGS, seed=SEEDS)
-def test_15_three_way_solves_are_dense_ones(
+def test_15_three_factor_solves_equal_dense_solves(
     solver: str, dims: tuple[int, int, int], damping: float, seed: int
 ) -> None:
     A, G, L = map(factor, dims)

@@ -136,7 +136,7 @@ def parts_of(name: str) -> list[str]:
 @pytest.mark.parametrize("name", PER_EXAMPLE)
 @few
 @given(n=st.integers(1, 5), data=st.data(), seed=SEEDS)
-def test_a_block_is_the_mean_of_the_outer_products_of_examples_gradients(
+def test_an_exact_block_is_the_mean_outer_product_of_gradients(
     name: str, n: int, data: Any, seed: int
 ) -> None:
     model, batch = network(name, n, seed)
@@ -151,7 +151,9 @@ def test_a_block_is_the_mean_of_the_outer_products_of_examples_gradients(
 @pytest.mark.parametrize("name", BATCHED)
 @few
 @given(n=st.integers(2, 5), part=st.sampled_from(["both", "gain", "bias"]), seed=SEEDS)
-def test_of_a_batch_norm_that_trains(name: str, n: int, part: str, seed: int) -> None:
+def test_batch_norm_in_training_mode_has_an_exact_block(
+    name: str, n: int, part: str, seed: int
+) -> None:
     model, batch = network(name, n, seed)
     at = entries(model, part)
     expected = coupled_fisher(model, batch)[at, at]
@@ -160,7 +162,7 @@ def test_of_a_batch_norm_that_trains(name: str, n: int, part: str, seed: int) ->
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_gain_multiplies_what_is_normalised(name: str) -> None:
+def test_a_gain_multiplies_the_normalized_input(name: str) -> None:
     model, (x, _) = network(name, 3)
     module: Any = model[0]
     shape = [1, -1] + [1] * (x.dim() - 2) if name in BATCHED or "Group" in name else [*x.shape[1:]]
@@ -176,7 +178,7 @@ def test_a_gain_multiplies_what_is_normalised(name: str) -> None:
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.RMSNorm(4)], ids=["LayerNorm", "RMSNorm"])
-def test_expand_and_reduce_over_positions(norm: nn.Module) -> None:
+def test_positions_are_expanded_or_reduced(norm: nn.Module) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(norm, nn.Tanh(), nn.Linear(4, CLASSES)).double()
     pooled = nn.Sequential(*plain, Pool())
@@ -213,7 +215,7 @@ def solved(
 @each_solver
 @pytest.mark.parametrize("most", [256, 1], ids=["matrix", "diagonal"])
 @pytest.mark.parametrize("name", ["LayerNorm of two axes", "RMSNorm", "BatchNorm2d"])
-def test_the_step_is_the_dense_solve(name: str, most: int, solver: str) -> None:
+def test_a_step_equals_the_dense_solve(name: str, most: int, solver: str) -> None:
     """Damped by γ itself, with either solver."""
     model, batch = network(name, 4)
     names = [f"0.{each}" for each, _ in model[0].named_parameters()]
@@ -225,7 +227,7 @@ def test_the_step_is_the_dense_solve(name: str, most: int, solver: str) -> None:
     close(step, ref.dense_solve(F, gradient, 0.03), rtol=1e-8)
 
 
-def test_the_clip_shortens_exact_blocks_with_all_others() -> None:
+def test_the_clip_applies_to_exact_blocks() -> None:
     found = []
     for clip in (None, 1e-7):
         model, batch = network("LayerNorm", 6)

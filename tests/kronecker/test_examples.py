@@ -66,7 +66,7 @@ BESIDE = [attack, derivative_in_a_graph, gradients_of_weights, backward_into_inp
 @each_kronecker
 @each_fisher
 @pytest.mark.parametrize("beside", BESIDE, ids=lambda f: f.__name__)
-def test_gradients_beside_the_loss_are_no_examples(
+def test_gradients_of_other_quantities_add_no_examples(
     System: Any, fisher: str, beside: Callable[..., None]
 ) -> None:
     x, y = MLP.batch()
@@ -87,7 +87,7 @@ def test_gradients_beside_the_loss_are_no_examples(
 
 
 @each_kronecker
-def test_a_gradient_penalty_counts_with_the_pass_that_ends_in_the_weights(System: Any) -> None:
+def test_a_gradient_penalty_counts_in_the_pass_that_reaches_the_weights(System: Any) -> None:
     """Of the three passes through the critic two end there: the loss and, through ∇ₓ, the penalty.
 
     The derivative's own pass, from ones, would multiply G.
@@ -143,7 +143,7 @@ def accumulate(model: nn.Module, batch: Any, parts: int, divided: float) -> None
 
 
 @each_kronecker
-def test_passes_of_a_step_are_counted_and_said_once(System: Any) -> None:
+def test_passes_of_a_step_are_counted_with_one_warning(System: Any) -> None:
     """4, 4, and the 2 that were left of an epoch."""
     model = MLP.model()
     twin = MLP.model()
@@ -163,7 +163,7 @@ def test_passes_of_a_step_are_counted_and_said_once(System: Any) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_two_losses_of_one_forward_are_no_micro_batches(reentrant: bool | None) -> None:
+def test_two_losses_of_one_forward_pass_are_not_micro_batches(reentrant: bool | None) -> None:
     """Nor where a checkpoint repeats the forward for each. G is the sum of both, and a warning."""
     torch.manual_seed(0)
     model = Checkpointed(reentrant).double()
@@ -191,7 +191,7 @@ def test_two_losses_of_one_forward_are_no_micro_batches(reentrant: bool | None) 
 
 
 @pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-def test_labels_drawn_in_two_calls_of_the_model_count_in_one_backward_as_in_two() -> None:
+def test_labels_sampled_in_two_calls_count_equally_in_one_backward() -> None:
     found = []
     for at_once in (True, False):
         model = MLP.model()
@@ -207,7 +207,7 @@ def test_labels_drawn_in_two_calls_of_the_model_count_in_one_backward_as_in_two(
 
 
 @pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-def test_a_layer_that_some_micro_batches_pass_by_is_counted_with_the_others() -> None:
+def test_a_layer_that_some_micro_batches_skip_is_counted() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -264,7 +264,7 @@ def padded(tokens: Tensor, labels: Tensor, to: int) -> tuple[Tensor, Tensor]:
 
 @each_kronecker
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
-def test_a_padded_batch_has_the_factors_of_the_unpadded_one(System: Any, approx: str) -> None:
+def test_padding_does_not_change_the_factors(System: Any, approx: str) -> None:
     """Four tokens, padded to sixteen with mask 0 and label -100."""
     torch.manual_seed(0)
     twin = Tokens().double()
@@ -287,7 +287,7 @@ def test_a_padded_batch_has_the_factors_of_the_unpadded_one(System: Any, approx:
 
 
 @given(seed=SEEDS, dead=st.sets(st.integers(0, 5), max_size=5))
-def test_rows_without_a_gradient_are_no_examples(seed: int, dead: set[int]) -> None:
+def test_rows_without_a_gradient_are_not_examples(seed: int, dead: set[int]) -> None:
     """Of every kind of layer, as if they had never been there."""
     for module, x, d in pairs_of_all_kinds(seed):
         alive = [i for i in range(len(x)) if i not in dead]
@@ -329,9 +329,7 @@ def pairs_of_all_kinds(seed: int) -> Sequence[tuple[nn.Module, Tensor, Tensor]]:
 
 @given(seed=SEEDS, dead=st.sets(st.integers(0, 5)))
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
-def test_masks_of_a_device_give_what_picked_rows_give(
-    approx: Any, seed: int, dead: set[int]
-) -> None:
+def test_masks_on_a_device_equal_selected_rows(approx: Any, seed: int, dead: set[int]) -> None:
     """Where a question would wait, nothing is known of the mask."""
     for module, x, d in pairs_of_all_kinds(seed):
         d[list(dead)] = 0
@@ -362,7 +360,7 @@ class Dead(nn.Module):
 
 @each_kronecker
 @pytest.mark.filterwarnings("error::second_order.SecondOrderWarning")
-def test_a_dead_layer_is_not_one_without_statistics(System: Any) -> None:
+def test_a_layer_with_zero_gradients_has_statistics(System: Any) -> None:
     torch.manual_seed(0)
     model = Dead().double()
     before = model.branch.weight.detach().clone()

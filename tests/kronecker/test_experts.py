@@ -170,7 +170,7 @@ def by_hand(model: Mixture, *given: Tensor) -> dict[str, tuple[Tensor, Tensor, T
 
 @each_kind
 @each_kronecker
-def test_the_factors_of_each_expert_are_those_written_by_hand(System: Any, kind: Any) -> None:
+def test_each_experts_factors_equal_those_computed_by_hand(System: Any, kind: Any) -> None:
     for mean in (True, False):
         model = mixture(**kind)
         given = batch(11)
@@ -185,7 +185,7 @@ def test_the_factors_of_each_expert_are_those_written_by_hand(System: Any, kind:
         optimizer.close()
 
 
-def test_experts_are_not_told_of_sequences() -> None:
+def test_experts_ignore_sequence_boundaries() -> None:
     """Of the mean over so many tokens G would be as many times too large as a sequence has."""
     with pytest.warns(UserWarning, match="experts.down_proj .kfac_approx='reduce' needs") as told:
         optimizer = make(KAISA, mixture(has_bias=True), lr=0.0, kfac_approx="reduce")
@@ -198,7 +198,7 @@ def test_experts_are_not_told_of_sequences() -> None:
 
 
 @each_kind
-def test_a_block_with_one_token_an_expert_is_the_dense_fisher(kind: Any) -> None:
+def test_with_one_token_per_expert_a_block_is_the_dense_fisher(kind: Any) -> None:
     x, _, weights, y = batch(2)
     model = mixture(5, **kind)
     given = (x, torch.tensor([[3, 0], [1, 4]]), weights, y)
@@ -217,7 +217,7 @@ def test_a_block_with_one_token_an_expert_is_the_dense_fisher(kind: Any) -> None
     accumulated=st.booleans(),
 )
 @settings(max_examples=12, deadline=None)
-def test_a_is_a_mean_over_an_experts_own_tokens_of_all_steps(
+def test_a_is_the_mean_over_an_experts_own_tokens(
     sizes: list[int], seed: int, accumulated: bool
 ) -> None:
     model = mixture(6)
@@ -251,7 +251,7 @@ def test_a_is_a_mean_over_an_experts_own_tokens_of_all_steps(
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
-def test_tokens_without_a_loss_are_no_examples() -> None:
+def test_tokens_without_a_loss_are_not_examples() -> None:
     x, index, weights, y = batch(9)
     alone = mixture()
     padded = mixture()
@@ -265,7 +265,7 @@ def test_tokens_without_a_loss_are_no_examples() -> None:
     assert_same_factors(factors(optimizers[1]), factors(optimizers[0]))
 
 
-def test_a_checkpoint_keeps_what_it_is_to_keep() -> None:
+def test_activation_checkpointing_of_experts_keeps_the_factors() -> None:
     found = []
     given = batch(7)
     for checkpointed in (False, True):
@@ -276,7 +276,7 @@ def test_a_checkpoint_keeps_what_it_is_to_keep() -> None:
     assert_same_factors(*found)
 
 
-def test_shares_are_saved() -> None:
+def test_the_experts_shares_are_saved() -> None:
     model = mixture()
     given = [batch(5, seed=i) for i in range(3)]
     whole, first, second = (make(KAISA, model, lr=0.0) for _ in range(3))
@@ -291,7 +291,7 @@ def test_shares_are_saved() -> None:
 
 @pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 @pytest.mark.parametrize("told", [True, False])
-def test_experts_that_compute_something_else_are_left_to_the_base(told: bool) -> None:
+def test_experts_with_another_forward_fall_back_to_the_base(told: bool) -> None:
     model = mixture()
     given = batch(9)
     if not told:  # the module's forward has another gate than it tells of
@@ -331,7 +331,7 @@ class RoutedMixture(Mixture):
 
 
 @pytest.mark.filterwarnings("ignore:no statistics arrived for")
-def test_experts_kept_out_of_a_graph_have_the_factors_of_plain_ones() -> None:
+def test_experts_outside_of_the_compiled_graph_have_the_same_factors() -> None:
     found = []
     given = batch(9)
     for compiled, outside in ((False, False), (True, True), (True, False)):
@@ -353,7 +353,7 @@ def test_experts_kept_out_of_a_graph_have_the_factors_of_plain_ones() -> None:
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen2Moe", "Qwen3Moe", "DeepseekV3", "GptOss"])
-def test_models_of_transformers_train_alike_in_each_implementation(name: str) -> None:
+def test_all_implementations_of_transformers_experts_train_equally(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     transformers.logging.set_verbosity_error()
     sizes: dict[str, Any] = {"vocab_size": 23, "hidden_size": 8, "num_hidden_layers": 2}
@@ -407,7 +407,9 @@ def test_models_of_transformers_train_alike_in_each_implementation(name: str) ->
         (32768, "base_optimizer", 0.9999),
     ],
 )
-def test_how_much_of_mixtral_has_factors(largest: int, others: str, share: float) -> None:
+def test_the_share_of_mixtral_that_is_preconditioned_is_documented(
+    largest: int, others: str, share: float
+) -> None:
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):
         model = transformers.MixtralForCausalLM(transformers.MixtralConfig())
@@ -485,7 +487,7 @@ each_way = pytest.mark.parametrize(
 
 @each_way
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_processes_train_experts_as_one_does(
+def test_many_processes_train_experts_like_one(
     world: World, ranks: int, System: Any, options: dict[str, Any]
 ) -> None:
     alone = trained(0, 1, System, options)
@@ -493,7 +495,7 @@ def test_processes_train_experts_as_one_does(
         assert_same_training(each, alone)
 
 
-def test_shards_of_experts_train_as_the_whole_does(world: World) -> None:
+def test_sharded_experts_train_like_one_process(world: World) -> None:
     alone = trained(0, 1, KAISA, {})
     for each in world.run(trained, 2, KAISA, {"sharded": True}):
         assert_same_training(each, alone)
@@ -501,7 +503,7 @@ def test_shards_of_experts_train_as_the_whole_does(world: World) -> None:
 
 @pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC])
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_a_checkpoint_of_experts_goes_on_with_other_processes(
+def test_a_checkpoint_of_experts_resumes_on_other_processes(
     world: World, System: Any, before: int, after: int
 ) -> None:
     """An expert's first tokens come thereafter."""
@@ -513,7 +515,7 @@ def test_a_checkpoint_of_experts_goes_on_with_other_processes(
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_rows_without_a_backward_pass() -> None:
+def test_rows_are_found_without_a_backward_pass() -> None:
     model = mixture(has_bias=True)
     (x, index, weights, _) = batch(9)
     mask = torch.arange(9) % 3 > 0

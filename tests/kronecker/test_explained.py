@@ -64,7 +64,9 @@ def sequence(n: int = 6) -> tuple[Tensor, Tensor]:
 @quiet
 @pytest.mark.parametrize("precondition_norms", [False, True])
 @pytest.mark.parametrize("name", ZOO)
-def test_every_layer_of_the_zoo_explains_its_gradient(name: str, precondition_norms: bool) -> None:
+def test_the_pairs_of_every_layer_reproduce_its_gradient(
+    name: str, precondition_norms: bool
+) -> None:
     case = ZOO[name]
     model = case.model()
     with judged() as found:
@@ -83,7 +85,7 @@ def test_every_layer_of_the_zoo_explains_its_gradient(name: str, precondition_no
 @quiet
 @pytest.mark.parametrize("fisher", ["empirical", "categorical"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_low_precision_and_a_loss_that_is_scaled_explain_it(dtype: Any, fisher: str) -> None:
+def test_verification_tolerates_low_precision_and_loss_scaling(dtype: Any, fisher: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, CLASSES))
     x = torch.randn(2000, 20) + 1.0
@@ -101,7 +103,7 @@ def test_low_precision_and_a_loss_that_is_scaled_explain_it(dtype: Any, fisher: 
 
 
 @quiet
-def test_sums_that_cancel_count_for_rounding() -> None:
+def test_verification_tolerates_cancellation() -> None:
     """Two uses of a layer on nearly one input: their difference is lost in float32."""
     torch.manual_seed(0)
     layer = nn.Linear(4, 6)
@@ -114,7 +116,7 @@ def test_sums_that_cancel_count_for_rounding() -> None:
 
 
 @quiet
-def test_a_penalty_on_the_weights_length_hides_nothing() -> None:
+def test_a_weight_penalty_does_not_hide_missing_pairs() -> None:
     case = ZOO["mlp"]
     for clipped, penalty in ((True, 0.5), (False, 0.05)):
         model = case.model()
@@ -132,7 +134,7 @@ def test_a_penalty_on_the_weights_length_hides_nothing() -> None:
 
 
 @quiet
-def test_gradients_that_are_taken_beside_count_for_nothing() -> None:
+def test_gradients_of_other_quantities_do_not_count() -> None:
     case = ZOO["mlp"]
     model = case.model()
     (x, y) = case.batch()
@@ -160,7 +162,7 @@ def spread(rank: int, world_size: int, how: str) -> dict[str, float]:
 
 @quiet
 @pytest.mark.parametrize("how", ["DDP", "FSDP2"])
-def test_each_rank_compares_its_own_gradients(world: World, how: str) -> None:
+def test_each_rank_verifies_its_own_gradients(world: World, how: str) -> None:
     names = {"conv", "tokens", "middle.0", "middle.2", "head"} | (
         {"norm"} if how == "DDP" else set()
     )
@@ -210,7 +212,7 @@ def alone(of: Any) -> float:
     passes=st.integers(1, 3),
 )
 @settings(max_examples=30, deadline=None)
-def test_residuals_of_several_are_those_of_each(shapes: Any, passes: int) -> None:
+def test_batched_residuals_equal_those_of_each_layer(shapes: Any, passes: int) -> None:
     explanations = compared(shapes, 0, passes=passes)
     expected = [alone(each) for each in explanations]
     assert residuals(explanations) == pytest.approx(expected, rel=1e-5, abs=1e-6)
@@ -278,7 +280,7 @@ def pooled(kind: str) -> nn.Module:
 @quiet
 @pytest.mark.parametrize("fisher", ["empirical", "categorical"])
 @pytest.mark.parametrize("kind", ["linear", "transposed", "embedding", "convolution", "norm"])
-def test_a_pair_of_other_sizes_ends_no_backward(kind: str, fisher: str) -> None:
+def test_a_pair_of_unexpected_shape_does_not_break_backward(kind: str, fisher: str) -> None:
     torch.manual_seed(0)
     model = pooled(kind)
     x = torch.randn(6, 4, 5, dtype=F64)
@@ -302,7 +304,9 @@ def odd_model(name: str) -> nn.Module:
     [(KAISA, "empirical"), (KAISA, "categorical"), (DPKFAC, "empirical"), (DistKFAC, "empirical")],
 )
 @pytest.mark.parametrize("name", ODD)
-def test_what_is_no_layer_of_its_kind_goes_to_the_base(System: Any, name: str, fisher: str) -> None:
+def test_a_subclass_that_computes_something_else_falls_back(
+    System: Any, name: str, fisher: str
+) -> None:
     model = odd_model(name)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -343,7 +347,7 @@ class OutsideToo(nn.Module):
 
 @each_kronecker
 @quiet
-def test_a_weight_that_is_used_outside_of_its_module_is_the_bases(System: Any) -> None:
+def test_a_weight_used_outside_of_its_module_falls_back(System: Any) -> None:
     torch.manual_seed(0)
     model = OutsideToo().double()
     tokens = torch.randint(6, (5, 3))
@@ -354,7 +358,7 @@ def test_a_weight_that_is_used_outside_of_its_module_is_the_bases(System: Any) -
 
 
 @each_kronecker
-def test_derivatives_inside_the_loss_leave_the_base_alone(System: Any) -> None:
+def test_layers_with_derivatives_inside_the_loss_fall_back(System: Any) -> None:
     """Hooks see one part of the gradient of a double backward."""
 
     def residual(model: nn.Module, t: Tensor) -> Tensor:
@@ -395,7 +399,7 @@ def test_derivatives_inside_the_loss_leave_the_base_alone(System: Any) -> None:
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_a_layer_that_is_patched_in_mid_run_is_noticed_with_debug(debug: bool) -> None:
+def test_debug_detects_a_layer_that_is_patched_during_training(debug: bool) -> None:
     case = ZOO["mlp"]
     model: Any = case.model()
     plain = model[2].forward
@@ -434,7 +438,9 @@ def patched_from_the_start(rank: int, world_size: int, system: int) -> Any:
 
 
 @pytest.mark.parametrize("system", range(len(KRONECKER)))
-def test_a_layer_that_one_rank_cannot_verify_is_left_on_all(world: World, system: int) -> None:
+def test_a_layer_that_one_rank_cannot_verify_falls_back_on_all_ranks(
+    world: World, system: int
+) -> None:
     found = world.run(patched_from_the_start, 2, system)
     agreed([[vectors] for vectors, _, _ in found])
     for _, statuses, said in found:
@@ -482,7 +488,7 @@ class InPlace(nn.Module):
     ("fisher", "recomputes"), [("empirical", False), ("empirical", True), ("categorical", False)]
 )
 @pytest.mark.parametrize("positions", [(4,), (2, 3)], ids=str)
-def test_operations_in_place_lose_nothing(
+def test_in_place_operations_lose_no_pairs(
     how: str, fisher: str, recomputes: bool, positions: tuple[int, ...]
 ) -> None:
     x = torch.randn(6, *positions, 5, dtype=F64, generator=torch.Generator().manual_seed(1))

@@ -74,7 +74,7 @@ def test_every_parameter_is_in_one_block_or_row(name: str) -> None:
 # Kinds.
 
 
-def test_a_bias_whose_weight_is_not_the_optimizers() -> None:
+def test_a_bias_without_its_weight_is_unowned() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, CLASSES))
     only = [model[0].bias, *model[1].parameters()]
     blocks, left = find(model, only=only)
@@ -91,7 +91,7 @@ class Renormalised(nn.LayerNorm):
 @pytest.mark.parametrize(
     "norm", [Renormalised(4), nn.SyncBatchNorm(4), nn.InstanceNorm1d(4, affine=True)], ids=str
 )
-def test_norms_of_another_forward_are_left_to_the_base(norm: nn.Module) -> None:
+def test_norms_with_another_forward_fall_back_to_the_base(norm: nn.Module) -> None:
     blocks, left = find(nn.Sequential(nn.Linear(4, 4), norm))
     assert kinds(blocks) == {"0": KroneckerBlock}
     assert left["1"].parameters == 8
@@ -110,7 +110,7 @@ class Sharing(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-def test_norms_that_share_a_gain_are_trained_by_the_base() -> None:
+def test_norms_that_share_a_gain_fall_back_to_the_base() -> None:
     """The block of one does not see what the other does with it, which its statistics show."""
     model = Sharing(tied=True)
     blocks, left = find(model)
@@ -125,7 +125,7 @@ def test_norms_that_share_a_gain_are_trained_by_the_base() -> None:
     assert "unexplained" in rows["first"].detail
 
 
-def test_an_embedding_with_sparse_gradients_is_left_to_the_base() -> None:
+def test_embeddings_with_sparse_gradients_fall_back_to_the_base() -> None:
     model = nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Flatten(), nn.Linear(12, CLASSES))
     optimizer = KAISA(model, lr=0.1)
     rows = {row.name: row for row in optimizer.summary().rows}
@@ -150,7 +150,7 @@ def test_an_embedding_with_sparse_gradients_is_left_to_the_base() -> None:
         ("1*", {"1", "11"}),
     ],
 )
-def test_skip_layers(pattern: str, skipped: set[str]) -> None:
+def test_skip_layers_selects_by_name_and_class(pattern: str, skipped: set[str]) -> None:
     blocks, left = find(vgg(), skip=(pattern,))
     assert left.keys() == skipped
     assert blocks.keys() == {"0", "1", "4", "8", "11"} - skipped
@@ -158,7 +158,7 @@ def test_skip_layers(pattern: str, skipped: set[str]) -> None:
 
 
 @pytest.mark.parametrize(("bound", "large"), [(37, set()), (36, {"4"}), (24, {"4", "8"})])
-def test_layers_with_a_larger_factor_are_left_to_the_base(bound: int, large: set[str]) -> None:
+def test_layers_above_max_factor_dim_fall_back_to_the_base(bound: int, large: set[str]) -> None:
     """Of the conv, 4 channels of 3 x 3 and 1; of the Linear, 24 inputs and 1."""
     blocks, left = find(vgg(), BlockRules(max_factor_dim=bound, max_exact_dim=256))
     assert left.keys() == large
@@ -172,7 +172,7 @@ def test_layers_with_a_larger_factor_are_left_to_the_base(bound: int, large: set
 # Double factoring.
 
 
-def test_auto_factors_the_first_wide_linear_after_a_convolution() -> None:
+def test_auto_double_factoring_selects_the_first_wide_linear_after_a_convolution() -> None:
     blocks, left = find(vgg(), BlockRules(20, "auto", 256))
     assert left.keys() == {"4"}  # 37 rows
     assert kinds(blocks) == {
@@ -201,7 +201,7 @@ def test_auto_factors_the_first_wide_linear_after_a_convolution() -> None:
         ),
     ],
 )
-def test_auto_leaves_what_it_cannot_factor_to_the_base(model: nn.Sequential) -> None:
+def test_auto_double_factoring_skips_unsuitable_layers(model: nn.Sequential) -> None:
     blocks, left = find(model, BlockRules(23, "auto", 256))
     assert not any(block.shape.locations for block in blocks.values())
     assert any("max_factor_dim=23" in row.reason for row in left.values())
@@ -218,7 +218,7 @@ def test_auto_leaves_what_it_cannot_factor_to_the_base(model: nn.Sequential) -> 
         ("all", "doubly_factored='all' is not 'auto', None, or a dict"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_remedy(chosen: Any, said: str) -> None:
+def test_options_that_match_no_layer_raise_with_a_remedy(chosen: Any, said: str) -> None:
     with pytest.raises(ValueError, match="doubly_factored") as raised:
         distkfac(vgg(), doubly_factored=chosen)
     assert said in str(raised.value)

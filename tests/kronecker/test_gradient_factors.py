@@ -73,7 +73,7 @@ def gradient_of(model: nn.Module, batch: Batch, name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_factors_are_the_averages_of_those_of_gradients(kind: type[nn.RNNBase]) -> None:
+def test_factors_are_running_averages_over_gradients(kind: type[nn.RNNBase]) -> None:
     """A of columns, of trace 1, and G of rows, times the number of examples."""
     model = made(Recurrent, kind)
     optimizer = make(KAISA, model, **GRADIENT)
@@ -92,7 +92,7 @@ def test_factors_are_the_averages_of_those_of_gradients(kind: type[nn.RNNBase]) 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 @pytest.mark.parametrize("most", [8192, 4])
 @pytest.mark.parametrize("name", ["matrix", "stack"])
-def test_the_step_is_the_dense_solve(System: Any, name: str, most: int, solver: str) -> None:
+def test_a_step_equals_the_dense_solve(System: Any, name: str, most: int, solver: str) -> None:
     """A side longer than the largest factor has its diagonal."""
     model = made(Lone)
     (batch,) = batches((5,), 1)
@@ -122,7 +122,7 @@ def test_the_step_is_the_dense_solve(System: Any, name: str, most: int, solver: 
         ((2, 1, 1, 9), (2, 9)),
     ],
 )
-def test_a_tensor_is_folded_where_its_factors_are_the_smallest(
+def test_a_tensor_is_folded_to_the_smallest_factors(
     shape: tuple[int, ...], expected: tuple[int, int]
 ) -> None:
     assert matrix_shape(shape) == expected
@@ -132,7 +132,7 @@ def test_a_tensor_is_folded_where_its_factors_are_the_smallest(
 
 
 @each_kronecker
-def test_what_is_skipped_too_large_or_sparse(System: Any) -> None:
+def test_skipped_large_and_sparse_matrices_have_no_factors(System: Any) -> None:
     """Skipped and sparse ones are the base's; a layer that is too large has its gradient's."""
     model = nn.ModuleDict(
         {
@@ -154,7 +154,7 @@ def test_what_is_skipped_too_large_or_sparse(System: Any) -> None:
 
 
 @each_kronecker
-def test_gradients_that_are_missing_zero_or_not_finite_change_nothing(System: Any) -> None:
+def test_missing_zero_and_non_finite_gradients_leave_the_factors_unchanged(System: Any) -> None:
     """Nor does one whose squares are so small that they lose their digits."""
     model = made(Recurrent)
     optimizer = make(System, model, **GRADIENT)
@@ -192,9 +192,7 @@ def on_ranks(rank: int, size: int, name: str, options: dict[str, Any]) -> list[T
         ("DistKFAC", {}),
     ],
 )
-def test_processes_agree_and_do_what_one_does(
-    world: World, name: str, options: dict[str, Any]
-) -> None:
+def test_many_processes_train_like_one(world: World, name: str, options: dict[str, Any]) -> None:
     """With the head left out, whose factors DPKFAC takes from its owner's batches alone."""
     chosen = {**options, **GRADIENT, **({"skip_layers": ["head"]} if name == "DPKFAC" else {})}
     found = agreed(world.run(on_ranks, 2, name, chosen))
@@ -223,7 +221,7 @@ def warned(rank: int, world_size: int, order: str) -> list[str]:
 
 
 @pytest.mark.filterwarnings("default::second_order.SecondOrderWarning")
-def test_only_the_vectors_of_a_recurrent_layer_are_left_to_the_base() -> None:
+def test_only_the_vectors_of_a_recurrent_layer_fall_back() -> None:
     (message,) = warned(0, 1, "none")
     assert "trained by AdamW alone, without curvature: vectors of cell (LSTM); summary()" in message
     optimizer = KAISA(made(Recurrent), lr=0.1, base=torch.optim.AdamW)
@@ -233,9 +231,7 @@ def test_only_the_vectors_of_a_recurrent_layer_are_left_to_the_base() -> None:
 
 @pytest.mark.filterwarnings("default::second_order.SecondOrderWarning")
 @pytest.mark.parametrize("order", ["FSDP2 first", "FSDP2 later"])
-def test_under_fsdp2_matrices_without_a_rule_are_named_as_left_to_the_base(
-    world: World, order: str
-) -> None:
+def test_under_fsdp2_unsupported_matrices_fall_back_with_a_reason(world: World, order: str) -> None:
     for messages in world.run(warned, 2, order):
         assert "without curvature: cell (LSTM" in messages[-1]
         assert not any("more are with unsupported_layers" in each for each in messages[-2:])

@@ -65,7 +65,7 @@ def test_1_one_example_is_exact(
 
 
 @pytest.mark.parametrize("layer", ["0", "2"])
-def test_1_not_for_8_examples_through_tanh(layer: str) -> None:
+def test_1_eight_examples_through_tanh_are_not_exact(layer: str) -> None:
     model = ZOO["mlp"].model()
     (x, _) = ZOO["mlp"].batch(8)
     found = block(exact(model, x, "categorical")[layer])
@@ -92,7 +92,7 @@ def test_2_deep_linear_with_squared_loss_is_exact(
 
 
 @pytest.mark.parametrize("layer", ["0", "1", "2"])
-def test_2_not_for_cross_entropy(layer: str) -> None:
+def test_2_cross_entropy_is_not_exact(layer: str) -> None:
     case = ZOO["deep_linear"]
     model = case.model()
     (x, _) = case.batch(6)
@@ -130,7 +130,7 @@ def test_4_reduce_is_exact_with_pooled_positions(
 @pytest.mark.parametrize(
     ("name", "inexact"), [("sequence_linear", "reduce"), ("pooled_linear", "expand")]
 )
-def test_3_and_4_not_the_other_way_round(name: str, inexact: str) -> None:
+def test_3_and_4_exchanged_are_not_exact(name: str, inexact: str) -> None:
     case = ZOO[name]
     model = case.model()
     (x, _) = case.batch(4)
@@ -181,7 +181,7 @@ def test_5_a_kernel_that_covers_its_input_is_a_linear(
         close(found[mine].stored.values(), expected[its].stored.values())
 
 
-def test_5_not_for_a_kernel_smaller_than_its_input() -> None:
+def test_5_a_smaller_kernel_is_not_a_linear() -> None:
     """With two locations expand and reduce part; with one they are the same."""
     model = covering([2, 3], 2, 3, True)
     y = torch.randint(CLASSES, (4,))
@@ -274,7 +274,7 @@ def test_7_an_embedding_has_the_factors_of_a_linear_on_one_hot_rows(
 
 
 @pytest.mark.parametrize("name", FACTORED)
-def test_factors_of_every_model_are_those_of_the_reference(name: str) -> None:
+def test_factors_of_every_model_equal_the_reference(name: str) -> None:
     case = FACTORED[name]
     plain = case.reference.model()
     batch = case.batch()
@@ -339,7 +339,7 @@ def test_14_expected_over_all_labels_is_the_models_own_covariance_pulled_back(
     close([expected["0"][0]], [pulled_back])
 
 
-def test_14_not_with_the_datas_labels() -> None:
+def test_14_the_datas_labels_give_another_matrix() -> None:
     model = ZOO["mlp"].model()
     (x, y) = ZOO["mlp"].batch()
     p = model(x).softmax(-1).detach()
@@ -349,7 +349,7 @@ def test_14_not_with_the_datas_labels() -> None:
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
-def test_14_labels_are_drawn_from_the_models_distribution(likelihood: Likelihood) -> None:
+def test_14_labels_are_sampled_from_the_models_distribution(likelihood: Likelihood) -> None:
     """Over many seeds: the gradient p − label has mean zero and the model's covariance."""
     logits = torch.tensor([[1.0, -0.5, 0.2], [-2.0, 1.0, 0.0]], dtype=F64, requires_grad=True)
     draws = torch.stack(

@@ -82,7 +82,7 @@ def test_9_a_module_used_u_times_is_lumped(uses: int, width: int, n: int, seed: 
     close([block(found)], [uses * torch.kron(G, A)])
 
 
-def test_9_not_as_so_many_passes() -> None:
+def test_9_several_passes_give_other_factors() -> None:
     """Passes share the step's weight, uses add up: by U, here 2."""
     case = ZOO["shared_linear"]
     model = case.model()
@@ -160,7 +160,7 @@ def drawn(kind: str, count: int) -> tuple[nn.Module, Tensor, Tensor]:
 
 @each_module
 @given(counts=COUNTS, seed=SEEDS)
-def test_10_shards_are_weighted_by_their_examples(kind: str, counts: list[int], seed: int) -> None:
+def test_10_ranks_are_weighted_by_their_examples(kind: str, counts: list[int], seed: int) -> None:
     torch.manual_seed(seed)
     module, x, gradients = drawn(kind, sum(counts))
     whole = stage(module, [(x, gradients)])

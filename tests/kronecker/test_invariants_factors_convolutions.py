@@ -151,7 +151,7 @@ def test_8_cheap_factors_are_those_of_a_linear_whose_positions_are_reduced(case:
         close([A[group], G[group]], [a.T @ a / len(x), g.T @ g / len(x)])
 
 
-def test_8_not_expand() -> None:
+def test_8_expand_gives_other_factors() -> None:
     conv = nn.Conv2d(2, 3, 2).double()
     x = torch.randn(4, 2, 3, 3, dtype=F64)
     d = torch.randn_like(conv(x))

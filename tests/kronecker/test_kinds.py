@@ -116,7 +116,7 @@ def trained(System: Any, model: nn.Module, **options: Any) -> list[Tensor]:
     [{}, {"solver": "inverse"}, {"kfac_approx": "reduce"}, {"fisher": "categorical"}],
     ids=str,
 )
-def test_a_transposed_linear_trains_as_a_linear(System: Any, options: dict[str, Any]) -> None:
+def test_a_transposed_linear_trains_like_a_linear(System: Any, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     linear = network(nn.Linear(5, 4), nn.Linear(4, 4))
     transposed = network(Conv1D(5, 4), Conv1D(4, 4))
@@ -147,7 +147,9 @@ def test_a_transposed_linear_trains_as_a_linear(System: Any, options: dict[str, 
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
 )
-def test_what_is_taken_for_a_linear(module: nn.Module, expected: LayerKind | None) -> None:
+def test_subclasses_of_linear_count_as_linears(
+    module: nn.Module, expected: LayerKind | None
+) -> None:
     assert match(module).kind == expected
 
 
@@ -174,7 +176,7 @@ def with_linears(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
 
 @each_kronecker
 @pytest.mark.parametrize("name", ["stand-in", "GCNConv", "SAGEConv", "GATConv"])
-def test_a_linear_of_graphs_trains_as_a_linear(System: Any, name: str) -> None:
+def test_a_graph_linear_trains_like_a_linear(System: Any, name: str) -> None:
     torch.manual_seed(0)
     if name == "stand-in":
         kind = GraphLinear
@@ -467,9 +469,7 @@ second_order.register_layer(
 
 @each_kronecker
 @pytest.mark.parametrize("kind", [Scaled, ScaledToo])
-def test_a_registered_layer_has_the_factors_of_what_it_was_told_to_compute(
-    System: Any, kind: type[Scaled]
-) -> None:
+def test_a_registered_layer_has_the_factors_of_its_product(System: Any, kind: type[Scaled]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(kind(5, 4), nn.Tanh(), nn.Linear(4, CLASSES)).double()
     x = torch.randn(6, 5, dtype=F64)
@@ -493,7 +493,7 @@ def test_a_registered_layer_has_the_factors_of_what_it_was_told_to_compute(
 
 
 @pytest.mark.parametrize("when", ["after the step", "before the step"])
-def test_pruned_weights_stay_pruned_where_masks_come_after_the_step(when: str) -> None:
+def test_pruned_weights_stay_pruned_if_masks_follow_the_step(when: str) -> None:
     """As the page has it; masks of gradients alone do not do."""
     page = (Path(__file__).parents[2] / "docs" / "reference/layers.md").read_text("utf-8")
     (example,) = re.findall(
@@ -530,7 +530,7 @@ def test_the_worked_example_of_the_docs_runs() -> None:
 @pytest.mark.parametrize(
     "how", [{"gain": lambda module, x: x}, {"rows": lambda module, x, d: (x, d)}]
 )
-def test_the_rules_of_torchs_own_layers_stay(kind: Any, how: dict[str, Any]) -> None:
+def test_rules_of_torchs_layers_cannot_be_replaced(kind: Any, how: dict[str, Any]) -> None:
     with pytest.raises(
         ValueError, match=f"torch's {kind.__name__} has a rule.*a class of your own"
     ):
@@ -540,7 +540,7 @@ def test_the_rules_of_torchs_own_layers_stay(kind: Any, how: dict[str, Any]) -> 
     assert {row.detail for row in rows} == {"A 4², G 4²", "exact 8²"}
 
 
-def test_what_cannot_be_registered_is_refused() -> None:
+def test_invalid_registrations_raise() -> None:
     register: Any = second_order.register_layer
     for kind in (nn.Module, int, nn.Linear(2, 2), "Linear"):
         with pytest.raises(TypeError, match="is not a class of modules"):

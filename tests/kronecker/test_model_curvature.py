@@ -89,7 +89,7 @@ def flat(layer: Any, vector: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_apply_solve_trace_and_logdet_are_those_of_the_dense_matrix(kind: str) -> None:
+def test_apply_solve_trace_and_logdet_equal_the_dense_matrix(kind: str) -> None:
     model, optimizer = trained(kind)
     curvature = optimizer.curvature(dtype=torch.float64)
     torch.manual_seed(1)
@@ -118,7 +118,7 @@ def test_apply_solve_trace_and_logdet_are_those_of_the_dense_matrix(kind: str) -
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "embedding"])
-def test_samples_have_the_inverse_as_covariance(kind: str) -> None:
+def test_samples_have_the_inverse_curvature_as_covariance(kind: str) -> None:
     """A sample is S z with z normal: S Sᵀ, from unit vectors in the place of z."""
     _, optimizer = trained(kind)
     curvature = optimizer.curvature(dtype=torch.float64)
@@ -137,7 +137,7 @@ def test_samples_have_the_inverse_as_covariance(kind: str) -> None:
 
 
 @each_kronecker
-def test_solving_with_the_trainings_damping_is_what_the_training_does(System: Any) -> None:
+def test_solve_with_the_damping_of_training_equals_the_optimizers_step(System: Any) -> None:
     """With "eigen" and without a clip, p.grad after a step is that of before it, solved."""
     model = MLP.model()
     optimizer = make(System, model, relative_damping=True, damping=0.4)
@@ -154,7 +154,7 @@ def test_solving_with_the_trainings_damping_is_what_the_training_does(System: An
         assert not torch.allclose(p.grad, before[name], rtol=0.01)
 
 
-def test_what_has_no_curvature_is_said() -> None:
+def test_layers_without_curvature_are_reported() -> None:
     model = ZOO["norms"].model()
     optimizer = make(KAISA, model, skip_layers=["0"])
     with pytest.raises(SecondOrderError, match=r"KAISA has no factors yet; .* after the first"):
@@ -187,7 +187,7 @@ def test_what_has_no_curvature_is_said() -> None:
         (lambda c: c.logdet({"0": 0.1, "2": math.inf}), "of layer '2' must be"),
     ],
 )
-def test_what_cannot_be_is_refused(call: Any, message: str) -> None:
+def test_invalid_vectors_raise(call: Any, message: str) -> None:
     _, optimizer = trained("linear")
     with pytest.raises(ValueError, match=message):
         call(optimizer.curvature(dtype=torch.float64))
@@ -212,7 +212,7 @@ def frozen(rank: int, world_size: int, System: Any, options: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("System", "options"), [(KAISA, {}), (KAISA, {"factor_exchange": "reduce"}), (DPKFAC, {})]
 )
-def test_layers_that_train_no_more_keep_their_curvature(
+def test_frozen_layers_keep_their_curvature(
     world: World, System: Any, options: dict[str, Any]
 ) -> None:
     world.run(frozen, 2, System, options)
@@ -254,7 +254,7 @@ def gathered(rank: int, world_size: int, System: Any, options: dict[str, Any]) -
     ],
     ids=["KAISA", "KAISA-reduce", "DPKFAC", "DistKFAC"],
 )
-def test_every_process_keeps_its_own_and_gets_all_of_them(
+def test_every_process_stores_its_layers_and_can_gather_all(
     world: World, System: Any, options: dict[str, Any]
 ) -> None:
     results = world.run(gathered, 2, System, options)

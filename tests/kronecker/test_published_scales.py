@@ -72,7 +72,7 @@ def ours(network: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     return {name: torch.kron(G[0], A[0]) for name, (A, G) in factors(optimizer).items()}
 
 
-def test_factors_are_dp_kfacs_and_kaisas_times_powers_of_examples_and_positions(
+def test_factors_equal_the_published_ones_up_to_powers_of_examples_and_positions(
     network: nn.Sequential,
 ) -> None:
     x, y = batch()

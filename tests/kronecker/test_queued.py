@@ -104,7 +104,7 @@ def keep(
     together=st.booleans(),
     seed=SEEDS,
 )
-def test_pairs_that_are_kept_make_the_sums_of_pairs_one_by_one(
+def test_queued_pairs_give_the_sums_of_single_pairs(
     calls: list[tuple[int, int, str]],
     bias: bool,
     approximation: Any,
@@ -146,7 +146,7 @@ def test_pairs_that_are_kept_make_the_sums_of_pairs_one_by_one(
     assert dropped[0] == dropped[1]
 
 
-def test_a_pair_that_is_kept_is_of_the_step_that_brought_it() -> None:
+def test_a_queued_pair_belongs_to_the_step_that_captured_it() -> None:
     """What is cleared meanwhile is not put in; nor what is changed in place, with a warning."""
     blocks = layers_of(True)[:2]
     made = collector(blocks)
@@ -165,7 +165,7 @@ def test_a_pair_that_is_kept_is_of_the_step_that_brought_it() -> None:
     assert float(collect_sums([blocks[0].staged])[0].head[1]) == 0
 
 
-def test_pairs_are_kept_until_their_pass_ends_or_to_a_number_of_bytes() -> None:
+def test_pairs_are_queued_until_the_pass_ends_or_a_size_is_reached() -> None:
     (block, *_) = layers_of(False)
     made = collector([block], sampled=True)
 
@@ -214,7 +214,7 @@ SHAPES = st.lists(
 
 
 @given(shapes=SHAPES, dtype=st.sampled_from([F64, torch.bfloat16]), steps=SEEDS, seed=SEEDS)
-def test_averages_of_many_layers_are_those_of_each_bit_for_bit(
+def test_batched_averages_equal_single_ones_bit_for_bit(
     shapes: list[FactorShape], dtype: torch.dtype, steps: int, seed: int
 ) -> None:
     """Layers without an example, and that are made anew in between."""
@@ -240,7 +240,7 @@ def test_averages_of_many_layers_are_those_of_each_bit_for_bit(
             together[-1].entries["A"] = together[-1].stored["A"].clone()
 
 
-def test_a_stack_is_a_view_of_tensors_that_lie_in_order() -> None:
+def test_a_stack_of_contiguous_tensors_is_a_view() -> None:
     base = torch.arange(12.0).view(4, 3)
     rows = list(base.unbind())
     for parts in (rows, rows[1:3], rows[::2], [row[1:] for row in rows]):
@@ -253,7 +253,7 @@ def test_a_stack_is_a_view_of_tensors_that_lie_in_order() -> None:
         assert stack.data_ptr() != parts[0].data_ptr()
 
 
-def test_owners_get_slices_of_what_is_stacked() -> None:
+def test_owners_receive_slices_of_the_stack() -> None:
     owners = [{"x": torch.full((2,), float(i))} for i in range(3)]
     whole = stack_in_place(owners, "x")
     whole += 1
@@ -261,12 +261,12 @@ def test_owners_get_slices_of_what_is_stacked() -> None:
     assert stack_in_place(owners, "x").data_ptr() == whole.data_ptr()
 
 
-def test_equal_ones_come_together_up_to_a_size() -> None:
+def test_equal_shapes_are_batched_up_to_a_size() -> None:
     assert group_equal("abacab") == [[0, 2, 4], [1, 5], [3]]
     assert group_equal("aaabb", [1, 1, 1, 9, 1], 2) == [[0, 1], [2], [3], [4]]
 
 
-def test_state_and_memory_follow_averages_into_their_stacks() -> None:
+def test_the_state_refers_to_the_stacks() -> None:
     """After a checkpoint is loaded, and as layers are frozen, nothing is kept twice."""
 
     def train(optimizer: KAISA, model: nn.Module) -> None:

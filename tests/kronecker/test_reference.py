@@ -20,7 +20,7 @@ close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 # Curvature.
 
 
-def test_empirical_fisher_by_hand() -> None:
+def test_the_empirical_fisher_equals_a_computation_by_hand() -> None:
     """s = w x, ½(y − s)²: ∇ = (s − y) x; here −2·1 and 4·2."""
     model = nn.Linear(1, 1, bias=False, dtype=F64)
     nn.init.constant_(model.weight, 2.0)
@@ -33,7 +33,7 @@ def test_empirical_fisher_by_hand() -> None:
     close(G, torch.tensor([[[(4.0 + 16.0) / 2]]], dtype=F64))
 
 
-def test_one_step_by_hand() -> None:
+def test_one_step_equals_a_computation_by_hand() -> None:
     """w = 2, x = 3, y = 0: s = 6, ∇ = 18, A = 9, G = 36; γ = 36 so P = 18 / 360 = 1/20."""
     x = torch.tensor([[3.0]], dtype=F64)
     y = torch.tensor([[0.0]], dtype=F64)

@@ -112,7 +112,7 @@ def clipped(model: nn.Module) -> Tensor:
 
 @each_kronecker
 @pytest.mark.parametrize("loss_of", [gated, hinge, hinge_of_classes, clipped])
-def test_examples_without_a_gradient_are_terms_and_take_part(System: Any, loss_of: Any) -> None:
+def test_examples_with_zero_gradients_are_loss_terms(System: Any, loss_of: Any) -> None:
     model = seeded(mlp)
     dead = [(d == 0).all(1).sum() for ((_, d),) in captured(model, loss_of).values()]
     assert any(0 < int(n) < B for n in dead)
@@ -120,7 +120,7 @@ def test_examples_without_a_gradient_are_terms_and_take_part(System: Any, loss_o
 
 
 @each_kronecker
-def test_examples_whose_labels_are_ignored_are_terms(System: Any) -> None:
+def test_examples_with_ignored_labels_are_loss_terms(System: Any) -> None:
     """A loss that ignores them cannot be told from one that is flat there."""
 
     def loss_of(model: nn.Module) -> Tensor:
@@ -131,7 +131,7 @@ def test_examples_whose_labels_are_ignored_are_terms(System: Any) -> None:
     assert_same_factors(found(model, loss_of, System=System), expected(model, loss_of, B))
 
 
-def test_examples_that_a_mean_over_the_batch_weights_by_zero_are_terms() -> None:
+def test_examples_with_weight_zero_are_loss_terms() -> None:
     weights = (torch.arange(B) % 2).to(F64)
 
     def loss_of(model: nn.Module) -> Tensor:
@@ -144,7 +144,7 @@ def test_examples_that_a_mean_over_the_batch_weights_by_zero_are_terms() -> None
 
 
 @each_kronecker
-def test_an_experts_block_is_that_of_all_terms(System: Any) -> None:
+def test_an_experts_block_counts_all_loss_terms(System: Any) -> None:
     """Of its own rows: A ⊗ G = (1 / N) Σ over all terms of g gᵀ where A and G are independent."""
     model = seeded(Experts)
 
@@ -179,7 +179,7 @@ def tokens_loss(y: Tensor, eager: bool = False) -> Callable[[nn.Module], Tensor]
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("prompt", [0, 2])
 @pytest.mark.parametrize("padded", [0, 2])
-def test_padding_leaves_a_and_prompts_stay(
+def test_padding_is_not_in_a_but_prompts_are(
     System: Any, padded: int, prompt: int, flat: bool
 ) -> None:
     model = seeded(lambda: Causal(flat))
@@ -191,7 +191,7 @@ def test_padding_leaves_a_and_prompts_stay(
     assert_same_factors(found(model, loss_of, System=System), wanted)
 
 
-def test_parts_of_the_logits_have_the_terms_of_all() -> None:
+def test_slices_of_the_logits_have_all_loss_terms() -> None:
     """In chunks of the positions, or sequence by sequence; a call without rows changes nothing."""
     model = seeded(mlp)
     y = labels(2)
@@ -217,7 +217,7 @@ def test_parts_of_the_logits_have_the_terms_of_all() -> None:
         torch.testing.assert_close(got[name][1], g)
 
 
-def test_rounding_decides_nothing() -> None:
+def test_rounding_does_not_change_the_counted_terms() -> None:
     """The first token's query has no gradient in one implementation, and rounding in another."""
     model = seeded(Causal)
     got = [found(copy.deepcopy(model), tokens_loss(labels(), eager)) for eager in (False, True)]
@@ -247,7 +247,7 @@ class Adapted(nn.Module):
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_merging_an_adapter_changes_nothing(eager: bool) -> None:
+def test_merging_an_adapter_does_not_change_the_terms(eager: bool) -> None:
     model: Any = seeded(Causal)
     model.q = Adapted(model.q)
     merged = copy.deepcopy(model)
@@ -260,7 +260,7 @@ def test_merging_an_adapter_changes_nothing(eager: bool) -> None:
 
 
 @pytest.mark.parametrize("per_sample", [True, False])
-def test_dropped_paths_are_examples_of_their_layers(per_sample: bool) -> None:
+def test_dropped_paths_count_as_examples(per_sample: bool) -> None:
     """Stochastic depth; the loss is one of examples, positions are pooled: N = B."""
 
     class Block(nn.Module):
@@ -283,7 +283,7 @@ def test_dropped_paths_are_examples_of_their_layers(per_sample: bool) -> None:
     assert_same_factors(found(model, loss_of), expected(model, loss_of, B))
 
 
-def test_padding_that_is_sent_to_experts_leaves_their_a() -> None:
+def test_padding_routed_to_experts_is_not_in_a() -> None:
     model = seeded(Experts)
     y = labels(2)
 
@@ -300,7 +300,7 @@ def test_padding_that_is_sent_to_experts_leaves_their_a() -> None:
     assert_same_factors(got, wanted)
 
 
-def test_one_number_of_terms_in_a_convolutional_network() -> None:
+def test_all_layers_of_a_convolutional_network_count_the_same_terms() -> None:
     """Layers of positions behind a convolution have the examples' number, as the loss has."""
 
     class Images(nn.Module):
@@ -327,7 +327,7 @@ def test_one_number_of_terms_in_a_convolutional_network() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"kfac_approx": "reduce"}, {"System": DPKFAC}])
-def test_micro_batches_with_unequal_padding_are_one_batch(options: dict[str, Any]) -> None:
+def test_micro_batches_with_unequal_padding_equal_one_batch(options: dict[str, Any]) -> None:
     """Where the loss of each is divided by the terms of all."""
     y = labels(3, 1)
     terms = int((y != -100).sum())
@@ -349,7 +349,7 @@ def test_micro_batches_with_unequal_padding_are_one_batch(options: dict[str, Any
     assert_same_factors(*got, rtol=1e-12)
 
 
-def test_separate_losses_of_layers_without_anything_in_common_are_of_their_own_terms() -> None:
+def test_losses_of_separate_layers_count_their_own_terms() -> None:
     """An actor and a critic, each with a backward pass of its own."""
     pair = seeded(lambda: nn.ModuleList([mlp(), mlp()]))
     x = normal(B, WIDTH)
@@ -378,7 +378,7 @@ def by_owners(rank: int, world_size: int) -> dict[str, Any]:
     return {b.name: matrices(b.factors, F64) for b in whole}
 
 
-def test_ranks_that_do_not_own_the_last_layer_know_its_terms(world: World) -> None:
+def test_every_rank_knows_the_terms_of_the_last_layer(world: World) -> None:
     """One number of loss terms for all layers of a pass, whichever rank takes their statistics."""
     found = world.run(by_owners, 2)
     model = seeded(Causal)

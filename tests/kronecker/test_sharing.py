@@ -22,7 +22,7 @@ class SomeBiases(nn.Module):
         return self.head((self.q(x) * torch.tanh(self.k(x)) + self.v(x)).tanh())
 
 
-def test_layers_of_one_input_with_and_without_a_bias() -> None:
+def test_layers_with_and_without_a_bias_share_an_input() -> None:
     model = SomeBiases().double()
     batch = torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,))
     names = ("q", "k", "v", "head")
@@ -45,7 +45,7 @@ class InPlace(nn.Module):
         return first + self.b(x.mul_(2))
 
 
-def test_an_input_that_is_changed_in_place_is_another_one() -> None:
+def test_an_input_changed_in_place_is_not_shared() -> None:
     """As is legal under autocast, where layers work on copies."""
     model = InPlace()
     x = torch.randn(6, 4).bfloat16().float()

@@ -61,7 +61,7 @@ def test_solves_equal_the_dense_solve(
 
 
 @given(d_in=DIMS, d_out=DIMS, damping=DAMPINGS, stretch=st.floats(0.1, 10.0))
-def test_pi_minimises_its_bound(d_in: int, d_out: int, damping: float, stretch: float) -> None:
+def test_pi_minimizes_its_bound(d_in: int, d_out: int, damping: float, stretch: float) -> None:
     """The trace norm of what F̃_A ⊗ F̃_G adds to A ⊗ G + γI: no other split has less of it."""
     A = factor(1, d_in)
     G = factor(1, d_out)
@@ -117,9 +117,7 @@ def test_batched_by_shape_equals_one_at_a_time(
 
 
 @given(groups=GROUPS, dim=DIMS, rounded=st.booleans())
-def test_an_inverse_is_sent_as_triangles_and_received_whole(
-    groups: int, dim: int, rounded: bool
-) -> None:
+def test_inverses_are_sent_as_triangles(groups: int, dim: int, rounded: bool) -> None:
     solver = SOLVERS["inverse"]
     dtype = torch.bfloat16 if rounded else None
     inverse = torch.linalg.inv(factor(groups, dim) + torch.eye(dim))
@@ -173,7 +171,7 @@ def test_the_clip_takes_each_layers_own_learning_rate() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_layer_that_is_not_finite_does_not_count(bad: float) -> None:
+def test_a_non_finite_layer_does_not_count_in_the_clip(bad: float) -> None:
     P = [torch.tensor([2.0, 0.0]), torch.tensor([bad, 1.0])]
     gradients = [torch.tensor([2.0, 1.0]), torch.tensor([1.0, 1.0])]
     assert float(clip(P, gradients, [1.0, 1.0], 1.0)) == 0.5
@@ -181,7 +179,7 @@ def test_a_layer_that_is_not_finite_does_not_count(bad: float) -> None:
 
 
 @each_solver
-def test_large_factors_are_finite_though_their_squares_are_not(name: str) -> None:
+def test_large_factors_do_not_overflow(name: str) -> None:
     matrix = (torch.eye(3) * 1e25)[None]
     (found,) = decompose(name, matrix)
     assert found is not None

@@ -43,7 +43,7 @@ def test_any_finite_factor_can_be_decomposed(
         assert error <= 1e-4 * float(matrix.abs().max())
 
 
-def test_without_damping_what_has_no_curvature_does_not_move() -> None:
+def test_without_damping_directions_of_zero_curvature_do_not_move() -> None:
     """The pseudo-inverse: a gradient has no part there but rounding."""
     A = torch.diag(torch.tensor([2.0, 0.0], dtype=torch.float64))[None]
     G = torch.diag(torch.tensor([0.0, 4.0], dtype=torch.float64))[None]
@@ -123,7 +123,9 @@ class ElsewhereTorch:
 
 
 @each_fault
-def test_the_cpu_is_the_third_rung(name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_is_the_third_attempt(
+    name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(solvers, "torch", ElsewhereTorch())
     matrix = sample(name)
     attempts = injected(monkeypatch, name, lambda m, r: fault(m, r) if len(attempts) < 3 else None)
@@ -134,7 +136,9 @@ def test_the_cpu_is_the_third_rung(name: str, fault: Any, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-def test_the_first_rung_will_do_at_any_scale(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_attempt_works_at_any_scale(
+    scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Matrices are decomposed in units of their size, so that no square leaves the range."""
     attempts = injected(monkeypatch, "eigen", lambda *_: None)
     (found,) = decompose("eigen", sample("eigen") * scale)
@@ -142,7 +146,7 @@ def test_the_first_rung_will_do_at_any_scale(scale: float, monkeypatch: pytest.M
     assert attempts == [(torch.float32, 1)]
 
 
-def test_eigenvectors_that_are_not_orthogonal_are_not_sound(
+def test_eigenvectors_that_are_not_orthogonal_are_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where the eigenvalue is 0, a column twice makes the same matrix."""
@@ -159,7 +163,7 @@ def test_eigenvectors_that_are_not_orthogonal_are_not_sound(
 
 @each_fault
 @pytest.mark.parametrize("rungs", [1, 2])
-def test_a_bad_member_does_not_spoil_its_batch(
+def test_a_failed_factor_does_not_affect_its_batch(
     name: str, fault: Any, rungs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of four fails, in a batch and alone: in float32 only, or on every rung."""
@@ -189,7 +193,7 @@ def test_a_bad_member_does_not_spoil_its_batch(
 
 @each_solver
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_factor_that_is_not_finite_is_given_up_and_the_others_are_not(
+def test_a_non_finite_factor_fails_without_the_others(
     name: str, bad: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And is shown to no eigensolver: some return garbage, some never return."""
