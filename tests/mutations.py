@@ -57,44 +57,44 @@ a throttle that each rank has for itself  <-  throttle::all_ranks_take_the_large
     if world.size > 1:  =>  if False:
 a throttle by the largest duration  <-  throttle::outliers_do_not_count
     R = statistics.median(  =>  R = max(
-a throttle of shorter intervals  <-  throttle::refreshes_take_no_more_than_the_overhead
+a throttle of shorter intervals  <-  throttle::refreshes_stay_within_the_overhead
     return math.ceil(R / (overhead * T))  =>  return math.floor(R / (overhead * T))
-a throttle that no checkpoint keeps  <-  throttle::a_checkpoint_has_the_interval
+a throttle that no checkpoint keeps  <-  throttle::a_checkpoint_contains_the_interval
     self.interval = part.whole(interval_entry, 0)  =>  pass
 
 == optimizers/arguments.py
 a GradScaler that parts the ranks
-  <-  options::grad_scaler_is_refused_where_the_optimizer_averages_gradients_itself
+  <-  options::grad_scaler_raises_if_the_optimizer_averages_gradients
     if averages_gradients and num_ranks > 1 and  =>  if False and
-parameters on meta taken in  <-  groups::parameters_on_meta_are_refused_until_they_are_made
+parameters on meta taken in  <-  groups::parameters_on_the_meta_device_raise_until_they_are_materialized
   -     check_not_on_meta(name, params, found.module)
   -
 
 == optimizers/checkpoint.py
 groups in another order load
-  <-  checkpoint_checks::groups_in_another_order_are_refused_or_put_in_order_by_a_hook
+  <-  checkpoint_checks::groups_in_another_order_raise_unless_a_hook_reorders_them
     if saved_names == names or sorted(saved_names) != sorted(names):  =>  if True:
 collected factors are not in the state  <-  factor_exchange::the_rank_that_saves_has_all_factors
   - CURVATURE: {**entry.get(CURVATURE, {}), **added[p].get(CURVATURE, {})}
   + CURVATURE: {**entry.get(CURVATURE, {})}
 two bases: other weights went to each
-  <-  aux_base_state::a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed
+  <-  aux_base_state::a_checkpoint_of_other_bases_raises_before_anything_changes
     if saved_value is not None and saved_value != value:  =>  if False:
 two bases: both are exported
-  <-  aux_base_state::plain_optimizers_take_their_parts_and_give_them_back
+  <-  aux_base_state::plain_optimizers_load_and_return_their_parts
     if has_two_bases and group[AUX_BASE] is not aux_base:  =>  if False:
 
 == optimizers/consistency.py
-settings are not compared  <-  agreement::a_rank_out_of_line_is_told_of_on_all
+settings are not compared  <-  agreement::a_rank_out_of_sync_raises_on_all_ranks
     *_group_settings(groups)]  =>  ]
-descriptions compared by their length  <-  collectives::every_rank_is_told_the_first_difference
+descriptions compared by their length  <-  collectives::every_rank_reports_the_first_difference
     repr(facts).encode()  =>  repr(len(facts)).encode()
-checksums without places  <-  debug::places_count
+checksums without places  <-  debug::the_checksum_depends_on_positions
     (multipliers[: len(block)] * block).sum()  =>  block.sum(dtype=torch.int64)
 
 == training/helpers.py
 a DDP over helpers goes unnoticed
-  <-  wrapped_late::a_ddp_over_helpers_is_refused_at_the_first_pass_that_trains
+  <-  sharding::ddp_over_helper_ranks_raises_at_the_first_training_pass
   - if mixed_in and set(ranks).intersection(workers):
   + if mixed_in and not set(ranks).intersection(workers):
 
@@ -107,7 +107,7 @@ a gradient that is None everywhere becomes zeros
 
 == training/groups.py
 names of a group that is added are left out
-  <-  groups::a_group_added_has_names_where_the_others_have
+  <-  groups::an_added_group_has_names_if_the_others_do
     if is_named or not any(NAMES in other for other in others):  =>  if True:
 the schedule's largest learning rate is not looked up
   <-  invariants_steps::a_constant_clip_follows_the_square_of_the_learning_rate
@@ -116,58 +116,58 @@ the schedule's largest learning rate is not looked up
 
 == training/context.py
 hooks that stay when their optimizer goes
-  <-  wrapped_late::hooks_go_with_an_optimizer_that_nobody_has
+  <-  sharding::hooks_are_removed_with_an_unreferenced_optimizer
     weakref.finalize(self, remove_handles, self._check_handles).atexit = False  =>  pass
 sharded gradients averaged twice  <-  fsdp::layers_that_fsdp_ignores_are_averaged_and_preconditioned
     self.trainable_params() if not is_dtensor(p)]  =>  self.trainable_params()]
 warnings again and again
-  <-  contract_steps::a_layer_without_statistics_is_named_once_also_when_others_come_and_go
+  <-  contract_steps::a_layer_without_statistics_is_named_in_one_warning
     new = key not in self.warned  =>  new = True
 
 == optimizers/base_pair.py
-two bases: the head is hidden  <-  aux_base::hidden_weights_go_to_the_base
+two bases: the head is hidden  <-  aux_base::hidden_weights_use_the_base_and_others_use_aux_base
     module is head  =>  False
-two bases: Muon is given more than matrices  <-  aux_base::hidden_weights_go_to_the_base
+two bases: Muon is given more than matrices  <-  aux_base::hidden_weights_use_the_base_and_others_use_aux_base
     p.ndim == 2 if self._only_matrices else p.ndim >= 2  =>  p.ndim >= 2
 two bases: marks are taken as they come
-  <-  aux_base::a_group_that_cannot_be_added_leaves_all_as_it_was
+  <-  aux_base::an_invalid_group_changes_nothing
   - self._check_marked_group(group)
   -             return [group]
   + return [group]
 two bases: one steps all groups
-  <-  aux_base::without_curvature_two_optimizers_made_by_hand_do_the_same
+  <-  aux_base::without_curvature_two_bases_equal_two_separate_optimizers
     [g for g in self.param_groups if g[AUX_BASE] is is_aux]  =>  list(self.param_groups)
-two bases: the wrong one steps  <-  aux_base_state::a_checkpoint_goes_on_bit_for_bit
+two bases: the wrong one steps  <-  aux_base_state::a_resumed_run_is_equal_bit_for_bit
     return aux_part if group[AUX_BASE] else base_part  =>  return base_part
 two bases: a loaded state is nobody's
-  <-  aux_base_state::a_load_goes_on_with_what_a_base_makes_of_its_state
+  <-  aux_base_state::a_base_can_convert_its_loaded_state
     if len(part.state):  =>  if False:
 
 == distributed/assignment.py
-cost of computation as that of memory  <-  assignment::costs
+cost of computation as that of memory  <-  assignment::costs_follow_from_the_dimensions
     dim ** (3 if cost == "compute" else 2)  =>  dim**2
 smallest layers placed first  <-  assignment::computation_and_memory_are_balanced_differently
     key=lambda i: (-(a_costs[i] + g_costs[i]), i)  =>  key=lambda i: (a_costs[i] + g_costs[i], i)
 owners balanced by number instead of cost
-  <-  assignment::work_is_spread_longest_first_to_whom_has_least
+  <-  assignment::work_is_assigned_longest_processing_time_first
     ranks[i] = _add_to_smallest(loads, costs[i])  =>  ranks[i] = _add_to_smallest(loads, 1.0)
-the least load of the wrong rank  <-  assignment::assignment_is_that_of_its_definition
+the least load of the wrong rank  <-  assignment::the_assignment_equals_its_definition
     (load + cost, rank))  =>  (load + cost, -rank))
 
 == distributed/helper_link.py
 a shutdown without the messages before it
-  <-  helper_link::a_shutdown_is_the_last_thing_that_is_said
+  <-  helper_link::no_message_follows_a_shutdown
     while item is not None:  =>  while False:
 a helper that keeps a model of its own
-  <-  mrdho2_accelerator::accelerators_compute_with_the_workers_whole_model
+  <-  mrdho2_accelerator::accelerators_receive_the_workers_whole_model
     unflatten_into(flat, same_dtype)  =>  pass
-a stop of all processes is a silence  <-  helper_link::a_stop_of_all_processes_loses_no_peer
+a stop of all processes is a silence  <-  helper_link::suspending_all_processes_loses_no_peer
     min(now - self._checked_at, self._limit / 4)  =>  now - self._checked_at
 a store listens everywhere  <-  helper_link::a_store_listens_on_loopback_unless_machines_differ
     place = "127.0.0.1" if len(set(machines)) == 1 else _own_address()  =>  place = "0.0.0.0"
 
 == distributed/roles.py
-one process alone has helpers  <-  roles::the_last_ranks_help_and_somebody_trains
+one process alone has helpers  <-  roles::the_last_ranks_are_helpers_and_at_least_one_trains
     count = helpers if world_size > 1 else 0  =>  count = helpers
 
 == distributed/fsdp.py
@@ -175,43 +175,43 @@ rows of a replica sent by another  <-  fsdp::fsdp_trajectories_equal_those_of_on
     replica_of[rank] = replica  =>  replica_of[rank] = replica[::-1]
 
 == distributed/world.py
-a group of its own for each optimizer  <-  robustness::optimizers_share_their_groups
+a group of its own for each optimizer  <-  robustness::several_optimizers_share_process_groups
     if key not in groups:  =>  if True:
-only the first bucket of a sum arrives  <-  collectives::sums_of_any_shape_and_dtype
+only the first bucket of a sum arrives  <-  collectives::sums_support_any_shape_and_dtype
     while self.collectives:  =>  if self.collectives:
-buckets without a bound  <-  collectives::sums_of_any_shape_and_dtype
+buckets without a bound  <-  collectives::sums_support_any_shape_and_dtype
     if key not in open_bucket or filled[key] + size > max_bytes:  =>  if key not in open_bucket:
-bfloat16 sent as it is  <-  collectives::half_precision_travels_on_gloo
+bfloat16 sent as it is  <-  collectives::gloo_sends_half_precision
     in (torch.bfloat16, torch.float16)  =>  in (torch.float16,)
-bfloat16 sums added in bfloat16  <-  collectives::narrow_sums_are_added_wide_in_the_order_of_ranks
+bfloat16 sums added in bfloat16  <-  collectives::low_precision_sums_accumulate_in_float32_in_rank_order
     addends[0].to(accumulation_dtype(addends.dtype))  =>  addends[0].clone()
 a group's first rank taken for the world's
-  <-  collectives::the_first_rank_is_copied collectives::a_group_has_ranks_of_its_own
+  <-  collectives::broadcast_copies_the_first_rank collectives::a_group_numbers_its_own_ranks
   - dist.broadcast(flat, group=self.group, group_src=0)
   + dist.broadcast(flat, 0, group=self.group)
 copies by a sum that lose the sign of a zero  <-  collectives::uneven_messages_are_all_reduced
     staged.new_full((total,), -0.0)  =>  staged.new_full((total,), 0.0)
 narrow sums of many ranks that add up narrow  <-  collectives::uneven_messages_are_all_reduced
     whole = staged.to(accumulation_dtype(staged.dtype))  =>  whole = staged
-the rows of all ranks for one owner  <-  collectives::sums_reach_their_owners_and_nobody_else
+the rows of all ranks for one owner  <-  collectives::sums_reach_only_their_owners
     return self.size * max(sizes) > 2 * total  =>  return False
-half of the ranks need not agree  <-  collectives::all_agree_only_if_nobody_says_no
+half of the ranks need not agree  <-  collectives::ranks_agree_only_if_all_agree
     return not bool(noes)  =>  return bool(noes < 2.0)
 what is missing at its source arrives as ones  <-  collectives::parts_arrive_in_their_shapes
     return tuple(torch.zeros(shape,  =>  return tuple(torch.ones(shape,
-words that are never compared  <-  agreement::ranks_know_whether_they_have_the_same_words
+words that are never compared  <-  agreement::ranks_detect_different_fingerprints
     return int(both[0]) == ~int(both[1])  =>  return True
 
 == export/kronfluence.py
 sums for documents, written as means
-  <-  export::files_for_influence_functions_say_what_the_factors_are
+  <-  export::files_for_influence_functions_record_the_kind_of_factors
     = layer.corrected * terms  =>  = layer.corrected
 
 == export/layers.py
-a bias's column handed to GPTQ  <-  export::gptqs_hessian_is_that_of_the_rows_without_the_bias
+a bias's column handed to GPTQ  <-  export::the_gptq_hessian_omits_the_bias
     if columns == shape.in_dim:  =>  if True:
 each rank writes
-  <-  export::the_first_layers_owner_writes_what_one_process_would
+  <-  export::many_processes_write_the_files_of_one
     return next(iter(curvature), None) in curvature.local_layers  =>  return True
 
 == checkpoint/files.py
@@ -220,9 +220,9 @@ files renamed before they are on the disk  <-  files::a_file_is_there_as_a_whole
   -
 
 == fosi/accelerator.py
-maximize is forgotten where updates are judged  <-  mrdho2::uphill_on_the_negative_loss_is_downhill
+maximize is forgotten where updates are judged  <-  mrdho2::maximizing_the_negative_loss_equals_minimizing_the_loss
     losses.append(flat_params.sign * loss)  =>  losses.append(loss)
-vectors that are not finite are sent  <-  mrdho2_use::pairs_that_are_not_finite_are_not_sent
+vectors that are not finite are sent  <-  mrdho2_use::non_finite_eigenpairs_are_not_sent
     finite = not pairs.trouble  =>  finite = True
 vectors are rounded under autocast
   <-  mrdho2_accelerator::autocast_around_serve_does_not_round_the_vectors
@@ -230,7 +230,7 @@ vectors are rounded under autocast
 
 == fosi/state.py
 room for eigenpairs taken for eigenpairs
-  <-  dho2_state::distributed_checkpoints_calls_go_on_bit_for_bit
+  <-  dho2_state::a_dcp_resumed_run_is_equal_bit_for_bit
     if part is None or part["num_largest"] < 0:  =>  if part is None:
 
 == fosi/update.py
@@ -240,28 +240,28 @@ groups' own learning rates in the final update
 a Newton step that does not follow the schedule
   <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
     alpha = alpha * (as_scalar(group["lr"]) / larger(peak, 1e-30))  =>  pass
-uphill is downhill  <-  dho2_state::uphill_on_the_negative_loss_is_downhill
+uphill is downhill  <-  dho2_state::maximizing_the_negative_loss_equals_minimizing_the_loss
     -alpha_at_peak if group.get("maximize") else alpha_at_peak  =>  alpha_at_peak
 parameters without a gradient move
-  <-  dho2_state::a_parameter_without_a_gradient_stays_and_the_others_do_not_mind
+  <-  dho2_state::a_parameter_without_a_gradient_does_not_move
     [None if p.grad is None else p for p in params]  =>  params
-a vector is cut anew by the next step alone  <-  mrdho2_fsdp::a_checkpoint_goes_on_elsewhere
+a vector is cut anew by the next step alone  <-  mrdho2_fsdp::a_checkpoint_resumes_on_other_ranks
   - self.replan()
   -         self.adopt_params()
   + self.replan()
 
 == fosi/eigenpairs.py
-the guard does not know a negative loss  <-  dho2::the_guard_of_s_knows_what_is_worse
+the guard does not know a negative loss  <-  dho2::a_worse_final_update_is_rejected
   - loss - self._batch_loss > TOLERATED_RISE * abs(self._batch_loss)
   + loss > (1.0 + TOLERATED_RISE) * self._batch_loss
 a start without new directions
-  <-  curvature_corners::a_warm_start_sees_curvature_outside_the_old_span
+  <-  dho2_corner_cases::a_warm_start_finds_curvature_outside_of_the_last_subspace
     last_sum.add_(start, alpha=RANDOM_SHARE)  =>  last_sum
-the bound of s is not loaded  <-  dho2_state::a_checkpoint_goes_on_bit_for_bit
+the bound of s is not loaded  <-  dho2_state::a_resumed_run_is_equal_bit_for_bit
     self._scale_bound = counts.get("rest_scale_bound", 1.0)  =>  pass
-carried momentum is not loaded  <-  dho2_state::a_checkpoint_goes_on_bit_for_bit
+carried momentum is not loaded  <-  dho2_state::a_resumed_run_is_equal_bit_for_bit
     local_rows(pairs.outside_momentum  =>  local_rows(0 * pairs.outside_momentum
-the last Newton step is not loaded  <-  trust::a_checkpoint_goes_on_bit_for_bit_where_it_binds
+the last Newton step is not loaded  <-  trust_region::a_run_resumed_while_the_trust_region_binds_is_equal_bit_for_bit
     full_step=pairs.last_step  =>  full_step=subspace.newton.full_step
 endless steps where the curvature has vanished
   <-  found::curvature_that_vanishes_makes_no_endless_steps
@@ -269,22 +269,22 @@ endless steps where the curvature has vanished
 
 == fosi/epochs.py
 gradients go to the sum of another point
-  <-  mrdho2_use::a_checkpoint_of_the_epoch_under_way_is_taken_back
+  <-  mrdho2_use::a_checkpoint_during_an_epoch_restores_its_start
   - self.sums = None
   -         super().load(saved)
   + super().load(saved)
-an update where the loss falls at all  <-  mrdho2::the_guard_asks_for_half_the_loss
+an update where the loss falls at all  <-  mrdho2::a_final_update_must_reach_half_of_the_predicted_decrease
     after <= before - MIN_LOSS_FALL * abs(before)  =>  after <= before
-a final update without the way back to c  <-  mrdho2::equation_17_on_a_quadratic_is_its_closed_form
+a final update without the way back to c  <-  mrdho2::equation_17_on_a_quadratic_equals_its_closed_form
     before - self.sums.start,  =>  0 * before,
 eigenvectors of the accelerators in another order
-  <-  mrdho2::final_updates_of_a_network_are_those_of_dense_hessians
+  <-  mrdho2::final_updates_equal_those_of_dense_hessians
     for message in messages]  =>  for message in messages[::-1]]
-no warm-up with accelerators  <-  mrdho2::the_base_alone_warms_up
+no warm-up with accelerators  <-  mrdho2::the_base_steps_alone_during_warm_up
     if not self.links or self._is_warming_up:  =>  if not self.links:
 
 == fosi/flat_params.py
-packed parameters that are not written back  <-  dho2::steps_are_those_of_dense_algebra
+packed parameters that are not written back  <-  dho2::steps_equal_dense_algebra
   - _, views = self._buffer("rows")
   -         for piece, view, tensor in zip(self.local_pieces, views, tensors, strict=True):
   + for piece, view, tensor in ():
@@ -293,15 +293,15 @@ parts of gradients that are not contiguous
     p.grad = gradient.contiguous()  =>  pass
 
 == fosi/subspace.py
-the base moves inside the subspace  <-  dho2::the_base_moves_nothing_inside_the_subspace
+the base moves inside the subspace  <-  dho2::the_base_does_not_move_inside_the_subspace
     -alpha * self.newton.step - self.rest_scale * c  =>  -alpha * self.newton.step
 one element that is not finite reaches all parameters
-  <-  trust::one_element_that_is_not_finite_does_not_reach_the_others
+  <-  trust_region::one_non_finite_element_does_not_reach_the_others
     c = torch.nan_to_num(c, nan=0.0, posinf=0.0, neginf=0.0)  =>  pass
 the share of the gradient counted on every process
-  <-  dho2_processes::a_schedule_reaches_the_base_wherever_its_state_is
+  <-  dho2_processes::learning_rate_schedules_reach_the_base_in_every_layout
     sums[complete] /= self.world.size  =>  pass
-near-zero eigenvalues give endless steps  <-  dho2::steps_are_those_of_dense_algebra
+near-zero eigenvalues give endless steps  <-  dho2::steps_equal_dense_algebra
     torch.maximum(magnitudes, floor * largest)  =>  magnitudes
 Newton steps up negative curvature  <-  dho2::one_newton_step_finds_the_minimum_and_leaves_saddles
     magnitudes = values.abs()  =>  magnitudes = values
@@ -310,15 +310,15 @@ all groups step by the Newton scale of the first
     self.group_spans if len(coefficients) > 1 else [slice(None)]  =>  [slice(None)]
 
 == fosi/trust.py
-Newton steps are never cut  <-  trust::steps_come_to_rest_whatever_the_curvature
+Newton steps are never cut  <-  trust_region::steps_converge_for_any_curvature
     select(ratio > NEAR_LIMIT, state.scale * TARGET / larger(ratio, NEAR_LIMIT), grown)  =>  grown
-a Newton step of any length  <-  trust::a_step_is_at_most_ten_times_as_long_as_usual
+a Newton step of any length  <-  trust_region::a_step_is_at_most_ten_times_the_usual_length
     select(has_typical, RADIUS * state.typical_decrease, math.inf)  =>  math.inf
 a step said to be taken back is not
-  <-  trust::a_step_to_where_the_gradient_is_not_finite_is_taken_back
+  <-  trust_region::a_step_to_a_non_finite_gradient_is_rejected
     reverted = NewtonStep(way_back,  =>  reverted = NewtonStep(zeros,
 what cannot be compiled is an error
-  <-  trust::a_rule_is_compiled_off_the_cpu_and_runs_as_it_is_where_that_fails
+  <-  trust_region::the_rule_is_compiled_on_devices_with_an_eager_fallback
     except Exception:  =>  except ImportError:
 
 == kfac/state.py
@@ -328,7 +328,7 @@ inverses of another scale than the run's  <-  resume::inverses_of_another_scale_
     if empty or scaled != inverses.scaled:  =>  if empty:
 a resumed run without the solves under way  <-  resume::a_resumed_run_equals_the_run
     loaded.snapshots[block] = PendingInverse(  =>  PendingInverse(
-statistics from before a load  <-  contract_state::statistics_from_before_a_load_do_not_count
+statistics from before a load  <-  contract_state::statistics_captured_before_a_load_are_dropped
   -         block.staged.clear()
   -
 
@@ -341,20 +341,20 @@ a chosen fraction that checkpoints forget
   - common |= zip(CHOSEN_WORKERS, (self.num_workers, self.training.world.size), strict=True)
   + pass
 messages forget since the beginning of a resumed run
-  <-  stats::the_first_message_decays_factors_since_the_last_update
+  <-  stats_workers::the_first_message_decays_factors_since_the_last_update
     self._schedule.record_update(int(updated_at))  =>  pass
 statistics that leave in the passes as sums
   <-  loss_reduction::unequal_micro_batches_work_with_every_factor_exchange
     if layers.reduction != "step_mean":  =>  if True:
 an instrument without the owners' clip
-  <-  metrics::the_clip_is_the_one_that_shortened_the_gradient
+  <-  metrics::the_reported_clip_is_the_one_that_was_applied
     clip=result.clip,  =>  clip=None,
 a frozen layer keeps its inverse  <-  kaisa::a_frozen_layer_stores_no_inverse
     block.drop_inverse()  =>  pass
 ranks' losses not compared  <-  loss_reduction::ranks_with_different_reductions_raise
   - ("loss reduction", self.layers.reduction),
 messages forget since the beginning
-  <-  stats::factors_decay_between_messages_as_in_as_many_steps
+  <-  stats_workers::factors_decay_between_messages_as_in_as_many_steps
   - self.layers.update_averages(sums, decay)
   -         self._schedule.record_update(self.training.steps)
   + self.layers.update_averages(sums, decay)
@@ -397,25 +397,25 @@ groups that are preconditioned all the same
 a group's factor_decay that does nothing
   <-  group_options::a_groups_factor_decay_applies_to_its_layers
     if own_decays.get(block, decay) == past]  =>  if past == decay]
-zero_grad keeps statistics  <-  contract_steps::a_step_after_zero_grad_alone_takes_nothing_in
+zero_grad keeps statistics  <-  contract_steps::a_step_after_zero_grad_alone_adds_no_statistics
   - block.staged.clear()
   -         self.collector.step_passes.passes.clear()
   + self.collector.step_passes.passes.clear()
 a state of averages that are slices by now
-  <-  queued::the_state_refers_to_the_stacks
+  <-  queued_statistics::the_state_refers_to_the_stacks
     if tensors_after != tensors_before:  =>  if False:
 passes of a layer for those of a step
-  <-  examples::a_layer_that_some_micro_batches_skip_is_counted
+  <-  example_counts::a_layer_that_some_micro_batches_skip_is_counted
     max([1, *(block.staged.micro_batches for block in blocks)])  =>  blocks[-1].staged.micro_batches
 G of a step's losses without their number
   <-  loss_reduction::unequal_micro_batches_train_like_the_whole_batch
     shapes, share)  =>  shapes, 1.0)
 statistics of micro-batches with the square of their number
-  <-  stats::a_stats_worker_counts_micro_batches
+  <-  stats_workers::a_stats_worker_counts_micro_batches
     collect_sums(staged, micro_batches, terms)  =>  collect_sums(staged, 1, terms)
 
 terms of the last layer that a rank owns
-  <-  rows::every_rank_knows_the_terms_of_the_last_layer
+  <-  loss_terms::every_rank_knows_the_terms_of_the_last_layer
     hooked.append(rows_only)  =>  pass
 
 == kfac/metrics.py
@@ -460,12 +460,12 @@ every gradient worker keeps an inverse of a sharded layer
 a clip of a rank's own layers alone
   <-  dpkfac::one_coefficient_clips_the_layers_of_all_owners
     world.all_reduce([change]).wait()  =>  pass
-outliers that count in full  <-  usual_change::the_bound_is_four_times_the_running_average
+outliers that count in full  <-  change_clip::the_bound_is_four_times_the_running_average
     addcmul_(change, ratio, value  =>  addcmul_(change, torch.ones_like(ratio), value
 steps without a preconditioned layer that count
-  <-  usual_change::steps_without_preconditioned_layers_do_not_enter_the_average
+  <-  change_clip::steps_without_preconditioned_layers_do_not_enter_the_average
     if clip is not None and solved:  =>  if clip is not None:
-a resumed run with another usual change  <-  usual_change::a_resumed_run_has_the_same_running_average
+a resumed run with another usual change  <-  change_clip::a_resumed_run_has_the_same_running_average
     self.steps = int(part.number(steps_name))  =>  pass
 a clip in lr, not lr²  <-  solvers::the_clip_takes_each_layers_own_learning_rate
     stack.new_ones(()) * rate**2  =>  stack.new_ones(()) * rate
@@ -478,7 +478,7 @@ factors that count updates  <-  defaults::the_memory_of_factors_in_steps_does_no
 a young training remembers as much as an old one
   <-  defaults::early_in_a_run_factors_remember_a_share_of_its_steps
     decay = min(decay, 1 - 1 / max(2.0, past.share * step))  =>  pass
-newcomers wait for the interval  <-  robustness::a_newcomer_is_solved_as_soon_as_it_has_statistics
+newcomers wait for the interval  <-  robustness::a_newly_trainable_layer_is_refreshed_when_it_has_statistics
   - if step == self._layers.newly_trainable_at:
   -             return layers
   + if False:
@@ -532,7 +532,7 @@ stale inverses after a change of layers
   <-  kaisa::a_layer_without_an_inverse_gets_one_at_the_next_step
     if self.requested:  =>  if False:
 an unexplained layer not told of to the other ranks
-  <-  explained::a_layer_that_one_rank_cannot_verify_falls_back_on_all_ranks
+  <-  verification::a_layer_that_one_rank_cannot_verify_falls_back_on_all_ranks
     if block.unverified:  =>  if False:
 decompositions of threads arrive with another damping
   <-  distkfac_ranks::without_staleness_distkfac_equals_kaisa
@@ -563,25 +563,25 @@ deterministic without effect  <-  distkfac::deterministic_inverses_work_next_to_
     elif self.deterministic or not future.done():  =>  elif not future.done():
 a snapshot that changes  <-  distkfac::with_deterministic_staleness_steps_use_inverses_of_that_age
     [torch.empty_like(factor) for factor in factors]  =>  factors
-a solve with all cores  <-  background::threads_use_one_core_and_leave_the_main_thread_its_cores
+a solve with all cores  <-  worker_threads::threads_use_one_core_and_leave_the_main_thread_its_cores
     torch.set_num_threads(1)  =>  pass
 
 == kfac/stats_workers.py
 a stats worker's losses of a step as sums
-  <-  stats::a_stats_worker_counts_micro_batches
+  <-  stats_workers::a_stats_worker_counts_micro_batches
     sums = self.layers.undo_step_mean(sums, share=1.0)  =>  pass
-a stats worker's gradients pile up  <-  stats::a_stats_workers_gradients_do_not_accumulate
+a stats worker's gradients pile up  <-  stats_workers::a_stats_workers_gradients_do_not_accumulate
     p.grad = None  =>  pass
 statistics to the first worker, whoever owns the layer
   <-  distkfac_ranks::stats_workers_compute_statistics_of_their_batches_at_the_received_weights
     owned[layer.inverse_rank("A")].append(block)  =>  owned[0].append(block)
-messages of other layers count  <-  stats::after_a_change_workers_capture_until_newer_messages_arrive
+messages of other layers count  <-  stats_workers::after_a_change_workers_capture_until_newer_messages_arrive
     if message.note["plan_version"] < self.plan_version:  =>  if False:
-snapshots queue up  <-  stats::no_snapshot_is_sent_while_statistics_are_in_transit
+snapshots queue up  <-  stats_workers::no_snapshot_is_sent_while_statistics_are_in_transit
     if num_sent > self._num_answered.get(link, 0):  =>  if False:
 a stats worker may be sharded  <-  fsdp_stats::fsdp_with_stats_workers_is_refused
     raise ValueError(sharding_error(self.training.name, "stats"))  =>  return
-statistics are not requested  <-  stats::workers_capture_again_when_no_valid_statistics_arrive
+statistics are not requested  <-  stats_workers::workers_capture_again_when_no_valid_statistics_arrive
     bool(unpacked) and not any(unpacked.values())  =>  False
 
 == kfac/thor.py
@@ -603,37 +603,37 @@ layers in groups of their own without statistics
 a bias's gradient in the wrong column  <-  invariants_steps::15_a_step_equals_the_dense_solve
     torch.cat(views, layout.axis)  =>  torch.cat(views[::-1], layout.axis)
 inverses of some layers of a batch are others'
-  <-  banks::a_layer_batch_equals_its_layers_one_by_one
+  <-  layer_batches::a_layer_batch_equals_its_layers_one_by_one
     as_stack(column).flatten(0, 1)  =>  as_stack(column[:1] * len(column)).flatten(0, 1)
 
 == kronecker/block.py
-a slice that keeps its stack  <-  queued::the_state_refers_to_the_stacks
+a slice that keeps its stack  <-  queued_statistics::the_state_refers_to_the_stacks
     self.factors.entries[name] = factor.clone()  =>  pass
 micro-batches that FSDP2 has yet to average dropped
   <-  fsdp::gradient_accumulation_works_with_and_without_gradient_sync
     self.has_gradient or unreduced)  =>  self.has_gradient)
 gradients set to None by the model kept as statistics
-  <-  examples::a_discriminator_counts_its_own_passes
+  <-  example_counts::a_discriminator_counts_its_own_passes
     (self.staged.empty or self.has_gradient or  =>  (True or
 a Linear with an activation behind it taken for one
-  <-  explained::a_subclass_that_computes_something_else_falls_back
+  <-  verification::a_subclass_that_computes_something_else_falls_back
     if residual > TOLERANCE:  =>  if False:
 loaded factors weigh nothing
-  <-  contract_state::checkpoint_gives_what_is_known_of_the_curvature
-  <-  contract_state::a_checkpoint_continues_the_same_trajectory
+  <-  contract_state::a_checkpoint_contains_the_curvature
+  <-  contract_state::a_resumed_run_has_the_same_trajectory
     entry.copy_(torch.as_tensor(saved[name], device=entry.device))  =>  entry.fill_(1.0)
 a checkpoint of any shape is accepted
-  <-  checkpoint_checks::wrong_shapes_and_numbers_are_refused_before_anything_changes
+  <-  checkpoint_checks::invalid_shapes_and_numbers_raise_before_anything_changes
     tuple(saved[name].shape) != shape:  =>  False:
 
 == kronecker/capture.py
 forwards that checkpoints repeat are new ones
-  <-  examples::two_losses_of_one_forward_pass_are_not_micro_batches
+  <-  example_counts::two_losses_of_one_forward_pass_are_not_micro_batches
     self._again = autograd.has_earlier_pass(self._outer_pass)  =>  pass
-gradients beside the loss as examples  <-  examples::gradients_of_other_quantities_add_no_examples
+gradients beside the loss as examples  <-  example_counts::gradients_of_other_quantities_add_no_examples
     if self._accumulated and not autograd.reaches_parameters(module, self.fsdp):  =>  if False:
 the view of a layer's output hooked, which an operation in place replaces
-  <-  explained::in_place_operations_lose_no_pairs
+  <-  verification::in_place_operations_lose_no_pairs
     if edge.node.name() != "ViewBackward0":  =>  if True:
 gradients beside the loss as examples, in a graph
   <-  compiled::evaluation_input_gradients_and_frozen_layers_give_no_pairs
@@ -645,7 +645,7 @@ steps without statistics have the operators in their graph
   -             return None
   -
 a graph's pairs of the data's labels beside those of drawn ones
-  <-  compiled_drawn::unsupported_models_raise_when_compiled
+  <-  compiled_sampled::unsupported_models_raise_when_compiled
   -         if self.sampled:
   -             _refuse_compiled_part()
   -
@@ -698,10 +698,10 @@ gradients of experts without the weights of their tokens
 
 == kronecker/verification.py
 a penalty on the weight's length counted as unexplained
-  <-  explained::a_weight_penalty_does_not_hide_missing_pairs
+  <-  verification::a_weight_penalty_does_not_hide_missing_pairs
     if first.weight is not None:  =>  if False:
 gradients of torch.autograd.grad counted as the weight's
-  <-  explained::gradients_of_other_quantities_do_not_count
+  <-  verification::gradients_of_other_quantities_do_not_count
     if not is_reached(weight):  =>  if False:
 
 == kronecker/layers.py
@@ -710,7 +710,7 @@ padding tokens count
     ones = ones * (tokens != padding)  =>  pass
 a sum over positions for their mean  <-  invariants_factors::4_reduce_is_exact_with_pooled_positions
     return x.mean(1), d.sum(1)  =>  return x.sum(1), d.sum(1)
-padded rows in A  <-  examples::padding_does_not_change_the_factors
+padded rows in A  <-  example_counts::padding_does_not_change_the_factors
   - return LinearRows(row_mask.apply(x), d, row_mask)
   + return LinearRows(x, d, row_mask)
 
@@ -730,7 +730,7 @@ a step without examples forgets
   <-  invariants_factors::13_a_step_without_examples_leaves_the_average_bit_for_bit
     torch.where(present, weight * decay + 1.0, weight, out=weight)  =>  weight.mul_(decay).add_(1.0)
 a second pass through a forward as a micro-batch
-  <-  examples::two_losses_of_one_forward_pass_are_not_micro_batches
+  <-  example_counts::two_losses_of_one_forward_pass_are_not_micro_batches
     or not again  =>  or True
 both factors of gradients with the trace of the curvature
   <-  kinds::a_tied_embedding_has_the_partial_traces_of_both_uses
@@ -744,7 +744,7 @@ an expert's A moves as if it had tokens in all steps
 
 == kronecker/fisher.py
 micro-batches draw the same noise
-  <-  contract_steps::sampled_labels_of_micro_batches_are_drawn_one_by_one
+  <-  contract_steps::each_micro_batch_samples_its_own_labels
     hash((self._step, call - self._first_call, self._rank))  =>  hash((self._step, 0, self._rank))
 ranks draw the same noise  <-  kaisa::each_rank_samples_its_own_labels
   - hash((self._step, call - self._first_call, self._rank))
@@ -764,12 +764,12 @@ keys counted as queries are  <-  attention::factors_equal_those_of_separate_line
 torch's own layers are registered anew  <-  kinds::rules_of_torchs_layers_cannot_be_replaced
     if has_rule and kind.__module__.startswith("torch."):  =>  if False:
 sparse embeddings are preconditioned
-  <-  finding::embeddings_with_sparse_gradients_fall_back_to_the_base
+  <-  layer_search::embeddings_with_sparse_gradients_fall_back_to_the_base
     if getattr(module, "sparse", False):  =>  if False:
 
 == kronecker/model_blocks.py
 the largest factor that is allowed is refused
-  <-  finding::layers_above_max_factor_dim_fall_back_to_the_base
+  <-  layer_search::layers_above_max_factor_dim_fall_back_to_the_base
     or largest <= self.max_factor_dim:  =>  or largest < self.max_factor_dim:
 experts that reduce takes for examples of their own
   <-  experts::experts_ignore_sequence_boundaries
@@ -801,33 +801,33 @@ no scale of the loss  <-  invariants_factors::11_a_grad_scaler_changes_nothing
   - return 1.0 / scale
   + return 1.0 / torch.ones_like(scale)
 a pair that is kept over zero_grad
-  <-  queued::a_queued_pair_belongs_to_the_step_that_captured_it
+  <-  queued_statistics::a_queued_pair_belongs_to_the_step_that_captured_it
     if pair.cleared_at == pair.staged.cleared_at]  =>  ]
 a slice that counts by its own size
-  <-  queued::pairs_are_queued_until_the_pass_ends_or_a_size_is_reached
+  <-  queued_statistics::pairs_are_queued_until_the_pass_ends_or_a_size_is_reached
     max(4 * self.size, storage_bytes)  =>  4 * self.size
 rows without an example in the A of equal Linears
-  <-  queued::queued_pairs_give_the_sums_of_single_pairs
+  <-  queued_statistics::queued_pairs_give_the_sums_of_single_pairs
     x = x * row_mask.mask.to(x.device).unsqueeze(-1)  =>  pass
 statistics that are not finite are not counted as dropped
-  <-  queued::queued_pairs_give_the_sums_of_single_pairs
+  <-  queued_statistics::queued_pairs_give_the_sums_of_single_pairs
     count_dropped(layers, bad)  =>  pass
 a gradient's scale once instead of squared
-  <-  queued::queued_pairs_give_the_sums_of_single_pairs
+  <-  queued_statistics::queued_pairs_give_the_sums_of_single_pairs
     factors["G"].mul_(scale**2)  =>  factors["G"].mul_(scale)
 
 == kronecker/rows.py
-padded rows in N  <-  examples::padding_does_not_change_the_factors
+padded rows in N  <-  example_counts::padding_does_not_change_the_factors
     if all_terms or self._type_of(group) == "examples":  =>  if True:
 examples beyond a hinge leave A
-  <-  rows::examples_with_zero_gradients_are_loss_terms
+  <-  loss_terms::examples_with_zero_gradients_are_loss_terms
     if not self._position_counts:  =>  if False:
 a row without a gradient at one layer leaves its A
-  <-  rows::padding_is_not_in_a_but_prompts_are
+  <-  loss_terms::padding_is_not_in_a_but_prompts_are
   - self.has_gradient = _union(self.has_gradient, row_mask.mask)
   + self.has_gradient = row_mask.mask
 passes that have nothing in common count together
-  <-  rows::losses_of_separate_layers_count_their_own_terms
+  <-  loss_terms::losses_of_separate_layers_count_their_own_terms
     candidates = [each for each in candidates if not layers.isdisjoint(each.layers)]  =>  pass
 
 == kronecker/solvers.py
@@ -849,7 +849,7 @@ rounded inverses that may be indefinite  <-  rounding::a_rounded_matrix_is_at_le
 
 == kronecker/storage.py
 tensors out of order taken for a stack
-  <-  queued::a_stack_of_contiguous_tensors_is_a_view
+  <-  queued_statistics::a_stack_of_contiguous_tensors_is_a_view
     and part.storage_offset() == offset  =>  and True
 
 == kronecker/storage.py
@@ -857,9 +857,9 @@ a triangle mirrored from the wrong side  <-  triangles::packing_and_back_is_the_
     x11.triu() + x11.triu(1).mT  =>  x11.tril() + x11.tril(-1).mT
 
 == lanczos/closure.py
-a vector of losses counts as one example  <-  hvp::micro_batches_of_outputs
+a vector of losses counts as one example  <-  hvp::micro_batches_of_outputs_equal_one_batch
     examples = len(loss) if examples is None else examples  =>  examples = examples or 1.0
-a loader's batches weigh the same  <-  estimates::a_loader_is_the_mean_over_its_examples
+a loader's batches weigh the same  <-  estimates::a_loader_gives_the_mean_over_its_examples
     lambda z: criterion(z, targets)), len(targets)  =>  lambda z: criterion(z, targets)), 1
 
 == lanczos/differentiable.py
@@ -867,7 +867,7 @@ an empirical Fisher is a sum  <-  hvp::empirical_fisher_is_the_mean_of_outer_pro
     pushed = [u / len(u) for u in pushed]  =>  pass
 
 == lanczos/estimates.py
-a variance of samples divided by their number  <-  estimates::the_error_of_a_diagonal_of_two_samples
+a variance of samples divided by their number  <-  estimates::the_error_of_a_diagonal_follows_from_two_samples
     (squares / max(count - 1, 1) / max(count, 1))  =>  (squares / max(count, 1) / max(count, 1))
 the steep directions' diagonal counts them twice
   <-  estimates::a_matrix_of_low_rank_is_found_exactly
@@ -875,23 +875,23 @@ the steep directions' diagonal counts them twice
 
 == lanczos/hvp.py
 differences as wide as the parameters' dtype
-  <-  mrdho2_fsdp::differences_are_wide_enough_for_narrow_passes
+  <-  mrdho2_fsdp::finite_differences_work_with_low_precision_passes
     self._dtypes |= compute_dtypes(self._model)  =>  pass
 micro-batches' losses weigh the same
   <-  lanczos::the_loss_of_micro_batches_is_weighted_by_their_examples
     examples * evaluation.loss.detach()  =>  evaluation.loss.detach()
-micro-batches weigh the same  <-  hvp::micro_batches_are_one_batch
+micro-batches weigh the same  <-  hvp::micro_batches_equal_one_batch
     if factor != 1.0:  =>  if False:
-buffers go on from one product to the next  <-  hvp::buffers_start_anew_at_each_evaluation
+buffers go on from one product to the next  <-  hvp::buffers_are_restored_at_each_evaluation
     self.buffer.data.copy_(self.value)  =>  pass
 
 == lanczos/lanczos.py
-orthogonalised once  <-  lanczos::the_basis_is_orthonormal_and_makes_it_tridiagonal
+orthogonalised once  <-  lanczos::the_basis_is_orthonormal_and_tridiagonalizes_the_matrix
     h.addmv_(basis.t(), second.to(h.dtype), alpha=-1)  =>  pass
 each process decides by itself  <-  lanczos_ranks::one_process_decides
   - stop = int(space.broadcast_from_first(decision))
   + stop = int(stop)
-eigenvectors of B need not be orthonormal  <-  lanczos::a_wrong_decomposition_is_none
+eigenvectors of B need not be orthonormal  <-  lanczos::a_wrong_decomposition_is_rejected
     & (overlap <= DECOMPOSITION_TOL)  =>  & True
 
 == lanczos/spectrum.py
@@ -902,33 +902,33 @@ processes' losses weigh the same  <-  lanczos_ranks::a_mean_loss_is_weighted_by_
   +         sums[1] = 1.0
 each process has signs of its own  <-  lanczos_ranks::one_process_decides
     packed = space.broadcast_from_first(packed)  =>  pass
-it stops before all pairs have converged  <-  lanczos::it_stops_where_all_pairs_are_within_tol
+it stops before all pairs have converged  <-  lanczos::iterations_stop_when_all_pairs_are_within_tol
     tol * ritz.values[indices].abs()).all())  =>  tol * ritz.values[indices].abs()).any())
 a smallest eigenvalue for a largest  <-  lanczos::a_full_run_finds_both_ends
     *range(smallest)]  =>  *range(1, smallest + 1)]
 
 == lanczos/vector_space.py
-a loss of the positive Hessian under maximize  <-  dho2::the_guard_of_s_knows_what_is_worse
+a loss of the positive Hessian under maximize  <-  dho2::a_worse_final_update_is_rejected
     return self._sign * float(loss) / float(examples)  =>  return float(loss) / float(examples)
 the Hessian of the negative loss has its sign
-  <-  dho2_state::uphill_on_the_negative_loss_is_downhill
+  <-  dho2_state::maximizing_the_negative_loss_equals_minimizing_the_loss
   - weight = self._sign * self._hessian.examples
   + weight = self._hessian.examples
 
 == measuring/accumulators.py
 each call of a layer has a square of its own
-  <-  measure_terms::eigenvalues_are_of_all_calls_of_a_layer
+  <-  measure_terms::eigenvalues_cover_all_calls_of_a_layer
     if len(pairs) >= self._num_calls[layer]:  =>  if True:
 positions that examples share pass for each one's
-  <-  measure_terms::positions_that_entries_share_have_no_gradients_of_single_ones
+  <-  measure_terms::shared_positions_have_no_per_example_gradients
     if self._shares_indices(layer, x):  =>  if False:
 
 == measuring/batches.py
-padding that measure counts  <-  measure::inputs_are_those_of_entries_without_padding
+padding that measure counts  <-  measure::factors_exclude_padding
     rows = rows.index_select(0, index)  =>  pass
-terms of ignored labels count  <-  measure_terms::a_label_that_is_ignored_is_no_term
+terms of ignored labels count  <-  measure_terms::ignored_labels_are_not_terms
     if batch.term_counts and value  =>  if False and value
-labels sampled for padding  <-  measure::no_label_is_drawn_for_padding
+labels sampled for padding  <-  measure::no_label_is_sampled_for_padding
   -     if rows.index is not None:
   -         logits
   +     if False:
@@ -939,26 +939,26 @@ buffers stay as measure leaves them  <-  measure::the_model_is_left_as_it_was
     buffer.copy_(value)  =>  pass
 
 == measuring/measure.py
-an A that is a mean over terms  <-  measure::pairs_and_corrected_eigenvalues_are_those_of_entries
+an A that is a mean over terms  <-  measure::corrected_eigenvalues_equal_a_dense_reference
     divisors = rows[name] if factor == "A" else [terms]  =>  divisors = [terms]
 terms of a batch that is repeated for FSDP2
-  <-  measure_ranks::processes_find_the_same_together
+  <-  measure_ranks::many_processes_equal_one
   -                     if has_batch:
   +                     if True:
 
 == measuring/sums.py
 sums in the host's memory are of the last batch
-  <-  measure::the_hosts_memory_changes_nothing
+  <-  measure::keep_cpu_changes_nothing
     if key in sums:  =>  if False:
 sums that come after their turn in the last batch are lost
-  <-  measure_ranks::layers_that_a_process_does_not_call_do_not_hold_up_others
+  <-  measure_ranks::a_layer_that_a_process_skips_does_not_block_the_others
   -         self._send_until(len(self._order))
   -         return
   +         return
 
 == optimizers/base.py
 steps within backward
-  <-  frameworks_with_parameters_only::a_step_from_a_hook_within_backward_is_refused
+  <-  contract_state_groups::a_step_inside_backward_raises
     if torch._C._current_graph_task_id() != NO_BACKWARD:  =>  if False:
 collected factors stay  <-  factor_exchange::gathered_factors_are_dropped_at_the_next_step
   -         if self._collected is not None:
@@ -966,37 +966,37 @@ collected factors stay  <-  factor_exchange::gathered_factors_are_dropped_at_the
   +         if self._constructed is None:
   +             self._collected = None
 a first zero step taken for a checkpoint's
-  <-  contract_state::a_first_step_with_zero_gradients_is_a_step
+  <-  contract_state::a_first_step_with_zero_gradients_counts
     not self.state and is_checkpointing()  =>  not self.state
 the step count is not loaded
-  <-  contract_state::checkpoint_gives_the_number_of_the_step
-  <-  contract_state::a_checkpoint_continues_the_same_trajectory
+  <-  contract_state::a_checkpoint_contains_the_number_of_steps
+  <-  contract_state::a_resumed_run_has_the_same_trajectory
     self._training.steps = checkpoint.steps  =>  pass
-an optimizer that holds itself  <-  contract_state::an_optimizer_goes_as_soon_as_nobody_has_it
+an optimizer that holds itself  <-  contract_state::an_unreferenced_optimizer_is_deleted
     partial(_publish_state_of, weakref.ref(self))  =>  partial(_publish_state_of, lambda: self)
 one kind of processes alone hears of wrong shards
-  <-  mrdho2_fsdp::other_shards_are_refused_on_every_rank
+  <-  mrdho2_fsdp::unsupported_shards_raise_on_every_rank
     if any(world.all_gather_object(is_sharded)):  =>  if is_sharded:
-two bases: half a group stays  <-  aux_base::a_group_that_cannot_be_added_leaves_all_as_it_was
+two bases: half a group stays  <-  aux_base::an_invalid_group_changes_nothing
     self.param_groups[:] = prev_groups  =>  pass
 two bases: one's defaults for both
-  <-  aux_base::a_group_added_is_divided_too_and_one_with_a_mark_is_not
+  <-  aux_base::an_added_group_is_split_unless_it_names_its_base
     {**self.defaults, **base_of(self._base, group).defaults}  =>  self.defaults
 a state that loses its curvature by close()
   <-  found::closing_leaves_a_state_that_was_asked_for_as_it_is
     {part: entry[part] for part in parts}  =>  entry
 
 == optimizers/find_model.py
-lists of parameters taken for the model  <-  from_parameters::copies_are_not_confused_with_the_model
+lists of parameters taken for the model  <-  from_parameters::copies_are_not_mistaken_for_the_model
     type(module) is nn.Module or _is_instance(module, WEAK_OWNERS)  =>  False
-aliases taken for the model  <-  from_parameters::copies_are_not_confused_with_the_model
+aliases taken for the model  <-  from_parameters::copies_are_not_mistaken_for_the_model
     most_owners = max(len(  =>  most_owners = min(len(
 one of two models that share their parameters
-  <-  from_parameters::any_of_two_models_with_the_same_parameters_may_run
+  <-  from_parameters::either_of_two_models_with_the_same_parameters_can_run
     roots += best  =>  roots += best[:1]
-a DDP that nobody has  <-  from_parameters::wrapped_parameters_train_as_the_wrapped_model
+a DDP that nobody has  <-  from_parameters::parameters_of_a_ddp_model_find_the_wrapped_model
     gc.collect()  =>  pass
-whole parameters of FSDP2's root  <-  from_parameters::sharded_parameters_train_as_the_sharded_model
+whole parameters of FSDP2's root  <-  from_parameters::parameters_of_a_sharded_model_find_the_model
     cast(Any, module).reshard()  =>  pass
 frozen parts that are not the model's
   <-  from_parameters::frozen_parts_of_the_network_are_part_of_the_model
@@ -1026,12 +1026,12 @@ colocate_factors without effect  <-  kaisa::the_placement_options_place_layers
 
 == utils/checks.py
 a tensor on the device is waited for
-  <-  device_hyperparameters::hyperparameters_on_the_device_are_not_waited_for
+  <-  device_hyperparameters::hyperparameters_on_the_device_are_not_synchronized
     if value.device.type != "cpu":  =>  if value.device.type == "meta":
 
 == optimizers/keywords.py
 two bases: special keywords without effect
-  <-  aux_base::without_curvature_two_optimizers_made_by_hand_do_the_same
+  <-  aux_base::without_curvature_two_bases_equal_two_separate_optimizers
     aux_result.update(aux_kwargs)  =>  pass
 
 == planning/cost.py
@@ -1047,7 +1047,7 @@ plans of settings that do not fit  <-  planning_plan::memory_is_honored
     fitting = [choice for choice in choices if choice.fits]  =>  fitting = list(choices)
 
 == reporting/summary.py
-frozen parameters in the summary's share  <-  summary::only_what_trains_is_counted_and_named
+frozen parameters in the summary's share  <-  summary::only_trainable_parameters_are_counted
   - [row for row in self.rows if row.status != "frozen"]
   + list(self.rows)
 """)

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning
 
 @each_kronecker
 @each_pair
-def test_without_curvature_two_optimizers_made_by_hand_do_the_same(System: Any, pair: str) -> None:
+def test_without_curvature_two_bases_equal_two_separate_optimizers(System: Any, pair: str) -> None:
     """Bit for bit."""
     model = CASE.model()
     twin = CASE.model()
@@ -102,7 +102,9 @@ def in_windows() -> nn.Module:
         (in_windows, Muon, (), {"0.weight"}),  # a gain of two dimensions is no hidden weight
     ],
 )
-def test_hidden_weights_go_to_the_base(build: Any, base: Any, layers: Any, hidden: Any) -> None:
+def test_hidden_weights_use_the_base_and_others_use_aux_base(
+    build: Any, base: Any, layers: Any, hidden: Any
+) -> None:
     model = build()
     optimizer = KAISA(model, lr=0.1, base=base, aux_base=AuxBase(AdamW, layers=layers))
     found = trained_by(optimizer)
@@ -111,7 +113,7 @@ def test_hidden_weights_go_to_the_base(build: Any, base: Any, layers: Any, hidde
 
 
 @given(data=st.data())
-def test_groups_are_divided_and_keep_what_they_say(data: st.DataObject) -> None:
+def test_groups_are_split_and_keep_their_options(data: st.DataObject) -> None:
     """Whatever groups there are: each parameter once, by its name, in order, with its entries."""
     model = Speaker()
     named = data.draw(st.permutations(list(model.named_parameters())))
@@ -143,7 +145,7 @@ def test_groups_are_divided_and_keep_what_they_say(data: st.DataObject) -> None:
     assert all(group.keys() == {"params", "lr", "mine"} for group in groups)
 
 
-def test_a_group_added_is_divided_too_and_one_with_a_mark_is_not() -> None:
+def test_an_added_group_is_split_unless_it_names_its_base() -> None:
     model = CASE.model()
     optimizer = two(KAISA, "Muon AdamW", [model.up.weight, model.up.bias], model=model)
     take(model, optimizer, BATCHES[0])
@@ -185,9 +187,7 @@ def test_a_group_added_is_divided_too_and_one_with_a_mark_is_not() -> None:
         ),
     ],
 )
-def test_a_group_that_cannot_be_added_leaves_all_as_it_was(
-    group: Any, error: Any, message: str | None
-) -> None:
+def test_an_invalid_group_changes_nothing(group: Any, error: Any, message: str | None) -> None:
     model = CASE.model()
     optimizer = two(KAISA, "Muon AdamW", model.up.parameters(), model=model)
     before = [dict(each) for each in optimizer.param_groups]
@@ -230,7 +230,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 @each_kronecker
 @pytest.mark.parametrize(("options", "error", "message"), REFUSED, ids=str)
-def test_what_makes_no_sense_is_refused_before_anything_changes(
+def test_invalid_options_raise_before_anything_changes(
     System: Any, options: Any, error: Any, message: str
 ) -> None:
     model = CASE.model()
@@ -253,7 +253,7 @@ def test_a_second_base_checks_its_types(given: dict[str, Any], message: str) -> 
         AuxBase(AdamW, **given)
 
 
-def test_keywords_go_to_whoever_knows_them() -> None:
+def test_keywords_reach_the_base_that_accepts_them() -> None:
     model = CASE.model()
     hidden, others = KAISA(
         model, lr=0.1, base=Muon, aux_base=AdamW, eps=1e-3, ns_steps=3, amsgrad=True
@@ -273,13 +273,13 @@ def test_keywords_go_to_whoever_knows_them() -> None:
     assert "betas" not in free.param_groups[0]
 
 
-def test_a_pattern_that_matches_nothing_is_told() -> None:
+def test_a_pattern_without_a_match_raises() -> None:
     with pytest.warns(SecondOrderWarning, match="aux_base: the pattern 'haed' matches no module"):
         KAISA(CASE.model(), lr=0.1, base=Muon, aux_base=AuxBase(AdamW, layers=["haed"]))
 
 
 @each_kronecker
-def test_the_summary_tells_which_base_trains_what(System: Any) -> None:
+def test_the_summary_shows_the_base_of_each_parameter(System: Any) -> None:
     optimizer = two(System, "Muon AdamW apart", CASE.model())
     lines = [line for line in optimizer.summary().lines if line.startswith("group ")]
     assert len(lines) == len(optimizer.param_groups)

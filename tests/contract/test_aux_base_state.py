@@ -47,7 +47,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning
 
 @each_kronecker
 @each_pair
-def test_a_checkpoint_goes_on_bit_for_bit(System: Any, pair: str) -> None:
+def test_a_resumed_run_is_equal_bit_for_bit(System: Any, pair: str) -> None:
     model = CASE.model()
     optimizer = two(System, pair, model)
     for batch in BATCHES[:3]:
@@ -73,7 +73,7 @@ class Remembering(AdamW):
         self.looked_at = [set(part) for part in self.state.values()]
 
 
-def test_a_load_goes_on_with_what_a_base_makes_of_its_state() -> None:
+def test_a_base_can_convert_its_loaded_state() -> None:
     """Each base sees its own parameters' state, and is asked as if it were alone."""
     model = CASE.model()
     optimizer = make(KAISA, model, base=Muon, aux_base=Remembering)
@@ -86,7 +86,7 @@ def test_a_load_goes_on_with_what_a_base_makes_of_its_state() -> None:
 @each_kronecker
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
 @pytest.mark.parametrize("fresh", [False, True])
-def test_distributed_checkpoint_round_trip(System: Any, flat: bool, fresh: bool) -> None:
+def test_a_dcp_round_trip_continues_the_run(System: Any, flat: bool, fresh: bool) -> None:
     """By names; a fresh optimizer is stepped by it with zero gradients, and must not move."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     model = CASE.model()
@@ -104,7 +104,7 @@ def test_distributed_checkpoint_round_trip(System: Any, flat: bool, fresh: bool)
         assert same(model, twin)
 
 
-def test_a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed() -> None:
+def test_a_checkpoint_of_other_bases_raises_before_anything_changes() -> None:
     model = CASE.model()
     optimizer = two(KAISA, "Muon AdamW", model)
     take(model, optimizer, BATCHES[0])
@@ -141,7 +141,7 @@ def test_a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed() -> Non
         optimizer.load_state_dict(one.state_dict())
 
 
-def test_plain_optimizers_take_their_parts_and_give_them_back() -> None:
+def test_plain_optimizers_load_and_return_their_parts() -> None:
     model = CASE.model()
     twin = CASE.model()
     optimizer = two(KAISA, "Muon AdamW", model, skip_layers=["*"])
@@ -195,7 +195,7 @@ SCHEDULES: dict[str, tuple[Callable[[Any], Any], list[Callable[[Any], Any]]]] = 
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_schedules_act_on_both(schedule: str) -> None:
+def test_schedules_change_both_bases(schedule: str) -> None:
     model = CASE.model()
     twin = CASE.model()
     optimizer = two(KAISA, "Muon AdamW", model, skip_layers=["*"])
@@ -215,7 +215,7 @@ def test_schedules_act_on_both(schedule: str) -> None:
     assert len(rates) == 5
 
 
-def test_momentum_is_cycled_where_both_can_be() -> None:
+def test_momentum_schedules_need_both_bases() -> None:
     """Cycling that of one alone would go unnoticed."""
     model = CASE.model()
     cycle = partial(OneCycleLR, max_lr=0.1, total_steps=6)
@@ -228,7 +228,7 @@ def test_momentum_is_cycled_where_both_can_be() -> None:
 
 @pytest.mark.parametrize("pair", ["SGD AdamW", "Muon AdamW"])
 @pytest.mark.parametrize("fraction", [1.0, 0.0])
-def test_two_processes_train_as_one(world: World, pair: str, fraction: float) -> None:
+def test_two_processes_train_like_one(world: World, pair: str, fraction: float) -> None:
     """Muon rounds to bfloat16 inside, so that rounding before it may be 1 % after it."""
     base, aux_base, keywords, _, special = PAIRS[pair]
     options = {"base": base, "aux_base": AuxBase(aux_base, kwargs=special), **keywords}

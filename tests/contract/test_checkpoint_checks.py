@@ -53,9 +53,7 @@ def spoilt(value: Any) -> Iterator[Any]:
 
 @each_of_five
 @pytest.mark.parametrize("base", ["SGD", "AdamW"])
-def test_wrong_shapes_and_numbers_are_refused_before_anything_changes(
-    System: Any, base: str
-) -> None:
+def test_invalid_shapes_and_numbers_raise_before_anything_changes(System: Any, base: str) -> None:
     """An error names the entry and its parameter, whichever of all entries it is."""
     model, optimizer = trained(System, base)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -91,7 +89,7 @@ def test_wrong_shapes_and_numbers_are_refused_before_anything_changes(
         (("base", "momentum_buffer"), torch.zeros(2), r"shape \(2,\), where \(3,\) is needed"),
     ],
 )
-def test_errors_name_entry_parameter_and_bound(
+def test_errors_give_the_entry_the_parameter_and_the_bound(
     System: Any, path: Path, value: Any, message: str
 ) -> None:
     _, optimizer = trained(System)
@@ -108,7 +106,7 @@ def groups_of(model: nn.Module, turned: bool) -> list[dict[str, Any]]:
 
 
 @each_of_five
-def test_groups_in_another_order_are_refused_or_put_in_order_by_a_hook(System: Any) -> None:
+def test_groups_in_another_order_raise_unless_a_hook_reorders_them(System: Any) -> None:
     """By their names, as torch asks; before the names meant nothing, and shapes may agree."""
     model = MLP.model()
     twin = MLP.model()
@@ -134,7 +132,7 @@ def test_groups_in_another_order_are_refused_or_put_in_order_by_a_hook(System: A
 
 
 @each_of_five
-def test_a_checkpoint_of_another_system_is_refused_with_a_way(System: Any) -> None:
+def test_a_checkpoint_of_another_optimizer_raises_with_a_remedy(System: Any) -> None:
     other = KAISA if issubclass(System, EIGENPAIRS) else DHO2
     _, theirs = trained(other)
     model, optimizer = trained(System)
@@ -160,7 +158,7 @@ def test_a_parameter_that_the_checkpoint_lacks_is_named(System: Any) -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs"), [("SGD", "AdamW"), ("AdamW", "SGD"), ("RMSprop", "Adam")]
 )
-def test_a_plain_state_without_the_bases_settings_is_refused(ours: str, theirs: str) -> None:
+def test_a_base_state_without_the_bases_options_raises(ours: str, theirs: str) -> None:
     """It would end in `KeyError: 'step'` at the next step."""
     model = MLP.model()
     optimizer = make(KAISA, model, base=getattr(torch.optim, ours), **PLAIN[ours])
@@ -174,7 +172,7 @@ def test_a_plain_state_without_the_bases_settings_is_refused(ours: str, theirs: 
 
 
 @each_of_five
-def test_ours_over_another_base_is_refused_naming_it(System: Any) -> None:
+def test_a_checkpoint_over_another_base_raises_with_its_name(System: Any) -> None:
     _, theirs = trained(System, "SGD")
     model, optimizer = trained(System, "AdamW")
     before = snapshot(model, optimizer)
@@ -195,7 +193,7 @@ class OfSomebody(torch.optim.SGD):
 
 
 @each_of_five
-def test_a_base_of_somebody_keeps_what_it_likes(System: Any) -> None:
+def test_third_party_bases_can_store_any_state(System: Any) -> None:
     model = MLP.model()
     optimizer = make(System, model, base=OfSomebody)
     train(model, optimizer)
@@ -211,7 +209,7 @@ def test_a_base_of_somebody_keeps_what_it_likes(System: Any) -> None:
 
 @each_of_five
 @pytest.mark.parametrize("base", BASES)
-def test_the_base_goes_on_alone_with_what_is_exported(System: Any, base: str) -> None:
+def test_the_exported_state_continues_with_the_base_alone(System: Any, base: str) -> None:
     """Momentum and hyperparameters go on: as if the wrapper had done nothing from there on."""
     Base, options = BASES[base]
     model = MLP.model()
@@ -230,7 +228,7 @@ def test_the_base_goes_on_alone_with_what_is_exported(System: Any, base: str) ->
     assert same(model, twin)
 
 
-def test_export_takes_a_plain_state_as_it_is_and_nothing_else() -> None:
+def test_export_returns_base_states_unchanged() -> None:
     saved = plain("AdamW", MLP.model()).state_dict()
     exported = export_base_state(saved)
     assert exported["param_groups"] == saved["param_groups"]
@@ -249,7 +247,7 @@ BATCHES = MLP.batches(6)
 
 @each_of_five
 @pytest.mark.parametrize("base", BASES)
-def test_there_and_back_again_is_the_base_bit_for_bit(System: Any, base: str) -> None:
+def test_export_and_import_equal_the_base_bit_for_bit(System: Any, base: str) -> None:
     """Momentum and rates go along, and it is said once that curvature starts anew."""
     Base, options = BASES[base]
     model = MLP.model()

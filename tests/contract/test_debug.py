@@ -40,7 +40,7 @@ CHOICES: list[tuple[int, Any, dict[str, Any]]] = [
 
 
 @given(st.lists(st.floats(width=32), min_size=2, max_size=20, unique=True), st.data())
-def test_places_count(numbers: list[float], data: st.DataObject) -> None:
+def test_the_checksum_depends_on_positions(numbers: list[float], data: st.DataObject) -> None:
     tensor = torch.tensor(numbers)
     order = data.draw(st.permutations(range(len(numbers))))
     changed = tensor[list(order)]
@@ -48,7 +48,7 @@ def test_places_count(numbers: list[float], data: st.DataObject) -> None:
     assert (checksum(tensor) == checksum(changed)) is alike
 
 
-def test_large_ones_are_read_in_blocks() -> None:
+def test_large_parameters_are_read_in_blocks() -> None:
     tensor = torch.zeros(2 * BLOCK_SIZE + 5)
     found = {checksum(tensor)}
     for at in (0, BLOCK_SIZE - 1, BLOCK_SIZE, 2 * BLOCK_SIZE, 2 * BLOCK_SIZE + 4):
@@ -79,7 +79,7 @@ def trained(rank: int, world_size: int, System: Any, options: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(("size", "System", "options"), CHOICES)
-def test_ranks_that_are_alike_train_bit_for_bit_as_without(
+def test_debug_does_not_change_training(
     world: World, size: int, System: Any, options: dict[str, Any]
 ) -> None:
     sync = {"max_staleness": None} if "stats_workers" in options else {}
@@ -148,7 +148,7 @@ CHANGES: list[Any] = [
 
 
 @pytest.mark.parametrize(("size", "System", "change", "changed", "told"), CHANGES)
-def test_a_parted_bit_is_named_with_its_rank_before_a_further_step(
+def test_a_differing_bit_raises_with_the_rank_before_the_next_step(
     world: World, size: int, System: Any, change: Any, changed: int, told: str
 ) -> None:
     """At the next comparison, on every rank, and not before."""
@@ -164,7 +164,7 @@ def test_a_parted_bit_is_named_with_its_rank_before_a_further_step(
             raise RankMismatchError(message)
 
 
-def test_without_the_option_nobody_tells(world: World) -> None:
+def test_without_debug_differences_are_not_detected(world: World) -> None:
     for change, options in ((of_parameter, {}), (of_parameter, {"debug": 10})):
         found = world.run(parted, 2, KAISA, {**ADAM, **options}, change, 3, 1)
         assert [steps for _, steps, _ in found] == [6, 6]
@@ -181,7 +181,7 @@ def different_seeds(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_the_first_step_is_compared_too(world: World) -> None:
+def test_the_first_step_is_also_compared(world: World) -> None:
     for message in world.run(different_seeds, 2):
         assert "the ranks are out of sync: rank 0 has [parameter 'weight': " in message
         assert "average (gradient_averaging=)" in message

@@ -29,7 +29,7 @@ def train(model: nn.Module, optimizer: Any, steps: int = 2, start: int = 0) -> N
 
 
 @each_of_five
-def test_a_model_that_owns_none_of_the_parameters_is_refused(System: Any) -> None:
+def test_a_model_without_any_of_the_parameters_raises(System: Any) -> None:
     """It would train with the base alone, or be kept in the wrong mode."""
     model = MLP.model()
     name = System.__name__
@@ -39,7 +39,7 @@ def test_a_model_that_owns_none_of_the_parameters_is_refused(System: Any) -> Non
 
 @each_of_five
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "compiled"])
-def test_groups_made_of_a_model_are_named(System: Any, wrapped: bool) -> None:
+def test_groups_have_parameter_names(System: Any, wrapped: bool) -> None:
     """As those of `SGD(model.named_parameters())`; wrappers add nothing to the names."""
     model = MLP.model()
     model[0].bias.requires_grad_(False)
@@ -54,7 +54,7 @@ def test_groups_made_of_a_model_are_named(System: Any, wrapped: bool) -> None:
 
 
 @each_of_five
-def test_a_group_added_has_names_where_the_others_have(System: Any) -> None:
+def test_an_added_group_has_names_if_the_others_do(System: Any) -> None:
     """torch refuses to mix the two."""
     model = MLP.model()
     for p in model[4].parameters():
@@ -71,7 +71,7 @@ def test_a_group_added_has_names_where_the_others_have(System: Any) -> None:
 
 
 @each_of_five
-def test_an_empty_group_is_passed_over(System: Any) -> None:
+def test_empty_groups_are_ignored(System: Any) -> None:
     """Also where it is the first, and the only one at first."""
     model = MLP.model()
     twin = MLP.model()
@@ -91,7 +91,7 @@ def test_an_empty_group_is_passed_over(System: Any) -> None:
 
 
 @each_of_five
-def test_parameters_on_meta_are_refused_until_they_are_made(System: Any) -> None:
+def test_parameters_on_the_meta_device_raise_until_they_are_materialized(System: Any) -> None:
     """`to_empty` makes other ones: an optimizer of the old ones would train nothing."""
     with torch.device("meta"):
         model = MLP.model()
@@ -127,7 +127,7 @@ class Imitation:
 
 
 @each_of_five
-def test_groups_assigned_by_way_of_an_imitation_are_taken_up(System: Any) -> None:
+def test_groups_assigned_through_a_wrapper_take_effect(System: Any) -> None:
     """As Lightning's BaseFinetuning resumes: other settings, and groups that came later."""
     model = CASE.model()
     optimizer = make(System, model[:-1].parameters(), model=model, momentum=0.9)
@@ -149,7 +149,7 @@ def test_groups_assigned_by_way_of_an_imitation_are_taken_up(System: Any) -> Non
 
 
 @each_of_five
-def test_other_groups_and_another_state_are_refused_with_a_way(System: Any) -> None:
+def test_replacing_groups_or_state_raises_with_a_remedy(System: Any) -> None:
     model = CASE.model()
     optimizer = make(System, model)
     optimizer.load_state_dict(optimizer.state_dict())

@@ -48,7 +48,7 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize(("System", "close", "wrong", "base"), rows(UNKNOWN))
-def test_unknown_keyword_names_the_closest_known_one(
+def test_an_unknown_keyword_suggests_the_closest_one(
     System: Any, close: str, wrong: str, base: Any
 ) -> None:
     """Among those of the system and of the base."""
@@ -57,7 +57,7 @@ def test_unknown_keyword_names_the_closest_known_one(
 
 
 @each_system
-def test_every_option_of_ours_is_keyword_only_and_none_is_the_bases(System: Any) -> None:
+def test_our_options_are_keyword_only_and_differ_from_the_bases(System: Any) -> None:
     """A name of both would be taken from the base without a word."""
     _, first, second, *others = inspect.signature(System.__init__).parameters.values()
     assert (first.name, second.name) == ("params", "lr")
@@ -68,7 +68,7 @@ def test_every_option_of_ours_is_keyword_only_and_none_is_the_bases(System: Any)
 
 
 @each_system
-def test_every_keyword_has_its_meaning_in_the_docstring(System: Any) -> None:
+def test_the_docstring_describes_every_keyword(System: Any) -> None:
     ours = typing.get_type_hints(System.__init__)
     documented = inspect.getdoc(System) or ""
     assert all(f"\n    {name}: " in documented for name in ours.keys() - {"return", "base_kwargs"})
@@ -92,7 +92,7 @@ ABSENT = {  # fields that are no keywords
 
 
 @pytest.mark.parametrize("System", ALL)
-def test_signatures_have_the_keywords_and_defaults_of_the_configuration(System: Any) -> None:
+def test_signatures_equal_the_configuration(System: Any) -> None:
     expected: dict[str, Any] = {}
     for kind in OPTIONS[System]:
         expected |= {each.name: each.default for each in dataclasses.fields(kind)}
@@ -104,12 +104,12 @@ def test_signatures_have_the_keywords_and_defaults_of_the_configuration(System: 
     assert {name: found[name].default for name in ours} == expected
 
 
-def test_kaisa_has_few_keywords() -> None:
+def test_kaisa_has_at_most_32_keywords() -> None:
     assert len(keywords_of(KAISA)) < 32
 
 
 @each_system
-def test_one_model_is_given_once(System: Any) -> None:
+def test_the_model_cannot_be_passed_twice(System: Any) -> None:
     model = mlp()
     with pytest.raises(TypeError, match="two models"):
         System(model, model=mlp(), lr=0.1)
@@ -147,9 +147,7 @@ def refusal(System: Any, model: nn.Module, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("system", range(len(SYSTEMS)))
-def test_grad_scaler_is_refused_where_the_optimizer_averages_gradients_itself(
-    world: World, system: int
-) -> None:
+def test_grad_scaler_raises_if_the_optimizer_averages_gradients(world: World, system: int) -> None:
     """One rank would skip its step alone. Not under DDP, nor with a scaler that talks to others."""
     for found in world.run(refusals, 2, system):
         message = found["GradScaler"]
@@ -159,7 +157,7 @@ def test_grad_scaler_is_refused_where_the_optimizer_averages_gradients_itself(
 
 
 @each_system
-def test_a_lazy_module_must_have_seen_a_batch(System: Any) -> None:
+def test_uninitialized_lazy_modules_raise(System: Any) -> None:
     with pytest.raises(ValueError, match=r"'0\.weight' is not initialized yet; run one batch"):
         System(nn.Sequential(nn.LazyLinear(3)), lr=0.1)
 
@@ -256,7 +254,7 @@ TYPES: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("System", "option", "value", "message"), rows(NUMBERS + CHOICES))
-def test_wrong_value_raises_with_value_bound_and_remedy(
+def test_an_invalid_value_raises_with_value_bound_and_remedy(
     System: Any, option: str, value: Any, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -264,7 +262,7 @@ def test_wrong_value_raises_with_value_bound_and_remedy(
 
 
 @pytest.mark.parametrize(("System", "option", "value", "message"), rows(TYPES))
-def test_wrong_type_raises_with_value_and_remedy(
+def test_an_invalid_type_raises_with_value_and_remedy(
     System: Any, option: str, value: Any, message: str
 ) -> None:
     with pytest.raises(TypeError, match=message):
@@ -272,7 +270,7 @@ def test_wrong_type_raises_with_value_and_remedy(
 
 
 @eigenpairs_only
-def test_every_option_is_in_a_table_of_wrong_values(System: Any) -> None:
+def test_every_option_has_tested_invalid_values(System: Any) -> None:
     """But for those that every optimizer has, and the closure, which is tested by itself."""
     tested = {row[0] for row in NUMBERS + CHOICES + TYPES}
     others = {"model"}
@@ -300,7 +298,7 @@ SCHEDULES = [
 @pytest.mark.parametrize(
     ("System", "option", "value", "error", "message"), rows(SCHEDULES, SYSTEMS)
 )
-def test_a_callable_is_held_to_the_same_bounds_and_named(
+def test_values_of_callables_have_the_same_bounds(
     System: Any, option: str, value: Any, error: Any, message: str
 ) -> None:
     model = mlp()
@@ -313,7 +311,9 @@ def test_a_callable_is_held_to_the_same_bounds_and_named(
 
 @each_kronecker
 @pytest.mark.parametrize("form", [list, tuple])
-def test_skip_layers_by_name_pattern_and_class(System: Any, form: Callable[..., Any]) -> None:
+def test_skip_layers_matches_names_patterns_and_classes(
+    System: Any, form: Callable[..., Any]
+) -> None:
     model = ZOO["norms"].model()
     optimizer = System(model, lr=0.1, skip_layers=form(["Conv*", "7"]))
     rows = {row.name: row for row in optimizer.summary().rows}
@@ -324,9 +324,7 @@ def test_skip_layers_by_name_pattern_and_class(System: Any, form: Callable[..., 
 
 @eigenpairs_only
 @pytest.mark.parametrize("closure", [3, "loss", [], [None], torch.tensor(1.0)], ids=str)
-def test_a_curvature_closure_that_is_no_function_is_refused_wherever_it_is_given(
-    System: Any, closure: Any
-) -> None:
+def test_a_curvature_closure_must_be_callable(System: Any, closure: Any) -> None:
     model = mlp()
     optimizer = System(model, lr=0.1, warmup_steps=0)
     before = [p.detach().clone() for p in model.parameters()]
@@ -344,6 +342,6 @@ def test_a_curvature_closure_that_is_no_function_is_refused_wherever_it_is_given
 
 @pytest.mark.parametrize("System", ALL)
 @pytest.mark.parametrize("given", [5, "model", None, {"params": 1}, torch.ones(3)], ids=str)
-def test_what_is_neither_a_module_nor_parameters_is_refused(System: Any, given: Any) -> None:
+def test_values_that_are_neither_modules_nor_parameters_raise(System: Any, given: Any) -> None:
     with pytest.raises(TypeError, match=rf"{System.__name__} got .*{System.__name__}\("):
         System(given, model=mlp(), lr=0.1)

@@ -66,7 +66,7 @@ def parallel_over_tensors(rank: int, world_size: int) -> dict[str, list[str]]:
     *("KAISA", "DPKFAC", "DistKFAC", "DHO2", "MRDHO2"),
     message="parallelised over tensors",
 )
-def test_tensor_parallel_layers_are_refused_by_name(world: World) -> None:
+def test_tensor_parallel_layers_raise_with_their_name(world: World) -> None:
     for found in world.run(parallel_over_tensors, 2):
         for name, layer in (("columns", "0"), ("rows", "2"), ("both", "0")):
             for message in found[name]:
@@ -96,7 +96,7 @@ def other_shards(rank: int, world_size: int) -> dict[str, str]:
     }
 
 
-def test_other_shards_are_refused_with_the_remedy(world: World) -> None:
+def test_unsupported_shards_raise_with_the_remedy(world: World) -> None:
     for rank, found in enumerate(world.run(other_shards, 2)):
         assert "parameter '0.weight' is sharded along dimension 1" in found["columns"]
         assert f"'0.weight' is sharded over the ranks [{rank}]" in found["alone"]
@@ -136,7 +136,9 @@ def made_from_meta(
 
 
 @pytest.mark.parametrize("system", range(len(SYSTEMS)))
-def test_a_model_sharded_on_meta_trains_once_it_is_made(world: World, system: int) -> None:
+def test_a_model_sharded_on_the_meta_device_trains_after_materialization(
+    world: World, system: int
+) -> None:
     for message, expected, found in world.run(made_from_meta, 2, system):
         assert "is on the meta device and has no data: first call" in message
         assert "with FSDP2: fully_shard(model), model.to_empty(device=...), then " in message
@@ -167,7 +169,7 @@ def sharded_too_late(rank: int, world_size: int) -> list[str]:
     return found
 
 
-def test_what_cannot_be_sharded_later_says_so_at_the_step(world: World) -> None:
+def test_unsupported_later_sharding_raises_at_the_step(world: World) -> None:
     for sharded, parallel in world.run(sharded_too_late, 2):
         assert "use hvp='differences'" in sharded
         assert "layer 'middle.0' is parallelised over tensors" in parallel
@@ -199,9 +201,7 @@ def passes(rank: int, world_size: int, System: Any) -> float:
 
 
 @each_with_helpers
-def test_a_ddp_over_helpers_is_refused_at_the_first_pass_that_trains(
-    world: World, System: Any
-) -> None:
+def test_ddp_over_helper_ranks_raises_at_the_first_training_pass(world: World, System: Any) -> None:
     assert min(world.run(passes, 3, System)) > 0
 
 
@@ -222,7 +222,7 @@ def dropped(rank: int, world_size: int, System: Any) -> list[int]:
 
 
 @each_with_helpers
-def test_hooks_go_with_an_optimizer_that_nobody_has(world: World, System: Any) -> None:
+def test_hooks_are_removed_with_an_unreferenced_optimizer(world: World, System: Any) -> None:
     """On helpers too, where no pass may ever train."""
     for first, last, left in world.run(dropped, 2, System):
         assert (last, left) == (first, 0)

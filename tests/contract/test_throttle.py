@@ -44,7 +44,7 @@ class Steps:
 
 
 @given(seconds, seconds, st.floats(0.01, 10))
-def test_refreshes_take_no_more_than_the_overhead(T: float, R: float, overhead: float) -> None:
+def test_refreshes_stay_within_the_overhead(T: float, R: float, overhead: float) -> None:
     steps = Steps(overhead)
     for _ in range(10):
         steps.take(T)
@@ -65,7 +65,7 @@ def test_outliers_do_not_count() -> None:
         steps.take(300.0 if i == 2 else 1.0)
 
 
-def test_a_refresh_at_the_first_step_counts_once_other_steps_are_timed() -> None:
+def test_a_refresh_at_the_first_step_counts_after_other_steps() -> None:
     steps = Steps(0.1)
     steps.take(1.0, 20.0)
     assert steps.throttle.interval == 0
@@ -89,7 +89,7 @@ def test_nothing_is_timed_after_the_fifth_refresh() -> None:
     ("R", "T", "expected"),
     [(0.0, 1.0, 1), (-1.0, 1.0, 1), (1.0, 0.0, MAX_INTERVAL), (3.0, 10.0, 3)],
 )
-def test_min_interval(R: float, T: float, expected: int) -> None:
+def test_the_minimum_interval_follows_from_the_overhead(R: float, T: float, expected: int) -> None:
     assert min_interval(R, T, 0.1) == expected
 
 
@@ -111,7 +111,7 @@ def saved(part: dict[str, Any]) -> Any:
     return {torch.zeros(1): SavedPart(0, "curvature", "w", part)}
 
 
-def test_a_checkpoint_has_the_interval() -> None:
+def test_a_checkpoint_contains_the_interval() -> None:
     steps = Steps(0.1)
     for _ in range(3):
         steps.take(1.0)
@@ -131,7 +131,7 @@ def test_a_checkpoint_has_the_interval() -> None:
         assert (again.throttle.interval, again.throttle.refreshes) == (0, 0)
 
 
-def test_a_measurement_without_an_interval_goes_on_after_the_fifth_refresh() -> None:
+def test_without_an_interval_measurement_continues() -> None:
     """A checkpoint has no durations: the resumed run sees its fifth refresh before other steps."""
     part = dict(zip(THROTTLE_ENTRIES, (0, TIMED_REFRESHES - 1, 0.1), strict=True))
     steps = Steps(0.1)

@@ -164,7 +164,7 @@ HOW = {
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_a_rank_out_of_line_is_told_of_on_all(world: World, name: str) -> None:
+def test_a_rank_out_of_sync_raises_on_all_ranks(world: World, name: str) -> None:
     """No rank takes the step, and the processes' group is as it was."""
     ranks = CHOICES[name][0]
     values = schedules(name)
@@ -210,7 +210,7 @@ def missing(rank: int, world_size: int) -> tuple[str, float]:
     return text, seconds
 
 
-def test_a_rank_that_does_not_come_is_told_of_within_the_timeout(world: World) -> None:
+def test_a_missing_rank_raises_within_the_timeout(world: World) -> None:
     *others, last = world.run(missing, 3)
     assert last[0] == ""
     for rank, (text, seconds) in enumerate(others):
@@ -246,7 +246,7 @@ def among_others(rank: int, world_size: int) -> list[Tensor]:
     return trained[-3:]
 
 
-def test_the_users_own_groups_are_in_nobodys_way(world: World) -> None:
+def test_the_users_process_groups_do_not_interfere(world: World) -> None:
     results = world.run(among_others, 4, timeout=40)
     agreed([each[:1] for each in results])
     agreed([each[1:2] for each in results[:3]])
@@ -277,7 +277,7 @@ def steps_of(rank: int, world_size: int) -> list[Any]:
     return sizes
 
 
-def test_rounding_is_no_difference_and_a_step_has_one_word(world: World) -> None:
+def test_rounding_is_not_a_difference_and_a_step_sends_one_word(world: World) -> None:
     for sizes in world.run(steps_of, 2):
         assert sizes == [({"all_reduce": 1}, False)]
 
@@ -302,7 +302,7 @@ def compared(rank: int, world_size: int) -> list[tuple[bool, bool]]:
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
-def test_ranks_know_whether_they_have_the_same_words(world: World, world_size: int) -> None:
+def test_ranks_detect_different_fingerprints(world: World, world_size: int) -> None:
     expected = [(same, same) for _, same in WORDS]
     assert world.run(compared, world_size) == [expected] * world_size
     assert worlds.World.alone().all_equal(7)
@@ -312,7 +312,7 @@ def same_word(rank: int, world_size: int) -> int:
     return fingerprint(("step", 3, 0.1, [None, True, float("nan")]))
 
 
-def test_a_word_is_the_same_in_every_process(world: World) -> None:
+def test_a_fingerprint_is_equal_in_every_process(world: World) -> None:
     """Where the hash of a text is not."""
     words = world.run(same_word, 2)
     assert len({*words, same_word(0, 1)}) == 1
@@ -331,7 +331,7 @@ def test_a_word_is_the_same_in_every_process(world: World) -> None:
         ([("x", [1, 2])], [("x", [1])], ("x: [1, 2]", "x: [1]")),
     ],
 )
-def test_the_first_difference(a: Any, b: Any, expected: Any) -> None:
+def test_the_first_difference_is_reported(a: Any, b: Any, expected: Any) -> None:
     assert first_difference(a, b) == expected
 
 
@@ -362,7 +362,7 @@ def limits(rank: int, world_size: int) -> dict[str, Any]:
     return seconds
 
 
-def test_groups_have_the_timeout_of_what_they_are_made_of(world: World) -> None:
+def test_groups_inherit_the_timeout_of_their_parent(world: World) -> None:
     for rank, seconds in enumerate(world.run(limits, 4)):
         own = {"impatient": 5.0, "impatient, aside": 5.0} if rank >= 2 else {}
         assert seconds == dict.fromkeys(seconds, 77.0) | own
@@ -390,7 +390,7 @@ def after_destroying(rank: int, world_size: int) -> list[str]:
     return found
 
 
-def test_a_step_without_the_process_group_says_so(world: World) -> None:
+def test_a_step_without_the_process_group_raises(world: World) -> None:
     for messages in world.run(after_destroying, 2):
         assert len(messages) == 6
         for message in messages:

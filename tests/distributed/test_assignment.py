@@ -62,11 +62,13 @@ def test_rows_and_columns_partition_the_ranks(grid: Grid) -> None:
     [(1, 1.0, 1), (1, 0.0, 1), (4, 1.0, 4), (4, 0.5, 2), (4, 0.25, 1), (4, 0.0, 1), (4, 0.1, 1),
      (6, 1 / 3, 2), (6, 0.5, 3), (7, 1 / 7, 1), (49, 1 / 49, 1), (96, 1 / 3, 32)],
 )  # fmt: skip
-def test_gradient_workers(processes: int, fraction: float, workers: int) -> None:
+def test_the_fraction_sets_the_number_of_gradient_workers(
+    processes: int, fraction: float, workers: int
+) -> None:
     assert gradient_worker_count(processes, fraction) == workers
 
 
-def test_a_fraction_that_gives_no_whole_number_is_refused_with_those_that_do() -> None:
+def test_an_invalid_fraction_raises_with_the_valid_ones() -> None:
     expected = (
         "grad_worker_fraction=0.3 with 4 processes gives 1.2 gradient workers, which does not "
         "divide them evenly; use one of 0.25, 0.5, 1"
@@ -78,7 +80,7 @@ def test_a_fraction_that_gives_no_whole_number_is_refused_with_those_that_do() -
 # Layers.
 
 
-def test_costs() -> None:
+def test_costs_follow_from_the_dimensions() -> None:
     assert factor_cost(1, 10, "compute") == 1000
     assert factor_cost(3, 10, "compute") == 3000
     assert factor_cost(3, 10, "memory") == 300
@@ -94,7 +96,7 @@ def test_computation_and_memory_are_balanced_differently() -> None:
     assert sorted(memory) == [0] * 3 + [1] * 6
 
 
-def test_work_is_spread_longest_first_to_whom_has_least() -> None:
+def test_work_is_assigned_longest_processing_time_first() -> None:
     assert balance_costs([1.0, 1.0, 1.0, 1.0, 4.0], 2) == [1, 1, 1, 1, 0]
     assert balance_costs([3.0, 3.0, 2.0, 2.0, 2.0], 2) == [0, 1, 0, 1, 0]
 
@@ -105,7 +107,7 @@ POLICIES: tuple[OwnerAssignment, ...] = ("balanced", "round_robin")
 
 
 @given(LAYERS, st.integers(1, 8), st.sampled_from(POLICIES))
-def test_each_layer_has_one_owner_the_same_on_every_rank(
+def test_each_layer_has_one_owner_equal_on_every_rank(
     layers: list[LayerDims], ranks: int, assignment: OwnerAssignment
 ) -> None:
     owners = assign_owners(layers, ranks, assignment)
@@ -160,7 +162,7 @@ def plainly(
     st.sampled_from(COSTS),
     st.booleans(),
 )
-def test_assignment_is_that_of_its_definition(
+def test_the_assignment_equals_its_definition(
     layers: list[LayerDims], grid: Grid, cost: AssignmentCost, colocate: bool
 ) -> None:
     found = assign_layers(layers, grid, cost=cost, colocate_factors=colocate)
@@ -168,7 +170,7 @@ def test_assignment_is_that_of_its_definition(
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.one_of(st.none(), st.integers(0, 3))), max_size=9))
-def test_gradients_of_no_layer_go_where_there_is_least(
+def test_gradients_without_a_layer_go_to_the_least_loaded_rank(
     gradients: list[tuple[int, int | None]],
 ) -> None:
     """The largest first, the lowest rank where several have the least."""

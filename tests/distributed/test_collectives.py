@@ -61,7 +61,7 @@ def summed(rank: int, world_size: int, bucket_bytes: int) -> tuple[list[torch.Te
     [(1 << 20, 4), (100, 5), (1, 9)],
     ids=["one a dtype", "split", "one a tensor"],
 )
-def test_sums_of_any_shape_and_dtype(
+def test_sums_support_any_shape_and_dtype(
     world: pool.World, world_size: int, bucket_bytes: int, messages: int
 ) -> None:
     expected = [
@@ -75,7 +75,7 @@ def test_sums_of_any_shape_and_dtype(
         assert sent == (messages if world_size > 1 else 0)
 
 
-def test_narrow_sums_are_added_wide_in_the_order_of_ranks() -> None:
+def test_low_precision_sums_accumulate_in_float32_in_rank_order() -> None:
     """256 has neighbours two away in bfloat16, where twice 1 more would be nothing."""
     rows = torch.tensor([[256.0], [1.0], [1.0]])
     for dtype in (torch.bfloat16, torch.float32):
@@ -103,7 +103,7 @@ def half_precision(rank: int, world_size: int, dtype: torch.dtype) -> list[torch
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_travels_on_gloo(world: pool.World, dtype: torch.dtype) -> None:
+def test_gloo_sends_half_precision(world: pool.World, dtype: torch.dtype) -> None:
     for rank, received in enumerate(world.run(half_precision, 4, dtype)):
         total, for_all, for_third, first, last, sent = received
         assert {each.dtype for each in received} == {dtype}
@@ -138,7 +138,7 @@ def summed_to(
     [(1 << 20, 4), (100, 5), (1, 9)],
     ids=["one a dtype", "split", "one a tensor"],
 )
-def test_sums_reach_their_owners_and_nobody_else(
+def test_sums_reach_only_their_owners(
     world: pool.World, world_size: int, owners: str, bucket_bytes: int, messages: int
 ) -> None:
     """Whatever shape, dtype and bucket; what is not one's own stays as it was."""
@@ -180,7 +180,7 @@ def seeded(rank: int) -> torch.Generator:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_owners_add_in_the_order_of_ranks(world: pool.World, world_size: int) -> None:
+def test_owners_add_in_rank_order(world: pool.World, world_size: int) -> None:
     """So that all owners agree bit for bit: (1 + 2⁵³) - 2⁵³ is 0, and 1 in another order."""
     expected = torch.zeros(1000, dtype=torch.float64)
     for rank in range(world_size):
@@ -278,7 +278,9 @@ def broadcast(rank: int, world_size: int, bucket_bytes: int) -> tuple[list[torch
 
 
 @pytest.mark.parametrize(("bucket_bytes", "messages"), [(1 << 20, 4), (1, 9)])
-def test_the_first_rank_is_copied(world: pool.World, bucket_bytes: int, messages: int) -> None:
+def test_broadcast_copies_the_first_rank(
+    world: pool.World, bucket_bytes: int, messages: int
+) -> None:
     for tensors, sent in world.run(broadcast, 3, bucket_bytes):
         assert all(torch.equal(a, b) for a, b in zip(tensors, assorted(0), strict=True))
         assert sent == messages
@@ -305,7 +307,7 @@ def grid_sums(rank: int, world_size: int, rows: int, columns: int) -> tuple[floa
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 4), (2, 2), (4, 1)])
-def test_a_group_is_made_once(world: pool.World, rows: int, columns: int) -> None:
+def test_a_group_is_created_once(world: pool.World, rows: int, columns: int) -> None:
     """A group of all ranks is the one there is, and a group of one rank needs none."""
     grid = Grid(rows, columns)
     made = sum(1 < members < rows * columns for members in (rows, columns))
@@ -335,7 +337,7 @@ def inside_a_group(rank: int, world_size: int, members: list[int]) -> Any:
     return world.rank, world.size, total.item(), sent.item(), last_two
 
 
-def test_a_group_has_ranks_of_its_own(world: pool.World) -> None:
+def test_a_group_numbers_its_own_ranks(world: pool.World) -> None:
     outside, *inside = world.run(inside_a_group, 4, [1, 2, 3])
     assert outside is None
     assert [result[:4] for result in inside] == [(i, 3, 6.0, 1.0) for i in range(3)]
@@ -364,7 +366,7 @@ def agree(rank: int, world_size: int, descriptions: list[str]) -> None:
         (["", "a", "b"], "rank 0 has [nothing more], rank 1 has [it: a]"),
     ],
 )
-def test_every_rank_is_told_the_first_difference(
+def test_every_rank_reports_the_first_difference(
     world: pool.World, descriptions: list[str], message: str
 ) -> None:
     errors = world.run(agree, len(descriptions), descriptions, expect_errors=True)
@@ -377,5 +379,5 @@ def opinions(rank: int, world_size: int) -> list[bool]:
     return [World().all_agree(rank not in noes, torch.device("cpu")) for noes in ((), (2,), (0, 1))]
 
 
-def test_all_agree_only_if_nobody_says_no(world: pool.World) -> None:
+def test_ranks_agree_only_if_all_agree(world: pool.World) -> None:
     assert world.run(opinions, 3) == [[True, False, False]] * 3

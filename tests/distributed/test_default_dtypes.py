@@ -55,7 +55,7 @@ def trained(
     return trajectories
 
 
-def test_ranks_may_have_different_default_dtypes(world: World) -> None:
+def test_ranks_can_have_different_default_dtypes(world: World) -> None:
     results = world.run(trained, 2, (torch.float32, torch.float64))
     for name in CHOICES:
         agreed([by_name[name] for by_name in results if name in by_name])

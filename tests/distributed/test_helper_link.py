@@ -184,7 +184,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
 
 
-def test_tensors_of_any_dtype_and_shape_arrive_as_they_were() -> None:
+def test_tensors_of_any_dtype_and_shape_arrive_unchanged() -> None:
     shapes = [(), (0,), (3, 0, 2), (5,), (2, 3, 4)]
     sent = [
         (torch.randn(shape) * 50).to(torch.float64).to(dtype)
@@ -233,7 +233,7 @@ class Slow:
 native = helper_link.TCPStore
 
 
-def test_heartbeats_continue_while_a_large_message_travels() -> None:
+def test_heartbeats_continue_during_a_large_message() -> None:
     opened = helper_link._open_store("127.0.0.1")
     address = "127.0.0.1", opened.port
     looks = 0
@@ -249,7 +249,7 @@ def test_heartbeats_continue_while_a_large_message_travels() -> None:
     assert looks > 0
 
 
-def test_fetched_messages_are_not_kept() -> None:
+def test_received_messages_are_removed_from_the_store() -> None:
     both = Pair()
     with closing(both):
         for k in range(3):
@@ -263,7 +263,7 @@ def test_fetched_messages_are_not_kept() -> None:
 # Ends.
 
 
-def test_a_shutdown_comes_after_all_that_was_sent() -> None:
+def test_a_shutdown_arrives_after_all_messages() -> None:
     with pair() as (a, b):
         for k in range(10):
             a.send([torch.zeros(1000)], number=k)
@@ -274,7 +274,7 @@ def test_a_shutdown_comes_after_all_that_was_sent() -> None:
         assert not a.peer_closed
 
 
-def test_a_shutdown_is_the_last_thing_that_is_said() -> None:
+def test_no_message_follows_a_shutdown() -> None:
     opened = helper_link._open_store("127.0.0.1")
     with replaced(helper_link, {"TCPStore": Slow}):
         one: Any = HelperLink(("127.0.0.1", opened.port), 0, 1, PATIENCE)
@@ -286,7 +286,7 @@ def test_a_shutdown_is_the_last_thing_that_is_said() -> None:
     assert said[-1] == "0/closed"
 
 
-def test_the_collector_may_shut_down_a_link_in_the_middle_of_a_wait() -> None:
+def test_the_garbage_collector_can_shut_down_a_waiting_link() -> None:
     """On the link's own thread, while it waits for something to do and holds a lock for it."""
     opened = helper_link._open_store("127.0.0.1")
     kept: list[HelperLink] = []
@@ -314,7 +314,7 @@ class Owner:
     """An object that can go."""
 
 
-def test_a_link_whose_owner_is_gone_shuts_down_and_ends_its_thread() -> None:
+def test_an_unreferenced_link_shuts_down_and_ends_its_thread() -> None:
     opened = helper_link._open_store("127.0.0.1")
     address = "127.0.0.1", opened.port
     owner = Owner()
@@ -330,7 +330,7 @@ def test_a_link_whose_owner_is_gone_shuts_down_and_ends_its_thread() -> None:
     assert no_thread_is_left()
 
 
-def test_a_store_that_crashes_is_noticed_and_nothing_raises() -> None:
+def test_a_crashed_store_is_detected_without_an_exception() -> None:
     both = Pair()
     both.worker.send([torch.ones(2)])
     get(both.helper)
@@ -367,7 +367,7 @@ class Clock:
         return time.monotonic() + self.stopped
 
 
-def test_a_stop_of_all_processes_loses_no_peer() -> None:
+def test_suspending_all_processes_loses_no_peer() -> None:
     clock = Clock()
     timeout = 2.0
     with replaced(helper_link, {"time": clock}), pair(timeout) as (a, b):
@@ -386,7 +386,7 @@ def test_a_stop_of_all_processes_loses_no_peer() -> None:
         assert ended
 
 
-def test_an_address_where_no_store_listens() -> None:
+def test_an_address_without_a_store_raises() -> None:
     with pytest.raises(SecondOrderError, match="Lost contact with the other ranks"):
         HelperLink(("127.0.0.1", 1), 0, 1, 0.1)
     assert no_thread_is_left()

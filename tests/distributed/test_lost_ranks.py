@@ -47,7 +47,7 @@ WAYS: dict[str, Callable[[World], object]] = {
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "when waited for"])
 @pytest.mark.parametrize("way", WAYS)
-def test_who_is_left_alone_is_told_why(
+def test_remaining_ranks_raise_with_the_reason(
     way: str, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gloo itself raises a RuntimeError of sockets and buffers."""
@@ -59,7 +59,7 @@ def test_who_is_left_alone_is_told_why(
     assert SAID in str(caught.value), "what the backend has said is not lost"
 
 
-def test_errors_of_other_kinds_are_let_through() -> None:
+def test_other_errors_pass_through() -> None:
     for error in RuntimeError("out of luck"), RankMismatchError("unlike"), ValueError("gloo"):
         with pytest.raises(type(error)) as caught, translate_backend_errors():
             raise error

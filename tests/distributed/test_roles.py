@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @given(st.integers(1, 40), st.integers(-1, 40))
-def test_the_last_ranks_help_and_somebody_trains(world_size: int, helpers: int) -> None:
+def test_the_last_ranks_are_helpers_and_at_least_one_trains(world_size: int, helpers: int) -> None:
     """One process alone trains, whatever is asked for."""
     if helpers < 0 or helpers >= world_size > 1:
         with pytest.raises(
@@ -45,7 +45,7 @@ def in_teams(rank: int, world_size: int) -> dict[int, tuple[int, int, float]]:
     return found
 
 
-def test_teams_work_apart(world: World) -> None:
+def test_helpers_and_workers_use_separate_groups(world: World) -> None:
     results = world.run(in_teams, 3)
     for helpers in range(3):
         roles = assign_roles(3, helpers, "accelerator")
@@ -55,7 +55,7 @@ def test_teams_work_apart(world: World) -> None:
             assert result[helpers] == expected
 
 
-def test_a_model_in_ddp_would_wait_for_the_helpers() -> None:
+def test_ddp_over_all_ranks_raises() -> None:
     with pytest.raises(ValueError, match=r"process_group=optimizer\.worker_group"):
         assign_roles(3, 1, "accelerator", under_ddp=True)
     assert assign_roles(3, 0, "accelerator", under_ddp=True).workers == (0, 1, 2)

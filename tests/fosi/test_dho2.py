@@ -153,7 +153,7 @@ def rising_and_falling(step: int) -> float:
 
 @pytest.mark.works("plain", "DHO2")
 @pytest.mark.parametrize("name", STEPS)
-def test_steps_are_those_of_dense_algebra(name: str) -> None:
+def test_steps_equal_dense_algebra(name: str) -> None:
     """In warm-up, with pairs, and with others; momentum outlasts the refreshes."""
     base, kwargs, options, mom, book = STEPS[name]
     alpha = book.get("alpha", 0.1)
@@ -187,7 +187,7 @@ def test_the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule(tenso
 
 @pytest.mark.parametrize("base", [SGD, ADAM])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_the_base_moves_nothing_inside_the_subspace(base: Any, dtype: torch.dtype) -> None:
+def test_the_base_does_not_move_inside_the_subspace(base: Any, dtype: torch.dtype) -> None:
     model = CASE.model(dtype)
     curved = CASE.batch(30, dtype, seed=99)
     optimizer = dho2(
@@ -211,7 +211,7 @@ def test_the_base_moves_nothing_inside_the_subspace(base: Any, dtype: torch.dtyp
     "options", [{"warmup_steps": 6}, {"num_largest": 0, "num_smallest": 0}], ids=str
 )
 @pytest.mark.parametrize("base", [SGD, ADAM])
-def test_without_eigenpairs_it_is_the_base_bit_for_bit(base: Any, options: Any) -> None:
+def test_without_eigenpairs_training_equals_the_base_bit_for_bit(base: Any, options: Any) -> None:
     kwargs = {"lr": 0.05, "weight_decay": 0.1}
     for dtype in (torch.float32, torch.float64):
         batches = CASE.batches(6, 12, dtype)
@@ -271,7 +271,7 @@ def test_one_newton_step_finds_the_minimum_and_leaves_saddles(
 @pytest.mark.parametrize("gain", [3.0, 30.0])
 @pytest.mark.parametrize("offset", [-100.0, 100.0])
 @pytest.mark.parametrize("maximize", [False, True])
-def test_the_guard_of_s_knows_what_is_worse(maximize: bool, offset: float, gain: float) -> None:
+def test_a_worse_final_update_is_rejected(maximize: bool, offset: float, gain: float) -> None:
     """A loss that gets better lets s grow, whatever its sign and direction."""
     w = nn.Parameter(torch.ones(4).double())
     d = torch.tensor([9.0, 3.0, 1.0, 0.5]).double()
@@ -316,7 +316,7 @@ def test_the_guard_of_s_knows_what_is_worse(maximize: bool, offset: float, gain:
     ],
     ids=["default", "at once", "after three", "late", "a schedule"],
 )
-def test_refreshes_come_when_they_are_due(options: dict[str, Any], due: list[int]) -> None:
+def test_refreshes_follow_the_interval(options: dict[str, Any], due: list[int]) -> None:
     model = CASE.model()
     asked = []
 
@@ -332,7 +332,7 @@ def test_refreshes_come_when_they_are_due(options: dict[str, Any], due: list[int
     assert optimizer.curvature.step == due[-1]
 
 
-def test_the_report_and_the_summary_say_what_is_so() -> None:
+def test_the_report_and_the_summary_agree_with_the_state() -> None:
     model = CASE.model()
     optimizer = dho2(model, momentum=0.9)
     assert len(optimizer.curvature.eigenvalues) == 0

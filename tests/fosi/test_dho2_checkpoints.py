@@ -65,7 +65,7 @@ def resume(rank: int, world_size: int, data: Sequence[bytes]) -> list[list[Tenso
     return found
 
 
-def test_checkpoints_of_any_number_of_processes_go_on_on_any_other(world: World) -> None:
+def test_a_checkpoint_resumes_on_any_number_of_processes(world: World) -> None:
     expected = {kind: alone(**KINDS[kind]) for kind in KINDS}
     data = [blob for before in (1, 2, 4) for blob in world.run(save, before)[0]]
     assert len(data) == 3 * 2 * len(SAVED)
@@ -111,7 +111,7 @@ def load_dcp(rank: int, world_size: int, path: str) -> list[list[Tensor]]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_distributed_checkpoints_are_written_and_read_by_all(world: World, tmp_path: Path) -> None:
+def test_all_processes_write_and_read_distributed_checkpoints(world: World, tmp_path: Path) -> None:
     expected = {kind: alone(**KINDS[kind]) for kind in KINDS}
     world.run(save_dcp, 2, str(tmp_path))
     for after in (1, 3):

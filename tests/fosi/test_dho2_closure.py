@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from second_order import CurvatureError, SecondOrderWarning
 
 
-def test_the_closure_is_given_in_three_ways() -> None:
+def test_the_curvature_closure_can_be_passed_in_three_ways() -> None:
     trajectories = []
     for how in ("constructor", "assignment", "step", "step before own"):
         model = CASE.model()
@@ -79,9 +79,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
 @pytest.mark.parametrize("name", WRONG)
-def test_a_closure_that_fails_leaves_all_as_it_was_and_training_goes_on(
-    name: str, first: bool
-) -> None:
+def test_a_failed_closure_changes_nothing_and_training_continues(name: str, first: bool) -> None:
     function, error, text = WRONG[name]
     at = 2 if first else 6
     kwargs = {"momentum": 0.9, **QUICK}
@@ -113,7 +111,7 @@ def test_a_closure_that_fails_leaves_all_as_it_was_and_training_goes_on(
     assert same([vector(model), *go(model, optimizer, BATCHES[at + 1 :])], expected[at:])
 
 
-def test_a_curvature_that_is_not_finite_keeps_the_last_pairs() -> None:
+def test_non_finite_curvature_keeps_the_last_eigenpairs() -> None:
     """It is as if the refresh had not been due, but for the counts and the warning."""
     steady = CASE.model()
     model = CASE.model()

@@ -84,7 +84,7 @@ _sound: dict[str, list[Tensor]] = {}  # by layout, the trajectory without a faul
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FAULTS)
-def test_nothing_that_is_not_finite_on_one_rank_reaches_the_parameters(
+def test_non_finite_values_on_one_rank_do_not_reach_the_parameters(
     world: World, name: str, layout: str
 ) -> None:
     options = {"layout": layout, "momentum": 0.9}
@@ -113,7 +113,7 @@ def spoilt_epoch(rank: int, world_size: int) -> Any:
         return trajectory, [report.applied for report in optimizer.epochs], warned
 
 
-def test_a_final_update_that_is_not_finite_on_one_worker_is_made_by_none(
+def test_a_non_finite_final_update_is_skipped_by_all_workers(
     world: World,
 ) -> None:
     results = world.run(spoilt_epoch, 3)[:2]

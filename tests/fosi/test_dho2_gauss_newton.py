@@ -66,7 +66,7 @@ def train_linear(curvature: str = "hessian") -> list[Tensor]:
     return go(model, dho2(model, curvature_closure=loss, **options), BATCHES)
 
 
-def test_it_trains_as_on_a_loss_with_that_hessian() -> None:
+def test_gauss_newton_trains_like_a_loss_with_that_hessian() -> None:
     expected = train_linear()
     assert_same_trajectory(train(0, 1, "row"), expected, rtol=1e-9)
     assert_same_trajectory(train(0, 1, "row", "recomputed"), expected, rtol=1e-9)
@@ -75,7 +75,7 @@ def test_it_trains_as_on_a_loss_with_that_hessian() -> None:
     assert not torch.allclose(train_linear("true")[-1], expected[-1], rtol=1e-3)
 
 
-def test_a_loss_alone_is_refused_before_anything_changes() -> None:
+def test_a_closure_that_returns_only_a_loss_raises() -> None:
     model = network()
     optimizer = dho2(model, **GAUSS_NEWTON)
     go(model, optimizer, BATCHES[:2])

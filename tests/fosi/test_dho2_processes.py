@@ -61,7 +61,7 @@ NONE = {"num_largest": 0, "num_smallest": 0}
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_rows_and_columns_give_what_one_process_gives(world: World, world_size: int) -> None:
+def test_both_layouts_equal_one_process(world: World, world_size: int) -> None:
     """On every rank, bit for bit; averaging by the optimizer or by DDP; fewer pairs than ranks."""
     each = [*KINDS.values(), FEW]
     choices = [({**options, "layout": layout}, False) for options in each for layout in LAYOUTS]
@@ -90,7 +90,7 @@ def scheduled(rank: int, world_size: int, layout: str) -> tuple[list[Tensor], fl
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_schedule_reaches_the_base_wherever_its_state_is(world: World, layout: str) -> None:
+def test_learning_rate_schedules_reach_the_base_in_every_layout(world: World, layout: str) -> None:
     (expected, share) = scheduled(0, 1, layout)
     results = world.run(scheduled, 2, layout)
     assert_same_trajectory(agreed([found for found, _ in results]), expected, rtol=1e-6)
@@ -156,7 +156,7 @@ def train_frozen(rank: int, world_size: int) -> list[list[Tensor]]:
     return found
 
 
-def test_what_is_frozen_and_thawed_keeps_its_state_on_many_processes(world: World) -> None:
+def test_unfrozen_parameters_keep_their_state_on_many_processes(world: World) -> None:
     expected = train_frozen(0, 1)
     results = world.run(train_frozen, 3)
     for i in range(4):
@@ -232,7 +232,7 @@ FAILING = list(
 )
 
 
-def test_a_closure_that_fails_on_one_rank_fails_on_all_and_training_goes_on(world: World) -> None:
+def test_a_closure_that_fails_on_one_rank_raises_on_all(world: World) -> None:
     results = world.run(fail_each, 3, timeout=30)
     expected = alone(momentum=0.9)[:8]
     base = alone(momentum=0.9, num_largest=0, num_smallest=0)[:8]
@@ -279,7 +279,7 @@ def sent_each(rank: int, world_size: int) -> list[list[Counter[str]]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_step_sends_what_it_must(world: World, world_size: int) -> None:
+def test_a_step_sends_the_documented_bytes(world: World, world_size: int) -> None:
     """Rows: one all-reduce of n, in halves, 2r, and a flag for each of the six parameters.
 
     And two words in an all-reduce, that all are to take the same step.
@@ -337,7 +337,7 @@ def possessions_each(rank: int, world_size: int) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_each_process_keeps_its_share(world: World, world_size: int) -> None:
+def test_each_process_stores_its_share_of_the_eigenvectors(world: World, world_size: int) -> None:
     """n·r/P of V̂, n·m/P of the Lanczos basis, in float32; n/P of the base's state in rows."""
     results = world.run(possessions_each, world_size)
     rows, columns = zip(*results, strict=True)
@@ -371,14 +371,14 @@ def transposed(rank: int, world_size: int, layout: str) -> str:
     return ""
 
 
-def test_a_parameter_in_another_order_is_not_cut(world: World) -> None:
+def test_parameters_in_another_memory_format_are_not_split(world: World) -> None:
     for message in world.run(transposed, 2, "row"):
         assert "shape (3, 4)" in message
         assert "use layout='column'" in message
     assert world.run(transposed, 2, "column") == ["", ""]
 
 
-def test_a_base_that_needs_whole_tensors_works_in_columns(world: World) -> None:
+def test_bases_that_need_whole_tensors_use_the_column_layout(world: World) -> None:
     options = {"base": torch.optim.Adafactor, "lr": 0.02, "layout": "column"}
     results = world.run(train_spread, 2, options)
     assert_same_trajectory(agreed(results), alone(**options), rtol=1e-8)

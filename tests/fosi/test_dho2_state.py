@@ -80,7 +80,7 @@ def train_cut(name: str, base: Any, dtype: torch.dtype = torch.float64) -> list[
 
 
 @pytest.mark.parametrize("base", [SGD, ADAM])
-def test_how_the_vector_is_cut_into_parameters_changes_nothing(base: Any) -> None:
+def test_the_split_into_parameters_changes_nothing(base: Any) -> None:
     """Large, small, scalar, empty and not contiguous ones, in one group or two."""
     expected = train_cut("one", base)
     for name in CUTS:
@@ -100,7 +100,7 @@ class Spare(nn.Module):
 
 
 @pytest.mark.parametrize("base", [SGD, ADAM])
-def test_a_parameter_without_a_gradient_stays_and_the_others_do_not_mind(base: Any) -> None:
+def test_a_parameter_without_a_gradient_does_not_move(base: Any) -> None:
     model = Spare()
     plain = CASE.model()
     before = copy.deepcopy(model.spare)
@@ -113,7 +113,7 @@ def test_a_parameter_without_a_gradient_stays_and_the_others_do_not_mind(base: A
 
 
 @pytest.mark.parametrize("kwargs", [{"momentum": 0.9}, {"base": ADAM}], ids=str)
-def test_uphill_on_the_negative_loss_is_downhill(kwargs: dict[str, Any]) -> None:
+def test_maximizing_the_negative_loss_equals_minimizing_the_loss(kwargs: dict[str, Any]) -> None:
     down = CASE.model()
     up = CASE.model()
     expected = go(down, dho2(down, **kwargs), BATCHES)
@@ -137,7 +137,7 @@ def dropped(messages: list[warnings.WarningMessage]) -> int:
 
 
 @pytest.mark.parametrize("change", ["freeze", "thaw", "add"])
-def test_when_parameters_change_the_base_goes_on_alone_until_the_next_refresh(change: str) -> None:
+def test_after_parameters_change_the_base_steps_alone_until_the_next_refresh(change: str) -> None:
     """As plain SGD would, its momentum kept; pairs of the new vector come at the next refresh."""
     kwargs = {"lr": 0.05, "momentum": 0.9}
     model = CASE.model()
@@ -198,7 +198,7 @@ def reloaded(state: Any) -> Any:
 
 @pytest.mark.parametrize("at", [1, 2, 5, 8])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_goes_on_bit_for_bit(kind: str, at: int) -> None:
+def test_a_resumed_run_is_equal_bit_for_bit(kind: str, at: int) -> None:
     """From warm-up, between refreshes, and with momentum of earlier subspaces."""
     model = CASE.model()
     other = CASE.model(seed=7)
@@ -214,7 +214,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(kind: str, at: int) -> None:
     assert same(go(other, fresh, BATCHES[at:]), expected)
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_changes() -> None:
+def test_a_checkpoint_of_another_model_raises_before_anything_changes() -> None:
     model = CASE.model()
     optimizer = dho2(model, momentum=0.9, **QUICK)
     go(model, optimizer, BATCHES[:8])
@@ -250,7 +250,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_changes() -> 
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 @pytest.mark.parametrize("mid", [False, True], ids=["fresh", "mid-run"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_distributed_checkpoints_calls_go_on_bit_for_bit(kind: str, mid: bool, flat: bool) -> None:
+def test_a_dcp_resumed_run_is_equal_bit_for_bit(kind: str, mid: bool, flat: bool) -> None:
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     for at in (1, 4, 8):
         model = CASE.model()
@@ -268,7 +268,7 @@ def test_distributed_checkpoints_calls_go_on_bit_for_bit(kind: str, mid: bool, f
         assert same(go(other, fresh, BATCHES[at:]), expected), f"at {at}"
 
 
-def test_a_sparse_gradient_is_refused_with_the_remedy() -> None:
+def test_a_sparse_gradient_raises_with_the_remedy() -> None:
     model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Flatten(), nn.Linear(6, 3))
     optimizer = DHO2(model, lr=0.1)
     before = vector(model)

@@ -81,7 +81,7 @@ def up_or_down(rank: int, world_size: int, sign: float) -> Any:
         return trajectory, [(r.applied, r.loss_before, r.loss_after) for r in optimizer.epochs]
 
 
-def test_uphill_on_the_negative_loss_is_downhill(world: World) -> None:
+def test_maximizing_the_negative_loss_equals_minimizing_the_loss(world: World) -> None:
     (down, judged), _ = world.run(up_or_down, 2, 1.0)
     (up, judged_too), _ = world.run(up_or_down, 2, -1.0)
     assert_same_trajectory(up, down)
@@ -124,7 +124,7 @@ def quadratic(
 
 
 @pytest.mark.parametrize(("world_size", "helper_ranks"), [(2, 1), (4, 2)])
-def test_equation_17_on_a_quadratic_is_its_closed_form(
+def test_equation_17_on_a_quadratic_equals_its_closed_form(
     world: World, world_size: int, helper_ranks: int
 ) -> None:
     """Invariant 27; and the guard lets pass what lowers the loss, and nothing else."""
@@ -179,7 +179,9 @@ def test_equation_17_on_a_quadratic_is_its_closed_form(
         (math.inf, 1.0, "is not finite, without the update or with it"),
     ],
 )
-def test_the_guard_asks_for_half_the_loss(before: float, after: float, reason: str) -> None:
+def test_a_final_update_must_reach_half_of_the_predicted_decrease(
+    before: float, after: float, reason: str
+) -> None:
     found = module.rejection_reason(before, after)
     assert found == (f"the loss of the accelerators' batches {reason}" if reason else "")
 
@@ -193,7 +195,7 @@ CHOICES: list[dict[str, Any]] = [
 
 @pytest.mark.works("plain", "MRDHO2")
 @pytest.mark.parametrize(("world_size", "helper_ranks"), [(2, 1), (3, 1)])
-def test_final_updates_of_a_network_are_those_of_dense_hessians(
+def test_final_updates_equal_those_of_dense_hessians(
     world: World, world_size: int, helper_ranks: int
 ) -> None:
     """The workers' mean gradient is that of the whole batch: accelerators add nothing to it."""
@@ -246,7 +248,7 @@ def ragged(rank: int, world_size: int) -> tuple[str, Any, int]:
 
 @pytest.mark.works("DDP", "MRDHO2")
 @pytest.mark.parametrize("world_size", [3, 4])
-def test_accelerators_weigh_their_examples_and_ddp_spans_the_workers(
+def test_accelerators_weight_their_examples_and_ddp_spans_the_workers(
     world: World, world_size: int
 ) -> None:
     """One worker too: its group is one of its own, not the default one."""
@@ -273,7 +275,7 @@ def test_weights_are_not_rounded_to_the_vectors_dtype(world: World) -> None:
 BASES = [{"base": SGD, "momentum": 0.9}, {"base": ADAM, "lr": 0.02}]
 
 
-def test_without_eigenpairs_it_is_the_base_bit_for_bit(world: World) -> None:
+def test_without_eigenpairs_training_equals_the_base_bit_for_bit(world: World) -> None:
     """All ranks work then, as nobody has anything to help with."""
     nothing = {"num_largest": 0, "num_smallest": 0}
     results = world.run(several, 2, [{**nothing, **options} for options in BASES])
@@ -294,7 +296,7 @@ def warmed(rank: int, world_size: int) -> list[dict[str, Any]]:
     return [train(rank, world_size, {**MOMENTUM, "warmup_steps": w}) for w in (0, 4, 100)]
 
 
-def test_the_base_alone_warms_up(world: World) -> None:
+def test_the_base_steps_alone_during_warm_up(world: World) -> None:
     """An epoch of it makes c the point where the base has arrived; 100 steps are all there are."""
     at_once, later, never = ([r[i] for r in world.run(warmed, 2)] for i in range(3))
     assert_same_trajectory(at_once[0]["trajectory"], reference("paper", **MOMENTUM)[0], rtol=1e-7)
@@ -307,7 +309,7 @@ def test_the_base_alone_warms_up(world: World) -> None:
     assert [report.epoch for report in later[0]["epochs"]] == [0, 1]
 
 
-def test_without_accelerators_it_is_dho2() -> None:
+def test_without_accelerators_mrdho2_equals_dho2() -> None:
     """With an interval of an epoch."""
     model = CASE.model()
     closure = lambda: loss_of(model, CURVED[0])  # noqa: E731
@@ -345,7 +347,9 @@ def kept_by_dcp(rank: int, world_size: int, path: Any) -> list[Any] | None:
     return found or None
 
 
-def test_a_distributed_checkpoint_has_an_epochs_start_and_sum(world: World, tmp_path: Any) -> None:
+def test_a_distributed_checkpoint_contains_the_epochs_start_and_sum(
+    world: World, tmp_path: Any
+) -> None:
     (start, total), read = world.run(kept_by_dcp, 2, tmp_path / "saved")[0]
     assert float(start.abs().max()) > 0.1
     assert all(map(torch.equal, (start, total), read))
@@ -401,7 +405,7 @@ def resumed(
     return found
 
 
-def test_a_checkpoint_continues_on_any_number_of_workers_and_accelerators(world: World) -> None:
+def test_a_checkpoint_resumes_on_any_number_of_workers_and_accelerators(world: World) -> None:
     """Invariant 28; in an epoch, c and the sum of its gradients travel along.
 
     Accelerators take the batches that they would have taken.

@@ -39,7 +39,7 @@ class Unsized:
         ((k for k in range(3)), {4: 0, 5: 1, 6: 2}),
     ],
 )
-def test_an_epoch_has_the_batch_of_its_number(batches: Any, expected: dict[int, int]) -> None:
+def test_each_epoch_uses_the_batch_of_its_index(batches: Any, expected: dict[int, int]) -> None:
     taken = closures_by_epoch(batches, lambda batch: batch)
     assert [taken(epoch)() for epoch in expected] == list(expected.values())
 
@@ -102,7 +102,7 @@ def followed(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-def test_accelerators_compute_with_the_workers_whole_model(world: Pool) -> None:
+def test_accelerators_receive_the_workers_whole_model(world: Pool) -> None:
     """Frozen parameters and buffers too, and what trains there trains here."""
     there, here = world.run(followed, 2)
     assert list(there) == ["epoch 0", "epoch 1", "epoch 2", "verdict"]
@@ -111,7 +111,7 @@ def test_accelerators_compute_with_the_workers_whole_model(world: Pool) -> None:
         assert all(map(torch.equal, here[when][0], tensors)), when
 
 
-def test_another_model_than_the_workers_is_refused() -> None:
+def test_another_model_than_the_workers_raises() -> None:
     model = Counting()
     optimizer = MRDHO2(model.parameters(), model=model, lr=0.1, num_largest=0)
     tensors = optimizer._training.model_tensors()

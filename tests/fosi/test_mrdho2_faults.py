@@ -90,7 +90,7 @@ def expected(epochs: int) -> list[torch.Tensor]:
     return reference("paper", with_update=lambda epoch: epoch < epochs, **MOMENTUM)[0]
 
 
-def test_the_accelerator_with_the_store_killed_in_mid_epoch(
+def test_workers_survive_the_crash_of_the_accelerator_with_the_store(
     launch: Launcher, tmp_path: Path
 ) -> None:
     """Slow: processes of their own."""
@@ -105,7 +105,9 @@ def test_the_accelerator_with_the_store_killed_in_mid_epoch(
     assert "Error: " in result(tmp_path, 0)[1][0], "what the link has met with"
 
 
-def test_an_accelerator_stopped_past_the_timeout(launch: Launcher, tmp_path: Path) -> None:
+def test_workers_continue_without_an_accelerator_past_the_timeout(
+    launch: Launcher, tmp_path: Path
+) -> None:
     """After an epoch that went well; it returns from serve() when it is let go on.
 
     Slow: processes of their own.

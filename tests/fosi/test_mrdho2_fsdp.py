@@ -100,7 +100,7 @@ def run(
 @pytest.mark.works("FSDP2", "DHO2")
 @pytest.mark.works("FSDP2", "MRDHO2", when="without accelerators")
 @pytest.mark.parametrize("System", [DHO2, MRDHO2])
-def test_a_sharded_model_trains_as_a_whole_one(world: World, System: Any) -> None:
+def test_a_sharded_model_trains_like_a_whole_one(world: World, System: Any) -> None:
     """Each process keeps the pairs of its rows."""
     plain = agreed([found for found, _ in world.run(run, 3, System, "never")])
     results = world.run(run, 3, System, "never", num_largest=0, num_smallest=0)
@@ -133,7 +133,7 @@ def in_bfloat16(rank: int, world_size: int, narrow_passes: bool) -> Tensor | Non
         return optimizer.curvature.eigenvalues
 
 
-def test_differences_are_wide_enough_for_narrow_passes(world: World) -> None:
+def test_finite_differences_work_with_low_precision_passes(world: World) -> None:
     """Of float32's width they would be noise: 0.56 in the place of 0.30, for instance."""
     narrow_ones = world.run(in_bfloat16, 2, True)[0]
     exact = world.run(in_bfloat16, 2, False)[0]
@@ -177,7 +177,7 @@ def resumed(rank: int, world_size: int, folder: str, when: str, before: str) -> 
 
 
 @pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-def test_a_checkpoint_goes_on_elsewhere(world: World, tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_on_other_ranks(world: World, tmp_path: Path) -> None:
     """By the pairs in use; whole, or on more processes."""
     expected = agreed(world.run(saved, 2, str(tmp_path)))
     places = [(2, "step"), (3, "at once"), (2, "zero_grad")]
@@ -202,7 +202,7 @@ def sharded_in_use(rank: int, world_size: int) -> tuple[list[str], list[str]]:
         return before, kept()
 
 
-def test_pairs_that_are_let_go_are_not_kept_in_the_state(world: World) -> None:
+def test_dropped_eigenpairs_are_not_in_the_state(world: World) -> None:
     ((before, after),) = world.run(sharded_in_use, 1)
     assert "eigenvectors" in before
     assert "eigenvectors" not in after
@@ -255,7 +255,7 @@ def partly() -> Any:
 )
 @pytest.mark.refused("HSDP", "DHO2", message="shard over a mesh of one dimension")
 @pytest.mark.refused("HSDP", "MRDHO2", message="shard over a mesh of one dimension")
-def test_other_shards_are_refused_on_every_rank(world: World) -> None:
+def test_unsupported_shards_raise_on_every_rank(world: World) -> None:
     for found in world.run(refusals, 2):
         for who in "everybody", "one kind":
             assert "helpers and their workers hold whole models" in found[who]

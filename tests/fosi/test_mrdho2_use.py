@@ -67,7 +67,7 @@ def leaves_accelerator(model: nn.Module, optimizer: Any, rank: int) -> None:
         assert optimizer.serve(CURVED, lambda batch: loss_of(model, batch)) == 0
 
 
-def test_an_accelerator_that_leaves_early(world: World) -> None:
+def test_workers_continue_after_an_accelerator_exits(world: World) -> None:
     """What it has computed is still used; then the base goes on alone."""
     results = world.run(play, 3, (leaves_worker, leaves_accelerator))
     expected = expected_until(2, curved=CURVED[:1])
@@ -105,7 +105,7 @@ def one_fails_accelerator(
 
 
 @pytest.mark.parametrize(("failing", "where"), [(1, "loader"), (2, "loader"), (2, "delivery")])
-def test_one_accelerator_that_fails_takes_the_others_along(
+def test_one_failed_accelerator_shuts_down_the_others(
     world: World, failing: int, where: str
 ) -> None:
     """With its own error where it failed; nobody waits for a timeout, which is half a minute."""
@@ -153,7 +153,7 @@ def vectors_accelerator(model: nn.Module, optimizer: Any, rank: int) -> list[tup
     return sent
 
 
-def test_pairs_that_are_not_finite_are_not_sent(world: World) -> None:
+def test_non_finite_eigenpairs_are_not_sent(world: World) -> None:
     results = world.run(play, 3, (vectors_worker, vectors_accelerator))
     assert results[2]["found"] == [(False, 0)] * 6, "three epochs, two workers"
     assert all(map(torch.equal, trajectory_of(results), base_alone(workers=2, **MOMENTUM)))
@@ -198,7 +198,7 @@ def frozen_accelerator(model: nn.Module, optimizer: Any, rank: int, where: str, 
 
 
 @pytest.mark.parametrize("where", ["workers", "everywhere"])
-def test_parameters_frozen_in_mid_epoch(world: World, tmp_path: Path, where: str) -> None:
+def test_parameters_can_be_frozen_during_an_epoch(world: World, tmp_path: Path, where: str) -> None:
     """That epoch has no final update; in the next the accelerators know of it, told or not."""
     results = world.run(play, 3, (frozen_worker, frozen_accelerator), where, tmp_path / "frozen")
     trajectory_of(results)
@@ -265,6 +265,6 @@ def reloaded(rank: int, world_size: int) -> Any:
         return found + worker(model, optimizer, 0, 1, BATCHES[6:])
 
 
-def test_a_checkpoint_of_the_epoch_under_way_is_taken_back(world: World) -> None:
+def test_a_checkpoint_during_an_epoch_restores_its_start(world: World) -> None:
     found, _ = world.run(reloaded, 2)
     assert_same_trajectory(found, reference("paper", **MOMENTUM)[0], rtol=1e-7)

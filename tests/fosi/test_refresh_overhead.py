@@ -101,7 +101,7 @@ class Run:
         return self
 
 
-def test_the_first_refresh_comes_as_if_a_product_were_a_step() -> None:
+def test_the_first_refresh_assumes_that_a_product_takes_a_step() -> None:
     """Ten products, 0.125: after 80 steps; the others every 176 / (0.125 * 64) steps."""
     run = Run().go(130)
     assert run.found == [80, 102, 124]
@@ -126,7 +126,7 @@ def test_the_interval_follows_the_median_of_refreshes() -> None:
     assert run.found == [20, 62, 62 + 32, 94 + 22, 138, 160, 182, 204, 226, 248]
 
 
-def test_a_warm_up_of_no_steps_is_paid_for_afterwards() -> None:
+def test_without_warm_up_the_first_refresh_counts_later() -> None:
     run = Run(warmup_steps=0).go(70)
     # The first step's passes are not timed: 176 + 0 - 64 against 8 for each step.
     assert run.found == [0, 14, 14 + 18, 32 + 22, 54 + 22][: len(run.found)]
@@ -151,7 +151,7 @@ def on_ranks(rank: int, world_size: int, layout: str) -> Any:
 
 
 @pytest.mark.parametrize("layout", ["row", "column"])
-def test_ranks_with_different_clocks_do_the_same(world: World, layout: str) -> None:
+def test_ranks_with_different_clocks_choose_the_same_interval(world: World, layout: str) -> None:
     (asked, found, interval, a), (*others, b) = world.run(on_ranks, 2, layout)
     assert [asked, found, interval] == others == [[10, 43], [10, 43], 33]  # 264 / 8
     agreed([a, b])
@@ -179,7 +179,7 @@ def test_a_resumed_run_repeats_refreshes_on_any_machine(
         assert found == asked == [32]
 
 
-def test_a_resumed_run_is_the_run_that_was_never_stopped() -> None:
+def test_a_resumed_run_equals_the_uninterrupted_run() -> None:
     """Once five refreshes have been timed; before that the times of both machines count."""
     whole = Run(warmup_steps=10).go(100)
     saved = whole.saved()
@@ -196,7 +196,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped() -> None:
         ("throttle_overhead", "much", "much"),
     ],
 )
-def test_intervals_that_cannot_be_are_refused(name: str, value: Any, match: str) -> None:
+def test_invalid_intervals_raise(name: str, value: Any, match: str) -> None:
     saved = train_and_save(0, 1, 12)
     saved["optimizer"]["state"][0]["curvature"][name] = value
     run = Run(warmup_steps=10).go(12)
@@ -205,7 +205,7 @@ def test_intervals_that_cannot_be_are_refused(name: str, value: Any, match: str)
     assert run.throttle.interval == 22
 
 
-def test_the_summary_and_the_statistics_have_the_interval() -> None:
+def test_the_summary_and_the_metrics_show_the_interval() -> None:
     run = Run(warmup_steps=10).go(1)
     assert "overhead 0.125: being measured" in str(run.optimizer.summary())
     assert run.optimizer.metrics()["curvature_interval"] == 80

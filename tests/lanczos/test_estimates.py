@@ -104,7 +104,7 @@ def test_a_trace_is_within_its_error(curvature: Any) -> None:
 # Diagonal.
 
 
-def test_the_error_of_a_diagonal_of_two_samples() -> None:
+def test_the_error_of_a_diagonal_follows_from_two_samples() -> None:
     """They are 1 + b and 1 - b in one of two cases, of a deviation of b √2 and an error of b."""
     w = nn.Parameter(torch.ones(2).double())
     loss = lambda: 0.5 * w @ torch.tensor([[1.0, 0.3], [0.3, 1.0]], dtype=torch.float64) @ w  # noqa: E731
@@ -157,7 +157,7 @@ def on_shards(rank: int, world_size: int, sizes: list[int]) -> tuple[Trace, Diag
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_many_processes_find_what_one_finds(world: World, world_size: int) -> None:
+def test_many_processes_equal_one(world: World, world_size: int) -> None:
     sizes = [[3, 8], [1, 4, 6]][world_size - 2]
     results = world.run(on_shards, world_size, sizes)
     of_trace, of_diagonal = on_shards(0, 1, [11])
@@ -173,7 +173,7 @@ def test_many_processes_find_what_one_finds(world: World, world_size: int) -> No
 # Some of the parameters.
 
 
-def test_some_parameters_have_their_block() -> None:
+def test_a_subset_of_parameters_has_its_block() -> None:
     """Of a module within the model, or in any order; each once, and no frozen one."""
     model, closure, dense = of_mlp()
     names = [name for name, _ in model.named_parameters()]
@@ -198,7 +198,7 @@ def test_some_parameters_have_their_block() -> None:
 
 
 @pytest.mark.parametrize("curvature", CURVATURES)
-def test_a_loader_is_the_mean_over_its_examples(curvature: Any) -> None:
+def test_a_loader_gives_the_mean_over_its_examples(curvature: Any) -> None:
     """The last batch is shorter, and the loader shuffles."""
     model, _, dense = of_mlp(11)
     loader = DataLoader(TensorDataset(*MLP.batch(11)), batch_size=4, shuffle=True)
@@ -220,7 +220,7 @@ def test_a_loader_is_the_mean_over_its_examples(curvature: Any) -> None:
         ([MLP.batch(2)], nn.CrossEntropyLoss(reduction="sum"), "use reduction='mean'"),
     ],
 )
-def test_what_is_no_loader(batches: Any, criterion: Any, told: str) -> None:
+def test_values_that_are_not_loaders_raise(batches: Any, criterion: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         losses_over(MLP.model(), batches, criterion)
 
@@ -228,7 +228,7 @@ def test_what_is_no_loader(batches: Any, criterion: Any, told: str) -> None:
 # Bad numbers.
 
 
-def test_too_few_products() -> None:
+def test_too_few_products_raise() -> None:
     _, loss, w = problem(3, 0)
     for estimate in (trace, diagonal):
         with pytest.raises(ValueError, match=r"products=1 .*use products=6 or more"):
@@ -242,7 +242,7 @@ def test_too_few_products() -> None:
 
 
 @pytest.mark.parametrize("estimate", [trace, diagonal])
-def test_numbers_that_are_not_finite(estimate: Any) -> None:
+def test_non_finite_values_raise(estimate: Any) -> None:
     w = nn.Parameter(torch.ones(4).double())
     with pytest.raises(CurvatureError, match="not finite"):
         estimate(lambda: (w * math.inf).square().sum(), [w])
@@ -257,7 +257,7 @@ class Pair(nn.Module):
         return self.layer(x + shift)
 
 
-def test_inputs_of_several_arguments() -> None:
+def test_batches_can_have_several_inputs() -> None:
     model = Pair().double()
     x, shift, y = torch.randn(3, 4, 3).double().unbind()
     plain = trace(lambda: (model(x, shift) - y[:, :2]).square().mean(), model, products=30)
@@ -266,7 +266,7 @@ def test_inputs_of_several_arguments() -> None:
         assert trace(losses, model, products=30).value == pytest.approx(plain.value)
 
 
-def test_a_density_has_bumps_of_a_width() -> None:
+def test_a_density_has_peaks_of_the_given_width() -> None:
     _, loss, w = problem(8, 0)
     density = spectral_density(loss, [w], probes=2, iterations=20)
     for width, told in ((0, r"width=0 is outside \(0, inf\)"), (-0.1, "-0.1"), (math.nan, "nan")):

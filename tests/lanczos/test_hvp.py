@@ -95,7 +95,9 @@ def loss_of(name: str) -> tuple[nn.Module, Callable[[], Tensor]]:
     st.integers(1, 7), st.integers(1, 4), st.integers(1, 4), st.integers(0, 99),
     st.sampled_from(MODES),
 )  # fmt: skip
-def test_closed_forms(examples: int, inputs: int, outputs: int, seed: int, mode: str) -> None:
+def test_products_equal_closed_forms(
+    examples: int, inputs: int, outputs: int, seed: int, mode: str
+) -> None:
     """Of linear, logistic and softmax regression, the first two with a bias."""
     torch.manual_seed(seed)
     x = torch.randn(examples, inputs).double()
@@ -149,7 +151,7 @@ def test_every_kind_of_layer_has_the_dense_hessian(name: str) -> None:
         assert not retained[start:stop].any()
 
 
-def test_recurrent_layers() -> None:
+def test_recurrent_layers_are_supported() -> None:
     lstm = nn.LSTM(3, 4, num_layers=2, batch_first=True).double()
     head = nn.Linear(4, 2).double()
     x = torch.randn(5, 6, 3).double()
@@ -172,7 +174,7 @@ def test_recurrent_layers() -> None:
 
 @few
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=4), st.sampled_from(MODES))
-def test_micro_batches_are_one_batch(sizes: list[int], mode: str) -> None:
+def test_micro_batches_equal_one_batch(sizes: list[int], mode: str) -> None:
     """By their counts of examples; without the counts they weigh the same, which is not it."""
     model = MLP.model()
     (x, y) = MLP.batch(sum(sizes))
@@ -198,7 +200,7 @@ def test_micro_batches_are_one_batch(sizes: list[int], mode: str) -> None:
         (torch.bfloat16, "recomputed", 0.05),
     ],
 )
-def test_parameters_in_other_dtypes(dtype: torch.dtype, mode: str, rtol: float) -> None:
+def test_parameters_can_have_any_dtype(dtype: torch.dtype, mode: str, rtol: float) -> None:
     """Products are in the dtype of the vector."""
     model = MLP.model().to(dtype)
     (x, y) = MLP.batch(8)
@@ -251,7 +253,7 @@ def test_dropout_is_frozen(checkpointed: bool, mode: str) -> None:
     assert float((other - expected).abs().max()) > 0.1 * float(expected.abs().max())
 
 
-def test_buffers_start_anew_at_each_evaluation() -> None:
+def test_buffers_are_restored_at_each_evaluation() -> None:
     """Spectral norm's power iteration, constant to autograd, goes on at each forward pass."""
     model = nn.Sequential(parametrizations.spectral_norm(nn.Linear(5, 6)), nn.Tanh()).double()
     x = torch.randn(7, 5).double()
@@ -330,7 +332,7 @@ NOT_ONCE = [
 
 @pytest.mark.parametrize(("function", "problem", "remedy"), [*NOT_TWICE, *NOT_ONCE])
 @pytest.mark.parametrize("mode", MODES)
-def test_errors_say_what_and_how(
+def test_errors_give_the_reason_and_the_remedy(
     mode: str, function: Callable[[Tensor], Any], problem: str, remedy: str
 ) -> None:
     """Differences of gradients need one derivative only."""
@@ -353,7 +355,7 @@ def test_errors_say_what_and_how(
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
 @pytest.mark.parametrize("loss", [torch.mean, half_mean_square])
-def test_compiled_modules(loss: Callable[[Tensor], Tensor]) -> None:
+def test_compiled_modules_are_supported(loss: Callable[[Tensor], Tensor]) -> None:
     """Where the loss is linear in what they compute, torch alone gives no error but zeros."""
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
     x = torch.randn(7, 4)
@@ -390,7 +392,7 @@ def outputs_of(name: str, size: int = 6) -> tuple[nn.Module, Callable[[], Output
 @pytest.mark.parametrize(
     "name", ["mlp", "attention", "embedding", "tied", "batch_norm", "shared_linear", "lora"]
 )
-def test_gauss_newton_is_the_dense_one(name: str) -> None:
+def test_gauss_newton_equals_the_dense_matrix(name: str) -> None:
     """In each mode, over frozen and tied weights; and it is not the Hessian."""
     case = ZOO[name]
     model, closure = outputs_of(name)
@@ -430,7 +432,9 @@ def test_empirical_fisher_is_the_mean_of_outer_products(mode: str) -> None:
     st.lists(st.integers(1, 5), min_size=2, max_size=3),
     st.sampled_from(EXACT), st.sampled_from(KINDS), st.booleans(),
 )  # fmt: skip
-def test_micro_batches_of_outputs(sizes: list[int], mode: str, kind: str, counted: bool) -> None:
+def test_micro_batches_of_outputs_equal_one_batch(
+    sizes: list[int], mode: str, kind: str, counted: bool
+) -> None:
     """Weighted by their examples, told or seen from the number of losses."""
     model = MLP.model()
     (x, y) = MLP.batch(sum(sizes))
@@ -452,7 +456,7 @@ def test_micro_batches_of_outputs(sizes: list[int], mode: str, kind: str, counte
     st.integers(0, 999), st.integers(1, 4), st.floats(0.1, 3.0), st.sampled_from(KINDS),
     st.sampled_from(["classes", "numbers"]),
 )  # fmt: skip
-def test_no_eigenvalue_is_negative(
+def test_gauss_newton_has_no_negative_eigenvalue(
     seed: int, examples: int, scale: float, kind: str, task: str
 ) -> None:
     """Whatever the weights; of the Hessian some are, at most of these points."""
@@ -473,7 +477,7 @@ def test_no_eigenvalue_is_negative(
     assert_close(G.T, G)
 
 
-def test_of_the_hessian_some_are_negative() -> None:
+def test_the_hessian_has_negative_eigenvalues() -> None:
     """Control, at the same network."""
     model, closure = outputs_of("mlp")
     values = torch.linalg.eigvalsh(matrix(closure, model.parameters(), "hessian"))
@@ -483,7 +487,7 @@ def test_of_the_hessian_some_are_negative() -> None:
 
 
 @pytest.mark.parametrize("mode", EXACT)
-def test_several_outputs(mode: str) -> None:
+def test_models_can_have_several_outputs(mode: str) -> None:
     """A tuple as one tensor; one of them is constant, and one is a function of another."""
     model = MLP.model()
     (x, y) = MLP.batch(6)
@@ -508,7 +512,7 @@ def test_several_outputs(mode: str) -> None:
     assert_close(matrix(closure, model.parameters(), mode=mode), expected, mode)
 
 
-def test_what_cannot_be_differentiated_twice_has_no_other_matrix() -> None:
+def test_functions_without_a_second_derivative_raise() -> None:
     model = nn.Linear(4, 3).double()
     x = torch.randn(7, 4).double()
     below = lambda: Outputs(Cube.apply(model(x)), lambda z: z.square().mean())  # noqa: E731
@@ -532,7 +536,7 @@ BAD_OUTPUTS = [
 
 
 @pytest.mark.parametrize(("function", "curvature", "problem", "remedy"), BAD_OUTPUTS)
-def test_errors_of_outputs(function: Any, curvature: Any, problem: str, remedy: str) -> None:
+def test_invalid_outputs_raise(function: Any, curvature: Any, problem: str, remedy: str) -> None:
     model = nn.Linear(4, 3).double()
     x = torch.randn(7, 4).double()
     for mode in EXACT:

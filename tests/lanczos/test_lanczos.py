@@ -93,7 +93,7 @@ def assert_pairs(pairs: Eigenpairs, A: Tensor, tol: float = 1e-10) -> None:
     st.sampled_from([(torch.float64, 1e-12), (torch.float32, 2e-6)]),
     st.sampled_from(["spread", "low rank", "clustered"]),
 )  # fmt: skip
-def test_the_basis_is_orthonormal_and_makes_it_tridiagonal(
+def test_the_basis_is_orthonormal_and_tridiagonalizes_the_matrix(
     size: int, iterations: int, seed: int, precision: tuple[torch.dtype, float], kind: str
 ) -> None:
     dtype, tol = precision
@@ -139,7 +139,7 @@ def test_a_full_run_finds_both_ends(
 
 
 @pytest.mark.parametrize("hvp", ["retained", "recomputed", "differences"])
-def test_networks(hvp: Any) -> None:
+def test_eigenpairs_of_networks_equal_dense_ones(hvp: Any) -> None:
     """Both ends against the dense Hessian's, and the vectors parameter by parameter."""
     model = MLP.model()
     (x, y) = MLP.batch(12)
@@ -155,7 +155,7 @@ def test_networks(hvp: Any) -> None:
     assert torch.equal(torch.cat([part.flatten(1) for part in parts], 1), pairs.eigenvectors)
 
 
-def test_it_stops_where_all_pairs_are_within_tol() -> None:
+def test_iterations_stop_when_all_pairs_are_within_tol() -> None:
     A = symmetric(1.2**i for i in range(60))
     products = []
     for tol in (0.0, 1e-8, 1e-2):
@@ -182,7 +182,7 @@ class Coarse(RowSpace):
         return x.bfloat16().double() if rounded else x
 
 
-def test_a_second_pass_that_takes_most_leaves_unit_vectors() -> None:
+def test_reorthogonalization_leaves_unit_vectors() -> None:
     """What is left is measured anew: a difference of squares has lost its digits."""
     A = 1.2345 * torch.diag(torch.arange(1.0, 31.0))
     start = torch.full((30,), 1e-7)
@@ -216,7 +216,7 @@ def test_a_start_in_an_invariant_subspace_stays_in_it() -> None:
      [1.0] * 6 + [2.0] * 6, [1e-30] * 12, [1e25] * 6 + [2e25] * 6],
     ids=["zero", "identity", "negative", "rank 1", "rank 3", "two", "tiny", "huge"],
 )  # fmt: skip
-def test_exhausted_krylov_spaces(values: list[float], dtype: torch.dtype) -> None:
+def test_exhausted_krylov_spaces_are_extended(values: list[float], dtype: torch.dtype) -> None:
     """A random start sees one vector of each eigenspace; further ones come from fresh vectors."""
     A = symmetric(values).to(dtype).double()
     loss, params = quadratic(A, dtype)
@@ -236,7 +236,7 @@ def test_exhausted_krylov_spaces(values: list[float], dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("hvp", ["retained", "recomputed", "differences"])
-def test_losses_that_are_not_finite(hvp: Any, value: float) -> None:
+def test_non_finite_losses_raise(hvp: Any, value: float) -> None:
     loss, params = quadratic(symmetric(range(5)))
     for estimate in (eigenpairs, spectral_density):
         with pytest.raises(CurvatureError, match="not finite"):
@@ -258,12 +258,12 @@ def test_losses_that_are_not_finite(hvp: Any, value: float) -> None:
         ({"hvp": "dense"}, "not one of 'auto'"),
     ],
 )
-def test_arguments_outside_their_bounds(options: dict[str, Any], message: str) -> None:
+def test_arguments_outside_of_their_bounds_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         of_quadratic(symmetric(range(5)), **options)
 
 
-def test_counts_and_seeds_are_whole_numbers() -> None:
+def test_counts_and_seeds_must_be_integers() -> None:
     A = symmetric(range(1, 9))
     for name, value in itertools.product(("largest", "smallest", "iterations", "seed"), (2.0, "2")):
         with pytest.raises(TypeError, match=f"{name}={value!r} is not an integer; use"):
@@ -271,7 +271,7 @@ def test_counts_and_seeds_are_whole_numbers() -> None:
 
 
 @pytest.mark.parametrize("hvp", ["retained", "recomputed", "differences"])
-def test_a_loss_that_does_not_depend_on_the_parameters(hvp: Any) -> None:
+def test_a_constant_loss_raises(hvp: Any) -> None:
     """Is an error, where a linear loss has no curvature; a micro-batch may do without them."""
     (loss, _) = quadratic(symmetric(range(5)))
     other = nn.Parameter(torch.ones(6).double())
@@ -289,7 +289,7 @@ def test_a_loss_that_does_not_depend_on_the_parameters(hvp: Any) -> None:
 
 @few
 @given(st.integers(1, 20), st.integers(1, 4), st.integers(0, 99))
-def test_a_full_run_is_the_quadrature_of_its_probes(size: int, probes: int, seed: int) -> None:
+def test_a_full_run_equals_the_quadrature_of_its_probes(size: int, probes: int, seed: int) -> None:
     """Mean of zᵀf(H)z / zᵀz over the probes z, exactly, for any f."""
     A = symmetric([0.5 * i - 3 for i in range(size)], seed)
     density = spectral_density(*quadratic(A), probes=probes, iterations=size, seed=seed)
@@ -305,7 +305,7 @@ def test_a_full_run_is_the_quadrature_of_its_probes(size: int, probes: int, seed
         assert density.expectation(function) == pytest.approx(float(means.mean()), rel=1e-9)
 
 
-def test_on_a_grid_it_is_the_histogram_of_the_spectrum() -> None:
+def test_on_a_grid_the_density_equals_the_histogram() -> None:
     """A quarter of the eigenvalues at −2, half at 0, a quarter at 3; n = 400."""
     A = torch.tensor([-2.0] * 100 + [0.0] * 200 + [3.0] * 100).double()
     w = nn.Parameter(torch.ones(400).double())
@@ -343,7 +343,7 @@ WRONG: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 
 
 @pytest.mark.parametrize("kind", [*WRONG, "right", "right, with other signs"])
-def test_a_wrong_decomposition_is_none(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_decomposition_is_rejected(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     diagonal = torch.tensor([3.0, -1.0, 0.5, 2.0], dtype=torch.float64)
     beside = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
     native = torch.linalg.eigh

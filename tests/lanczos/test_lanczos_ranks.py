@@ -88,7 +88,7 @@ def bitwise(results: Sequence[Any]) -> Any:
     ids=["retained", "recomputed", "not converged", "Gauss-Newton", "Fisher"],
 )
 @pytest.mark.parametrize("sizes", [[[1], [12]], [[1], [3], [9]], [[2, 3, 1], [7]]], ids=str)
-def test_eigenpairs_are_those_of_the_union(
+def test_eigenpairs_equal_those_of_the_union_of_batches(
     world: World, sizes: list[list[int]], options: dict[str, Any]
 ) -> None:
     """111 unknowns, which no two processes share evenly, and ragged micro-batches."""
@@ -107,7 +107,7 @@ def of_few_unknowns(rank: int, world_size: int, size: int) -> Eigenpairs:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_fewer_unknowns_than_processes(world: World, size: int) -> None:
+def test_there_can_be_fewer_parameters_than_processes(world: World, size: int) -> None:
     """Some have no row at all."""
     found = bitwise(world.run(of_few_unknowns, 3, size))
     mean = (1 + 4 + 9) / (1 + 2 + 3)
@@ -145,7 +145,7 @@ def density(rank: int, world_size: int, sizes: Sequence[int]) -> SpectralDensity
     )  # fmt: skip
 
 
-def test_the_density_is_that_of_the_union(world: World) -> None:
+def test_the_density_equals_that_of_the_union_of_batches(world: World) -> None:
     found = bitwise(world.run(density, 3, [1, 3, 9]))
     model = MLP.model()
     (x, y) = MLP.batch(13)
@@ -219,7 +219,7 @@ FAULTS = ["raises", "returns nonsense", "no examples", "not twice", "nan", "free
         ("nan", "recomputed", "density"),
     ],
 )
-def test_a_failure_on_one_process_is_everyones(
+def test_a_failure_on_one_process_raises_on_all(
     world: World, fault: str, hvp: str, estimate: str
 ) -> None:
     """Its own error where it happened, an error that names that process elsewhere; nobody waits."""
@@ -278,7 +278,7 @@ def undecomposed(rank: int, world_size: int, where: int | None, estimate: str) -
 
 
 @pytest.mark.parametrize("estimate", ["pairs", "density"])
-def test_the_small_matrix_that_one_process_cannot_decompose(world: World, estimate: str) -> None:
+def test_a_failed_decomposition_on_one_process_raises_on_all(world: World, estimate: str) -> None:
     """Nobody waits: it is the first process's that counts, for better and for worse."""
     sound = world.run(undecomposed, 3, None, estimate)
     for result in world.run(undecomposed, 3, 1, estimate, timeout=20):

@@ -67,9 +67,7 @@ TIMES = {
 
 @pytest.mark.parametrize("tokens", [True, False])
 @pytest.mark.parametrize("strategy", ["kfac", "ekfac"])
-def test_kronfluences_files_are_those_that_it_wrote(
-    tmp_path: Path, tokens: bool, strategy: str
-) -> None:
+def test_kronfluence_files_equal_its_own(tmp_path: Path, tokens: bool, strategy: str) -> None:
     curvature = Case(tokens).curvature(strategy)
     assert export.to_kronfluence(curvature, tmp_path, documents=ENTRIES) == {}
     ours = files_in(tmp_path)
@@ -88,7 +86,7 @@ def test_kronfluences_files_are_those_that_it_wrote(
 
 @pytest.mark.parametrize("tokens", [True, False])
 @pytest.mark.parametrize("strategy", ["kfac", "ekfac"])
-def test_kronfluence_loads_what_it_would_have_fitted(
+def test_kronfluence_loads_factors_equal_to_its_own(
     tmp_path: Path, tokens: bool, strategy: str
 ) -> None:
     kronfluence = pytest.importorskip("kronfluence")
@@ -134,7 +132,7 @@ def test_kronfluence_loads_what_it_would_have_fitted(
 
 
 @pytest.mark.parametrize("documents", [None, ENTRIES])
-def test_files_for_influence_functions_say_what_the_factors_are(
+def test_files_for_influence_functions_record_the_kind_of_factors(
     tmp_path: Path, documents: int | None
 ) -> None:
     """Kronfluence's and Bergson's, by their own scales: of sums, of means and of documents."""
@@ -175,7 +173,7 @@ def for_bergson(folder: Path, include_bias: bool) -> KroneckerCurvature:
 
 
 @pytest.mark.parametrize("include_bias", [False, True])
-def test_bergsons_files_are_those_that_it_wrote(tmp_path: Path, include_bias: bool) -> None:
+def test_bergson_files_equal_its_own(tmp_path: Path, include_bias: bool) -> None:
     for_bergson(tmp_path, include_bias)
     ours = files_in(tmp_path)
     theirs = STORED["bergson", include_bias]
@@ -195,7 +193,7 @@ def test_bergsons_biases_are_dropped_only_without_corrected_eigenvalues(tmp_path
 
 @pytest.mark.parametrize("include_bias", [False, True])
 @pytest.mark.filterwarnings("ignore")
-def test_bergson_applies_what_it_would_have_computed(tmp_path: Path, include_bias: bool) -> None:
+def test_bergson_applies_factors_equal_to_its_own(tmp_path: Path, include_bias: bool) -> None:
     pytest.importorskip("bergson.hessians.kfac")
     from bergson.config import InversionConfig
     from bergson.hessians import preconditioner
@@ -248,9 +246,7 @@ class Posterior:
 
 
 @pytest.mark.parametrize("damping", [False, True])
-def test_laplaces_hessian_is_the_one_that_it_fitted(
-    damping: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_laplace_hessian_equals_its_own(damping: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     laplace = ModuleType("laplace")
     # type: ignore[attr-defined]
     laplace.KronLaplace = Posterior
@@ -274,7 +270,7 @@ def test_laplaces_hessian_is_the_one_that_it_fitted(
 
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("damping", [False, True])
-def test_laplace_predicts_as_if_it_had_fitted(last: bool, damping: bool) -> None:
+def test_laplace_predicts_as_with_its_own_fit(last: bool, damping: bool) -> None:
     laplace = pytest.importorskip("laplace")
     pytest.importorskip("laplace.curvature.curvlinops")
     case = Classified(damping)
@@ -305,7 +301,7 @@ def test_laplace_predicts_as_if_it_had_fitted(last: bool, damping: bool) -> None
 
 
 @pytest.mark.parametrize("groups", [1, 10])
-def test_laplaces_hessian_of_other_layers_has_the_blocks_of_their_parameters(groups: int) -> None:
+def test_the_laplace_hessian_has_blocks_for_other_layers(groups: int) -> None:
     """Of an embedding, of a weight that is (in, out), and of a normalisation."""
     laplace = pytest.importorskip("laplace")
     torch.manual_seed(0)
@@ -349,9 +345,7 @@ def test_laplaces_hessian_of_other_layers_has_the_blocks_of_their_parameters(gro
 
 
 @pytest.mark.parametrize(("factors", "tokens"), [("inputs", True), ("kfac", True), ("kfac", False)])
-def test_gptqs_hessian_is_that_of_the_rows_without_the_bias(
-    tmp_path: Path, tokens: bool, factors: str
-) -> None:
+def test_the_gptq_hessian_omits_the_bias(tmp_path: Path, tokens: bool, factors: str) -> None:
     case = Case(tokens)
     first = case.model[0]
     curvature = case.curvature(factors)
@@ -366,12 +360,12 @@ def test_gptqs_hessian_is_that_of_the_rows_without_the_bias(
     assert tensors["nsamples"].item() == rows
 
 
-def test_llm_compressor_keeps_the_same_hessian_but_for_a_number() -> None:
+def test_llm_compressors_hessian_is_equal_up_to_a_factor() -> None:
     ours = export.to_gptq(Case(tokens=True).curvature("inputs"))["0"]
     torch.testing.assert_close(ours * TOKENS, STORED["llm-compressor",], rtol=1e-5, atol=1e-6)
 
 
-def test_gptqs_hessian_of_a_convolutions_groups_is_their_mean() -> None:
+def test_the_gptq_hessian_of_a_grouped_convolution_is_the_mean_over_groups() -> None:
     torch.manual_seed(0)
     a = torch.randn(2, 4, 4)
     shape = FactorShape(2, 4, 3)
@@ -388,7 +382,7 @@ def test_gptqs_hessian_of_a_convolutions_groups_is_their_mean() -> None:
 
 
 @pytest.mark.parametrize("exporter", [export.to_kronfluence, export.to_bergson])
-def test_a_curvature_of_inputs_alone_is_refused_where_gradients_are_needed(
+def test_curvature_of_inputs_alone_raises_if_gradients_are_needed(
     tmp_path: Path, exporter: Any
 ) -> None:
     curvature = Case(tokens=True).curvature("inputs")
@@ -409,7 +403,7 @@ def written(rank: int, ranks: int, folder: Path) -> list[Any]:
     return [len(curvature.local_layers), left_out, {*export.to_gptq(curvature, folder / "gptq")}]
 
 
-def test_the_first_layers_owner_writes_what_one_process_would(tmp_path: Path, world: World) -> None:
+def test_many_processes_write_the_files_of_one(tmp_path: Path, world: World) -> None:
     for result in world.run(written, 2, tmp_path):
         assert result == [1, {}, {"0", "2"}]
     assert written(0, 1, tmp_path)[0] == 2

@@ -67,7 +67,7 @@ def corrected(found: LayerCurvature, group: int, gradients: list[Tensor]) -> Ten
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_inputs_are_those_of_entries_without_padding(name: str) -> None:
+def test_factors_exclude_padding(name: str) -> None:
     for dtype, within in ((F64, 1e-12), (torch.float32, 1e-5)):
         model, curvature = measured(name, "inputs", dtype)
         by_hand = ByHand(model, data_of(name, dtype), gradients=False)
@@ -84,7 +84,7 @@ def test_inputs_are_those_of_entries_without_padding(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_pairs_and_corrected_eigenvalues_are_those_of_entries(name: str) -> None:
+def test_corrected_eigenvalues_equal_a_dense_reference(name: str) -> None:
     model, curvature = measured(name, "ekfac")
     by_hand = ByHand(model, data_of(name), gradients=True)
     for layer in set(by_hand.x) & set(curvature):
@@ -124,7 +124,7 @@ def test_rows_of_experts_are_counted_exactly(factors: Any) -> None:
         assert all(found[name].rows >= number for name in found)
 
 
-def test_labels_are_drawn_from_the_model() -> None:
+def test_labels_are_sampled_from_the_model() -> None:
     model = nn.Linear(3, 4, bias=False).to(F64)
     x = torch.randn(4000, 3, dtype=F64)
     curvature = measure(model, x.split(64), factors="kfac", progress=False)
@@ -135,14 +135,14 @@ def test_labels_are_drawn_from_the_model() -> None:
 
 
 @pytest.mark.parametrize("factors", ["inputs", "kfac", "ekfac"])
-def test_it_does_not_matter_how_data_are_cut(factors: str) -> None:
+def test_the_split_into_batches_changes_nothing(factors: str) -> None:
     whole = measured("Llama", factors)[1]
     for cuts in (((0, ENTRIES),), ((0, 1), (1, 9), (9, 10))):
         same(measured("Llama", factors, cuts=cuts)[1], whole)
 
 
 @pytest.mark.parametrize("factors", ["inputs", "kfac", "ekfac"])
-def test_the_hosts_memory_changes_nothing(factors: str) -> None:
+def test_keep_cpu_changes_nothing(factors: str) -> None:
     whole = measured("Llama", factors)[1]
     same(measured("Llama", factors, keep="cpu")[1], whole)
 
@@ -163,7 +163,7 @@ class Positions(nn.Module):
 
 
 @pytest.mark.parametrize("factors", ["inputs", "kfac"])
-def test_positions_may_come_before_examples(factors: Any) -> None:
+def test_positions_can_precede_examples(factors: Any) -> None:
     torch.manual_seed(0)
     first = Positions(True).to(F64)
     second = Positions(False).to(F64)
@@ -183,7 +183,7 @@ def squares(output: Tensor, batch: Any) -> Tensor:
     return output.square().sum(-1)
 
 
-def test_an_attention_reads_keys_of_another_length() -> None:
+def test_attention_keys_can_have_another_length() -> None:
     class Reads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -203,7 +203,7 @@ def test_an_attention_reads_keys_of_another_length() -> None:
 
 
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
-def test_no_label_is_drawn_for_padding(likelihood: Any) -> None:
+def test_no_label_is_sampled_for_padding(likelihood: Any) -> None:
     model = nn.Linear(3, 2, bias=False).to(F64)
     x = torch.randn(5, 6, 3, dtype=F64)
     mask = torch.ones(5, 6)
@@ -219,7 +219,7 @@ def test_no_label_is_drawn_for_padding(likelihood: Any) -> None:
 
 
 @pytest.mark.parametrize("factors", ["inputs", "kfac", "ekfac"])
-def test_batches_without_entries_change_nothing(factors: str) -> None:
+def test_empty_batches_change_nothing(factors: str) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(F64)
     x = torch.randn(5, 3, dtype=F64)
     options: dict[str, Any] = {"factors": factors, "progress": False}
@@ -228,7 +228,7 @@ def test_batches_without_entries_change_nothing(factors: str) -> None:
     same(measure(model, [x[:0], x, x[:0]], **options), measure(model, [x], **options))
 
 
-def test_autocast_rounds_inputs_and_not_their_products() -> None:
+def test_autocast_rounds_inputs_but_not_their_products() -> None:
     model = nn.Linear(3, 2)
     x = torch.randn(64, 3)
     rounded = x.bfloat16().float()
@@ -243,7 +243,7 @@ class Stream(IterableDataset[Tensor]):
         return iter(torch.eye(3))
 
 
-def test_loaders_of_torch_are_read_as_they_are() -> None:
+def test_torch_data_loaders_are_supported() -> None:
     model = nn.Linear(3, 2)
     curvature = measure(model, DataLoader(Stream(), batch_size=2), progress=False)
     close(curvature["(model)"].A[0], torch.eye(3) / 3, 1e-6)
@@ -254,7 +254,7 @@ def test_loaders_of_torch_are_read_as_they_are() -> None:
         assert "(model)" in measure(model, [torch.eye(3)], factors="kfac", progress=False)
 
 
-def test_masks_of_one_shape_are_refused_and_scattered_rows_and_masks_that_fit_none_told() -> None:
+def test_ambiguous_and_unmatched_masks_are_reported() -> None:
     model = model_of("Whisper")
     data = data_of("Whisper")
     batch = {**data, "attention_mask": torch.ones_like(data["labels"])}
@@ -324,7 +324,7 @@ def test_the_model_is_left_as_it_was(factors: str, fails: bool) -> None:
 # ---------------------------------------------------------------------------------- bad input
 
 
-def test_bad_input_is_refused() -> None:
+def test_invalid_input_raises() -> None:
     model = nn.Linear(2, 2)
     x = [torch.randn(3, 2)]
     for options, text in (
@@ -372,20 +372,18 @@ CRITERION = nn.CrossEntropyLoss(reduction="none")
         ({"loader": [X, X[:, :1]]}, r"\(4, 2\) and \(4, 1\) looks like inputs and targets"),
     ],
 )
-def test_an_argument_that_is_something_else_is_named_with_what_to_write(
-    changed: dict[str, Any], text: str
-) -> None:
+def test_invalid_arguments_raise_with_the_remedy(changed: dict[str, Any], text: str) -> None:
     given: dict[str, Any] = {"model": MODEL, "loader": [(X, Y)], "factors": "kfac"}
     with pytest.raises(TypeError, match=text):
         measure(**{**given, "progress": False, **changed})
 
 
-def test_names_of_layers_are_any_iterable_of_them() -> None:
+def test_layer_names_can_be_any_iterable() -> None:
     for names in ("0", ["0"], ("0",), frozenset(["0"]), {"0": 1}.keys(), iter(["0"])):
         assert list(measure(MODEL, [X], layers=names, progress=False)) == ["0"]
 
 
-def test_what_is_asked_of_a_curvature_is_answered_with_what_to_write() -> None:
+def test_unsupported_requests_raise_with_the_remedy() -> None:
     curvature = measure(MODEL, X.split(2), factors="kfac", layers=["0"], progress=False)
     for name, text in (
         ("0.weight", r"'0\.weight' is a parameter of layer '0'; write curvature\['0'\]"),
@@ -411,7 +409,7 @@ class Halved(nn.Linear):
         return x.relu() @ self.weight.T
 
 
-def test_what_only_looks_like_a_linear_is_left_out() -> None:
+def test_layers_that_fail_verification_are_left_out() -> None:
     curvature = measure(
         nn.Sequential(nn.Linear(3, 3), Halved()), [torch.randn(9, 3)], progress=False
     )
@@ -419,7 +417,7 @@ def test_what_only_looks_like_a_linear_is_left_out() -> None:
     assert curvature.uncovered["1.weight"].endswith("use register_layer")
 
 
-def test_a_call_that_is_lost_is_named() -> None:
+def test_a_lost_call_is_reported_with_its_layer() -> None:
     class Changing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -441,7 +439,7 @@ def test_a_call_that_is_lost_is_named() -> None:
     assert list(measure(Changing(), x, progress=False)) == ["a", "b"]
 
 
-def test_a_factor_that_is_not_finite_is_named() -> None:
+def test_a_non_finite_factor_is_reported_with_its_layer() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].register_forward_pre_hook(lambda m, args: (args[0] / 0,))
     with pytest.warns(UserWarning, match="'1': its A is not finite"):

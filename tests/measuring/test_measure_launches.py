@@ -165,25 +165,25 @@ def counted() -> dict[str, Any]:
 @pytest.mark.parametrize("of", ["float32", "float32 with biases", "bfloat16"])
 @pytest.mark.parametrize("masked", ["whole", "masked"])
 @pytest.mark.parametrize("factors", ["inputs", "kfac"])
-def test_a_layer_takes_few_launches_more(
+def test_each_layer_adds_few_launches(
     counted: dict[str, Any], factors: str, masked: str, of: str
 ) -> None:
     few, most = counted[f"{factors}, {masked}, {of}"]
     assert 0 < (most[0] - few[0]) / (2 * LAYERS) <= {"inputs": 3, "kfac": 6}[factors]
 
 
-def test_narrow_products_are_added_up_widely(counted: dict[str, Any]) -> None:
+def test_low_precision_products_are_accumulated_in_float32(counted: dict[str, Any]) -> None:
     assert counted["difference"] < 1e-6
 
 
-def test_what_is_found_is_on_one_device_for_each_layer(counted: dict[str, Any]) -> None:
+def test_each_layers_results_are_on_one_device(counted: dict[str, Any]) -> None:
     assert counted["device"] == [NAME]
     assert counted["cpu"] == ["cpu"]
     assert counted["two devices"] == [[NAME], ["cpu"]]
 
 
 @pytest.mark.parametrize("factors", ["inputs", "kfac"])
-def test_nothing_is_waited_for_and_uploads_do_not_grow(
+def test_measure_does_not_synchronize_and_uploads_do_not_grow(
     counted: dict[str, Any], factors: str
 ) -> None:
     for name in (each for each in counted if each.startswith(factors)):

@@ -81,7 +81,7 @@ def found_by(
         ("FSDP2 from meta", "owner", 2),
     ],
 )
-def test_processes_find_the_same_together(
+def test_many_processes_equal_one(
     world: World, factors: str, wrapper: str, keep: str, ranks: int
 ) -> None:
     options = {"keep": keep}
@@ -103,9 +103,7 @@ def mixed(rank: int, ranks: int, factors: Any) -> Found:
 
 
 @pytest.mark.parametrize("factors", ["inputs", "ekfac"])
-def test_layers_that_a_process_does_not_call_do_not_hold_up_others(
-    world: World, factors: str
-) -> None:
+def test_a_layer_that_a_process_skips_does_not_block_the_others(world: World, factors: str) -> None:
     together: Found = {}
     for kept in world.run(mixed, 3, factors):
         together |= kept
@@ -129,7 +127,7 @@ def failing(rank: int, ranks: int, keep: Any, factors: Any) -> str:
 
 @pytest.mark.parametrize("keep", ["device", "owner"])
 @pytest.mark.parametrize("factors", ["inputs", "kfac"])
-def test_one_process_that_fails_ends_all(world: World, keep: str, factors: str) -> None:
+def test_a_failure_on_one_process_raises_on_all(world: World, keep: str, factors: str) -> None:
     said = world.run(failing, 3, keep, factors)
     assert said[1] == "ArithmeticError: no such number"
     assert said[0] == said[2] == f"SecondOrderError: measure: rank 1 failed: {said[1]}"
@@ -156,7 +154,7 @@ def failing_within(rank: int, ranks: int, seconds: float) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def test_one_that_fails_within_fsdps_pass_raises_its_own_error(world: World) -> None:
+def test_a_failure_inside_an_fsdp_pass_raises_its_own_error(world: World) -> None:
     """The others wait for its shards, for as long as their group does."""
     said = world.run(failing_within, 2, 3.0)
     assert said[1] == "ArithmeticError: no such number"
@@ -178,7 +176,7 @@ def ended(rank: int, ranks: int, moment: str) -> Found | str:
     return {("0", "A"): curvature["0"].A}
 
 
-def test_fsdps_data_may_end_first_but_not_before_they_begin(world: World) -> None:
+def test_under_fsdp_a_process_can_have_fewer_batches_but_not_none(world: World) -> None:
     rows = torch.arange(24.0, dtype=F64).view(8, 3)
     rows = torch.cat([rows, rows[:4]])
     for found in world.run(ended, 2, "between"):
@@ -204,7 +202,7 @@ def without(rank: int, ranks: int, moment: str) -> str:
 
 
 @pytest.mark.parametrize("moment", ["batch 0", "batch 1"])
-def test_a_loader_that_fails_ends_all(world: World, moment: str) -> None:
+def test_a_failed_loader_raises_on_all_processes(world: World, moment: str) -> None:
     said = world.run(without, 2, moment)
     assert said[1] == "ArithmeticError: no such record"
     assert said[0] == f"SecondOrderError: measure: rank 1 failed: {said[1]}"
@@ -228,5 +226,5 @@ def idling(rank: int, ranks: int, keep: Any) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("keep", ["device", "owner"])
-def test_a_process_without_a_batch_joins_in(world: World, keep: str) -> None:
+def test_a_process_without_batches_participates(world: World, keep: str) -> None:
     assert world.run(idling, 2, keep) == [(0, 2), (2, 2)]

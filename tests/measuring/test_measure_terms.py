@@ -96,7 +96,7 @@ def unreduced(output: Tensor, batch: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_term_that_is_zero_counts(dtype: torch.dtype) -> None:
+def test_a_term_of_zero_loss_counts(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = Sure(100.0).to(dtype)
     x = torch.randn(64, 4).to(dtype)
@@ -107,7 +107,7 @@ def test_a_term_that_is_zero_counts(dtype: torch.dtype) -> None:
     assert quietly(model, batches, factors="kfac", loss=unreduced).report.examples == 64
 
 
-def test_a_label_that_is_ignored_is_no_term() -> None:
+def test_ignored_labels_are_not_terms() -> None:
     torch.manual_seed(0)
     model = Sure(100.0)
     x = torch.randn(8, 6, 4)
@@ -128,7 +128,7 @@ def test_a_label_that_is_ignored_is_no_term() -> None:
 
 
 @pytest.mark.parametrize("ignored", [255, -1])
-def test_an_ignored_label_is_no_class_and_needs_a_mask(ignored: int) -> None:
+def test_sampled_labels_need_a_mask_for_ignored_positions(ignored: int) -> None:
     model = Sure(1.0).to(F64)
     x = torch.randn(8, 6, 4, dtype=F64)
     y = model(x).argmin(-1)
@@ -145,7 +145,7 @@ def test_an_ignored_label_is_no_class_and_needs_a_mask(ignored: int) -> None:
         assert quietly(model, [(x, y)], factors="kfac", **options, **counts).report.examples == 24
 
 
-def test_a_mask_of_entries_leaves_out_their_labels() -> None:
+def test_masked_examples_have_no_labels() -> None:
     model = Sure(1.0).to(F64)
     x = torch.randn(8, 6, 4, dtype=F64)
     y = model(x).argmin(-1)
@@ -155,7 +155,7 @@ def test_a_mask_of_entries_leaves_out_their_labels() -> None:
         assert quietly(model, [(x, y)], **options).report.examples == 30
 
 
-def test_of_labels_of_the_next_token_the_first_is_none() -> None:
+def test_next_token_labels_omit_the_first_position() -> None:
     model = model_of("Llama")
     data = data_of("Llama")
     data["labels"] = data["input_ids"].masked_fill(data["attention_mask"] == 0, -100)
@@ -174,7 +174,7 @@ def test_of_labels_of_the_next_token_the_first_is_none() -> None:
 # --------------------------------------------------------------------------------- drawn labels
 
 
-def test_tokens_of_a_prompt_get_no_drawn_label() -> None:
+def test_prompt_tokens_have_no_sampled_label() -> None:
     """A row of logits is a term if the next token has a label; the prompt's rows are in A."""
     model = model_of("Llama")
     data = data_of("Llama")
@@ -213,7 +213,7 @@ class Pixels(nn.Module):
         return output
 
 
-def test_labels_tell_which_dimension_the_classes_are() -> None:
+def test_the_labels_shape_determines_the_class_dimension() -> None:
     model = Pixels().to(F64)
     x = torch.randn(4, 2, 5, 6, dtype=F64)
     labels = torch.randint(3, (4, 5, 6))
@@ -236,7 +236,7 @@ def test_labels_tell_which_dimension_the_classes_are() -> None:
         measure(model, [x], factors="kfac", progress=False)
 
 
-def test_whose_distribution_is_meant_is_asked() -> None:
+def test_an_ambiguous_likelihood_raises() -> None:
     one = nn.Linear(3, 1)
     several = nn.Linear(3, 2)
     x = torch.randn(5, 3)
@@ -287,7 +287,7 @@ class Repeated(nn.Module):
 
 
 @pytest.mark.parametrize("repeats", ["plain", "checkpointed", "some without a gradient"])
-def test_eigenvalues_are_of_all_calls_of_a_layer(repeats: str) -> None:
+def test_eigenvalues_cover_all_calls_of_a_layer(repeats: str) -> None:
     torch.manual_seed(0)
     model = Repeated().to(F64)
     if repeats == "checkpointed":
@@ -333,7 +333,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs")
-def test_of_a_reentrant_checkpoint_the_remedy_is_told() -> None:
+def test_reentrant_checkpointing_raises_with_the_remedy() -> None:
     x = torch.randn(4, 3)
     remedy = r"use checkpoint\(..., use_reentrant=False\)"
     with pytest.warns(SecondOrderWarning, match=f"'block'.* gradients are on.*{remedy}"):
@@ -346,7 +346,7 @@ def test_of_a_reentrant_checkpoint_the_remedy_is_told() -> None:
 # --------------------------------------------------------------------------- entries of a batch
 
 
-def test_how_many_entries_a_batch_has() -> None:
+def test_the_number_of_examples_of_a_batch_is_found() -> None:
     def zeros(*sizes: tuple[int, ...]) -> list[Tensor]:
         return [torch.zeros(size, dtype=torch.long) for size in sizes]
 
@@ -379,7 +379,7 @@ class Scaled(nn.Module):
         return output
 
 
-def test_a_number_that_comes_first_is_no_entry() -> None:
+def test_a_leading_scalar_is_not_an_example() -> None:
     torch.manual_seed(0)
     model = Scaled().to(F64)
     x = torch.randn(6, 5, 3, dtype=F64)
@@ -416,9 +416,7 @@ class Placed(nn.Module):
 
 @pytest.mark.parametrize("way", ["one row", "flat", "bias", "each"])
 @pytest.mark.parametrize("factors", ["kfac", "ekfac"])
-def test_positions_that_entries_share_have_no_gradients_of_single_ones(
-    way: str, factors: Any
-) -> None:
+def test_shared_positions_have_no_per_example_gradients(way: str, factors: Any) -> None:
     torch.manual_seed(0)
     model = Placed(way).to(F64)
     tokens = torch.randint(6, (6, 8))
@@ -451,7 +449,7 @@ class Windows(nn.Module):
         return output
 
 
-def test_windows_belong_to_their_entries() -> None:
+def test_windows_belong_to_their_examples() -> None:
     model = Windows().to(F64)
     images = torch.randn(4, 2, 16, 1, dtype=F64)
     found = quietly(model, [images], factors="ekfac", loss=score)
@@ -474,7 +472,7 @@ class Router(nn.Module):
         return output
 
 
-def test_a_row_that_a_router_sends_alone_is_not_shared() -> None:
+def test_a_row_that_a_router_sends_to_one_expert_is_not_shared() -> None:
     model = Router().to(F64)
     x = torch.randn(9, 3, dtype=F64)
     x[:, 0] = torch.tensor([1, -1, -1, -1, 1, 1, 1, -1, -1])
@@ -483,7 +481,7 @@ def test_a_row_that_a_router_sends_alone_is_not_shared() -> None:
     eigenvalues_agree(found, per_entry(model, x.split(1), score), 9)
 
 
-def test_a_mask_that_does_not_tell_positions_is_refused() -> None:
+def test_a_mask_without_positions_raises() -> None:
     model = model_of("Llama")
     data = data_of("Llama")
     mask = data["attention_mask"][:, None, None, :].expand(-1, 1, 7, 7)

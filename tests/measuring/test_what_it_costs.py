@@ -39,7 +39,7 @@ def test_time_is_near_its_floor() -> None:
         assert ratio < {"inputs": 1.35, "kfac": 1.25}[name]
 
 
-def test_memory_by_owner_is_a_share_a_layer_and_little_more() -> None:
+def test_owners_store_their_share_and_little_more() -> None:
     rows = {f"{keep}, {ranks}": cells for keep, ranks, *cells in table("memory")}
     assert rows.keys() == STORED["memory"].keys()
     for name, cells in rows.items():
@@ -49,7 +49,7 @@ def test_memory_by_owner_is_a_share_a_layer_and_little_more() -> None:
     assert found["peak"] < found["triangles"] / 4 + found["a layer"] + 3 * 2**20
 
 
-def test_large_models_are_those_on_paper() -> None:
+def test_large_models_equal_the_computed_sizes() -> None:
     rows = {f"{model}, {factors}": cells for model, factors, *cells in table("paper")}
     assert rows.keys() == STORED["paper"].keys()
     for name, cells in rows.items():
@@ -69,14 +69,14 @@ def _rows_after(heading: str) -> list[list[str]]:
     return [[c for c in row if c] for row in cells]
 
 
-def test_influence_is_that_of_the_run() -> None:
+def test_influence_figures_equal_the_stored_run() -> None:
     found = [re.findall(r"0\.\d+", line) for line in USES["influence"] if "seed" in line]
     plain = " ".join(PAGE.split())
     for column in zip(*found, strict=True):
         assert "{}, {} and {}".format(*column) in plain
 
 
-def test_compression_is_that_of_the_run() -> None:
+def test_compression_figures_equal_the_stored_run() -> None:
     ranks = USES["compression"][2].split()[1:]
     means: dict[str, dict[str, str]] = {}
     for kind in ("plain SVD", "whitened"):
@@ -89,7 +89,7 @@ def test_compression_is_that_of_the_run() -> None:
         assert f"{means['whitened'][rank]} against {means['plain SVD'][rank]}" in plain
 
 
-def test_learning_without_forgetting_is_that_of_the_run() -> None:
+def test_continual_learning_figures_equal_the_stored_run() -> None:
     printed = [line.split() for line in USES["continual"][3:]]
     assert len(printed) == 4
     for row, line in zip(_rows_after("Learning without forgetting"), printed, strict=True):
@@ -97,7 +97,7 @@ def test_learning_without_forgetting_is_that_of_the_run() -> None:
         assert [each for each in line[1:3] if each != "0"] == row[1:-3]
 
 
-def test_calibration_is_that_of_the_run() -> None:
+def test_calibration_figures_equal_the_stored_run() -> None:
     printed = [line.split()[-4:] for line in USES["laplace"][-6:]]
     rows = _rows_after("Laplace's approximation of a last layer")
     assert [row[-4:] for row in rows] == printed

@@ -41,7 +41,7 @@ def nothing_compiled() -> None:
 
 
 @each_system
-def test_a_compiled_step_takes_the_same_steps_and_schedulers_wrap_it(System: Any) -> None:
+def test_a_compiled_step_equals_an_eager_step_and_works_with_schedulers(System: Any) -> None:
     model = MLP.model()
     twin = MLP.model()
     optimizer = make(System, model, momentum=0.9)
@@ -65,7 +65,7 @@ def test_a_compiled_step_takes_the_same_steps_and_schedulers_wrap_it(System: Any
     assert counter.frame_count == 0  # no storm of graphs
 
 
-def test_a_step_in_one_graph_is_refused_with_the_reason() -> None:
+def test_compiling_the_step_with_fullgraph_raises_with_the_reason() -> None:
     model = MLP.model()
     optimizer = make(KAISA, model)
     cross_entropy(model(BATCHES[0][0]), BATCHES[0][1]).backward()
@@ -77,7 +77,7 @@ def test_a_step_in_one_graph_is_refused_with_the_reason() -> None:
 
 
 @each_system
-def test_the_model_is_exported_traced_scripted_and_compiled_between_steps(System: Any) -> None:
+def test_the_model_can_be_exported_traced_scripted_and_compiled_between_steps(System: Any) -> None:
     model = MLP.model()
     twin = MLP.model()
     optimizer = make(System, model)
@@ -102,7 +102,7 @@ def test_the_model_is_exported_traced_scripted_and_compiled_between_steps(System
 
 
 @each_system
-def test_no_step_is_taken_without_hooks(System: Any) -> None:
+def test_a_step_without_hooks_raises(System: Any) -> None:
     model = MLP.model()
     optimizer = make(System, model)
     before = copy.deepcopy(model)

@@ -60,7 +60,7 @@ def assert_both_go_on(
 
 @each_system
 @each_base
-def test_every_base_trains_on_the_preconditioned_gradient(System: Any, base: str) -> None:
+def test_every_base_receives_the_preconditioned_gradient(System: Any, base: str) -> None:
     """The base sees P where it would see the gradient, and nothing else changes for it."""
     Base, options = BASES[base]
     model = MLP.model()
@@ -91,7 +91,7 @@ def test_every_base_trains_on_the_preconditioned_gradient(System: Any, base: str
 
 @each_system
 @each_base
-def test_a_checkpoint_continues_the_same_trajectory(System: Any, base: str) -> None:
+def test_a_resumed_run_has_the_same_trajectory(System: Any, base: str) -> None:
     Base, options = BASES[base]
     model = MLP.model()
     optimizer = make(System, model, base=Base, **options)
@@ -103,7 +103,7 @@ def test_a_checkpoint_continues_the_same_trajectory(System: Any, base: str) -> N
 
 
 @each_system
-def test_checkpoint_gives_what_is_known_of_the_curvature(System: Any) -> None:
+def test_a_checkpoint_contains_the_curvature(System: Any) -> None:
     """An average goes on where it was: a restart would weigh the next statistic with 1."""
     model = MLP.model()
     optimizer = make(System, model)
@@ -120,7 +120,7 @@ def test_checkpoint_gives_what_is_known_of_the_curvature(System: Any) -> None:
 
 
 @each_kronecker
-def test_checkpoint_gives_the_number_of_the_step(System: Any) -> None:
+def test_a_checkpoint_contains_the_number_of_steps(System: Any) -> None:
     """Intervals and schedules of the step go on where they were."""
     asked: list[int] = []
 
@@ -142,7 +142,7 @@ def test_checkpoint_gives_the_number_of_the_step(System: Any) -> None:
 
 @each_system
 @pytest.mark.parametrize("base", ["SGD", "Adam"])
-def test_checkpoint_of_a_bf16_model_keeps_the_dtypes_and_values_of_curvature(
+def test_a_bfloat16_models_checkpoint_keeps_the_dtypes_of_the_curvature(
     System: Any, base: str
 ) -> None:
     """`load_state_dict` casts floating state to the parameter's dtype: ours is kept from it."""
@@ -175,7 +175,7 @@ def test_checkpoint_of_a_bf16_model_keeps_the_dtypes_and_values_of_curvature(
 
 
 @each_kronecker
-def test_statistics_from_before_a_load_do_not_count(System: Any) -> None:
+def test_statistics_captured_before_a_load_are_dropped(System: Any) -> None:
     """They are of other parameters than those that come with the checkpoint."""
     model = MLP.model()
     optimizer = make(System, model)
@@ -191,7 +191,7 @@ def test_statistics_from_before_a_load_do_not_count(System: Any) -> None:
 
 @each_variant
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps, saved_and_loaded])
-def test_an_optimizer_is_neither_copied_nor_pickled(
+def test_optimizers_cannot_be_copied_or_pickled(
     System: Any, options: dict[str, Any], duplicate: Callable[[Any], Any]
 ) -> None:
     """Its state_dict() is the way, and the model's copies are as ever."""
@@ -207,7 +207,7 @@ def test_an_optimizer_is_neither_copied_nor_pickled(
 
 
 @each_kronecker
-def test_an_optimizer_goes_as_soon_as_nobody_has_it(System: Any) -> None:
+def test_an_unreferenced_optimizer_is_deleted(System: Any) -> None:
     """Its hooks with it, before anybody looks for garbage."""
     model = MLP.model()
     optimizer = make(System, model)
@@ -224,7 +224,7 @@ def test_an_optimizer_goes_as_soon_as_nobody_has_it(System: Any) -> None:
 
 @each_variant
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_closed_optimizer_goes_on_as_its_base(
+def test_a_closed_optimizer_continues_as_its_base(
     System: Any, options: dict[str, Any], steps: int
 ) -> None:
     model = MLP.model()
@@ -264,7 +264,7 @@ def get(model: nn.Module, optimizer: Any, flat: bool) -> Any:
 @each_system
 @flattened
 @DCP_BASES
-def test_distributed_checkpoint_of_a_fresh_optimizer(System: Any, base: str, flat: bool) -> None:
+def test_a_fresh_optimizer_can_be_saved_with_dcp(System: Any, base: str, flat: bool) -> None:
     """It steps an empty optimizer with lr 0 and zero gradients: nothing may move by that."""
     Base, options = BASES[base]
     model = MLP.model()
@@ -288,7 +288,7 @@ def test_distributed_checkpoint_of_a_fresh_optimizer(System: Any, base: str, fla
     ("base", "flat", "into"),
     woven(["SGD", "Adam", "AdamW", "RMSprop"], [False, True], ["fresh", "mid-run"], part=2),
 )
-def test_distributed_checkpoint_round_trip_continues_the_trajectory(
+def test_a_dcp_round_trip_continues_the_trajectory(
     System: Any, base: str, flat: bool, into: str
 ) -> None:
     Base, options = BASES[base]
@@ -309,7 +309,7 @@ def test_distributed_checkpoint_round_trip_continues_the_trajectory(
 
 
 @each_system
-def test_a_first_step_with_zero_gradients_is_a_step(System: Any) -> None:
+def test_a_first_step_with_zero_gradients_counts(System: Any) -> None:
     """Checkpointing code's come with a learning rate of 0, as a warm-up's first step may."""
     model = MLP.model()
     optimizer = make(System, model, weight_decay=0.1)

@@ -38,7 +38,7 @@ BATCHES = MLP.batches(6)
 
 
 @each_kronecker
-def test_a_group_added_in_mid_run_has_all_defaults_and_its_layers_are_preconditioned(
+def test_an_added_group_has_all_defaults_and_its_layers_are_preconditioned(
     System: Any,
 ) -> None:
     model = MLP.model()
@@ -80,7 +80,7 @@ SCHEDULERS: dict[str, Callable[..., Any]] = {
     ("base", "schedule", "how"),
     woven([*BASES], [*SCHEDULERS], ["nothing", "identity"], part=2),
 )
-def test_under_a_scheduler_bitwise_equal_to_the_base_alone(
+def test_without_curvature_scheduled_training_equals_the_base_bit_for_bit(
     System: Any, base: str, schedule: str, how: str
 ) -> None:
     Base, options = BASES[base]
@@ -105,7 +105,7 @@ def test_under_a_scheduler_bitwise_equal_to_the_base_alone(
 
 
 @each_system
-def test_real_curvature_is_not_the_base_alone(System: Any) -> None:
+def test_with_curvature_training_differs_from_the_base(System: Any) -> None:
     """The control of the test above."""
     model = MLP.model()
     twin = MLP.model()
@@ -130,7 +130,7 @@ SWITCHES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 @each_system
 @pytest.mark.parametrize("switch", SWITCHES)
-def test_the_bases_switches_pass_through(System: Any, switch: str) -> None:
+def test_the_bases_keywords_reach_the_base(System: Any, switch: str) -> None:
     Base, options = SWITCHES[switch]
     options = {"lr": 0.02, **options}
     model = MLP.model()
@@ -145,14 +145,14 @@ def test_the_bases_switches_pass_through(System: Any, switch: str) -> None:
 
 
 @each_system
-def test_differentiable_is_refused_with_a_reason(System: Any) -> None:
+def test_differentiable_raises_with_the_reason(System: Any) -> None:
     with pytest.raises(ValueError, match="differentiable=True is not supported: the precond"):
         make(System, MLP.model(), differentiable=True)
     make(System, MLP.model(), differentiable=False)
 
 
 @each_system
-def test_global_and_own_step_hooks_fire_once_a_step(System: Any) -> None:
+def test_step_hooks_run_once_per_step(System: Any) -> None:
     """torch wraps `step` per class, when one is first made: the base's is not called for ours."""
     Base = type("Base", (torch.optim.SGD,), {"step": unhooked(torch.optim.SGD.step)})
     Wrapper = type("Wrapper", (System,), {"step": unhooked(System.step)})
@@ -169,7 +169,7 @@ def test_global_and_own_step_hooks_fire_once_a_step(System: Any) -> None:
 
 
 @each_system
-def test_a_step_from_a_hook_within_backward_is_refused(System: Any) -> None:
+def test_a_step_inside_backward_raises(System: Any) -> None:
     """Before anything changes; and one step later all is as if it had not been tried."""
     model = MLP.model()
     optimizers = {p: make(System, [p], model=model) for p in model.parameters()}

@@ -56,7 +56,7 @@ DAMPING = 0.1
 
 @pytest.mark.works("plain")
 @each_kronecker
-def test_factors_are_those_of_the_batch_and_the_step_is_their_dense_solve(System: Any) -> None:
+def test_a_step_equals_the_dense_solve_with_the_batchs_factors(System: Any) -> None:
     """The plain case that the others of this file are compared with; no clip unless asked for."""
     model = MLP.model()
     expected = reference(model, BATCHES[0])
@@ -75,7 +75,7 @@ def test_factors_are_those_of_the_batch_and_the_step_is_their_dense_solve(System
 
 
 @each_system
-def test_closure_is_called_once_with_gradients_enabled_and_its_loss_returned(System: Any) -> None:
+def test_the_closure_runs_once_with_gradients_and_its_loss_is_returned(System: Any) -> None:
     """Lightning runs forward and backward inside `step(closure)`."""
     model = MLP.model()
     twin = MLP.model()
@@ -122,7 +122,7 @@ def test_zero_grad_between_forward_and_backward_keeps_the_pair(
 
 
 @each_kronecker
-def test_a_step_after_zero_grad_alone_takes_nothing_in(System: Any) -> None:
+def test_a_step_after_zero_grad_alone_adds_no_statistics(System: Any) -> None:
     model = MLP.model()
     (x, y) = BATCHES[0]
     optimizer = make(System, model)
@@ -164,7 +164,7 @@ class TiedLinears(nn.Module):
 
 @each_kronecker
 @pytest.mark.parametrize("bias", [True, False])
-def test_tied_layers_are_one_block_with_the_lumped_statistics(System: Any, bias: bool) -> None:
+def test_tied_layers_are_one_block(System: Any, bias: bool) -> None:
     torch.manual_seed(0)
     model = TiedLinears(bias).double()
     uses = captured(model, BATCHES[0][0], lambda out: cross_entropy(out, BATCHES[0][1]), "a", "b")
@@ -178,7 +178,7 @@ def test_tied_layers_are_one_block_with_the_lumped_statistics(System: Any, bias:
 
 
 @each_kronecker
-def test_a_layer_without_statistics_is_named_once_also_when_others_come_and_go(
+def test_a_layer_without_statistics_is_named_in_one_warning(
     System: Any,
 ) -> None:
     class Late(nn.Module):
@@ -213,7 +213,7 @@ def dynamo() -> Iterator[None]:
 @pytest.mark.works("compile")
 @each_variant
 @pytest.mark.usefixtures("dynamo")
-def test_compiled_model_when_the_optimizer_is_made_before_the_first_run(
+def test_the_optimizer_may_be_created_before_a_compiled_models_first_run(
     System: Any, options: dict[str, Any]
 ) -> None:
     """Of the model; with drawn labels, of the compiled model."""
@@ -275,7 +275,7 @@ def no_grad_in_training_mode(model: nn.Module, batch: Batch) -> None:
 
 
 @each_kronecker
-def test_a_model_in_eval_mode_that_trains_is_preconditioned(System: Any) -> None:
+def test_a_model_in_eval_mode_is_preconditioned(System: Any) -> None:
     """Fine-tuning with frozen batch norm: `requires_grad` counts, not `training`."""
     case = ZOO["batch_norm"]
     model = case.model().eval()
@@ -296,7 +296,7 @@ def average(model: nn.Module, batch: Batch) -> None:
 @pytest.mark.parametrize(
     "disturb", [validate, no_grad_in_training_mode, forward_without_backward, average]
 )
-def test_a_step_is_what_it_would_be_without_passes_beside_it(
+def test_other_passes_do_not_change_a_step(
     System: Any, disturb: Callable[[nn.Module, Batch], None], when: str
 ) -> None:
     model = MLP.model()
@@ -322,7 +322,7 @@ def test_a_step_is_what_it_would_be_without_passes_beside_it(
 
 
 @eigenpairs_only
-def test_reentrant_checkpointing_is_refused_with_the_remedy(System: Any) -> None:
+def test_reentrant_checkpointing_raises_with_the_remedy(System: Any) -> None:
     """Nothing has changed then."""
     torch.manual_seed(0)
     model = Checkpointed(True).double()

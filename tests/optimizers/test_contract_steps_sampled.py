@@ -41,7 +41,7 @@ def sampled(System: Any, model: nn.Module, likelihood: Any = "categorical", **op
 
 
 @each_kronecker
-def test_sampled_fisher_touches_no_gradient_and_no_random_state(System: Any) -> None:
+def test_the_sampled_fisher_leaves_gradients_and_random_states_unchanged(System: Any) -> None:
     """Labels come from a generator of their own, gradients from a backward of their own."""
     model = MLP.model()
     twin = MLP.model()
@@ -61,7 +61,7 @@ def test_sampled_fisher_touches_no_gradient_and_no_random_state(System: Any) -> 
 
 
 @each_kronecker
-def test_sampled_labels_of_micro_batches_are_drawn_one_by_one(System: Any) -> None:
+def test_each_micro_batch_samples_its_own_labels(System: Any) -> None:
     """Two passes of one batch with the same labels would be as one."""
     found = []
     for passes in (1, 2):
@@ -77,7 +77,9 @@ def test_sampled_labels_of_micro_batches_are_drawn_one_by_one(System: Any) -> No
 
 @each_kronecker
 @pytest.mark.parametrize("name", ["mlp", "inplace", "conv_strided", "shared_linear", "batch_norm"])
-def test_sampled_fisher_with_the_datas_labels_is_the_empirical_one(System: Any, name: str) -> None:
+def test_the_sampled_fisher_with_the_datas_labels_is_the_empirical_fisher(
+    System: Any, name: str
+) -> None:
     case = ZOO[name]
     model = case.model()
     batch = case.batch()
@@ -126,7 +128,7 @@ def logits_of(output: Any) -> Tensor:
 @each_kronecker
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
 @pytest.mark.parametrize("form", FORMS)
-def test_sampled_fisher_finds_the_logits(System: Any, form: str, likelihood: str) -> None:
+def test_the_sampled_fisher_finds_the_logits(System: Any, form: str, likelihood: str) -> None:
     found = []
     for shape in ("tensor", form):
         torch.manual_seed(0)
@@ -143,7 +145,7 @@ def test_sampled_fisher_finds_the_logits(System: Any, form: str, likelihood: str
 @pytest.mark.parametrize(
     "form", [lambda logits: {"hidden": logits}, lambda logits: 3, lambda logits: (3, logits)]
 )
-def test_sampled_fisher_refuses_outputs_without_logits_and_names_the_remedy(
+def test_the_sampled_fisher_raises_for_outputs_without_logits(
     System: Any, form: Callable[[Tensor], Any]
 ) -> None:
     model = Wrapped(form).double()
@@ -166,7 +168,7 @@ def scaled(model: nn.Module, optimizer: Any, scaler: Any, batch: Batch, unscale:
 @each_system
 @pytest.mark.parametrize("unscale", [False, True])
 @each_scaler
-def test_curvature_with_and_without_loss_scaling_agrees(
+def test_loss_scaling_does_not_change_the_curvature(
     System: Any, scaler: str, unscale: bool
 ) -> None:
     """Captured gradients carry the scale S and G its square, whatever S is at the time."""
@@ -191,7 +193,7 @@ def test_curvature_with_and_without_loss_scaling_agrees(
     message="is called by a GradScaler that it does not know",
 )
 @each_kronecker
-def test_a_scaler_that_the_optimizer_was_not_told_of_is_refused(System: Any) -> None:
+def test_a_grad_scaler_that_was_not_passed_raises(System: Any) -> None:
     """The captured gradients would carry its scale, and training would stall without a word."""
     model = MLP.model()
     optimizer = make(System, model)
@@ -221,7 +223,7 @@ def infinite_gradient(layer: nn.Module) -> Any:
 @each_system
 @pytest.mark.parametrize("where", ["everywhere", "first layer", "last layer"])
 @pytest.mark.parametrize("scaler", ["torch.amp", "torch.cpu.amp"])
-def test_a_step_skipped_by_the_scaler_leaves_no_trace(System: Any, scaler: str, where: str) -> None:
+def test_a_step_skipped_by_the_scaler_changes_nothing(System: Any, scaler: str, where: str) -> None:
     """Statistics of the skipped pass are dropped, also those of layers that saw no infinity."""
     model = MLP.model()
     twin = MLP.model()

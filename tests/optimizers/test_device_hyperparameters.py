@@ -40,7 +40,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("System", [KAISA, DHO2])
-def test_a_step_is_refused_while_a_graph_is_recorded(System: Any, monkeypatch: Any) -> None:
+def test_a_step_during_cuda_graph_capture_raises(System: Any, monkeypatch: Any) -> None:
     model = network()
     optimizer = System(model, lr=0.05)
     optimizer.curvature_closure = lambda: cross_entropy(model(batch(0)[0]), batch(0)[1])
@@ -133,7 +133,7 @@ def seen_there() -> Any:
 
 
 @pytest.mark.parametrize("name", TUNED)
-def test_hyperparameters_on_the_device_are_not_waited_for(name: str) -> None:
+def test_hyperparameters_on_the_device_are_not_synchronized(name: str) -> None:
     alone = seen_there()["SGD" if "lr" in TUNED[name][1] else "AdamW"]
     plain, tuned = (seen_there()[f"{name} {kind}"] for kind in ("plain", "tuned"))
     waits = zip(tuned["waits"], plain["waits"], alone["waits"], strict=True)

@@ -50,13 +50,13 @@ def trained(System: Any, case: Any, by_parameters: bool, steps: int = 3) -> nn.M
 
 
 @pytest.mark.parametrize("case", ZOO.values(), ids=str)
-def test_every_model_trains_as_if_it_had_been_given(case: Any) -> None:
+def test_every_model_is_found_from_its_parameters(case: Any) -> None:
     assert same(trained(KAISA, case, True), trained(KAISA, case, False))
 
 
 @each_of_five
 @pytest.mark.parametrize("name", ["mlp", "shared_linear"])
-def test_every_optimizer_trains_as_if_the_model_had_been_given(System: Any, name: str) -> None:
+def test_every_optimizer_finds_the_model_from_its_parameters(System: Any, name: str) -> None:
     case = ZOO[name]
     assert same(trained(System, case, True), trained(System, case, False))
     assert not same(trained(System, case, True), case.model())
@@ -73,7 +73,9 @@ def part(model: nn.Module) -> Any:
 
 @each_of_five
 @pytest.mark.parametrize("choose", [frozen_body, part])
-def test_parameters_of_a_part_train_as_with_the_model_named(System: Any, choose: Any) -> None:
+def test_the_parameters_of_a_submodule_train_as_with_the_model_passed(
+    System: Any, choose: Any
+) -> None:
     """An average of the weights is alive meanwhile."""
     model = MLP.model()
     twin = MLP.model()
@@ -89,7 +91,7 @@ def test_parameters_of_a_part_train_as_with_the_model_named(System: Any, choose:
 
 
 @each_of_five
-def test_an_actor_and_a_critic_train_as_a_list_of_modules(System: Any) -> None:
+def test_parameters_of_an_actor_and_a_critic_find_both_modules(System: Any) -> None:
     pairs = [[MLP.model(seed=0), MLP.model(seed=1)] for _ in range(2)]
     params = [p for each in pairs[0] for p in each.parameters()]
     optimizers = [make(System, params), make(System, nn.ModuleList(pairs[1]))]
@@ -131,7 +133,7 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("how", GIVEN)
-def test_parameters_may_be_given_as_for_any_optimizer(how: str) -> None:
+def test_parameters_can_be_passed_as_to_any_torch_optimizer(how: str) -> None:
     model = MLP.model()
     twin = MLP.model()
     optimizer = make(KAISA, GIVEN[how](model))
@@ -144,7 +146,7 @@ def test_parameters_may_be_given_as_for_any_optimizer(how: str) -> None:
 
 
 @each_of_five
-def test_the_learning_rate_may_be_the_second_argument(System: Any) -> None:
+def test_the_learning_rate_can_be_the_second_positional_argument(System: Any) -> None:
     model = MLP.model()
     for given in (model, model.parameters()):
         assert System(given, 0.25).param_groups[0]["lr"] == 0.25
@@ -153,7 +155,7 @@ def test_the_learning_rate_may_be_the_second_argument(System: Any) -> None:
 
 
 @each_of_five
-def test_groups_that_have_learning_rates_need_no_other(System: Any) -> None:
+def test_groups_with_learning_rates_need_no_lr_argument(System: Any) -> None:
     model = MLP.model()
     groups = [{**group, "lr": lr} for group, lr in zip(split(model), (0.1, 0.2), strict=True)]
     optimizer = System(groups)
@@ -166,7 +168,7 @@ def test_groups_that_have_learning_rates_need_no_other(System: Any) -> None:
 
 
 @each_of_five
-def test_a_frozen_model_is_refused_by_requires_grad(System: Any) -> None:
+def test_a_frozen_model_raises_with_requires_grad_as_remedy(System: Any) -> None:
     model = MLP.model().requires_grad_(False)
     trains = [p for p in model.parameters() if p.requires_grad]
     for given in (model, trains, model.parameters(), [{"params": model.parameters()}]):
@@ -177,7 +179,7 @@ def test_a_frozen_model_is_refused_by_requires_grad(System: Any) -> None:
 
 
 @each_of_five
-def test_lists_and_dictionaries_of_models_are_refused_without_printing_them(System: Any) -> None:
+def test_lists_of_models_raise_without_printing_the_models(System: Any) -> None:
     models = [MLP.model(), ZOO["conv"].model()]
     for wrong in (models, {"actor": models[0]}, {"params": models[0]}):
         with pytest.raises(TypeError, match=r"nn\.ModuleList") as error:
@@ -200,7 +202,7 @@ class Holder(nn.Module):
             setattr(self, name, part)
 
 
-def test_the_smallest_module_is_found_inside_of_others() -> None:
+def test_the_smallest_module_with_all_parameters_is_found() -> None:
     model = MLP.model()
     other = MLP.model()
     around: list[Any] = [Holder(net=model), nn.Sequential(model, other), nn.DataParallel(model)]
@@ -210,7 +212,7 @@ def test_the_smallest_module_is_found_inside_of_others() -> None:
     assert found([*model.parameters(), *other.parameters()]) is around[1]
 
 
-def test_copies_are_not_confused_with_the_model() -> None:
+def test_copies_are_not_mistaken_for_the_model() -> None:
     """Deep ones have other parameters; lists, exports and traces hold the same ones."""
     model = MLP.model()
     batch = MLP.batch()
@@ -231,7 +233,7 @@ def test_copies_are_not_confused_with_the_model() -> None:
     del ema
 
 
-def test_any_of_two_models_with_the_same_parameters_may_run() -> None:
+def test_either_of_two_models_with_the_same_parameters_can_run() -> None:
     batches = MLP.batches(3)
     for runs in (0, 1):
         models = [MLP.model(), MLP.model()]
@@ -261,7 +263,7 @@ def test_a_tied_weight_belongs_to_the_model_with_all_of_its_owners() -> None:
     assert found(model.parameters()) is model
 
 
-def test_unrelated_modules_are_a_list_in_the_order_of_their_parameters() -> None:
+def test_unrelated_modules_are_found_in_the_order_of_their_parameters() -> None:
     actor = MLP.model()
     critic = ZOO["conv"].model()
     trunk = nn.Linear(5, 4)
@@ -291,14 +293,14 @@ def test_frozen_parts_of_the_network_are_part_of_the_model() -> None:
     del wrapped
 
 
-def test_containers_without_a_forward_are_not_taken() -> None:
+def test_containers_without_a_forward_are_not_chosen() -> None:
     layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
     assert found(layers.parameters()) is layers
     model = Holder(layers=layers)
     assert found(layers.parameters()) is model
 
 
-def test_odd_objects_do_not_stop_the_search() -> None:
+def test_unusual_objects_do_not_stop_the_search() -> None:
     """A module that is not one yet, an object that lies about its class, a class without a hash."""
 
     class Empty(nn.Module):
@@ -329,7 +331,7 @@ def test_a_parametrized_layer_is_found() -> None:
 
 
 @pytest.mark.parametrize("System", KRONECKER)
-def test_parameters_in_no_module_are_trained_by_the_base_and_named(System: Any) -> None:
+def test_parameters_outside_of_modules_fall_back_with_a_warning(System: Any) -> None:
     model = MLP.model()
     scale = nn.Parameter(torch.ones(2, 5, dtype=torch.float64))
     groups = [{"params": model.parameters()}, {"params": scale}]
@@ -350,13 +352,13 @@ def test_parameters_in_no_module_are_trained_by_the_base_and_named(System: Any) 
         head.add_param_group({"params": model[2].parameters()})
 
 
-def test_pairs_of_eigenvectors_need_no_module() -> None:
+def test_dho2_needs_no_module() -> None:
     scale = nn.Parameter(torch.ones(2, dtype=torch.float64))
     for System in (DHO2, MRDHO2):
         assert not make(System, [scale]).training.owns_params
 
 
-def test_a_model_that_is_given_is_not_looked_for() -> None:
+def test_a_model_that_is_passed_is_used_without_a_search() -> None:
     model = MLP.model()
     wrapped = Holder(net=model)
     with patch.object(base, "find_model", side_effect=AssertionError):
@@ -365,7 +367,7 @@ def test_a_model_that_is_given_is_not_looked_for() -> None:
     assert optimizer.training.model is wrapped
 
 
-def test_what_is_around_the_model_is_not_kept_alive() -> None:
+def test_objects_around_the_model_are_not_kept_alive() -> None:
     """Nor are modules that are garbage already taken for parts of the network."""
     model = MLP.model()
     wrapped = Holder(net=model, other=nn.Linear(2, 2))
@@ -382,7 +384,7 @@ def test_what_is_around_the_model_is_not_kept_alive() -> None:
     assert found(model.parameters()) is model
 
 
-def test_labels_are_not_drawn_from_the_outputs_of_a_part() -> None:
+def test_the_sampled_fisher_needs_the_whole_model() -> None:
     model = MLP.model()
     agents = nn.ModuleList([model, MLP.model()])  # this one has no outputs
     assert make(KAISA, model.parameters(), fisher="categorical").training.model is model
@@ -409,7 +411,7 @@ class Llama(nn.Module):
             self.layers.append(nn.ModuleDict({**parts, "norm": nn.LayerNorm(width)}))
 
 
-def test_the_modules_of_a_billion_parameters_are_found_in_a_second() -> None:
+def test_large_models_are_found_in_a_second() -> None:
     with torch.device("meta"):
         model = Holder(net=Llama())
     params = list(model.parameters())
@@ -487,7 +489,7 @@ def uneven(rank: int, world_size: int) -> list[str]:
     return messages
 
 
-def test_wrapped_parameters_train_as_the_wrapped_model(world: World) -> None:
+def test_parameters_of_a_ddp_model_find_the_wrapped_model(world: World) -> None:
     ranks = world.run(averaged, 2)
     plain, by_parameters, wrapped, wrapped_by_parameters = (
         agreed([rank[i] for rank in ranks]) for i in range(4)
@@ -496,24 +498,24 @@ def test_wrapped_parameters_train_as_the_wrapped_model(world: World) -> None:
     assert all(map(torch.equal, wrapped, wrapped_by_parameters))
 
 
-def test_processes_begin_with_the_same_model_and_strays(world: World) -> None:
+def test_processes_start_with_equal_parameters_and_unowned_parameters(world: World) -> None:
     agreed(world.run(frozen_and_stray, 2))
 
 
-def test_a_module_around_the_model_on_some_ranks_is_an_error_on_all(world: World) -> None:
+def test_different_modules_on_ranks_raise_on_all_ranks(world: World) -> None:
     for first, second in world.run(uneven, 2):
         assert first.endswith("if only some ranks have a module that contains it, pass model=")
         assert "[module around the model: Sequential]" in second
 
 
-def test_sharded_parameters_train_as_the_sharded_model(world: World) -> None:
+def test_parameters_of_a_sharded_model_find_the_model(world: World) -> None:
     ranks = world.run(sharded, 2)
     expected, *others = (agreed([rank[i] for rank in ranks]) for i in range(3))
     for other in others:
         assert all(map(torch.equal, expected, other))
 
 
-def test_a_compiled_model_trains_as_if_it_had_been_given() -> None:
+def test_parameters_of_a_compiled_model_find_the_model() -> None:
     results = []
     for by_parameters in (False, True):
         model = MLP.model()

@@ -78,7 +78,7 @@ def trained(model: nn.Module, optimizer: Any, steps: int = 3) -> list[float]:
 
 @each_kronecker
 @each_configuration
-def test_nearly_all_parameters_are_in_a_block(System: Any, name: str) -> None:
+def test_nearly_all_parameters_are_preconditioned(System: Any, name: str) -> None:
     model = made(name)
     plain = copy.deepcopy(model)
     optimizer = System(model, lr=0.1, inv_update_steps=1)

@@ -30,7 +30,7 @@ BATCHES = MLP.batches(5, n=12)
 
 
 @each_of_five
-def test_asking_changes_nothing_and_the_names_are_always_the_same(System: Any) -> None:
+def test_metrics_change_nothing_and_have_constant_names(System: Any) -> None:
     """Before the first step, after each, in a copy, and once it is closed."""
     trajectories = []
     for asks in (True, False):
@@ -52,7 +52,7 @@ def test_asking_changes_nothing_and_the_names_are_always_the_same(System: Any) -
 
 
 @each_kronecker
-def test_the_clip_is_the_one_that_shortened_the_gradient(System: Any) -> None:
+def test_the_reported_clip_is_the_one_that_was_applied(System: Any) -> None:
     """The same step with and without it."""
     gradients = []
     for kl_clip in (1e-6, None):
@@ -112,7 +112,7 @@ def names_and_bytes(rank: int, world_size: int, System: Any, options: dict[str, 
     ],
     ids=["KAISA", "DPKFAC", "DistKFAC", "DHO2"],
 )
-def test_every_message_has_a_stage_and_the_names_are_those_of_all_ranks(
+def test_every_message_belongs_to_a_stage(
     world: World, System: Any, options: dict[str, Any], stages: list[str]
 ) -> None:
     results = world.run(names_and_bytes, 2, System, options)
@@ -123,7 +123,7 @@ def test_every_message_has_a_stage_and_the_names_are_those_of_all_ranks(
         assert sent.get("", 0) == 0
 
 
-def test_stages_are_ranges_of_a_profiler_that_runs() -> None:
+def test_stages_are_ranges_of_torch_profiler() -> None:
     model = MLP.model()
     optimizer = make(KAISA, model, factor_update_steps=1, inv_update_steps=1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -134,7 +134,7 @@ def test_stages_are_ranges_of_a_profiler_that_runs() -> None:
     assert isinstance(stage("base"), nullcontext)  # without a profiler
 
 
-def test_a_recorder_replaces_the_profiler_meanwhile() -> None:
+def test_a_recorder_replaces_the_profiler() -> None:
     seen: list[str] = []
 
     @contextmanager
@@ -149,7 +149,7 @@ def test_a_recorder_replaces_the_profiler_meanwhile() -> None:
     assert seen == ["solve"]
 
 
-def test_the_page_has_every_name_and_no_other() -> None:
+def test_the_page_lists_all_metrics() -> None:
     page = (Path(__file__).parents[2] / "docs" / "how-to/monitor.md").read_text("utf-8")
     page = page.split("## Stages of a step")[0]
     rows = [line for line in page.splitlines() if line.startswith("| `")]
@@ -158,7 +158,7 @@ def test_the_page_has_every_name_and_no_other() -> None:
     assert named == expected
 
 
-def test_the_page_has_every_stage_and_no_other() -> None:
+def test_the_page_lists_all_stages() -> None:
     root = Path(__file__).parents[2]
     page = (root / "docs" / "how-to/monitor.md").read_text("utf-8")
     page = page.split("## Stages of a step")[1].split("\n## ")[0]

@@ -160,7 +160,7 @@ def by_fosi(batches: Sequence[Batch]) -> list[Tensor]:
 
 
 @each_network
-def test_kaisa(case: Case) -> None:
+def test_kaisa_has_the_papers_settings(case: Case) -> None:
     batches = case.batches(25, n=12)
     found = trajectory(KAISA, case, batches, **SGD, **EXACT, **paper_settings(KAISA))
     assert_same_trajectory(found, by_kaisa(case, batches), rtol=1e-10)
@@ -173,7 +173,7 @@ def on_shards(rank: int, world_size: int, case: Case, batches: Sequence[Batch]) 
 
 
 @each_network
-def test_dpkfac(world: World, case: Case) -> None:
+def test_dpkfac_has_the_papers_settings(world: World, case: Case) -> None:
     batches = case.batches(12, n=12)
     found = agreed(world.run(on_shards, 2, case, batches))
     assert_same_trajectory(found, by_dpkfac(case, batches, 2), rtol=1e-10)
@@ -187,7 +187,7 @@ DISTKFAC: dict[str, Any] = {
 }
 
 
-def test_distkfac() -> None:
+def test_distkfac_has_the_papers_settings() -> None:
     """The bound on a step decays each half epoch."""
     batches = CONV.batches(25, n=8)
     settings = paper_settings(DistKFAC, epoch_steps=10)
@@ -196,7 +196,7 @@ def test_distkfac() -> None:
     assert_same_trajectory(found, expected, rtol=1e-10)
 
 
-def test_dho2() -> None:
+def test_dho2_has_the_papers_settings() -> None:
     settings = paper_settings(DHO2, epoch_steps=EPOCH)
     model = MLP.model()
     found = []
@@ -217,7 +217,7 @@ def in_roles(rank: int, world_size: int) -> dict[str, Any]:
     return train_by_role(rank, world_size, {**SGD, **settings, **ALL_PAIRS})
 
 
-def test_mrdho2(world: World) -> None:
+def test_mrdho2_has_the_papers_settings(world: World) -> None:
     """A warm-up of one epoch, and two epochs that end with equation 17."""
     found = world.run(in_roles, 3)
     ours = agreed([each["trajectory"] for each in found if each["role"] == "worker"])
@@ -227,7 +227,7 @@ def test_mrdho2(world: World) -> None:
     assert_same_trajectory(ours, expected, rtol=1e-10)
 
 
-def test_what_is_missing_is_named() -> None:
+def test_unknown_settings_raise() -> None:
     with pytest.raises(TypeError, match="pass one of the classes KAISA, DPKFAC, DistKFAC"):
         paper_settings(torch.optim.SGD)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"paper_settings\(DHO2, epoch_steps=len\(loader\)\)"):

@@ -28,6 +28,6 @@ def recorded(name: str, processes: int) -> Any:
 
 
 @each_scene
-def test_steps_are_those_that_were_recorded(world: Any, name: str, processes: int) -> None:
+def test_steps_equal_the_recorded_steps(world: Any, name: str, processes: int) -> None:
     found = agreed(results(world, processes, name))
     assert_same_trajectory(found, recorded(name, processes)["trajectory"], rtol=1e-10)

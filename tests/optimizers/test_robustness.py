@@ -26,7 +26,7 @@ BATCHES = MLP.batches(8)
 
 
 @pytest.mark.parametrize("how", ["unfrozen", "added"])
-def test_a_newcomer_is_solved_as_soon_as_it_has_statistics(how: str) -> None:
+def test_a_newly_trainable_layer_is_refreshed_when_it_has_statistics(how: str) -> None:
     """Not at the next of the long intervals, and without a warning that it is never called."""
     model = MLP.model()
     intervals = {"factor_update_steps": 100, "inv_update_steps": 100}
@@ -54,7 +54,7 @@ def test_a_newcomer_is_solved_as_soon_as_it_has_statistics(how: str) -> None:
 
 
 @each_system
-def test_processes_that_were_launched_but_not_joined_are_told(
+def test_launched_processes_without_a_process_group_are_warned(
     System: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -78,7 +78,7 @@ def groups_of_many(rank: int, world_size: int) -> int:
     return len(made)
 
 
-def test_optimizers_share_their_groups(world: World) -> None:
+def test_several_optimizers_share_process_groups(world: World) -> None:
     """A row, a column and what they compare in, for as many optimizers as there are."""
     assert world.run(groups_of_many, 4) == [3, 3, 3, 3]
 
@@ -94,7 +94,7 @@ def groups_of_the_users(rank: int, world_size: int) -> float:
     return float(vector(model).sum())
 
 
-def test_groups_of_the_users_between_two_optimizers_do_no_harm(world: World) -> None:
+def test_the_users_process_groups_do_not_interfere(world: World) -> None:
     assert len(set(world.run(groups_of_the_users, 4, timeout=60))) == 1
 
 
@@ -114,7 +114,7 @@ def warm_up_from_zero(rank: int, world_size: int, system: int, zeros: bool) -> l
 
 @pytest.mark.parametrize("zeros", [False, True], ids=["no gradient", "gradients of zero"])
 @pytest.mark.parametrize("system", range(len(SYSTEMS)))
-def test_a_first_step_with_lr_zero_keeps_the_ranks_together(
+def test_a_first_step_with_lr_zero_keeps_ranks_in_sync(
     world: World, system: int, zeros: bool
 ) -> None:
     first, second = world.run(warm_up_from_zero, 2, system, zeros, timeout=30)
@@ -176,7 +176,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     return found
 
 
-def test_refusals_come_on_all_ranks_before_parameters_are_overwritten(world: World) -> None:
+def test_all_ranks_raise_before_parameters_are_overwritten(world: World) -> None:
     for found in world.run(refusals, 2):
         for name, (_, _, message) in REFUSED.items():
             assert message in found[name], name
@@ -197,7 +197,7 @@ def outsiders(rank: int, world_size: int) -> dict[str, str]:
     }
 
 
-def test_only_a_group_that_this_process_is_in_is_taken(world: World) -> None:
+def test_a_process_group_must_contain_this_process(world: World) -> None:
     first, second = world.run(outsiders, 2)
     assert len(second) == len(first) + len(SYSTEMS)
     for name, message in [*first.items(), *second.items()]:
@@ -236,9 +236,7 @@ def train_on_default_device(
 
 @pytest.mark.parametrize("processes", [1, 2])
 @each_of_five
-def test_a_default_device_other_than_the_models_changes_nothing(
-    System: Any, processes: int, world: World
-) -> None:
+def test_the_default_device_changes_nothing(System: Any, processes: int, world: World) -> None:
     plain = world.run(train_on_default_device, processes, System, "cpu")
     other = world.run(train_on_default_device, processes, System, "meta")
     for one, two in zip(plain, other, strict=True):

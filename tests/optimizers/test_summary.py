@@ -36,7 +36,7 @@ def test_a_row_for_every_layer_with_its_kind_parameters_and_sizes(System: Any) -
 
 
 @each_kronecker
-def test_the_bases_rows_tell_why(System: Any) -> None:
+def test_rows_of_the_base_give_the_reason(System: Any) -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -100,7 +100,7 @@ def share_of(model: nn.Module, *names: str) -> float:
 
 
 @each_kronecker
-def test_only_what_trains_is_counted_and_named(System: Any) -> None:
+def test_only_trainable_parameters_are_counted(System: Any) -> None:
     """The groups may have frozen parameters, too."""
     model = Vision().double().requires_grad_(False)
     model.blocks[1].requires_grad_(True)
@@ -128,7 +128,7 @@ def norms_alone() -> nn.Module:
 
 @each_kronecker
 @pytest.mark.parametrize("model", [mixture, norms_alone])
-def test_where_less_than_half_is_covered_the_remedies_are_said(System: Any, model: Any) -> None:
+def test_low_coverage_is_reported_with_remedies(System: Any, model: Any) -> None:
     message, optimizer = said_of(System, model().double())
     said = share_said(message)
     assert said < 0.5

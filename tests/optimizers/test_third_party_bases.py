@@ -45,7 +45,7 @@ def ready(optimizer: Any) -> Any:
 
 @each_kronecker
 @each_third
-def test_without_layers_it_is_the_base_alone(System: Any, base: str) -> None:
+def test_without_layers_training_equals_the_base(System: Any, base: str) -> None:
     Base, options = THIRD[base]
     model = MLP.model()
     twin = copy.deepcopy(model)
@@ -59,7 +59,7 @@ def test_without_layers_it_is_the_base_alone(System: Any, base: str) -> None:
 
 @each_kronecker
 @each_third
-def test_a_checkpoint_goes_on_bit_for_bit(System: Any, base: str) -> None:
+def test_a_resumed_run_is_equal_bit_for_bit(System: Any, base: str) -> None:
     Base, options = THIRD[base]
     model = MLP.model()
     optimizer = ready(make(System, model, base=Base, **options))
@@ -76,7 +76,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(System: Any, base: str) -> None:
         assert resumed._base.signs == 3
 
 
-def test_torchaos_base_of_8_bits_trains_and_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchaos_8_bit_base_trains_and_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
     low_bit = pytest.importorskip("torchao.optim")
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # it would take seconds
 
@@ -127,7 +127,7 @@ def test_train_and_eval_reach_a_schedule_free_base(System: Any) -> None:
     assert factors(optimizer).keys() == known.keys()
 
 
-def test_two_bases_switch_those_that_can() -> None:
+def test_train_and_eval_reach_both_bases() -> None:
     model = MLP.model()
     optimizer = make(
         KAISA, model, base=ScheduleFree, aux_base=AuxBase(torch.optim.AdamW, layers=["4"])
@@ -140,7 +140,7 @@ def test_two_bases_switch_those_that_can() -> None:
     assert not next(g for g in optimizer.param_groups if not g["aux_base"])["train_mode"]
 
 
-def test_what_corrects_parameters_refuses_a_schedule_free_base() -> None:
+def test_schedule_free_bases_are_refused_if_steps_are_corrected() -> None:
     with pytest.raises(TypeError, match="ScheduleFree, which has train"):
         make(DHO2, MLP.model(), base=ScheduleFree)
     model = MLP.model()

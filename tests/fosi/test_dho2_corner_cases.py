@@ -32,7 +32,7 @@ def trained(steps: int = 40) -> tuple[nn.Module, Any]:
     return model, lambda: cross_entropy(model(x), y)
 
 
-def test_a_step_under_autocast_is_the_step_without() -> None:
+def test_autocast_does_not_change_a_step() -> None:
     """Its algebra is not autocast; the refresh, at the first step, is not under autocast here."""
     model, _ = trained()
     twin = copy.deepcopy(model)
@@ -50,7 +50,7 @@ def test_a_step_under_autocast_is_the_step_without() -> None:
     assert same(model, twin)
 
 
-def test_a_warm_start_sees_curvature_outside_the_old_span() -> None:
+def test_a_warm_start_finds_curvature_outside_of_the_last_subspace() -> None:
     w = nn.Parameter(torch.ones(50, dtype=torch.float64))
     d = torch.zeros(50, dtype=torch.float64)
     d[:2] = torch.tensor([10.0, 9.0])
@@ -87,14 +87,14 @@ def few_unknowns(rank: int, world_size: int, layout: str, count: int) -> list[Te
 
 
 @pytest.mark.parametrize("layout", ["row", "column"])
-def test_a_process_may_have_no_rows(world: World, layout: str) -> None:
+def test_a_process_can_have_no_rows(world: World, layout: str) -> None:
     alone = few_unknowns(0, 1, layout, 1)
     together = agreed(world.run(few_unknowns, 2, layout, 1))
     for p, q in zip(together, alone, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=0)
 
 
-def test_a_loss_from_before_the_last_step_is_told_from_others() -> None:
+def test_a_loss_from_before_the_last_step_is_detected() -> None:
     model, loss = trained(1)
     old = loss()
     optimizer = DHO2(model, lr=0.1, warmup_steps=1, curvature_closure=lambda: old)

@@ -30,7 +30,7 @@ MLP = ZOO["mlp"]
 NORMED = ZOO["batch_norm"]
 
 
-def test_training_steps_are_what_they_were() -> None:
+def test_training_steps_are_unchanged() -> None:
     """The whole of it: a model with dropout and batch norm, with and without curvature."""
 
     def trained(curvature: bool) -> nn.Module:
@@ -50,7 +50,7 @@ def test_training_steps_are_what_they_were() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fails_at", [None, 1, 3])
-def test_training_notices_nothing(mode: str, fails_at: int | None) -> None:
+def test_measuring_does_not_change_training(mode: str, fails_at: int | None) -> None:
     """Of a closure with bad manners, whether it fails or not."""
     model = NORMED.model()
     (x, y) = NORMED.batch(8)
@@ -91,7 +91,7 @@ def test_training_notices_nothing(mode: str, fails_at: int | None) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
-def test_buffers_of_compiled_modules() -> None:
+def test_buffers_of_compiled_modules_are_restored() -> None:
     """Compiled code calls modules unseen; and does not grow with what is seen."""
     model = NORMED.model()
     (x, y) = NORMED.batch(8)
@@ -164,7 +164,7 @@ def ddp_training(
     ],
 )
 @pytest.mark.parametrize("mode", MODES)
-def test_data_parallel_training_notices_nothing(
+def test_measuring_does_not_change_ddp_training(
     world: World, mode: str, options: dict[str, Any]
 ) -> None:
     """Where the closure goes through DDP, whose reducer expects a backward pass per forward."""
@@ -192,7 +192,7 @@ def settings() -> list[Any]:
 
 @pytest.mark.parametrize("mode", ["retained", "differences"])
 @pytest.mark.parametrize("at", [1, 2, 5])
-def test_ctrl_c_in_the_closure_leaves_nothing_changed(mode: str, at: int) -> None:
+def test_an_interrupt_in_the_closure_changes_nothing(mode: str, at: int) -> None:
     case = NORMED
     model = case.model()
     (x, y) = case.batch(6)

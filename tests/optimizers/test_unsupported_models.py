@@ -66,7 +66,7 @@ def by_vmap(model: nn.Module) -> None:
 
 @each_kronecker
 @pytest.mark.parametrize("step", [by_func_grad, by_vmap])
-def test_transforms_are_named_as_what_hides_gradients(System: Any, step: Any) -> None:
+def test_function_transforms_raise_with_the_reason(System: Any, step: Any) -> None:
     (message,) = warned(System, net(), step)
     assert "no layer gave statistics" in message
     assert "torch.func transforms (vmap, grad) show a layer's hooks no gradients" in message
@@ -76,7 +76,7 @@ def test_transforms_are_named_as_what_hides_gradients(System: Any, step: Any) ->
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @each_system
 @pytest.mark.parametrize("how", [torch.jit.script, lambda m: torch.jit.trace(m, X)])
-def test_compiled_modules_are_trained_by_the_base_and_named(System: Any, how: Any) -> None:
+def test_scripted_modules_fall_back_with_a_warning(System: Any, how: Any) -> None:
     said = warned(System, nn.Sequential(how(net()), nn.Linear(3, 3)), backward)
     whole = warned(System, how(net()), backward)
     if System not in KRONECKER:
@@ -114,7 +114,7 @@ def refusal(System: Any, params_or_model: Any) -> str:
     *("KAISA", "DPKFAC", "DistKFAC", "DHO2", "MRDHO2"),
     message="the model is in FullyShardedDataParallel",
 )
-def test_flattened_parameters_are_refused_with_the_remedy(world: World) -> None:
+def test_fsdp1_parameters_raise_with_the_remedy(world: World) -> None:
     (messages,) = world.run(flattened, 1)
     for message in messages:
         assert re.search(
@@ -144,7 +144,7 @@ def frozen_for_a_while(rank: int, world_size: int, system: int) -> list[Tensor]:
 
 @pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 @pytest.mark.parametrize("system", range(len(SYSTEMS)))
-def test_everything_may_be_frozen_for_three_steps(world: World, system: int) -> None:
+def test_all_layers_can_be_frozen_for_some_steps(world: World, system: int) -> None:
     found = agreed(world.run(frozen_for_a_while, 2, system))
     assert all(torch.equal(found[0], found[step]) for step in (1, 2, 3))
     assert not torch.equal(found[4], found[3])

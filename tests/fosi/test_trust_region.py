@@ -75,12 +75,12 @@ class Line:
 
 
 @pytest.mark.parametrize("curvature", [1.8, 2.1, 5.0, 60.0])
-def test_steps_come_to_rest_whatever_the_curvature(curvature: float) -> None:
+def test_steps_converge_for_any_curvature(curvature: float) -> None:
     assert Line().run(curvature) < 1e-6
     assert rolling(0.0, 1.0, False, 1.0, 2.1) > 1e12
 
 
-def test_a_step_is_at_most_ten_times_as_long_as_usual() -> None:
+def test_a_step_is_at_most_ten_times_the_usual_length() -> None:
     line = Line(alpha=0.1)
     for _ in range(20):
         line.step(1.0)
@@ -92,7 +92,7 @@ def test_a_step_is_at_most_ten_times_as_long_as_usual() -> None:
 
 
 @pytest.mark.parametrize("how", ["not finite", "thrown across"])
-def test_a_step_that_explodes_is_undone_once(how: str) -> None:
+def test_a_step_that_explodes_is_rejected_once(how: str) -> None:
     line = Line()
     way, _ = line.step(1.0)
     before = line.state.scale
@@ -105,7 +105,7 @@ def test_a_step_that_explodes_is_undone_once(how: str) -> None:
     assert bool(line.newton.trust.isfinite().all())
 
 
-def test_a_rule_is_compiled_off_the_cpu_and_runs_as_it_is_where_that_fails(
+def test_the_rule_is_compiled_on_devices_with_an_eager_fallback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[str] = []
@@ -175,7 +175,7 @@ VALUES = torch.tensor([40.0, 30.0, 20.0, 10.0, 1.0, 0.5, 0.2, 0.1], dtype=torch.
     ],
     ids=str,
 )
-def test_on_a_quadratic_it_does_not_bind(options: dict[str, Any]) -> None:
+def test_the_trust_region_does_not_bind_on_a_quadratic(options: dict[str, Any]) -> None:
     H = rotated(VALUES, 0)
     options = {"num_largest": 4, "curvature_interval": 10_000, **options}  # not by the clock
     found, optimizer = descend(H, H, 40, **options)
@@ -192,7 +192,7 @@ def test_on_a_quadratic_it_does_not_bind(options: dict[str, Any]) -> None:
     [({}, 0.0), ({}, 0.9), ({"parts": 3}, 0.9), ({"maximize": True, "sign": -1.0}, 0.0)],
     ids=str,
 )
-def test_with_wrong_pairs_of_a_quadratic_it_converges(
+def test_training_converges_with_wrong_eigenpairs_of_a_quadratic(
     options: dict[str, Any], turned: bool, momentum: float
 ) -> None:
     """Curvature 50 times what the pairs tell, or in other directions."""
@@ -229,7 +229,7 @@ def bounded(rank: int, world_size: int, options: dict[str, Any]) -> tuple[list[T
     return found, optimizer.metrics()["trust_scale"]
 
 
-def test_all_processes_bound_their_steps_alike(world: World) -> None:
+def test_all_processes_bound_their_steps_equally(world: World) -> None:
     found, scale = bounded(0, 1, {})
     assert scale < 0.5
     plain, _ = bounded(0, 1, {"trust_region": False})
@@ -267,9 +267,7 @@ def without_the_last(step: int) -> float:
 
 
 @pytest.mark.parametrize("layout", [None, *LAYOUTS])
-def test_a_step_to_where_the_gradient_is_not_finite_is_taken_back(
-    world: World, layout: str | None
-) -> None:
+def test_a_step_to_a_non_finite_gradient_is_rejected(world: World, layout: str | None) -> None:
     options: dict[str, Any] = {"lr": 0.1}
     if layout is not None:
         options["layout"] = layout
@@ -289,9 +287,7 @@ def test_a_step_to_where_the_gradient_is_not_finite_is_taken_back(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_element_that_is_not_finite_does_not_reach_the_others(
-    world: World, layout: str
-) -> None:
+def test_one_non_finite_element_does_not_reach_the_others(world: World, layout: str) -> None:
     """Without the trust region, the base steps the gradient as it is."""
     options = {"lr": 0.1, "layout": layout, "trust_region": False}
     for results in (world.run(one_element, 2, options), [one_element(0, 1, options)]):
@@ -321,7 +317,7 @@ def one_element(rank: int, world_size: int, options: dict[str, Any]) -> Tensor:
 # State.
 
 
-def test_a_checkpoint_goes_on_bit_for_bit_where_it_binds() -> None:
+def test_a_run_resumed_while_the_trust_region_binds_is_equal_bit_for_bit() -> None:
     model = network()
     optimizer = spread(model, 0, 1, **LONG)
     go(model, optimizer, BATCHES[:5])
@@ -347,7 +343,7 @@ def timings(optimizer: DHO2) -> dict[str, float]:
     return {k: v for k, v in optimizer.metrics().items() if k.startswith(anew)}
 
 
-def test_a_trust_region_that_is_not_finite_is_refused() -> None:
+def test_a_checkpoint_with_a_non_finite_trust_region_raises() -> None:
     model = network()
     optimizer = spread(model, 0, 1, **LONG)
     go(model, optimizer, BATCHES[:5])

@@ -86,7 +86,7 @@ def found() -> dict[str, dict[str, Any]]:
         return pool.apply(all_cases)
 
 
-def test_a_run_waits_once_where_it_is_known_how_long_it_will_be(found: Any) -> None:
+def test_a_run_of_known_length_synchronizes_once(found: Any) -> None:
     for name in ("known", "unknown", "to the end", "exhausted"):
         assert found[name]["waits"] == 1, name
     few = found["too few"]
@@ -94,7 +94,7 @@ def test_a_run_waits_once_where_it_is_known_how_long_it_will_be(found: Any) -> N
     assert few["made"] < few["needed"] + 4
 
 
-def test_an_iteration_is_nine_launches_and_the_product_and_uploads_nothing(found: Any) -> None:
+def test_an_iteration_takes_nine_launches_and_no_uploads(found: Any) -> None:
     end = found["to the end"]
     assert end["made"] == 30
     assert end["launches"] <= 9 + PRODUCT + 1  # and one to begin with and to read, of each
