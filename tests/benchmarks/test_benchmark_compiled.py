@@ -43,5 +43,5 @@ def test_the_page_has_the_stored_figures_and_idle_hooks_cost_less_than_a_tenth()
     said = (
         "without statistics {:.2f} for `mlp` and {:.2f} for `transformer`; with statistics {:.2f}"
     )
-    assert f"{said} and {{:.2f}}".format(*idle, *busy) in text_of("docs/how-to/frameworks.md")
+    assert f"{said} and {{:.2f}}".format(*idle, *busy) in text_of("docs/how-to/fsdp-compile.md")
     assert max(idle) < 1.1

@@ -1,0 +1,20 @@
+"""Complete scripts that save and resume: a resumed run is the run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from page_scripts import assert_prints, run_script, scripts
+
+
+def test_fsdp_and_compile(tmp_path: Path) -> None:
+    ((code, printed),) = scripts("docs/how-to/fsdp-compile.md")
+    whole = run_script(code, tmp_path)
+    assert_prints(whole, printed)
+
+    last = tmp_path / "checkpoints" / "step-000060"
+    shutil.rmtree(last)
+    resumed = run_script(code, tmp_path)
+    assert resumed.splitlines() == whole.splitlines()[-1:]  # to all digits that are printed
+    assert last.is_dir()
