@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from second_order import KAISA
 
 SHOWN = (
-    "step_length",
+    "step_scale",
     "damping/max",
     "drift/cosine",
     "age/inverses",

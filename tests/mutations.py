@@ -258,7 +258,7 @@ a start without new directions
   <-  dho2_corner_cases::a_warm_start_finds_curvature_outside_of_the_last_subspace
     last_sum.add_(start, alpha=RANDOM_SHARE)  =>  last_sum
 the bound of s is not loaded  <-  dho2_state::a_resumed_run_is_equal_bit_for_bit
-    self._scale_bound = counts.get("rest_scale_bound", 1.0)  =>  pass
+    self._scale_bound = counts.get("base_scale_bound", 1.0)  =>  pass
 carried momentum is not loaded  <-  dho2_state::a_resumed_run_is_equal_bit_for_bit
     local_rows(pairs.outside_momentum  =>  local_rows(0 * pairs.outside_momentum
 the last Newton step is not loaded  <-  trust_region::a_run_resumed_while_the_trust_region_binds_is_equal_bit_for_bit
@@ -294,7 +294,7 @@ parts of gradients that are not contiguous
 
 == fosi/subspace.py
 the base moves inside the subspace  <-  dho2::the_base_does_not_move_inside_the_subspace
-    -alpha * self.newton.step - self.rest_scale * c  =>  -alpha * self.newton.step
+    -alpha * self.newton.step - self.base_scale * c  =>  -alpha * self.newton.step
 one element that is not finite reaches all parameters
   <-  trust_region::one_non_finite_element_does_not_reach_the_others
     c = torch.nan_to_num(c, nan=0.0, posinf=0.0, neginf=0.0)  =>  pass

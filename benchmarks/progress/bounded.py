@@ -91,7 +91,7 @@ def train(name: str, largest: int, scale: float, seed: int, trust_region: bool) 
             losses[-1] = math.inf
             break
         optimizer.step()
-    undone = optimizer.metrics().get("undone", 0.0)
+    undone = optimizer.metrics().get("rejected", 0.0)
     shown = losses[0], max(losses), losses[-1]
     return Bounded(name, largest, scale, seed, trust_region, *shown, undone)
 

@@ -137,7 +137,7 @@ BAD: list[Bad] = [
     (newton, ("eigenvectors", "eigenvalues", "residuals", "subspace_momentum"), OF_TENSORS),
     (newton, ("num_largest", "refreshed_at"), {"text for {}": "text"}),
     (newton, ("refreshed_at",), {"1000 for {}": 1000}),
-    (newton, ("rest_scale_bound", "outside_decay"), {"nan for {}": float("nan")}),
+    (newton, ("base_scale_bound", "outside_decay"), {"nan for {}": float("nan")}),
     (summing, ("gradient_sum", "epoch_start"), {"NaN in {}": spoilt, "{} of another shape": cut}),
 ]
 for _suits, _entries, _values in BAD:

@@ -295,7 +295,7 @@ def test_a_worse_final_update_is_rejected(maximize: bool, offset: float, gain: f
         optimizer.zero_grad()
         loss().backward()
         optimizer.step()
-        found.append(optimizer.curvature.rest_scale)
+        found.append(optimizer.curvature.base_scale)
     assert found == pytest.approx([1.0, 1.5, 2.25])
 
 
@@ -357,7 +357,7 @@ def test_the_report_and_the_summary_agree_with_the_state() -> None:
     assert (report.step, report.refreshes, report.failures) == (6, 2, 0)
     assert 5 <= report.products <= 111
     assert report.products < report.total_products <= 222
-    assert report.rest_scale == pytest.approx(min(float(values[0] / values[3]), 1.5))
+    assert report.base_scale == pytest.approx(min(float(values[0] / values[3]), 1.5))
     summary = optimizer.summary()
     assert summary.total_bytes == 5 * 111 * 8
     assert summary.preconditioned_share == 1.0

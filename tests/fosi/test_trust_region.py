@@ -183,7 +183,7 @@ def test_the_trust_region_does_not_bind_on_a_quadratic(options: dict[str, Any]) 
     assert same(found, plain)
     metrics = optimizer.metrics()
     assert metrics["trust_scale"] == 1.0
-    assert metrics["undone"] == 0.0
+    assert metrics["rejected"] == 0.0
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -259,7 +259,7 @@ def poisoned(
         handle = next(model.parameters()).register_hook(spoil)
         found += go(model, optimizer, [batch])
         handle.remove()
-    return found, optimizer.metrics()["undone"]
+    return found, optimizer.metrics()["rejected"]
 
 
 def without_the_last(step: int) -> float:

@@ -233,7 +233,7 @@ def test_only_preconditioned_weights_are_scaled(System: Any, options: dict[str, 
         optimizer = make(System, model, **options, skip_layers=["2"])
         take(model, optimizer, BATCHES[0])
         scale = optimizer._curvature.step_scale
-        scale.state = replace(scale.state, step_length=factor)
+        scale.state = replace(scale.state, step_scale=factor)
         before = [p.detach().clone() for p in model.parameters()]
         with replaced(scale, {"update": lambda *told: None}):
             take(model, optimizer, BATCHES[1])
@@ -264,7 +264,7 @@ def test_without_grafting_or_step_scale_steps_are_unchanged() -> None:
         optimizer = make(KAISA, model, **options)
         for batch in BATCHES[:4]:
             take(model, optimizer, batch)
-        assert optimizer.metrics()["step_length"] == 1.0
+        assert optimizer.metrics()["step_scale"] == 1.0
         assert optimizer._curvature.step_scale is None
 
 
@@ -281,7 +281,7 @@ def test_a_resumed_run_has_the_same_step_scale(System: Any) -> None:
     before, after = (o._curvature.step_scale.saved() for o in (optimizer, resumed))
     assert after == before
     assert after.keys() == set(SCALE_ENTRIES)
-    assert after["step_length"] < 1.0
+    assert after["step_scale"] < 1.0
     assert resumed._curvature.mean_curvature == optimizer._curvature.mean_curvature
     twin = copy.deepcopy(model)
     for each in (optimizer, resumed):
@@ -340,4 +340,4 @@ def test_maximizing_the_negative_loss_equals_minimizing_the_loss(base: Any, ever
             optimizer.step()
         found.append((parameters_to_vector(model.parameters()), optimizer.metrics()))
     torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-12, atol=0.0)
-    assert found[1][1]["step_length"] == pytest.approx(found[0][1]["step_length"], rel=1e-12)
+    assert found[1][1]["step_scale"] == pytest.approx(found[0][1]["step_scale"], rel=1e-12)

@@ -78,7 +78,7 @@ def test_every_base_receives_the_preconditioned_gradient(System: Any, base: str)
             continue
         # There are Newton steps besides, in the span of the eigenvectors: outside there are none.
         vectors = curvature_of(optimizer)["eigenpairs"][1]
-        scale = optimizer.curvature.rest_scale
+        scale = optimizer.curvature.base_scale
         steps = []
         for m, s in ((model, 1.0), (twin, scale)):
             moved = flat([p - old for p, old in zip(m.parameters(), before, strict=True)])

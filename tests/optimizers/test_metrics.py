@@ -17,6 +17,8 @@ from ranks import kaisa, shard
 from instruments import bytes_by_stage
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
 from second_order.kfac import metrics as kfac_metrics
+from second_order.kfac.schedule import ADAPTIVE, MAX_INTERVAL
+from second_order.kfac.step_scale import ADAPTIVE_BOUNDS, PLAIN_BOUNDS
 from second_order.utils.stages import recorded_by, stage
 
 if TYPE_CHECKING:
@@ -156,6 +158,19 @@ def test_the_page_lists_all_metrics() -> None:
     named = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
     expected = {*kfac_metrics.METRIC_NAMES, *make(MRDHO2, MLP.model()).metrics()}
     assert named == expected
+
+
+def test_healthy_values_on_the_page_are_those_of_the_code() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to/monitor.md").read_text("utf-8")
+    page = " ".join(page.split())
+    highs = (
+        f"up to {PLAIN_BOUNDS.high:g} over SGD, and up to {ADAPTIVE_BOUNDS.high:g} over adaptive"
+    )
+    assert highs in page
+    assert PLAIN_BOUNDS.low == ADAPTIVE_BOUNDS.low
+    assert f"falls towards {PLAIN_BOUNDS.low}" in page
+    assert f"mostly above {ADAPTIVE.halve_below}" in page
+    assert f"from 1 towards {MAX_INTERVAL}" in page
 
 
 def test_the_page_lists_all_stages() -> None:

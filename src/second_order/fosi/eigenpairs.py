@@ -312,10 +312,10 @@ class RefreshedPairs:
             residuals=residuals,
             num_largest=num_largest,
             inverse_eigenvalues=inverses.to(vectors),
-            rest_scale=self._compute_rest_scale(values, num_largest),
+            base_scale=self._compute_base_scale(values, num_largest),
         )
 
-    def _compute_rest_scale(self, values: Tensor, num_largest: int) -> float:
+    def _compute_base_scale(self, values: Tensor, num_largest: int) -> float:
         """Return s = clip(|λ₁| / |λ_k|, 1, lr_scale_clip) (FOSI), within the guard's bound."""
         options = self._options
         clip = options.lr_scale_clip
@@ -354,7 +354,7 @@ class RefreshedPairs:
         counts: dict[str, float] = {
             "refreshed_at": self.refresh_counts.step,
             "batch_loss": self._batch_loss,
-            "rest_scale_bound": self._scale_bound,
+            "base_scale_bound": self._scale_bound,
         }
         if self.throttle is not None:
             counts |= self.throttle.saved()
@@ -370,7 +370,7 @@ class RefreshedPairs:
         self.subspace = None
         self.refresh_counts = replace(self.refresh_counts, step=counts.get("refreshed_at", -1))
         self._batch_loss = counts.get("batch_loss", math.inf)
-        self._scale_bound = counts.get("rest_scale_bound", 1.0)
+        self._scale_bound = counts.get("base_scale_bound", 1.0)
         if self.throttle is not None:
             self.throttle.load(saved)
 

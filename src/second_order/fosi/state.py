@@ -37,7 +37,7 @@ GRADIENT_SUM = "gradient_sum"
 EPOCH_START = "epoch_start"
 
 EPOCH_COUNTS = ("epoch", "epoch_step", "epoch_sums")
-COUNTS = ("refreshed_at", "batch_loss", "rest_scale_bound", *THROTTLE_ENTRIES, *EPOCH_COUNTS)
+COUNTS = ("refreshed_at", "batch_loss", "base_scale_bound", *THROTTLE_ENTRIES, *EPOCH_COUNTS)
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def check_saved_pairs(saved: Mapping[Tensor, SavedPart]) -> None:
 
 
 def _check_counts(part: SavedPart) -> None:
-    part.require(["batch_loss", "rest_scale_bound"])
+    part.require(["batch_loss", "base_scale_bound"])
     part.whole("refreshed_at", -1, part["steps"])
     if not isinstance(part["batch_loss"], float):  # it is infinite before the first refresh
         raise part.wrong("batch_loss", "is no number")

@@ -167,7 +167,7 @@ class Subspace:
     residuals: Tensor  # (r,) of the eigenpairs; float64 on the CPU
     num_largest: int  # k, how many of the eigenvalues are the largest ones
     inverse_eigenvalues: Tensor  # |û|⁻¹ of the vectors in ``basis.local_slice``
-    rest_scale: float  # s, the factor on the base's step outside of the span
+    base_scale: float  # s, the factor on the base's step outside of the span
     newton: NewtonStep = field(init=False)  # the last Newton step
     outside_momentum: Tensor = field(init=False)  # at the local elements
     outside_decay: float = 1.0  # the product of β over the steps since the last refresh
@@ -229,9 +229,9 @@ class Subspace:
         # One element that is not finite makes all coefficients so, and would reach all parameters.
         c = self.basis.coefficients(base_step)
         c = torch.nan_to_num(c, nan=0.0, posinf=0.0, neginf=0.0)
-        if self.rest_scale != 1.0:
-            params.add_(base_step, alpha=self.rest_scale - 1.0)
-        steps = [-alpha * self.newton.step - self.rest_scale * c for alpha in alphas]
+        if self.base_scale != 1.0:
+            params.add_(base_step, alpha=self.base_scale - 1.0)
+        steps = [-alpha * self.newton.step - self.base_scale * c for alpha in alphas]
         self.basis.add_combination(params, steps)
 
     def momentum_vector(self) -> Tensor:

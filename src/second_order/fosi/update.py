@@ -287,14 +287,14 @@ class FOSICurvature(Curvature):
         gradient_share = None
         if self._gradient_share is not None:
             gradient_share = float(self._gradient_share)
-        rest_scale = 1.0
+        base_scale = 1.0
         if self.subspace is not None:
-            rest_scale = self.subspace.rest_scale
+            base_scale = self.subspace.base_scale
         return CurvatureReport(
             eigenvalues=values,
             residuals=residuals,
             gradient_share=gradient_share,
-            rest_scale=rest_scale,
+            base_scale=base_scale,
             **vars(self.pairs.refresh_counts),
         )
 
@@ -329,10 +329,10 @@ class FOSICurvature(Curvature):
             "refreshes": report.refreshes,
             "curvature_interval": self.pairs.interval(max(last_step, 0)),
             "failed": report.failures,
-            "rest_scale": report.rest_scale,
+            "base_scale": report.base_scale,
             "gradient_share": gradient_share,
             "trust_scale": trust.scale,
-            "undone": trust.rejected,
+            "rejected": trust.rejected,
         }
         return {name: float(number) for name, number in numbers.items()}
 

@@ -933,7 +933,7 @@ class KFAC(LayeredCurvature):
         metrics = layer_metrics(self.layers, self.plan, self.inverses, last_step)
         clip = self._last.clip
         metrics["clip"] = 1.0 if clip is None else float(clip)
-        metrics["step_length"] = self._step_scale
+        metrics["step_scale"] = self._step_scale
         if last_step >= 0 and not self._closed:
             # A loaded checkpoint may have averages that are newer than its last step.
             age = max(last_step - self._schedule.updated_at, 0)
@@ -980,5 +980,5 @@ class KFAC(LayeredCurvature):
         ages = sorted(steps - inverse.step for inverse in self.inverses.states.values())
         if not ages:
             return "no inverses yet"
-        under_way = len(self.inverses.pending)
-        return f"inverses are {ages[0]} to {ages[-1]} steps old; {under_way} under way"
+        num_pending = len(self.inverses.pending)
+        return f"inverses are {ages[0]} to {ages[-1]} steps old; {num_pending} pending"

@@ -32,7 +32,7 @@ METRIC_NAMES = (
     "damping",
     "damping/min",
     "damping/max",
-    "step_length",
+    "step_scale",
     "age/inverses",
     "age/statistics",
     "drift/cosine",
@@ -41,7 +41,7 @@ METRIC_NAMES = (
     "layers",
     "layers/solved",
     "layers/failing",
-    "layers/under_way",
+    "layers/pending",
     "failed",
     "dropped",
 )
@@ -78,7 +78,7 @@ def layer_metrics(
     metrics["layers"] = float(len(plan))
     metrics["layers/solved"] = float(len(inverse_steps))
     metrics["layers/failing"] = float(sum(block.failures > 0 for block in plan))
-    metrics["layers/under_way"] = float(len(inverses.pending))
+    metrics["layers/pending"] = float(len(inverses.pending))
     metrics["failed"] = float(inverses.num_failures)
     metrics["dropped"] = float(sum(int(block.staged.dropped) for block in layers.blocks))
     return metrics

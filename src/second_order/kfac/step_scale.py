@@ -86,11 +86,11 @@ class ScaleState:
     The names are those of the entries in a checkpoint. Steps are counted from 1; 0 means never.
     """
 
-    step_length: float = 1.0  # τ
+    step_scale: float = 1.0  # τ
     step_sign: float = 0.0  # S
     step_size: float = 0.0  # Z
     step_weight: float = 0.0  # sum of the weights in S and Z
-    step_looked_at: float = 0.0  # the last step that updated S and Z
+    step_measured_at: float = 0.0  # the last step that updated S and Z
     step_rate: float = 0.0  # the learning rate at the last refresh
     step_rate_changed: float = 0.0  # the last refresh with another learning rate than before
 
@@ -119,8 +119,8 @@ class ScaleState:
         if is_scheduled:
             low = bounds.low_scheduled
             high = MAX_SCHEDULED_SCALE
-        scale = min(max(self.step_length * math.exp(log_change), low), high)
-        return replace(state, step_length=scale)
+        scale = min(max(self.step_scale * math.exp(log_change), low), high)
+        return replace(state, step_scale=scale)
 
     def _update_averages(self, slope: float, step: int) -> ScaleState:
         """Add s to the running averages S and Z."""
@@ -131,7 +131,7 @@ class ScaleState:
             step_sign=self.step_sign + (sign - self.step_sign) / weight,
             step_size=self.step_size + (abs(slope) - self.step_size) / weight,
             step_weight=weight,
-            step_looked_at=step + 1.0,
+            step_measured_at=step + 1.0,
         )
 
     def _log_change(self, slope: float, is_scheduled: bool, previous: ScaleState) -> float:
@@ -143,7 +143,7 @@ class ScaleState:
             immediate = max(slope / previous.step_size, -MAX_RISE) / 2
 
         b = EVIDENCE
-        if is_scheduled or self.step_length <= 1.0:
+        if is_scheduled or self.step_scale <= 1.0:
             b = -EVIDENCE
         evidence = self.step_sign - b
         if evidence < 0:
@@ -151,8 +151,10 @@ class ScaleState:
         if has_risen:
             return immediate
         steps = 1.0
-        if previous.step_looked_at > 0:
-            steps = min(max(self.step_looked_at - previous.step_looked_at, 1.0), MAX_GROWTH_STEPS)
+        if previous.step_measured_at > 0:
+            steps = min(
+                max(self.step_measured_at - previous.step_measured_at, 1.0), MAX_GROWTH_STEPS
+            )
         return GROWTH * evidence * steps
 
 
@@ -184,7 +186,7 @@ class StepScale:
     @property
     def factor(self) -> float:
         """τ."""
-        return self.state.step_length
+        return self.state.step_scale
 
     def measure_slope(
         self, step_plan: StepPlan, sharded: bool, groups: Iterable[Mapping[str, Any]]
@@ -294,8 +296,8 @@ class StepScale:
         if part is None:
             return
         state = ScaleState(**{name: part.number(name) for name in SCALE_ENTRIES})
-        scale = min(max(state.step_length, self._bounds.low), self._bounds.high)
-        self.state = replace(state, step_length=scale)
+        scale = min(max(state.step_scale, self._bounds.low), self._bounds.high)
+        self.state = replace(state, step_scale=scale)
         for p, part in saved.items():
             if part.get(LAST_STEP_KNOWN, 0) and LAST_STEP in part:
                 step = local_tensor(shard_like(p, part[LAST_STEP]))

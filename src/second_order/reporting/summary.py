@@ -119,7 +119,7 @@ class CurvatureReport:
         total_products: Number of products of all refreshes of this process.
         refreshes: Number of refreshes.
         failures: Number of refreshes that were not finite, after which old pairs are kept.
-        rest_scale: s, by which the base's step is stretched.
+        base_scale: s, by which the base's step is stretched.
     """
 
     eigenvalues: Tensor
@@ -130,7 +130,7 @@ class CurvatureReport:
     total_products: int
     refreshes: int
     failures: int
-    rest_scale: float
+    base_scale: float
 
 
 @dataclass(frozen=True)
