@@ -30,6 +30,8 @@ FIRST_READ = 4
 # Relative error up to which an eigendecomposition of B is valid. In float64 it is near 1e-15.
 DECOMPOSITION_TOL = 1e-8
 
+RANDOM_ATTEMPTS = 3  # random vectors to try if the Krylov space is exhausted
+
 
 @dataclass(frozen=True)
 class Ritz:
@@ -229,7 +231,16 @@ def _random_orthogonal(space: RowSpace, basis: Tensor, seed: int) -> Tensor | No
     """Return a random unit vector orthogonal to the basis; None if the basis spans all of R^n."""
     if len(basis) >= space.size:
         return None
-    d = space.random(seed, 1.0)
+    # The first vector may be in the span: the start vector is, if it was drawn with the same seed.
+    for attempt in range(RANDOM_ATTEMPTS):
+        d = _orthogonalize(space, basis, space.random(seed + attempt * space.size, 1.0))
+        if d is not None:
+            return d
+    return None
+
+
+def _orthogonalize(space: RowSpace, basis: Tensor, d: Tensor) -> Tensor | None:
+    """Return the normalized part of d outside of the basis' span; None if only rounding is left."""
     d /= math.sqrt(float(space.total(_squared_norm(d))))
     for _ in range(2):
         coefficients = space.total((basis @ d).double())
