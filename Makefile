@@ -20,10 +20,10 @@ BENCH := PYTHONPATH=examples:benchmarks:benchmarks/speed $(BIN)/python benchmark
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
 
-venv: $(STAMP) ## make or renew .venv, when setup.cfg or constraints.txt changed
+venv: $(STAMP) ## make .venv, or update it after a change of pyproject.toml, setup.cfg or constraints.txt
 
 # setuptools comes first, so that building the package needs nothing that is not pinned.
-$(STAMP): setup.cfg constraints.txt
+$(STAMP): pyproject.toml setup.cfg constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt setuptools
 	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[dev,docs]'
