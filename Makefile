@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BENCH := PYTHONPATH=examples:benchmarks:benchmarks/speed $(BIN)/python benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help fuzz soak elastic-soak venv demo demo-figure systems progress language-model tasks larger sensitivity defaults widths curvature-uses fosi-gain bounded papers bench against compiled rivals structure launches measured gpu faults compatibility test test-thorough mutants lint types pytest docs format clean
+.PHONY: help fuzz soak elastic-soak venv demo demo-figure systems progress language-model tasks larger sensitivity defaults widths curvature-uses fosi-gain bounded papers bench against compiled rivals structure launches measured gpu faults compatibility reference test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -132,6 +132,9 @@ soak: venv ## fifty thousand steps of every optimizer: does memory or a step's t
 
 compatibility: venv ## run the tests of training stacks, and write docs/reference/compatibility.md: a minute
 	$(BIN)/python tests/compatibility.py
+
+reference: venv ## write docs/reference/api.md and options.md from the docstrings: seconds
+	$(BIN)/python docs/make_reference.py
 
 test: lint types pytest docs ## everything that must hold: linter, types, tests with coverage, docs
 

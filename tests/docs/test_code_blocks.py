@@ -18,6 +18,7 @@ from page_scripts import COMMAND, ROOT, blocks, python_blocks, run_script, scrip
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").rglob("*.md")))]
 # Pages whose blocks another test runs.
 TESTED_ELSEWHERE = {
+    "docs/reference/api.md": "tests/docs/test_reference_pages.py",
     "docs/how-to/frameworks.md": "tests/frameworks/test_frameworks_page.py",
     "docs/how-to/migrate.md": "tests/docs/test_migrate_page.py",
 }

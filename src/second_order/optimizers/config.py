@@ -265,9 +265,9 @@ class CommonOptions:
     """The keywords that all optimizers share.
 
     Attributes:
-        base: Class of the first-order optimizer that takes the step with the preconditioned
+        base: Class of the first-order optimizer that takes the step. It receives the preconditioned
             gradients.
-        aux_base: Class of a second base optimizer, or a :class:`~second_order.AuxBase`, for
+        aux_base: Class of a second base optimizer, or an :class:`~second_order.AuxBase`. It trains
             embeddings, the output head (the last Linear), norms, biases and parameters outside of
             modules. ``base`` then only trains hidden weights: the other weights of modules, if they
             have at least two dimensions (exactly two with ``torch.optim.Muon``). None: ``base``
@@ -280,10 +280,10 @@ class CommonOptions:
             "auto": yes, unless DistributedDataParallel or FSDP2 averages them. If the optimizer
             averages, all ranks start from the parameters of the first rank.
         process_group: The ranks that train together. None: the default group, if there is one.
-        debug: Whether to check that all ranks have the same parameters, bit for bit. True: before
-            the first step and every 100 steps. A number: this many steps between two checks. If
-            they differ, every rank raises :class:`~second_order.RankMismatchError` with the name of
-            the parameter and the ranks. Checkpoints do not save this option.
+        debug: Whether to check that all ranks have the same parameters. They must be equal bit for
+            bit. True: before the first step and every 100 steps. A number: this many steps between
+            two checks. If they differ, every rank raises :class:`~second_order.RankMismatchError`
+            with the name of the parameter and the ranks. Checkpoints do not save this option.
     """
 
     base: type[torch.optim.Optimizer] = torch.optim.SGD
@@ -307,87 +307,88 @@ class KFACOptions:
     """The keywords that KAISA, DPKFAC and DistKFAC share.
 
     Attributes:
-        damping: γ, added to the curvature before it is inverted; number or callable, at least 0.
+        damping: γ, added to the curvature before it is inverted. Number or callable, at least 0.
             Raise it if the loss jumps: the larger γ is, the closer the step is to the plain
             gradient. "auto": 0.1. A number may be a tensor that a schedule changes in place. If the
             tensor is on a device, its value is not checked.
-        damping_floor: With ``relative_damping``: lower bound on the mean curvature from which γ of
-            a layer is computed. It is a share of the mean curvature of all layers, which is the
+        damping_floor: Lower bound on the mean curvature from which γ of a layer is computed. With
+            ``relative_damping``, it is a share of the mean curvature of all layers, which is the
             square of the mean of their square roots. "auto": 0.25 with ``relative_damping``,
             otherwise 0, which means no bound.
-        relative_damping: True: γ of a layer is ``damping`` times the layer's mean curvature,
-            tr A tr G / (dim A dim G), so it does not depend on the scale of the loss. False: γ is
-            ``damping``, as in the papers. KAISA's published code scales factors differently, and
-            needs another γ for the same step: see "Where it differs from the paper" in its docs.
+        relative_damping: Whether ``damping`` is a multiple of the layer's mean curvature. True: γ
+            of a layer is ``damping`` times the layer's mean curvature, tr A tr G / (dim A dim G),
+            so it does not depend on the scale of the loss. False: γ is ``damping``, as in the
+            papers. KAISA's published code scales factors differently, and needs another γ for the
+            same step: see "Where it differs from the paper" in its docs.
         grafting: Scale of the preconditioned gradient P = (A ⊗ G + γ)⁻¹ ∇. "gradient": P is
             multiplied by c + γ, where c is the layer's mean curvature, which gives it the scale of
             the gradient. If the curvature is the same in all directions, the gradient does not
             change. "none": P has the length of an approximate Newton step, as in the papers. Such a
             step grows as gradients shrink, so also set ``kl_clip``. Adaptive bases normalize by
             past gradients (Adam by the last thousand steps) and need "gradient".
-        kl_clip: κ, the bound on the change lr² Σ P·∇ of the model's predictions in one step
-            (Pauloski et al. 2022, section 5.1); number, tensor, callable, or None for no bound. A
-            number is the bound at the largest learning rate, and shrinks with lr² when a schedule
-            lowers it. A callable is used as it is. "auto": Σ |P·∇|, without lr, may be at most four
-            times its running average over about twenty steps, so that a batch of outliers cannot
-            undo many steps. With ``grafting="none"``, "auto" is no bound.
-        step_scale: Whether to multiply the steps of preconditioned weights by a factor τ that
-            adapts to the changes of the loss. "auto": yes if ``grafting`` is "gradient", unless the
-            base is schedule-free.
-        factor_decay: Weight that an update of the running averages of A and G gives to their old
-            values, in [0, 1); number, callable or :class:`~second_order.PerStep`. "auto": the
-            averages cover about 45 steps (0.978 per step) with an adaptive base such as Adam, and
-            about 200 steps (0.995 per step) with others, whatever the intervals are.
-        solver: "inverse": A and G are damped separately and inverted by Cholesky decompositions.
-            "eigen": (A ⊗ G + γ I)⁻¹ is exact. This costs several times as much, and gained nothing
-            on most of the tasks on which the defaults were chosen.
-        inv_update_steps: Steps between two refreshes of the inverses; number or callable. "auto":
+        kl_clip: κ, the bound on the change of the model's predictions in one step. The change is
+            lr² Σ P·∇ (Pauloski et al. 2022, section 5.1). Number, tensor, callable, or None for no
+            bound. A number is the bound at the largest learning rate, and shrinks with lr² when a
+            schedule lowers it. A callable is used as it is. "auto": Σ |P·∇|, without lr, may be at
+            most four times its running average over about twenty steps, so that a batch of outliers
+            cannot undo many steps. With ``grafting="none"``, "auto" is no bound.
+        step_scale: Whether to multiply steps by a factor τ that adapts to the changes of the loss.
+            Only the steps of preconditioned weights are multiplied. "auto": yes if ``grafting`` is
+            "gradient", unless the base is schedule-free.
+        factor_decay: Weight of the old values when the running averages of A and G are updated. A
+            number in [0, 1), a callable or a :class:`~second_order.PerStep`. "auto": the averages
+            cover about 45 steps (0.978 per step) with an adaptive base such as Adam, and about 200
+            steps (0.995 per step) with others, whatever the intervals are.
+        solver: How A ⊗ G + γ is inverted. "inverse": A and G are damped separately and inverted by
+            Cholesky decompositions. "eigen": (A ⊗ G + γ I)⁻¹ is exact. This costs several times as
+            much, and gained nothing on most of the tasks on which the defaults were chosen.
+        inv_update_steps: Steps between two refreshes of the inverses. Number or callable. "auto":
             each layer has its own interval of 1 to 32 steps. It is halved if the old and the new
             inverse give the gradient different directions, and doubled if they agree. A
             :class:`~second_order.TraceRule` only refreshes layers whose curvature changed.
-        factor_update_steps: Steps between two updates of the statistics; number or callable.
+        factor_update_steps: Steps between two updates of the statistics. Number or callable.
             "auto": at each refresh if ``inv_update_steps`` is "auto", otherwise every 10 steps, or
             at each refresh if that is more often. If ``inv_update_steps`` is a callable, also set
             this option.
-        overhead: With ``inv_update_steps="auto"``: the largest share of the time of ordinary steps
-            that refreshes may take, above 0 and up to 10. The first five refreshes are timed and
-            set the minimum number of steps between later ones, which checkpoints save. If layers
-            drift faster than that, a warning says so. None: no limit.
+        overhead: Limit on the time of refreshes, as a share of the time of other steps. Above 0 and
+            up to 10; needs ``inv_update_steps="auto"``. The first five refreshes are timed and set
+            the minimum number of steps between later ones, which checkpoints save. If layers drift
+            faster than that, a warning says so. None: no limit.
         fisher: The labels of the loss whose gradients enter the factors. "empirical": the labels in
             the data, so your own backward pass is used. Otherwise labels are sampled from the
             distribution that the model's outputs describe, which costs one more backward pass when
             statistics are due: "categorical" (logits, classes in the last dimension), "bernoulli"
             (logits), "gaussian" (means), or a callable ``output -> loss`` that samples labels and
             returns their summed negative log-likelihood.
-        kfac_approx: How layers that are applied at many positions are approximated. "expand": each
-            position has a loss term, as in language models. "reduce": positions are pooled
-            (Eschenhagen et al. 2023). Fused experts then count as unsupported layers.
-        loss_reduction: The scale of the loss. "mean": the mean over the loss terms of a pass,
-            divided by the number of passes per step, which is counted. "pass_mean": the mean over
-            the terms of a pass; the losses of several passes are added. "sum": the sum over the
-            terms of a pass. "step_mean": the sum of a pass, divided by the number of terms in all
-            passes of the step on all ranks, and multiplied by the number of ranks that average
-            gradients. "auto": "step_mean" if the model's forward receives ``num_items_in_batch``,
-            as from transformers' Trainer; otherwise "mean".
-        precondition_norms: Whether to precondition the gains and biases of norm layers, and biases
-            that train without their weight, by exact Fisher blocks (diagonal ones above 256
+        kfac_approx: How to treat layers that are applied at many positions. "expand": each position
+            has a loss term, as in language models. "reduce": positions are pooled (Eschenhagen et
+            al. 2023). Fused experts then count as unsupported layers.
+        loss_reduction: How your loss is reduced over examples and passes. "mean": the mean over the
+            loss terms of a pass, divided by the number of passes per step, which is counted.
+            "pass_mean": the mean over the terms of a pass; the losses of several passes are added.
+            "sum": the sum over the terms of a pass. "step_mean": the sum of a pass, divided by the
+            number of terms in all passes of the step on all ranks, and multiplied by the number of
+            ranks that average gradients. "auto": "step_mean" if the model's forward receives
+            ``num_items_in_batch``, as from transformers' Trainer; otherwise "mean".
+        precondition_norms: Whether to precondition norm layers, and biases that train without their
+            weight. Their gains and biases get exact Fisher blocks (diagonal ones above 256
             entries). False: the base trains them with their plain gradients. Norm layers of unknown
             classes are recognized by what they compute.
-        unsupported_layers: What trains weights that no rule supports, such as those of recurrent
-            layers, parameters outside of modules, and layers larger than ``max_factor_dim``.
-            "gradient_factors": factors are computed from the weight's gradient, as in Shampoo. A
-            side longer than ``max_factor_dim`` gets a diagonal factor. "base_optimizer": the base
-            trains them with their plain gradients. "auto": "gradient_factors" if the base is
-            adaptive, FSDP2 has not sharded these weights, and they make up at least a tenth of the
-            parameters; otherwise "base_optimizer".
-        skip_layers: Patterns of module names or class names, such as ``["head", "blocks.*.mlp"]``.
-            The base trains the matching modules, and all modules inside them, with their plain
-            gradients.
+        unsupported_layers: What trains weights that no rule supports. Such weights are those of
+            recurrent layers, of layers larger than ``max_factor_dim``, and parameters outside of
+            modules. "gradient_factors": factors are computed from the weight's gradient, as in
+            Shampoo. A side longer than ``max_factor_dim`` gets a diagonal factor. "base_optimizer":
+            the base trains them with their plain gradients. "auto": "gradient_factors" if the base
+            is adaptive, FSDP2 has not sharded these weights, and they make up at least a tenth of
+            the parameters; otherwise "base_optimizer".
+        skip_layers: Patterns of modules that the base trains with their plain gradients. They match
+            module names or class names, as in ``["head", "blocks.*.mlp"]``, and include all modules
+            inside.
         max_factor_dim: Maximum number of rows of a factor. Layers with a larger A or G fall back to
             the base, and a warning names them. Memory grows with the square of this number, and the
             time of a refresh with its cube. The A of an embedding is diagonal and may be larger.
-        factor_dtype: Dtype in which factors are stored and sent: float32, float64 or bfloat16.
-            Inverses have at least float32.
+        factor_dtype: Dtype in which factors are stored and sent. One of float32, float64 and
+            bfloat16. Inverses have at least float32.
         adaptive: Whether the base is adaptive. :meth:`resolve` sets this; it is not a keyword of
             the optimizers.
     """
@@ -600,11 +601,12 @@ class KAISAOptions:
             fastest. Checkpoints save it. If FSDP2 has sharded the model, one rank preconditions
             each layer, because it gathers the rows of the gradient. Below 1.0, not all ranks have
             a layer's inverse, so call :meth:`consolidate` before you save.
-        factor_exchange: "all_reduce": every rank stores all factors. "reduce": only the rank that
-            decomposes a factor receives its statistics and stores it. This halves the traffic, and
-            memory shrinks with the number of ranks. A checkpoint then needs :meth:`consolidate` or
-            ``torch.distributed.checkpoint``. "pipelined": "all_reduce" in buckets that are sent
-            during the backward pass (Shi et al. 2021), with the same results.
+        factor_exchange: How ranks exchange and store factors. "all_reduce": every rank stores all
+            factors. "reduce": only the rank that decomposes a factor receives its statistics and
+            stores it. This halves the traffic, and memory shrinks with the number of ranks. A
+            checkpoint then needs :meth:`consolidate` or ``torch.distributed.checkpoint``.
+            "pipelined": "all_reduce" in buckets that are sent during the backward pass (Shi et al.
+            2021), with the same results.
         exchange_dtype: Dtype in which statistics and decompositions are sent. None: the dtype in
             which they are stored. ``torch.bfloat16`` halves the bytes of float32, and rounds to 8
             bits; all ranks receive the same numbers. Gradients, and statistics of the first 20
@@ -651,10 +653,10 @@ class DPKFACOptions:
         assignment: Which rank owns which layer. "balanced": the next largest layer goes to the rank
             with the least memory in use. "round_robin": layer i goes to rank i mod P, as in the
             paper.
-        gradient_exchange: "owner": the gradients of a layer are summed at its owner, which sends
-            them back preconditioned. The volume is that of one all-reduce. "all_reduce": all
-            gradients are averaged on all ranks first, which sends 1.5 times as much.
-            DistributedDataParallel always does this.
+        gradient_exchange: How gradients reach the owner of a layer. "owner": the gradients of a
+            layer are summed at its owner, which sends them back preconditioned. The volume is that
+            of one all-reduce. "all_reduce": all gradients are averaged on all ranks first, which
+            sends 1.5 times as much. DistributedDataParallel always does this.
     """
 
     assignment: Literal["balanced", "round_robin"] = "balanced"
@@ -675,23 +677,23 @@ class DistKFACOptions:
         helper_timeout: Seconds without a message after which a stats worker counts as lost.
         inverse_threads: Number of threads of this process that compute inverses. None: half of the
             cores that the process may use, at least 1 and at most 4.
-        inverse_device: Device that computes inverses: "cpu", or "cuda" for a separate stream.
+        inverse_device: Device that computes inverses. "cpu", or "cuda" for a separate stream.
         async_inverse: Whether inverses are computed on threads while training continues. False:
             training waits for every inverse, as with ``max_staleness=0``.
         max_staleness: Maximum number of steps before training waits for an inverse. None: no
             maximum, but with ``inv_update_steps="auto"`` training waits before the layer's next
             refresh. 0: the synchronous algorithm.
-        deterministic: Whether to use each inverse exactly ``max_staleness`` steps after the
-            snapshot of its factors (with ``inv_update_steps="auto"`` at most the layer's interval
-            minus one), even if it is ready earlier. Runs are then repeatable bit for bit.
-        conv_factors: "kfc": the factors of a convolution from all its locations. "cheap": inputs
-            are averaged over locations, and gradients are summed over them, before their second
-            moments are computed (Ba et al. 2017, appendix A).
-        doubly_factored: The wide Linears, each with a flattened feature map as input, that get a
-            doubly factored block: a dictionary from layer names to (locations, channels). Three
-            small factors replace A and G (Ba et al. 2017, section 4). "auto": the layers with more
-            than ``max_factor_dim`` inputs, with the channels of the preceding convolution. None: no
-            layer.
+        deterministic: Whether to use each inverse after a fixed number of steps. This is
+            ``max_staleness`` steps after the snapshot of its factors (with
+            ``inv_update_steps="auto"`` at most the layer's interval minus one), even if it is ready
+            earlier. Runs are then repeatable bit for bit.
+        conv_factors: How the factors of a convolution are computed. "kfc": from all its locations.
+            "cheap": inputs are averaged over locations, and gradients are summed over them, before
+            their second moments are computed (Ba et al. 2017, appendix A).
+        doubly_factored: The wide Linears that get three small factors instead of A and G. Their
+            inputs are flattened feature maps (Ba et al. 2017, section 4). A dictionary from layer
+            names to (locations, channels). "auto": the layers with more than ``max_factor_dim``
+            inputs, with the channels of the preceding convolution. None: no layer.
     """
 
     stats_workers: int = 0
@@ -774,36 +776,37 @@ class FOSIOptions:
     """The keywords that DHO2 and MRDHO2 share.
 
     Attributes:
-        num_largest: k, the number of largest eigenpairs, along which Newton steps are taken.
+        num_largest: k, the number of largest eigenpairs. Newton steps are taken along them.
         num_smallest: l, the number of smallest (most negative) eigenpairs. Steps along negative
             ones lead away from saddle points.
-        curvature_interval: T, steps between two refreshes of the eigenpairs; number or callable.
+        curvature_interval: T, steps between two refreshes of the eigenpairs. Number or callable.
             "auto": as often as ``overhead`` allows.
-        overhead: With ``curvature_interval="auto"``: the time that refreshes may take, as a share
-            of the time that the base alone takes; above 0 and up to 10. The first five refreshes
-            are timed and set the number of steps to the next one, which checkpoints save. Before
-            the first refresh, a Hessian-vector product counts as one step.
+        overhead: Limit on the time of refreshes, as a share of the time of the base alone. Above 0
+            and up to 10; needs ``curvature_interval="auto"``. The first five refreshes are timed
+            and set the number of steps to the next one, which checkpoints save. Before the first
+            refresh, a Hessian-vector product counts as one step.
         warmup_steps: W, steps of the base before the first refresh. None: ``curvature_interval``,
             or with "auto" as many as ``overhead`` requires.
         newton_scale: α, the length of a Newton step; 1.0 is a full step. A number is α at the
             largest learning rate, and shrinks and grows with the learning rate. A callable of the
             step is used as it is.
-        lr_scale_clip: Upper bound on s = |λ₁| / |λ_k|, the ratio of the largest and the k-th
-            largest eigenvalue. s multiplies the steps of the base, because the k steepest
-            directions no longer limit them. None: the published values, 3 for SGD, and 1 for other
-            bases, which scale their steps themselves.
-        lr_scale_guard: Whether to start with s = 1. s then grows by half at each further refresh if
-            the loss of the curvature batch did not rise, and is halved if it did. The guard exists
-            because three times the learning rate of the base alone may be too large. False: s as
-            published.
+        lr_scale_clip: Upper bound on s, the factor that multiplies the steps of the base. s = |λ₁|
+            / |λ_k| is the ratio of the largest and the k-th largest eigenvalue. The steps may be
+            longer because the k steepest directions no longer limit them. None: the published
+            values, 3 for SGD, and 1 for other bases, which scale their steps themselves.
+        lr_scale_guard: Whether s starts at 1 and grows only while the loss does not rise. s then
+            grows by half at each further refresh if the loss of the curvature batch did not rise,
+            and is halved if it did. The guard exists because three times the learning rate of the
+            base alone may be too large. False: s as published.
         lanczos_iterations: m, the maximum number of Hessian-vector products per refresh. None:
             max(4(k + l), 2 ln n), or max(2k, 20) if that is less, l is 0, and the refresh starts
             from the last eigenvectors.
-        lanczos_tol: A refresh ends when every eigenpair has ‖Hv − θv‖ <= ``lanczos_tol`` · |θ|.
+        lanczos_tol: Relative residual of the eigenpairs at which a refresh ends. Every eigenpair
+            then has ‖Hv − θv‖ <= ``lanczos_tol`` · |θ|.
         lanczos_dtype: Dtype of the eigenvectors. None: float64 if a parameter has it, otherwise
             float32.
-        eigenvalue_floor: Lower bound on the absolute eigenvalues that steps are divided by, as a
-            share of the largest one.
+        eigenvalue_floor: Lower bound on eigenvalues, as a share of the largest one. It bounds the
+            absolute values that steps are divided by.
         subspace_momentum: Momentum in the span of the eigenvectors. "average": a running average
             with the β of the base, so that α has the same meaning for every momentum. "base": as
             the base does it. SGD with momentum β sums 1 / (1 − β) times as much, so FOSI with α =
@@ -921,8 +924,8 @@ class EpochOptions(FOSIOptions):
     Attributes:
         helper_ranks: A, the number of ranks that compute eigenpairs instead of training.
         epoch_steps: E, the number of steps between two final updates.
-        final_update: "paper": equation 17 of the paper, after every epoch. "guarded": only if it
-            reduces the loss on the helpers' batches by at least half.
+        final_update: When to apply equation 17 of the paper. "paper": after every epoch. "guarded":
+            only if it reduces the loss on the helpers' batches by at least half.
         helper_timeout: Seconds without a message after which helpers count as lost. Workers also
             wait at most this long at the end of an epoch for eigenpairs, and again for the losses
             of "guarded".
