@@ -1,6 +1,6 @@
 """Write the pages of docs/reference that are generated: api.md and options.md.
 
-    python docs/make_reference.py
+    python docs/make_reference.py [FOLDER]
 
 api.md has the signature and the docstring of every public name. options.md has every keyword of the
 optimizers: its type, its default, and the first sentence of its description. It creates small
@@ -525,7 +525,6 @@ def table(group: Group) -> str:
 
 def resolved(cls: type, base: type) -> dict[str, Any]:
     """The defaults of an optimizer's keywords, with the values that have replaced "auto"."""
-    nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False))
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False))
     make: Callable[..., Any] = cls
     with warnings.catch_warnings():
@@ -610,9 +609,10 @@ PAGES: dict[str, Callable[[], str]] = {"api.md": api_page, "options.md": options
 
 
 def main() -> None:
-    """Write the pages."""
+    """Write the pages to the folder that the command line names, or to docs/reference."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
     for name, make_page in PAGES.items():
-        (FOLDER / name).write_text(make_page(), "utf-8")
+        (folder / name).write_text(make_page(), "utf-8")
 
 
 if __name__ == "__main__":
