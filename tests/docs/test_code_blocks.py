@@ -19,11 +19,12 @@ PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs")
 # Pages whose blocks another test runs.
 TESTED_ELSEWHERE = {
     "docs/reference/api.md": "tests/docs/test_reference_pages.py",
-    "docs/how-to/frameworks.md": "tests/frameworks/test_frameworks_page.py",
+    "docs/how-to/frameworks.md": "tests/docs/test_frameworks_page.py",
     "docs/how-to/migrate.md": "tests/docs/test_migrate_page.py",
 }
 # Pages whose complete scripts another test runs.
 SCRIPTS_TESTED_ELSEWHERE = {
+    "docs/how-to/frameworks.md": "tests/docs/test_resumed_scripts.py",
     "docs/how-to/fsdp-compile.md": "tests/docs/test_resumed_scripts.py",
 }
 # Pages that take for granted what no preamble defines yet.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -18,3 +19,14 @@ def test_fsdp_and_compile(tmp_path: Path) -> None:
     resumed = run_script(code, tmp_path)
     assert resumed.splitlines() == whole.splitlines()[-1:]  # to all digits that are printed
     assert last.is_dir()
+
+
+def test_trainer(tmp_path: Path) -> None:
+    ((code, printed),) = scripts("docs/how-to/frameworks.md")
+    output = run_script(code, tmp_path)
+    assert_prints(output, printed)
+
+    losses = re.findall(r"^step \d+: loss (\S+), resumed (\S+)$", output, re.M)
+    assert len(losses) == 3
+    for loss, resumed_loss in losses:
+        assert resumed_loss == loss  # to all digits that are printed
