@@ -30,6 +30,30 @@ RED = "#D55E00"
 PURPLE = "#CC79A7"
 GREY = "#bbbbbb"
 
+# One color per optimizer, the same in all figures. All are dark enough for text on white.
+OPTIMIZER_COLORS = {
+    "SGD": "#767676",
+    "Adam": BLACK,
+    "AdamW": BLACK,
+    "Muon": BLUE,
+    "SOAP": GREEN,
+    "KAISA": RED,
+    "DPKFAC": "#882255",
+    "DistKFAC": "#332288",
+    "DHO2": "#AA4499",
+    "MRDHO2": "#7A7A00",
+}
+
+# A page's column is about this wide, so text has its nominal size there.
+FIGURE_WIDTH = 7.2  # inches
+STYLE = {
+    "font.size": 9.5,
+    "axes.titlesize": 10,
+    "legend.fontsize": 9.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
 
 def machine() -> dict[str, Any]:
     """What figures depend on."""

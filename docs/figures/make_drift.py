@@ -19,7 +19,7 @@ import matplotlib as mpl
 import torch
 from matplotlib.figure import Figure
 
-from reporting import BLUE, RED, save
+from reporting import BLUE, FIGURE_WIDTH, RED, STYLE, save
 from second_order.kfac.schedule import ADAPTIVE, MAX_INTERVAL
 from tasks import TASKS, Job, build
 
@@ -83,7 +83,7 @@ def held(of: Callable[[Sequence[float]], float], rows: Sequence[Sequence[float]]
 
 def drawn(found: Drifts) -> Figure:
     """Two panels, one above the other."""
-    figure = Figure(figsize=(8.2, 4.6), layout="constrained")
+    figure = Figure(figsize=(FIGURE_WIDTH, 4.6), layout="constrained")
     at = [*found.at, STEPS]
     cosine, interval = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     middle = {"color": BLUE, "linewidth": 1.5, "drawstyle": "steps-post"}
@@ -95,16 +95,16 @@ def drawn(found: Drifts) -> Figure:
     cosine.plot(at, held(min, found.cosines), **worst)
     lowest = min(map(min, found.cosines))
     cosine.set_ylim(min(lowest - 0.05, 0.5), 1.005)
-    cosine.set_ylabel("cosine of P by the old\nand by the new inverse")
+    cosine.set_title("Refreshes change the preconditioned gradient less and less", loc="left")
+    cosine.set_ylabel("cosine between old\nand new gradient")
     cosine.text(
         0.995,
         0.04,
-        f"shaded below {ADAPTIVE.halve_below:g}: the layer's interval is halved\n"
-        f"shaded above {ADAPTIVE.double_above:g}: it is doubled",
+        f"below {ADAPTIVE.halve_below:g} (orange): the layer's interval is halved\n"
+        f"above {ADAPTIVE.double_above:g} (blue): it is doubled",
         transform=cosine.transAxes,
         ha="right",
         va="bottom",
-        color=GREY,
     )
 
     interval.plot(at, held(statistics.median, found.intervals), **middle)
@@ -114,8 +114,9 @@ def drawn(found: Drifts) -> Figure:
     powers = [2**i for i in range(MAX_INTERVAL.bit_length())]
     interval.set_yticks(powers, list(map(str, powers)))
     interval.minorticks_off()
-    interval.set_ylabel("steps to the layer's\nnext refresh")
-    interval.set_xlabel("step")
+    interval.set_title("So inverses are refreshed less often (ticks: refreshes)", loc="left")
+    interval.set_ylabel("refresh interval (steps)")
+    interval.set_xlabel("training step")
     for step, count in enumerate(found.refreshed):
         if count:
             height = 0.12 * count / found.layers
@@ -132,19 +133,18 @@ def drawn(found: Drifts) -> Figure:
         ("median layer", "layer that changes most"),
         frameon=False,
         ncols=2,
-        loc="lower center",
-        bbox_to_anchor=(0.5, 1.0),
+        loc="lower right",
+        bbox_to_anchor=(1.0, 0.2),
     )
     for axes in (cosine, interval):
         axes.set_xlim(0, STEPS)
-        axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
 def main() -> None:
     """Train and draw."""
     torch.set_num_threads(1)
-    mpl.rcParams.update({"font.size": 9, "axes.titlesize": 9.5, "legend.fontsize": 8})
+    mpl.rcParams.update(STYLE)
     save(drawn(train()), HERE / "drift.png")
 
 

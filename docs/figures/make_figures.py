@@ -21,7 +21,18 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
 from torch import Tensor, nn
 
-from reporting import BLACK, BLUE, GREEN, ORANGE, PURPLE, RED, SKY, save
+from reporting import (
+    BLACK,
+    BLUE,
+    FIGURE_WIDTH,
+    GREEN,
+    OPTIMIZER_COLORS,
+    PURPLE,
+    RED,
+    SKY,
+    STYLE,
+    save,
+)
 from second_order import DHO2, KAISA
 from second_order.distributed.assignment import (
     Grid,
@@ -85,71 +96,73 @@ def arrow(
 
 def step() -> Figure:
     """One K-FAC step as a flow, in three lanes by how often each part happens."""
-    figure = Figure(figsize=(8.2, 4.0))
+    width = FIGURE_WIDTH
+    lane_height = 1.26
+    figure = Figure(figsize=(width, 4.1))
     axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, 8.2), ylim=(0.12, 4.12))
+    axes.set(xlim=(0, width), ylim=(0, 4.1))
     axes.axis("off")
 
     lanes = [
-        (3.38, "every step", "#ffffff", BLACK),
-        (2.02, "a refresh: the averages", "#e9f4fb", BLUE),
-        (0.72, "a refresh: the inverses", "#fdf1e7", RED),
+        (3.42, "every step", "#ffffff", BLACK),
+        (2.05, "at a refresh: running averages", "#e9f4fb", BLUE),
+        (0.68, "at a refresh: inverses", "#fdf1e7", RED),
     ]
-    for y, label, colour, ink in lanes:
+    for y, label, color, ink in lanes:
         axes.add_patch(
             FancyBboxPatch(
-                (0.08, y - 0.52),
-                8.04,
-                1.16,
+                (0.06, y - lane_height / 2),
+                width - 0.12,
+                lane_height,
                 boxstyle="round,pad=0,rounding_size=0.06",
-                facecolor=colour,
+                facecolor=color,
                 edgecolor="#cccccc",
                 linewidth=0.8,
             )
         )
-        axes.text(8.02, y + 0.48, label, color=ink, ha="right", va="center", weight="bold")
+        axes.text(width - 0.16, y + 0.48, label, color=ink, ha="right", va="center", weight="bold")
 
-    top = 3.28
-    middle = 1.92
-    bottom = 0.62
-    x = [0.78, 2.12, 3.46, 4.80, 6.14, 7.46]
-    size = (1.12, 0.68)
+    top = 3.24
+    middle = 1.9
+    bottom = 0.56
+    x = [0.77, 2.18, 3.60, 5.01, 6.42]
+    size = (1.22, 0.76)
 
     def put(column: int, y: float, text: str, edge: str) -> None:
         box(axes, (x[column], y), size, text, face="#ffffff", edge=edge)
 
     def along(first: int, second: int, y: float) -> None:
-        arrow(axes, (x[first] + 0.56, y), (x[second] - 0.56, y))
+        arrow(axes, (x[first] + size[0] / 2, y), (x[second] - size[0] / 2, y))
 
-    put(0, top, "forward,\nbackward", BLACK)
-    put(1, top, "gradient ∇,\naveraged over\nprocesses", BLACK)
-    put(3, top, "precondition\n(A ⊗ G + γ)⁻¹ ∇", BLACK)
-    put(4, top, "base step Δ\nSGD, Adam, …", BLACK)
-    put(5, top, "step scale\nΔ ← τ Δ", BLACK)
-    along(0, 1, top)
-    along(1, 3, top)
-    along(3, 4, top)
-    along(4, 5, top)
+    def down(column: int, start: float, end: float) -> None:
+        half = size[1] / 2 if end < start else -size[1] / 2
+        arrow(axes, (x[column], start - half), (x[column], end + half))
 
-    put(0, middle, "capture\ninputs a,\ngradients d", BLUE)
-    put(1, middle, "statistics\nmean a aᵀ\nmean d dᵀ", BLUE)
-    put(2, middle, "running\naverages\nA and G", BLUE)
-    arrow(axes, (x[0], top - 0.34), (x[0], middle + 0.34))
+    put(0, top, "forward and\nbackward pass", BLACK)
+    put(1, top, "gradient ∇,\naveraged\nover ranks", BLACK)
+    put(2, top, "precondition:\n(A⊗G + γ)⁻¹ ∇", BLACK)
+    put(3, top, "base optimizer:\nSGD, AdamW, …", BLACK)
+    put(4, top, "step scale:\nΔ ← τ Δ", BLACK)
+    for column in range(4):
+        along(column, column + 1, top)
+
+    put(0, middle, "capture\ninputs a and\ngradients d", BLUE)
+    put(1, middle, "running averages\nA of a aᵀ\nG of d dᵀ", BLUE)
+    down(0, top, middle)
     along(0, 1, middle)
-    along(1, 2, middle)
 
-    put(2, bottom, "solve\neigen or\nCholesky", RED)
-    put(3, bottom, "inverse,\nkept until\nthe next", RED)
-    arrow(axes, (x[2], middle - 0.34), (x[2], bottom + 0.34))
-    along(2, 3, bottom)
-    arrow(axes, (x[3], bottom + 0.34), (x[3], top - 0.34))
+    put(1, bottom, "invert A⊗G + γ:\nCholesky or\neigenvectors", RED)
+    put(2, bottom, "inverse, used\nuntil the next\nrefresh", RED)
+    down(1, middle, bottom)
+    along(1, 2, bottom)
+    down(2, bottom, top)
 
     axes.text(
-        8.02,
-        bottom - 0.05,
-        "At every step at first,\nand the more seldom,\n"
-        f"the less it changes: 1 to {MAX_INTERVAL} steps.",
-        ha="right",
+        x[3] - 0.55,
+        bottom - 0.07,
+        "At first, at every step. If an inverse\n"
+        f"changes little, less often: after up\nto {MAX_INTERVAL} steps.",
+        ha="left",
         va="center",
         color=BLACK,
         linespacing=1.4,
@@ -249,31 +262,31 @@ def valley() -> Figure:
     best = min(rates, key=lambda lr: descend(sgd(lr), steps)[1][-1])
     heavy = min(rates, key=lambda lr: descend(sgd(lr, 0.9), steps)[1][-1])
 
-    figure = Figure(figsize=(8.2, 3.6), layout="constrained")
+    figure = Figure(figsize=(FIGURE_WIDTH, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     draw_valley(left)
     left.set_ylabel("weight 2")
     runs = [
-        (f"SGD, lr {best:.2f}", sgd(best), RED, "o"),
-        (f"SGD, momentum 0.9, lr {heavy:.2f}", sgd(heavy, 0.9), SKY, "s"),
-        ("KAISA, lr 0.5, damping 0.01", kaisa(0.5, 0.01), BLUE, "D"),
+        (f"SGD, lr {best:.2f}", sgd(best), OPTIMIZER_COLORS["SGD"], "o"),
+        (f"SGD, momentum 0.9, lr {heavy:.2f}", sgd(heavy, 0.9), BLACK, "s"),
+        ("KAISA, lr 0.5, damping 0.01", kaisa(0.5, 0.01), OPTIMIZER_COLORS["KAISA"], "D"),
     ]
     for label, make, colour, marker in runs:
         path, losses = descend(make, steps)
         print(f"{label}: loss {losses[0]:.3f} -> {losses[-1]:.2g} in {steps} steps")  # noqa: T201
         left.plot(*path.T, color=colour, marker=marker, markersize=3.5, linewidth=1.3, label=label)
-    left.set_title(f"{steps} steps from the same start", loc="left")
-    left.legend(loc="lower right", frameon=True, framealpha=1, edgecolor="#dddddd")
+    left.set_title(f"{steps} steps: KAISA arrives, SGD does not", loc="left")
+    left.legend(loc="upper left", framealpha=1, edgecolor="#dddddd")
 
     draw_valley(right)
-    dials = [(0.01, BLUE, "-"), (0.3, GREEN, "--"), (1.0, ORANGE, "-."), (30.0, PURPLE, ":")]
+    dials = [(0.01, RED, "-"), (0.3, GREEN, "--"), (1.0, BLUE, "-."), (30.0, PURPLE, ":")]
     for damping, colour, dash in dials:
         # Steps so small that the path is a smooth line; their length does not change its shape.
         lr = 0.02 * (1 + damping)
         path, _ = descend(kaisa(lr, damping), 1500)
         right.plot(*path.T, color=colour, linestyle=dash, linewidth=1.8, label=f"{damping:g}")
-    right.set_title("the same, many small steps, by damping", loc="left")
-    right.legend(title="damping", loc="lower right", ncols=2, framealpha=1, edgecolor="#dddddd")
+    right.set_title("KAISA, many small steps, by damping", loc="left")
+    right.legend(title="damping", loc="upper left", ncols=2, framealpha=1, edgecolor="#dddddd")
     return figure
 
 
@@ -308,22 +321,12 @@ def draw_placement(axes: Axes, grid: Grid, assignments: Sequence[LayerAssignment
         for rank in range(PROCESSES):
             face = "#ffffff"
             edge = "#bbbbbb"
-            text = ""
             if rank in workers:
                 face = "#bfe0f5"
                 edge = BLUE
             if rank == assignment.a_inverse_rank:
                 face = BLUE
-                text = "solve"
-            box(
-                axes,
-                (rank, y),
-                (2 * half_width, 2 * half_height),
-                text,
-                face=face,
-                edge=edge,
-                ink="#ffffff",
-            )
+            box(axes, (rank, y), (2 * half_width, 2 * half_height), "", face=face, edge=edge)
             if rank in workers and rank != assignment.a_inverse_rank:
                 ends = (assignment.a_inverse_rank, y + half_height), (rank, y + half_height)
                 bend = -0.45 if rank > assignment.a_inverse_rank else 0.45
@@ -340,27 +343,33 @@ def draw_placement(axes: Axes, grid: Grid, assignments: Sequence[LayerAssignment
                 bend /= max(1, abs(rank - sender))
                 arrow(axes, *ends, colour=GREEN, bend=bend, dash=(0, (3, 1.5)))
     axes.set(xlim=(-0.5, PROCESSES - 0.5), ylim=(-len(assignments) + 0.45, 0.5))
-    axes.set_xticks(range(PROCESSES), [f"rank {rank}" for rank in range(PROCESSES)])
+    axes.set_xticks(range(PROCESSES), [f"rank\n{rank}" for rank in range(PROCESSES)])
     axes.tick_params(length=0, top=False, labeltop=True, bottom=False, labelbottom=False)
     axes.spines[:].set_visible(False)
 
 
+def workers_text(grid: Grid) -> str:
+    """The number of gradient workers of a layer, in words."""
+    count = grid.columns
+    return "1 worker" if count == 1 else f"{count} workers"
+
+
 def placements() -> Figure:
-    """The three regimes on four processes and six layers."""
-    figure = Figure(figsize=(8.2, 4.9), layout="constrained")
+    """The three placements on four ranks and six layers."""
+    figure = Figure(figsize=(FIGURE_WIDTH, 5.1), layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
     for panel, (fraction, name) in zip(panels, FRACTIONS, strict=True):
         grid, assignments = place([dims for _, dims in SMALL_NET], fraction)
         draw_placement(panel, grid, assignments)
-        panel.set_title(f"{name}, fraction {fraction:g}", pad=10)
+        panel.set_title(f"{name}: {workers_text(grid)}", pad=10)
     names = [f"{name}\nA {dims.in_dim}², G {dims.out_dim}²" for name, dims in SMALL_NET]
     panels[0].set_yticks([-i for i in range(len(SMALL_NET))], names)
     figure.legend(
         handles=[
-            Patch(facecolor=BLUE, edgecolor=BLUE, label="solves, and is a gradient worker"),
-            Patch(facecolor="#bfe0f5", edgecolor=BLUE, label="gradient worker: preconditions"),
+            Patch(facecolor=BLUE, edgecolor=BLUE, label="inverse rank, also a gradient worker"),
+            Patch(facecolor="#bfe0f5", edgecolor=BLUE, label="gradient worker"),
             Patch(facecolor="#ffffff", edgecolor="#bbbbbb", label="receiver"),
-            Line2D([], [], color=RED, label="decompositions, every inv_update_steps"),
+            Line2D([], [], color=RED, label="inverses, at a refresh"),
             Line2D(
                 [],
                 [],
@@ -409,14 +418,16 @@ def decomposition_bytes(layer: LayerDims) -> int:
 
 
 def costs() -> Figure:
-    """Memory and communication of a ResNet-20 on four processes, by grad_worker_fraction."""
+    """Memory and communication of a ResNet-20 on four ranks, by grad_worker_fraction."""
     layers = resnet20()
     factors = sum(map(factor_bytes, layers)) / 2**20
-    figure = Figure(figsize=(8.2, 3.7), layout="constrained")
-    memory, traffic = figure.subplots(1, 2, width_ratios=(1.5, 1))
+    figure = Figure(figsize=(FIGURE_WIDTH, 3.6), layout="constrained")
+    memory, traffic = figure.subplots(1, 2, width_ratios=(1.15, 1))
+    centers = []
     for group, (fraction, name) in enumerate(FRACTIONS):
         grid, assignments = place(layers, fraction)
         pairs = list(zip(layers, assignments, strict=True))
+        totals = []
         decompositions = []
         gradients = []
         for rank in range(PROCESSES):
@@ -425,8 +436,7 @@ def costs() -> Figure:
             x = group * (PROCESSES + 1) + rank
             memory.bar(x, factors, color=SKY, edgecolor="#ffffff", width=0.9)
             memory.bar(x, inverses, bottom=factors, color=BLUE, edgecolor="#ffffff", width=0.9)
-            total = factors + inverses
-            memory.text(x, total + 0.2, f"{total:.1f}", ha="center", fontsize=7.5)
+            totals.append(factors + inverses)
             decompositions.append(
                 sum(
                     decomposition_bytes(y)
@@ -435,34 +445,44 @@ def costs() -> Figure:
                 )
             )
             gradients.append(sum(4 * y.in_dim * y.out_dim for y, a in pairs if a.row != row))
+
+        # Label the group with the least and the most of its ranks.
+        centers.append(group * (PROCESSES + 1) + (PROCESSES - 1) / 2)
+        label = f"{max(totals):.1f}"
+        if max(totals) > min(totals):
+            label = f"{min(totals):.1f} to {label}"
+        memory.text(centers[-1], max(totals) + 0.3, label, ha="center")
+
         refresh = sum(decompositions) / PROCESSES / 100 / 2**20
         each = sum(gradients) / PROCESSES / 2**20
         traffic.bar(group, refresh, color=RED, width=0.6)
         traffic.bar(group, each, bottom=refresh, color=GREEN, width=0.6)
         traffic.text(group, refresh + each + 0.015, f"{refresh + each:.2f}", ha="center")
         print(f"{name}: factors {factors:.2f} MiB, sent {refresh:.3f} + {each:.3f}")  # noqa: T201
-    centres = [group * (PROCESSES + 1) + (PROCESSES - 1) / 2 for group in range(3)]
-    memory.set_xticks(centres, [f"{name}\nfraction {f:g}" for f, name in FRACTIONS])
-    memory.set_ylabel("MiB held, a bar a process")
-    memory.set_ylim(top=memory.get_ylim()[1] * 1.22)
+
+    names = [name for _, name in FRACTIONS]
+    memory.set_title("COMM-OPT stores the most", loc="left")
+    memory.set_ylabel("memory (MiB), one bar per rank")
+    memory.set_xticks(centers, names)
+    memory.set_ylim(top=17)
     memory.legend(
-        handles=[Patch(color=SKY, label="running averages"), Patch(color=BLUE, label="inverses")],
+        handles=[Patch(color=BLUE, label="inverses"), Patch(color=SKY, label="running averages")],
         loc="upper right",
         frameon=False,
     )
-    traffic.set_xticks(range(3), [name for _, name in FRACTIONS])
-    traffic.set_ylabel("MiB received, a process and step")
-    traffic.set_ylim(top=traffic.get_ylim()[1] * 1.3)
+    traffic.set_title("MEM-OPT receives the most", loc="left")
+    traffic.set_ylabel("received per rank and step (MiB)")
+    traffic.set_xticks(range(3), names)
+    traffic.set_ylim(top=1.08)
     traffic.legend(
         handles=[
             Patch(color=GREEN, label="preconditioned gradients"),
-            Patch(color=RED, label="decompositions, 1 step in 100"),
+            Patch(color=RED, label="inverses, every 100 steps"),
         ],
         loc="upper left",
         frameon=False,
     )
     for axes in (memory, traffic):
-        axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(axis="x", length=0)
     return figure
 
@@ -475,29 +495,29 @@ LAYER_COLOURS = [(BLUE, "#cfe3f1"), (RED, "#f9dfcf"), (GREEN, "#cdeae0")]  # edg
 
 
 def owners() -> Figure:
-    """DPKFAC's two exchanges: gradients to their owners, and preconditioned ones to everybody."""
-    figure = Figure(figsize=(8.2, 3.9))
+    """DPKFAC's two exchanges: gradients to their owners, and preconditioned ones to all ranks."""
+    figure = Figure(figsize=(FIGURE_WIDTH, 4.1))
     axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, 8.2), ylim=(0, 3.9))
+    axes.set(xlim=(0, FIGURE_WIDTH), ylim=(0, 4.1))
     axes.axis("off")
     ranks = len(DIGITS_MLP)
     owner_of = assign_owners(DIGITS_MLP, ranks, "balanced")
     layer_of = {rank: layer for layer, rank in enumerate(owner_of)}
     heights = [2.72, 1.78, 0.84]
-    side = (0.34, 0.34)
-    gap = 0.42
-    before = 1.02
-    summed = 3.1
-    curvature = 4.06
-    solved = 5.02
-    after = 7.3
+    side = (0.32, 0.34)
+    gap = 0.37
+    before = 0.82
+    summed = 2.8
+    curvature = 3.66
+    solved = 4.52
+    after = 6.54
 
     for y in heights:
         axes.add_patch(
             FancyBboxPatch(
-                (0.08, y - 0.38),
-                8.04,
-                0.76,
+                (0.04, y - 0.4),
+                FIGURE_WIDTH - 0.08,
+                0.8,
                 boxstyle="round,pad=0,rounding_size=0.06",
                 facecolor="#f7f7f7",
                 edgecolor="#dddddd",
@@ -505,7 +525,7 @@ def owners() -> Figure:
             )
         )
     for rank, y in enumerate(heights):
-        axes.text(0.2, y, f"rank {rank}", ha="left", va="center", weight="bold")
+        axes.text(0.1, y, f"rank {rank}", ha="left", va="center", weight="bold")
         own = layer_of[rank]
         for layer, (edge, face) in enumerate(LAYER_COLOURS):
             x = before + layer * gap
@@ -523,14 +543,14 @@ def owners() -> Figure:
         box(
             axes,
             (curvature, y),
-            (0.92, 0.6),
-            f"A{SUBSCRIPTS[own]}, G{SUBSCRIPTS[own]}\nof its own\nbatches",
+            (1.0, 0.66),
+            f"A{SUBSCRIPTS[own]}, G{SUBSCRIPTS[own]}\nfrom its\nown batches",
             face="#ffffff",
             edge=edge,
         )
         box(axes, (solved, y), side, f"P{SUBSCRIPTS[own]}", face=face, edge=edge)
-        arrow(axes, (summed + 0.19, y), (curvature - 0.48, y), colour=edge)
-        arrow(axes, (curvature + 0.48, y), (solved - 0.19, y), colour=edge)
+        arrow(axes, (summed + 0.19, y), (curvature - 0.52, y), colour=edge)
+        arrow(axes, (curvature + 0.52, y), (solved - 0.19, y), colour=edge)
 
     for layer, rank in enumerate(owner_of):
         edge, _ = LAYER_COLOURS[layer]
@@ -545,21 +565,20 @@ def owners() -> Figure:
             )
 
     titles = [
-        (before + gap, "gradients of\nits own batch"),
-        (2.53, "sums to owners\n(P − 1) N elements"),
-        (curvature, "the owner preconditions\nthe mean gradient"),
-        (5.98, "to everybody\n(P − 1) N elements"),
-        (after, "all step\nthe base"),
+        (before + gap, "gradients\nof this\nrank's batch"),
+        (2.22, "sum sent to\nthe owner:\n(P − 1) N"),
+        (curvature, "the owner\npreconditions\nthe mean"),
+        (5.4, "sent to\nall ranks:\n(P − 1) N"),
+        (after, "every rank\ntakes the\nbase step"),
     ]
     for x, title in titles:
-        axes.text(x, 3.5, title, ha="center", va="center", linespacing=1.3)
+        axes.text(x, 3.6, title, ha="center", va="center", linespacing=1.3)
     axes.text(
-        4.1,
+        FIGURE_WIDTH / 2,
         0.2,
-        "Kronecker factors A, G and their inverses stay where they are made.",
+        "Statistics, factors A and G, and inverses are never sent.",
         ha="center",
         va="center",
-        color=GREY,
     )
     return figure
 
@@ -594,20 +613,20 @@ def split() -> Figure:
     rates = torch.arange(0.05, 2.0, 0.05).tolist()
     best = min(rates, key=lambda rate: descend(sgd(rate), steps)[1][-1])
 
-    figure = Figure(figsize=(8.2, 3.6), layout="constrained")
+    figure = Figure(figsize=(FIGURE_WIDTH, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     draw_valley(left)
     left.set_ylabel("weight 2")
     runs = [
-        (f"SGD, lr {best:.2f}, the best", sgd(best), RED, "o"),
-        (f"DHO2 over SGD, lr {lr:g}", dho2(lr, newton_scale), BLUE, "D"),
+        (f"SGD, lr {best:.2f}, the best", sgd(best), OPTIMIZER_COLORS["SGD"], "o"),
+        (f"DHO2 over SGD, lr {lr:g}", dho2(lr, newton_scale), OPTIMIZER_COLORS["DHO2"], "D"),
     ]
     for label, make, colour, marker in runs:
         path, losses = descend(make, steps)
         print(f"{label}: loss {losses[0]:.3f} -> {losses[-1]:.2g} in {steps} steps")  # noqa: T201
         left.plot(*path.T, color=colour, marker=marker, markersize=3.5, linewidth=1.3, label=label)
-    left.set_title(f"{steps} steps from the same start", loc="left")
-    left.legend(loc="lower right", frameon=True, framealpha=1, edgecolor="#dddddd")
+    left.set_title(f"{steps} steps: DHO2 arrives, SGD does not", loc="left")
+    left.legend(loc="upper left", framealpha=1, edgecolor="#dddddd")
 
     draw_valley(right)
     turn = torch.deg2rad(torch.tensor(25.0))
@@ -615,15 +634,17 @@ def split() -> Figure:
     path, _ = descend(dho2(lr, newton_scale), shown)
     for here, there in pairwise(path):
         corner = here + (there - here) @ across * across
-        arrow(right, tuple(here.tolist()), tuple(corner.tolist()), colour=PURPLE)
+        arrow(right, tuple(here.tolist()), tuple(corner.tolist()), colour=BLUE)
         arrow(right, tuple(corner.tolist()), tuple(there.tolist()), colour=GREEN)
-    right.plot(*path.T, color=BLUE, marker="D", markersize=3.5, linestyle="none")
-    right.set_title(f"the first {shown} steps of DHO2, in their two parts", loc="left")
+    right.plot(
+        *path.T, color=OPTIMIZER_COLORS["DHO2"], marker="D", markersize=3.5, linestyle="none"
+    )
+    right.set_title(f"the two parts of DHO2's first {shown} steps", loc="left")
     handles = [
-        Line2D([], [], color=PURPLE, label=f"Newton, {newton_scale:g} of the way across"),
+        Line2D([], [], color=BLUE, label=f"Newton, {newton_scale:g} of the way across"),
         Line2D([], [], color=GREEN, label="SGD along the valley"),
     ]
-    right.legend(handles=handles, loc="lower right", framealpha=1, edgecolor="#dddddd")
+    right.legend(handles=handles, loc="upper left", framealpha=1, edgecolor="#dddddd")
     return figure
 
 
@@ -719,7 +740,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=list(FIGURES), help=", ".join(FIGURES))
     torch.set_num_threads(1)
-    mpl.rcParams.update({"font.size": 9, "axes.titlesize": 9.5, "legend.fontsize": 8})
+    mpl.rcParams.update(STYLE)
     for name in parser.parse_args().names:
         save(FIGURES[name](), HERE / f"{name}.png")
 
