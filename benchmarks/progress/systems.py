@@ -4,8 +4,8 @@
 
 Each optimizer trains the same network from the same start on the same batches, once for each
 learning rate of a small grid. What is shown is its best rate: the one that needs the fewest steps
-to all the targets together. Prints a table, and draws the training loss and the test accuracy
-against steps and against seconds of training (evaluation is not counted).
+to all the targets together. Prints a table, and draws the training loss against steps and against
+seconds of training (evaluation is not counted).
 """
 
 import argparse
@@ -23,9 +23,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -36,6 +33,8 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 
 from digits import Digits, batches, conv_net, load_split, mlp
+from plot_systems import figure
+from reporting import save
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
 
 GLOBAL_BATCH = 64
@@ -396,64 +395,6 @@ def bold(text: str, best: bool) -> str:
     return f"[bold]{text}[/bold]" if best else text
 
 
-# Okabe and Ito's colours, which people with any kind of colour vision can tell apart, a dark red
-# and an olive; dashes are for what has one colour, or lies on top of each other, as two placements
-# of the same computation do.
-COLOURS = [
-    *("#000000", "#D55E00", "#56B4E9", "#009E73", "#8A8A00", "#8A8A00"),
-    *("#CC79A7", "#882255", "#E69F00", "#0072B2"),
-]
-DASHES = ["-", "-", (0, (4, 2)), "-", "-", (0, (4, 2)), "-", "-", (0, (1.5, 1)), "-"]
-
-
-def figure(runs: list[Run], title: str) -> Figure:
-    """Training loss and test accuracy (rows) against steps and seconds (columns)."""
-    drawing = Figure(figsize=(11, 7.5), layout="constrained")
-    panels = drawing.subplots(2, 2, sharex="col", sharey="row")
-    lines: list[Line2D] = []
-    for index, run in enumerate(runs):
-        for row, values in enumerate((run.losses, run.accuracies)):
-            for column, across in enumerate((run.steps, run.seconds)):
-                (line,) = panels[row, column].plot(
-                    across,
-                    values,
-                    color=COLOURS[index % len(COLOURS)],
-                    linestyle=DASHES[index % len(DASHES)],
-                    linewidth=1.8,
-                    label=f"{run.name}, learning rate {run.lr:g}",
-                )
-        lines.append(line)
-    panels[0, 0].set_yscale("log")  # the panels of a row share their scale
-    panels[1, 0].set_ylim(min(0.85, *(run.accuracies[-1] - 0.02 for run in runs)), 1.0)
-    panels[1, 0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
-    for row, height, label in [(0, 0.01, "loss 0.01"), (1, 0.97, "97%"), (1, 0.98, "98%")]:
-        for panel in panels[row]:
-            panel.axhline(height, color="#8c8c8c", linewidth=0.8, zorder=1)
-        panels[row, 0].annotate(  # at the left end, where no curve is yet
-            label,
-            (0, height),
-            xycoords=("axes fraction", "data"),
-            xytext=(4, 2),
-            textcoords="offset points",
-            fontsize=8,
-            color="#666666",
-        )
-    panels[0, 0].set_ylabel("training loss")
-    panels[1, 0].set_ylabel("test accuracy")
-    panels[1, 0].set_xlabel("steps")
-    panels[1, 1].set_xlabel("seconds of training (logarithmic)")
-    panels[1, 1].set_xscale("log", nonpositive="mask")  # a step's price differs tenfold
-    panels[1, 1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    panels[1, 0].set_xlim(left=0)
-    for panel in panels.flat:
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(color="#e6e6e6", linewidth=0.6)
-        panel.set_axisbelow(True)
-    drawing.suptitle(title, x=0.01, ha="left", fontsize=12)
-    drawing.legend(handles=lines, loc="outside lower left", ncols=3, frameon=False)
-    return drawing
-
-
 @contextmanager
 def process_group() -> Iterator[None]:
     """The group that torchrun prepared, or one of this process alone; gloo, as the data is tiny."""
@@ -512,7 +453,8 @@ def main() -> None:
         " keeps beside the base optimizer's state, on the process that holds the most. MRDHO2 keeps"
         " nothing from one epoch to the next."
     )
-    figure(best, title).savefig(args.output, dpi=150)
+    of_figure = "Training loss on the digits, each at its best learning rate"
+    save(figure(list(map(asdict, best)), of_figure), args.output)
     console.print(f"Figure: {args.output}")
     if args.json is not None:
         machine = f"{platform.machine()}, torch {torch.__version__}, {os.cpu_count()} cores"

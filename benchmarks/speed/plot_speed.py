@@ -1,16 +1,16 @@
-"""Draw the record of the speed benchmark.
+"""Draw where the time of a step goes, from the record of the speed benchmark.
 
     python benchmarks/speed/plot_speed.py benchmarks/results/speed.json --out docs/figures/speed.png
 
-Above: the time of a step as a multiple of SGD's, with the floor as a line across the bars of one
-process. Below: where the time of a step goes that refreshes everything.
+One bar for each network, solver and placement: the shares of the stages of a step that computes
+statistics and refreshes all inverses. The number next to a bar is the time of that step, as a
+multiple of SGD's.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,180 +18,101 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import LogLocator, NullFormatter
 
-from floor import floor_ratios
-from reporting import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, YELLOW, save
+from reporting import BLACK, BLUE, FIGURE_WIDTH, GREEN, GREY, ORANGE, SKY, STYLE, save
 
-PLACEMENT_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, SKY)
-STAGE_COLOURS = {
-    "training": GREY,
-    "capture": SKY,
-    "statistics": BLUE,
-    "solve": RED,
-    "precondition": ORANGE,
-    "clip": YELLOW,
-    "exchange": PURPLE,
-    "average_gradients": BLACK,
-    "base": GREEN,
+STAGE_COLORS = {
+    "forward, backward": GREY,
+    "statistics": SKY,
+    "inverses": BLUE,
+    "preconditioning": ORANGE,
+    "communication": GREEN,
+    "base optimizer": BLACK,
 }
-FLOOR = "floor, one process"
-SPARE_COLOURS = ("#882255", "#44AA99", "#999933", "#332288", "#661100")
+# What the ranges of the profiler belong to. Those of older records are among them.
+STAGE_OF_RANGE = {
+    "capture": "statistics",
+    "statistics": "statistics",
+    "solve": "inverses",
+    "wait": "inverses",
+    "precondition": "preconditioning",
+    "clip": "preconditioning",
+    "average_gradients": "communication",
+    "base": "base optimizer",
+}
+SMALLEST_LABEL = 0.055  # share of a step that has room for its percentage
 
 Row = dict[str, Any]
 
 
 def label(row: Row) -> str:
-    """A variant as the legend names it."""
-    many = f", {row['processes']} processes" if row["processes"] > 1 else ""
-    return f"{row['placement']}{many}, {row['solver']}"
+    """The name of a bar."""
+    if row["processes"] == 1:
+        return f"1 process, {row['solver']}"
+    return f"{row['placement']}, {row['solver']}"
 
 
-def workloads(record: dict[str, Any]) -> list[str]:
-    """In the order of the record."""
-    return list(dict.fromkeys(row["workload"] for row in record["rows"]))
+def shares(row: Row) -> dict[str, float]:
+    """The share of each stage in a step that refreshes everything.
+
+    The profiler slows the step down, but hardly changes the shares.
+    """
+    ranges = dict(row["stages"]["host"])
+    whole = ranges.pop("step")
+    found = dict.fromkeys(STAGE_COLORS, 0.0)
+    for name, time in ranges.items():
+        stage = "communication" if name.endswith("exchange") else STAGE_OF_RANGE.get(name)
+        # Other ranges stay in what is not in any range.
+        if stage is not None:
+            found[stage] += time / whole
+    found["forward, backward"] = 1.0 - sum(found.values())
+    return found
 
 
-def variants(record: dict[str, Any]) -> list[str]:
-    """In the order of the record."""
-    return list(dict.fromkeys(row["variant"] for row in record["rows"]))
-
-
-# ----------------------------------------------------------------------------------- the ratios
-
-
-def draw_ratios(axes: Axes, record: dict[str, Any], key: str, which: int) -> None:
-    """A group of bars for each workload, a bar for each variant, the floors across them."""
-    names = workloads(record)
-    kinds = variants(record)
-    placements = list(dict.fromkeys(row["placement"] for row in record["rows"]))
-    width = 0.84 / len(kinds)
-    axes.axhline(1, color=BLACK, linewidth=0.8)
-    drawn = set()
-    for row in record["rows"]:
-        place = kinds.index(row["variant"]) - (len(kinds) - 1) / 2
-        x = names.index(row["workload"]) + place * width
-        colour = PLACEMENT_COLOURS[placements.index(row["placement"]) % len(PLACEMENT_COLOURS)]
-        eigen = row["solver"] == "eigen"
-        axes.bar(
-            x,
-            row[key],
-            width * 0.92,
-            color=colour if eigen else "#ffffff",
-            edgecolor=colour,
-            hatch=None if eigen else "/////",
-            linewidth=0.8,
-            label=None if row["variant"] in drawn else label(row),
-        )
-        drawn.add(row["variant"])
-        if row["processes"] == 1:
-            times = record["floors"][row["workload"]]
-            sgd = row["milliseconds"]["sgd"]
-            floor = floor_ratios(times, row["solver"], sgd)[which]
-            ends = (x - width / 2, x + width / 2)
-            mark = None if FLOOR in drawn else FLOOR
-            axes.plot(ends, (floor, floor), color="#ffffff", linewidth=4, solid_capstyle="butt")
-            axes.plot(
-                ends, (floor, floor), color=BLACK, linewidth=2, solid_capstyle="butt", label=mark
-            )
-            drawn.add(FLOOR)
-    axes.set_xticks(range(len(names)), names)
-    axes.tick_params(axis="x", length=0)
-    axes.set_yscale("log")
-    axes.set_ylim(bottom=0.9)
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-# ----------------------------------------------------------------------------------- the stages
-
-
-def stages(row: Row) -> dict[str, float]:
-    """A full step by stage, in multiples of SGD's step; "training" is what is in no range."""
-    found = dict(row["stages"]["host"])
-    whole = found.pop("step")
-    # The profiler slows the step down; what it says about shares holds.
-    scale = row["every_step"] / whole
-    shares = {name: time * scale for name, time in found.items()}
-    return {"training": row["every_step"] - sum(shares.values()), **shares}
-
-
-def stage_colours(names: Sequence[str]) -> dict[str, str]:
-    """A colour for each stage, those unheard of included."""
-    unknown = [name for name in names if name not in STAGE_COLOURS]
-    spare = {name: SPARE_COLOURS[i % len(SPARE_COLOURS)] for i, name in enumerate(unknown)}
-    return {name: STAGE_COLOURS.get(name) or spare[name] for name in names}
-
-
-def draw_stages(
-    axes: Axes, rows: Sequence[Row], kinds: Sequence[str], colours: dict[str, str]
-) -> None:
-    """One workload: a stacked bar for each variant."""
-    for row in rows:
-        bottom = 0.0
-        parts = stages(row)
-        for name, colour in colours.items():
-            height = parts.get(name, 0.0)
-            x = kinds.index(row["variant"])
-            axes.bar(x, height, 0.8, bottom, color=colour, linewidth=0)
-            bottom += height
-    axes.axhline(1, color=BLACK, linewidth=0.8)
-    axes.set_xticks(range(len(kinds)), kinds, rotation=90)
-    axes.tick_params(axis="x", length=0)
-    axes.set_title(rows[0]["workload"], fontsize="medium")
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def ordered_stages(record: dict[str, Any]) -> list[str]:
-    """All stages of the record that take any time to speak of, from the bottom of a bar upwards."""
-    found: dict[str, float] = dict.fromkeys(STAGE_COLOURS, 0.0)
-    for row in record["rows"]:
-        for name, height in stages(row).items():
-            share = height / row["every_step"]
-            found[name] = max(found.get(name, 0.0), share)
-    return [name for name, share in found.items() if share > 0.002]
-
-
-# ------------------------------------------------------------------------------------ the figure
+def draw(axes: Axes, rows: list[Row]) -> None:
+    """The bars of one network."""
+    for y, row in enumerate(rows):
+        left = 0.0
+        for stage, share in shares(row).items():
+            axes.barh(y, share, 0.78, left, color=STAGE_COLORS[stage], linewidth=0)
+            if share >= SMALLEST_LABEL:
+                ink = "#ffffff" if stage in ("inverses", "communication") else BLACK
+                middle = left + share / 2
+                axes.text(middle, y, f"{share:.0%}", color=ink, ha="center", va="center")
+            left += share
+        axes.text(1.01, y, f"{row['every_step']:.1f} ×", ha="left", va="center")
+    axes.set_yticks(range(len(rows)), [label(row) for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(0, 1)
+    axes.set_xticks([])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_title(rows[0]["workload"], loc="left", weight="bold", pad=3)
 
 
 def figure_of(record: dict[str, Any]) -> Figure:
     """The whole figure."""
-    names = workloads(record)
-    kinds = variants(record)
-    figure = Figure(figsize=(max(8.2, 1.7 * len(names)), 7.2), layout="constrained")
-    grid = figure.add_gridspec(2, 1, height_ratios=(1, 1.05))
-    upper = figure.add_subfigure(grid[0])
-    lower = figure.add_subfigure(grid[1])
-    left, right = upper.subplots(1, 2)
-    draw_ratios(left, record, "every_step", 0)
-    left.set_title("statistics and inverses every step", fontsize="medium")
-    left.set_ylabel("step time, SGD = 1")
-    draw_ratios(right, record, "every_10_and_100", 1)
-    right.set_title("statistics every 10, inverses every 100 steps", fontsize="medium")
-    handles, labels = left.get_legend_handles_labels()
-    floors_last = sorted(zip(labels, handles, strict=True), key=lambda pair: pair[0] == FLOOR)
-    labels, handles = zip(*floors_last, strict=True)
-    upper.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    colours = stage_colours(ordered_stages(record))
-    panels = lower.subplots(1, len(names), squeeze=False)[0]
-    for axes, name in zip(panels, names, strict=True):
-        rows = [row for row in record["rows"] if row["workload"] == name]
-        draw_stages(axes, rows, kinds, colours)
-    panels[0].set_ylabel("step that refreshes all, SGD = 1")
-    swatches = [Patch(color=colour) for colour in colours.values()]
-    shown = [
-        "forward, backward, all else" if name == "training" else name.replace("_", " ")
-        for name in colours
-    ]
-    lower.legend(swatches, shown, loc="outside lower center", ncols=5, frameon=False)
-    machine = record["machine"]
-    where = machine["gpu"] or f"{machine['cpu']}, one thread per process"
-    figure.suptitle(f"{where}, torch {machine['torch']}", fontsize="small", color="#666666")
+    networks: dict[str, list[Row]] = {}
+    for row in record["rows"]:
+        networks.setdefault(row["workload"], []).append(row)
+    for rows in networks.values():
+        rows.sort(key=lambda row: (row["processes"], row["placement"], row["solver"] == "eigen"))
+    heights = [len(rows) for rows in networks.values()]
+    height = 0.24 * sum(heights) + 0.34 * len(heights) + 1.0
+    figure = Figure(figsize=(FIGURE_WIDTH, height), layout="constrained")
+    panels = figure.subplots(len(networks), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for axes, rows in zip(panels, networks.values(), strict=True):
+        draw(axes, rows)
+    figure.suptitle(
+        "Shares of a step that refreshes everything, and its time (× SGD's step)",
+        fontsize=mpl.rcParams["axes.titlesize"],
+    )
+    figure.legend(
+        handles=[Patch(color=color, label=stage) for stage, color in STAGE_COLORS.items()],
+        loc="outside lower center",
+        ncols=3,
+        frameon=False,
+    )
     return figure
 
 
@@ -201,8 +122,8 @@ def main() -> None:
     parser.add_argument("record", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    with mpl.rc_context({"font.size": 8.5}):
-        figure = figure_of(json.loads(arguments.record.read_text()))
+    with mpl.rc_context(STYLE):
+        figure = figure_of(json.loads(arguments.record.read_text("utf-8")))
         save(figure, arguments.out)
 
 
