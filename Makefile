@@ -29,11 +29,11 @@ $(STAMP): pyproject.toml setup.cfg constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[dev,docs]'
 	touch $@
 
-demo: venv ## a transformer and an autoencoder with Adam's kin and KAISA: tables and demo.png
+demo: venv ## a transformer and an autoencoder with AdamW, Adam, Muon and KAISA: tables and demo.png
 	PYTHONPATH=benchmarks $(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) \
 		benchmarks/progress/demo.py $(ARGS)
 
-demo-figure: venv ## the picture of the README and its stored run: three minutes
+demo-figure: venv ## the picture of the overview page and its stored run: three minutes
 	PYTHONPATH=benchmarks $(BIN)/torchrun --standalone --nproc-per-node=2 \
 		benchmarks/progress/demo.py --steps 500 \
 		--figure docs/figures/demo.png --json benchmarks/results/demo.json

@@ -24,6 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import torch
 import torch.distributed as dist
 from matplotlib.axes import Axes
@@ -40,6 +41,7 @@ from tqdm import tqdm
 import digits
 import language_model
 from muon import Muon
+from reporting import FIGURE_WIDTH, OPTIMIZER_COLORS, STYLE, save
 from second_order import KAISA, SecondOrderWarning
 
 MOST_STEPS = 500
@@ -94,7 +96,7 @@ LANGUAGE_MODEL = Task(
     language_model.next_loss,
     partial(language_model.batches, SIZE, seed=0),
     partial(language_model.held_out, SIZE),
-    "held-out loss",
+    "held-out loss (nats per character)",
     rise_and_fall,
     {
         "AdamW": lambda model: [AdamW(model.parameters(), lr=0.003, **DECAY)],
@@ -108,7 +110,7 @@ AUTOENCODER = Task(
     lambda model, images: digits.autoencoder_loss(model(images), images),
     image_batches,
     digits.autoencoder_images,
-    "training loss",
+    "training loss (nats per image)",
     lambda steps, step: 1.0,
     {
         "Adam": lambda model: [Adam(model.parameters(), lr=0.01)],
@@ -218,23 +220,20 @@ def table(runs: list[Run]) -> Table:
     return result
 
 
-# Of Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
-BLACK = "#000000"
-BLUE = "#56B4E9"
-VERMILION = "#D55E00"
-COLOURS = {"Adam": BLACK, "AdamW": BLACK, "Muon": BLUE}
-
-
 def figure(results: list[list[Run]]) -> Figure:
     """The loss of each task (rows) against steps and against seconds (columns)."""
-    drawing = Figure(figsize=(8.6, 6.2), layout="constrained")
-    rows = drawing.subplots(len(results), 2, sharey="row")
-    for (left, right), task, runs in zip(rows, TASKS, results, strict=True):
-        draw(left, runs, "steps")
-        draw(right, runs, "seconds")
-        left.set_title(task.name, loc="left")
-        left.set_ylabel(task.judged_by)
-        left.set_ylim(top=1.02 * max(run.losses[1] for run in runs))
+    font_size = 10.5  # readable on a phone also
+    with mpl.rc_context({**STYLE, "font.size": font_size, "legend.fontsize": font_size}):
+        drawing = Figure(figsize=(FIGURE_WIDTH, 6.0), layout="constrained")
+        rows = drawing.subplots(len(results), 2, sharey="row")
+        for (left, right), task, runs in zip(rows, TASKS, results, strict=True):
+            draw(left, runs, "steps")
+            draw(right, runs, "seconds")
+            left.set_title(task.name, loc="left", fontsize=font_size + 1)
+            left.set_ylabel(task.judged_by)
+            left.set_ylim(top=1.02 * max(run.losses[1] for run in runs))
+            left.set_xlabel("training step")
+            right.set_xlabel("wall-clock time (s)")
     return drawing
 
 
@@ -242,19 +241,33 @@ def draw(axes: Axes, runs: list[Run], unit: str) -> None:
     """A curve for each optimizer, with a dot where it is as good as the first is at its end."""
     goal = runs[0].losses[-1]
     for run in runs:
-        colour = COLOURS.get(run.optimizer, VERMILION)
+        name, _, base = run.optimizer.partition(", ")
+        color = OPTIMIZER_COLORS[name]
         across = getattr(run, unit)
-        label = run.optimizer
+        label = f"{name} over {base}" if base else name
         met = run.first_at(goal)
         if met is not None:
-            axes.plot(across[met], run.losses[met], "o", color=colour, zorder=3)
+            axes.plot(across[met], run.losses[met], "o", color=color, zorder=3)
             label += f": {round(across[met], 1):g}"
-        axes.plot(across, run.losses, color=colour, linewidth=2, label=label)
-    axes.axhline(goal, color="#8c8c8c", linewidth=0.8, linestyle=":", zorder=1)
-    axes.set_xlabel(f"{unit} of training")
+        axes.plot(across, run.losses, color=color, linewidth=2, label=label)
+    axes.axhline(goal, color="#8c8c8c", linewidth=0.9, linestyle=":", zorder=1)
     axes.set_xlim(left=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(title=f"{unit} to {runs[0].optimizer}'s final loss", frameon=False)
+    axes.legend(
+        title=f"{unit} to {runs[0].optimizer}'s last loss",
+        loc="upper right",
+        alignment="left",
+        frameon=False,
+        handlelength=1.2,
+        labelcolor="linecolor",
+        borderaxespad=0,
+        borderpad=0,
+    )
+
+
+def stored_runs(path: Path) -> list[list[Run]]:
+    """The runs of a file that ``--json`` wrote, by task."""
+    runs = [Run(**run) for run in json.loads(path.read_text("utf-8"))["runs"]]
+    return [[run for run in runs if run.task == task.name] for task in TASKS]
 
 
 def main() -> None:
@@ -265,7 +278,11 @@ def main() -> None:
     )
     parser.add_argument("--figure", type=Path, default=Path("demo.png"))
     parser.add_argument("--json", type=Path, help="write the runs")
+    parser.add_argument("--stored", type=Path, help="draw the runs of this file, without training")
     args = parser.parse_args()
+    if args.stored is not None:
+        save(figure(stored_runs(args.stored)), args.figure)
+        return
     warnings.filterwarnings("ignore", ".*trained by AdamW alone", SecondOrderWarning)  # layer norms
     if "RANK" in os.environ:  # started by torchrun
         dist.init_process_group("gloo")
@@ -293,7 +310,7 @@ def main() -> None:
     dist.destroy_process_group()
     if silent:
         return
-    figure(results).savefig(args.figure, dpi=160, facecolor="#ffffff")
+    save(figure(results), args.figure)
     console.print(f"Figure: {args.figure}")
     if args.json is not None:
         machine = f"{platform.machine()}, torch {torch.__version__}, {os.cpu_count()} cores"
