@@ -127,12 +127,14 @@ def page(cells: Iterable[Cell]) -> str:
         lines.append(f"| {stack}: {what} | {' | '.join(outcomes)} |")
     lines += ["", "## What a refusal says", ""]
     for stack in STACKS:
-        said: dict[str, dict[str, None]] = defaultdict(dict)
+        messages: dict[str, dict[str, None]] = defaultdict(dict)
         for optimizer in OPTIMIZERS:
             for cell in table[stack][optimizer]:
-                said[cell.message][optimizer] = None
-        for message in sorted(said.keys() - {""}):
-            named = "all" if len(said[message]) == len(OPTIMIZERS) else ", ".join(said[message])
+                messages[cell.message][optimizer] = None
+        for message in sorted(messages.keys() - {""}):
+            named = (
+                "all" if len(messages[message]) == len(OPTIMIZERS) else ", ".join(messages[message])
+            )
             lines.append(f'- {stack} ({named}): "{message}"')
     return HEAD + "\n".join(lines) + "\n"
 

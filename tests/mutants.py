@@ -130,7 +130,7 @@ def be_pytest(place: Path, tests: Sequence[str]) -> None:
 
 def run(place: Path, tests: Sequence[str], seconds: float) -> tuple[int | None, float]:
     """Tests in a copy: the exit code, None of a run that was out of time, and the seconds taken."""
-    begun = time.monotonic()
+    started = time.monotonic()
     process = FORK.Process(target=be_pytest, args=(place, tests))
     process.start()
     process.join(seconds)
@@ -138,10 +138,10 @@ def run(place: Path, tests: Sequence[str], seconds: float) -> tuple[int | None, 
     with contextlib.suppress(ProcessLookupError):  # whoever is left of it
         os.killpg(process.pid or 0, signal.SIGKILL)
     process.join()
-    return code, time.monotonic() - begun
+    return code, time.monotonic() - started
 
 
-def said(place: Path) -> str:
+def output_of(place: Path) -> str:
     path = place / "output.txt"
     return path.read_text(errors="replace") if path.exists() else ""
 
@@ -154,9 +154,9 @@ def tried(mutant: Mutant, place: Path, seconds: float) -> Outcome:
     if changed is None:
         return Outcome(mutant, STALE)
     path.write_text(changed, "utf-8")
-    code, taken = run(place, nodes(mutant), seconds)
+    code, elapsed = run(place, nodes(mutant), seconds)
     path.write_text(source, "utf-8")
-    return Outcome(mutant, RESULTS.get(code, BROKEN), taken, said(place))
+    return Outcome(mutant, RESULTS.get(code, BROKEN), elapsed, output_of(place))
 
 
 def try_all(mutants: Sequence[Mutant], jobs: int, seconds: float) -> list[Outcome]:
@@ -168,10 +168,10 @@ def try_all(mutants: Sequence[Mutant], jobs: int, seconds: float) -> list[Outcom
             place.mkdir()
             free.put(copy(place))
         tests = sorted({node for mutant in mutants for node in nodes(mutant)})
-        code, taken = run(place, tests, seconds * len(mutants))
+        code, elapsed = run(place, tests, seconds * len(mutants))
         if code != 0:
-            raise SystemExit(f"the tests do not pass without a mutant:\n{said(place)[-4000:]}")
-        print(f"{len(tests)} tests pass without a mutant: {taken:.0f} s", flush=True)
+            raise SystemExit(f"the tests do not pass without a mutant:\n{output_of(place)[-4000:]}")
+        print(f"{len(tests)} tests pass without a mutant: {elapsed:.0f} s", flush=True)
 
         def one(mutant: Mutant) -> Outcome:
             place = free.get()
@@ -220,7 +220,7 @@ def main() -> None:
         for mutant in mutants:
             print(f"{mutant.file:36}{mutant.name}")
         return
-    begun = time.monotonic()
+    started = time.monotonic()
     for name in IMPORTED:
         importlib.import_module(name)
     outcomes = try_all(mutants, arguments.jobs, arguments.seconds)
@@ -230,7 +230,7 @@ def main() -> None:
             print(f"\n{outcome.result}: {outcome.mutant.name} ({outcome.mutant.file})")
             print("\n".join(outcome.output.splitlines()[-30:]) if arguments.verbose else "")
     share = len(seen) / len(outcomes)
-    minutes = (time.monotonic() - begun) / 60
+    minutes = (time.monotonic() - started) / 60
     print(f"\n{len(seen)} of {len(outcomes)} noticed ({share:.0%}), in {minutes:.0f} minutes")
     if arguments.json is not None:
         report(outcomes, arguments.json)

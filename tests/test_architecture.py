@@ -109,9 +109,11 @@ MODULES = {module_name(path) for path in FILES}
 
 def upward(module: str, source: str) -> set[str]:
     """What a module imports and may not."""
-    mine = part(module)
+    own_part = part(module)
     return {
-        name for name in imported(source) if part(name) not in BELOW[mine] | ({mine, CONFIG} - {""})
+        name
+        for name in imported(source)
+        if part(name) not in BELOW[own_part] | ({own_part, CONFIG} - {""})
     }
 
 
@@ -198,29 +200,31 @@ def reached(module: str) -> set[str]:
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_system_loads_nothing_of_the_other_wing(system: str) -> None:
     loaded = reached(f"second_order.optimizers.{system}")
-    strange = [name for name in loaded if part(name) in WINGS[SYSTEMS[system]]]
-    assert not strange
+    unexpected = [name for name in loaded if part(name) in WINGS[SYSTEMS[system]]]
+    assert not unexpected
 
 
 @pytest.mark.parametrize(
-    ("names", "strange"),
+    ("names", "unexpected"),
     [
         ("DHO2, MRDHO2", ("kfac", "kronecker", "planning")),
         ("KAISA, DPKFAC, DistKFAC", ("fosi", "lanczos")),
     ],
 )
-def test_the_package_itself_loads_what_is_asked_for(names: str, strange: tuple[str, ...]) -> None:
+def test_the_package_loads_only_the_names_that_are_used(
+    names: str, unexpected: tuple[str, ...]
+) -> None:
     code = f"from second_order import {names}; import sys; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    ours = [name for name in loaded.stdout.split() if name.startswith("second_order.")]
-    assert len(ours) > 20
-    assert "second_order.integrations" not in ours
-    assert [name for name in ours if part(name) in strange] == []
+    own_modules = [name for name in loaded.stdout.split() if name.startswith("second_order.")]
+    assert len(own_modules) > 20
+    assert "second_order.integrations" not in own_modules
+    assert [name for name in own_modules if part(name) in unexpected] == []
 
 
-def test_what_is_loaded_when_asked_for_is_what_type_checkers_see() -> None:
+def test_lazily_loaded_names_are_those_that_type_checkers_see() -> None:
     (seen,) = (
         node.body
         for node in ast.parse((ROOT / "__init__.py").read_text("utf-8")).body
@@ -268,7 +272,7 @@ HELPERS = {"kfac.stats_workers", "fosi.accelerator", "fosi.epochs"}
 
 
 @each_file
-def test_only_helpers_are_told_apart_by_their_rank(path: Path) -> None:
+def test_only_helpers_are_distinguished_by_their_rank(path: Path) -> None:
     """Whoever else has something to do looks it up in the plan."""
     module = module_name(path).removeprefix("second_order.")
     if part(module_name(path)) in ("kfac", "fosi", "optimizers") and module not in HELPERS:

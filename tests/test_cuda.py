@@ -138,10 +138,10 @@ def test_a_device_measures_what_the_cpu_does(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_decompositions_are_sound_on_the_device(dtype: torch.dtype) -> None:
+def test_decompositions_are_valid_on_the_device(dtype: torch.dtype) -> None:
     root = torch.randn(3, 40, 40, dtype=dtype).cuda()
-    (vectors, values), sound = eigh(root @ root.mT)
-    assert bool(sound.all())
+    (vectors, values), positive = eigh(root @ root.mT)
+    assert bool(positive.all())
     close = {"rtol": 1e-4, "atol": 1e-3}
     torch.testing.assert_close(vectors * values.unsqueeze(-2) @ vectors.mT, root @ root.mT, **close)
 
@@ -338,15 +338,21 @@ def test_a_step_is_refused_while_a_graph_is_recorded() -> None:
 
 @pytest.mark.parametrize("decompose", [eigh, cholesky_inverse])
 @pytest.mark.parametrize("dim", [3, 40, 700])
-def test_bad_members_of_a_batch_are_mended_or_told(decompose: Any, dim: int) -> None:
+def test_bad_members_of_a_batch_are_repaired_or_reported(decompose: Any, dim: int) -> None:
     """Of rank one, nearly 0, huge, with equal eigenvalues, not finite: each next to a sound one."""
     torch.manual_seed(0)
     root = torch.randn(dim, dim)
-    sound = root @ root.mT + torch.eye(dim)
+    positive = root @ root.mT + torch.eye(dim)
     column = torch.randn(dim, 1)
     identity = torch.eye(dim)
-    members = [sound, column @ column.mT + 0.1 * identity, 1e-25 * sound, 1e25 * sound, identity]
-    broken = sound.clone()
+    members = [
+        positive,
+        column @ column.mT + 0.1 * identity,
+        1e-25 * positive,
+        1e25 * positive,
+        identity,
+    ]
+    broken = positive.clone()
     broken[0, 1] = torch.nan
     stored = torch.stack([*members, broken]).cuda()
     problems = [Problem(stored[i : i + 1], dim, torch.float32) for i in range(len(stored))]

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from optimizer_cases import make
-from saved_states import MLP, alike, train
+from saved_states import MLP, are_equal, train
 
 from second_order import KAISA, CheckpointError, load_checkpoint, save_checkpoint
 from second_order.checkpoint.files import load_tensors, replacing, save_tensors
@@ -46,8 +46,8 @@ def test_a_training_goes_through_a_file(tmp_path: Path) -> None:
     train(model, optimizer)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": (1, "a")}
     save_checkpoint(state, tmp_path / "a.pt")
-    assert alike(load_checkpoint(str(tmp_path / "a.pt")), state)
-    assert alike(torch.load(tmp_path / "a.pt"), state), "it is a file of torch.save"
+    assert are_equal(load_checkpoint(str(tmp_path / "a.pt")), state)
+    assert are_equal(torch.load(tmp_path / "a.pt"), state), "it is a file of torch.save"
     save_checkpoint({"step": 2}, tmp_path / "a.pt")
     assert load_checkpoint(tmp_path / "a.pt") == {"step": 2}
     assert [file.name for file in tmp_path.iterdir()] == ["a.pt"]
@@ -86,7 +86,7 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     save_checkpoint(STATE, tmp_path / "a.pt")
     with pytest.raises(TypeError, match=r"a\.pt was not written: .*neither tensors nor"):
         save_checkpoint({"rng": torch.Generator}, tmp_path / "a.pt")
-    assert alike(load_checkpoint(tmp_path / "a.pt"), STATE)
+    assert are_equal(load_checkpoint(tmp_path / "a.pt"), STATE)
     assert [file.name for file in tmp_path.iterdir()] == ["a.pt"]
 
 
@@ -122,7 +122,7 @@ def test_a_file_is_there_as_a_whole_or_not_at_all(
 
 
 def test_tensors_that_share_memory_are_written_in_the_safetensors_format(tmp_path: Path) -> None:
-    theirs = pytest.importorskip("safetensors.torch")
+    safetensors_torch = pytest.importorskip("safetensors.torch")
     matrix = torch.arange(6.0).view(2, 3)
     tensors = {
         "a": matrix,
@@ -133,7 +133,7 @@ def test_tensors_that_share_memory_are_written_in_the_safetensors_format(tmp_pat
     }
     path = tmp_path / "folder" / "a.safetensors"
     save_tensors(tensors, path)
-    for found in (load_tensors(path), theirs.load_file(path)):
+    for found in (load_tensors(path), safetensors_torch.load_file(path)):
         assert found.keys() == tensors.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     path.write_bytes(path.read_bytes()[:-1])

@@ -193,8 +193,8 @@ class Case:
     @property
     def alone(self) -> Case:
         """The same of its base."""
-        kept = {*launches.ADAMW, *launches.SGD, "capturable", "aux_base"}
-        base = {k: v for k, v in self.options.items() if k in kept}
+        excluded = {*launches.ADAMW, *launches.SGD, "capturable", "aux_base"}
+        base = {k: v for k, v in self.options.items() if k in excluded}
         own = self.model, self.passes, self.dtype, self.scaled
         return Case(KAISA, {"skip_layers": ["*"], **base}, *own)
 
@@ -335,20 +335,20 @@ def prepared(case: Case, device: str, blocks: int) -> tuple[Any, Any, Any]:
     """A model, its optimizer, and a scaler."""
     torch.manual_seed(0)
     model = MODELS[case.model](blocks).to(case.dtype).to(device)
-    given = copy.deepcopy(case.options)
-    if callable(given.get("lr")):
-        given["lr"] = given["lr"](device)
-    aux_base = given.get("aux_base")
+    case_options = copy.deepcopy(case.options)
+    if callable(case_options.get("lr")):
+        case_options["lr"] = case_options["lr"](device)
+    aux_base = case_options.get("aux_base")
     if isinstance(aux_base, AuxBase) and callable(aux_base.kwargs["lr"]):
-        given["aux_base"] = AuxBase(
+        case_options["aux_base"] = AuxBase(
             aux_base.optimizer_class, kwargs={"lr": aux_base.kwargs["lr"](device)}
         )
-    if device == "cpu" and given.pop("capturable", None):
-        given["foreach"] = False
-    if "doubly_factored" in given:
-        given["doubly_factored"] = {f"{i}.body.1": (4, 4) for i in range(blocks)}
+    if device == "cpu" and case_options.pop("capturable", None):
+        case_options["foreach"] = False
+    if "doubly_factored" in case_options:
+        case_options["doubly_factored"] = {f"{i}.body.1": (4, 4) for i in range(blocks)}
     scaler = torch.amp.GradScaler(device, init_scale=16.0) if case.scaled else None
-    return model, case.system(model, **given, grad_scaler=scaler), scaler
+    return model, case.system(model, **case_options, grad_scaler=scaler), scaler
 
 
 def trained(
@@ -369,7 +369,7 @@ def trained(
     if isinstance(optimizer, DHO2 | MRDHO2):
         products = case.options.get("curvature") == "gauss-newton"
         optimizer.curvature_closure = outputs if products else partial(loss, 0, 0)
-    asked: list[list[Counter[str]]] = []
+    requests: list[list[Counter[str]]] = []
     torch.manual_seed(1)
     for i in range(steps):
         optimizer.zero_grad()
@@ -382,19 +382,19 @@ def trained(
             scaler.update()
         else:
             optimizer.step()
-        asked.append([each.copy() for each in (seen.kernels, seen.syncs, seen.uploads, passes)])
+        requests.append([each.copy() for each in (seen.kernels, seen.syncs, seen.uploads, passes)])
     optimizer.close()
     end = parameters_to_vector(model.parameters()).detach().cpu().double()
-    return end, asked
+    return end, requests
 
 
 def quiet(
-    case: Case, asked: list[list[Counter[str]]], alone: list[list[Counter[str]]]
+    case: Case, requests: list[list[Counter[str]]], alone: list[list[Counter[str]]]
 ) -> list[list[Counter[str]]]:
     """What quiet steps asked for; by drift, those whose passes are the model's own."""
     if case.due:
-        return [each for i, each in enumerate(asked) if i % EVERY]
-    return [each for each in asked if each[3].total() == alone[-1][3].total()]
+        return [each for i, each in enumerate(requests) if i % EVERY]
+    return [each for each in requests if each[3].total() == alone[-1][3].total()]
 
 
 BASES: dict[tuple[str, int], list[list[Counter[str]]]] = {}  # what bases alone ask for
@@ -407,7 +407,7 @@ def run(name: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     try:
         with pretend_device() as seen:  # first: autograd's threads are those of the devices known
-            here, asked = trained(case, seen, NAME, 2, steps)
+            here, requests = trained(case, seen, NAME, 2, steps)
             _, more = trained(case, seen, NAME, 3, few)
             for blocks in (2, 3):
                 if (repr(case.alone), blocks) not in BASES:
@@ -416,21 +416,21 @@ def run(name: str) -> dict[str, Any]:
                     )
         plain, wider = (BASES[repr(case.alone), blocks] for blocks in (2, 3))
         there, _ = trained(case, Seen(), "cpu", 2, steps)
-        calm = quiet(case, asked, plain)
+        calm = quiet(case, requests, plain)
         usual = plain[-1] if case.base_waits else [Counter()] * 3
         return {
             "difference": ((here - there).norm() / there.norm()).item(),
             "waits": dict(sum((each[1] - usual[1] for each in calm), Counter[str]())),
             "uploads": dict(sum((each[2] - usual[2] for each in calm), Counter[str]())),
-            "launches": [beyond(case, asked[: len(more)], plain), beyond(case, more, wider)],
+            "launches": [beyond(case, requests[: len(more)], plain), beyond(case, more, wider)],
         }
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def beyond(case: Case, asked: list[list[Counter[str]]], alone: list[list[Counter[str]]]) -> int:
+def beyond(case: Case, requests: list[list[Counter[str]]], alone: list[list[Counter[str]]]) -> int:
     """The most launches that a quiet step asks for beyond those of the base alone."""
-    return max(each[0].total() for each in quiet(case, asked, alone)) - alone[-1][0].total()
+    return max(each[0].total() for each in quiet(case, requests, alone)) - alone[-1][0].total()
 
 
 def transformer(name: str, blocks: int) -> dict[str, float]:
@@ -510,7 +510,9 @@ def test_a_quiet_step_neither_waits_nor_uploads(found: dict[str, Any], name: str
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_quiet_step_asks_for_no_more_with_more_layers(found: dict[str, Any], name: str) -> None:
+def test_a_step_without_a_refresh_launches_no_more_with_more_layers(
+    found: dict[str, Any], name: str
+) -> None:
     two, three = found[name]["launches"]
     assert three - two <= GROWS.get(name, 0)
 
@@ -522,13 +524,13 @@ def test_a_device_trains_as_the_cpu_does(found: dict[str, Any], name: str) -> No
 
 
 @pytest.mark.parametrize(("system", "what", "small", "large", "aim"), BOUNDS)
-def test_a_transformer_asks_for_no_more_than(
+def test_a_transformer_launches_at_most(
     found: dict[str, Any], system: str, what: str, small: float, large: float | None, aim: int
 ) -> None:
     for blocks, most in ((4, small), (16, large)):
         if most is not None:
-            asked = found[f"{blocks} {system}"][what]
-            assert asked <= most, f"{system}, {blocks} blocks: {what} {asked}, aimed at {aim}"
+            requests = found[f"{blocks} {system}"][what]
+            assert requests <= most, f"{system}, {blocks} blocks: {what} {requests}, aimed at {aim}"
 
 
 def test_a_wait_an_upload_and_a_loop_are_found(found: dict[str, Any]) -> None:
@@ -541,12 +543,12 @@ def test_a_wait_an_upload_and_a_loop_are_found(found: dict[str, Any]) -> None:
 def test_the_command_runs_by_small_models(tmp_path: Path) -> None:
     record = tmp_path / "launches.json"
     systems = ["SGD", "KAISA eigen"]
-    told = run_command(launches.__file__, "--tiny", "--json", record, "--systems", *systems)
+    completed = run_command(launches.__file__, "--tiny", "--json", record, "--systems", *systems)
     counted = json.loads(record.read_text())["rows"]
     assert {(row["system"], row["blocks"], row["kind"]) for row in counted} == {
         (system, blocks, kind) for system in systems for blocks in (1, 2) for kind in launches.KINDS
     }
-    assert all(system in told for system in systems)
+    assert all(system in completed for system in systems)
 
 
 if __name__ == "__main__":

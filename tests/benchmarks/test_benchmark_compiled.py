@@ -40,8 +40,8 @@ def test_the_page_has_the_stored_figures_and_idle_hooks_cost_less_than_a_tenth()
     idle, busy = (
         [compiled.ratio(of, case) for of in turns.values()] for case in ("idle", "statistics")
     )
-    said = (
+    sentence = (
         "without statistics {:.2f} for `mlp` and {:.2f} for `transformer`; with statistics {:.2f}"
     )
-    assert f"{said} and {{:.2f}}".format(*idle, *busy) in text_of("docs/how-to/fsdp-compile.md")
+    assert f"{sentence} and {{:.2f}}".format(*idle, *busy) in text_of("docs/how-to/fsdp-compile.md")
     assert max(idle) < 1.1

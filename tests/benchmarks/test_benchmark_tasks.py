@@ -205,13 +205,17 @@ def test_the_figures_of_a_task() -> None:
         for name, both in ends.items()
     }
     found = tuned_rivals.figures(runs, ["AdamW", "SOAP", "SGD"])
-    ours = found["KAISA, AdamW"]
-    assert ours["loss"] == pytest.approx(1.1)
-    assert ours["worst"] == 1.2
-    assert ours["worst over base"] == pytest.approx(1.2 / 2.2)
-    assert (ours["steps"], ours["seconds"], ours["share of seconds"]) == (15, 1.5, 0.75)
-    assert ours["best rival"] == "SOAP"  # losses 1.5 and 1.9, differences -0.5 and -0.7
-    assert ours["above best rival"] == pytest.approx((-0.6, 0.1))
+    kaisa_runs = found["KAISA, AdamW"]
+    assert kaisa_runs["loss"] == pytest.approx(1.1)
+    assert kaisa_runs["worst"] == 1.2
+    assert kaisa_runs["worst over base"] == pytest.approx(1.2 / 2.2)
+    assert (kaisa_runs["steps"], kaisa_runs["seconds"], kaisa_runs["share of seconds"]) == (
+        15,
+        1.5,
+        0.75,
+    )
+    assert kaisa_runs["best rival"] == "SOAP"  # losses 1.5 and 1.9, differences -0.5 and -0.7
+    assert kaisa_runs["above best rival"] == pytest.approx((-0.6, 0.1))
     assert found["SOAP"]["above best rival"] is None
     assert found["SGD"]["steps"] == 15
     over_sgd = found["KAISA, SGD"]  # held against SGD; one broke off
@@ -275,24 +279,26 @@ def test_the_tables_of_the_page_have_a_row_for_each_optimizer() -> None:
 
 
 def test_runs_above_their_base_are_counted_by_seed() -> None:
-    theirs = [run("digits MLP", "SGD", [9.0, *[loss] * 5], [], s) for s, loss in enumerate((1, 2))]
-    ours = [run("digits MLP", "KAISA, SGD", [0.1, *[1.5] * 5], [], s) for s in range(2)]
-    assert sensitivity.compared(ours, theirs) == {"above": 1, "of": 2, "worst ratio": 1.5}
-    assert sensitivity.compared(theirs, theirs)["above"] == 0
-    ours[1].losses[-1] = math.nan
-    assert sensitivity.compared(ours, theirs)["worst ratio"] == math.inf
+    base_runs = [
+        run("digits MLP", "SGD", [9.0, *[loss] * 5], [], s) for s, loss in enumerate((1, 2))
+    ]
+    kaisa_runs = [run("digits MLP", "KAISA, SGD", [0.1, *[1.5] * 5], [], s) for s in range(2)]
+    assert sensitivity.compared(kaisa_runs, base_runs) == {"above": 1, "of": 2, "worst ratio": 1.5}
+    assert sensitivity.compared(base_runs, base_runs)["above"] == 0
+    kaisa_runs[1].losses[-1] = math.nan
+    assert sensitivity.compared(kaisa_runs, base_runs)["worst ratio"] == math.inf
 
 
 # ---------------------------------------------------------------------------------------- as called
 
 
-def test_tasks_keeps_what_it_was_not_asked_for(
+def test_a_rerun_of_one_task_keeps_the_other_results(
     shortened: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "tasks.json"
     for task in ("unseen head", "unseen diabetes"):
-        asked = ["--tasks", task, "--seeds", "2", "--processes", "1", "--json", str(path)]
-        tuned_rivals.main(asked)
+        arguments = ["--tasks", task, "--seeds", "2", "--processes", "1", "--json", str(path)]
+        tuned_rivals.main(arguments)
         assert task in capsys.readouterr().out
     record = json.loads(path.read_text())["tasks"]
     assert list(record) == ["unseen head", "unseen diabetes"]
@@ -329,13 +335,13 @@ def test_tasks_keeps_rivals_that_are_valid(
     shortened: None, trained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "tasks.json"
-    asked = ["--tasks", "unseen diabetes", "--json", str(path), "--keep-rivals", "--seeds"]
-    tuned_rivals.main([*asked, "1"])
+    arguments = ["--tasks", "unseen diabetes", "--json", str(path), "--keep-rivals", "--seeds"]
+    tuned_rivals.main([*arguments, "1"])
     first = json.loads(path.read_text())["tasks"]["unseen diabetes"]
     assert "SOAP" in trained
 
     trained.clear()
-    tuned_rivals.main([*asked, "1"])
+    tuned_rivals.main([*arguments, "1"])
     second = json.loads(path.read_text())["tasks"]["unseen diabetes"]
     assert set(trained) == {"KAISA, AdamW", "KAISA, SGD"}
     assert second["tuning"] == first["tuning"]
@@ -348,16 +354,16 @@ def test_tasks_keeps_rivals_that_are_valid(
     record["tasks"]["unseen diabetes"]["basis"]["cpu"] = "another"
     path.write_text(json.dumps(record))
     trained.clear()
-    tuned_rivals.main([*asked, "1"])  # the rates hold on every processor, seconds do not
+    tuned_rivals.main([*arguments, "1"])  # the rates hold on every processor, seconds do not
     assert trained.count("SOAP") == 1
     assert json.loads(path.read_text())["tasks"]["unseen diabetes"]["tuning"] == first["tuning"]
 
-    tuned_rivals.main([*asked, "2"])  # of which one has not been trained
+    tuned_rivals.main([*arguments, "2"])  # of which one has not been trained
     assert "SOAP" in trained
     trained.clear()
     longer = replace(TASKS["unseen diabetes"](), steps=15)
     monkeypatch.setitem(TASKS, "unseen diabetes", lambda: longer)
-    tuned_rivals.main([*asked, "2"])
+    tuned_rivals.main([*arguments, "2"])
     assert "SOAP" in trained
 
 
@@ -384,8 +390,8 @@ def test_sensitivity_keeps_bases_that_are_valid(
     shortened: None, trained: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "sensitivity.json"
-    asked = ["--tasks", "digits MLP", "--json", str(path), "--keep-rivals", "--seeds"]
-    sensitivity.main([*asked, "2"])
+    arguments = ["--tasks", "digits MLP", "--json", str(path), "--keep-rivals", "--seeds"]
+    sensitivity.main([*arguments, "2"])
     assert len(trained) == 2 * (2 * 5 + 2 + 4 * 2)  # warm-ups; tuning, the base, KAISA
     (name, first), *others = json.loads(path.read_text())["tasks"].items()
     assert (name, others) == ("digits MLP, SGD", [])
@@ -394,7 +400,7 @@ def test_sensitivity_keeps_bases_that_are_valid(
     assert "12 end above it" in capsys.readouterr().out
 
     trained.clear()
-    sensitivity.main([*asked, "2"])
+    sensitivity.main([*arguments, "2"])
     second = json.loads(path.read_text())["tasks"][name]
     assert set(trained) == {"KAISA, SGD"}
     for key in ("rates", "rows", "tuning"):
@@ -402,7 +408,7 @@ def test_sensitivity_keeps_bases_that_are_valid(
     losses = [[run["losses"] for run in of["runs"]] for of in (first, second)]
     assert losses[0] == losses[1]
 
-    sensitivity.main([*asked, "3"])
+    sensitivity.main([*arguments, "3"])
     assert "SGD" in trained
 
 

@@ -60,13 +60,13 @@ def model() -> nn.ParameterList:
 
 
 def test_is_the_published_algorithm_to_float32(model: nn.ParameterList) -> None:
-    ours = stepped(Muon, model, 4)
-    error = (ours.double() - by_hand(model, 4)).norm() / ours.norm()
+    actual = stepped(Muon, model, 4)
+    error = (actual.double() - by_hand(model, 4)).norm() / actual.norm()
     assert error < 1e-5
 
 
 def test_is_torchs_own_to_bfloat16(model: nn.ParameterList) -> None:
-    ours = stepped(Muon, model, 4)
-    theirs = stepped(torch.optim.Muon, model, 4)
-    error = (ours - theirs).norm() / theirs.norm()
+    actual = stepped(Muon, model, 4)
+    expected = stepped(torch.optim.Muon, model, 4)
+    error = (actual - expected).norm() / expected.norm()
     assert 1e-4 < error < 0.02

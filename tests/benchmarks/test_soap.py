@@ -37,8 +37,10 @@ def dense(start: Tensor, found: list[Tensor], basis_every: int) -> Tensor:
         direction = (q.T @ m) / (1 - BETA1**step)
         direction = direction / ((v / (1 - BETA2**step)).sqrt() + 1e-8)
         w = w - LR * DECAY * w - LR * q @ direction
-        news = g @ g.T, g.T @ g
-        factors = [SHAMPOO * f + (1 - SHAMPOO) * n for f, n in zip(factors, news, strict=True)]
+        new_statistics = g @ g.T, g.T @ g
+        factors = [
+            SHAMPOO * f + (1 - SHAMPOO) * n for f, n in zip(factors, new_statistics, strict=True)
+        ]
         if step % basis_every == 0:
             orders = []
             for side, (factor, basis) in enumerate(zip(factors, tuple(bases), strict=True)):
@@ -62,6 +64,6 @@ def trained(start: Tensor, found: list[Tensor], frequency: int) -> Tensor:
 def test_it_is_algorithm_3(shape: tuple[int, int]) -> None:
     start = torch.ones(shape).double()
     found = gradients(*shape)
-    ours = trained(start, found, FREQUENCY)
-    torch.testing.assert_close(ours, dense(start, found, FREQUENCY), rtol=1e-10, atol=1e-12)
-    assert not torch.allclose(ours, dense(start, found, 100), rtol=1e-3)
+    actual = trained(start, found, FREQUENCY)
+    torch.testing.assert_close(actual, dense(start, found, FREQUENCY), rtol=1e-10, atol=1e-12)
+    assert not torch.allclose(actual, dense(start, found, 100), rtol=1e-3)

@@ -18,10 +18,10 @@ def runs_of(task: str) -> dict[str, Runs]:
     return found
 
 
-def share_of_seconds(ours: Runs, theirs: Runs) -> float:
+def share_of_seconds(kaisa_runs: Runs, base_runs: Runs) -> float:
     """Median seconds until our loss is their last loss, divided by the seconds of their run."""
     shares = []
-    for run, other in zip(ours, theirs, strict=True):
+    for run, other in zip(kaisa_runs, base_runs, strict=True):
         goal = other["losses"][-1]
         reached = [s for s, x in zip(run["seconds"], run["losses"], strict=True) if x <= goal]
         shares.append(min(reached, default=float("inf")) / other["seconds"][-1])
@@ -66,10 +66,10 @@ def test_seconds_to_the_loss_of_adamw() -> None:
 def test_cost_of_a_step() -> None:
     steps = stored("gpu")["steps"]["resnet50"]
     plain = steps["AdamW"]
-    ours = steps["KAISA inverse"]
+    kaisa_runs = steps["KAISA inverse"]
     page = text_of(PAGE)
-    assert f"takes {plain['plain']:.0f} ms with AdamW and {ours['plain']:.0f} ms with" in page
-    assert f"refreshes all inverses takes {ours['full']:.0f} ms" in page
+    assert f"takes {plain['plain']:.0f} ms with AdamW and {kaisa_runs['plain']:.0f} ms with" in page
+    assert f"refreshes all inverses takes {kaisa_runs['full']:.0f} ms" in page
     ratios = [
         row["memory"]["ratio"] for row in stored("speed")["rows"] if row["variant"] == "inverse"
     ]
@@ -90,9 +90,9 @@ def test_how_often_a_run_ends_above_its_base() -> None:
             rises = 0 if warmup == "none" else longest
             for share in (0.5, 1.0, 2.0, 4.0):
                 for seed in {seed for *_, seed in levels}:
-                    ours = levels[rises, f"KAISA, {found['base']}", share * lr, seed]
+                    kaisa_runs = levels[rises, f"KAISA, {found['base']}", share * lr, seed]
                     base = levels[rises, found["base"], lr, seed]
-                    above["four" if share == 4 else "usual"].append(not ours <= base)
+                    above["four" if share == 4 else "usual"].append(not kaisa_runs <= base)
     usual = above["usual"]
     four = above["four"]
     page = text_of(PAGE)
@@ -110,8 +110,8 @@ def test_losses_and_accuracies_next_to_rivals() -> None:
     language: dict[str, list[float]] = {}
     for run in stored("language")["runs"]:
         language.setdefault(run["name"], []).append(run["losses"][-1])
-    ours = statistics.mean(language["KAISA, defaults"])
-    muon, soap = (statistics.mean(language[name]) - ours for name in ("Muon", "SOAP"))
+    kaisa_runs = statistics.mean(language["KAISA, defaults"])
+    muon, soap = (statistics.mean(language[name]) - kaisa_runs for name in ("Muon", "SOAP"))
     page = text_of(PAGE)
     assert f"tuned Muon and SOAP end {muon:.3f} and {soap:.3f} above KAISA" in page
 
@@ -122,12 +122,12 @@ def test_losses_and_accuracies_next_to_rivals() -> None:
         losses[name] = statistics.mean(run["end"]["loss"] for run in runs)
         accuracies[name] = statistics.mean(run["end"]["accuracy"] for run in runs)
     assert max(losses["Muon"], losses["SOAP"]) < min(losses["KAISA, AdamW"], losses["KAISA, SGD"])
-    said = (
+    sentence = (
         f"is {accuracies['KAISA, AdamW']:.2%} with KAISA over AdamW and {accuracies['AdamW']:.2%} "
         f"with AdamW. Over SGD, it is {accuracies['KAISA, SGD']:.2%} instead of "
         f"{accuracies['SGD']:.2%}"
     )
-    assert said.replace("%", " %") in page
+    assert sentence.replace("%", " %") in page
 
 
 def test_accuracy_on_the_digits() -> None:
@@ -137,8 +137,10 @@ def test_accuracy_on_the_digits() -> None:
     for run in by_optimizer(runs, "SGD"):
         settings.setdefault(run["setting"], []).append(run["steps_to"].get(target))
     fewest = min(median(steps) for steps in settings.values())
-    ours = median(run["steps_to"].get(target) for run in by_optimizer(runs, "KAISA, defaults"))
-    assert ours == float("inf")
+    kaisa_runs = median(
+        run["steps_to"].get(target) for run in by_optimizer(runs, "KAISA, defaults")
+    )
+    assert kaisa_runs == float("inf")
     assert f"SGD reaches 98 % in {fewest:.0f} steps, and KAISA not in 300" in text_of(PAGE)
 
 
@@ -155,11 +157,11 @@ def test_costs_and_fashion_mnist_in_the_readme() -> None:
         name: statistics.mean(run["end"]["loss"] for run in runs)
         for name, runs in runs_of("fashion resnet").items()
     }
-    said = (
+    sentence = (
         f"({losses['Muon']:.3f} and {losses['SOAP']:.3f}; KAISA over SGD {losses['KAISA, SGD']:.3f}"
         f", SGD {losses['SGD']:.3f})"
     )
-    assert said in page
+    assert sentence in page
 
 
 def test_links_of_the_readme_and_contributing_lead_to_files() -> None:

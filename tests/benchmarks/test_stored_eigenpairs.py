@@ -43,21 +43,21 @@ def test_where_dho2_gains_seconds() -> None:
         adam, dho2 = pairs = [only(of, optimizer=name) for name in ("Adam", "DHO2")]
         assert [run["seed"] for run in adam] == [run["seed"] for run in dho2]
         assert len(adam) == int(seeds)
-        for cell, theirs in zip(cells, pairs, strict=False):
-            assert steps_of(cell) == median(run["steps"] for run in theirs)
-            seconds = statistics.median(run["seconds"] for run in theirs)
+        for cell, pair in zip(cells, pairs, strict=False):
+            assert steps_of(cell) == median(run["steps"] for run in pair)
+            seconds = statistics.median(run["seconds"] for run in pair)
             assert float(cell.split()[-2]) == pytest.approx(seconds, abs=0.0051)
         for cell, key in zip(cells[2:], ("taken", "seconds"), strict=True):
-            ratios = [ours[key] / base[key] for base, ours in zip(adam, dho2, strict=True)]
+            ratios = [dho2_run[key] / base[key] for base, dho2_run in zip(adam, dho2, strict=True)]
             expected = [statistics.median(ratios), min(ratios), max(ratios)]
             assert numbers(cell) == pytest.approx(expected, abs=0.0051), label
     adam = only(runs, name="PINN", optimizer="Adam")
     met = sum(run["steps"] is not None for run in adam)
-    said = f"Adam reaches the target on {met} of {len(adam)} seeds"
-    assert said in text_of("docs/concepts/dho2.md")
+    sentence = f"Adam reaches the target on {met} of {len(adam)} seeds"
+    assert sentence in text_of("docs/concepts/dho2.md")
 
 
-def test_curvature_beside_curvlinops() -> None:
+def test_curvature_agrees_with_curvlinops() -> None:
     records = {
         record["task"].replace("beside", "against"): record
         for record in stored("curvature_rivals")["records"]
@@ -68,13 +68,13 @@ def test_curvature_beside_curvlinops() -> None:
         record: dict[str, Any] = records[label]
         for who, (products, ms, error) in (("ours", cells[:3]), ("theirs", cells[3:6])):
             assert number(products) == record[who]["products"], label
-            taken = 1000 * statistics.median(record[who]["seconds"])
-            assert float(ms) == pytest.approx(taken, abs=0.51), label
-            assert error == told_error(record[who].get("error")), label
-        assert cells[6] == told_error(record.get("difference")), label
+            milliseconds = 1000 * statistics.median(record[who]["seconds"])
+            assert float(ms) == pytest.approx(milliseconds, abs=0.51), label
+            assert error == format_error(record[who].get("error")), label
+        assert cells[6] == format_error(record.get("difference")), label
 
 
-def told_error(error: float | None) -> str:
+def format_error(error: float | None) -> str:
     """0.0123 -> '0.012', 1.23e-9 -> '1e-9'."""
     if error is None:
         return ""

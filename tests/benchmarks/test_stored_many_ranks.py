@@ -47,7 +47,7 @@ def test_the_largest_owner_of_resnet_50() -> None:
         assert found[1] <= 1.01 * found[0]
 
 
-def test_what_still_grows_is_said() -> None:
+def test_the_page_names_what_still_grows() -> None:
     few, many = (RUNS["DHO2, rows", "narrow", ranks, 0]["next_s"] for ranks in (64, 4096))
     text = (ROOT / PAGE).read_text()
     assert f"{many - few:.1f} s per step" in text

@@ -20,7 +20,7 @@ KILLED = {
 
 
 @pytest.mark.parametrize("label", KILLED)
-def test_every_end_is_that_of_a_training_nobody_has_disturbed(label: str) -> None:
+def test_every_run_ends_like_an_undisturbed_run(label: str) -> None:
     run = stored("elastic")["runs"][KILLED[label]]
     table = rows("docs/evidence/reliability.md", "optimizer", "kills", "other number", "damaged")
     kills, others, spoilt, same, near = table[label]
@@ -42,7 +42,7 @@ def test_every_end_is_that_of_a_training_nobody_has_disturbed(label: str) -> Non
 def test_faults_and_what_became_of_them() -> None:
     results = stored("faults")["results"]
     assert len(results) >= 200
-    assert {result["verdict"] for result in results} == {"clean"}
+    assert {result["outcome"] for result in results} == {"clean"}
     kinds = {result["fault"] for result in results}
     ends = Counter(result["ended"] for result in results)
     ((label, cells),) = rows("docs/evidence/reliability.md", "test", "cases", "continues").items()

@@ -112,8 +112,8 @@ def test_steps_of_kaisa() -> None:
     last = "autoencoder: training loss 15.8"
     (steps, seconds) = found[last, names[-1]]
     (sgd, _) = found[last, "SGD"]
-    said = f"in {steps:.0f} steps and {seconds:.1f} s, SGD in {sgd:,.0f} and"
-    assert said in text_of("README.md")
+    sentence = f"in {steps:.0f} steps and {seconds:.1f} s, SGD in {sgd:,.0f} and"
+    assert sentence in text_of("README.md")
 
 
 # ------------------------------------------------------------------------------- systems and speed
@@ -146,22 +146,22 @@ def test_what_the_picture_of_the_demo_shows() -> None:
     runs = {(run["task"], run["optimizer"]): run for run in stored("demo")["runs"]}
     for name, base in (("language model", "AdamW"), ("deep autoencoder", "Adam")):
         plain = runs[name, base]
-        ours = runs[name, f"KAISA, {base}"]
-        met = next(i for i, loss in enumerate(ours["losses"]) if loss <= plain["losses"][-1])
-        assert ours["steps"][met] < plain["steps"][-1]
-        assert ours["seconds"][met] < plain["seconds"][-1]
-        assert ours["losses"][-1] < plain["losses"][-1]
+        kaisa_runs = runs[name, f"KAISA, {base}"]
+        met = next(i for i, loss in enumerate(kaisa_runs["losses"]) if loss <= plain["losses"][-1])
+        assert kaisa_runs["steps"][met] < plain["steps"][-1]
+        assert kaisa_runs["seconds"][met] < plain["seconds"][-1]
+        assert kaisa_runs["losses"][-1] < plain["losses"][-1]
     muon = runs["language model", "Muon"]
-    ours = runs["language model", "KAISA, AdamW"]
+    kaisa_runs = runs["language model", "KAISA, AdamW"]
     goal = runs["language model", "AdamW"]["losses"][-1]
     sooner = [
         next(s for s, loss in zip(run["seconds"], run["losses"], strict=True) if loss <= goal)
-        for run in (muon, ours)
+        for run in (muon, kaisa_runs)
     ]
     said = "In seconds, Muon reaches AdamW's loss a little sooner; it ends higher."
     assert said in text_of("docs/index.md")
     assert sooner[0] < sooner[1]
-    assert muon["losses"][-1] > ours["losses"][-1], "it ends higher"
+    assert muon["losses"][-1] > kaisa_runs["losses"][-1], "it ends higher"
 
 
 # ------------------------------------------------------------------------------------- the options
@@ -182,9 +182,9 @@ def test_rates_and_dampings_by_width() -> None:
             assert all(loss < alone[lr, 0.1] for lr, loss in rates.items())
             tried = [loss for (lr, _), loss in of.items() if lr == best[name][-1]]
             assert rates[best[name][-1]] < min(tried) + 0.02
-    (high, low), (ours, least) = ((max(found), min(found)) for found in best.values())
-    said = f"from {high} to {low} for AdamW, from {ours} to {least} for KAISA over it"
-    assert said in text_of(DEFAULTS)
+    (high, low), (kaisa_runs, least) = ((max(found), min(found)) for found in best.values())
+    sentence = f"from {high} to {low} for AdamW, from {kaisa_runs} to {least} for KAISA over it"
+    assert sentence in text_of(DEFAULTS)
 
 
 def test_first_learning_rates_on_the_tuning_page() -> None:
@@ -210,10 +210,10 @@ def test_the_tasks_that_chose_defaults_are_named() -> None:
 # ------------------------------------------------------------------------- language and other tasks
 
 
-def share_of(runs: Runs, theirs: Runs, key: str) -> float:
+def share_of(runs: Runs, rival: Runs, key: str) -> float:
     """Median over the seeds of what the others' last loss takes, over what they took."""
     shares = []
-    for run, other in zip(runs, theirs, strict=True):
+    for run, other in zip(runs, rival, strict=True):
         goal = other["losses"][-1]
         place = next((i for i, loss in enumerate(run["losses"]) if loss <= goal), None)
         if place is None:
@@ -269,8 +269,8 @@ def test_the_language_model(page: str, header: tuple[str, ...]) -> None:
         assert float(loss) == pytest.approx(mean, abs=0.00051)
         for cell, key in zip(shares, ("steps", "seconds"), strict=True):
             share = share_of(of, runs["AdamW"], key)
-            told = math.inf if cell == "never" else float(cell.removesuffix(" ×"))
-            assert told == share or told == pytest.approx(share, abs=0.0051), (label, key)
+            printed = math.inf if cell == "never" else float(cell.removesuffix(" ×"))
+            assert printed == share or printed == pytest.approx(share, abs=0.0051), (label, key)
         if label in README_ROWS:
             assert float(label.rpartition("lr ")[2]) == of[0]["job"]["lr"]
         if page == DEFAULTS:
@@ -282,16 +282,16 @@ def test_the_language_model(page: str, header: tuple[str, ...]) -> None:
 def test_what_the_language_model_gains_over_muon_and_soap() -> None:
     runs = language_runs("language")
     page = text_of("docs/how-to/migrate.md")
-    for ours in "KAISA, twice AdamW's rate", "KAISA, defaults":
-        said = []
-        for theirs in "Muon", "SOAP":
-            pairs = zip(runs[ours], runs[theirs], strict=True)
+    for kaisa_runs in "KAISA, twice AdamW's rate", "KAISA, defaults":
+        sentence = []
+        for rival in "Muon", "SOAP":
+            pairs = zip(runs[kaisa_runs], runs[rival], strict=True)
             gains = [b["losses"][-1] - a["losses"][-1] for a, b in pairs]
             error = statistics.stdev(gains) / math.sqrt(len(gains))
             assert statistics.mean(gains) > 2 * error
-            said.append(f"{statistics.mean(gains):.3f} ± {error:.3f}")
-        assert " and ".join(said) in page, (ours, said)
-    assert " and ".join(said) in text_of("README.md"), "with nothing set"
+            sentence.append(f"{statistics.mean(gains):.3f} ± {error:.3f}")
+        assert " and ".join(sentence) in page, (kaisa_runs, sentence)
+    assert " and ".join(sentence) in text_of("README.md"), "with nothing set"
 
 
 TASK_ROWS = {
@@ -419,15 +419,15 @@ def test_fashion_mnist() -> None:
 def test_seconds_of_a_run_with_the_defaults() -> None:
     ratios = {}
     for name, runs in other_tasks().items():
-        ours, base = (
+        kaisa_runs, base = (
             statistics.median(run["seconds"][-1] for run in runs[each])
             for each in ("KAISA, AdamW", "AdamW")
         )
-        ratios[name] = ours / base
+        ratios[name] = kaisa_runs / base
     low, high = (pick(ratios, key=lambda name: ratios[name]) for pick in (min, max))
     assert (low, high) == ("fashion resnet", "diabetes")
-    said = f"takes {ratios[low]:.2f} (Fashion-MNIST) to {ratios[high]:.2f} (diabetes) times"
-    assert said in text_of(DEFAULTS)
+    sentence = f"takes {ratios[low]:.2f} (Fashion-MNIST) to {ratios[high]:.2f} (diabetes) times"
+    assert sentence in text_of(DEFAULTS)
 
 
 def test_the_command_of_the_other_tasks_runs_those_that_are_stored() -> None:
@@ -489,8 +489,8 @@ def test_how_often_kaisa_ends_above_its_base() -> None:
             rises = max(w for w, *_ in levels) if warmup != "none" else 0
             for share in (0.5, 1.0, 2.0, 4.0):
                 for seed in sorted({seed for *_, seed in levels}):
-                    ours = levels[rises, f"KAISA, {base}", share * lr, seed]
-                    ratio = ours / levels[rises, base, lr, seed]
+                    kaisa_runs = levels[rises, f"KAISA, {base}", share * lr, seed]
+                    ratio = kaisa_runs / levels[rises, base, lr, seed]
                     above.setdefault(share, []).append(not ratio <= 1)
                     worst = max(worst, ratio)
         name = found["task"].removeprefix("unseen ").removesuffix(", short")

@@ -18,10 +18,10 @@ def test_a_short_run_is_measured() -> None:
 
 
 def test_what_grows_is_seen() -> None:
-    kept: list[object] = []
+    growing_list: list[object] = []
     counts = []
     for _ in range(3):
-        kept += [[j] for j in range(1000)]
+        growing_list += [[j] for j in range(1000)]
         counts.append(soak.measured([1.0], 1.0)["objects"])
     assert all(later - sooner >= 1000 for sooner, later in pairwise(counts))
 

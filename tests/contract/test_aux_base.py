@@ -154,8 +154,14 @@ def test_an_added_group_is_split_unless_it_names_its_base() -> None:
     marks = [
         (group["aux_base"], group["lr"], len(group["params"])) for group in optimizer.param_groups
     ]
-    ours = [(False, 0.02, 1), (True, 0.02, 1), (False, 0.3, 1), (True, 0.3, 1), (False, 0.02, 1)]
-    assert marks == ours
+    expected_groups = [
+        (False, 0.02, 1),
+        (True, 0.02, 1),
+        (False, 0.3, 1),
+        (True, 0.3, 1),
+        (False, 0.02, 1),
+    ]
+    assert marks == expected_groups
     before = model.head.weight.detach().clone()
     for batch in BATCHES[1:3]:
         take(model, optimizer, batch)
@@ -242,15 +248,15 @@ def test_invalid_options_raise_before_anything_changes(
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         ({"layers": "up"}, r"layers='up' is not a sequence.*write layers="),
         ({"kwargs": 3}, "kwargs=3 is not a mapping"),
     ],
 )
-def test_a_second_base_checks_its_types(given: dict[str, Any], message: str) -> None:
+def test_a_second_base_checks_its_types(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        AuxBase(AdamW, **given)
+        AuxBase(AdamW, **arguments)
 
 
 def test_keywords_reach_the_base_that_accepts_them() -> None:

@@ -200,9 +200,12 @@ def test_schedules_change_both_bases(schedule: str) -> None:
     twin = CASE.model()
     optimizer = two(KAISA, "Muon AdamW", model, skip_layers=["*"])
     plain = ByHand("Muon AdamW", twin)
-    together, apart = SCHEDULES[schedule]
+    together, separate = SCHEDULES[schedule]
     bases = (plain.base, plain.aux_base)
-    schedulers = [together(optimizer), *(one(base) for one, base in zip(apart, bases, strict=True))]
+    schedulers = [
+        together(optimizer),
+        *(one(base) for one, base in zip(separate, bases, strict=True)),
+    ]
     rates = set()
     for batch in BATCHES[:5]:
         take(model, optimizer, batch)

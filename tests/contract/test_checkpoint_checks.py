@@ -21,7 +21,7 @@ from optimizer_cases import (
     same,
     take,
 )
-from saved_states import PLAIN, alike, containers, plain, snapshot, train, trained
+from saved_states import PLAIN, are_equal, containers, plain, snapshot, train, trained
 from torch import Tensor, nn
 
 import second_order
@@ -69,7 +69,7 @@ def test_invalid_shapes_and_numbers_raise_before_anything_changes(System: Any, b
                     state["state"][key][part][name] = wrong
                     with pytest.raises(ValueError, match=rf"'{name}'\]|factor {name} of layer"):
                         optimizer.load_state_dict(state)
-                    assert alike(snapshot(model, optimizer), before), (key, part, name)
+                    assert are_equal(snapshot(model, optimizer), before), (key, part, name)
                     refused += 1
     assert refused > 10
 
@@ -111,36 +111,36 @@ def test_groups_in_another_order_raise_unless_a_hook_reorders_them(System: Any) 
     model = MLP.model()
     twin = MLP.model()
     sgd = BASES["SGD"][1]
-    theirs = make(System, groups_of(model, turned=True), model=model, **sgd)
-    ours = make(System, groups_of(twin, turned=False), model=twin, **sgd)
-    train(model, theirs)
-    saved = copy.deepcopy(theirs.state_dict())
+    saving = make(System, groups_of(model, turned=True), model=model, **sgd)
+    loading = make(System, groups_of(twin, turned=False), model=twin, **sgd)
+    train(model, saving)
+    saved = copy.deepcopy(saving.state_dict())
     with pytest.raises(ValueError, match=r"'4.weight' in 'param_names' where .* has '0.weight'"):
-        ours.load_state_dict(saved)
-    assert not ours.state
+        loading.load_state_dict(saved)
+    assert not loading.state
 
     def turn(_: Any, state: dict[str, Any]) -> dict[str, Any]:
         return {**state, "param_groups": state["param_groups"][::-1]}
 
-    ours.register_load_state_dict_pre_hook(turn)
-    ours.load_state_dict(saved)
+    loading.register_load_state_dict_pre_hook(turn)
+    loading.load_state_dict(saved)
     twin.load_state_dict(model.state_dict())
     if System not in EIGENPAIRS:  # whose vectors follow the groups' order
-        assert_same_curvature(curvature_of(ours), curvature_of(theirs))
+        assert_same_curvature(curvature_of(loading), curvature_of(saving))
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert alike(theirs.state[p]["base"], ours.state[q]["base"])
+        assert are_equal(saving.state[p]["base"], loading.state[q]["base"])
 
 
 @each_of_five
 def test_a_checkpoint_of_another_optimizer_raises_with_a_remedy(System: Any) -> None:
     other = KAISA if issubclass(System, EIGENPAIRS) else DHO2
-    _, theirs = trained(other)
+    _, saving = trained(other)
     model, optimizer = trained(System)
     before = snapshot(model, optimizer)
     with pytest.raises(ValueError, match=r"is unknown.*export_base_state\(checkpoint\)"):
-        optimizer.load_state_dict(theirs.state_dict())
-    assert alike(snapshot(model, optimizer), before)
-    optimizer.load_state_dict(export_base_state(theirs.state_dict()))
+        optimizer.load_state_dict(saving.state_dict())
+    assert are_equal(snapshot(model, optimizer), before)
+    optimizer.load_state_dict(export_base_state(saving.state_dict()))
     parts = [entry["curvature"] for entry in optimizer.state_dict()["state"].values()]
     assert not any(float(part.get("average_weight", 0)) for part in parts)
     assert not any("eigenvectors" in part for part in parts)
@@ -156,29 +156,31 @@ def test_a_parameter_that_the_checkpoint_lacks_is_named(System: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"), [("SGD", "AdamW"), ("AdamW", "SGD"), ("RMSprop", "Adam")]
+    ("loading", "saving"), [("SGD", "AdamW"), ("AdamW", "SGD"), ("RMSprop", "Adam")]
 )
-def test_a_base_state_without_the_bases_options_raises(ours: str, theirs: str) -> None:
+def test_a_base_state_without_the_bases_options_raises(loading: str, saving: str) -> None:
     """It would end in `KeyError: 'step'` at the next step."""
     model = MLP.model()
-    optimizer = make(KAISA, model, base=getattr(torch.optim, ours), **PLAIN[ours])
+    optimizer = make(KAISA, model, base=getattr(torch.optim, loading), **PLAIN[loading])
     train(model, optimizer, 1)
-    optimizer.load_state_dict(plain(ours, MLP.model()).state_dict())
+    optimizer.load_state_dict(plain(loading, MLP.model()).state_dict())
     before = snapshot(model, optimizer)
-    with pytest.raises(ValueError, match=rf"by an optimizer without.*and the base here is {ours}"):
-        optimizer.load_state_dict(plain(theirs, MLP.model()).state_dict())
-    assert alike(snapshot(model, optimizer), before)
+    with pytest.raises(
+        ValueError, match=rf"by an optimizer without.*and the base here is {loading}"
+    ):
+        optimizer.load_state_dict(plain(saving, MLP.model()).state_dict())
+    assert are_equal(snapshot(model, optimizer), before)
     train(model, optimizer, 2)
 
 
 @each_of_five
 def test_a_checkpoint_over_another_base_raises_with_its_name(System: Any) -> None:
-    _, theirs = trained(System, "SGD")
+    _, saving = trained(System, "SGD")
     model, optimizer = trained(System, "AdamW")
     before = snapshot(model, optimizer)
     with pytest.raises(ValueError, match="saved by SGD, and the base here is AdamW"):
-        optimizer.load_state_dict(theirs.state_dict())
-    assert alike(snapshot(model, optimizer), before)
+        optimizer.load_state_dict(saving.state_dict())
+    assert are_equal(snapshot(model, optimizer), before)
 
 
 class OfSomebody(torch.optim.SGD):
@@ -232,7 +234,7 @@ def test_export_returns_base_states_unchanged() -> None:
     saved = plain("AdamW", MLP.model()).state_dict()
     exported = export_base_state(saved)
     assert exported["param_groups"] == saved["param_groups"]
-    assert alike(exported["state"], saved["state"])
+    assert are_equal(exported["state"], saved["state"])
     wrong: list[Any] = [None, {}, {"state": {0: None}, "param_groups": []}]
     for value in wrong:
         with pytest.raises(ValueError, match="not the state of an optimizer"):
@@ -261,10 +263,10 @@ def test_export_and_import_equal_the_base_bit_for_bit(System: Any, base: str) ->
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SecondOrderWarning)
         optimizer = make(System, model, base=Base, **options, **base_only(System))
-    with pytest.warns(SecondOrderWarning) as told:
+    with pytest.warns(SecondOrderWarning) as caught:
         optimizer.load_state_dict(plain.state_dict())
-    said = [str(w.message) for w in told if "the curvature starts from" in str(w.message)]
-    assert said == [
+    messages = [str(w.message) for w in caught if "the curvature starts from" in str(w.message)]
+    assert messages == [
         f"the checkpoint has the state of {Base.__name__} alone: it is loaded, and "
         f"the curvature starts from the beginning"
     ]

@@ -44,8 +44,8 @@ def test_the_checksum_depends_on_positions(numbers: list[float], data: st.DataOb
     tensor = torch.tensor(numbers)
     order = data.draw(st.permutations(range(len(numbers))))
     changed = tensor[list(order)]
-    alike = torch.equal(tensor.view(torch.int32), changed.view(torch.int32))
-    assert (checksum(tensor) == checksum(changed)) is alike
+    are_equal = torch.equal(tensor.view(torch.int32), changed.view(torch.int32))
+    assert (checksum(tensor) == checksum(changed)) is are_equal
 
 
 def test_large_parameters_are_read_in_blocks() -> None:
@@ -147,9 +147,9 @@ CHANGES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("size", "System", "change", "changed", "told"), CHANGES)
+@pytest.mark.parametrize(("size", "System", "change", "changed", "error_text"), CHANGES)
 def test_a_differing_bit_raises_with_the_rank_before_the_next_step(
-    world: World, size: int, System: Any, change: Any, changed: int, told: str
+    world: World, size: int, System: Any, change: Any, changed: int, error_text: str
 ) -> None:
     """At the next comparison, on every rank, and not before."""
     options = {**ADAM, "debug": 2}
@@ -160,7 +160,7 @@ def test_a_differing_bit_raises_with_the_rank_before_the_next_step(
         assert steps == 4
         assert unchanged
         assert message.startswith("the ranks are out of sync: ")
-        with pytest.raises(RankMismatchError, match=told):
+        with pytest.raises(RankMismatchError, match=error_text):
             raise RankMismatchError(message)
 
 

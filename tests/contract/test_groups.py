@@ -43,8 +43,8 @@ def test_groups_have_parameter_names(System: Any, wrapped: bool) -> None:
     """As those of `SGD(model.named_parameters())`; wrappers add nothing to the names."""
     model = MLP.model()
     model[0].bias.requires_grad_(False)
-    given = torch.compile(model, backend="eager") if wrapped else model
-    optimizer = make(System, given)
+    argument = torch.compile(model, backend="eager") if wrapped else model
+    optimizer = make(System, argument)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     (group,) = optimizer.param_groups
     assert group["param_names"] == list(named)
@@ -99,9 +99,9 @@ def test_parameters_on_the_meta_device_raise_until_they_are_materialized(System:
         r"parameter '0\.weight' is on the meta device and has no data: first call "
         rf"model\.to_empty\(device=\.\.\.\) and initialize it, then make {System.__name__}; with "
     )
-    for given, named in ((model, None), (model.parameters(), model), (model.parameters(), None)):
+    for argument, named in ((model, None), (model.parameters(), model), (model.parameters(), None)):
         with pytest.raises(ValueError, match=message):
-            make(System, given, model=named)
+            make(System, argument, model=named)
     model.to_empty(device="cpu")
     model.load_state_dict(MLP.model().state_dict())
     train(model, make(System, model))

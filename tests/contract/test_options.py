@@ -61,17 +61,19 @@ def test_our_options_are_keyword_only_and_differ_from_the_bases(System: Any) -> 
     """A name of both would be taken from the base without a word."""
     _, first, second, *others = inspect.signature(System.__init__).parameters.values()
     assert (first.name, second.name) == ("params", "lr")
-    ours = {p.name for p in others if p.kind is not p.VAR_KEYWORD}
+    own_names = {p.name for p in others if p.kind is not p.VAR_KEYWORD}
     assert {p.kind for p in others} == {first.KEYWORD_ONLY, first.VAR_KEYWORD}
     for base in (SGD, Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad):
-        assert ours.isdisjoint(inspect.signature(base).parameters)
+        assert own_names.isdisjoint(inspect.signature(base).parameters)
 
 
 @each_system
 def test_the_docstring_describes_every_keyword(System: Any) -> None:
-    ours = typing.get_type_hints(System.__init__)
+    own_names = typing.get_type_hints(System.__init__)
     documented = inspect.getdoc(System) or ""
-    assert all(f"\n    {name}: " in documented for name in ours.keys() - {"return", "base_kwargs"})
+    assert all(
+        f"\n    {name}: " in documented for name in own_names.keys() - {"return", "base_kwargs"}
+    )
 
 
 OPTIONS: dict[Any, tuple[Any, ...]] = {
@@ -100,8 +102,8 @@ def test_signatures_equal_the_configuration(System: Any) -> None:
     for name in ABSENT.get(System, {"adaptive"}):
         del expected[name]
     found = inspect.signature(System).parameters
-    ours = keywords_of(System) - {"curvature_closure"}
-    assert {name: found[name].default for name in ours} == expected
+    own_names = keywords_of(System) - {"curvature_closure"}
+    assert {name: found[name].default for name in own_names} == expected
 
 
 def test_kaisa_has_at_most_32_keywords() -> None:
@@ -341,7 +343,7 @@ def test_a_curvature_closure_must_be_callable(System: Any, closure: Any) -> None
 
 
 @pytest.mark.parametrize("System", ALL)
-@pytest.mark.parametrize("given", [5, "model", None, {"params": 1}, torch.ones(3)], ids=str)
-def test_values_that_are_neither_modules_nor_parameters_raise(System: Any, given: Any) -> None:
+@pytest.mark.parametrize("no_model", [5, "model", None, {"params": 1}, torch.ones(3)], ids=str)
+def test_values_that_are_neither_modules_nor_parameters_raise(System: Any, no_model: Any) -> None:
     with pytest.raises(TypeError, match=rf"{System.__name__} got .*{System.__name__}\("):
-        System(given, model=mlp(), lr=0.1)
+        System(no_model, model=mlp(), lr=0.1)

@@ -98,7 +98,7 @@ def stray(last: bool, value: Any, other: Any, step: int) -> Any:
 def out_of_line(rank: int, world_size: int, name: str, which: list[str]) -> dict[str, str]:
     """What a worker raises, by what the last of the workers does out of line."""
     warnings.simplefilter("ignore")
-    _, System, given = CHOICES[name]
+    _, System, extra_options = CHOICES[name]
     found = {}
     for deed in which:
         torch.manual_seed(0)
@@ -108,7 +108,7 @@ def out_of_line(rank: int, world_size: int, name: str, which: list[str]) -> dict
             last = rank == world_size - 1 - name.endswith(("stats", "MRDHO2"))
             options[deed] = partial(stray, last, *schedules(name)[deed])
         params = list(model[:-1].parameters())
-        optimizer = make(System, params, model=model, **{"lr": 0.05, **given, **options})
+        optimizer = make(System, params, model=model, **{"lr": 0.05, **extra_options, **options})
         optimizer.curvature_closure = lambda m=model: CASE.loss(m(BATCHES[0][0]), BATCHES[0][1])
         with contextlib.closing(optimizer):
             if getattr(optimizer, "role", "worker") != "worker":
@@ -131,12 +131,12 @@ def raised(rank: int, model: nn.Module, optimizer: Any, deed: str) -> str:
         optimizer.saved = copy.deepcopy(optimizer.state_dict())
     before = vector(model)
     strays = deed in DEEDS and rank == workers - 1
-    error = said(model, optimizer, rank, workers, DEEDS[deed] if strays else None)
+    error = error_of(model, optimizer, rank, workers, DEEDS[deed] if strays else None)
     assert torch.equal(vector(model), before), "the step was not taken"
     return error
 
 
-def said(model: nn.Module, optimizer: Any, rank: int, ranks: int, deed: Any = None) -> str:
+def error_of(model: nn.Module, optimizer: Any, rank: int, ranks: int, deed: Any = None) -> str:
     """What a rank raises that does something, or nothing, and then takes a step."""
     try:
         if deed is not None:
@@ -147,7 +147,7 @@ def said(model: nn.Module, optimizer: Any, rank: int, ranks: int, deed: Any = No
     raise AssertionError("nothing was raised")
 
 
-TOLD = {
+ERRORS = {
     "freeze": "0.weight: [7, 5], {}",
     "add": "about to: {}",
     "load": "a checkpoint loaded since the last step: {}",
@@ -173,16 +173,16 @@ def test_a_rank_out_of_sync_raises_on_all_ranks(world: World, name: str) -> None
     assert first == last
     for deed, text in first.items():
         here, there = text.split(" rank 1 has [")
-        here_told, there_told = values.get(deed, HOW.get(deed, (False, True)))
-        template = TOLD.get(deed, f"{deed}: {{}}")
+        first_value, second_value = values.get(deed, HOW.get(deed, (False, True)))
+        template = ERRORS.get(deed, f"{deed}: {{}}")
         if deed == "close" and name == "MRDHO2":  # its workers go on without accelerators
             template = "accelerators at work: {}"
-            here_told = 1
-            there_told = 0
+            first_value = 1
+            second_value = 0
         if deed == "load" and "the base's state in parts" in text:
             continue  # a load gives DHO2 its whole state, which is named first
-        assert template.format(here_told) in here, deed
-        assert template.format(there_told) in there, deed
+        assert template.format(first_value) in here, deed
+        assert template.format(second_value) in there, deed
 
 
 # What is put right can go on; under DDP; where a rank does not come at all.
@@ -199,13 +199,13 @@ def missing(rank: int, world_size: int) -> tuple[str, float]:
     optimizer = make(KAISA, model, process_group=group)
     take(model, optimizer, shard(BATCHES[0], rank, world_size), CASE.loss)
     dist.barrier()
-    begun = time.monotonic()
+    start = time.monotonic()
     text = ""
     if rank == world_size - 1:
         optimizer.close()
     else:
-        text = said(model, optimizer, rank, world_size)
-    seconds = time.monotonic() - begun
+        text = error_of(model, optimizer, rank, world_size)
+    seconds = time.monotonic() - start
     dist.barrier()
     return text, seconds
 
@@ -297,8 +297,8 @@ WORDS: list[tuple[list[int], bool]] = [
 
 def compared(rank: int, world_size: int) -> list[tuple[bool, bool]]:
     world = worlds.World()
-    mine = [words[min(rank, 2)] for words, _ in WORDS]
-    return [(world.control_world().all_equal(word), world.all_equal(word)) for word in mine]
+    own_words = [words[min(rank, 2)] for words, _ in WORDS]
+    return [(world.control_world().all_equal(word), world.all_equal(word)) for word in own_words]
 
 
 @pytest.mark.parametrize("world_size", [3, 4])

@@ -145,19 +145,19 @@ def test_sums_reach_only_their_owners(
     addends = [assorted(rank) for rank in range(world_size)]
     count = len(addends[0])
     last = world_size - 1
-    wanted: list[int | None] = {
+    destinations: list[int | None] = {
         "all": [None] * count,
         "one": [last] * count,
         "in turn": [i % world_size for i in range(count)],
         "mixed": [(None, last, 0, last)[i % 4] for i in range(count)],
     }[owners]
     expected = [torch.stack(column).sum(0) for column in zip(*addends, strict=True)]
-    results = world.run(summed_to, world_size, wanted, bucket_bytes)
+    results = world.run(summed_to, world_size, destinations, bucket_bytes)
     for rank, (tensors, sent, early) in enumerate(results):
         for i, tensor in enumerate(tensors):
-            mine = wanted[i] in (rank, None)
+            own = destinations[i] in (rank, None)
             assert tensor.dtype == expected[i].dtype
-            assert torch.equal(tensor, expected[i] if mine else addends[rank][i])
+            assert torch.equal(tensor, expected[i] if own else addends[rank][i])
         assert early, "tensors changed before wait()"
         assert set(sent) <= {"all_to_all_single", "all_reduce"}
         assert sum(sent.values()) == (messages if world_size > 1 else 0)
@@ -235,10 +235,10 @@ def parcels_delivered(
 ) -> tuple[dict[str, tuple[torch.Tensor, ...]], Counter[str]]:
     """Sources have their parts in another dtype, and "lost" is nowhere."""
     has = [key for key, (source, _) in routes.items() if source == rank and key != "lost"]
-    mine = {key: parts_of(key, torch.float32) for key in has}
+    own = {key: parts_of(key, torch.float32) for key in has}
     with counted() as counts:
-        found = send_tensors(World(), SHAPES, routes, mine, dtype, torch.device("cpu"))
-    assert all(found[key] is mine[key] for key in mine)
+        found = send_tensors(World(), SHAPES, routes, own, dtype, torch.device("cpu"))
+    assert all(found[key] is own[key] for key in own)
     return found, counts
 
 
@@ -249,9 +249,9 @@ def test_parts_arrive_in_their_shapes(
 ) -> None:
     """What is missing on its source arrives as zeros; strangers to an item get nothing of it."""
     last = world_size - 1
-    everybody = list(range(world_size))
+    all_ranks = list(range(world_size))
     routes = {
-        "a": Route(0, everybody),
+        "a": Route(0, all_ranks),
         "b": Route(last, [0]),
         "c": Route(last, [last]),
         "lost": Route(last, [0]),

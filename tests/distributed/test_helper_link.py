@@ -281,30 +281,35 @@ def test_no_message_follows_a_shutdown() -> None:
     for _ in range(4):
         one.send([torch.zeros(1)])
     one.close(PATIENCE)
-    said = one._store.said
-    assert sum(name.startswith("0>1/") for name in said) == 4 * 2
-    assert said[-1] == "0/closed"
+    was_set = one._store.said
+    assert sum(name.startswith("0>1/") for name in was_set) == 4 * 2
+    assert was_set[-1] == "0/closed"
 
 
 def test_the_garbage_collector_can_shut_down_a_waiting_link() -> None:
     """On the link's own thread, while it waits for something to do and holds a lock for it."""
     opened = helper_link._open_store("127.0.0.1")
-    kept: list[HelperLink] = []
-    said = threading.Event()
+    made_links: list[HelperLink] = []
+    was_set = threading.Event()
 
     def as_the_collector(frame: Any, event: str, what: Any) -> None:
         got = event == "c_call" and what.__name__ == "get"
-        if got and isinstance(what.__self__, queue.SimpleQueue) and kept and not said.is_set():
-            said.set()
-            kept[0].request_shutdown()  # what the finalizer does
+        if (
+            got
+            and isinstance(what.__self__, queue.SimpleQueue)
+            and made_links
+            and not was_set.is_set()
+        ):
+            was_set.set()
+            made_links[0].request_shutdown()  # what the finalizer does
 
     threading.setprofile(as_the_collector)
     try:
         one = HelperLink(("127.0.0.1", opened.port), 0, 1, 5.0)
     finally:
         threading.setprofile(None)
-    kept.append(one)
-    assert said.wait(PATIENCE)
+    made_links.append(one)
+    assert was_set.wait(PATIENCE)
     one._thread.join(PATIENCE / 4)
     assert not one._thread.is_alive()
     assert opened.check(["0/closed"])

@@ -14,18 +14,18 @@ from second_order.distributed.world import World, translate_backend_errors
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SAID = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:15257"
+GLOO_MESSAGE = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:15257"
 
 
 class Work:
     """That never succeeds."""
 
     def wait(self) -> None:
-        raise RuntimeError(SAID)
+        raise RuntimeError(GLOO_MESSAGE)
 
 
 def raises(*_: Any, **__: Any) -> None:
-    raise RuntimeError(SAID)
+    raise RuntimeError(GLOO_MESSAGE)
 
 
 class OfTwo(World):
@@ -56,7 +56,7 @@ def test_remaining_ranks_raise_with_the_reason(
     monkeypatch.setattr(dist, "all_gather_object", raises)
     with pytest.raises(SecondOrderError, match="one of them exited, raised, or") as caught:
         WAYS[way](OfTwo())
-    assert SAID in str(caught.value), "what the backend has said is not lost"
+    assert GLOO_MESSAGE in str(caught.value), "what the backend has said is not lost"
 
 
 def test_other_errors_pass_through() -> None:

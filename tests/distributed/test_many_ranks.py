@@ -23,15 +23,15 @@ RANKS = 4096
 
 PLANNERS: dict[str, Any] = {
     **{
-        f"KAISA, 1/{rows}{apart}": partial(
+        f"KAISA, 1/{rows}{suffix}": partial(
             kaisa_plan,
             fraction=1 / rows,
             cost="compute",
-            colocate=not apart,
+            colocate=not suffix,
             factors_everywhere=False,
         )
         for rows in (1, 2, 64, 4096)
-        for apart in ("", ", apart")
+        for suffix in ("", ", apart")
     },
     "DPKFAC": partial(dpkfac_plan, assignment="balanced"),
     "DPKFAC, in turn": partial(dpkfac_plan, assignment="round_robin"),
@@ -46,11 +46,11 @@ def test_a_thousand_layers_are_planned_quickly_on_4096_ranks(name: str) -> None:
         start = time.process_time()
         plan: Plan = PLANNERS[name](LAYERS, RANKS)
         seconds = time.process_time() - start
-        (kept, _) = tracemalloc.get_traced_memory()
+        (retained, _) = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert seconds < 2.0
-    assert kept < 2e6, "a few hundred bytes for each layer, whatever the number of its workers"
+    assert retained < 2e6, "a few hundred bytes for each layer, whatever the number of its workers"
     used = {rank for layer in plan.layers for rank in layer.inverse_ranks}
     assert len(used) >= 900, "work is spread"
 

@@ -71,8 +71,8 @@ def test_numbers_of_the_page_of_dho2() -> None:
 
     for optimizer in (DHO2, MRDHO2):
         settings = paper_settings(optimizer, epoch_steps=10)
-        said = f"with {settings['num_largest']} eigenpairs, α = {settings['newton_scale'](0)}"
-        assert said in text
+        sentence = f"with {settings['num_largest']} eigenpairs, α = {settings['newton_scale'](0)}"
+        assert sentence in text
     assert inspect.signature(MRDHO2).parameters["final_update"].default == "guarded"
 
 
@@ -86,6 +86,6 @@ def test_messages_of_a_step() -> None:
         return f"{min(counts)} to {max(counts)}"
 
     text = text_of(DISTRIBUTED_PAGE)
-    said = f"on 4,096 simulated ranks, we counted {fewest_and_most('narrow')} messages"
-    assert said in text
+    sentence = f"on 4,096 simulated ranks, we counted {fewest_and_most('narrow')} messages"
+    assert sentence in text
     assert f"so ResNet-50 takes {fewest_and_most('resnet50')}." in text

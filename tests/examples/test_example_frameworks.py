@@ -38,8 +38,8 @@ def test_lightning_finds_a_rate_saves_and_resumes(tmp_path: Path, monkeypatch: A
     saved = script(0, 1, "lightning_digits", "--steps", 3, "--save", path)
     assert re.search(r"step 3  test accuracy \d", saved)
     assert "KAISA over SGD" in saved
-    told = script(0, 1, "lightning_digits", "--steps", 5, "--resume", path, "--clip", 1.0)
-    assert "step 5  test accuracy" in told
+    output = script(0, 1, "lightning_digits", "--steps", 5, "--resume", path, "--clip", 1.0)
+    assert "step 5  test accuracy" in output
     options = ("--find-lr", "--precision", "bf16-mixed", "--accumulate", 2)
     assert "found a learning rate of" in script(0, 1, "lightning_digits", "--steps", 2, *options)
 
@@ -59,10 +59,10 @@ def test_accelerate_saves_and_resumes(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     arguments = ("accelerate_digits", "--steps", 2, "--folder", tmp_path, "--epochs")
     assert "epoch 1  test accuracy" in fresh(*arguments, 1)
-    told = fresh(*arguments, 2, "--resume", "--accumulate", 2)
-    assert "epoch 1" not in told
-    assert "epoch 2  test accuracy" in told
-    assert "KAISA over SGD" in told
+    output = fresh(*arguments, 2, "--resume", "--accumulate", 2)
+    assert "epoch 1" not in output
+    assert "epoch 2  test accuracy" in output
+    assert "KAISA over SGD" in output
 
 
 def test_on_two_processes(world: World, tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ def test_one_process_and_two(world: World, name: str, arguments: Any) -> None:
     assert second == ""
     other = {"resnet": "sgd", "unet": "adam", "fine_tuning": "adam"}[name]
     plain = script(0, 1, name, *arguments, "--optimizer", other)
-    for told in (alone, first, plain):
-        assert re.search(r"step    3 .* loss \d", told)
+    for output in (alone, first, plain):
+        assert re.search(r"step    3 .* loss \d", output)
     assert plain != alone
 
 
@@ -54,10 +54,10 @@ def test_the_pinn_comes_nearer_to_the_solution_and_otherwise_than_with_its_base(
     import pinn
 
     found = [script(0, 1, "pinn", "--steps", 120, "--side", 6, *m) for m in ((), ADAM)]
-    ours, base = ([float(e) for e in re.findall(r"relative error (\S+)", f)] for f in found)
-    assert ours[0] == base[0]
-    assert ours[1] != base[1]
-    assert ours[1] < ours[0] < 1.0
+    dho2, base = ([float(e) for e in re.findall(r"relative error (\S+)", f)] for f in found)
+    assert dho2[0] == base[0]
+    assert dho2[1] != base[1]
+    assert dho2[1] < dho2[0] < 1.0
     net = pinn.network().double()
     points = torch.rand(3, 2, dtype=torch.float64)
     hessians = [torch.autograd.functional.hessian(lambda x: net(x).sum(), p) for p in points]

@@ -18,17 +18,17 @@ def test_prints_eigenvalues_and_draws_the_density(
     picture = tmp_path / "spectrum.png"
     monkeypatch.setattr("sys.argv", ["spectrum.py", *ARGUMENTS.split(), "--output", str(picture)])
     monkeypatch.delenv("RANK", raising=False)
-    kept: list[spectrum.Snapshot] = []
+    snapshots: list[spectrum.Snapshot] = []
     draw: Callable[..., None] = spectrum.draw
     monkeypatch.setattr(
-        spectrum, "draw", lambda axes, snapshot: (kept.append(snapshot), draw(axes, snapshot))
+        spectrum, "draw", lambda axes, snapshot: (snapshots.append(snapshot), draw(axes, snapshot))
     )
     spectrum.main()
     output = capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert [snapshot.step for snapshot in kept] == [1, 6]
-    assert kept[1].loss < kept[0].loss
-    for snapshot in kept:
+    assert [snapshot.step for snapshot in snapshots] == [1, 6]
+    assert snapshots[1].loss < snapshots[0].loss
+    for snapshot in snapshots:
         values = snapshot.pairs.eigenvalues
         assert values.isfinite().all()
         assert (values[:-2].diff() <= 0).all()  # three largest in descending order, one smallest

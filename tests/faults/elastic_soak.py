@@ -71,8 +71,8 @@ class Soak:
     spoilt: dict[Path, float] = field(default_factory=dict)
 
     def arguments(self, folder: Path, steps: int) -> list[str]:
-        given = ["--optimizer", self.optimizer, "--folder", str(folder), "--steps", str(steps)]
-        return [*given, "--seed", str(self.seed)]
+        run = ["--optimizer", self.optimizer, "--seed", str(self.seed)]
+        return [*run, "--folder", str(folder), "--steps", str(steps)]
 
     def newest(self) -> int:
         """The step of the newest checkpoint that nobody has spoilt."""
@@ -116,13 +116,13 @@ def moment(soak: Soak, dice: random.Random, log: Path, over: Callable[[], bool])
         time.sleep(dice.uniform(0.0, 3 * soak.pace))
         return "at the start"
     count = dice.choice([0, 1, 1, 2])
-    begun = time.monotonic()
+    started_at = time.monotonic()
 
     def saved() -> int:
         return log.read_text().count("saved") if log.exists() else 0
 
     if until(lambda: saved() >= count or over(), 10 * PATIENCE) and count:
-        soak.pace = 0.5 * soak.pace + 0.5 * (time.monotonic() - begun) / count
+        soak.pace = 0.5 * soak.pace + 0.5 * (time.monotonic() - started_at) / count
     time.sleep(dice.uniform(0.0, soak.pace))
     return f"after {count} checkpoints"
 
@@ -152,10 +152,10 @@ def live(soak: Soak, dice: random.Random, size: int, kills: bool) -> bool:
         process.kill()
         process.join()
     output = log.read_text() if log.exists() else ""
-    begun = [line for line in output.splitlines() if line.startswith("starting at step")]
-    said = f"starting at step {life.start} on {life.processes} processes"
-    if begun and begun != [said]:
-        raise SystemExit(f"{said!r} was expected, and not {begun}:\n{output}")
+    start_lines = [line for line in output.splitlines() if line.startswith("starting at step")]
+    message = f"starting at step {life.start} on {life.processes} processes"
+    if start_lines and start_lines != [message]:
+        raise SystemExit(f"{message!r} was expected, and not {start_lines}:\n{output}")
     soak.left_out += output.count("skipped: ")
     return not any(process.exitcode for process in processes)
 
@@ -186,8 +186,8 @@ def under_torchrun(soak: Soak, dice: random.Random, size: int) -> None:
             stderr=subprocess.STDOUT,
             env={**os.environ, **extra},
         )
-    for begun in (1, 2):
-        assert until(lambda n=begun: log.read_text().count("starting at step") >= n, PATIENCE * 3)  # type: ignore[misc]
+    for lives in (1, 2):
+        assert until(lambda n=lives: log.read_text().count("starting at step") >= n, PATIENCE * 3)  # type: ignore[misc]
         known = log.read_text().count("saved")
         assert until(lambda n=known: log.read_text().count("saved") > n, PATIENCE)  # type: ignore[misc]
         children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()

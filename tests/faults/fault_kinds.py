@@ -6,7 +6,7 @@ Each is a function that hangs what it wants to a `Run`, and says by `expect` wha
     goes on  training goes on, with other numbers perhaps
     told     it goes on and says so, or ends by an error
     raises   it ends by an error, or at least says so
-    any      whatever is none of the other verdicts
+    any      anything that is no other outcome
 """
 
 from __future__ import annotations
@@ -271,16 +271,16 @@ def _(run: Run) -> None:
     run.at("before", go)
 
 
-def with_scaler(run: Run, told: bool) -> None:
+def with_scaler(run: Run, is_reported: bool) -> None:
     """A GradScaler, with an overflow at the fault's step if the optimizer is told of it."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    if told:
+    if is_reported:
         run.options["grad_scaler"] = scaler
 
     def take() -> None:
         run.optimizer.zero_grad()
         scaler.scale(run.loss(run.batch())).backward()
-        if told and run.step == run.moment:
+        if is_reported and run.step == run.moment:
             run.model.first.weight.grad.fill_(float("inf"))  # type: ignore[union-attr]
         scaler.step(run.optimizer)
         scaler.update()
@@ -290,7 +290,7 @@ def with_scaler(run: Run, told: bool) -> None:
 
 @fault("GradScaler skips a step", PASSES, suits=lambda system: system.size == 1)
 def _(run: Run) -> None:
-    with_scaler(run, told=True)
+    with_scaler(run, is_reported=True)
 
 
 @fault(
@@ -301,7 +301,7 @@ def _(run: Run) -> None:
     expect="raises",
 )
 def _(run: Run) -> None:
-    with_scaler(run, told=False)
+    with_scaler(run, is_reported=False)
 
 
 # ------------------------------------------------------------------------------- solves
@@ -366,12 +366,12 @@ def sleeping(seconds: float) -> Spoil:
 
 
 nan_solves = changed(lambda t: t * float("nan"))
-TOLD: dict[str, Any] = {"expect": "told"}
+REPORTED: dict[str, Any] = {"expect": "told"}
 GARBAGE: dict[str, Any] = {"expect": "any", "poisons": True}  # nobody can tell; ranks stay together
 
 # What solves do on one rank, when, and what follows.
 SPOILT: dict[str, tuple[Spoil, tuple[str, ...], dict[str, Any]]] = {
-    "solves return NaN": (nan_solves, BEGINNINGS, TOLD),
+    "solves return NaN": (nan_solves, BEGINNINGS, REPORTED),
     "solves return zeros": (changed(torch.zeros_like), BEGINNINGS, GARBAGE),
     "solves return noise": (
         changed(lambda t: torch.full_like(t, 0.3).cumsum(-1).sin()),
@@ -391,7 +391,7 @@ for _error in (
     SPOILT[f"solves raise {_kind}"] = (
         raising(_error),
         BEGINNINGS if _usual else ("refresh",),
-        {**TOLD, "errors": () if _usual else (_kind,)},
+        {**REPORTED, "errors": () if _usual else (_kind,)},
     )
 for _name, (_spoil, _moments, _rest) in SPOILT.items():
 

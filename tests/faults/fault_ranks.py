@@ -147,8 +147,8 @@ def _(run: Run) -> None:
 @by_one("raises in the step of the base")
 def _(run: Run) -> None:
     class Base(torch.optim.SGD):
-        def step(self, *given: Any) -> Any:
-            return leave() if run.culprit and run.step == run.moment else super().step(*given)
+        def step(self, *arguments: Any) -> Any:
+            return leave() if run.culprit and run.step == run.moment else super().step(*arguments)
 
     run.options["base"] = Base
 
@@ -395,8 +395,8 @@ def listening() -> list[int]:
     for table in "tcp", "tcp6":
         with open(f"/proc/self/net/{table}") as file:  # noqa: PTH123
             lines = [line.split() for line in file.read().splitlines()[1:]]
-        ours = [line[1] for line in lines if line[3] == "0A" and line[9] in inodes]
-        ports |= {int(place.rpartition(":")[2], 16) for place in ours}
+        own_ports = [line[1] for line in lines if line[3] == "0A" and line[9] in inodes]
+        ports |= {int(place.rpartition(":")[2], 16) for place in own_ports}
     return sorted(ports)
 
 

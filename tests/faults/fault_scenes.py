@@ -242,8 +242,8 @@ class Run:
     def curvature_loss(self) -> Any:
         x, y = self.batches[0]
         share = len(x) // self.workers
-        mine = slice(self.rank * share, (self.rank + 1) * share)
-        return cross_entropy(self.model(x[mine]), y[mine])
+        own_rows = slice(self.rank * share, (self.rank + 1) * share)
+        return cross_entropy(self.model(x[own_rows]), y[own_rows])
 
     def helper_loss(self, batch: Batch) -> Any:
         self.step += 1
@@ -367,7 +367,7 @@ def perform(run: Run, join: Callable[[], None]) -> None:
 
     warnings.showwarning = shown
     warnings.simplefilter("always")
-    begun = time.monotonic()
+    started = time.monotonic()
     try:
         join()
         run.go(report)
@@ -375,7 +375,7 @@ def perform(run: Run, join: Callable[[], None]) -> None:
         report["status"] = "raised"
         report["error"] = described(error)
         traceback.print_exc()
-    report |= {"notes": run.notes, "caught": run.caught, "seconds": time.monotonic() - begun}
+    report |= {"notes": run.notes, "caught": run.caught, "seconds": time.monotonic() - started}
     part = run.directory / f"part.{run.phase}.{run.rank}"
     part.write_text(json.dumps(report))
     part.rename(run.directory / f"report.{run.phase}.{run.rank}")

@@ -73,7 +73,7 @@ class Result:
     fault: str
     group: str
     moment: str
-    verdict: str
+    outcome: str
     detail: str
     ended: str
     seconds: float
@@ -120,7 +120,7 @@ class Running:
         self.case = case
         self.directory = Path(tempfile.mkdtemp(prefix="fault"))
         self.phases: list[list[Rank]] = []
-        self._begun = time.monotonic()
+        self._started = time.monotonic()
         self._sizes = case.fault.sizes(case.system)
         self._start()
 
@@ -182,16 +182,16 @@ class Running:
 
     def _result(self) -> Result:
         case = self.case
-        verdict, detail, ended = judge(case, self.phases, references.get(case.system.name))
-        if case.fault is PLAIN and verdict == "clean":
+        outcome, detail, ended = judge(case, self.phases, references.get(case.system.name))
+        if case.fault is PLAIN and outcome == "clean":
             references[case.system.name] = [r.report or {} for r in self.phases[-1]]
-        if verdict == "clean":
+        if outcome == "clean":
             shutil.rmtree(self.directory, ignore_errors=True)
         else:
             print(f"    kept: {self.directory}")
-        seconds = round(time.monotonic() - self._begun, 2)
+        seconds = round(time.monotonic() - self._started, 2)
         names = case.system.name, case.fault.name, case.fault.group, case.moment
-        return Result(*names, verdict, detail, ended, seconds)
+        return Result(*names, outcome, detail, ended, seconds)
 
 
 references: dict[str, list[dict[str, Any]]] = {}
@@ -205,7 +205,7 @@ def _is_stopped(pid: int) -> bool:
 def judge(
     case: Case, phases: Sequence[Sequence[Rank]], reference: Sequence[dict[str, Any]] | None
 ) -> tuple[str, str, str]:
-    """(verdict, why, how it ended)."""
+    """The outcome, its reason, and how the case ended.."""
     fault = case.fault
     for phase in phases:
         for j, rank in enumerate(phase):
@@ -223,14 +223,14 @@ def judge(
             return "lost", f"ended by {error['type']}: {error['message']}", "ends by an error"
         return "clean", "", "ends by an error"
     parameters = [[_whole(p) for p in w["parameters"]] for w in workers]
-    for j, theirs in enumerate(parameters):
-        if theirs != parameters[0]:
+    for j, other_parameters in enumerate(parameters):
+        if other_parameters != parameters[0]:
             return "parted", f"rank {j} differs from rank 0", "goes on"
     usual = {line for r in reference or [] for line in r.get("warnings", [])}
-    told = sorted({line for w in workers for line in w["warnings"]} - usual)
-    told += [f"refused: {e['message']}" for w in workers for e in w["caught"]]
-    ended = "is told" if told else "goes on"
-    problem = silently_wrong(case, workers, reference or [], bool(told))
+    messages = sorted({line for w in workers for line in w["warnings"]} - usual)
+    messages += [f"refused: {e['message']}" for w in workers for e in w["caught"]]
+    ended = "is told" if messages else "goes on"
+    problem = silently_wrong(case, workers, reference or [], bool(messages))
     return ("lost", problem, ended) if problem else ("clean", "", ended)
 
 
@@ -267,11 +267,11 @@ def unclear(error: dict[str, Any], fault: Fault) -> str:
     whole = " ".join([name, message, *error["chain"]])
     if name == "Injected" or "injected" in message.lower() or name in fault.errors:
         return ""
-    ours = error["module"].startswith("second_order")
+    is_own_error = error["module"].startswith("second_order")
     # What the base does not accept, it says itself.
     known = re.search("second_order|optim", error["from"]) is not None
     from_us = known and name in ("ValueError", "TypeError")
-    if (ours or from_us) and len(message) >= 20:
+    if (is_own_error or from_us) and len(message) >= 20:
         return ""
     return f"{name}: {whole[:300]}"
 
@@ -280,7 +280,7 @@ def silently_wrong(
     case: Case,
     workers: Sequence[dict[str, Any]],
     reference: Sequence[dict[str, Any]],
-    told: bool,
+    has_messages: bool,
 ) -> str:
     """What is silently wrong; "" if nothing is."""
     expect = case.fault.expect
@@ -289,21 +289,21 @@ def silently_wrong(
     accepted = [note for w in workers for note in w["notes"] if note.startswith("accepted")]
     if accepted:
         return str(accepted[0])
-    if expect in ("told", "raises") and not told:
+    if expect in ("told", "raises") and not has_messages:
         return "no error, and no warning"
     finite = all(math.isfinite(p) for w in workers for p in w["parameters"])
     if not finite and not case.fault.poisons:
         return "parameters are not finite"
     if expect == "any":
         return ""
-    if any(not w["finite"] for w in workers) and not told:
+    if any(not w["finite"] for w in workers) and not has_messages:
         return "the curvature is not finite"
     comparable = expect == "same" and case.system.exact and not case.fault.poisons
     if comparable and not is_close(workers[0]["parameters"], reference[0]["parameters"]):
         return "other parameters than without the fault"
-    if not (case.fault.alters or case.fault.poisons or told):
-        for mine, usual in zip(workers, reference, strict=False):
-            less = [k for k, v in usual["use"].items() if mine["use"].get(k, 0.0) < v]
+    if not (case.fault.alters or case.fault.poisons or has_messages):
+        for worker, usual in zip(workers, reference, strict=False):
+            less = [k for k, v in usual["use"].items() if worker["use"].get(k, 0.0) < v]
             if less and (case.system.exact or less != ["epochs"]):
                 return f"less curvature in use, and nothing said: {', '.join(less)}"
     return ""
@@ -343,14 +343,14 @@ def perform_all(chosen: Sequence[Case], jobs: int) -> list[Result]:
                 if result is not None:
                     running.remove(run)
                     results.append(result)
-                    _tell(result)
+                    _report(result)
     return results
 
 
-def _tell(result: Result) -> None:
-    mark = "" if result.verdict == "clean" else f": {result.detail}"
+def _report(result: Result) -> None:
+    mark = "" if result.outcome == "clean" else f": {result.detail}"
     name = f"{result.system} / {result.group} / {result.fault} / {result.moment}"
-    print(f"{result.verdict:8}{result.seconds:6.1f} s  {name} ({result.ended}){mark}", flush=True)
+    print(f"{result.outcome:8}{result.seconds:6.1f} s  {name} ({result.ended}){mark}", flush=True)
 
 
 def main() -> int:
@@ -367,15 +367,15 @@ def main() -> int:
     if arguments.list:
         print("\n".join(case.name for case in chosen), f"\n{len(chosen)} cases")
         return 0
-    begun = time.monotonic()
+    started = time.monotonic()
     results = [r for r in perform_all(chosen, arguments.jobs) if r.fault != PLAIN.name or r.detail]
-    counts = Counter(result.verdict for result in results)
-    print(f"{len(results)} cases, {time.monotonic() - begun:.0f} s:", dict(counts))
+    counts = Counter(result.outcome for result in results)
+    print(f"{len(results)} cases, {time.monotonic() - started:.0f} s:", dict(counts))
     found = [asdict(result) for result in results]
     if arguments.json:
         about = {"machine": platform.machine(), "torch": torch.__version__}
         arguments.json.write_text(json.dumps({**about, "results": found}, indent=1) + "\n")
-    return int(any(result.verdict != "clean" for result in results))
+    return int(any(result.outcome != "clean" for result in results))
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(x, (x @ teacher).argmax(1)) for x in drawn]
 
 
-def train(system: str, steps: int, tell: Callable[[Window], None] | None = None) -> list[Window]:
+def train(system: str, steps: int, report: Callable[[Window], None] | None = None) -> list[Window]:
     """Train, and measure at the end of each of ten windows.
 
     Args:
@@ -93,15 +93,15 @@ def train(system: str, steps: int, tell: Callable[[Window], None] | None = None)
         times = []
         processor = time.process_time()
         for step in range(first, first + steps // WINDOWS):
-            begun = time.thread_time()
+            started = time.thread_time()
             inputs, labels = data[step % len(data)]
             optimizer.zero_grad()
             cross_entropy(model(inputs), labels).backward()
             optimizer.step()
-            times.append(time.thread_time() - begun)
+            times.append(time.thread_time() - started)
         windows.append(measured(times, time.process_time() - processor))
-        if tell is not None:
-            tell(windows[-1])
+        if report is not None:
+            report(windows[-1])
     assert all(bool(p.isfinite().all()) for p in model.parameters())
     optimizer.close()
     return windows
@@ -130,10 +130,10 @@ def table(runs: dict[str, list[Window]]) -> str:
 
 
 def _send(system: str, steps: int, line: Any) -> None:
-    def tell(window: Window) -> None:
+    def report(window: Window) -> None:
         print(f"{system}: {window}, {threading.active_count()} Python threads", flush=True)
 
-    line.send(train(system, steps, tell))
+    line.send(train(system, steps, report))
 
 
 def main() -> int:
@@ -148,11 +148,11 @@ def main() -> int:
     if arguments.json and arguments.json.exists():
         runs = json.loads(arguments.json.read_text())["runs"]
     for system in arguments.only:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_send, args=(system, arguments.steps, theirs))
+        parent_end, child_end = context.Pipe()
+        process = context.Process(target=_send, args=(system, arguments.steps, child_end))
         process.start()
-        theirs.close()
-        runs[system] = ours.recv()
+        child_end.close()
+        runs[system] = parent_end.recv()
         process.join()
         if arguments.json:
             arguments.json.write_text(json.dumps({**about, "runs": runs}, indent=1) + "\n")

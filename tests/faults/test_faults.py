@@ -18,14 +18,14 @@ from faults import Case, Rank, judge
 ROOT = Path(__file__).parents[2]
 THREADED = ("DistKFAC 2", "DistKFAC 2+1", "MRDHO2 2+1")
 (TWO,) = [system for system in SYSTEMS if system.name == "KAISA 2, all"]
-OURS = {
+OWN_ERROR = {
     "type": "SecondOrderError",
     "module": "second_order.errors",
     "message": "rank 1 is not what it was",
     "from": "second_order/x.py",
     "chain": [],
 }
-THEIRS = {**OURS, "type": "KeyError", "module": "builtins", "message": "'step'"}
+FOREIGN_ERROR = {**OWN_ERROR, "type": "KeyError", "module": "builtins", "message": "'step'"}
 
 
 def report(*parameters: float, **more: Any) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def report(*parameters: float, **more: Any) -> dict[str, Any]:
     return {**found, "warnings": [], "notes": [], "caught": [], "finite": True, **more}
 
 
-def verdict(*ranks: Rank, expect: str = "goes on", **about: Any) -> str:
+def outcome(*ranks: Rank, expect: str = "goes on", **about: Any) -> str:
     case = Case(TWO, Fault("a fault", "a group", lambda run: None, expect=expect, **about), "first")
     return judge(case, [ranks], [report(), report()])[0]
 
@@ -43,32 +43,32 @@ def ended(waited: int = 0, sent: int | None = None, **more: Any) -> Rank:
 
 
 def test_what_is_clean() -> None:
-    assert verdict(ended(), ended()) == "clean"
-    assert verdict(ended(), ended(), expect="same") == "clean"
-    raised = ended(status="raised", error=OURS)
-    assert verdict(raised, raised, expect="raises") == "clean"
-    assert verdict(raised, ended(9, sent=9), expect="raises") == "clean"
-    assert verdict(ended(warnings=["a layer"]), ended(), expect="told") == "clean"
-    assert verdict(ended(caught=[OURS]), ended(), expect="same") == "clean"
+    assert outcome(ended(), ended()) == "clean"
+    assert outcome(ended(), ended(), expect="same") == "clean"
+    raised = ended(status="raised", error=OWN_ERROR)
+    assert outcome(raised, raised, expect="raises") == "clean"
+    assert outcome(raised, ended(9, sent=9), expect="raises") == "clean"
+    assert outcome(ended(warnings=["a layer"]), ended(), expect="told") == "clean"
+    assert outcome(ended(caught=[OWN_ERROR]), ended(), expect="same") == "clean"
 
 
 def test_what_is_not() -> None:
     two = [ended(), ended()]
-    raised = ended(status="raised", error=OURS)
-    puzzled = ended(status="raised", error=THEIRS)
+    raised = ended(status="raised", error=OWN_ERROR)
+    puzzled = ended(status="raised", error=FOREIGN_ERROR)
     hung = Rank(1, 9, killed=True)
     other = Rank(1, 0, report(1.0, 2.5))
-    assert verdict(ended(), hung) == "hung"
-    assert verdict(ended(), other) == "parted"
-    assert verdict(raised, raised) == "lost", "training had to go on"
-    assert verdict(other, other, expect="same") == "lost"
-    assert verdict(*two, expect="raises") == "lost"
-    assert verdict(*[Rank(1, 0, report(1.0, float("nan")))] * 2) == "lost"
-    assert verdict(*[ended(use={"bytes": 0.0})] * 2) == "lost"
-    assert verdict(*[ended(notes=["accepted: it loads"])] * 2, expect="same") == "lost"
-    assert verdict(raised, puzzled, expect="raises") == "unclear"
-    assert verdict(raised, ended(6), expect="raises") == "unclear", "nobody sent SIGABRT"
-    assert verdict(ended(caught=[THEIRS]), ended(), expect="same") == "unclear"
+    assert outcome(ended(), hung) == "hung"
+    assert outcome(ended(), other) == "parted"
+    assert outcome(raised, raised) == "lost", "training had to go on"
+    assert outcome(other, other, expect="same") == "lost"
+    assert outcome(*two, expect="raises") == "lost"
+    assert outcome(*[Rank(1, 0, report(1.0, float("nan")))] * 2) == "lost"
+    assert outcome(*[ended(use={"bytes": 0.0})] * 2) == "lost"
+    assert outcome(*[ended(notes=["accepted: it loads"])] * 2, expect="same") == "lost"
+    assert outcome(raised, puzzled, expect="raises") == "unclear"
+    assert outcome(raised, ended(6), expect="raises") == "unclear", "nobody sent SIGABRT"
+    assert outcome(ended(caught=[FOREIGN_ERROR]), ended(), expect="same") == "unclear"
 
 
 def test_every_fault_finds_a_system_and_a_moment() -> None:
@@ -82,11 +82,11 @@ def test_every_fault_finds_a_system_and_a_moment() -> None:
 
 ENDS = "ends by an error"
 GOES_ON = "goes on"
-IS_TOLD = "is told"
+IS_REPORTED = "is told"
 SAMPLE = {  # None: a helper that is slow to answer may be told of
-    "KAISA 2, sharded / solves / solves return NaN on one rank / first": IS_TOLD,
+    "KAISA 2, sharded / solves / solves return NaN on one rank / first": IS_REPORTED,
     "DHO2 2, auto / numbers and batches / a clock that runs back on one rank / first": GOES_ON,
-    "MRDHO2 2+1 / helpers / is killed before it serves / whole": IS_TOLD,
+    "MRDHO2 2+1 / helpers / is killed before it serves / whole": IS_REPORTED,
     # A process ends when its script does, whatever is under way, and however the script ends.
     "KAISA 2, all / one rank alone / is killed / first": ENDS,
     "KAISA 2, all / one rank alone / raises in the loss / between": ENDS,
@@ -95,7 +95,7 @@ SAMPLE = {  # None: a helper that is slow to answer may be told of
     "DistKFAC 2+1 / one rank alone / raises in the loss / between": ENDS,
     "MRDHO2 2+1 / all ranks / raise in the loss / between": ENDS,
     # Workers go on without helpers, and helpers return from serve() where workers have died.
-    "DistKFAC 2+1 / helpers / is killed / whole": IS_TOLD,
+    "DistKFAC 2+1 / helpers / is killed / whole": IS_REPORTED,
     "DistKFAC 2+1 / helpers / is stopped for good / whole": None,
     "DistKFAC 2+1 / one rank alone / is killed / between": ENDS,
     "MRDHO2 2+1 / one rank alone / is killed / between": ENDS,
@@ -112,6 +112,6 @@ def test_a_sample_of_cases_is_performed(tmp_path: Path) -> None:
     subprocess.run(command, env=environment, capture_output=True, timeout=200, check=True)
     results = json.loads(written.read_text())["results"]
     keys = ("system", "group", "fault", "moment")
-    assert {r["verdict"] for r in results} == {"clean"}, results
+    assert {r["outcome"] for r in results} == {"clean"}, results
     found = {" / ".join(r[key] for key in keys): r["ended"] for r in results}
     assert found == {name: ended or found[name] for name, ended in SAMPLE.items()}

@@ -318,16 +318,16 @@ def test_a_worse_final_update_is_rejected(maximize: bool, offset: float, gain: f
 )
 def test_refreshes_follow_the_interval(options: dict[str, Any], due: list[int]) -> None:
     model = CASE.model()
-    asked = []
+    steps = []
 
     def counting() -> Tensor:
-        asked.append(step)
+        steps.append(step)
         return closure_of(model)()
 
     optimizer = dho2(model, **{**options, "curvature_closure": counting})
     for step, batch in enumerate(BATCHES):  # noqa: B007
         take(model, optimizer, batch)
-    assert asked == due
+    assert steps == due
     assert optimizer.curvature.refreshes == len(due)
     assert optimizer.curvature.step == due[-1]
 

@@ -98,11 +98,11 @@ def save_dcp(rank: int, world_size: int, path: str) -> None:
 def load_dcp(rank: int, world_size: int, path: str) -> list[list[Tensor]]:
     """In the other layout."""
     found = []
-    for ours, (kind, at) in itertools.product(LAYOUTS, SAVED + MORE):
+    for saved_layout, (kind, at) in itertools.product(LAYOUTS, SAVED + MORE):
         model = network(seed=5)
-        optimizer = spread(model, rank, world_size, layout=ours, **KINDS[kind])
+        optimizer = spread(model, rank, world_size, layout=saved_layout, **KINDS[kind])
         state = parts(model, optimizer)
-        where = f"{path}/{LAYOUTS[ours == 'row']}{kind}{at}"
+        where = f"{path}/{LAYOUTS[saved_layout == 'row']}{kind}{at}"
         dcp.load(state, checkpoint_id=where, no_dist=world_size == 1)
         set_model_state_dict(model, state["model"])
         set_optimizer_state_dict(model, optimizer, state["optimizer"])

@@ -11,7 +11,7 @@ import torch
 from dho2_training import BATCHES, CASE, CURVED, QUICK, closure_of, dho2, go, vector
 from optimizer_cases import same
 from reference import cross_entropy
-from saved_states import alike
+from saved_states import are_equal
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -28,12 +28,12 @@ def test_the_curvature_closure_can_be_passed_in_three_ways() -> None:
         optimizer = dho2(model, curvature_closure=own, momentum=0.9, **QUICK)
         if how == "assignment":
             optimizer.curvature_closure = good
-        given = {"curvature_closure": good} if how.startswith("step") else {}
+        options = {"curvature_closure": good} if how.startswith("step") else {}
         trajectories.append([])
         for x, y in BATCHES:
             optimizer.zero_grad()
             cross_entropy(model(x), y).backward()
-            optimizer.step(**given)
+            optimizer.step(**options)
             trajectories[-1].append(vector(model))
     for trajectory in trajectories[1:]:
         assert same(trajectory, trajectories[0])
@@ -99,8 +99,8 @@ def test_a_failed_closure_changes_nothing_and_training_continues(name: str, firs
     random = torch.get_rng_state()
     with pytest.raises(error, match=text):
         optimizer.step()
-    assert alike(before[0], model.state_dict())
-    assert alike(before[1], optimizer.state_dict())
+    assert are_equal(before[0], model.state_dict())
+    assert are_equal(before[1], optimizer.state_dict())
     assert before[2] == optimizer.curvature.products
     assert torch.equal(random, torch.get_rng_state())
     for p, (gradient, values) in zip(model.parameters(), gradients, strict=True):

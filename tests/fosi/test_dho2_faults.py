@@ -63,23 +63,23 @@ def spoilt(
             else:
                 found += go(model, optimizer, [batch])
             having.append(len(optimizer.curvature.eigenvalues) > 0)
-    said = [str(w.message) for w in caught if issubclass(w.category, SecondOrderWarning)]
-    return found, said, having
+    messages = [str(w.message) for w in caught if issubclass(w.category, SecondOrderWarning)]
+    return found, messages, having
 
 
-def judge(results: list[Result], name: str, sound: list[Tensor]) -> None:
+def judge(results: list[Result], name: str, undisturbed: list[Tensor]) -> None:
     found = agreed([each for each, _, _ in results])
     at, message = FAULTS[name]
     assert all(bool(each.isfinite().all()) for each in found)
-    assert all(torch.equal(a, b) for a, b in zip(found[:at], sound[:at], strict=True))
-    for _, said, having in results:
+    assert all(torch.equal(a, b) for a, b in zip(found[:at], undisturbed[:at], strict=True))
+    for _, messages, having in results:
         assert having == results[0][2]
         assert having[-1], "no eigenpairs any more"
-        assert said == results[0][1]
-        assert any(message in line for line in said) or not message
+        assert messages == results[0][1]
+        assert any(message in line for line in messages) or not message
 
 
-_sound: dict[str, list[Tensor]] = {}  # by layout, the trajectory without a fault
+_undisturbed: dict[str, list[Tensor]] = {}  # by layout, the trajectory without a fault
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -88,10 +88,10 @@ def test_non_finite_values_on_one_rank_do_not_reach_the_parameters(
     world: World, name: str, layout: str
 ) -> None:
     options = {"layout": layout, "momentum": 0.9}
-    if layout not in _sound:
-        _sound[layout] = world.run(spoilt, 2, name, 0, options, False)[0][0]
+    if layout not in _undisturbed:
+        _undisturbed[layout] = world.run(spoilt, 2, name, 0, options, False)[0][0]
     on = 0 if name == "eigh" else 1  # the first rank's pairs are everybody's
-    judge(world.run(spoilt, 2, name, on, options), name, _sound[layout])
+    judge(world.run(spoilt, 2, name, on, options), name, _undisturbed[layout])
 
 
 # MRDHO2.

@@ -172,13 +172,13 @@ def fail_on_one(rank: int, world_size: int, how: str, layout: str) -> list[Any]:
     model = network()
     optimizer = spread(model, rank, world_size, momentum=0.9, layout=layout, hvp="auto")
     good = optimizer.curvature_closure
-    asked = 0
+    calls = 0
     assert callable(good)
 
     def at_the_third_product() -> Any:
-        nonlocal asked
-        asked += 1
-        if asked == 3:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
             raise KeyError("gone")
         return good()
 
@@ -201,7 +201,7 @@ def fail_on_one(rank: int, world_size: int, how: str, layout: str) -> list[Any]:
             optimizer.curvature_closure = bad if rank == 1 else good
             before = vector(model)
             gradients = [p.grad.clone() for p in model.parameters()]
-            asked = 0
+            calls = 0
             with warnings.catch_warnings(record=True) as messages:
                 warnings.simplefilter("always", SecondOrderWarning)
                 broken = {"eigh": raising} if how == "undecomposed" and rank == 0 else {}

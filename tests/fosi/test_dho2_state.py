@@ -13,7 +13,7 @@ from dho2_training import ADAM, BATCHES, CASE, QUICK, SGD, closure_of, dho2, go,
 from optimizer_cases import same
 from ranks import assert_same_trajectory
 from reference import cross_entropy
-from saved_states import alike
+from saved_states import are_equal
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -87,13 +87,13 @@ def test_the_split_into_parameters_changes_nothing(base: Any) -> None:
         assert_same_trajectory(train_cut(name, base), expected, rtol=1e-10, hint=name)
 
 
-class Spare(nn.Module):
+class UnusedLayer(nn.Module):
     """A network with a part that the loss does not see."""
 
     def __init__(self) -> None:
         super().__init__()
         self.used = CASE.model()
-        self.spare = nn.Linear(3, 4).double()
+        self.unused = nn.Linear(3, 4).double()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.used(x)  # type: ignore[no-any-return]
@@ -101,13 +101,13 @@ class Spare(nn.Module):
 
 @pytest.mark.parametrize("base", [SGD, ADAM])
 def test_a_parameter_without_a_gradient_does_not_move(base: Any) -> None:
-    model = Spare()
+    model = UnusedLayer()
     plain = CASE.model()
-    before = copy.deepcopy(model.spare)
+    before = copy.deepcopy(model.unused)
     kwargs = {"base": base, "weight_decay": 0.1}
     found = go(model, dho2(model, lanczos_iterations=127, **kwargs), BATCHES)
-    assert same(model.spare, before)
-    assert all(p.grad is None for p in model.spare.parameters())
+    assert same(model.unused, before)
+    assert all(p.grad is None for p in model.unused.parameters())
     expected = go(plain, dho2(plain, **kwargs), BATCHES)
     assert_same_trajectory([each[:111] for each in found], expected, rtol=1e-8)
 
@@ -205,7 +205,7 @@ def test_a_resumed_run_is_equal_bit_for_bit(kind: str, at: int) -> None:
     optimizer = dho2(model, **KINDS[kind])
     go(model, optimizer, BATCHES[:at])
     state = reloaded((model.state_dict(), optimizer.state_dict()))
-    assert alike(state[1], optimizer.state_dict())
+    assert are_equal(state[1], optimizer.state_dict())
     fresh = dho2(other, **KINDS[kind])
     go(other, fresh, BATCHES[:3])  # and what is there already is replaced
     other.load_state_dict(state[0])
@@ -244,7 +244,7 @@ def test_a_checkpoint_of_another_model_raises_before_anything_changes() -> None:
         spoil(wrong)
         with pytest.raises(ValueError, match=text):
             optimizer.load_state_dict(wrong)
-        assert alike(optimizer.state_dict(), before)
+        assert are_equal(optimizer.state_dict(), before)
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])

@@ -144,11 +144,11 @@ def test_equation_17_on_a_quadratic_equals_its_closed_form(
         updated = alone.clone()
         updated[inside] = 1 - alpha * phi[inside]
         expected = torch.ones(20, dtype=torch.float64)
-        verdicts = set()
+        updates = set()
         for epoch, amplitudes in enumerate(agreed([each for each, _ in per_worker])):
             before, after = (0.5 * (u * (expected * f) ** 2).sum() for f in (alone, updated))
             made = kind != "guarded" or bool(after <= 0.5 * before)
-            verdicts.add(made)
+            updates.add(made)
             expected = expected * (updated if made else alone)
             torch.testing.assert_close(amplitudes, expected, rtol=1e-9, atol=1e-12)
             for _, epochs in per_worker:
@@ -162,7 +162,7 @@ def test_equation_17_on_a_quadratic_equals_its_closed_form(
                 assert report.loss_after == pytest.approx(after.item())
                 assert made or "would not have fallen by 50%" in report.reason
                 assert made == (report.reason == "")
-        assert kind != "guarded" or verdicts == ({True, False} if alpha == ALPHA else {False})
+        assert kind != "guarded" or updates == ({True, False} if alpha == ALPHA else {False})
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_without_accelerators_mrdho2_equals_dho2() -> None:
 # Checkpoints.
 
 
-def kept_by_dcp(rank: int, world_size: int, path: Any) -> list[Any] | None:
+def save_by_dcp(rank: int, world_size: int, path: Any) -> list[Any] | None:
     """c and the sum of gradients of an epoch under way, and what a new optimizer reads of them."""
     found: list[Any] = []
     for again in (False, True):
@@ -350,7 +350,7 @@ def kept_by_dcp(rank: int, world_size: int, path: Any) -> list[Any] | None:
 def test_a_distributed_checkpoint_contains_the_epochs_start_and_sum(
     world: World, tmp_path: Any
 ) -> None:
-    (start, total), read = world.run(kept_by_dcp, 2, tmp_path / "saved")[0]
+    (start, total), read = world.run(save_by_dcp, 2, tmp_path / "saved")[0]
     assert float(start.abs().max()) > 0.1
     assert all(map(torch.equal, (start, total), read))
 

@@ -40,8 +40,8 @@ class Unsized:
     ],
 )
 def test_each_epoch_uses_the_batch_of_its_index(batches: Any, expected: dict[int, int]) -> None:
-    taken = closures_by_epoch(batches, lambda batch: batch)
-    assert [taken(epoch)() for epoch in expected] == list(expected.values())
+    result = closures_by_epoch(batches, lambda batch: batch)
+    assert [result(epoch)() for epoch in expected] == list(expected.values())
 
 
 class Counting(nn.Module):
@@ -67,7 +67,7 @@ def whole(model: nn.Module) -> tuple[list[Tensor], list[bool]]:
 
 
 def followed(rank: int, world_size: int) -> dict[str, Any]:
-    """The whole model at the start of each epoch, and where the last verdict is given."""
+    """The whole model at the start of each epoch, and at the last decision about an update."""
     model = Counting()
     found: dict[str, Any] = {}
     optimizer = MRDHO2(model.parameters(), model=model, lr=0.1, epoch_steps=2, num_largest=2)
@@ -75,12 +75,12 @@ def followed(rank: int, world_size: int) -> dict[str, Any]:
 
         def loss_fn(epoch: int) -> Tensor:
             found.setdefault(f"epoch {epoch}", whole(model))
-            found["verdict"] = whole(model)
+            found["last update"] = whole(model)
             return model.loss()
 
         with optimizer:
             optimizer.serve(range(3), loss_fn)
-        del found["verdict"][0][2:]  # the update may not have been made
+        del found["last update"][0][2:]  # the update may not have been made
         return found
     with torch.no_grad():  # as a checkpoint that is loaded here alone
         for t in model.parameters():
@@ -97,15 +97,15 @@ def followed(rank: int, world_size: int) -> dict[str, Any]:
             optimizer.zero_grad()
             model.loss().backward()
             optimizer.step()
-    found["verdict"] = whole(model)
-    del found["verdict"][0][2:]
+    found["last update"] = whole(model)
+    del found["last update"][0][2:]
     return found
 
 
 def test_accelerators_receive_the_workers_whole_model(world: Pool) -> None:
     """Frozen parameters and buffers too, and what trains there trains here."""
     there, here = world.run(followed, 2)
-    assert list(there) == ["epoch 0", "epoch 1", "epoch 2", "verdict"]
+    assert list(there) == ["epoch 0", "epoch 1", "epoch 2", "last update"]
     for when, (tensors, train) in there.items():
         assert here[when][1] == train
         assert all(map(torch.equal, here[when][0], tensors)), when
@@ -118,17 +118,17 @@ def test_another_model_than_the_workers_raises() -> None:
     with pytest.raises(SecondOrderError, match="has 3 parameters and buffers of 27 elements, but"):
         load_model([torch.zeros(27)], [True] * 3, tensors)
     train = [True] * 2 + [False] * 4
-    taken = pack_by_dtype([torch.ones_like(t) for t in tensors])
+    result = pack_by_dtype([torch.ones_like(t) for t in tensors])
     options: Any = optimizer._curvature.options
     accelerator = AcceleratorCurvature(optimizer._training, options, None)
     note = {"train": train, "size": 12, "model": 2}
-    accelerator._load_model(Message(taken, note), use_point=True)
+    accelerator._load_model(Message(result, note), use_point=True)
     assert accelerator.flat_params.params == list(model.layers[0].parameters())
     assert all(bool((t == 1).all()) for t in tensors)
     with pytest.raises(
         SecondOrderError, match="train 24 parameters, but this accelerator has 12; add"
     ):
-        accelerator._load_model(Message(taken, note | {"size": 24}), use_point=True)
+        accelerator._load_model(Message(result, note | {"size": 24}), use_point=True)
 
 
 def autocast_around(rank: int, world_size: int, enabled: bool) -> Any:

@@ -109,7 +109,7 @@ def test_a_sharded_model_trains_like_a_whole_one(world: World, System: Any) -> N
     for when, options in ("before", {"debug": True}), ("after", {}):
         results = world.run(run, 3, System, when, **options)
         assert_same_trajectory(agreed([found for found, _ in results]), plain, rtol=ROUNDED)
-        assert all("middle.0.weight" in said for _, said in results)
+        assert all("middle.0.weight" in messages for _, messages in results)
 
 
 def in_bfloat16(rank: int, world_size: int, narrow_passes: bool) -> Tensor | None:
@@ -191,15 +191,15 @@ def sharded_in_use(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     model: Any = narrow()
     with noted(), made(model, "never", DHO2) as optimizer:
 
-        def kept() -> list[str]:
+        def stored_names() -> list[str]:
             return [key for entry in optimizer.state.values() for key in entry["curvature"]]
 
         go_on(model, optimizer, rank, world_size, batches(3))
         optimizer.state_dict()
-        before = kept()
+        before = stored_names()
         fsdp(model)
         optimizer.zero_grad()
-        return before, kept()
+        return before, stored_names()
 
 
 def test_dropped_eigenpairs_are_not_in_the_state(world: World) -> None:
@@ -261,8 +261,8 @@ def test_unsupported_shards_raise_on_every_rank(world: World) -> None:
             assert "helpers and their workers hold whole models" in found[who]
             assert "use helper_ranks=0" in found[who]
         for name in "DHO2", "MRDHO2":
-            said = {why: found[f"{name}, {why}"] for why in ("partly", "retained")}
-            assert f"{name}: fully_shard has sharded 8 of 10 parameters" in said["partly"]
-            assert "use hvp='differences'" in said["retained"]
+            messages = {why: found[f"{name}, {why}"] for why in ("partly", "retained")}
+            assert f"{name}: fully_shard has sharded 8 of 10 parameters" in messages["partly"]
+            assert "use hvp='differences'" in messages["retained"]
             assert re.search("replicas.*one dimension", found[f"{name}, replicas"])
             assert re.search("gauss-newton.*curvature='hessian'", found[f"{name}, outputs"])

@@ -14,10 +14,10 @@ import pytest
 import torch
 from mrdho2_scripts import (
     MOMENTUM,
+    assert_one_warning,
     expected_until,
     play,
     serve,
-    told_once,
     trajectory_of,
     until,
     worker_part,
@@ -72,7 +72,7 @@ def test_workers_continue_after_an_accelerator_exits(world: World) -> None:
     results = world.run(play, 3, (leaves_worker, leaves_accelerator))
     expected = expected_until(2, curved=CURVED[:1])
     assert_same_trajectory(trajectory_of(results), expected, rtol=1e-7)
-    told_once(results, "SGD steps alone from now on")
+    assert_one_warning(results, "SGD steps alone from now on")
     for result in results[:2]:
         assert result["reports"] == [(True, ""), (True, ""), (False, LOST_CONTACT)]
     assert results[2]["warned"] == []
@@ -109,7 +109,7 @@ def test_one_failed_accelerator_shuts_down_the_others(
     world: World, failing: int, where: str
 ) -> None:
     """With its own error where it failed; nobody waits for a timeout, which is half a minute."""
-    begun = time.monotonic()
+    started = time.monotonic()
     results = world.run(
         play,
         3,
@@ -118,11 +118,11 @@ def test_one_failed_accelerator_shuts_down_the_others(
         where,
         options={"helper_ranks": 2},
     )
-    assert time.monotonic() - begun < 15.0
+    assert time.monotonic() - started < 15.0
     epochs = 1 if where == "loader" else 0
     assert len(results[0]["found"]) == STEPS
     assert results[0]["reports"] == [(True, "")] * epochs + [(False, LOST_CONTACT)]
-    told_once(results[:1], "SGD steps alone from now on")
+    assert_one_warning(results[:1], "SGD steps alone from now on")
     for rank in 1, 2:
         text = (
             f"KeyError('in the {where}')" if rank == failing else "another accelerator has failed"

@@ -43,7 +43,7 @@ class Run:
         self.step = 64.0
         self.product = 16.0
         self.evaluation = 16.0
-        self.asked: list[int] = []
+        self.refresh_steps: list[int] = []
         self.found: list[int] = []
         self.model = network()
         self.optimizer = spread(self.model, rank, world_size, **{**AUTO, **options})
@@ -54,7 +54,7 @@ class Run:
         loss = curvature(self.model, self.rank, self.world_size)
 
         def asking() -> Any:
-            self.asked.append(self.steps)
+            self.refresh_steps.append(self.steps)
             self.time.spend(self.evaluation)
             return loss()
 
@@ -79,10 +79,10 @@ class Run:
             for _ in range(steps):
                 self.time.spend(self.step)
                 batch = BATCHES[self.steps % len(BATCHES)]
-                (mine,) = shards([batch], self.rank, self.world_size)
+                (own_batch,) = shards([batch], self.rank, self.world_size)
                 before = self.optimizer.curvature.refreshes
                 at = self.steps
-                take_step(self.model, self.optimizer, mine)
+                take_step(self.model, self.optimizer, own_batch)
                 if self.optimizer.curvature.refreshes > before:
                     self.found.append(at)
         return self
@@ -105,7 +105,7 @@ def test_the_first_refresh_assumes_that_a_product_takes_a_step() -> None:
     """Ten products, 0.125: after 80 steps; the others every 176 / (0.125 * 64) steps."""
     run = Run().go(130)
     assert run.found == [80, 102, 124]
-    assert run.asked == run.found
+    assert run.refresh_steps == run.found
 
 
 def test_refreshes_take_no_more_than_the_overhead() -> None:
@@ -147,13 +147,13 @@ def on_ranks(rank: int, world_size: int, layout: str) -> Any:
     for _ in range(60):
         run.go(1)
         trajectory.append(vector(run.model))
-    return run.asked, run.found, run.throttle.interval, trajectory
+    return run.refresh_steps, run.found, run.throttle.interval, trajectory
 
 
 @pytest.mark.parametrize("layout", ["row", "column"])
 def test_ranks_with_different_clocks_choose_the_same_interval(world: World, layout: str) -> None:
-    (asked, found, interval, a), (*others, b) = world.run(on_ranks, 2, layout)
-    assert [asked, found, interval] == others == [[10, 43], [10, 43], 33]  # 264 / 8
+    (refresh_steps, found, interval, a), (*others, b) = world.run(on_ranks, 2, layout)
+    assert [refresh_steps, found, interval] == others == [[10, 43], [10, 43], 33]  # 264 / 8
     agreed([a, b])
 
 
@@ -167,7 +167,7 @@ def load_and_train(rank: int, world_size: int, saved: dict[str, Any], steps: int
     run.time.spend(12345.0)
     run.product = run.evaluation = 1600.0
     run.load(saved).go(steps)
-    return run.found, run.asked, vector(run.model)
+    return run.found, run.refresh_steps, vector(run.model)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
@@ -175,8 +175,8 @@ def test_a_resumed_run_repeats_refreshes_on_any_machine(
     world: World, before: int, after: int
 ) -> None:
     saved = world.run(train_and_save, before, 30)[0]
-    for found, asked, _ in world.run(load_and_train, after, saved, 25):
-        assert found == asked == [32]
+    for found, refresh_steps, _ in world.run(load_and_train, after, saved, 25):
+        assert found == refresh_steps == [32]
 
 
 def test_a_resumed_run_equals_the_uninterrupted_run() -> None:

@@ -96,8 +96,8 @@ def test_a_step_that_explodes_is_rejected_once(how: str) -> None:
     line = Line()
     way, _ = line.step(1.0)
     before = line.state.scale
-    back, undone = line.step(math.nan if how == "not finite" else -1e6)
-    assert undone
+    back, undone_steps = line.step(math.nan if how == "not finite" else -1e6)
+    assert undone_steps
     assert back == pytest.approx(-way)
     assert line.step(math.nan if how == "not finite" else 1.0)[1] is False
     assert line.state.scale <= 0.11 * before
@@ -280,7 +280,7 @@ def test_a_step_to_a_non_finite_gradient_is_rejected(world: World, layout: str |
     torch.testing.assert_close(found[POISONED], expected[-1], rtol=1e-9, atol=1e-12)
     assert not torch.allclose(found[POISONED - 1], expected[-1], rtol=1e-9)
     assert not torch.equal(found[-1], found[-2])
-    assert all(undone == 1 for _, undone in results)
+    assert all(undone_steps == 1 for _, undone_steps in results)
     if layout is None:
         plain, _ = poisoned(0, 1, {**options, "trust_region": False})
         assert not bool(plain[-1].isfinite().all())
@@ -339,8 +339,8 @@ def test_a_run_resumed_while_the_trust_region_binds_is_equal_bit_for_bit() -> No
 
 def timings(optimizer: DHO2) -> dict[str, float]:
     """What a resumed run counts anew."""
-    anew = "seconds", "bytes", "total", "lanczos", "refresh", "failed"
-    return {k: v for k, v in optimizer.metrics().items() if k.startswith(anew)}
+    restarted = "seconds", "bytes", "total", "lanczos", "refresh", "failed"
+    return {k: v for k, v in optimizer.metrics().items() if k.startswith(restarted)}
 
 
 def test_a_checkpoint_with_a_non_finite_trust_region_raises() -> None:

@@ -24,8 +24,8 @@ each_of_four = pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC, DHO2]
 
 def assert_agreed(found: list[list[torch.Tensor]], rtol: float) -> None:
     """Both ranks have the same; all ways of training but the last led there, and that did not."""
-    for mine, first in zip(found[1], found[0], strict=True):
-        assert torch.equal(mine, first)
+    for own_value, first in zip(found[1], found[0], strict=True):
+        assert torch.equal(own_value, first)
     *ways, usual, alone = found[0]
     bound = rtol * float(usual.abs().max())
     for way in ways:
@@ -108,14 +108,14 @@ def test_padded_text_with_unequal_shares_of_the_targets(
     pytest.importorskip("transformers")
     import transformers_training as hf
 
-    (found, seen), (other, theirs) = world.run(on_padded_text, 2, System, tmp_path, timeout=240)
+    (found, seen), (other, other_seen) = world.run(on_padded_text, 2, System, tmp_path, timeout=240)
     assert torch.equal(found, other)
-    shares = [sum(hf.targets(b) for b in batches[:2]) for batches in (seen, theirs)]
+    shares = [sum(hf.targets(b) for b in batches[:2]) for batches in (seen, other_seen)]
     assert shares[0] != shares[1]
     model = hf.model_of("Llama")
     start = vector(model)
     optimizer = System(model, lr=hf.LR, **EXACT)
-    steps = [[*seen[i : i + 2], *theirs[i : i + 2]] for i in range(0, len(seen), 2)]
+    steps = [[*seen[i : i + 2], *other_seen[i : i + 2]] for i in range(0, len(seen), 2)]
     with hf.in_float64():
         hf.on_whole_steps(model, optimizer, steps)
     expected = vector(model)
@@ -179,25 +179,25 @@ def with_accelerators(rank: int, world_size: int, folder: Path) -> list[str]:
     import transformers_training as hf
     from accelerate import Accelerator
 
-    said = []
+    messages = []
     with launched(rank, world_size):
         model = hf.model_of("Llama")
         optimizer = optimizer_of(MRDHO2, model, None, hf.loss_of, hf.curved("Llama"), lr=hf.LR)
         shared = {"ddp_backend": "gloo", "per_device_train_batch_size": 2}
         with pytest.raises(ValueError, match="worker_group") as error:
             hf.fit(model, "Llama", folder, optimizers=(optimizer, None), **shared)
-        said.append(str(error.value))
+        messages.append(str(error.value))
         with hf.fresh_state():
             accelerator = Accelerator(cpu=True)
             plain = CASE.model()
             model, _ = accelerator.prepare(plain, optimizer_of(MRDHO2, plain))
             with pytest.raises(ValueError, match="worker_group") as error:
                 accelerator.backward(loss_of(model, BATCHES[0]))
-            said.append(str(error.value))
+            messages.append(str(error.value))
             with pytest.raises(ValueError, match="worker_group") as error:
                 optimizer_of(MRDHO2, model)
-            said.append(str(error.value))
-    return said
+            messages.append(str(error.value))
+    return messages
 
 
 OVER = "wrapped in DistributedDataParallel over"

@@ -31,8 +31,8 @@ def test_the_trainer_logs_metrics_to_all_reporters(tmp_path: Path) -> None:
     reported: list[dict[str, float]] = []
 
     class Reporter(transformers.TrainerCallback):  # type: ignore[name-defined, misc]
-        def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            reported.append(dict(given["logs"]))
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            reported.append(dict(kwargs["logs"]))
 
     model = hf.model_of("Llama")
     optimizer = KAISA(model, lr=hf.LR, **OPTIONS)

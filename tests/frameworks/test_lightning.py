@@ -49,7 +49,7 @@ def test_accumulation_clipping_and_a_schedule(lit: Any, System: Any) -> None:
 
 
 @each_of_five
-def test_what_is_asked_of_lightnings_wrapper(lit: Any, System: Any) -> None:
+def test_lightnings_wrapper_passes_calls_on(lit: Any, System: Any) -> None:
     """It imitates the optimizer's class and has nothing of its own: all goes to the optimizer."""
 
     class Asking(lit.Lit):

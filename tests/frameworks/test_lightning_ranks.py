@@ -58,8 +58,8 @@ def under_ddp(rank: int, world_size: int, System: Any, folder: Path) -> list[tor
 def test_ddp_and_its_checkpoints(world: World, System: Any, tmp_path: Path) -> None:
     pytest.importorskip("lightning.pytorch")
     found = world.run(under_ddp, 2, System, tmp_path, timeout=240)
-    for mine, first in zip(found[1], found[0], strict=True):
-        assert torch.equal(mine, first)
+    for own_value, first in zip(found[1], found[0], strict=True):
+        assert torch.equal(own_value, first)
     whole, resumed, usual = found[0]
     torch.testing.assert_close(whole, usual, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(resumed, usual, rtol=1e-10, atol=1e-12)
@@ -130,14 +130,17 @@ def with_helpers(rank: int, world_size: int, System: Any, sharded: bool) -> str:
 @pytest.mark.parametrize("System", [MRDHO2, DistKFAC])
 def test_ddp_over_helpers_is_refused_on_every_rank(world: World, System: Any) -> None:
     pytest.importorskip("lightning.pytorch")
-    for said in world.run(with_helpers, 2, System, False, timeout=240):
-        assert "with a model in DistributedDataParallel, which would wait for the gradients" in said
-        assert "optimizer.worker_group" in said
+    for messages in world.run(with_helpers, 2, System, False, timeout=240):
+        assert (
+            "with a model in DistributedDataParallel, which would wait for the gradients"
+            in messages
+        )
+        assert "optimizer.worker_group" in messages
 
 
 @pytest.mark.refused("Lightning FSDP2", "MRDHO2", message="hold whole models")
 def test_shards_over_accelerators_are_refused(world: World) -> None:
     """Lightning makes one mesh of all ranks."""
     pytest.importorskip("lightning.pytorch")
-    for said in world.run(with_helpers, 2, MRDHO2, True, timeout=240):
-        assert "helpers and their workers hold whole models; use helper_ranks=0" in said
+    for messages in world.run(with_helpers, 2, MRDHO2, True, timeout=240):
+        assert "helpers and their workers hold whole models; use helper_ranks=0" in messages

@@ -130,12 +130,12 @@ def test_a_class_and_its_keywords(hf: Any, System: Any, groups: str, tmp_path: P
             curved = hf.curved("Llama")
             return optimizer_of(System, model, params, hf.loss_of, curved, **keywords)
 
-    given: Any = {
+    arguments: Any = {
         "model": (Made, {**keywords, "model": model}),
         "factory": (lambda: lambda model, **keywords: Made(decayed(model), **keywords), keywords),
         "Trainer": (Made, keywords),
     }
-    trainer, seen = hf.fit(model, "Llama", tmp_path, optimizer_cls_and_kwargs=given[groups])
+    trainer, seen = hf.fit(model, "Llama", tmp_path, optimizer_cls_and_kwargs=arguments[groups])
     made = trainer.optimizer.param_groups
     assert len(made) == (1 if groups == "model" else 2)
     assert {group["weight_decay"] for group in made} == ({0.0, 0.1} if groups == "factory" else {0})

@@ -23,7 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))  # for the pool, as in the tests
 from pool import PoolTimeoutError, WorkerDiedError, WorkerError, World
 
-from fuzz_training import Example, Outcome, Told, draw_example, judge, train
+from fuzz_training import Example, Outcome, Reported, draw_example, judge, train
 
 if TYPE_CHECKING:
     pass
@@ -38,7 +38,7 @@ def play(world: World, example: Example, timeout: float = TIMEOUT) -> Outcome:
         results = world.run(train, example.ranks, example, timeout=timeout, expect_errors=True)
     except PoolTimeoutError as error:
         cause = error.__cause__.original if isinstance(error.__cause__, WorkerError) else None
-        first = f", after {cause.report['traceback']}" if isinstance(cause, Told) else ""
+        first = f", after {cause.report['traceback']}" if isinstance(cause, Reported) else ""
         return Outcome("finding", f"hung: {error}"[:200], f"{error}{first}")
     except WorkerDiedError as error:
         return Outcome("finding", f"died: {error}", str(error))
@@ -54,7 +54,7 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     world = World()
-    begun = time.monotonic()
+    started = time.monotonic()
     found: list[dict[str, Any]] = []
     counts: Counter[str] = Counter()
     try:
@@ -76,11 +76,11 @@ def main() -> int:
                 )
                 print(outcome.whole if arguments.show else "", flush=True)
             if sys.stdout.isatty() or seed % 50 == 49:
-                told = ", ".join(f"{n} {name}" for name, n in counts.most_common())
-                print(f"\r{len(found)} of {arguments.examples}: {told}", end="", flush=True)
+                summary = ", ".join(f"{n} {name}" for name, n in counts.most_common())
+                print(f"\r{len(found)} of {arguments.examples}: {summary}", end="", flush=True)
     finally:
         world.close()
-    print(f"\n{len(found)} examples, {time.monotonic() - begun:.0f} s: {dict(counts)}")
+    print(f"\n{len(found)} examples, {time.monotonic() - started:.0f} s: {dict(counts)}")
     if arguments.json:
         about = {"machine": platform.machine(), "torch": torch.__version__}
         rows = ",\n".join(json.dumps(row) for row in found)

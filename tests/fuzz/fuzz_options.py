@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 SYSTEMS: dict[str, Any] = {s.__name__: s for s in (KAISA, DPKFAC, DistKFAC, DHO2, MRDHO2)}
 
 # What a script gives, and not chance; `grad_scaler` and `gradient_averaging` go with the script.
-GIVEN = {
+VALUES = {
     *("params", "model", "process_group", "grad_scaler", "curvature_closure"),
     *("inverse_device", "stats_workers", "helper_ranks", "helper_timeout", "lr", "base"),
     *("self", "base_kwargs"),
@@ -101,7 +101,7 @@ class Falls:
 def signature(system: type[Any]) -> dict[str, inspect.Parameter]:
     """The options of an optimizer that chance may give."""
     found = inspect.signature(system).parameters
-    return {name: p for name, p in found.items() if name not in GIVEN}
+    return {name: p for name, p in found.items() if name not in VALUES}
 
 
 @functools.cache

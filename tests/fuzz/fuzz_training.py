@@ -162,7 +162,7 @@ def possible(example: Example) -> Example:
     return replace(example, habits=frozenset(habits), spec=spec, split=split, how=how)
 
 
-class Told(Exception):  # noqa: N818 - carries a report
+class Reported(Exception):  # noqa: N818 - carries a report
     """An error, described, on its way out of a process of the pool: the others are woken by it."""
 
     def __init__(self, report: dict[str, Any]) -> None:
@@ -221,9 +221,9 @@ class Training:
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         return losses(self.example.spec, outputs, y).mean()
 
-    def curvature(self, given: tuple[Tensor, Tensor] | None = None) -> Any:
+    def curvature(self, chosen_batch: tuple[Tensor, Tensor] | None = None) -> Any:
         """What the curvature closure returns, which depends on whose curvature is asked for."""
-        x, y = self.batch(99) if given is None else given
+        x, y = self.batch(99) if chosen_batch is None else chosen_batch
         outputs = self.model(x)
         kind = self.example.options.get("curvature")
         if kind == "gauss-newton":
@@ -232,8 +232,8 @@ class Training:
             return Outputs(outputs, lambda z: losses(self.example.spec, z, y))
         return self.loss(outputs, y)
 
-    def helpers_loss(self, given: tuple[Tensor, Tensor]) -> Tensor:
-        return self.loss(self.model(given[0]), given[1])
+    def helpers_loss(self, chosen_batch: tuple[Tensor, Tensor]) -> Tensor:
+        return self.loss(self.model(chosen_batch[0]), chosen_batch[1])
 
     def groups(self) -> list[dict[str, Any]]:
         """Parameters in two groups."""
@@ -328,8 +328,8 @@ class Training:
             self.model.to(self.dtype)
         if self.does("unfrozen later"):
             self.model.requires_grad_(True)
-        ours = type(self.optimizer) in SYSTEMS.values()
-        if self.does("the base's state") and self.example.ranks == 1 and ours:
+        is_own = type(self.optimizer) in SYSTEMS.values()
+        if self.does("the base's state") and self.example.ranks == 1 and is_own:
             self.optimizer.load_state_dict(self.optimizer.export_base_state())
 
     def spoil(self, step: int) -> None:
@@ -452,10 +452,10 @@ def train(rank: int, size: int, example: Example) -> dict[str, Any]:
         try:
             training.go()
         except Exception as error:
-            told = Told(described(error, training.stage))
+            report_error = Reported(described(error, training.stage))
         else:
             return training.report()
-    raise told
+    raise report_error
 
 
 def base_alone(example: Example) -> dict[str, Any]:
@@ -500,14 +500,14 @@ class Outcome:
 
 def judge(example: Example, results: Sequence[Any]) -> Outcome:
     """What has become of an example, by what each process returned or raised."""
-    reports = [r.report if isinstance(r, Told) else r for r in results]
+    reports = [r.report if isinstance(r, Reported) else r for r in results]
     for r in reports:
         if not isinstance(r, dict):
             return Outcome("finding", f"{type(r).__name__}: {r}"[:300], str(r))
     raised = [r for r in reports if r["status"] == "raised"]
     workers = reports[: example.workers]
     # A helper that raises is lost to the workers, and costs them no step.
-    lone = all(r["status"] == "raised" and _is_ours(r) for r in reports[example.workers :])
+    lone = all(r["status"] == "raised" and _is_own_error(r) for r in reports[example.workers :])
     if raised and not (lone and all(r["status"] == "done" for r in workers)):
         return _judge_errors(example, reports, raised)
     first = workers[0]["parameters"]
@@ -533,7 +533,7 @@ def _judge_errors(
     if all("torch/optim" in r["from"] for r in causes):
         return Outcome("by base", f"{causes[0]['type']}: {causes[0]['message']}"[:300])
     for r in causes:
-        if not _is_ours(r):
+        if not _is_own_error(r):
             alone = base_alone(example)
             known = alone["status"] == "raised" and alone["type"] == r["type"]
             if known and _words(alone["message"]) == _words(r["message"]):
@@ -554,11 +554,11 @@ def _is_echo(report: dict[str, Any]) -> bool:
     return "did not come to" in report["message"] or "has ended" in report["message"]
 
 
-def _is_ours(report: dict[str, Any]) -> bool:
+def _is_own_error(report: dict[str, Any]) -> bool:
     """Of this package, or of a base's own check, with a message."""
     known = re.search(r"second_order/|torch/optim", report["from"]) is not None
-    ours = report["ours"] or (report["ordinary"] and known)
-    return ours and len(report["message"]) >= 20
+    is_own = report["ours"] or (report["ordinary"] and known)
+    return is_own and len(report["message"]) >= 20
 
 
 def _words(message: str) -> str:

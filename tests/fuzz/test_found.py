@@ -35,7 +35,7 @@ def test_a_model_that_is_cast_goes_on_in_rows(world: World, dtype: str) -> None:
 
 
 @each_system
-def test_closing_leaves_a_state_that_was_asked_for_as_it_is(System: Any) -> None:
+def test_closing_does_not_change_a_state_dict_taken_before(System: Any) -> None:
     """A checkpoint is written after the `with` block, perhaps."""
     model = nn.Linear(3, 2)
     optimizer = make(System, model)

@@ -16,7 +16,7 @@ from stored_runs import rows, stored
 from fuzz import OUTCOMES, play
 from fuzz_models import Net, Part, Spec, batch, draw_model, losses
 from fuzz_options import RANGES, SYSTEMS, choices, draw_value, hints, signature
-from fuzz_training import Example, Told, base_alone, draw_example, judge, train
+from fuzz_training import Example, Reported, base_alone, draw_example, judge, train
 
 if TYPE_CHECKING:
     from pool import World
@@ -97,8 +97,8 @@ def done(*parameters: float, **more: Any) -> dict[str, Any]:
     return {"status": "done", "parameters": values, "largest": [1.0], **more}
 
 
-def raised(**more: Any) -> Told:
-    return Told({**ERROR, **more})
+def raised(**more: Any) -> Reported:
+    return Reported({**ERROR, **more})
 
 
 def test_the_judge() -> None:
@@ -130,7 +130,7 @@ def test_the_base_alone_is_another_training(world: World) -> None:
     assert alone.isfinite().all()
 
 
-def test_a_fault_of_ours_is_a_finding(world: World) -> None:
+def test_an_error_of_the_package_is_a_finding(world: World) -> None:
     """An error that no check has foreseen, as against one that an option's check raises."""
     spoilt = replace(KAISA, options={"lr": 0.05, "factor_dtype": "float32"})
     assert play(world, spoilt).name == "refused"

@@ -20,7 +20,7 @@ def dpkfac(params_or_model: Any, **options: Any) -> DPKFAC:
     return DPKFAC(params_or_model, **{**OPTIONS, **options})
 
 
-def train_alike(
+def train_equally(
     rank: int,
     world_size: int,
     case: Case,
@@ -35,7 +35,7 @@ def train_alike(
     return trajectories
 
 
-def train_apart(
+def train_separately(
     rank: int,
     world_size: int,
     case: Case,
@@ -44,7 +44,7 @@ def train_apart(
 ) -> list[list[Tensor]]:
     """A shard of the batches on each rank."""
     shards = [shard(batch, rank, world_size) for batch in batches]
-    return train_alike(rank, world_size, case, shards, choices)
+    return train_equally(rank, world_size, case, shards, choices)
 
 
 def by_choice(results: Sequence[Sequence[Sequence[Tensor]]]) -> list[Sequence[Tensor]]:

@@ -67,8 +67,8 @@ def kind_of(module: nn.Module) -> LayerKind:
 def bring(staged: StagedStatistics, pair: PairStatistics, scale: Any, pass_id: int) -> None:
     """Add a pair's sums, of matrices that are not packed, to a layer's statistics."""
     sums = dict(pair.factors)
-    letters = "AG" if staged.shape.gradient_factored else "G"
-    sums |= {letter: sums[letter] * scale**2 for letter in letters}
+    factor_names = "AG" if staged.shape.gradient_factored else "G"
+    sums |= {letter: sums[letter] * scale**2 for letter in factor_names}
     means = [factor.diagonal(dim1=-2, dim2=-1).mean(-1) for factor in sums.values()]
     record = torch.cat([torch.as_tensor(pair.num_examples).view(1), *means]).to(staged.dtype)
     packed = {letter: pack_upper_triangular(factor) for letter, factor in sums.items()}

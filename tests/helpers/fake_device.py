@@ -160,17 +160,17 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
         sys.settrace(threading.gettrace())  # coverage's, which autograd's threads are not told of
     name = op._schema.name.split("::")[-1]
     flat = [*_leaves(args), *_leaves(kwargs)]
-    ours = [a for a in flat if isinstance(a, Pretended)]
+    pretended = [a for a in flat if isinstance(a, Pretended)]
     plain = [a for a in flat if isinstance(a, torch.Tensor) and not isinstance(a, Pretended)]
     device = kwargs.get("device")
     arrives = device is not None and torch.device(device).type == NAME
-    if not ours and not arrives:
+    if not pretended and not arrives:
         return op(*args, **kwargs)
     if name == "_pin_memory":
         return args[0]
     leaves = name == "_to_copy" and device is not None and not arrives
-    _refuse_two_devices(op, name, ours, plain)
-    _count(op, name, args, ours, plain, arrives, leaves)
+    _refuse_two_devices(op, name, pretended, plain)
+    _count(op, name, args, pretended, plain, arrives, leaves)
     bare_args = _each(_bare, args)
     bare_kwargs = _each(_bare, kwargs)
     if arrives:
@@ -180,7 +180,9 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
         out = _widely(op, *bare_args, **bare_kwargs)
     else:
         out = op(*bare_args, **bare_kwargs)
-    shells: dict[int, torch.Tensor] = {id(a.inner): a for a in ours} | {id(p): p for p in plain}
+    shells: dict[int, torch.Tensor] = {id(a.inner): a for a in pretended} | {
+        id(p): p for p in plain
+    }
 
     def shell(t: Any) -> Any:
         if not isinstance(t, torch.Tensor) or isinstance(t, Pretended) or leaves:
@@ -224,10 +226,12 @@ def _bare(a: Any) -> Any:
     return torch.device("cpu") if isinstance(a, torch.device) and a.type == NAME else a
 
 
-def _refuse_two_devices(op: Any, name: str, ours: list[Any], plain: list[torch.Tensor]) -> None:
+def _refuse_two_devices(
+    op: Any, name: str, pretended: list[Any], plain: list[torch.Tensor]
+) -> None:
     numbers = torch.Tag.pointwise in op.tags or name.startswith(("fill_", "_foreach", "_amp"))
     wide = [tuple(p.shape) for p in plain if p.dim() > 0 or not numbers]
-    if ours and wide and name not in COPYING | INDEXING:
+    if pretended and wide and name not in COPYING | INDEXING:
         raise RuntimeError(f"{op}: operands on {NAME} and on the CPU, those of {wide}")
 
 
@@ -235,21 +239,23 @@ def _count(
     op: Any,
     name: str,
     args: Any,
-    ours: list[Any],
+    pretended: list[Any],
     plain: list[torch.Tensor],
     arrives: bool,
     leaves: bool,
 ) -> None:
     first = next(_leaves(args), None)
     if not op.is_view and name not in FREE:
-        added = name in PRODUCTS and "out" in op._overloadname and ours[-1] is first  # in place
+        added = (
+            name in PRODUCTS and "out" in op._overloadname and pretended[-1] is first
+        )  # in place
         _note(_seen.kernels, name, _launches(f"{name}_" if added else name, args))
-    if name in COPYING and (leaves or (ours and plain and not isinstance(first, Pretended))):
+    if name in COPYING and (leaves or (pretended and plain and not isinstance(first, Pretended))):
         _note(_seen.syncs, name)
-    elif plain and (name == "where" or (name in COPYING and (arrives or ours))):
+    elif plain and (name == "where" or (name in COPYING and (arrives or pretended))):
         _note(_seen.uploads, name)
-    masks = any(p.dtype in (torch.bool, torch.uint8) for p in ours[1:])
-    if ours and (name in WAITING or (name in INDEXING and (plain or masks))):
+    masks = any(p.dtype in (torch.bool, torch.uint8) for p in pretended[1:])
+    if pretended and (name in WAITING or (name in INDEXING and (plain or masks))):
         _note(_seen.syncs, name)
 
 
@@ -276,7 +282,7 @@ def _launches(name: str, args: Any) -> int:
 def _fast(name: str, lists: list[list[torch.Tensor]]) -> bool:
     """Whether CUDA has one kernel for a _foreach_ of these lists."""
     kinds = [{t.dtype for t in tensors} for tensors in lists]
-    alike = all(len(each) == 1 for each in kinds)
+    are_equal = all(len(each) == 1 for each in kinds)
     same = name == "_foreach_copy_" or len(set().union(*kinds)) == 1
 
     def form(t: torch.Tensor) -> Any:
@@ -285,7 +291,7 @@ def _fast(name: str, lists: list[list[torch.Tensor]]) -> bool:
     dense = all(torch.ops.aten.is_non_overlapping_and_dense(t) for each in lists for t in each)
     forms = ([form(t) for t in each] for each in lists)
     first = next(forms)
-    return alike and same and dense and all(each == first for each in forms)
+    return are_equal and same and dense and all(each == first for each in forms)
 
 
 def _readable(t: torch.Tensor) -> bool:
@@ -299,14 +305,14 @@ def _readable(t: torch.Tensor) -> bool:
 
 def _note(counter: Counter[str], name: str, times: int = 1) -> None:
     thread = threading.current_thread()  # autograd's are not Python's own
-    ours = isinstance(thread, threading._DummyThread) or thread is threading.main_thread()
+    pretended = isinstance(thread, threading._DummyThread) or thread is threading.main_thread()
     frame = sys._getframe(1)
     while frame is not None and not frame.f_globals.get("__name__", "").startswith("second_order"):
         frame = frame.f_back  # type: ignore[assignment]
     place = "elsewhere"
     if frame is not None:
         place = f"{frame.f_code.co_filename.split('second_order/')[-1]}:{frame.f_lineno}"
-    (counter if ours else _seen.beside)[f"{name} @ {place}"] += times
+    (counter if pretended else _seen.beside)[f"{name} @ {place}"] += times
 
 
 class _Module(backend_registration._DummyBackendModule):

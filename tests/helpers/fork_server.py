@@ -40,16 +40,16 @@ def serve() -> dict[str, Any] | None:
     """Until there are no more lines; what to become, in a fork."""
     codes: dict[int, int] = {}
     for line in sys.stdin:
-        told = json.loads(line)
-        if isinstance(told, dict):
+        report = json.loads(line)
+        if isinstance(report, dict):
             answer: int | None = os.fork()
             if answer == 0:
-                return told
+                return report
         else:
-            if told not in codes:
-                found, status = os.waitpid(told, os.WNOHANG)
+            if report not in codes:
+                found, status = os.waitpid(report, os.WNOHANG)
                 codes |= {found: os.waitstatus_to_exitcode(status)} if found else {}
-            answer = codes.get(told)
+            answer = codes.get(report)
         sys.stdout.write(json.dumps(answer) + "\n")
     return None
 
@@ -57,5 +57,5 @@ def serve() -> dict[str, Any] | None:
 if __name__ == "__main__":
     gc.collect()
     gc.freeze()
-    if (told := serve()) is not None:
-        become(**told)
+    if (report := serve()) is not None:
+        become(**report)

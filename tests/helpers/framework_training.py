@@ -135,8 +135,8 @@ def assert_as_usual(
     ends = []
     for more in ({}, base_only(System)):
         twin = copy.deepcopy(start)
-        given = {**(options or {}), **more}
-        optimizer = optimizer_of(System, twin, params(twin), loss, curved, **given)
+        options_given = {**(options or {}), **more}
+        optimizer = optimizer_of(System, twin, params(twin), loss, curved, **options_given)
         usual_loop(twin, optimizer, batches, loss=loss, scheduler=schedule(optimizer), **how)
         ends.append(trainable(twin))
     assert_trained(trainable(model), *ends, start=trainable(start), rtol=rtol)
@@ -147,8 +147,10 @@ def assert_trained(
 ) -> None:
     """Raise unless parameters are those of the usual loop, and not those of the base alone."""
     bound = rtol * float(usual.abs().max())
-    apart = float((found - usual).abs().max())
-    assert apart <= bound, f"apart by {apart:.3g} from the usual loop, {bound:.3g} allowed"
+    difference = float((found - usual).abs().max())
+    assert difference <= bound, (
+        f"apart by {difference:.3g} from the usual loop, {bound:.3g} allowed"
+    )
     assert float((usual - alone).abs().max()) > 10 * bound, "no more than the base alone"
     assert float((usual - alone).norm()) > 1e-2 * float((alone - start).norm())
 

@@ -58,8 +58,8 @@ def trainer(**options: Any) -> pl.Trainer:
     quiet = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
-    given = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, **quiet, **options}
-    return pl.Trainer(**given)
+    arguments = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, **quiet, **options}
+    return pl.Trainer(**arguments)
 
 
 def fit(module: pl.LightningModule, batches: Sequence[Any] = BATCHES, **options: Any) -> pl.Trainer:

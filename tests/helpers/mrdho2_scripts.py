@@ -83,7 +83,7 @@ def expected_until(epochs: int, **options: Any) -> list[Tensor]:
     return reference("paper", **options)[0]
 
 
-def told_once(results: Sequence[dict[str, Any]], text: str) -> None:
+def assert_one_warning(results: Sequence[dict[str, Any]], text: str) -> None:
     for result in results[:2]:
         (line,) = result["warned"]
         assert text in line

@@ -109,8 +109,8 @@ def make(
 ) -> Any:  # whatever the system has beyond the contract
     """A system in float64 with `PLAIN` or `PAIRS`, as far as it has them, and those given."""
     known = inspect.signature(System).parameters
-    ours = PAIRS if issubclass(System, EIGENPAIRS) else PLAIN
-    plain = {name: value for name, value in ours.items() if name in known}
+    own_cases = PAIRS if issubclass(System, EIGENPAIRS) else PLAIN
+    plain = {name: value for name, value in own_cases.items() if name in known}
     return System(params_or_model, **{**plain, **options})
 
 

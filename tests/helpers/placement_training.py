@@ -128,7 +128,7 @@ def growing(step: int) -> int:
     return 1 + step // 2
 
 
-def told(messages: Sequence[warnings.WarningMessage]) -> list[str]:
+def messages_of(messages: Sequence[warnings.WarningMessage]) -> list[str]:
     """What this package has warned of."""
     return [str(w.message) for w in messages if issubclass(w.category, SecondOrderWarning)]
 
@@ -220,8 +220,8 @@ def train_thawing(
         keepers.append([known[block].inverse_ranks for block in optimizer._curvature.layers.blocks])
         for block, layer in optimizer._curvature.plan.items():
             held = tuple(block.stored(which) is not None for which in "AG")
-            mine = tuple(solver == rank for solver in layer.inverse_ranks)
-            assert held == (mine if placement.spread else (True, True))
+            is_solver = tuple(solver == rank for solver in layer.inverse_ranks)
+            assert held == (is_solver if placement.spread else (True, True))
     return trajectory, keepers
 
 
@@ -234,7 +234,7 @@ def written(state: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def letters(saved: dict[str, Any]) -> Counter[str]:
+def count_factors(saved: dict[str, Any]) -> Counter[str]:
     """How many layers have each of their factors."""
     parts = [entry["curvature"] for entry in saved["optimizer"]["state"].values()]
     return Counter(letter for part in parts for letter in "AG" if letter in part)
@@ -286,7 +286,7 @@ def resumed(
         model, optimizer = loaded(placement, data, options)
         rest = LONG[steps:]
         trajectory = follow_placed(rank, world_size, placement, model, optimizer, MLP, rest)
-    return trajectory, told(messages)
+    return trajectory, messages_of(messages)
 
 
 def sharded(

@@ -310,15 +310,15 @@ class World:
             # seed of its own, so that the order of a set of names is not the same everywhere.
             context = multiprocessing.get_context("spawn" if rank == 1 else "forkserver")
             context.set_forkserver_preload(["second_order", "pytest", "hypothesis"])
-            ours, theirs = context.Pipe()
+            parent_end, child_end = context.Pipe()
             stacks = Path(self._directory.name) / f"stacks{rank}"
             process = context.Process(
-                target=_worker, args=(theirs, stacks), name=f"rank{rank}", daemon=True
+                target=_worker, args=(child_end, stacks), name=f"rank{rank}", daemon=True
             )
             with patch.dict(os.environ, RANK_ENVIRONMENT):
                 process.start()
-            theirs.close()
-            self._ranks.append(_Rank(process, ours, stacks))
+            child_end.close()
+            self._ranks.append(_Rank(process, parent_end, stacks))
         if new:
             self._replies(new, time.monotonic() + START_TIMEOUT, "start")
 
@@ -397,9 +397,9 @@ class World:
 class Fork:
     """A process of `Forks`, with the methods of `subprocess.Popen`."""
 
-    def __init__(self, forks: Forks, told: dict[str, Any]) -> None:
+    def __init__(self, forks: Forks, report: dict[str, Any]) -> None:
         self._forks = forks
-        self.pid: int = forks.ask(told)
+        self.pid: int = forks.ask(report)
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -476,13 +476,13 @@ class Launch:
         for rank, output in enumerate(self._outputs):
             output.touch()
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            told = {
+            report = {
                 "script": str(script),
                 "arguments": [str(arg) for arg in args],
                 "environment": {**os.environ, **RANK_ENVIRONMENT, **shared, **own},
                 "output": str(output),
             }
-            self.processes.append(Fork(forks, told))
+            self.processes.append(Fork(forks, report))
 
     def output(self, rank: int) -> str:
         """What `rank` printed so far, errors included."""

@@ -147,8 +147,8 @@ def by_reference(
 def agreed(results: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
     """The trajectory that all ranks have, bit for bit."""
     for rank, result in enumerate(results):
-        for step, (mine, first) in enumerate(zip(result, results[0], strict=True)):
-            assert torch.equal(mine, first), f"rank {rank} differs from rank 0 after step {step}"
+        for step, (own, first) in enumerate(zip(result, results[0], strict=True)):
+            assert torch.equal(own, first), f"rank {rank} differs from rank 0 after step {step}"
     return results[0]
 
 

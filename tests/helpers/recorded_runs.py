@@ -133,20 +133,20 @@ def run(rank: int, world_size: int, name: str, saved: dict[str, Any] | None = No
             optimizer.serve([curved] * 5, lambda batch: cross_entropy(model(batch[0]), batch[1]))
             return None
         trajectory: list[Tensor] = []
-        kept: dict[str, Any] = {}
+        recorded: dict[str, Any] = {}
         for step in range(0 if saved is None else SAVED_AT, STEPS):
             if step == SAVED_AT and saved is None:
                 if hasattr(optimizer, "consolidate"):
                     optimizer.consolidate(to=None)
                 state = copy.deepcopy(optimizer.state_dict())
-                kept = {"parameters": vector(model), "optimizer": state}
+                recorded = {"parameters": vector(model), "optimizer": state}
             x, y = shard(batches[step], rank, workers)
             optimizer.zero_grad()
             ZOO[case].loss(model(x), y).backward()
             with at_once(optimizer) if step < EARLY else nullcontext():
                 optimizer.step()
             trajectory.append(vector(model))
-        return trajectory, kept
+        return trajectory, recorded
     finally:
         if hasattr(optimizer, "close"):
             optimizer.close()

@@ -41,9 +41,9 @@ def saved_and_loaded(saved: Any, **options: Any) -> Any:
 
 
 def trained(System: Any, base: str = "SGD", **options: Any) -> tuple[nn.Module, Any]:
-    Base, given = BASES[base]
+    Base, arguments = BASES[base]
     model = MLP.model()
-    optimizer = make(System, model, base=Base, **given, **options)
+    optimizer = make(System, model, base=Base, **arguments, **options)
     train(model, optimizer)
     return model, optimizer
 
@@ -62,13 +62,13 @@ def snapshot(model: nn.Module, optimizer: Any) -> Any:
     )
 
 
-def alike(a: Any, b: Any) -> bool:
+def are_equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(alike(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(are_equal(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(alike(x, y) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(are_equal(x, y) for x, y in zip(a, b, strict=True))
     return bool(a == b)
 
 

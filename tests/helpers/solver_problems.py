@@ -45,8 +45,8 @@ def solve(name: str, A: Tensor, G: Tensor, gradient: Tensor, damping: Any) -> Te
 
 
 def decompose(name: str, *matrices: Tensor, dtype: torch.dtype | None = None) -> list[Any]:
-    kept = dtype or next((matrix.dtype for matrix in matrices), torch.float32)
-    return SOLVERS[name].decompose([problem(m) for m in matrices], kept)
+    storage_dtype = dtype or next((matrix.dtype for matrix in matrices), torch.float32)
+    return SOLVERS[name].decompose([problem(m) for m in matrices], storage_dtype)
 
 
 def restored(name: str, decomposition: tuple[Tensor, ...]) -> Tensor:

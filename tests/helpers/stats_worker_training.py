@@ -75,7 +75,7 @@ def quiet(results: Sequence[dict[str, Any]]) -> bool:
     return not any(result["warned"] for result in results)
 
 
-def told_once(results: Sequence[dict[str, Any]], *texts: str) -> None:
+def assert_one_warning(results: Sequence[dict[str, Any]], *texts: str) -> None:
     for result in results:
         if result["role"] == "worker":
             (line,) = result["warned"]
@@ -91,13 +91,13 @@ def everywhere(optimizer: Any, number: float) -> float:
     return least.item()
 
 
-def mine(optimizer: Any, batch: Batch) -> Batch:
+def own_batch(optimizer: Any, batch: Batch) -> Batch:
     """A worker's shard."""
     return shard(batch, optimizer._training.world.rank, optimizer._training.world.size)
 
 
 def train_on(model: nn.Module, optimizer: Any, batches: Sequence[Batch]) -> list[Tensor]:
-    return go(model, optimizer, CASE, [mine(optimizer, batch) for batch in batches])
+    return go(model, optimizer, CASE, [own_batch(optimizer, batch) for batch in batches])
 
 
 def until_fed(model: nn.Module, optimizer: Any) -> list[Tensor]:

@@ -198,7 +198,7 @@ def fit(
     **arguments: Any,
 ) -> tuple[Trainer, list[dict[str, Tensor]]]:
     """Train by the Trainer; it, and the batches that the model has seen."""
-    given = {
+    all_arguments = {
         "per_device_train_batch_size": BATCH,
         "max_steps": STEPS,
         "learning_rate": LR,
@@ -210,11 +210,13 @@ def fit(
         "dataloader_pin_memory": False,
         **arguments,
     }
-    parts = given.get("gradient_accumulation_steps", 1) * int(os.environ.get("WORLD_SIZE", "1"))
+    parts = all_arguments.get("gradient_accumulation_steps", 1) * int(
+        os.environ.get("WORLD_SIZE", "1")
+    )
     with fresh_state(), recorded(model, parts) as seen:
         trainer = Trainer(
             model,
-            TrainingArguments(str(folder), **given),
+            TrainingArguments(str(folder), **all_arguments),
             train_dataset=examples(name) if data is None else data,
             data_collator=collator,
             callbacks=callbacks,

@@ -45,9 +45,9 @@ def test_default_settings_depend_on_the_base(System: type[KAISA]) -> None:
     plain, adaptive = (options_of(System(model, lr=0.1, base=base)) for base in (SGD, AdamW))
     assert plain.factor_decay == PerStep(0.995)
     assert adaptive.factor_decay == PerStep(0.978, share=1 / 3)
-    given = {"damping": 1.0, "kl_clip": 1e-3, "factor_decay": 0.5}
-    chosen = options_of(System(model, lr=0.1, base=AdamW, **given))
-    assert {name: getattr(chosen, name) for name in given} == given
+    own_options = {"damping": 1.0, "kl_clip": 1e-3, "factor_decay": 0.5}
+    chosen = options_of(System(model, lr=0.1, base=AdamW, **own_options))
+    assert {name: getattr(chosen, name) for name in own_options} == own_options
 
 
 def test_with_two_bases_the_first_decides_the_defaults() -> None:
@@ -69,9 +69,9 @@ def test_grafting_is_the_default_over_every_base(System: type[KAISA], base: Any)
 
 
 def test_absolute_damping_has_no_floor() -> None:
-    given: dict[str, Any] = {"lr": 0.1, "damping": 0.2}
-    assert options_of(KAISA(nn.Linear(3, 2), **given)).damping_floor == DAMPING_FLOOR
-    absolute = KAISA(nn.Linear(3, 2), **given, relative_damping=False)
+    own_options: dict[str, Any] = {"lr": 0.1, "damping": 0.2}
+    assert options_of(KAISA(nn.Linear(3, 2), **own_options)).damping_floor == DAMPING_FLOOR
+    absolute = KAISA(nn.Linear(3, 2), **own_options, relative_damping=False)
     assert options_of(absolute).damping_floor == 0.0
 
 

@@ -45,12 +45,12 @@ def synchronous(
     for name, options in choices:
         case = ZOO[name]
         pair = []
-        for mine in (False, True):
+        for is_own in (False, True):
             model = case.model()
             chosen = {**OPTIONS, "solver": "inverse", **options}
             with noted():
                 extra = {"precondition_norms": False, "max_staleness": 0}
-                optimizer: Any = distkfac(model, **chosen, **extra) if mine else None
+                optimizer: Any = distkfac(model, **chosen, **extra) if is_own else None
                 optimizer = optimizer or KAISA(model, **chosen)
             pair.append(go(model, optimizer, case, shards(case.batches(4, 12), rank, world_size)))
             optimizer.close()
@@ -164,7 +164,7 @@ def test_every_worker_has_the_weights_and_traces_of_all_layers(world: World) -> 
     """Beside stats workers, too, where each keeps the factors of its own layers alone."""
     alone = heads(0, 1)
     results = world.run(heads, 2)
-    assert {kept for *_, kept in results[0]} == {(True, True), (False, False)}
+    assert {presence for *_, presence in results[0]} == {(True, True), (False, False)}
     for result in results:
         for (weight, means, _), (its_weight, its_means, _) in zip(result, alone, strict=True):
             assert weight == its_weight

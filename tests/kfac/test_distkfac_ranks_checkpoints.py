@@ -122,8 +122,8 @@ def saves_worker(model: nn.Module, optimizer: Any) -> Any:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save(state, buffer)
         rank = optimizer._training.world.rank
-        kept = {b.name for b, owner in owned_by(optimizer) if owner == rank}
-        parts = {name: pair for name, pair in factors_here(optimizer).items() if name in kept}
+        stored = {b.name for b, owner in owned_by(optimizer) if owner == rank}
+        parts = {name: pair for name, pair in factors_here(optimizer).items() if name in stored}
     return buffer.getvalue(), refused, parts, found
 
 

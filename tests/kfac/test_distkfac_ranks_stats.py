@@ -18,18 +18,18 @@ from optimizer_cases import assert_same_factors
 from ranks import agreed, assert_same_trajectory, go, vector
 from stats_worker_training import (
     SYNCHRONOUS,
+    assert_one_warning,
     ends_stats,
     everywhere,
     factors_here,
     loss_of,
-    mine,
+    own_batch,
     owned_by,
     owned_here,
     play,
     quiet,
     refusal,
     roles_of,
-    told_once,
     train_on,
     until_all_come,
     until_fed,
@@ -140,7 +140,7 @@ def held_worker(model: nn.Module, optimizer: Any, sign: Path, wrap: bool) -> Any
         sign.touch()
         until_fed(wrapped, optimizer)
         optimizer.zero_grad()
-        loss_of(wrapped, mine(optimizer, BATCHES[0])).backward()
+        loss_of(wrapped, own_batch(optimizer, BATCHES[0])).backward()
         captured = any(not b.staged.empty for b in optimizer._curvature.layers.blocks)
         optimizer.step()
         train_on(wrapped, optimizer, BATCHES[:2])
@@ -299,7 +299,7 @@ def test_a_stats_worker_raises_if_the_workers_model_grows(world: World) -> None:
     _, (helper,) = roles_of(results)
     assert helper.startswith("SecondOrderError: the workers' model has 8 parameters")
     assert helper.endswith("build and change the same model on every rank")
-    told_once(results, "lost contact with", "from the training passes again")
+    assert_one_warning(results, "lost contact with", "from the training passes again")
 
 
 class OutOfPaperError(Exception):
@@ -404,7 +404,7 @@ def fails_stats(model: nn.Module, optimizer: Any, how: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "error_text"),
     [
         ("raises", "OutOfPaperError: in the loss"),
         ("runs dry", "ValueError: batches is empty, or an iterator that has ended; give a loader"),
@@ -413,15 +413,15 @@ def fails_stats(model: nn.Module, optimizer: Any, how: str) -> Any:
 )
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_after_a_stats_worker_exits_workers_capture_their_own_statistics(
-    world: World, world_size: int, how: str, said: str
+    world: World, world_size: int, how: str, error_text: str
 ) -> None:
     """Its exception is raised where it belongs, and workers say once what has become of it."""
     results = world.run(play, world_size, (fails_worker, fails_stats), {}, how, timeout=LONG)
     workers, (helper,) = roles_of(results)
-    assert helper == said
+    assert helper == error_text
     agreed(workers)
     name = f"stats worker {world_size - 1}"
-    told_once(results, f"lost contact with {name}", "from the training passes again")
+    assert_one_warning(results, f"lost contact with {name}", "from the training passes again")
 
 
 def curvature_worker(model: nn.Module, optimizer: Any) -> tuple[float, list[float]]:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from dpkfac_training import by_choice, dpkfac, train_apart
+from dpkfac_training import by_choice, dpkfac, train_separately
 from models import ZOO
 from optimizer_cases import factors, take
-from placement_training import DPKFAC_OWNER, letters, loaded_dcp, save_dcp
+from placement_training import DPKFAC_OWNER, count_factors, loaded_dcp, save_dcp
 from ranks import OPTIONS, agreed, assert_same_trajectory, go, shard, train, vector
 from reference import cross_entropy, empirical_factors
 from torch import Tensor, nn
@@ -83,15 +83,15 @@ def test_a_layers_factors_come_from_its_owners_batches(
     options = {"assignment": assignment, "factor_decay": 0.5}
     results = world.run(own_factors, world_size, case, batches, options)
     trajectory = agreed([trajectory for trajectory, _ in results])
-    names = [name for _, kept in results for name in kept]
+    names = [name for _, stored_names in results for name in stored_names]
     blocks = dpkfac(case.model())._curvature.layers.blocks
     assert sorted(names) == sorted(block.name for block in blocks)
     owners = assign_owners(list(map(layer_dims, blocks)), world_size, assignment)  # type: ignore[arg-type]
     for block, owner in zip(blocks, owners, strict=True):
         found = results[owner][1][block.name]
         for rank in range(world_size):
-            mine = [shard(batch, rank, world_size) for batch in batches]
-            same = close(found, averages(case, trajectory, mine, block.name, 0.5))
+            own_batches = [shard(batch, rank, world_size) for batch in batches]
+            same = close(found, averages(case, trajectory, own_batches, block.name, 0.5))
             assert same == (rank == owner)
         assert not close(found, averages(case, trajectory, batches, block.name, 0.5))
 
@@ -107,7 +107,7 @@ def test_both_gradient_exchanges_give_the_same_trajectory(
         for how in ({}, ALL_REDUCE)
         for assignment in ("balanced", "round_robin")
     ]
-    results = world.run(train_apart, world_size, MLP, BATCHES, choices)
+    results = world.run(train_separately, world_size, MLP, BATCHES, choices)
     balanced, round_robin, reduced, reduced_round_robin = by_choice(results)
     assert_same_trajectory(balanced, reduced, rtol=1e-9)
     assert_same_trajectory(round_robin, reduced_round_robin, rtol=1e-9)
@@ -159,7 +159,7 @@ def load_then(
     if then == "consolidate":
         optimizer.consolidate(to=0)
         if rank == 0:
-            collected = letters({"optimizer": optimizer.state_dict()}).total()
+            collected = count_factors({"optimizer": optimizer.state_dict()}).total()
     else:
         for name in ("0", "4"):
             model.get_submodule(name).requires_grad_(False)

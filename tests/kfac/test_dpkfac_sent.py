@@ -23,7 +23,7 @@ BASES: dict[str, dict[str, Any]] = {
 }
 
 
-def owners_beside_a_norm(rank: int, world_size: int) -> list[int]:
+def owners_with_a_norm(rank: int, world_size: int) -> list[int]:
     """One large layer for rank 0, two small ones for rank 1, and a norm that is nobody's."""
     norm = nn.LayerNorm(30, bias=False)
     model = nn.Sequential(nn.Linear(9, 10), norm, nn.Linear(2, 3), nn.Linear(2, 3))
@@ -35,4 +35,4 @@ def owners_beside_a_norm(rank: int, world_size: int) -> list[int]:
 
 
 def test_parameters_without_a_layer_go_to_the_rank_that_sends_least(world: World) -> None:
-    assert world.run(owners_beside_a_norm, 2) == [[0, 1, 1, 1]] * 2
+    assert world.run(owners_with_a_norm, 2) == [[0, 1, 1, 1]] * 2

@@ -112,10 +112,10 @@ def test_layers_are_due_at_multiples_and_not_more_often_than_a_quarter_needs(
     assert not due or step % tick == 0
 
 
-Told = dict[str, float]
+Cosines = dict[str, float]
 
 
-def kept_here(optimizer: Any) -> dict[str, Any]:
+def stored_here(optimizer: Any) -> dict[str, Any]:
     """The averages (A, G) of every layer of which this rank has both."""
     return {
         block.name: tuple(matrices(block.factors))
@@ -124,7 +124,7 @@ def kept_here(optimizer: Any) -> dict[str, Any]:
     }
 
 
-def told_by_hand(before: Any, after: Any, gradients: Any) -> Told:
+def cosines_by_hand(before: Any, after: Any, gradients: Any) -> Cosines:
     """Of each layer whose factors are here: P by old and new factors, dense and in float64."""
     found = {}
     for name in after:
@@ -148,19 +148,19 @@ def mean_gradients(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     return found
 
 
-def second_refresh(rank: int, world_size: int, system: str) -> tuple[Told, Told, Any]:
+def second_refresh(rank: int, world_size: int, system: str) -> tuple[Cosines, Cosines, Any]:
     """What the second refresh tells, by hand as far as this rank knows, and by the system."""
     model = MLP.model()
     optimizer = make(SYSTEMS[system], model, **BY_DRIFT)
     first, second = ((10 * x, y) if i else (x, y) for i, (x, y) in enumerate(BATCHES[:2]))
     take(model, optimizer, shard(first, rank, world_size))
-    before = kept_here(optimizer)
+    before = stored_here(optimizer)
     gradients = mean_gradients(model, second)
     take(model, optimizer, shard(second, rank, world_size))
-    by_hand = told_by_hand(before, kept_here(optimizer), gradients)
+    by_hand = cosines_by_hand(before, stored_here(optimizer), gradients)
     changes = optimizer._curvature.drift.changes
-    told = {block.name: change.cosine for block, change in changes.items()}
-    return by_hand, told, optimizer.metrics()
+    cosines = {block.name: change.cosine for block, change in changes.items()}
+    return by_hand, cosines, optimizer.metrics()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -173,12 +173,12 @@ def test_cosines_equal_those_of_dense_preconditioning(
     by_hand = {name: each for known, _, _ in results for name, each in known.items()}
     assert set(by_hand) == set(LAYERS)
     assert min(by_hand.values()) < 0.99
-    for _, told, numbers in results:
-        assert told == results[0][1]
+    for _, cosines, numbers in results:
+        assert cosines == results[0][1]
         for name, expected in by_hand.items():
-            assert told[name] == pytest.approx(expected, rel=1e-5)
-        assert numbers["drift/cosine/min"] == min(told.values())
-        assert numbers["drift/cosine"] == sorted(told.values())[1]
+            assert cosines[name] == pytest.approx(expected, rel=1e-5)
+        assert numbers["drift/cosine/min"] == min(cosines.values())
+        assert numbers["drift/cosine"] == sorted(cosines.values())[1]
 
 
 def trained(

@@ -58,8 +58,8 @@ def test_all_ranks_have_equal_parameters(world: World, way: str, solver: str) ->
     exact = agreed([each[0] for each in world.run(train, 3, options)])
     results = world.run(train, 3, {**options, "exchange_dtype": BF16})
     found = agreed([each[0] for each in results])
-    for step, (mine, theirs) in enumerate(zip(found, exact, strict=True)):
-        assert 1e-6 < float((mine - theirs).norm() / theirs.norm()) < 0.02, step
+    for step, (actual, expected) in enumerate(zip(found, exact, strict=True)):
+        assert 1e-6 < float((actual - expected).norm() / expected.norm()) < 0.02, step
     first = results[0][1]
     assert len(first) == 3
     for _, inverses, _ in results:
@@ -77,8 +77,8 @@ def test_a_16_bit_dtype_halves_the_bytes_of_factors_and_decompositions(
     world: World, way: str
 ) -> None:
     """Examples and traces travel as they are, and so do gradients."""
-    kept = {"factor_dtype": torch.float32}
-    options = {**WAYS[way], **kept, "solver": "inverse", "grad_worker_fraction": 0.5}
+    float32_factors = {"factor_dtype": torch.float32}
+    options = {**WAYS[way], **float32_factors, "solver": "inverse", "grad_worker_fraction": 0.5}
     options["kl_clip"] = None
     heads = 4 * 3 * 4  # loss terms, rows of A, and two mean eigenvalues, of three layers
     whole, half = (
@@ -90,8 +90,8 @@ def test_a_16_bit_dtype_halves_the_bytes_of_factors_and_decompositions(
         copies = 4 if way == "reduce" else 1  # a head to each rank, or one into the all-reduce
         rounded = before[sums] - copies * heads - flags
         assert after[sums] == rounded / 2 + heads + flags
-        verdicts = 4 * 3
-        assert after["solve_exchange"] - verdicts == ((before["solve_exchange"] - verdicts) / 2)
+        outcomes = 4 * 3
+        assert after["solve_exchange"] - outcomes == ((before["solve_exchange"] - outcomes) / 2)
         same = ("average_gradients", "precondition_exchange")
         assert all(after.get(name) == before.get(name) for name in same)
         assert before.get("precondition_exchange", 0) > 0 or before["average_gradients"] > 0

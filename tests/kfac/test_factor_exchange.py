@@ -12,7 +12,7 @@ import pytest
 import torch
 from models import ZOO
 from optimizer_cases import take
-from placement_training import letters, network, written
+from placement_training import count_factors, network, written
 from ranks import agreed, assert_same_trajectory, follow, kaisa
 from reference import cross_entropy, empirical_factors
 from torch import Tensor
@@ -66,7 +66,7 @@ def test_ranks_are_weighted_by_their_examples(
             torch.testing.assert_close(part["mean_eigenvalues"], torch.stack(means))
 
 
-def kept(
+def stored_bytes(
     rank: int, world_size: int, widths: Sequence[int], options: dict[str, Any]
 ) -> tuple[list[tuple[bool, bool]], list[Tensor], int, int]:
     """Which factors there are, what all ranks have, and the bytes of factors and inverses."""
@@ -96,16 +96,16 @@ def test_each_factor_is_on_one_rank_and_its_trace_on_all_ranks(
     """On the one that decomposes it."""
     widths = [9, 8, 7, 6, 3]
     options = {"colocate_factors": colocate, "grad_worker_fraction": workers / world_size}
-    results = world.run(kept, world_size, widths, {**options, **REDUCE})
+    results = world.run(stored_bytes, world_size, widths, {**options, **REDUCE})
     for layer in range(4):
         for which in range(2):
             assert sum(held[layer][which] for held, *_ in results) == 1
-    assert sum(factors for _, _, factors, _ in results) == kept(0, 1, widths, {})[2]
+    assert sum(factors for _, _, factors, _ in results) == stored_bytes(0, 1, widths, {})[2]
     for _, everywhere, _, _ in results:
-        for mine, first in zip(everywhere, results[0][1], strict=True):
-            assert torch.equal(mine, first)
-    every = world.run(kept, world_size, widths, options)
-    assert all(factors == kept(0, 1, widths, {})[2] for _, _, factors, _ in every)
+        for own, first in zip(everywhere, results[0][1], strict=True):
+            assert torch.equal(own, first)
+    every = world.run(stored_bytes, world_size, widths, options)
+    assert all(factors == stored_bytes(0, 1, widths, {})[2] for _, _, factors, _ in every)
 
 
 BATCHES = MLP.batches(7, n=12)
@@ -128,7 +128,7 @@ def test_the_rank_that_saves_has_all_factors(world: World, to: int | None) -> No
     results = world.run(consolidated, 3, to, SPREAD | {"grad_worker_fraction": 1 / 3})
     for rank, saved in enumerate(results):
         if to in (rank, None):
-            assert letters(saved) == {"A": 3, "G": 3}
+            assert count_factors(saved) == {"A": 3, "G": 3}
             for index, entry in whole["optimizer"]["state"].items():
                 part = saved["optimizer"]["state"][index]["curvature"]
                 assert part.keys() == entry["curvature"].keys()
@@ -136,9 +136,9 @@ def test_the_rank_that_saves_has_all_factors(world: World, to: int | None) -> No
                     if isinstance(value, Tensor):
                         torch.testing.assert_close(part[key], value, rtol=1e-9, atol=1e-12)
         else:
-            assert letters(saved).total() < 6
+            assert count_factors(saved).total() < 6
     if to is not None:
-        assert sum(letters(saved).total() for saved in results) < 12
+        assert sum(count_factors(saved).total() for saved in results) < 12
 
 
 def after_consolidation(rank: int, world_size: int) -> list[tuple[int, bool]]:
@@ -160,14 +160,14 @@ def after_consolidation(rank: int, world_size: int) -> list[tuple[int, bool]]:
                 saved = optimizer.state.values()
                 allowed = False
             curvature = [parts["curvature"] for parts in saved]
-            kept_here = {
+            stored_here = {
                 id(b.stored(which)) for b in optimizer._curvature.layers.blocks for which in "AG"
             }
             copies = [
                 part[which]
                 for part in curvature
                 for which in "AG"
-                if which in part and id(part[which]) not in kept_here
+                if which in part and id(part[which]) not in stored_here
             ]
             found.append((sum(t.nbytes for t in copies), allowed))
     return found
@@ -189,7 +189,7 @@ def full_state(rank: int, world_size: int, to: Any) -> Counter[str]:
         optimizer.consolidate(to=to)
     how = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_optimizer_state_dict(model, optimizer, options=how)
-    return letters({"optimizer": {"state": state.get("state", {})}})
+    return count_factors({"optimizer": {"state": state.get("state", {})}})
 
 
 def test_a_full_state_dict_requires_consolidate(world: World) -> None:

@@ -82,20 +82,20 @@ def fail_once(
     model = MLP.model()
     optimizer = kaisa(model, **REFRESHED, **options)
     trajectory = []
-    kept = set()
+    stored = set()
     failed = []
     with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
         for step, batch in enumerate(BATCHES[:6]):
             before = inverses(optimizer)
-            mine = shard(batch, rank, world_size)
+            own_batch = shard(batch, rank, world_size)
             if step == 2 and rank == where:
                 with failing(options["solver"], fault):
-                    take(model, optimizer, mine)
+                    take(model, optimizer, own_batch)
             else:
-                take(model, optimizer, mine)
+                take(model, optimizer, own_batch)
             if step == 2:
-                kept = same_inverses(before, inverses(optimizer))
+                stored = same_inverses(before, inverses(optimizer))
             if step == 4:
                 assert not same_inverses(before, inverses(optimizer)), "all goes on as before"
             failed.append(optimizer.summary().failed)
@@ -105,7 +105,7 @@ def fail_once(
         for row in optimizer.summary().rows
         if re.search(rf"solve (\d\+)?{where}\b", row.computed_by)
     ]
-    return trajectory, kept, caught(messages), failed, solved_there
+    return trajectory, stored, caught(messages), failed, solved_there
 
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
@@ -121,15 +121,15 @@ def test_all_ranks_keep_the_last_inverse_if_one_rank_fails(
     affected = set(results[0][4])
     assert affected, "the rank that fails has something to do"
     assert affected < set(LAYERS), "and so have others"
-    for _, kept, warned, failed, _ in results:
-        assert kept <= affected
+    for _, stored, warned, failed, _ in results:
+        assert stored <= affected
         assert failed == [0, 0, len(affected), len(affected), 0, 0]
         assert len(warned) == len(affected)
         for name in affected:
             (line,) = [w for w in warned if f"layer '{name}'" in w]
             assert "could not be decomposed at step 2" in line
             assert "its last inverse is kept" in line
-    assert set.union(*(kept for _, kept, *_ in results)) == affected
+    assert set.union(*(stored for _, stored, *_ in results)) == affected
     if fault == "crashes":
         assert all("KeyError: 'out of luck'" in line for line in results[0][2])
 
@@ -144,9 +144,9 @@ def one_side_fails(
     with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
         for step, batch in enumerate(BATCHES[:4]):
-            mine = shard(batch, rank, world_size)
+            own_batch = shard(batch, rank, world_size)
             with failing("eigen", "raises", lambda m, s=step: s == 2 and m.shape[-1] == size):
-                take(model, optimizer, mine)
+                take(model, optimizer, own_batch)
             found.append(vector(model))
     return found, caught(messages)
 

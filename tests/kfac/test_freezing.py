@@ -77,8 +77,8 @@ def own_gradients(rank: int, world_size: int, name: str) -> tuple[list[Tensor], 
             model[0].requires_grad_(False)
             optimizer.step(**asking(model, optimizer, curved))
             found.append(vector(model))
-    said = [str(w.message) for w in caught if "frozen parameters" in str(w.message)]
-    return found, said
+    messages = [str(w.message) for w in caught if "frozen parameters" in str(w.message)]
+    return found, messages
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -88,8 +88,8 @@ def test_gradients_that_no_rank_averaged_are_not_stepped_with_a_warning(
     results = world.run(own_gradients, 2, name)
     agreed([found for found, _ in results])
     size = sum(p.numel() for p in MLP.model()[0].parameters())
-    for found, said in results:
+    for found, messages in results:
         assert all(torch.equal(each[:size], found[0][:size]) for each in found)
-        assert len(said) == 1
-        assert "gradients, which the ranks do not average" in said[0]
-        assert "'0.weight', '0.bias'; call zero_grad() after you freeze parameters" in said[0]
+        assert len(messages) == 1
+        assert "gradients, which the ranks do not average" in messages[0]
+        assert "'0.weight', '0.bias'; call zero_grad() after you freeze parameters" in messages[0]

@@ -46,9 +46,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning
 TIGHT = 1e-10
 
 
-def assert_alike(found: Sequence[Any], expected: Sequence[Any], hint: Any = "") -> None:
-    for choice, mine, theirs in zip(CHOICES, found, expected, strict=False):
-        assert_same_trajectory(mine, theirs, rtol=TIGHT, hint=(choice, hint))
+def assert_equal_runs(found: Sequence[Any], expected: Sequence[Any], hint: Any = "") -> None:
+    for choice, actual, wanted_values in zip(CHOICES, found, expected, strict=False):
+        assert_same_trajectory(actual, wanted_values, rtol=TIGHT, hint=(choice, hint))
 
 
 @pytest.mark.works("FSDP2", "KAISA", "DPKFAC", "DistKFAC")
@@ -60,7 +60,7 @@ def test_fsdp_trajectories_equal_those_of_ddp(
     expected = by_choice(world.run(train_sharded, world_size, CHOICES, "ddp"))
     for how in ways:
         found = by_choice(world.run(train_sharded, world_size, CHOICES, how))
-        assert_alike(found, expected, how)
+        assert_equal_runs(found, expected, how)
 
 
 def test_fsdp_trajectories_equal_those_of_one_process(world: World) -> None:
@@ -116,7 +116,7 @@ def test_an_optimizer_created_before_fully_shard_adopts_the_shards(world: World)
     choices = CHOICES[:2]
     made_after = by_choice(world.run(train_sharded, 2, choices, "layers"))
     made_before = by_choice(world.run(train_sharded, 2, choices, "layers", before=True))
-    assert_alike(made_before, made_after)
+    assert_equal_runs(made_before, made_after)
 
 
 @pytest.mark.works("HSDP", "KAISA", "DPKFAC", "DistKFAC")
@@ -125,16 +125,16 @@ def test_hsdp_trains_like_one_process(world: World) -> None:
     choices = [CHOICES[0], CHOICES[3], CHOICES[5]]
     expected = by_choice(world.run(train_sharded, 4, choices, "ddp"))
     found = by_choice(world.run(train_sharded, 4, choices, "blocks", replicas=2))
-    for choice, mine, theirs in zip(choices, found, expected, strict=True):
-        assert_same_trajectory(mine, theirs, rtol=TIGHT, hint=choice)
+    for choice, actual, wanted_values in zip(choices, found, expected, strict=True):
+        assert_same_trajectory(actual, wanted_values, rtol=TIGHT, hint=choice)
 
 
 def test_a_compiled_sharded_model_trains_like_an_uncompiled_one(world: World) -> None:
     choices = CHOICES[:1]
     plain = by_choice(world.run(train_sharded, 2, choices, "blocks"))
     compiled = by_choice(world.run(train_sharded, 2, choices, "blocks", compiles=True))
-    for choice, mine, theirs in zip(choices, compiled, plain, strict=True):
-        assert_same_trajectory(mine, theirs, rtol=TIGHT, hint=choice)
+    for choice, actual, wanted_values in zip(choices, compiled, plain, strict=True):
+        assert_same_trajectory(actual, wanted_values, rtol=TIGHT, hint=choice)
 
 
 @pytest.mark.parametrize("synchronised", [True, False])
@@ -178,15 +178,15 @@ def test_a_bucket_takes_one_all_to_all_each_way(world: World, System: Any) -> No
         assert counts == {"all_to_all_single": 2, "all_reduce": 2}
     sent = sum(elements for _, elements, _ in results)
     assert sent <= 2 * n, "rows go to one rank, and back"
-    apart = world.run(traffic, size, System, 8)  # every layer by itself
-    for counts, _, _ in apart:
+    separate = world.run(traffic, size, System, 8)  # every layer by itself
+    for counts, _, _ in separate:
         assert counts["all_to_all_single"] > 2
         assert counts["all_to_all_single"] % 2 == 0
-    one, many = (agreed([trajectory for _, _, trajectory in each]) for each in (results, apart))
+    one, many = (agreed([trajectory for _, _, trajectory in each]) for each in (results, separate))
     assert_same_trajectory(many, one, rtol=1e-12)
 
 
-def kept(rank: int, world_size: int, how: str) -> tuple[int, int, int, int]:
+def stored_sizes(rank: int, world_size: int, how: str) -> tuple[int, int, int, int]:
     """Bytes of parameters, of the base's state, of factors and of inverses on this rank."""
     model = narrow()
     trained = DistributedDataParallel(model) if how == "ddp" else fsdp(model, how)
@@ -208,14 +208,14 @@ def kept(rank: int, world_size: int, how: str) -> tuple[int, int, int, int]:
 
 
 def test_ranks_store_their_rows_and_their_layers_factors(world: World) -> None:
-    whole_model = world.run(kept, 2, "ddp")[0]
-    parts = world.run(kept, 2, "blocks")
+    whole_model = world.run(stored_sizes, 2, "ddp")[0]
+    parts = world.run(stored_sizes, 2, "blocks")
     assert max(rank[0] for rank in parts) < whole_model[0]
     assert max(rank[3] for rank in parts) < whole_model[3]
     params, states, factors, inverses = map(sum, zip(*parts, strict=True))
     assert params == whole_model[0]
     assert states == whole_model[1]
-    assert factors == sum(rank[2] for rank in world.run(kept, 2, "ddp"))
+    assert factors == sum(rank[2] for rank in world.run(stored_sizes, 2, "ddp"))
     assert inverses == whole_model[3], "each on the one rank that uses it"
 
 
@@ -361,7 +361,7 @@ def test_measure_returns_the_same_curvature_under_fsdp(world: World, System: Any
         assert result["stages"] == sharded[0]["stages"]
 
 
-class Strange(nn.Module):
+class UnknownModule(nn.Module):
     """A matrix that no rule knows."""
 
     def __init__(self) -> None:
@@ -373,7 +373,7 @@ class Strange(nn.Module):
 
 
 def test_factors_of_gradients_are_not_fisher_information() -> None:
-    model = nn.Sequential(Strange(), nn.Linear(4, 3)).double()
+    model = nn.Sequential(UnknownModule(), nn.Linear(4, 3)).double()
     optimizer = make(KAISA, model, unsupported_layers="gradient_factors")
     take(model, optimizer, (torch.randn(12, 4).double(), torch.randint(3, (12,))))
     assert optimizer.metrics()["layers"] == 2

@@ -43,7 +43,7 @@ def refusals(rank: int, world_size: int) -> tuple[str, str]:
 
 
 def test_fsdp_with_stats_workers_is_refused(world: World) -> None:
-    for said in world.run(refusals, 2):
-        for text in said:
+    for messages in world.run(refusals, 2):
+        for text in messages:
             assert "DistKFAC: fully_shard (FSDP2) has sharded the model" in text
             assert "use stats_workers=0" in text

@@ -149,16 +149,16 @@ def test_group_options_are_saved_and_take_effect_when_changed(System: Any) -> No
     for group in saved["param_groups"]:  # as of a run without these options
         group.pop("damping", None)
     other = MLP.model()
-    kept = make(System, groups_of(other, damping=0.3))
-    kept.load_state_dict(saved)
-    assert [group.get("damping") for group in kept.param_groups] == [0.3, None]
+    unchanged = make(System, groups_of(other, damping=0.3))
+    unchanged.load_state_dict(saved)
+    assert [group.get("damping") for group in unchanged.param_groups] == [0.3, None]
 
     saved["param_groups"][0]["damping"] = "much"
     with pytest.raises(ValueError, match=r"param_groups\[0\]: damping='much' .*Nothing has been"):
-        kept.load_state_dict(saved)
+        unchanged.load_state_dict(saved)
     saved["param_groups"][0] |= {"damping": 0.3, "precondition": False}
     with pytest.raises(ValueError, match=r"'precondition': False, and here it is True"):
-        kept.load_state_dict(saved)
+        unchanged.load_state_dict(saved)
 
     before = gradients(model)
     optimizer.param_groups[0]["damping"] = 1e3
@@ -207,9 +207,9 @@ def test_a_layer_in_two_groups_raises_with_its_name(option: str, value: Any) -> 
     """At construction, and by a group that is added, after which everything is as before."""
     model = MLP.model()
     others = [p for name, p in model.named_parameters() if name != "2.weight"]
-    apart = [{"params": [model[2].weight], option: value}, {"params": others}]
+    separate = [{"params": [model[2].weight], option: value}, {"params": others}]
     with pytest.raises(ValueError, match=f"layer '2' has its weight .*different '{option}'"):
-        make(KAISA, apart)
+        make(KAISA, separate)
     weights = [{"params": [p for p in model.parameters() if p.dim() > 1]}]
     optimizer = make(KAISA, weights)
     with pytest.raises(ValueError, match="layer '0' has its weight"):
@@ -249,6 +249,8 @@ def test_group_options_apply_equally_on_every_rank(world: World) -> None:
     ranks = world.run(trained, 2, own)
     expected = trained(0, 1, own)
     for i, trajectory in enumerate(expected):
-        for mine, theirs in zip(agreed([rank[i] for rank in ranks]), trajectory, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+        for actual, wanted_values in zip(
+            agreed([rank[i] for rank in ranks]), trajectory, strict=True
+        ):
+            torch.testing.assert_close(actual, wanted_values, rtol=1e-9, atol=1e-12)
     assert all("damping" in message for message in world.run(parted, 2))

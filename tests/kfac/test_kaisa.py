@@ -76,9 +76,9 @@ def accumulate(
     trajectory = []
     for batch in batches:
         optimizer.zero_grad()
-        mine = shard(batch, rank, world_size)
+        own_batch = shard(batch, rank, world_size)
         for i in range(micro):
-            x, y = shard(mine, i, micro)
+            x, y = shard(own_batch, i, micro)
             (cross_entropy(model(x), y) / micro).backward()
         optimizer.step()
         trajectory.append(vector(model))
@@ -299,7 +299,7 @@ def test_the_number_of_collectives_does_not_grow_with_depth(
     assert refresh == 4 + row + column
 
 
-def kept(rank: int, world_size: int, workers: int) -> tuple[int, int, list[str]]:
+def stored(rank: int, world_size: int, workers: int) -> tuple[int, int, list[str]]:
     """Bytes of factors and of inverses, and who computes what."""
     model = network([5, 40, 3, 3, 3, 3])
     optimizer = kaisa(model, grad_worker_fraction=workers / world_size)
@@ -310,9 +310,9 @@ def kept(rank: int, world_size: int, workers: int) -> tuple[int, int, list[str]]
 
 def test_a_smaller_fraction_stores_fewer_inverses(world: World) -> None:
     """Every layer's inverse is on fP ranks, and nothing else of it anywhere."""
-    alone = kept(0, 1, 1)
+    alone = stored(0, 1, 1)
     for workers in (1, 2, 4):
-        results = world.run(kept, 4, workers)
+        results = world.run(stored, 4, workers)
         assert sum(inverse for _, inverse, _ in results) == workers * alone[1]
         assert all(factor == alone[0] for factor, _, _ in results)
         assert all(lines == results[0][2] for _, _, lines in results)

@@ -138,7 +138,7 @@ def test_unequal_micro_batches_work_with_every_factor_exchange(world: World, exc
     assert_same_trajectory(agreed(ranks), whole)
 
 
-class Told(nn.Module):
+class LossOutside(nn.Module):
     """Takes the number, as models of transformers do."""
 
     def __init__(self) -> None:
@@ -152,11 +152,11 @@ class Told(nn.Module):
         return functional.cross_entropy(self.inner(x), y, reduction="sum") / number
 
 
-def told(
+def warnings_of(
     System: Any, sizes: Sequence[int], number: int | None = N, **options: Any
 ) -> tuple[Any, list[str]]:
     """The optimizer after some steps, and what it has warned of."""
-    model = Told()
+    model = LossOutside()
     optimizer = make(System, model, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -174,16 +174,16 @@ def told(
 @each_kronecker
 def test_a_model_that_receives_num_items_in_batch_is_detected(System: Any) -> None:
     whole, _ = trained(System, None, **SGD)
-    optimizer, said = told(System, SIZES, **SGD)
+    optimizer, messages = warnings_of(System, SIZES, **SGD)
     found = vector(optimizer._training.model)
     assert off([found], whole) < 1e-10
-    (line,) = said
+    (line,) = messages
     assert "2 backward passes in a step: the model was given num_items_in_batch" in line
     assert "loss_reduction='pass_mean'" in line
 
 
 def test_only_a_training_pass_detects_the_reduction() -> None:
-    model = Told()
+    model = LossOutside()
     optimizer = make(KAISA, model)
     with torch.no_grad():
         model(*BATCHES[0], num_items_in_batch=N)
@@ -193,7 +193,7 @@ def test_only_a_training_pass_detects_the_reduction() -> None:
 
 
 def test_the_detection_hook_is_removed_with_the_optimizer() -> None:
-    model = Told()
+    model = LossOutside()
     optimizer = make(KAISA, model)
     with optimizer.hooks_removed():
         assert hook_count(model) == 0
@@ -207,7 +207,7 @@ def test_the_detection_hook_is_removed_with_the_optimizer() -> None:
 
 
 def differently(rank: int, world_size: int) -> str:
-    model = Told()
+    model = LossOutside()
     optimizer = make(KAISA, model)
     more = {"num_items_in_batch": N} if rank == 0 else {}
     model(*BATCHES[0], **more).backward()
@@ -217,5 +217,5 @@ def differently(rank: int, world_size: int) -> str:
 
 
 def test_ranks_with_different_reductions_raise(world: World) -> None:
-    for said in world.run(differently, 2):
-        assert "step_mean" in said
+    for messages in world.run(differently, 2):
+        assert "step_mean" in messages

@@ -47,7 +47,7 @@ def test_refreshes_take_no_more_than_the_overhead() -> None:
         assert (spent <= 0.1) == (overhead is not None)
 
 
-def test_a_fixed_statistics_interval_is_kept() -> None:
+def test_a_fixed_statistics_interval_does_not_change() -> None:
     run = drifting(factor_update_steps=1).go(20)
     assert run.updates == [*range(20)]
     assert run.throttle.interval == 4  # 40 / (0.1 * 105)

@@ -294,6 +294,6 @@ def left_alone(rank: int, ranks: int) -> tuple[str, float]:
 
 
 def test_a_rank_that_misses_a_step_raises_within_the_timeout(world: World) -> None:
-    (said, seconds), _ = world.run(left_alone, 2)
-    assert "rank 0 is about to take a step" in said
+    (message, seconds), _ = world.run(left_alone, 2)
+    assert "rank 0 is about to take a step" in message
     assert seconds < 10

@@ -22,10 +22,10 @@ from placement_training import (
     LONG,
     PLACEMENTS,
     Placement,
+    count_factors,
     falling,
     follow_placed,
     growing,
-    letters,
     network,
     train_each_placed,
     train_placed,
@@ -191,7 +191,7 @@ def test_any_network_on_any_grid_gives_the_trajectory_of_one_process(
     expected = go(model, kaisa(model, **options), MLP, batches)
     results = world.run(train_widths, world_size, placement, widths, batches, {**options, **where})
     assert_same_trajectory(agreed([found for found, _ in results]), expected)
-    agreed([apart for _, apart in results])
+    agreed([separate for _, separate in results])
 
 
 EVERYWHERE = {"factor_exchange": "all_reduce"}
@@ -245,7 +245,9 @@ def test_layers_that_are_unfrozen_have_their_factors_again(
     if "factor_exchange" in placement.options:
         everywhere = Placement("KAISA", KAISA, {**placement.options, **EVERYWHERE})
         other = world.run(train_thawing, world_size, everywhere, frozen, batches, options)
-        assert_same_trajectory(found, agreed([mine for mine, _ in other]), rtol=1e-10)
+        assert_same_trajectory(
+            found, agreed([own_trajectory for own_trajectory, _ in other]), rtol=1e-10
+        )
     never, _ = train_thawing(0, 1, KAISA_ALL_REDUCE, {}, batches, options)
     assert not torch.allclose(expected[2], never[2])
 
@@ -271,7 +273,7 @@ def train_in_groups(
             trajectory = follow_placed(*place, placement, model, optimizer, case, batches)
             if placement.spread:
                 optimizer.consolidate(to=1)
-            return trajectory, letters({"optimizer": optimizer.state_dict()}).total()
+            return trajectory, count_factors({"optimizer": optimizer.state_dict()}).total()
     return None
 
 

@@ -14,7 +14,7 @@ import torch
 from combinations import woven
 from models import ZOO
 from optimizer_cases import take
-from placement_training import DPKFAC_ALL_REDUCE, DPKFAC_OWNER, PLACEMENTS, Placement, told
+from placement_training import DPKFAC_ALL_REDUCE, DPKFAC_OWNER, PLACEMENTS, Placement, messages_of
 from ranks import agreed, assert_same_trajectory, shard, train, vector
 from reference import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -64,8 +64,8 @@ def test_ddp_wrapped_models_are_unwrapped(
         assert_same_trajectory(expected, train(0, 1, MLP, BATCHES, options))
     how = {"view": view, "params": params}
     for averaging in ("auto", True, False):
-        given = {**options, "gradient_averaging": averaging}
-        found = agreed(world.run(train_shards, world_size, placement, how, given))
+        all_options = {**options, "gradient_averaging": averaging}
+        found = agreed(world.run(train_shards, world_size, placement, how, all_options))
         assert_same_trajectory(found, expected, hint=averaging)
 
 
@@ -131,7 +131,7 @@ def train_unused(
             take(model, optimizer, shard(batch, rank, world_size))
     after = model.get_parameter("unused.weight")
     statuses = [row.status for row in optimizer.summary().rows]
-    return after.grad is None, torch.equal(before, after), statuses, told(messages)
+    return after.grad is None, torch.equal(before, after), statuses, messages_of(messages)
 
 
 @each_placement

@@ -82,7 +82,7 @@ def trained(device: str, net: str, **options: Any) -> Iterator[Any]:
         optimizer.zero_grad()
         cross_entropy(model(x[i]), y[i]).backward()
         factor = next(iter(plan)).stored("G") if i == BAD and net == "bad" else None
-        kept = None if factor is None else factor.clone()
+        copied = None if factor is None else factor.clone()
         if factor is not None:
             factor.fill_(torch.inf)
         yield None
@@ -91,7 +91,7 @@ def trained(device: str, net: str, **options: Any) -> Iterator[Any]:
         ):
             optimizer.step()
         if factor is not None:
-            factor.copy_(kept)
+            factor.copy_(copied)
         yield None
     drift = optimizer._curvature.drift  # type: ignore[attr-defined]
     yield (
@@ -105,15 +105,15 @@ def main() -> None:
     """Print what each case asks of the device, and what comes of it there and here."""
     warnings.simplefilter("ignore")
     found = {}
-    for name, given in CASES.items():
-        asked: list[int] = []
+    for name, arguments in CASES.items():
+        requests: list[int] = []
         with pretend_device() as seen:
-            for i, there in enumerate(trained(NAME, **given)):  # noqa: B007
-                asked += [seen.syncs.total()] if i % 2 else []
+            for i, there in enumerate(trained(NAME, **arguments)):  # noqa: B007
+                requests += [seen.syncs.total()] if i % 2 else []
                 seen.clear()
-        *_, here = trained("cpu", **given)
-        found[name] = asked, there, here
-    found |= {ROWS: {name: rows_apart(*given) for name, given in SEEN_ROWS.items()}}
+        *_, here = trained("cpu", **arguments)
+        found[name] = requests, there, here
+    found |= {ROWS: {name: row_difference(*arguments) for name, arguments in SEEN_ROWS.items()}}
     sys.stdout.write(json.dumps(found))
 
 
@@ -149,7 +149,7 @@ def row_factors(device: str, net: Any, y: Tensor | None, options: dict[str, Any]
     return [t.cpu().clone() for pair in factors(optimizer).values() for t in pair]
 
 
-def rows_apart(net: Any, y: Tensor | None, options: dict[str, Any]) -> float:
+def row_difference(net: Any, y: Tensor | None, options: dict[str, Any]) -> float:
     """How far factors of a device are from the CPU's; also where pairs are added up early."""
     found = []
     for device, most in ((NAME, 2**26), (NAME, 2000), ("cpu", 0), ("cpu", 2**22)):
@@ -176,10 +176,10 @@ def test_the_same_rows_count_on_a_device(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_refresh_gives_equal_results_on_a_device(found: dict[str, Any], name: str) -> None:
-    _, (params, states, interval), (expected, verdicts, usual) = found[name]
+    _, (params, states, interval), (expected, expected_states, usual) = found[name]
     for p, q in zip(params, expected, strict=True):
         torch.testing.assert_close(torch.tensor(p), torch.tensor(q), rtol=1e-4, atol=1e-6)
-    assert (states, interval) == (verdicts, usual)
+    assert (states, interval) == (expected_states, usual)
     assert [solved for _, solved, *_ in states].count(False) == name.endswith("dead")
 
 
@@ -189,15 +189,15 @@ def test_a_refresh_synchronizes_with_the_device_once(found: dict[str, Any], name
 
     At the first two steps, the captured pairs are compared with the gradient, which waits as well.
     """
-    asked = found[name][0]
+    requests = found[name][0]
     most = 1 + SIZES * name.startswith("eigen")
     fails = name.endswith(("bad", "climbing"))
     if not name.endswith("dead"):  # whose pairs are looked at until they explain the gradient
-        assert max(n for i, n in enumerate(asked) if i > 1 and not (fails and i == BAD)) == most
+        assert max(n for i, n in enumerate(requests) if i > 1 and not (fails and i == BAD)) == most
     if fails:
-        assert asked[BAD] > most
+        assert requests[BAD] > most
     elif not name.endswith("dead"):
-        assert asked[0] == most + 1
+        assert requests[0] == most + 1
 
 
 if __name__ == "__main__":

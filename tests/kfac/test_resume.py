@@ -209,7 +209,7 @@ def test_resuming_is_exact_on_two_processes(world: World, runs: list[Run]) -> No
         assert found == [[] for _ in found]
 
 
-def begun(rank: int, world_size: int, run: Run, step: int = 7) -> tuple[bytes, Tensor]:
+def start_run(rank: int, world_size: int, run: Run, step: int = 7) -> tuple[bytes, Tensor]:
     """A checkpoint in the middle, and where the run that goes on ends."""
     model = network()
     optimizer, scheduler = run.make(model)
@@ -248,7 +248,7 @@ def test_resuming_works_on_another_number_of_processes(
 ) -> None:
     """Inverses are taken over by others, and not computed again; solves under way go on."""
     step = 5 if run.System is DistKFAC else 7
-    data, expected = world.run(begun, before, run, step)[0]
+    data, expected = world.run(start_run, before, run, step)[0]
     for found in world.run(ended, after, Run(run.System, run.base, options), data, step):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
@@ -280,7 +280,7 @@ def test_inverses_that_no_rank_has_are_refreshed(world: World) -> None:
 @pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC])
 def test_the_summary_shows_the_bytes_of_inverses(System: Any) -> None:
     run = Run(System, "SGD", {**BY_INTERVAL})
-    data, _ = begun(0, 1, run, 7)
+    data, _ = start_run(0, 1, run, 7)
     _, optimizer, _ = resumed(run, data)
     state = torch.load(io.BytesIO(data))["optimizer"]["state"]
     parts = [entry["curvature"] for entry in state.values()]
@@ -295,7 +295,7 @@ def test_inverses_of_another_scale_are_refreshed(System: Any, scales: tuple[str,
     old, new = (
         Run(System, "SGD", {**BY_INTERVAL, "grafting": scale, "kl_clip": 1e-3}) for scale in scales
     )
-    data, _ = begun(0, 1, old, 7)
+    data, _ = start_run(0, 1, old, 7)
     for run in (old, new):
         _, optimizer, _ = resumed(run, data)
         blocks = optimizer._curvature.layers.blocks
@@ -307,7 +307,7 @@ def test_inverses_of_another_scale_are_refreshed(System: Any, scales: tuple[str,
 def test_an_invalid_inverse_is_refused(solver: str) -> None:
     """Before anything changes, with the layer's name."""
     run = Run(KAISA, "SGD", {"solver": solver})
-    data, _ = begun(0, 1, run, 3)
+    data, _ = start_run(0, 1, run, 3)
     _, optimizer, _ = resumed(run, data)
     before = copy.deepcopy(optimizer.state_dict())
     name = "inverse_G" if solver == "inverse" else "eigenvectors_G"
@@ -325,7 +325,7 @@ def test_an_invalid_inverse_is_refused(solver: str) -> None:
 
 def test_a_layer_status_that_does_not_exist_is_refused() -> None:
     run = Run(KAISA, "SGD")
-    data, _ = begun(0, 1, run, 3)
+    data, _ = start_run(0, 1, run, 3)
     _, optimizer, _ = resumed(run, data)
     state = copy.deepcopy(optimizer.state_dict())
     before = copy.deepcopy(state)

@@ -128,7 +128,7 @@ def test_a_stats_worker_counts_micro_batches(
     torch.testing.assert_close(sent[1], sent[0])
 
 
-def beside_a_stats_worker() -> tuple[nn.Module, Any, FakeLink, Any]:
+def worker_with_link() -> tuple[nn.Module, Any, FakeLink, Any]:
     """A worker's model, optimizer and link, and what a stats worker might send it."""
     other = CASE.model()
     model = CASE.model()
@@ -138,15 +138,15 @@ def beside_a_stats_worker() -> tuple[nn.Module, Any, FakeLink, Any]:
 
 
 def test_workers_capture_again_when_no_valid_statistics_arrive() -> None:
-    _, worker, link, sent = beside_a_stats_worker()
+    _, worker, link, sent = worker_with_link()
     helpers = worker._curvature.helpers
     own = []
     spoiled = [t * math.nan for t in sent[0]], sent[1]
     for content in (sent, spoiled, sent):
         link.came.append(Message(content[0], content[1]))
-        mine = {block.name: block for block in worker._curvature.layers.blocks}
+        own_blocks = {block.name: block for block in worker._curvature.layers.blocks}
         with noted():
-            list(helpers.receive_statistics(mine, worker._training))
+            list(helpers.receive_statistics(own_blocks, worker._training))
         helpers.agree(worker._training)
         own.append(helpers.own_passes)
     assert own == [False, True, False]
@@ -164,7 +164,7 @@ def test_factors_decay_between_messages_as_in_as_many_steps() -> None:
     for step in (2, 5, 7):
         while worker._training.steps < step:
             worker.step()
-        hear(worker, link, sent, 0)
+        deliver_statistics(worker, link, sent, 0)
         expected = expected * FORGETFUL.decay ** (step - last) + 1.0
         last = step
         for block in worker._curvature.layers.blocks:
@@ -187,7 +187,7 @@ def test_the_first_message_decays_factors_since_the_last_update(resumed: bool) -
         worker = distkfac(model, factor_decay=FORGETFUL, factor_update_steps=1000)  # by own passes
         worker.load_state_dict(saved)
     before = [float(block.factors.weight) for block in worker._curvature.layers.blocks]
-    hear(worker, helped(worker), sent, 0)
+    deliver_statistics(worker, helped(worker), sent, 0)
     for block, weight in zip(worker._curvature.layers.blocks, before, strict=True):
         assert float(block.factors.weight) == pytest.approx(weight * FORGETFUL.decay + 1.0)
 
@@ -226,22 +226,22 @@ def test_no_snapshot_is_sent_while_statistics_are_in_transit() -> None:
         assert len(link.sent) == expected
 
 
-def hear(worker: Any, link: FakeLink, sent: Any, edition: int) -> None:
+def deliver_statistics(worker: Any, link: FakeLink, sent: Any, version: int) -> None:
     """Take a step, with a message that is about layers as they were at an edition."""
     tensors, note = sent
-    link.came.append(Message(tensors, note | {"plan_version": edition}))
+    link.came.append(Message(tensors, note | {"plan_version": version}))
     worker.step()
 
 
 def test_after_a_change_workers_capture_until_newer_messages_arrive() -> None:
     """One that was on its way feeds nobody, whatever fits."""
-    model, worker, link, sent = beside_a_stats_worker()
+    model, worker, link, sent = worker_with_link()
     captured = []
-    for i, edition in enumerate([0, 0, 1, 1, 2]):
+    for i, version in enumerate([0, 0, 1, 1, 2]):
         model[2].requires_grad_(i != 1)  # frozen for one step
         worker.zero_grad()
         loss_on(model).backward()
         captured.append(any(not b.staged.empty for b in worker._curvature.layers.blocks))
-        hear(worker, link, sent, edition)
+        deliver_statistics(worker, link, sent, version)
         assert worker._curvature.helpers.own_passes == (i in (1, 2, 3))
     assert captured[3:] == [True, True]

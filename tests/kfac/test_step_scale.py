@@ -235,7 +235,7 @@ def test_only_preconditioned_weights_are_scaled(System: Any, options: dict[str, 
         scale = optimizer._curvature.step_scale
         scale.state = replace(scale.state, step_scale=factor)
         before = [p.detach().clone() for p in model.parameters()]
-        with replaced(scale, {"update": lambda *told: None}):
+        with replaced(scale, {"update": lambda *arguments: None}):
             take(model, optimizer, BATCHES[1])
         ends.append([p.detach() - b for p, b in zip(model.parameters(), before, strict=True)])
         states.append(
@@ -314,15 +314,15 @@ def test_the_damping_floor_uses_all_layers(world: World, system: str, world_size
     for options in ({}, ADAM):
         results = world.run(dampings, world_size, system, options)
         raised = 0
-        for found, own, told in results:
-            assert told == results[0][2]
+        for found, own, arguments in results:
+            assert arguments == results[0][2]
             for name, damping in found.items():
-                expected = DAMPING * max(own[name], DAMPING_FLOOR * told["mean"])
+                expected = DAMPING * max(own[name], DAMPING_FLOOR * arguments["mean"])
                 assert damping == pytest.approx(expected, rel=1e-5)
-                raised += own[name] < DAMPING_FLOOR * told["mean"]
+                raised += own[name] < DAMPING_FLOOR * arguments["mean"]
             if world_size == 1:
                 root = statistics.mean(map(math.sqrt, own.values()))
-                assert told["mean afterwards"] == pytest.approx(root**2, rel=1e-5)
+                assert arguments["mean afterwards"] == pytest.approx(root**2, rel=1e-5)
         assert raised > 0
 
 

@@ -120,10 +120,10 @@ def on_ranks(rank: int, world_size: int, name: str, options: dict[str, Any]) -> 
             take(model, optimizer, shard(batch, rank, world_size), MLP.loss)
             path.append(vector(model))
     rule = traces(optimizer)
-    settled = [] if rule is None else sorted(block.name for block in rule.stopped)
+    stopped_layers = [] if rule is None else sorted(block.name for block in rule.stopped)
     optimizer.close()
     judged = (rule.num_due, rule.num_skipped) if rule else (0, 0)
-    return path, (*judged, settled), sum(messages.values())
+    return path, (*judged, stopped_layers), sum(messages.values())
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
@@ -131,10 +131,10 @@ def test_ranks_agree_on_refreshed_layers_with_one_message(world: World, name: st
     options = {"inv_update_steps": TraceRule(0.08, 0.01, every=1)}
     results = world.run(on_ranks, 4, name, options)
     path = agreed([result[0] for result in results])
-    judged, spared, settled = results[0][1]
+    judged, skipped, stopped_layers = results[0][1]
     assert all(result[1] == results[0][1] for result in results)
-    assert 0 < spared < judged
-    assert settled
+    assert 0 < skipped < judged
+    assert stopped_layers
     every = world.run(on_ranks, 4, name, {"inv_update_steps": 1})
     assert all(a[2] <= b[2] + len(BATCHES) for a, b in zip(results, every, strict=True))
     assert not torch.equal(path[-1], every[0][0][-1])
@@ -147,7 +147,7 @@ def test_ranks_agree_on_refreshed_layers_with_one_message(world: World, name: st
 SETTLING: dict[str, Any] = {"inv_update_steps": TraceRule(0.6, 0.1, every=1)}
 
 
-def settled(optimizer: Any) -> set[str]:
+def stopped_layers(optimizer: Any) -> set[str]:
     return {block.name for block in traces(optimizer).stopped}
 
 
@@ -158,9 +158,9 @@ def test_stopped_layers_are_in_checkpoints(System: Any) -> None:
     trained(optimizer, model, BATCHES[:3])
     resumed = make(System, model, **SETTLING)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert settled(resumed) == settled(optimizer) != set()
+    assert stopped_layers(resumed) == stopped_layers(optimizer) != set()
     (first,) = trained(resumed, model, [larger(BATCHES[3])])
-    assert not first & settled(optimizer)
+    assert not first & stopped_layers(optimizer)
 
 
 def test_a_lower_bound_above_the_upper_bound_is_refused() -> None:

@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 SOON = 20.0  # seconds in which a loaded machine gets round to anything
 
 
-def ours() -> list[threading.Thread]:
+def own_threads() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name.startswith("second_order inverses")]
 
 
 def blocked(pool: WorkerPool) -> tuple[threading.Event, Future[str]]:
     """A piece of work that is under way until the event is set."""
-    begun = threading.Event()
+    started = threading.Event()
     go = threading.Event()
 
     def work() -> str:
-        begun.set()
+        started.set()
         go.wait(SOON)
         return "went"
 
     ticket = pool.submit(work)
-    assert begun.wait(SOON)
+    assert started.wait(SOON)
     return go, ticket
 
 
@@ -74,7 +74,7 @@ def test_close_waits_for_running_work_and_drops_queued_work() -> None:
     threading.Timer(0.05, go.set).start()
     pool.close()
     assert first.result() == "went"
-    assert not ours()
+    assert not own_threads()
     assert all(ticket.cancelled() for ticket in rest)
     pool.close()  # again: nothing
     with pytest.raises(RuntimeError, match="shutdown"):
@@ -128,11 +128,11 @@ def test_the_interpreter_exits_while_work_is_running(launch: Launcher) -> None:
     """
     run = launch(ENDS, 1)
     assert run.wait() == [0], run.output(0)
-    without, (status, said) = map(ast.literal_eval, run.output(0).splitlines())
+    without, (status, message) = map(ast.literal_eval, run.output(0).splitlines())
     assert without == (0, "solved\n")
     assert status == 10
-    assert 1 <= said.count("solved\n") < 200
-    assert not said.replace("solved\n", "")
+    assert 1 <= message.count("solved\n") < 200
+    assert not message.replace("solved\n", "")
 
 
 def in_child(check: Callable[[], bool]) -> bool:

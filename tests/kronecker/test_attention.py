@@ -97,19 +97,19 @@ def pair(
     for model in (packed, separate):
         model.double()
         model.pool = Pool() if pooled else nn.Identity()
-    given: Any = packed.attention
+    attention_module: Any = packed.attention
     if bias:
         with torch.no_grad():
-            given.in_proj_bias.normal_()
-            given.out_proj.bias.normal_()
+            attention_module.in_proj_bias.normal_()
+            attention_module.out_proj.bias.normal_()
     separate.first.load_state_dict(packed.first.state_dict())
     separate.head.load_state_dict(packed.head.state_dict())
     linears: Any = separate.attention
-    linears.out_proj.load_state_dict(given.out_proj.state_dict())
+    linears.out_proj.load_state_dict(attention_module.out_proj.state_dict())
     for i, layer in enumerate((linears.q, linears.k, linears.v)):
-        layer.weight.data.copy_(given.in_proj_weight.data.chunk(3)[i])
+        layer.weight.data.copy_(attention_module.in_proj_weight.data.chunk(3)[i])
         if bias:
-            layer.bias.data.copy_(given.in_proj_bias.data.chunk(3)[i])
+            layer.bias.data.copy_(attention_module.in_proj_bias.data.chunk(3)[i])
     return packed, separate
 
 
@@ -148,8 +148,8 @@ def test_factors_equal_those_of_separate_linears(shared: str, approx: Any) -> No
     take(packed, optimizer, (x, y))
     found = factors(optimizer)
     for letter in range(2):
-        thirds = torch.cat([each[letter] for each in expected[:3]])
-        torch.testing.assert_close(found["attention"][letter], thirds, rtol=1e-10, atol=1e-14)
+        stacked = torch.cat([each[letter] for each in expected[:3]])
+        torch.testing.assert_close(found["attention"][letter], stacked, rtol=1e-10, atol=1e-14)
         out = found["attention.out_proj"][letter]
         torch.testing.assert_close(out, expected[3][letter], rtol=1e-10, atol=1e-14)
     assert found["attention"][0].shape == (3, WIDTH + 1, WIDTH + 1)

@@ -168,7 +168,7 @@ def test_sampled_pairs_do_not_change_other_gradients() -> None:
     model = MLP.model()
     (x, y) = MLP.batch()
     twin = MLP.model()
-    _kept, plain = watched(twin)
+    _recorder, plain = watched(twin)
     functional.cross_entropy(twin(x), y, reduction="sum").backward()
     calls = []
 
@@ -187,10 +187,10 @@ def test_sampled_pairs_do_not_change_other_gradients() -> None:
     assert len(recorder.pairs) == 3
     for p, q in zip(model.parameters(), alone.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
-    mine = {id(pair.module): pair for pair in recorder.pairs}
+    by_module = {id(pair.module): pair for pair in recorder.pairs}
     for layer, its in zip(linears(model), plain.pairs[::-1], strict=True):
-        assert torch.equal(mine[id(layer)].x, its.x)
-        torch.testing.assert_close(mine[id(layer)].d, its.d, rtol=1e-12, atol=1e-15)
+        assert torch.equal(by_module[id(layer)].x, its.x)
+        torch.testing.assert_close(by_module[id(layer)].d, its.d, rtol=1e-12, atol=1e-15)
     backward(model)
     assert calls == [0, 1]
     assert capture.root_calls == 2

@@ -46,9 +46,9 @@ def graphs() -> int:
 
 def assert_same_pairs(found: Recorder, expected: Recorder, rtol: float = 1e-12) -> None:
     assert len(found.pairs) == len(expected.pairs) > 0
-    for mine, its in zip(found.pairs, expected.pairs, strict=True):
-        torch.testing.assert_close(mine.x, its.x, rtol=rtol, atol=1e-14)
-        torch.testing.assert_close(mine.d, its.d, rtol=rtol, atol=1e-14)
+    for actual_pair, its in zip(found.pairs, expected.pairs, strict=True):
+        torch.testing.assert_close(actual_pair.x, its.x, rtol=rtol, atol=1e-14)
+        torch.testing.assert_close(actual_pair.d, its.d, rtol=rtol, atol=1e-14)
 
 
 @each_backend
@@ -160,7 +160,7 @@ def test_inductor_gives_the_same_pairs() -> None:
     """Its memory planning uses the inputs' memory again as soon as it can."""
     model = MLP.model()
     twin = MLP.model()
-    (_kept, found) = watched(model)
+    (_recorder, found) = watched(model)
     (_other, expected) = watched(twin)
     compiled = torch.compile(model, fullgraph=True)
     try:

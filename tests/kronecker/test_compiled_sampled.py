@@ -96,11 +96,11 @@ def watched(model: nn.Module, likelihood: Any = "categorical") -> tuple[Capture,
 def assert_same_pairs(
     found: Keeper, model: nn.Module, expected: Keeper, twin: nn.Module, rtol: float = 1e-12
 ) -> None:
-    mine = found.of(model)
+    own = found.of(model)
     its = expected.of(twin)
-    assert len(mine) == len(its) > 0
+    assert len(own) == len(its) > 0
     names, others = ({m: n for n, m in each.named_modules()} for each in (model, twin))
-    for one, other in zip(mine, its, strict=True):
+    for one, other in zip(own, its, strict=True):
         assert names[one.module] == others[other.module]
         assert one.pass_id == other.pass_id
         torch.testing.assert_close(one.x, other.x, rtol=rtol, atol=1e-14)
@@ -129,8 +129,8 @@ def test_a_compiled_model_samples_the_labels_of_the_eager_model(kind: str, how: 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
             losses = [cross_entropy(each(x), y) for x, y in BATCHES[:2]]
-        told = [str(each.message) for each in caught]
-        assert sum("without torch.compile" in line for line in told) == (each is compiled)
+        messages = [str(each.message) for each in caught]
+        assert sum("without torch.compile" in line for line in messages) == (each is compiled)
         assert not recorder.pairs, "nothing counts before the user's backward"
         (losses[0] + losses[1]).backward()
     assert_same_pairs(found, model, expected, twin)
@@ -168,7 +168,7 @@ def test_unsupported_models_raise_when_compiled() -> None:
         torch.compile(lambda x: model(x * 1.0), backend="eager", fullgraph=True)(X)
     torch._dynamo.reset()
     part = built("own class")
-    _kept, _other = watched(part)
+    _watcher, _other = watched(part)
     part.first.compile(backend="eager")
     with pytest.raises(SecondOrderError, match=r"block.compile\(\)"):
         part(X)
@@ -214,13 +214,13 @@ def under_ddp(rank: int, world_size: int) -> list[float]:
                 take(forward, optimizer, (x[rank::world_size], y[rank::world_size]))
         found.append(factors(optimizer))
     return [
-        float((mine - its).abs().max() / its.abs().max())
+        float((own - its).abs().max() / its.abs().max())
         for other in found[1:]
         for name, pair in found[0].items()
-        for its, mine in zip(pair, other[name], strict=True)
+        for its, own in zip(pair, other[name], strict=True)
     ]
 
 
 def test_graphs_split_by_ddp_are_supported(world: World) -> None:
-    for apart in world.run(under_ddp, 2):
-        assert max(apart) < 1e-9
+    for difference in world.run(under_ddp, 2):
+        assert max(difference) < 1e-9

@@ -182,9 +182,9 @@ def drawn(seed: int = 0) -> KroneckerCurvature:
     torch.manual_seed(seed)
     layers = {}
     for i, kind in enumerate(KINDS):
-        said: dict[str, Any] = {"packed": i % 2 == 0, "corrected": i % 3 == 1}
+        word: dict[str, Any] = {"packed": i % 2 == 0, "corrected": i % 3 == 1}
         name = ("a/b", "..", "ä b", "%", "", "x.1")[i]
-        layers[name] = layer_of(kind, name, 2 + i % 3, 3, **said)
+        layers[name] = layer_of(kind, name, 2 + i % 3, 3, **word)
     names = [name for layer in layers.values() for name in layer.shapes]
     return KroneckerCurvature(layers, [*names, "none"], {"none": "it is none"}, report="measured")
 
@@ -251,9 +251,9 @@ def by_owner(rank: int, size: int, folder: str) -> Any:
             curvature[list(curvature)[rank]]
         for last, message in ((torch.ones(7, 7), "has shape"), (torch.ones(2, 9), "no such")):
             name = "no such" if message == "no such" else "a/b.weight"
-            given = {name: last} if rank == size - 1 else {"a/b.weight": torch.ones(2, 3)}
+            gradients = {name: last} if rank == size - 1 else {"a/b.weight": torch.ones(2, 3)}
             with pytest.raises((ValueError, SecondOrderError), match=message):
-                curvature.apply(given)
+                curvature.apply(gradients)
         with pytest.raises((ValueError, SecondOrderError), match="must be positive"):
             curvature.logdet(float(rank > 0))
     curvature.save(folder)
@@ -279,15 +279,15 @@ def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any], to: float
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_owners_together_equal_one_process(world: World, tmp_path: Path, size: int) -> None:
     expected = results(drawn())
-    told = world.run(by_owner, size, str(tmp_path))
-    here = [name for each, _, _ in told for name in each if name != "x.1"]
+    errors = world.run(by_owner, size, str(tmp_path))
+    here = [name for each, _, _ in errors for name in each if name != "x.1"]
     assert sorted(here) == sorted(set(drawn()) - {"x.1"})
-    assert all(("x.1" in each) for each, _, _ in told)
-    for _, found, sample in told:
+    assert all(("x.1" in each) for each, _, _ in errors)
+    for _, found, sample in errors:
         assert_same(found, expected)
         owned = {n: x for n, x in sample.items() if not n.startswith("x.1.")}
         assert len(owned) == len(sample) - 1
-        assert all(torch.equal(x, told[0][2][name]) for name, x in owned.items())
+        assert all(torch.equal(x, errors[0][2][name]) for name, x in owned.items())
     loaded = KroneckerCurvature.load(tmp_path)
     assert_same(results(loaded), expected)
     assert loaded.report == "measured"
@@ -318,14 +318,14 @@ def test_many_vectors_together_equal_one_after_another() -> None:
 
 
 def test_saved_curvature_loads_in_this_and_other_packages(tmp_path: Path) -> None:
-    theirs = pytest.importorskip("safetensors.torch")
+    safetensors_torch = pytest.importorskip("safetensors.torch")
     curvature = drawn()
     curvature.save(tmp_path)
     index = json.loads((tmp_path / "curvature.json").read_text("utf-8"))
     files = {name: each["file"] for name, each in index["layers"].items()}
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*files.values(), "curvature.json"])
     for name, layer in curvature.items():
-        found = theirs.load_file(tmp_path / files[name])
+        found = safetensors_torch.load_file(tmp_path / files[name])
         for letter, factor in layer.factors.items():
             assert torch.equal(found[letter], factor)
         assert ("corrected" in found) == (layer.corrected is not None)
@@ -356,7 +356,7 @@ def test_corrected_eigenvalues_keep_the_order_of_their_eigenvectors(tmp_path: Pa
 def test_an_incomplete_folder_is_refused(tmp_path: Path) -> None:
     drawn().save(tmp_path)
     index = tmp_path / "curvature.json"
-    kept = json.loads(index.read_text("utf-8"))
+    contents = json.loads(index.read_text("utf-8"))
     (tmp_path / "x.1.safetensors").write_bytes((tmp_path / "a%2Fb.safetensors").read_bytes())
     with pytest.raises(CheckpointError, match=r"x.1.safetensors does not fit curvature.json"):
         KroneckerCurvature.load(tmp_path)
@@ -367,7 +367,7 @@ def test_an_incomplete_folder_is_refused(tmp_path: Path) -> None:
         ({"format": "gguf"}, "gguf is not second_order.KroneckerCurvature"),
         ({"layers": {"x": {}}}, "cannot be read: KeyError"),
     ):
-        index.write_text(json.dumps(kept | wrong), "utf-8")
+        index.write_text(json.dumps(contents | wrong), "utf-8")
         with pytest.raises(CheckpointError, match=message):
             KroneckerCurvature.load(tmp_path)
     index.unlink()
@@ -379,8 +379,8 @@ def test_loading_accepts_only_module_classes(tmp_path: Path) -> None:
     drawn().save(tmp_path)
     index = tmp_path / "curvature.json"
     content = index.read_text("utf-8")
-    for said in ("system", "Parameter", "functional"):
-        index.write_text(content.replace('"kind": "Linear"', f'"kind": "{said}"'), "utf-8")
+    for word in ("system", "Parameter", "functional"):
+        index.write_text(content.replace('"kind": "Linear"', f'"kind": "{word}"'), "utf-8")
         assert {each.kind for each in KroneckerCurvature.load(tmp_path).values()} == {nn.Module}
 
 
@@ -418,8 +418,8 @@ def test_half_precision_factors_compute_in_float32(dtype: Any, corrected: bool) 
     v = {n: torch.randn(s, dtype=dtype) for n, s in layer.shapes.items()}
     found, expected = (KroneckerCurvature({"x": each}, [], {}) for each in (half, wide))
     for name in ("apply", "sqrt", "solve"):
-        said = (0.1,) if name == "solve" else ()
-        results = (getattr(each, name)(v, *said)["x.weight"] for each in (found, expected))
+        word = (0.1,) if name == "solve" else ()
+        results = (getattr(each, name)(v, *word)["x.weight"] for each in (found, expected))
         torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
     assert found.trace() == pytest.approx(expected.trace())
     torch.testing.assert_close(found.diagonal(), expected.diagonal())

@@ -73,8 +73,8 @@ def alg(block: KroneckerBlock) -> tuple[Tensor, Tensor, Tensor]:
 
 def weight_fisher(fisher: Tensor, width: int) -> Tensor:
     """Without the bias, which is the last column of a row."""
-    kept = [i for i in range(len(fisher)) if i % (width + 1) != width]
-    return fisher[kept][:, kept]
+    selected = [i for i in range(len(fisher)) if i % (width + 1) != width]
+    return fisher[selected][:, selected]
 
 
 # The best rank one.
@@ -187,6 +187,6 @@ def test_15_three_factor_solves_equal_dense_solves(
     A, G, L = map(factor, dims)
     gradient = torch.randn(1, dims[1], dims[0] * dims[2], dtype=F64)
     inverse = inverse_of(solver, A, G, L, damping)
-    kept = gradient.clone()
+    selected = gradient.clone()
     close(inverse.precondition(gradient), dense(solver, A, L, G, gradient, damping), rtol=1e-8)
-    assert torch.equal(gradient, kept)
+    assert torch.equal(gradient, selected)

@@ -60,14 +60,14 @@ def backward_into_inputs(model: nn.Module, x: Tensor, y: Tensor) -> None:
     (1e3 * cross_entropy(model(leaf), y)).backward(inputs=[leaf])
 
 
-BESIDE = [attack, derivative_in_a_graph, gradients_of_weights, backward_into_inputs]
+EXTRA_PASSES = [attack, derivative_in_a_graph, gradients_of_weights, backward_into_inputs]
 
 
 @each_kronecker
 @each_fisher
-@pytest.mark.parametrize("beside", BESIDE, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("extra_pass", EXTRA_PASSES, ids=lambda f: f.__name__)
 def test_gradients_of_other_quantities_add_no_examples(
-    System: Any, fisher: str, beside: Callable[..., None]
+    System: Any, fisher: str, extra_pass: Callable[..., None]
 ) -> None:
     x, y = MLP.batch()
     found = []
@@ -75,10 +75,10 @@ def test_gradients_of_other_quantities_add_no_examples(
         model = MLP.model()
         optimizer = make(System, model, fisher=fisher)
         if besides and fisher == "empirical":  # labels are drawn by the number of the forward
-            beside(model, x, y)
+            extra_pass(model, x, y)
         cross_entropy(model(x), y).backward()
         if besides:
-            beside(model, x, y)
+            extra_pass(model, x, y)
         optimizer.step()
         found.append(factors(optimizer))
     assert_same_factors(found[1], found[0])
@@ -172,7 +172,7 @@ def test_two_losses_of_one_forward_pass_are_not_micro_batches(reentrant: bool | 
     plain.reentrant = None
     optimizer = make(KAISA, model)
 
-    def go_back_apart() -> None:
+    def separate_backwards() -> None:
         optimizer.zero_grad()
         loss = cross_entropy(model(x), y)
         loss.backward(retain_graph=True)
@@ -180,14 +180,14 @@ def test_two_losses_of_one_forward_pass_are_not_micro_batches(reentrant: bool | 
         optimizer.step()
 
     with pytest.warns(SecondOrderWarning, match="add the losses, and call backward"):
-        go_back_apart()
+        separate_backwards()
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    wanted = {n: ref.empirical_factors(plain, x, y, cross_entropy, n) for n in names}
-    wanted = {n: (A, 2 * G) for n, (A, G) in wanted.items()}
-    assert_same_factors(factors(optimizer), wanted)
+    expected_factors = {n: ref.empirical_factors(plain, x, y, cross_entropy, n) for n in names}
+    expected_factors = {n: (A, 2 * G) for n, (A, G) in expected_factors.items()}
+    assert_same_factors(factors(optimizer), expected_factors)
     with warnings.catch_warnings():
         warnings.simplefilter("error", SecondOrderWarning)
-        go_back_apart()
+        separate_backwards()
 
 
 @pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")

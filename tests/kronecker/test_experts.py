@@ -125,23 +125,23 @@ def batch(tokens: int, experts: int = 4, seed: int = 0, k: int = 2) -> tuple[Ten
     return x, index, weights, torch.randint(CLASSES, (tokens,), generator=generator)
 
 
-def losses(model: nn.Module, *given: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(model(*given[:-1]), given[-1], reduction="none")
+def losses(model: nn.Module, *arguments: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(*arguments[:-1]), arguments[-1], reduction="none")
 
 
-def step(model: nn.Module, optimizer: Any, *given: Tensor, mean: bool = True) -> None:
+def step(model: nn.Module, optimizer: Any, *arguments: Tensor, mean: bool = True) -> None:
     optimizer.zero_grad()
-    value = losses(model, *given)
+    value = losses(model, *arguments)
     (value.mean() if mean else value.sum()).backward()
     optimizer.step()
 
 
-def by_hand(model: Mixture, *given: Tensor) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+def by_hand(model: Mixture, *arguments: Tensor) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     """Of each parameter A, G and the dense Fisher block of each expert, from gradients by token."""
     module = model.experts
-    n = len(given[0])
+    n = len(arguments[0])
     names = [name for name, _ in module.named_parameters() if not name.endswith("bias")]
-    value = losses(model, *given)
+    value = losses(model, *arguments)
     found = {}
     for name in names:
         parameters = [dict(module.named_parameters())[name]]
@@ -173,11 +173,11 @@ def by_hand(model: Mixture, *given: Tensor) -> dict[str, tuple[Tensor, Tensor, T
 def test_each_experts_factors_equal_those_computed_by_hand(System: Any, kind: Any) -> None:
     for mean in (True, False):
         model = mixture(**kind)
-        given = batch(11)
+        arguments = batch(11)
         reduction = "mean" if mean else "sum"
-        expected = by_hand(model, *given)
+        expected = by_hand(model, *arguments)
         optimizer = make(System, model, lr=0.0, loss_reduction=reduction)
-        step(model, optimizer, *given, mean=mean)
+        step(model, optimizer, *arguments, mean=mean)
         assert_same_factors(
             {name: factors(optimizer)[name] for name in expected},
             {name: each[:2] for name, each in expected.items()},
@@ -187,9 +187,9 @@ def test_each_experts_factors_equal_those_computed_by_hand(System: Any, kind: An
 
 def test_experts_ignore_sequence_boundaries() -> None:
     """Of the mean over so many tokens G would be as many times too large as a sequence has."""
-    with pytest.warns(UserWarning, match="experts.down_proj .kfac_approx='reduce' needs") as told:
+    with pytest.warns(UserWarning, match="experts.down_proj .kfac_approx='reduce' needs") as caught:
         optimizer = make(KAISA, mixture(has_bias=True), lr=0.0, kfac_approx="reduce")
-    assert "experts.gate_up_proj (kfac_approx='reduce'" in str(told[0].message)
+    assert "experts.gate_up_proj (kfac_approx='reduce'" in str(caught[0].message)
     assert [block.name for block in optimizer._curvature.layers.blocks] == ["first", "head"]
     assert {row.name for row in optimizer._curvature.layers.left_to_base} == {
         "experts.gate_up_proj",
@@ -201,10 +201,10 @@ def test_experts_ignore_sequence_boundaries() -> None:
 def test_with_one_token_per_expert_a_block_is_the_dense_fisher(kind: Any) -> None:
     x, _, weights, y = batch(2)
     model = mixture(5, **kind)
-    given = (x, torch.tensor([[3, 0], [1, 4]]), weights, y)
-    expected = by_hand(model, *given)
+    arguments = (x, torch.tensor([[3, 0], [1, 4]]), weights, y)
+    expected = by_hand(model, *arguments)
     optimizer = make(KAISA, model, lr=0.0)
-    step(model, optimizer, *given)
+    step(model, optimizer, *arguments)
     for block in optimizer._curvature.layers.blocks:
         if block.name in expected:
             torch.testing.assert_close(dense(block.factors), expected[block.name][2])
@@ -267,41 +267,41 @@ def test_tokens_without_a_loss_are_not_examples() -> None:
 
 def test_activation_checkpointing_of_experts_keeps_the_factors() -> None:
     found = []
-    given = batch(7)
+    arguments = batch(7)
     for checkpointed in (False, True):
         model = mixture(checkpointed=checkpointed)
         optimizer = make(KAISA, model, lr=0.0)
-        step(model, optimizer, *given)
+        step(model, optimizer, *arguments)
         found.append(factors(optimizer))
     assert_same_factors(*found)
 
 
 def test_the_experts_shares_are_saved() -> None:
     model = mixture()
-    given = [batch(5, seed=i) for i in range(3)]
+    arguments = [batch(5, seed=i) for i in range(3)]
     whole, first, second = (make(KAISA, model, lr=0.0) for _ in range(3))
-    for each in given[:2]:
+    for each in arguments[:2]:
         step(model, first, *each)
     second.load_state_dict(first.state_dict())
-    step(model, second, *given[2])
-    for each in given:
+    step(model, second, *arguments[2])
+    for each in arguments:
         step(model, whole, *each)
     assert_same_factors(factors(second), factors(whole))
 
 
 @pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-@pytest.mark.parametrize("told", [True, False])
-def test_experts_with_another_forward_fall_back_to_the_base(told: bool) -> None:
+@pytest.mark.parametrize("caught", [True, False])
+def test_experts_with_another_forward_fall_back_to_the_base(caught: bool) -> None:
     model = mixture()
-    given = batch(9)
-    if not told:  # the module's forward has another gate than it tells of
+    arguments = batch(9)
+    if not caught:  # the module's forward has another gate than it tells of
         model.experts._apply_gate = lambda u: Experts._apply_gate(model.experts, 2 * u)
         model.experts.register_forward_hook(lambda module, args, output: 2 * output)
     optimizer = make(KAISA, model, lr=0.0)
-    step(model, optimizer, *given)
-    optimizer.refresh() if hasattr(optimizer, "refresh") else step(model, optimizer, *given)
+    step(model, optimizer, *arguments)
+    optimizer.refresh() if hasattr(optimizer, "refresh") else step(model, optimizer, *arguments)
     found = {b.name: b.unverified for b in optimizer._curvature.layers.blocks}
-    assert found["experts.gate_up_proj"] is not told
+    assert found["experts.gate_up_proj"] is not caught
     assert not found["first"]
 
 
@@ -333,7 +333,7 @@ class RoutedMixture(Mixture):
 @pytest.mark.filterwarnings("ignore:no statistics arrived for")
 def test_experts_outside_of_the_compiled_graph_have_the_same_factors() -> None:
     found = []
-    given = batch(9)
+    arguments = batch(9)
     for compiled, outside in ((False, False), (True, True), (True, False)):
         torch.manual_seed(0)
         model = RoutedMixture().double()
@@ -344,7 +344,7 @@ def test_experts_outside_of_the_compiled_graph_have_the_same_factors() -> None:
             module.forward = torch.compiler.disable(module.forward)
         if compiled:
             run = torch.compile(model, backend="aot_eager")
-        step(run, optimizer, *given)
+        step(run, optimizer, *arguments)
         found.append(factors(optimizer))
         missed = optimizer._curvature.layers.capture.missed
         assert outside or not compiled or all("torch.compile" in missed[m] for m in hidden)
@@ -421,7 +421,7 @@ def test_the_share_of_mixtral_that_is_preconditioned_is_documented(
     )
 
 
-def apart(seed: int) -> tuple[Tensor, ...]:
+def separate_inputs(seed: int) -> tuple[Tensor, ...]:
     """A batch whose experts have tokens of some ranks alone; the last has none in most steps."""
     x, _, weights, y = batch(12, 6, seed)
     first = torch.arange(12) // 3
@@ -455,9 +455,9 @@ def trained(
         model.load_state_dict(saved[0])
         optimizer.load_state_dict(saved[1])
     for seed in steps:
-        whole = apart(seed)
-        mine = whole if System is DPKFAC else (t.chunk(ranks)[rank] for t in whole)
-        step(model, optimizer, *mine)
+        whole = separate_inputs(seed)
+        own_part = whole if System is DPKFAC else (t.chunk(ranks)[rank] for t in whole)
+        step(model, optimizer, *own_part)
     layers = optimizer.curvature(dtype=F64, gather=True)
     found = {name: tuple(each.factors.values()) for name, each in layers.items()}
     whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
@@ -532,8 +532,8 @@ def test_rows_are_found_without_a_backward_pass() -> None:
     assert not is_experts(torch.jit.script(nn.Linear(2, 2)))
     tokens = xs.tokens.split(xs.counts)
     for name, expert, rows, of in model.experts.seen:
-        kept = mask[of]
-        torch.testing.assert_close(xs.by_weight[name].split(xs.counts)[expert], rows[kept])
-        assert torch.equal(tokens[expert], of[kept])
+        chosen = mask[of]
+        torch.testing.assert_close(xs.by_weight[name].split(xs.counts)[expert], rows[chosen])
+        assert torch.equal(tokens[expert], of[chosen])
     assert Routed.from_call((x,), {}) is None
     assert Routed.from_call((x, weights), {"top_k_weights": weights}) is None

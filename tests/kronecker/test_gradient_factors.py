@@ -215,8 +215,8 @@ def warned(rank: int, world_size: int, order: str) -> list[str]:
         if order == "FSDP2 later":
             fsdp(model, "layers")
             optimizer.zero_grad()
-        ours = {id(p) for b in optimizer._curvature.layers.blocks for p in b.params}
-        assert (id(model.cell.weight_hh_l0) in ours) == (order == "none")
+        own_params = {id(p) for b in optimizer._curvature.layers.blocks for p in b.params}
+        assert (id(model.cell.weight_hh_l0) in own_params) == (order == "none")
     return [str(w.message) for w in caught if issubclass(w.category, SecondOrderWarning)]
 
 

@@ -177,8 +177,8 @@ def test_5_a_kernel_that_covers_its_input_is_a_linear(
     y = torch.randint(CLASSES, (n,))
     found = empirical(model, (x, y), kfac_approx=approx)
     expected = empirical(flat, (x, y), kfac_approx=approx)
-    for mine, its in [("0", "1"), ("3", "3")]:
-        close(found[mine].stored.values(), expected[its].stored.values())
+    for own, its in [("0", "1"), ("3", "3")]:
+        close(found[own].stored.values(), expected[its].stored.values())
 
 
 def test_5_a_smaller_kernel_is_not_a_linear() -> None:

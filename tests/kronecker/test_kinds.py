@@ -321,12 +321,12 @@ def transposed_factors(model: nn.Module, batch: Batch, approx: str) -> tuple[Ten
         + 1
         for i in range(x.dim() - 2)
     ]
-    kept = [
+    remaining = [
         j
         for j, place in enumerate(itertools.product(*map(range, outputs)))
         if all(p < s for p, s in zip(place, x.shape[2:], strict=True))
     ]
-    g = whole[:, kept] * n  # (N, T, groups, out)
+    g = whole[:, remaining] * n  # (N, T, groups, out)
     a = x.flatten(2).unflatten(1, (conv.groups, -1)).permute(0, 3, 1, 2)
     if approx == "reduce":
         a = a.mean(1)
@@ -515,9 +515,9 @@ def test_the_worked_example_of_the_docs_runs() -> None:
     own = page[page.index("## Custom layers") :]
     first, second = re.findall(r"```python\n(.*?)```", own, re.DOTALL)
     names: dict[str, Any] = {}
-    with redirect_stdout(io.StringIO()) as said:
+    with redirect_stdout(io.StringIO()) as printed:
         exec(first, names)
-    assert re.search(r"Scaled +144 +preconditioned +A 9², G 16²", said.getvalue())
+    assert re.search(r"Scaled +144 +preconditioned +A 9², G 16²", printed.getvalue())
     assert names["optimizer"].summary().preconditioned_share == 1.0
     names["optimizer"].close()
     exec(second, names)

@@ -84,14 +84,14 @@ def test_a_layer_batch_equals_its_layers_one_by_one(
 ) -> None:
     blocks = blocks_of(kind, layers, bias, solver)
     (bank,) = batch_layers(blocks)
-    mine = {block: block.inverse for block in blocks if block.inverse is not None}
+    inverses = {block: block.inverse for block in blocks if block.inverse is not None}
     chosen = [b for b in blocks if data.draw(st.booleans())] or blocks[-1:]
     expected = one_by_one(chosen)
-    given = {block: [t.clone() for t in inverse.tensors] for block, inverse in mine.items()}
+    copies = {block: [t.clone() for t in inverse.tensors] for block, inverse in inverses.items()}
     stacked = bank.inverse.split_layers(blocks[0].shape.groups)
-    for inverse, before in zip(stacked, given.values(), strict=True):
+    for inverse, before in zip(stacked, copies.values(), strict=True):
         assert all(map(torch.equal, inverse.tensors, before))
-    for block, before in given.items():  # parts of the bank's
+    for block, before in copies.items():  # parts of the bank's
         assert block.inverse is not None
         assert all(map(torch.equal, block.inverse.tensors, before))
         for part, whole in zip(block.inverse.tensors, bank.inverse.tensors, strict=True):
@@ -100,8 +100,8 @@ def test_a_layer_batch_equals_its_layers_one_by_one(
     preconditioned = precondition_batches([bank], F64, among=chosen)
     write_gradients(preconditioned, torch.tensor(0.5, dtype=F64))
     written = [p.grad.reshape(-1) for b in chosen for p in b.params]  # type: ignore[union-attr]
-    for found, wanted in zip(written, expected, strict=True):
-        torch.testing.assert_close(found, 0.5 * wanted, rtol=1e-10, atol=1e-12)
+    for found, expected_value in zip(written, expected, strict=True):
+        torch.testing.assert_close(found, 0.5 * expected_value, rtol=1e-10, atol=1e-12)
     left = [p.grad for b in blocks if b not in chosen for p in b.params]
     assert all(torch.equal(*pair) for pair in zip(left, others, strict=True))
 
@@ -228,8 +228,8 @@ def test_layers_of_one_batch_can_have_different_damping(dampings: list[float | T
     parts: dict[str, Any] = {k: (ones.unsqueeze(-1), ones) for k in "AG"}
     inverse = SOLVERS["eigen"].combine(parts, per_group(dampings, 2, ones))
     found = 1 / inverse.tensors[-1].view(-1, 2) - 1
-    for ours, wanted in zip(found, dampings, strict=True):
-        torch.testing.assert_close(ours, torch.full((2,), float(wanted), dtype=F64))
+    for actual, expected_value in zip(found, dampings, strict=True):
+        torch.testing.assert_close(actual, torch.full((2,), float(expected_value), dtype=F64))
 
 
 def test_close_releases_all_layers() -> None:

@@ -23,12 +23,12 @@ EXACT = BlockRules(max_exact_dim=256)
 
 
 def find(
-    model: nn.Module, rules: BlockRules | None = EXACT, *, skip: tuple[str, ...] = (), **kept: Any
+    model: nn.Module, rules: BlockRules | None = EXACT, *, skip: tuple[str, ...] = (), **more: Any
 ) -> tuple[dict[str, KroneckerBlock], dict[str, LeftToBase]]:
     """Blocks and what is left to the base, by name; of all parameters, or of those in `only`."""
-    only = kept.get("only", list(model.parameters()))
+    only = more.get("only", list(model.parameters()))
     owned = {id(p): p.numel() for p in only}
-    blocks, left = find_blocks(model, owned, skip, kept.get("known", {}), torch.float32, rules)
+    blocks, left = find_blocks(model, owned, skip, more.get("known", {}), torch.float32, rules)
     assert sum(row.parameters for row in left) + sum(
         p.numel() for block in blocks for p in block.owned
     ) == sum(owned.values())
@@ -208,7 +208,7 @@ def test_auto_double_factoring_skips_unsuitable_layers(model: nn.Sequential) -> 
 
 
 @pytest.mark.parametrize(
-    ("chosen", "said"),
+    ("chosen", "message"),
     [
         ({"nowhere": (4, 6)}, "'nowhere' is not in the model; name an nn.Linear"),
         ({"4": (4, 6)}, "'4' is a Conv2d; name an nn.Linear"),
@@ -218,7 +218,7 @@ def test_auto_double_factoring_skips_unsuitable_layers(model: nn.Sequential) -> 
         ("all", "doubly_factored='all' is not 'auto', None, or a dict"),
     ],
 )
-def test_options_that_match_no_layer_raise_with_a_remedy(chosen: Any, said: str) -> None:
+def test_options_that_match_no_layer_raise_with_a_remedy(chosen: Any, message: str) -> None:
     with pytest.raises(ValueError, match="doubly_factored") as raised:
         distkfac(vgg(), doubly_factored=chosen)
-    assert said in str(raised.value)
+    assert message in str(raised.value)

@@ -57,13 +57,13 @@ def expected(
     taking_part: Tensor | None = None,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """A over the rows that take part, and G = N Σ d dᵀ, by layer."""
-    wanted = {}
+    reference = {}
     for name, calls in captured(model, loss_of).items():
         x, d = (torch.cat(each) for each in zip(*calls, strict=True))
         if taking_part is not None and len(taking_part) == len(x):
             x = x[taking_part]
-        wanted[name] = (x.T @ x / len(x)).unsqueeze(0), (terms * d.T @ d).unsqueeze(0)
-    return wanted
+        reference[name] = (x.T @ x / len(x)).unsqueeze(0), (terms * d.T @ d).unsqueeze(0)
+    return reference
 
 
 def found(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], **options: Any) -> Any:
@@ -152,8 +152,8 @@ def test_an_experts_block_counts_all_loss_terms(System: Any) -> None:
         return functional.cross_entropy(model(normal(B, WIDTH)), torch.arange(B) % 3)
 
     got = found(model, loss_of, System=System)
-    wanted = expected(model, loss_of, B)
-    assert_same_factors(got, wanted)
+    reference = expected(model, loss_of, B)
+    assert_same_factors(got, reference)
     # One row: the block is exact.
     x, d = captured(model, loss_of)["experts.0"][0]
     assert len(x) == 2
@@ -187,8 +187,8 @@ def test_padding_is_not_in_a_but_prompts_are(
     taking_part = labels(padded) != -100
     terms = int((y != -100).sum())
     loss_of = tokens_loss(y)
-    wanted = expected(model, loss_of, terms, taking_part.flatten())
-    assert_same_factors(found(model, loss_of, System=System), wanted)
+    reference = expected(model, loss_of, terms, taking_part.flatten())
+    assert_same_factors(found(model, loss_of, System=System), reference)
 
 
 def test_slices_of_the_logits_have_all_loss_terms() -> None:
@@ -212,8 +212,8 @@ def test_slices_of_the_logits_have_all_loss_terms() -> None:
     assert_same_factors(found(model, one_by_one), expected(model, one_by_one, terms))
     number = int((y[:, :4] != -100).sum())
     got = found(model, in_chunks)
-    wanted = expected(model, in_chunks, number)
-    for name, (_, g) in wanted.items():
+    reference = expected(model, in_chunks, number)
+    for name, (_, g) in reference.items():
         torch.testing.assert_close(got[name][1], g)
 
 
@@ -253,10 +253,10 @@ def test_merging_an_adapter_does_not_change_the_terms(eager: bool) -> None:
     merged = copy.deepcopy(model)
     merged.q = model.q.merged()
     loss_of = tokens_loss(labels(2), eager)
-    apart = found(model, loss_of)
+    separate = found(model, loss_of)
     together = found(merged, loss_of)
-    apart["q"] = apart.pop("q.base")
-    assert_same_factors({name: apart[name] for name in together}, together, rtol=1e-9)
+    separate["q"] = separate.pop("q.base")
+    assert_same_factors({name: separate[name] for name in together}, together, rtol=1e-9)
 
 
 @pytest.mark.parametrize("per_sample", [True, False])
@@ -291,13 +291,13 @@ def test_padding_routed_to_experts_is_not_in_a() -> None:
         return functional.cross_entropy(model(normal(B, T, WIDTH)).flatten(0, 1), y.flatten())
 
     got = found(model, loss_of)
-    wanted = expected(model, loss_of, int((y != -100).sum()), (y != -100).flatten())
+    reference = expected(model, loss_of, int((y != -100).sum()), (y != -100).flatten())
     for name, ((x, d),) in captured(model, loss_of).items():
         if name.startswith("experts"):
             alive = d.any(1)
             assert not alive.all()
-            wanted[name] = (x[alive].T @ x[alive] / alive.sum()).unsqueeze(0), wanted[name][1]
-    assert_same_factors(got, wanted)
+            reference[name] = (x[alive].T @ x[alive] / alive.sum()).unsqueeze(0), reference[name][1]
+    assert_same_factors(got, reference)
 
 
 def test_all_layers_of_a_convolutional_network_count_the_same_terms() -> None:
@@ -319,8 +319,8 @@ def test_all_layers_of_a_convolutional_network_count_the_same_terms() -> None:
 
     model = seeded(Images)
     got = found(model, loss_of)
-    wanted = expected(model, loss_of, B)
-    assert_same_factors({n: got[n] for n in wanted}, wanted)
+    reference = expected(model, loss_of, B)
+    assert_same_factors({n: got[n] for n in reference}, reference)
 
 
 # ----------------------------------------------------------------------- passes and micro-batches
@@ -339,9 +339,9 @@ def test_micro_batches_with_unequal_padding_equal_one_batch(options: dict[str, A
     got = []
     for parts in ([slice(0, B)], [slice(0, 1), slice(1, 5), slice(5, B)]):
         model = seeded(Causal)
-        kept = {k: v for k, v in options.items() if k != "System"}
+        plain_options = {k: v for k, v in options.items() if k != "System"}
         System: Any = options.get("System", KAISA)
-        optimizer = make(System, model, lr=0.0, loss_reduction="step_mean", **kept)
+        optimizer = make(System, model, lr=0.0, loss_reduction="step_mean", **plain_options)
         for each in parts:
             (part(model, each) / terms).backward()
         optimizer.step()
@@ -360,8 +360,8 @@ def test_losses_of_separate_layers_count_their_own_terms() -> None:
     optimizer.step()
     got = factors(optimizer)
     for i, net in enumerate(pair):
-        wanted = expected(net, lambda net: functional.cross_entropy(net(x), y), B)
-        assert_same_factors({n: got[f"{i}.{n}"] for n in wanted}, wanted)
+        reference = expected(net, lambda net: functional.cross_entropy(net(x), y), B)
+        assert_same_factors({n: got[f"{i}.{n}"] for n in reference}, reference)
 
 
 def by_owners(rank: int, world_size: int) -> dict[str, Any]:
@@ -393,6 +393,6 @@ def test_every_rank_knows_the_terms_of_the_last_layer(world: World) -> None:
             logits = model(normal(B, T, WIDTH)[some])
             return functional.cross_entropy(logits.flatten(0, 1), y[some].flatten())
 
-        wanted = expected(model, loss_of, int((y[some] != -100).sum()))
+        reference = expected(model, loss_of, int((y[some] != -100).sum()))
         for name, (_, g) in each.items():
-            torch.testing.assert_close(g, wanted[name][1], rtol=1e-10, atol=1e-14)
+            torch.testing.assert_close(g, reference[name][1], rtol=1e-10, atol=1e-14)

@@ -225,21 +225,21 @@ def gathered(rank: int, world_size: int, System: Any, options: dict[str, Any]) -
     for batch in MLP.batches(3, n=12):
         take(model, optimizer, shard(batch, rank, world_size), MLP.loss)
     before = [p.detach().clone() for p in model.parameters()]
-    kept = optimizer.curvature(dtype=torch.float64)
-    assert sorted(kept.local_layers) == sorted(
-        k for k, owner in kept.owners.items() if owner == rank
+    snapshot = optimizer.curvature(dtype=torch.float64)
+    assert sorted(snapshot.local_layers) == sorted(
+        k for k, owner in snapshot.owners.items() if owner == rank
     )
-    factors = {name: (each.A, each.G, each.damping) for name, each in kept.items()}
-    for whole in (optimizer.curvature(dtype=torch.float64, gather=True), kept.gather()):
-        assert list(whole.local_layers) == list(whole) == list(kept)
+    factors = {name: (each.A, each.G, each.damping) for name, each in snapshot.items()}
+    for whole in (optimizer.curvature(dtype=torch.float64, gather=True), snapshot.gather()):
+        assert list(whole.local_layers) == list(whole) == list(snapshot)
         for name in sorted(whole, reverse=rank == 1):  # each asks for itself
             assert same((whole[name].A, whole[name].G), factors[name][:2])
     take(model, optimizer, shard(MLP.batches(4, n=12)[3], rank, world_size), MLP.loss)
     assert not same(before, model.parameters())
     return (
         factors,
-        kept.uncovered,
-        list(kept.local_layers),
+        snapshot.uncovered,
+        list(snapshot.local_layers),
         [p.detach().clone() for p in model.parameters()],
     )
 

@@ -65,7 +65,7 @@ def dp_kfacs(network: nn.Module, layer: str, x: Tensor, y: Tensor) -> Tensor:
     return torch.kron(moment(d * N * positions, len(d)), moment(a / positions, N))
 
 
-def ours(network: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+def package_scales(network: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     optimizer = make(KAISA, network)
     cross_entropy(network(x), y).backward()
     optimizer.step()
@@ -76,12 +76,12 @@ def test_factors_equal_the_published_ones_up_to_powers_of_examples_and_positions
     network: nn.Sequential,
 ) -> None:
     x, y = batch()
-    theirs = {
+    published = {
         layer: (kaisas(network, layer, x, y), dp_kfacs(network, layer, x, y))
         for layer in ("0", "3")
     }
-    for layer, block in ours(network, x, y).items():
+    for layer, block in package_scales(network, x, y).items():
         positions = T if layer == "0" else 1
-        kaisa, dp_kfac = theirs[layer]
+        kaisa, dp_kfac = published[layer]
         torch.testing.assert_close(block, dp_kfac)
         torch.testing.assert_close(block, kaisa * N**2 * positions**5)

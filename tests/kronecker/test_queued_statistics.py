@@ -64,12 +64,12 @@ def layers_of(bias: bool) -> list[KroneckerBlock]:
 
 
 def collector(layers: Sequence[KroneckerBlock], **options: Any) -> StatisticsCollector:
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "approximation": "expand",
         "reduction": lambda: "sum",
         "gradient_scale": lambda _: 1.0,
     }
-    made = StatisticsCollector(factor_dtype=F64, **{**given, **options})
+    made = StatisticsCollector(factor_dtype=F64, **{**arguments, **options})
     made.set_blocks(layers)
     return made
 
@@ -124,17 +124,19 @@ def test_queued_pairs_give_the_sums_of_single_pairs(
     passes = {0: BackwardPass(0), 1: BackwardPass(1)}
     seen: list[tuple[int, int, Pair]] = []
     for layer, pass_id, kind in calls:
-        kept = keep(made, blocks[layer], *pair(layer, kind), passes[pass_id])
-        seen.append((layer, pass_id, kept))
+        stored_pair = keep(made, blocks[layer], *pair(layer, kind), passes[pass_id])
+        seen.append((layer, pass_id, stored_pair))
     with pytest.MonkeyPatch.context() as patch:
         if not together:
             patch.setattr(statistics, "max_stacked_elements", lambda _: 0)
         made.sum_pairs()
-    for layer, pass_id, kept in seen:
-        mask = kept.backward_pass.find_mask(kept.group)
-        live = full_row_mask(kept.group.num_rows) if mask is None else to_row_mask(mask)
+    for layer, pass_id, stored_pair in seen:
+        mask = stored_pair.backward_pass.find_mask(stored_pair.group)
+        live = full_row_mask(stored_pair.group.num_rows) if mask is None else to_row_mask(mask)
         options = {"has_bias": bias, "approximation": approximation}
-        each = pair_statistics(kept.module, kept.x, kept.d, dtype=F64, row_mask=live, **options)
+        each = pair_statistics(
+            stored_pair.module, stored_pair.x, stored_pair.d, dtype=F64, row_mask=live, **options
+        )
         expected[layer].record_pair(pass_id)
         bring(expected[layer], each, scale, pass_id)
     for pass_id in passes:

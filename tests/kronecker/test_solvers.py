@@ -45,16 +45,16 @@ def test_solves_equal_the_dense_solve(
     A = factor(groups, d_in)
     G = factor(groups, d_out)
     if diagonal:
-        kept = torch.rand(groups, d_in, dtype=torch.float64)
-        kept[:, 0] = 0
-        A = torch.diag_embed(kept)
+        storage = torch.rand(groups, d_in, dtype=torch.float64)
+        storage[:, 0] = 0
+        A = torch.diag_embed(storage)
     gradient = torch.randn(groups, d_out, d_in, dtype=torch.float64)
     expected = torch.stack(
         [DENSE[name](A[i, None], G[i, None], gradient[i], damping) for i in range(groups)]
     )
-    given_a = kept if diagonal else A
-    assert_solved(solve(name, given_a, G, gradient, damping), expected)
-    assert_solved(solve(name, given_a, G, gradient, torch.tensor(damping, dtype=F64)), expected)
+    argument_a = storage if diagonal else A
+    assert_solved(solve(name, argument_a, G, gradient, damping), expected)
+    assert_solved(solve(name, argument_a, G, gradient, torch.tensor(damping, dtype=F64)), expected)
 
 
 # π.
@@ -84,13 +84,13 @@ def test_pi_minimizes_its_bound(d_in: int, d_out: int, damping: float, stretch: 
     shapes=st.lists(
         st.tuples(GROUPS, DIMS, st.sampled_from([torch.float32, torch.float64])), max_size=8
     ),
-    kept=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    storage=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
     batch_bytes=st.sampled_from([1, 500, 2**20]),
 )
 def test_batched_by_shape_equals_one_at_a_time(
     name: str,
     shapes: list[tuple[int, int, torch.dtype]],
-    kept: torch.dtype,
+    storage: torch.dtype,
     batch_bytes: int,
 ) -> None:
     matrices = [
@@ -98,14 +98,14 @@ def test_batched_by_shape_equals_one_at_a_time(
         for groups, dim, dtype in shapes
     ]
     with patch.object(solvers, "CPU_BATCH_BYTES", batch_bytes):
-        together = decompose(name, *matrices, dtype=kept)
-        alone = [decompose(name, each, dtype=kept)[0] for each in matrices]
+        together = decompose(name, *matrices, dtype=storage)
+        alone = [decompose(name, each, dtype=storage)[0] for each in matrices]
     sizes = [FactorShape(matrix.shape[0], 1, matrix.shape[1]) for matrix in matrices]
-    shapes_kept = [SOLVERS[name].message_shapes(shape, "G") for shape in sizes]
+    shapes_sent = [SOLVERS[name].message_shapes(shape, "G") for shape in sizes]
     for i, (batched, single) in enumerate(zip(together, alone, strict=True)):
-        assert tuple(tuple(part.shape) for part in batched) == shapes_kept[i]
-        coarser = max(kept, matrices[i].dtype, key=lambda dtype: torch.finfo(dtype).eps)
-        assert {part.dtype for part in (*batched, *single)} == {kept}
+        assert tuple(tuple(part.shape) for part in batched) == shapes_sent[i]
+        coarser = max(storage, matrices[i].dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        assert {part.dtype for part in (*batched, *single)} == {storage}
         pairs = list(zip(batched, single, strict=True))
         if name == "eigen":  # its vectors may differ by a sign
             pairs[0] = restored(name, batched), restored(name, single)

@@ -323,12 +323,14 @@ def test_a_subclass_that_computes_something_else_falls_back(
                 assert gradient is not None
                 if name != "no norm" or p.dim() == 1:
                     torch.testing.assert_close(p.grad, gradient)
-    said = [str(w.message) for w in caught if issubclass(w.category, SecondOrderWarning)]
-    said = [message for message in said if "output gradients of its calls" in message]
-    assert len(said) == 1
-    assert said[0].startswith("'1': the inputs and output gradients of its calls do not reproduce")
-    assert "be replaced on the instance" in said[0]
-    assert "register_layer()" in said[0]
+    messages = [str(w.message) for w in caught if issubclass(w.category, SecondOrderWarning)]
+    messages = [message for message in messages if "output gradients of its calls" in message]
+    assert len(messages) == 1
+    assert messages[0].startswith(
+        "'1': the inputs and output gradients of its calls do not reproduce"
+    )
+    assert "be replaced on the instance" in messages[0]
+    assert "register_layer()" in messages[0]
     rows = {row.name: row for row in optimizer.summary().rows}
     assert rows["1"].status == "base"
     assert "of its gradient unexplained" in rows["1"].detail
@@ -418,8 +420,8 @@ def test_debug_detects_a_layer_that_is_patched_during_training(debug: bool) -> N
     if debug:
         expected[4:9] = ["base"] * 5
     assert statuses == expected
-    said = [str(w.message) for w in caught if "output gradients" in str(w.message)]
-    assert len(said) == debug
+    messages = [str(w.message) for w in caught if "output gradients" in str(w.message)]
+    assert len(messages) == debug
 
 
 def patched_from_the_start(rank: int, world_size: int, system: int) -> Any:
@@ -433,8 +435,8 @@ def patched_from_the_start(rank: int, world_size: int, system: int) -> Any:
         warnings.simplefilter("always")
         for step in range(3):
             take(model, optimizer, shard(case.batch(8, seed=step), rank, world_size))
-    said = [str(w.message) for w in caught if "output gradients" in str(w.message)]
-    return vector(model), [row.status for row in optimizer.summary().rows], said
+    messages = [str(w.message) for w in caught if "output gradients" in str(w.message)]
+    return vector(model), [row.status for row in optimizer.summary().rows], messages
 
 
 @pytest.mark.parametrize("system", range(len(KRONECKER)))
@@ -443,12 +445,12 @@ def test_a_layer_that_one_rank_cannot_verify_falls_back_on_all_ranks(
 ) -> None:
     found = world.run(patched_from_the_start, 2, system)
     agreed([[vectors] for vectors, _, _ in found])
-    for _, statuses, said in found:
-        if system == 1 and not said:  # DPKFAC's owner was another rank
+    for _, statuses, messages in found:
+        if system == 1 and not messages:  # DPKFAC's owner was another rank
             assert statuses == ["preconditioned"] * 3
         else:
             assert statuses == ["preconditioned", "base", "preconditioned"]
-            assert len(said) == 1
+            assert len(messages) == 1
 
 
 # Operations in place.

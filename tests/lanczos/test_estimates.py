@@ -212,7 +212,7 @@ def test_a_loader_gives_the_mean_over_its_examples(curvature: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batches", "criterion", "told"),
+    ("batches", "criterion", "message"),
     [
         ([], cross_entropy, "there is no batch"),
         ([{"x": 1}], cross_entropy, "batch 0 is a dict, not a pair"),
@@ -220,8 +220,8 @@ def test_a_loader_gives_the_mean_over_its_examples(curvature: Any) -> None:
         ([MLP.batch(2)], nn.CrossEntropyLoss(reduction="sum"), "use reduction='mean'"),
     ],
 )
-def test_values_that_are_not_loaders_raise(batches: Any, criterion: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_values_that_are_not_loaders_raise(batches: Any, criterion: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         losses_over(MLP.model(), batches, criterion)
 
 
@@ -266,11 +266,15 @@ def test_batches_can_have_several_inputs() -> None:
         assert trace(losses, model, products=30).value == pytest.approx(plain.value)
 
 
-def test_a_density_has_peaks_of_the_given_width() -> None:
+def test_the_width_option_sets_the_width_of_the_peaks() -> None:
     _, loss, w = problem(8, 0)
     density = spectral_density(loss, [w], probes=2, iterations=20)
-    for width, told in ((0, r"width=0 is outside \(0, inf\)"), (-0.1, "-0.1"), (math.nan, "nan")):
-        with pytest.raises(ValueError, match=told):
+    for width, message in (
+        (0, r"width=0 is outside \(0, inf\)"),
+        (-0.1, "-0.1"),
+        (math.nan, "nan"),
+    ):
+        with pytest.raises(ValueError, match=message):
             density.on(torch.ones(3), width)
     with pytest.raises(TypeError, match="width=None is not a number"):
         density.on(torch.ones(3), None)  # type: ignore[arg-type]

@@ -75,10 +75,10 @@ def explicit_residuals(pairs: Eigenpairs, A: Tensor) -> Tensor:
 def assert_pairs(pairs: Eigenpairs, A: Tensor, tol: float = 1e-10) -> None:
     """Orthonormal vectors, the stated residuals, both ends of the spectrum."""
     scale = float(torch.linalg.matrix_norm(A, 2)) or 1.0
-    wanted = len(pairs.eigenvalues)
+    count = len(pairs.eigenvalues)
     V = pairs.eigenvectors.double()
-    torch.testing.assert_close(V @ V.T, torch.eye(wanted).double(), rtol=0, atol=tol)
-    expected = both_ends(A, pairs.largest, wanted - pairs.largest)
+    torch.testing.assert_close(V @ V.T, torch.eye(count).double(), rtol=0, atol=tol)
+    expected = both_ends(A, pairs.largest, count - pairs.largest)
     torch.testing.assert_close(pairs.eigenvalues, expected, rtol=0, atol=tol * scale)
     residuals = explicit_residuals(pairs, A)
     torch.testing.assert_close(pairs.residuals, residuals, rtol=0, atol=tol * scale)
@@ -345,11 +345,11 @@ WRONG: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 @pytest.mark.parametrize("kind", [*WRONG, "right", "right, with other signs"])
 def test_a_wrong_decomposition_is_rejected(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     diagonal = torch.tensor([3.0, -1.0, 0.5, 2.0], dtype=torch.float64)
-    beside = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    other_spectrum = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
     native = torch.linalg.eigh
     change = WRONG.get(kind, lambda u, Q: (u, -Q if "signs" in kind else Q))
     monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: change(*native(matrix)))
-    found = ritz_pairs(diagonal, beside)
+    found = ritz_pairs(diagonal, other_spectrum)
     for part in (found.values, found.vectors, found.residuals):
         expected = kind not in WRONG
         assert part.isfinite().all() if expected else part.isnan().all()

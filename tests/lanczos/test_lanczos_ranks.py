@@ -71,8 +71,10 @@ def bitwise(results: Sequence[Any]) -> Any:
     """What all ranks have, bit for bit."""
     for result in results:
         for name, value in vars(results[0]).items():
-            mine = getattr(result, name)
-            assert torch.equal(mine, value) if isinstance(value, Tensor) else mine == value, name
+            own_rows = getattr(result, name)
+            assert (
+                torch.equal(own_rows, value) if isinstance(value, Tensor) else own_rows == value
+            ), name
     return results[0]
 
 
@@ -137,10 +139,10 @@ def test_one_process_decides(world: World) -> None:
 def density(rank: int, world_size: int, sizes: Sequence[int]) -> SpectralDensity:
     model = MLP.model()
     (x, y) = MLP.batch(sum(sizes))
-    mine = x.split(list(sizes))[rank]
+    own_rows = x.split(list(sizes))[rank]
     labels = y.split(list(sizes))[rank]
     return spectral_density(
-        lambda: (cross_entropy(model(mine), labels), len(mine)), model,
+        lambda: (cross_entropy(model(own_rows), labels), len(own_rows)), model,
         probes=2, iterations=15, process_group=dist.group.WORLD,
     )  # fmt: skip
 
@@ -195,9 +197,9 @@ def failing(rank: int, world_size: int, where: int, fault: str, hvp: Any, estima
             return value if calls < 3 else 1 / 0
         return faults[fault](value)
 
-    mine: Any = [] if fault == "no micro-batch" and rank == where else [loss]
+    own_rows: Any = [] if fault == "no micro-batch" and rank == where else [loss]
     try:
-        ESTIMATES[estimate](mine, model, hvp=hvp, process_group=dist.group.WORLD)
+        ESTIMATES[estimate](own_rows, model, hvp=hvp, process_group=dist.group.WORLD)
     finally:
         total = torch.ones(1)
         dist.all_reduce(total)
@@ -239,9 +241,10 @@ def judged(rank: int, world_size: int) -> float:
     model = MLP.model()
     (x, y) = MLP.batch(12)
     cuts = [0, 1, 5, 12]
-    mine = [(0, 1), (2,)][rank] if world_size > 1 else range(3)
+    own_rows = [(0, 1), (2,)][rank] if world_size > 1 else range(3)
     losses = [
-        lambda a=cuts[i], b=cuts[i + 1]: (cross_entropy(model(x[a:b]), y[a:b]), b - a) for i in mine
+        lambda a=cuts[i], b=cuts[i + 1]: (cross_entropy(model(x[a:b]), y[a:b]), b - a)
+        for i in own_rows
     ]
     return mean_loss(losses, list(model.parameters()), Processes(), model)
 
@@ -258,7 +261,7 @@ def undecomposed(rank: int, world_size: int, where: int | None, estimate: str) -
     """Of the rank's own batch; `where` cannot decompose the tridiagonal matrix."""
     model = MLP.model()
     (x, y) = MLP.batch(4 * world_size)
-    mine = x.split(4)[rank]
+    own_rows = x.split(4)[rank]
     labels = y.split(4)[rank]
 
     def broken(*_: Any) -> Any:
@@ -269,7 +272,7 @@ def undecomposed(rank: int, world_size: int, where: int | None, estimate: str) -
         options |= {"largest": 2}
     with replaced(torch.linalg, {"eigh": broken} if rank == where else {}):
         found = ESTIMATES[estimate](
-            lambda: cross_entropy(model(mine), labels),
+            lambda: cross_entropy(model(own_rows), labels),
             model,
             process_group=dist.group.WORLD,
             **options,
@@ -280,9 +283,9 @@ def undecomposed(rank: int, world_size: int, where: int | None, estimate: str) -
 @pytest.mark.parametrize("estimate", ["pairs", "density"])
 def test_a_failed_decomposition_on_one_process_raises_on_all(world: World, estimate: str) -> None:
     """Nobody waits: it is the first process's that counts, for better and for worse."""
-    sound = world.run(undecomposed, 3, None, estimate)
+    undisturbed = world.run(undecomposed, 3, None, estimate)
     for result in world.run(undecomposed, 3, 1, estimate, timeout=20):
-        assert torch.equal(result, sound[0])
+        assert torch.equal(result, undisturbed[0])
     for error in world.run(undecomposed, 3, 0, estimate, expect_errors=True, timeout=20):
         assert type(error) is CurvatureError
         assert "could not be decomposed on the first process" in str(error)

@@ -168,12 +168,12 @@ def test_measuring_does_not_change_ddp_training(
     world: World, mode: str, options: dict[str, Any]
 ) -> None:
     """Where the closure goes through DDP, whose reducer expects a backward pass per forward."""
-    for (alone, its), (beside, buffers) in zip(
+    for (alone, its), (measured, buffers) in zip(
         world.run(ddp_training, 2, None, options),
         world.run(ddp_training, 2, mode, options),
         strict=True,
     ):
-        assert torch.equal(alone, beside)
+        assert torch.equal(alone, measured)
         assert same(its, buffers)
 
 

@@ -41,15 +41,15 @@ WITHIN: Any = {"rtol": 1e-9, "atol": 1e-11}
 STORED: dict[Any, Any] = torch.load(DATA, weights_only=True)
 
 
-def close(ours: Any, theirs: Any) -> None:
-    torch.testing.assert_close(ours, theirs, **WITHIN)
+def close(actual: Any, reference: Any) -> None:
+    torch.testing.assert_close(actual, reference, **WITHIN)
 
 
-def assert_same_spaces(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+def assert_same_spaces(actual: dict[str, Tensor], reference: dict[str, Tensor]) -> None:
     """Whether columns are the same vectors, but for their signs."""
-    assert ours.keys() == theirs.keys()
-    for module, vectors in theirs.items():
-        found = (ours[module].to(vectors).mT @ vectors).abs()
+    assert actual.keys() == reference.keys()
+    for module, vectors in reference.items():
+        found = (actual[module].to(vectors).mT @ vectors).abs()
         torch.testing.assert_close(found, torch.eye(len(vectors)).to(found), rtol=1e-6, atol=1e-6)
 
 
@@ -70,18 +70,18 @@ TIMES = {
 def test_kronfluence_files_equal_its_own(tmp_path: Path, tokens: bool, strategy: str) -> None:
     curvature = Case(tokens).curvature(strategy)
     assert export.to_kronfluence(curvature, tmp_path, documents=ENTRIES) == {}
-    ours = files_in(tmp_path)
-    theirs = STORED["kronfluence", tokens, strategy]
-    assert ours.keys() == theirs.keys()
-    for path, tensors in theirs.items():
+    actual = files_in(tmp_path)
+    reference = STORED["kronfluence", tokens, strategy]
+    assert actual.keys() == reference.keys()
+    for path, tensors in reference.items():
         if path.endswith("eigenvectors.safetensors"):
-            assert_same_spaces(ours[path], tensors)
+            assert_same_spaces(actual[path], tensors)
             continue
-        assert ours[path].keys() == tensors.keys()
+        assert actual[path].keys() == tensors.keys()
         for module, tensor in tensors.items():
             times = 1.0 if tokens or module != "0" else TIMES.get(Path(path).stem, 1.0)
             expected = tensor * times
-            torch.testing.assert_close(ours[path][module], expected, check_dtype=False, **WITHIN)
+            torch.testing.assert_close(actual[path][module], expected, check_dtype=False, **WITHIN)
 
 
 @pytest.mark.parametrize("tokens", [True, False])
@@ -102,13 +102,13 @@ def test_kronfluence_loads_factors_equal_to_its_own(
     )
     for kind in kinds:
         load = getattr(analyzer, f"load_{kind}")
-        ours = load("ours")
-        theirs = load("theirs")
-        assert ours.keys() == theirs.keys()
-        for key in ours.keys() - {"activation_eigenvectors", "gradient_eigenvectors"}:
+        actual = load("ours")
+        reference = load("theirs")
+        assert actual.keys() == reference.keys()
+        for key in actual.keys() - {"activation_eigenvectors", "gradient_eigenvectors"}:
             times = 1.0 if tokens else TIMES.get(key, 1.0)
-            theirs[key]["0"] = theirs[key]["0"] * times
-            torch.testing.assert_close(ours[key], theirs[key], check_dtype=False, **WITHIN)
+            reference[key]["0"] = reference[key]["0"] * times
+            torch.testing.assert_close(actual[key], reference[key], check_dtype=False, **WITHIN)
     if strategy == "ekfac":
         analyzer.fit_all_factors("ours", data, **fit)  # finds all of them there
     else:
@@ -175,14 +175,14 @@ def for_bergson(folder: Path, include_bias: bool) -> KroneckerCurvature:
 @pytest.mark.parametrize("include_bias", [False, True])
 def test_bergson_files_equal_its_own(tmp_path: Path, include_bias: bool) -> None:
     for_bergson(tmp_path, include_bias)
-    ours = files_in(tmp_path)
-    theirs = STORED["bergson", include_bias]
-    assert ours.keys() == theirs.keys()
-    for path, tensors in theirs.items():
+    actual = files_in(tmp_path)
+    reference = STORED["bergson", include_bias]
+    assert actual.keys() == reference.keys()
+    for path, tensors in reference.items():
         if path.startswith("eigen_"):  # vectors, whose signs are anybody's
-            assert_same_spaces(ours[path], tensors)
+            assert_same_spaces(actual[path], tensors)
         else:
-            close(ours[path], tensors)
+            close(actual[path], tensors)
     assert torch.load(tmp_path / "total_processed.pt") == ENTRIES * TOKENS
 
 
@@ -198,10 +198,10 @@ def test_bergson_applies_factors_equal_to_its_own(tmp_path: Path, include_bias: 
     from bergson.config import InversionConfig
     from bergson.hessians import preconditioner
 
-    ours = tmp_path / "ours"
-    theirs = tmp_path / "theirs"
-    curvature = for_bergson(ours, include_bias)
-    by_bergson(include_bias, include_bias, theirs)
+    actual = tmp_path / "ours"
+    reference = tmp_path / "theirs"
+    curvature = for_bergson(actual, include_bias)
+    by_bergson(include_bias, include_bias, reference)
 
     torch.manual_seed(3)
     sizes = {name: size.numel() for name, size in curvature["model.0"].shapes.items()}
@@ -212,7 +212,7 @@ def test_bergson_applies_factors_equal_to_its_own(tmp_path: Path, include_bias: 
             preconditioner.FactoredPreconditioner.from_path(
                 path, inversion_cfg=InversionConfig(inversion=inversion, damping_factor=0.1)
             ).apply(gradients)["0"]
-            for path in (ours, theirs)
+            for path in (actual, reference)
         ]
         torch.testing.assert_close(*made, rtol=1e-4, atol=1e-4)
 
@@ -278,17 +278,17 @@ def test_laplace_predicts_as_with_its_own_fit(last: bool, damping: bool) -> None
     x = case.x
     head = case.head
     loader = case.loader
-    ours, theirs = (laplace_of(case, last, damping) for _ in range(2))
-    theirs.fit(loader)
+    actual, reference = (laplace_of(case, last, damping) for _ in range(2))
+    reference.fit(loader)
     curvature = measured(model, x, case.y, "ekfac")
-    export.to_laplace(curvature, ours, loader)
-    close(ours(x), theirs(x))
-    assert not torch.allclose(ours(x), model(x).softmax(-1), atol=1e-3)
-    close(ours.H_facs.to_matrix(), theirs.H_facs.to_matrix())
-    close(ours.log_marginal_likelihood(), theirs.log_marginal_likelihood())
+    export.to_laplace(curvature, actual, loader)
+    close(actual(x), reference(x))
+    assert not torch.allclose(actual(x), model(x).softmax(-1), atol=1e-3)
+    close(actual.H_facs.to_matrix(), reference.H_facs.to_matrix())
+    close(actual.log_marginal_likelihood(), reference.log_marginal_likelihood())
     half, other = (laplace_of(case, last, damping) for _ in range(2))
     export.to_laplace(curvature, half, loader, examples=ENTRIES / 2)
-    close(half.H_facs.to_matrix() * 2, ours.H_facs.to_matrix())
+    close(half.H_facs.to_matrix() * 2, actual.H_facs.to_matrix())
     only = KroneckerCurvature({"0": curvature["0"]}, curvature.names, {})
     with pytest.raises(ValueError, match=rf"'{head}\.weight' and .* have no curvature.*freeze"):
         export.to_laplace(only, other, loader)
@@ -361,8 +361,8 @@ def test_the_gptq_hessian_omits_the_bias(tmp_path: Path, tokens: bool, factors: 
 
 
 def test_llm_compressors_hessian_is_equal_up_to_a_factor() -> None:
-    ours = export.to_gptq(Case(tokens=True).curvature("inputs"))["0"]
-    torch.testing.assert_close(ours * TOKENS, STORED["llm-compressor",], rtol=1e-5, atol=1e-6)
+    actual = export.to_gptq(Case(tokens=True).curvature("inputs"))["0"]
+    torch.testing.assert_close(actual * TOKENS, STORED["llm-compressor",], rtol=1e-5, atol=1e-6)
 
 
 def test_the_gptq_hessian_of_a_grouped_convolution_is_the_mean_over_groups() -> None:
@@ -418,5 +418,5 @@ def test_many_processes_write_the_files_of_one(tmp_path: Path, world: World) -> 
             close(load_tensors(one[0] / name), load_tensors(alone / name))
         elif name.suffix == ".pt":
             close(torch.load(one[0] / name), torch.load(alone / name))
-    said = json.loads((one[0] / "factors_a" / "factor_arguments.json").read_text())
-    assert said == {"strategy": "ekfac"}
+    stored_arguments = json.loads((one[0] / "factors_a" / "factor_arguments.json").read_text())
+    assert stored_arguments == {"strategy": "ekfac"}

@@ -373,9 +373,9 @@ CRITERION = nn.CrossEntropyLoss(reduction="none")
     ],
 )
 def test_invalid_arguments_raise_with_the_remedy(changed: dict[str, Any], text: str) -> None:
-    given: dict[str, Any] = {"model": MODEL, "loader": [(X, Y)], "factors": "kfac"}
+    arguments: dict[str, Any] = {"model": MODEL, "loader": [(X, Y)], "factors": "kfac"}
     with pytest.raises(TypeError, match=text):
-        measure(**{**given, "progress": False, **changed})
+        measure(**{**arguments, "progress": False, **changed})
 
 
 def test_layer_names_can_be_any_iterable() -> None:

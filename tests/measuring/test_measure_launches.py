@@ -149,9 +149,9 @@ def cases() -> Iterator[tuple[str, Any]]:
                     counts = {}
                     for blocks in (2, 4):
                         model = model_of(blocks, getattr(torch, of.split()[0]), "biases" in of)
-                        ours = of_a_batch(seen, model, factors, masked)
+                        measured = of_a_batch(seen, model, factors, masked)
                         floor = bare(seen, model, factors)
-                        counts[blocks] = [ours[0] - floor[0], *ours[1:]]
+                        counts[blocks] = [measured[0] - floor[0], *measured[1:]]
                     name = f"{factors}, {'masked' if masked else 'whole'}, {of}"
                     yield name, [counts[2], counts[4]]
 

@@ -54,19 +54,21 @@ def found_by(
             values = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
             with torch.no_grad():
                 for key, value in (*model.named_parameters(), *model.named_buffers()):
-                    given = values[key].detach()
-                    value.copy_(distribute_tensor(given, mesh) if is_dtensor(value) else given)
-    given = DistributedDataParallel(model) if wrapper == "DDP" else model
+                    argument = values[key].detach()
+                    value.copy_(
+                        distribute_tensor(argument, mesh) if is_dtensor(value) else argument
+                    )
+    argument = DistributedDataParallel(model) if wrapper == "DDP" else model
     loader = batches_of(data, shares(ranks)[rank])
     more = {} if factors == "inputs" else {"loss": terms}
-    curvature = measure(given, loader, factors=factors, progress=False, **more, **options)
-    kept: Found = {}
-    for layer, mine in curvature.local_layers.items():
-        kept |= {(layer, letter): factor for letter, factor in mine.factors.items()}
-        if mine.corrected is not None:
-            kept[layer, "F"] = mine.corrected.sort().values  # whichever basis it is in
+    curvature = measure(argument, loader, factors=factors, progress=False, **more, **options)
+    stored: Found = {}
+    for layer, own_layer in curvature.local_layers.items():
+        stored |= {(layer, letter): factor for letter, factor in own_layer.factors.items()}
+        if own_layer.corrected is not None:
+            stored[layer, "F"] = own_layer.corrected.sort().values  # whichever basis it is in
     owners = {row.name: row.owner for row in curvature.report.rows if row.owner is not None}
-    return kept, owners
+    return stored, owners
 
 
 @pytest.mark.parametrize("factors", ["inputs", "ekfac"])
@@ -87,12 +89,12 @@ def test_many_processes_equal_one(
     options = {"keep": keep}
     alone, _ = found_by(0, 1, "Llama", factors, "", {})
     together: Found = {}
-    for rank, (kept, owners) in enumerate(
+    for rank, (stored, owners) in enumerate(
         world.run(found_by, ranks, "Llama", factors, wrapper, options)
     ):
-        assert not together.keys() & kept.keys()
-        assert {owners[name] for name, _ in kept} == {rank}
-        together |= kept
+        assert not together.keys() & stored.keys()
+        assert {owners[name] for name, _ in stored} == {rank}
+        together |= stored
     assert together.keys() == alone.keys()
     for key, factor in alone.items():
         close(together[key], factor, 1e-9)
@@ -105,8 +107,8 @@ def mixed(rank: int, ranks: int, factors: Any) -> Found:
 @pytest.mark.parametrize("factors", ["inputs", "ekfac"])
 def test_a_layer_that_a_process_skips_does_not_block_the_others(world: World, factors: str) -> None:
     together: Found = {}
-    for kept in world.run(mixed, 3, factors):
-        together |= kept
+    for stored in world.run(mixed, 3, factors):
+        together |= stored
     for key, factor in mixed(0, 1, factors).items():
         close(together[key], factor, 1e-9)
 
@@ -128,9 +130,9 @@ def failing(rank: int, ranks: int, keep: Any, factors: Any) -> str:
 @pytest.mark.parametrize("keep", ["device", "owner"])
 @pytest.mark.parametrize("factors", ["inputs", "kfac"])
 def test_a_failure_on_one_process_raises_on_all(world: World, keep: str, factors: str) -> None:
-    said = world.run(failing, 3, keep, factors)
-    assert said[1] == "ArithmeticError: no such number"
-    assert said[0] == said[2] == f"SecondOrderError: measure: rank 1 failed: {said[1]}"
+    errors = world.run(failing, 3, keep, factors)
+    assert errors[1] == "ArithmeticError: no such number"
+    assert errors[0] == errors[2] == f"SecondOrderError: measure: rank 1 failed: {errors[1]}"
 
 
 def failing_within(rank: int, ranks: int, seconds: float) -> str:
@@ -147,18 +149,18 @@ def failing_within(rank: int, ranks: int, seconds: float) -> str:
         return output
 
     loader = [torch.randn(n, 3, dtype=F64) for n in (3, 2, 1)]
-    begun = time.monotonic()
+    started = time.monotonic()
     with pytest.raises((SecondOrderError, ArithmeticError)) as caught:
         measure(model, loader, call=call, keep="owner", factors="kfac", progress=False)
-    assert time.monotonic() - begun < 10 * seconds
+    assert time.monotonic() - started < 10 * seconds
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def test_a_failure_inside_an_fsdp_pass_raises_its_own_error(world: World) -> None:
     """The others wait for its shards, for as long as their group does."""
-    said = world.run(failing_within, 2, 3.0)
-    assert said[1] == "ArithmeticError: no such number"
-    assert said[0].startswith("SecondOrderError: Lost contact with the other ranks")
+    errors = world.run(failing_within, 2, 3.0)
+    assert errors[1] == "ArithmeticError: no such number"
+    assert errors[0].startswith("SecondOrderError: Lost contact with the other ranks")
 
 
 def ended(rank: int, ranks: int, moment: str) -> Found | str:
@@ -181,8 +183,8 @@ def test_under_fsdp_a_process_can_have_fewer_batches_but_not_none(world: World) 
     rows = torch.cat([rows, rows[:4]])
     for found in world.run(ended, 2, "between"):
         close(found["0", "A"][0], rows.mT @ rows / 12)
-    said = world.run(ended, 2, "before")
-    assert all("has no batch" in each for each in said)
+    errors = world.run(ended, 2, "before")
+    assert all("has no batch" in each for each in errors)
 
 
 def without(rank: int, ranks: int, moment: str) -> str:
@@ -203,9 +205,9 @@ def without(rank: int, ranks: int, moment: str) -> str:
 
 @pytest.mark.parametrize("moment", ["batch 0", "batch 1"])
 def test_a_failed_loader_raises_on_all_processes(world: World, moment: str) -> None:
-    said = world.run(without, 2, moment)
-    assert said[1] == "ArithmeticError: no such record"
-    assert said[0] == f"SecondOrderError: measure: rank 1 failed: {said[1]}"
+    errors = world.run(without, 2, moment)
+    assert errors[1] == "ArithmeticError: no such record"
+    assert errors[0] == f"SecondOrderError: measure: rank 1 failed: {errors[1]}"
 
 
 def idling(rank: int, ranks: int, keep: Any) -> tuple[int, float]:

@@ -150,8 +150,8 @@ def test_masked_examples_have_no_labels() -> None:
     x = torch.randn(8, 6, 4, dtype=F64)
     y = model(x).argmin(-1)
     first = torch.arange(8) < 5
-    for given in ({}, {"loss": lambda output, batch: unreduced(output, batch)[first]}):
-        options: dict[str, Any] = {"factors": "kfac", "mask": lambda batch: first, **given}
+    for arguments in ({}, {"loss": lambda output, batch: unreduced(output, batch)[first]}):
+        options: dict[str, Any] = {"factors": "kfac", "mask": lambda batch: first, **arguments}
         assert quietly(model, [(x, y)], **options).report.examples == 30
 
 
@@ -253,11 +253,11 @@ def test_an_ambiguous_likelihood_raises() -> None:
         with pytest.raises(ValueError, match=text):
             measure(model, [batch], factors="kfac", progress=False)
     for likelihood in ("categorical", "bernoulli", "gaussian"):
-        given: Any = {"factors": "kfac", "likelihood": likelihood}
-        assert quietly(several, [(x, torch.randn(5, 2))], **given).report.examples == 5
+        arguments: Any = {"factors": "kfac", "likelihood": likelihood}
+        assert quietly(several, [(x, torch.randn(5, 2))], **arguments).report.examples == 5
     for model, labels in (one, torch.ones(5).long()), (several, torch.ones(5, 2).long()):
-        given = {"factors": "kfac", "likelihood": "bernoulli"}
-        assert quietly(model, [(x, labels)], **given).report.examples == 5
+        arguments = {"factors": "kfac", "likelihood": "bernoulli"}
+        assert quietly(model, [(x, labels)], **arguments).report.examples == 5
 
 
 # ------------------------------------------------------------------------------ calls of layers
@@ -384,8 +384,8 @@ def test_a_leading_scalar_is_not_an_example() -> None:
     model = Scaled().to(F64)
     x = torch.randn(6, 5, 3, dtype=F64)
     scale = torch.full((1,), 0.7, dtype=F64)
-    given: dict[str, Any] = {"factors": "ekfac", "loss": score}
-    found = quietly(model, [{"scale": scale, "x": part} for part in x.split(3)], **given)
+    arguments: dict[str, Any] = {"factors": "ekfac", "loss": score}
+    found = quietly(model, [{"scale": scale, "x": part} for part in x.split(3)], **arguments)
     entries = [{"scale": scale, "x": part} for part in x.split(1)]
     expected = per_entry(model, entries, score, lambda model, batch: model(**batch))
     eigenvalues_agree(found, expected, 30)

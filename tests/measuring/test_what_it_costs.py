@@ -80,8 +80,8 @@ def test_compression_figures_equal_the_stored_run() -> None:
     ranks = USES["compression"][2].split()[1:]
     means: dict[str, dict[str, str]] = {}
     for kind in ("plain SVD", "whitened"):
-        mine = [line for line in USES["compression"] if line.strip().startswith(kind)]
-        rows = [[float(n) for n in re.findall(r"\d\.\d+", line)] for line in mine]
+        own_lines = [line for line in USES["compression"] if line.strip().startswith(kind)]
+        rows = [[float(n) for n in re.findall(r"\d\.\d+", line)] for line in own_lines]
         averages = (f"{sum(column) / len(rows):.2f}" for column in zip(*rows, strict=True))
         means[kind] = dict(zip(ranks, averages, strict=True))
     plain = " ".join(PAGE.split())

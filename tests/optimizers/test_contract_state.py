@@ -122,10 +122,10 @@ def test_a_checkpoint_contains_the_curvature(System: Any) -> None:
 @each_kronecker
 def test_a_checkpoint_contains_the_number_of_steps(System: Any) -> None:
     """Intervals and schedules of the step go on where they were."""
-    asked: list[int] = []
+    requests: list[int] = []
 
     def damping(step: int) -> float:
-        asked.append(step)
+        requests.append(step)
         return 0.1
 
     model = MLP.model()
@@ -136,7 +136,7 @@ def test_a_checkpoint_contains_the_number_of_steps(System: Any) -> None:
     before = factors(resumed)
     train(model, resumed, 1, start=3)
     assert not torch.equal(factors(resumed)["0"][0], before["0"][0])
-    assert set(asked) == {3}
+    assert set(requests) == {3}
     assert {e["curvature"]["steps"] for e in resumed.state_dict()["state"].values()} == {4}
 
 
@@ -169,9 +169,9 @@ def test_a_bfloat16_models_checkpoint_keeps_the_dtypes_of_the_curvature(
                 else:
                     assert found == value
     # The control: a cast to bf16 and back would have shown.
-    kept = saved["state"][0]["curvature"]["eigenvectors" if System is DHO2 else "A"]
-    assert kept.dtype == torch.float32
-    assert not torch.equal(kept.bfloat16().float(), kept)
+    stored = saved["state"][0]["curvature"]["eigenvectors" if System is DHO2 else "A"]
+    assert stored.dtype == torch.float32
+    assert not torch.equal(stored.bfloat16().float(), stored)
 
 
 @each_kronecker

@@ -220,8 +220,8 @@ def test_the_optimizer_may_be_created_before_a_compiled_models_first_run(
     model = MLP.model()
     twin = MLP.model()
     compiled = torch.compile(model, backend="aot_eager")
-    given = compiled if options.get("fisher") == "categorical" else model
-    optimizer = make(System, given, **options)
+    argument = compiled if options.get("fisher") == "categorical" else model
+    optimizer = make(System, argument, **options)
     plain = make(System, twin, **options)
     for batch in BATCHES[:3]:
         take(compiled, optimizer, batch)
@@ -248,8 +248,8 @@ def test_k_micro_batches_equal_one_batch(System: Any, name: str, k: int) -> None
         parts = list(zip(x.chunk(k), y.chunk(k), strict=True))
         for part_x, part_y in parts:
             (case.loss(model(part_x), part_y) / k).backward()
-        asked = [asking(model, optimizer, part, case.loss) for part in parts]
-        optimizer.step(**{name: [each[name] for each in asked] for name in asked[0]})
+        outputs = [asking(model, optimizer, part, case.loss) for part in parts]
+        optimizer.step(**{name: [each[name] for each in outputs] for name in outputs[0]})
         take(twin, plain, (x, y), case.loss)
         if System is not DHO2:
             assert_same_factors(factors(optimizer), factors(plain), rtol=1e-9)

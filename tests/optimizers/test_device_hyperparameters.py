@@ -137,10 +137,12 @@ def test_hyperparameters_on_the_device_are_not_synchronized(name: str) -> None:
     alone = seen_there()["SGD" if "lr" in TUNED[name][1] else "AdamW"]
     plain, tuned = (seen_there()[f"{name} {kind}"] for kind in ("plain", "tuned"))
     waits = zip(tuned["waits"], plain["waits"], alone["waits"], strict=True)
-    assert all(mine <= before + base for mine, before, base in [*waits][1:])
+    assert all(actual <= before + base for actual, before, base in [*waits][1:])
     assert tuned["uploads"][1:] == plain["uploads"][1:]
-    for mine, theirs in zip(tuned["parameters"], plain["parameters"], strict=True):
-        torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-2, atol=1e-4)
+    for actual, expected in zip(tuned["parameters"], plain["parameters"], strict=True):
+        torch.testing.assert_close(
+            torch.tensor(actual), torch.tensor(expected), rtol=1e-2, atol=1e-4
+        )
 
 
 def plain(base: Any, model: nn.Module, **options: Any) -> Any:

@@ -120,7 +120,7 @@ def split(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": model[:2].parameters()}, {"params": list(model[2:].parameters())}]
 
 
-GIVEN = {
+ARGUMENTS = {
     "iterator": lambda model: model.parameters(),
     "list": lambda model: list(model.parameters()),
     "names": lambda model: model.named_parameters(),
@@ -132,11 +132,11 @@ GIVEN = {
 }
 
 
-@pytest.mark.parametrize("how", GIVEN)
+@pytest.mark.parametrize("how", ARGUMENTS)
 def test_parameters_can_be_passed_as_to_any_torch_optimizer(how: str) -> None:
     model = MLP.model()
     twin = MLP.model()
-    optimizer = make(KAISA, GIVEN[how](model))
+    optimizer = make(KAISA, ARGUMENTS[how](model))
     assert optimizer.training.model is model
     expected = make(KAISA, twin)
     for batch in MLP.batches(3):
@@ -148,8 +148,8 @@ def test_parameters_can_be_passed_as_to_any_torch_optimizer(how: str) -> None:
 @each_of_five
 def test_the_learning_rate_can_be_the_second_positional_argument(System: Any) -> None:
     model = MLP.model()
-    for given in (model, model.parameters()):
-        assert System(given, 0.25).param_groups[0]["lr"] == 0.25
+    for argument in (model, model.parameters()):
+        assert System(argument, 0.25).param_groups[0]["lr"] == 0.25
     named = System(params=model.parameters(), lr=0.25)  # as configuration files have it
     assert named.training.model is model
 
@@ -171,9 +171,9 @@ def test_groups_with_learning_rates_need_no_lr_argument(System: Any) -> None:
 def test_a_frozen_model_raises_with_requires_grad_as_remedy(System: Any) -> None:
     model = MLP.model().requires_grad_(False)
     trains = [p for p in model.parameters() if p.requires_grad]
-    for given in (model, trains, model.parameters(), [{"params": model.parameters()}]):
+    for argument in (model, trains, model.parameters(), [{"params": model.parameters()}]):
         with pytest.raises(ValueError, match="requires_grad is False for all of them"):
-            System(given, lr=0.1)
+            System(argument, lr=0.1)
     with pytest.raises(ValueError, match=r"a parameter group has no 'params', only \['lr'\]"):
         System([{"lr": 0.1}])
 
@@ -367,7 +367,7 @@ def test_a_model_that_is_passed_is_used_without_a_search() -> None:
     assert optimizer.training.model is wrapped
 
 
-def test_objects_around_the_model_are_not_kept_alive() -> None:
+def test_objects_around_the_model_are_freed() -> None:
     """Nor are modules that are garbage already taken for parts of the network."""
     model = MLP.model()
     wrapped = Holder(net=model, other=nn.Linear(2, 2))

@@ -35,13 +35,13 @@ BATCHES = MLP.batches(5, n=12)
 def test_metrics_change_nothing_and_have_constant_names(System: Any) -> None:
     """Before the first step, after each, in a copy, and once it is closed."""
     trajectories = []
-    for asks in (True, False):
+    for requested in (True, False):
         model = MLP.model()
         optimizer = make(System, model, momentum=0.9)
         names = set(optimizer.metrics())
         for step, batch in enumerate(BATCHES):
             take(model, optimizer, batch, MLP.loss)
-            if asks:
+            if requested:
                 found = optimizer.metrics()
                 assert set(found) == names
                 assert all(type(value) is float for value in found.values() if value != 0)

@@ -97,8 +97,8 @@ def by_dpkfac(case: Case, batches: Sequence[Batch], processes: int) -> list[Tens
     found = []
     for batch in batches:
         for rank in range(processes):
-            mine = list(kfac.layers)[rank::processes]
-            kfac.update_factors(shard(batch, rank, processes), layers=mine)
+            own = list(kfac.layers)[rank::processes]
+            kfac.update_factors(shard(batch, rank, processes), layers=own)
         kfac.step(*batch, statistics=())
         found.append(vector(kfac.model))
     return found
@@ -168,8 +168,8 @@ def test_kaisa_has_the_papers_settings(case: Case) -> None:
 
 
 def on_shards(rank: int, world_size: int, case: Case, batches: Sequence[Batch]) -> list[Tensor]:
-    mine = [shard(batch, rank, world_size) for batch in batches]
-    return trajectory(DPKFAC, case, mine, **SGD, **EXACT, **paper_settings(DPKFAC))
+    own = [shard(batch, rank, world_size) for batch in batches]
+    return trajectory(DPKFAC, case, own, **SGD, **EXACT, **paper_settings(DPKFAC))
 
 
 @each_network
@@ -220,11 +220,11 @@ def in_roles(rank: int, world_size: int) -> dict[str, Any]:
 def test_mrdho2_has_the_papers_settings(world: World) -> None:
     """A warm-up of one epoch, and two epochs that end with equation 17."""
     found = world.run(in_roles, 3)
-    ours = agreed([each["trajectory"] for each in found if each["role"] == "worker"])
+    workers = agreed([each["trajectory"] for each in found if each["role"] == "worker"])
     expected, _ = equation_17(
         "paper", num_largest=10, num_smallest=0, alpha=0.01, first=EPOCH, **SGD
     )
-    assert_same_trajectory(ours, expected, rtol=1e-10)
+    assert_same_trajectory(workers, expected, rtol=1e-10)
 
 
 def test_unknown_settings_raise() -> None:

@@ -191,9 +191,9 @@ def outsiders(rank: int, world_size: int) -> dict[str, str]:
     if rank == 1:
         others["not mine"] = group
     return {
-        f"{System.__name__} {name}": refusal(System, rank, process_group=given)
+        f"{System.__name__} {name}": refusal(System, rank, process_group=value)
         for System in SYSTEMS
-        for name, given in others.items()
+        for name, value in others.items()
     }
 
 

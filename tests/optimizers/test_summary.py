@@ -78,15 +78,15 @@ class Vision(nn.Module):
         self.blocks = nn.ModuleList(nn.Sequential(*(each(8) for each in layers)) for _ in "12")
 
 
-def said_of(System: Any, given: Any, /, **options: Any) -> tuple[str, Any]:
+def message_and_summary(System: Any, argument: Any, /, **options: Any) -> tuple[str, Any]:
     """The warning at construction, and the optimizer."""
     with pytest.warns(SecondOrderWarning, match="without curvature") as caught:
-        optimizer = make(System, given, **options)
+        optimizer = make(System, argument, **options)
     (message,) = (str(each.message) for each in caught if "without curv" in str(each.message))
     return message, optimizer
 
 
-def share_said(message: str) -> float:
+def share_in(message: str) -> float:
     """The share that a warning begins with."""
     found = re.match(r"(\d+\.\d)% of the parameters preconditioned; ", message)
     assert found, message
@@ -105,11 +105,11 @@ def test_only_trainable_parameters_are_counted(System: Any) -> None:
     model = Vision().double().requires_grad_(False)
     model.blocks[1].requires_grad_(True)
     model.token.requires_grad_(True)
-    message, optimizer = said_of(System, model.parameters(), model=model)
-    ours = share_of(model, "blocks.1.1")
-    assert share_said(message) == pytest.approx(ours, abs=1e-3)
+    message, optimizer = message_and_summary(System, model.parameters(), model=model)
+    own_share = share_of(model, "blocks.1.1")
+    assert share_in(message) == pytest.approx(own_share, abs=1e-3)
     assert ": token, 2 norm layers; " in message
-    assert optimizer.summary().preconditioned_share == pytest.approx(ours)
+    assert optimizer.summary().preconditioned_share == pytest.approx(own_share)
     rows = by_name(optimizer)
     assert {rows[name].status for name in ("pos_embedding", "blocks.0.0", "blocks.0.1")} == {
         "frozen"
@@ -129,8 +129,8 @@ def norms_alone() -> nn.Module:
 @each_kronecker
 @pytest.mark.parametrize("model", [mixture, norms_alone])
 def test_low_coverage_is_reported_with_remedies(System: Any, model: Any) -> None:
-    message, optimizer = said_of(System, model().double())
-    said = share_said(message)
-    assert said < 0.5
-    assert optimizer.summary().preconditioned_share == pytest.approx(said, abs=1e-3)
+    message, optimizer = message_and_summary(System, model().double())
+    share = share_in(message)
+    assert share < 0.5
+    assert optimizer.summary().preconditioned_share == pytest.approx(share, abs=1e-3)
     assert "unsupported_layers='gradient_factors'" in message

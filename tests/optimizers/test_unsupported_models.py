@@ -77,13 +77,13 @@ def test_function_transforms_raise_with_the_reason(System: Any, step: Any) -> No
 @each_system
 @pytest.mark.parametrize("how", [torch.jit.script, lambda m: torch.jit.trace(m, X)])
 def test_scripted_modules_fall_back_with_a_warning(System: Any, how: Any) -> None:
-    said = warned(System, nn.Sequential(how(net()), nn.Linear(3, 3)), backward)
+    warnings_seen = warned(System, nn.Sequential(how(net()), nn.Linear(3, 3)), backward)
     whole = warned(System, how(net()), backward)
     if System not in KRONECKER:
-        assert not [message for message in said + whole if "torch.jit" in message]
+        assert not [message for message in warnings_seen + whole if "torch.jit" in message]
         return
-    assert len(said) == len(whole) == 1
-    for message, names in ((said[0], ("0.0", "0.2")), (whole[0], ("0", "2"))):
+    assert len(warnings_seen) == len(whole) == 1
+    for message, names in ((warnings_seen[0], ("0.0", "0.2")), (whole[0], ("0", "2"))):
         assert "without curvature" in message
         for name in names:
             assert f"{name} (" in message

@@ -24,8 +24,13 @@ SQUARE = FactorShape(1, 10, 10)
 
 
 def setting(system: str, ranks: int, workers: int, **others: Any) -> Setting:
-    given = {"solver": "inverse", "factor_update_steps": 2, "inv_update_steps": 4, **others}
-    return Setting(system, ranks=ranks, workers=workers, **given)
+    keywords_given = {
+        "solver": "inverse",
+        "factor_update_steps": 2,
+        "inv_update_steps": 4,
+        **others,
+    }
+    return Setting(system, ranks=ranks, workers=workers, **keywords_given)
 
 
 def test_the_parts_of_a_step_by_hand() -> None:
@@ -34,7 +39,7 @@ def test_the_parts_of_a_step_by_hand() -> None:
     costs = predict(layers, setting("KAISA", 2, 2), MACHINE, LINKS)
     factors = 4 * 2 * 55 * 4  # bytes of eight triangles
     inverses = 4 * 2 * 100 * 4
-    wanted = {
+    expected = {
         "statistics": 4 * 2 * 30 * 100 * 1e-9 / 2,
         "statistics exchange": 2 * (1e-3 + factors / 2 / 1e6) / 2,
         "inverses": 2 * 2 * 1e-4 / 4,
@@ -42,18 +47,18 @@ def test_the_parts_of_a_step_by_hand() -> None:
         "precondition": 4 * 2 * 2 * 1000 * 1e-9,
         "gradient exchange": 0.0,
     }
-    assert costs.parts == pytest.approx(wanted)
+    assert costs.parts == pytest.approx(expected)
     assert costs.sent == pytest.approx(2 * factors / 2 / 2 + inverses / 2 / 4)
     assert costs.curvature_bytes == factors + inverses + 4 * 400
 
     owners = predict(layers, setting("DPKFAC", 2, 1), MACHINE, LINKS)
-    assert owners.parts["statistics"] == pytest.approx(wanted["statistics"] / 2)
+    assert owners.parts["statistics"] == pytest.approx(expected["statistics"] / 2)
     assert owners.parts["statistics exchange"] == 0
     assert owners.sent == 4 * 400 / 2
     assert owners.curvature_bytes == (factors + inverses) / 2 + 4 * 400
 
 
-def test_inverses_on_threads_are_free_beside_a_device() -> None:
+def test_inverses_on_threads_cost_nothing_if_training_runs_on_a_device() -> None:
     layers = [Layer(SQUARE)]
     training_on = {
         device: Machine("given", {1: 2e-9}, {10: 1e-3}, {10: 1e-4}, device=device)
@@ -74,7 +79,7 @@ def wide() -> nn.Sequential:
     return nn.Sequential(nn.Linear(255, 300), nn.Tanh(), nn.Linear(300, 256))
 
 
-def kept(rank: int, size: int, system: str, keywords: dict[str, Any]) -> int:
+def stored_bytes(rank: int, size: int, system: str, keywords: dict[str, Any]) -> int:
     """Bytes of factors, inverses and the last step on this rank."""
     model = wide()
     x = torch.randn(8, 255, generator=torch.Generator().manual_seed(rank))
@@ -97,7 +102,7 @@ def test_memory_of_factors_and_inverses(
     chosen = setting(system, 4, workers, solver=solver, owned_factors=owned)
     shapes = [FactorShape(1, 256, 300), FactorShape(1, 301, 256)]
     costs = predict([Layer(shape) for shape in shapes], chosen, MACHINE, LINKS)
-    found = max(world.run(kept, 4, system, chosen.keywords))
+    found = max(world.run(stored_bytes, 4, system, chosen.keywords))
     assert found == pytest.approx(costs.curvature_bytes, rel=0.01)
 
 

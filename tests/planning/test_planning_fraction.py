@@ -39,21 +39,23 @@ def chosen(rank: int, size: int) -> Any:
     other = MLP.model()
     optimizer = kaisa(model, grad_worker_fraction="auto")
     workers = workers_in(optimizer)
-    said = str(optimizer.summary())
+    text = str(optimizer.summary())
     same = trained(model, optimizer, rank, size)
     by_hand = trained(other, kaisa(other, grad_worker_fraction=workers / size), rank, size)
-    return workers, said, torch.equal(same, by_hand)
+    return workers, text, torch.equal(same, by_hand)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_all_ranks_choose_the_same_and_train_as_if_it_were_given(world: World, size: int) -> None:
+def test_all_ranks_choose_the_same_fraction_and_train_as_with_that_fraction(
+    world: World, size: int
+) -> None:
     found = world.run(chosen, size, timeout=200.0)
     workers = {workers for workers, *_ in found}
     assert len(workers) == 1
     assert size % workers.pop() == 0
-    for count, said, equal in found:
+    for count, text, equal in found:
         assert equal
-        assert f"gradient workers chosen: {count} of {size} for each layer" in said
+        assert f"gradient workers chosen: {count} of {size} for each layer" in text
 
 
 def force(patch: pytest.MonkeyPatch, workers: int) -> None:
@@ -80,10 +82,10 @@ def remembered(rank: int, size: int) -> Any:
     assert workers_in(second) == 4
     second.load_state_dict(state)
     went = [trained(m, o, rank, size) for m, o in ((model, first), (again, second))]
-    given = kaisa(MLP.model(), grad_worker_fraction=1.0)
-    given.load_state_dict(state)
+    explicit = kaisa(MLP.model(), grad_worker_fraction=1.0)
+    explicit.load_state_dict(state)
     patch.undo()
-    found = workers_in(second), workers_in(given)
+    found = workers_in(second), workers_in(explicit)
     return found, torch.equal(*went), file.getvalue()
 
 
@@ -115,9 +117,9 @@ def one_rank_alone(rank: int, size: int) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_differ_are_told(world: World) -> None:
+def test_ranks_that_differ_raise_an_error(world: World) -> None:
     """Nobody waits for a measurement that the others do not take."""
-    assert all("auto" in said for said in world.run(one_rank_alone, 2))
+    assert all("auto" in text for text in world.run(one_rank_alone, 2))
 
 
 def test_one_process_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

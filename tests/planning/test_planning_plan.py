@@ -27,8 +27,8 @@ def net() -> nn.Module:
 X = torch.randn(6, 2, 6, 6)
 
 
-def planned(world_size: int = 8, **given: Any) -> second_order.Plan:
-    return second_order.plan(net(), X, world_size, machine=MACHINE, network=LINKS, **given)
+def planned(world_size: int = 8, **arguments: Any) -> second_order.Plan:
+    return second_order.plan(net(), X, world_size, machine=MACHINE, network=LINKS, **arguments)
 
 
 def test_every_setting_is_there_and_the_fastest_comes_first() -> None:
@@ -97,9 +97,9 @@ def test_rows_and_activations_are_those_of_the_batch() -> None:
 
 
 def test_a_model_on_the_meta_device() -> None:
-    given = {"machine": MACHINE, "network": LINKS}
-    here = second_order.plan(net(), X, 8, **given)
-    meta = second_order.plan(net().to("meta"), X.to("meta"), 8, **given)
+    arguments = {"machine": MACHINE, "network": LINKS}
+    here = second_order.plan(net(), X, 8, **arguments)
+    meta = second_order.plan(net().to("meta"), X.to("meta"), 8, **arguments)
     assert [c.seconds for c in meta.choices] == [c.seconds for c in here.choices]
     assert [c.memory for c in meta.choices] == [c.memory for c in here.choices]
 
@@ -113,7 +113,7 @@ def test_the_machine_at_hand_is_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "kind", "said"),
+    ("arguments", "kind", "message"),
     [
         ({"world_size": 0}, ValueError, "world_size"),
         ({"systems": ["DHO2"]}, ValueError, "some of KAISA, DPKFAC, DistKFAC"),
@@ -128,9 +128,15 @@ def test_the_machine_at_hand_is_measured() -> None:
     ],
 )
 def test_bad_input_is_refused_before_anything_is_measured(
-    given: dict[str, Any], kind: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+    arguments: dict[str, Any], kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planning, "calibrate", None)
-    wanted = {"model": net(), "sample_batch": X, "world_size": 2, "machine": MACHINE, **given}
-    with pytest.raises(kind, match=said):
-        second_order.plan(**wanted)
+    all_arguments = {
+        "model": net(),
+        "sample_batch": X,
+        "world_size": 2,
+        "machine": MACHINE,
+        **arguments,
+    }
+    with pytest.raises(kind, match=message):
+        second_order.plan(**all_arguments)
