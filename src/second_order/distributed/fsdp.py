@@ -356,10 +356,12 @@ def check_sharding(model: nn.Module) -> None:
     Raises:
         TypeError: If a parameter is sharded in another way, or offloaded to the CPU.
     """
+    # Find the sharded parameters, and those that fully_shard manages.
     reshard(model)
     dtensors = {name: p for name, p in model.named_parameters() if is_dtensor(p)}
     managed = {id(p) for p in sharded_params(model)} if dtensors else set()
     for name, p in dtensors.items():
+        # Tensor parallelism and offloading hide a part of each layer from this rank.
         placements = cast(Any, p).placements
         device_type = cast(Any, p).device_mesh.device_type
         shards = [placement for placement in placements if not placement.is_replicate()]

@@ -227,6 +227,7 @@ class World:
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
         self.group: dist.ProcessGroup | None = None
+        # Without a process group, this process is alone.
         self.rank = 0
         self.size = 1
         if alone or not dist.is_available():
@@ -237,6 +238,8 @@ class World:
                 f"process_group={group!r} is not a torch.distributed.ProcessGroup; pass what "
                 f"torch.distributed.new_group() returns, or None for the default group"
             )
+
+        # Otherwise take the rank and the size from the group, which must include this process.
         if not dist.is_initialized():
             return
         self.group = dist.group.WORLD if group is None else group
@@ -651,6 +654,7 @@ def send_tensors(
     Returns:
         All items that this rank has or received.
     """
+    # Find the items that have to move.
     items = dict(local)
     moving: list[Key] = []
     for key, (source, destinations) in routes.items():
@@ -663,6 +667,7 @@ def send_tensors(
             return tuple(part.to(dtype) for part in local[key])
         return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes[key])
 
+    # Broadcast bucket by bucket, to bound the memory of the messages.
     for bucket in split_into_buckets(
         moving,
         kind=lambda _: None,

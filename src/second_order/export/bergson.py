@@ -70,12 +70,14 @@ def to_bergson(
     files: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     num_rows = 0
     for layer in exported_layers(curvature, "AG", "Bergson", skipped, prefix=prefix):
+        # Bergson stores a layer with or without its bias.
         exported = layer if include_bias else drop_bias(layer)
         if layer.corrected is not None and exported.corrected is None:
             raise ValueError(
                 f"layer {layer.name!r} has a bias, and its corrected eigenvalues belong to the "
                 f"eigenbasis with it; use include_bias=True here and in Bergson"
             )
+        # One rank writes.
         if not is_writer(curvature):
             continue
         num_rows = read_counts(exported).rows
@@ -83,6 +85,7 @@ def to_bergson(
         for file, tensor in _layer_tensors(exported, documents).items():
             files[file] |= dict.fromkeys(names, tensor[0].cpu())
 
+    # Write one file per kind of factor, and the number of rows last.
     for file, tensors in files.items():
         save_tensors(tensors, Path(folder) / file / "shard_0.safetensors")
     if files:

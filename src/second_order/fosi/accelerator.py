@@ -196,11 +196,13 @@ class AcceleratorCurvature(EpochCurvature):
         """Send the eigenvalues to each worker, and this accelerator's rows of its eigenvectors."""
         (link,) = self.links
         workers = self.roles.workers
+        # Compute the rows of the eigenvectors that this accelerator has.
         finite = not pairs.trouble
         if finite:
             with self.flat_params.without_autocast():
                 residuals = pairs.bounds()
                 vectors = pairs.vectors()
+        # Each worker gets its share of the pairs.
         bounds = row_bounds(len(pairs.values), len(workers))
         note = {
             "request": message.note["request"],

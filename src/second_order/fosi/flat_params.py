@@ -324,6 +324,7 @@ class FlatParams:
 
         if not self.base_steps_rows:
             return
+        # A part of a parameter is a range of its memory only if the parameter is contiguous.
         for piece in self.pieces:
             if not (piece.is_complete or piece.param.is_contiguous()):
                 raise ValueError(
@@ -349,9 +350,13 @@ class FlatParams:
         if not self.base_steps_rows:
             step()
             return
+
+        # The base's state has the shapes of the local pieces from its first step on.
         local_pieces = {piece.param: piece for piece in self.local_pieces}
         if not self.base_state_in_rows:
             self._cut_base_state(local_pieces)
+
+        # Show the base the local pieces, and restore the complete parameters in any case.
         complete = [(p, p.data, p.grad) for p in self.params]
         try:
             for p, data, gradient in complete:
@@ -435,6 +440,8 @@ def check_one_vector(training: Training, options: FOSIOptions) -> None:
     base = training.base
     name = training.name
     params = [p for group in groups for p in group["params"]]
+
+    # The vector has one device and one direction, and the base's step is the last change to it.
     check_one_device(params)
     if len({bool(group.get("maximize")) for group in groups}) > 1:
         raise ValueError(

@@ -79,6 +79,7 @@ def gather_pairs(subspace: Subspace, flat_params: FlatParams) -> SavedPairs:
     outside_momentum = subspace.outside_momentum
     momentum = subspace.newton.momentum
     full_step = subspace.newton.full_step
+    # In row layout, each process has a part of every vector; in column layout, whole vectors.
     if basis.by_rows:
         vectors = flat_params.gather(vectors)
         outside_momentum = flat_params.gather(outside_momentum)

@@ -309,6 +309,7 @@ class FOSICurvature(Curvature):
         if self.options.trust_region and self.subspace is not None:
             trust = TrustState(*self.subspace.newton.trust.tolist())
 
+        # Without eigenpairs, their numbers are NaN.
         values = report.eigenvalues
         largest = smallest = age = math.nan
         if len(values):

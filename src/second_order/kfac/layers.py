@@ -235,6 +235,7 @@ class Layers:
         """
         options = self._options
         training = self._training
+        # Sampled labels need the outputs of the model that makes the predictions.
         if options.samples and training.outer_class:
             raise ValueError(
                 f"fisher={options.fisher!r} samples labels from the model's outputs, but the "
@@ -242,6 +243,8 @@ class Layers:
                 f"{training.outer_class}, which may have other outputs; pass the module that makes "
                 f"the predictions, as in {training.name}(params, model=model, lr=...)"
             )
+
+        # Prepare the sampler, and the hooks that count the loss terms.
         likelihood = options.likelihood
         is_sampled = likelihood is not None
         self._sampler: LabelSampler | None = None
@@ -250,6 +253,7 @@ class Layers:
         if self._items is None:
             self._items = hook_items(training.model, options, self)
 
+        # Collect pairs of inputs and gradients from the passes.
         fsdp = FSDPParams(training.model)
         self.collector = StatisticsCollector(
             options.kfac_approx,
@@ -536,6 +540,7 @@ class Layers:
         """
         rows: list[LayerRow] = []
         for block in self.blocks:
+            # A layer without statistics is trained by the base; the row says why.
             status = "preconditioned" if block.trainable else "frozen"
             detail = _describe_factors(block.shape)
             if block.no_statistics:
@@ -555,6 +560,7 @@ class Layers:
             )
             rows.append(row)
 
+        # Add the parameters that have no layer.
         trained_by_base = self._trained_by_base()
         for left in self.left_to_base:
             status = "base" if left in trained_by_base else "frozen"

@@ -320,6 +320,7 @@ def compile_step(
 ) -> StepPlan:
     """List what this rank does. Collective: makes the groups of its row and its column."""
     rank = world.rank
+    # Gradient workers form a row. The ranks that get a layer's preconditioned gradient, a column.
     row = grid.row(grid.row_of(rank))
     contributing: list[KroneckerBlock] = []
     gradient_factored: list[GradientBlock] = []
@@ -328,6 +329,7 @@ def compile_step(
     sources: dict[FactorKey, int] = {}
     preconditioned: list[KroneckerBlock] = []
     for block, layer in layers.items():
+        # Sort the layer into the work of this rank.
         if block.hooked_modules and layer.source in (None, rank):
             contributing.append(block)
         if isinstance(block, GradientBlock):
@@ -338,6 +340,8 @@ def compile_step(
             preconditioned.append(block)
         if rank in layer.inverse_ranks:
             to_invert[block] = []
+
+        # A factor's inverse comes from the rank that computes it, within the row.
         for factor in block.shape.factor_names:
             inverse_rank = layer.inverse_rank(factor)
             if inverse_rank == rank:

@@ -334,6 +334,7 @@ class StatsWorker(LayeredCurvature):
         if self.layers.reduction == "step_mean":
             sums = self.layers.undo_step_mean(sums, share=1.0)
 
+        # Group them by the worker that inverts the layer.
         plan = self._system.plan([layer_dims(block) for block in active], self._num_workers)
         owned: list[list[KroneckerBlock]] = [[] for _ in range(self._num_workers)]
         for block, layer in zip(active, plan.layers, strict=True):
@@ -341,6 +342,7 @@ class StatsWorker(LayeredCurvature):
                 owned[layer.inverse_rank("A")].append(block)
         if self.link is None:
             return
+        # Send one message to each worker. Its layers have as many tensors as factors, plus a head.
         for rank, blocks in enumerate(owned):
             tensors: list[Tensor] = []
             for block in blocks:

@@ -142,6 +142,7 @@ class ScaleState:
         if has_risen:
             immediate = max(slope / previous.step_size, -MAX_RISE) / 2
 
+        # Average signs above the bound are evidence for longer steps.
         b = EVIDENCE
         if is_scheduled or self.step_scale <= 1.0:
             b = -EVIDENCE
@@ -150,6 +151,8 @@ class ScaleState:
             return immediate + SHRINKAGE * evidence
         if has_risen:
             return immediate
+
+        # Grow in proportion to the steps since the last measurement, up to a bound.
         steps = 1.0
         if previous.step_measured_at > 0:
             steps = min(
@@ -205,6 +208,8 @@ class StepScale:
         self._last_step = {}
         if not last_step:
             return []
+
+        # With maximize=True, the direction of descent has the other sign.
         maximized: set[Tensor] = set()
         for group in groups:
             if group.get("maximize"):
@@ -213,6 +218,7 @@ class StepScale:
         reporting = set(step_plan.reporting)
         products: list[_Factors] = []
         for block in step_plan.layers:
+            # Each parameter counts once over all ranks; of a sharded one, each rank has rows.
             is_reported = block in reporting or (sharded and is_dtensor(block.weight))
             if not is_reported or block.has_lost_factor or block.unverified:
                 continue

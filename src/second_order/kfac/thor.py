@@ -75,10 +75,13 @@ class TraceRefresh:
 
         Layers without an inverse, and those whose last refresh failed, are always computed.
         """
+        # Only layers with a valid inverse can skip a refresh.
         self.stopped -= {block for block in due if not block.solved}
         candidates = {
             block: pending for block, pending in due.items() if block.solved and not block.failures
         }
+
+        # The largest decision counts, because ranks that do not invert the layer send COMPUTE.
         decisions = self._decide(inverses, candidates)
         if candidates and inverses.training.world.size > 1:
             message = torch.tensor(decisions, dtype=torch.float32, device="cpu")
@@ -99,6 +102,7 @@ class TraceRefresh:
         self, inverses: Inverses, candidates: Mapping[KroneckerBlock, PendingInverse]
     ) -> list[float]:
         """Return this rank's decision for each candidate; COMPUTE if other ranks invert it."""
+        # Damp the factors that this rank inverts, to get their mean eigenvalues.
         local = {b: p for b, p in candidates.items() if b in inverses.step_plan.to_invert}
         dampings = inverses.compute_dampings(
             {block: block.ensure_factors() for block in local}, local
@@ -121,6 +125,7 @@ class TraceRefresh:
             ]
         (values,) = read_numbers(numbers)
 
+        # Compare with the last refresh: THOR's two thresholds on the relative change of the trace.
         decisions = dict.fromkeys(candidates, COMPUTE)
         for i, block in enumerate(dampings):
             trace, prev_trace, option, prev_option = values[4 * i : 4 * i + 4]

@@ -237,11 +237,13 @@ def close_pass(
         terms: N, if the loss of the pass is a mean over N terms. The captured gradients are then
             1/N of one term's gradients, and G is multiplied by N².
     """
+    # One fused operation per device adds the sums of all its layers.
     by_device: dict[torch.device, list[StagedStatistics]] = {}
     for staged in layers:
         by_device.setdefault(staged.device, []).append(staged)
 
     for device, layers_here in by_device.items():
+        # List the sums of gradients, which are scaled, and the totals that grow.
         of_gradients: list[Tensor] = []
         totals: list[Tensor] = []
         added: list[Tensor] = []
@@ -258,6 +260,7 @@ def close_pass(
                 totals += total.tensors
                 added += sums.tensors
 
+        # Scale G and its mean eigenvalues by N², and add.
         if of_gradients and terms is not None:
             number = terms
             if isinstance(number, Tensor):

@@ -333,6 +333,8 @@ class LayerCurvature:
             raise ValueError(
                 f"damping={damping} of layer {self.name!r} must be positive and finite"
             )
+
+        # Relative damping is a multiple of the mean eigenvalue of A ⊗ G.
         if not relative:
             return float(damping)
         mean_eigenvalue = self.trace() / math.prod(self.shape.gradient_shape)

@@ -196,6 +196,7 @@ def find_blocks(
     patterns = list(skip)
     modules = dict(model.named_modules(remove_duplicate=False))
 
+    # Go through the modules, and note the channels that a flattened input of a Linear would have.
     channels: int | None = None  # of the last convolution, if no Linear came after it
     for name, module in model.named_modules():
         if isinstance(module, CONVOLUTIONS):
@@ -204,6 +205,7 @@ def find_blocks(
         if isinstance(module, nn.Linear):
             channels = None
 
+        # Leave out the modules that the options exclude.
         params = {id(p) for p in module.parameters(recurse=False)} & owned.keys()
         if not params:
             continue
@@ -215,6 +217,7 @@ def find_blocks(
         else:
             search.add(name, module, input_channels)
 
+    # Parameters without a layer of a known class may get factors of their gradients.
     blocks = search.make_blocks()
     blocks += search.make_gradient_blocks(blocks)
     return blocks, search.rows_without_block(blocks)
@@ -342,6 +345,7 @@ class _BlockSearch:
             if weight is None:
                 continue
 
+            # Skip a weight that the options exclude.
             full_name = f"{name}.{weight_name}".lstrip(".")
             reason = self._rules.too_large(kind.shape(module, bias is not None))
             if self._rules.approximation == "reduce":
@@ -352,6 +356,7 @@ class _BlockSearch:
                 self._skip_params(full_name, [weight, bias], reason, unexpected=True)
                 continue
 
+            # Reuse the block of an earlier search if it still fits.
             if id(weight) not in self._owned:
                 continue
             if id(bias) not in self._owned:
@@ -371,6 +376,7 @@ class _BlockSearch:
         self, name: str, module: nn.Module, param_names: Sequence[str]
     ) -> ExactBlock | None:
         """Make an exact block of some parameters of a module. None if the rules forbid it."""
+        # Take the parameters that belong to the optimizer and to no other exact block.
         available = self._owned.keys() - self._in_exact
         params: list[nn.Parameter] = []
         for param_name in param_names:
@@ -380,6 +386,7 @@ class _BlockSearch:
         if self._rules.max_exact_dim is None or not params:
             return None
 
+        # Reuse the block of an earlier search if it has the same parameters.
         block = self._known.get(id(params[0]))
         if not isinstance(block, ExactBlock) or block.owned != params:
             block = ExactBlock(
@@ -471,6 +478,7 @@ class _BlockSearch:
         rules = self._rules
         if rules.unsupported_layers == "base_optimizer":
             return []
+        # Each matrix gets one block, even if several modules share it.
         unavailable = self._excluded | self._params_in(blocks)
         gradient_blocks: list[KroneckerBlock] = []
         for name, module in self._model.named_modules():
@@ -490,6 +498,7 @@ class _BlockSearch:
                 if not rules.too_large(block.shape):
                     gradient_blocks.append(block)
 
+        # "auto" uses these blocks only if they are a large share of the model.
         if rules.unsupported_layers == "auto":
             size = sum(block.weight.numel() for block in gradient_blocks)
             if size < AUTO_SHARE * sum(self._owned.values()):

@@ -407,6 +407,8 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
                 f"a {type(vector).__name__} is not a vector; pass a dictionary by parameter name, "
                 f"such as dict(zip(curvature.names, tensors))"
             )
+
+        # Check each tensor, and note its dimensions before the parameter's own.
         stack_shapes: dict[torch.Size, str] = {}
         for name, tensor in vector.items():
             if name not in self._param_shapes:
@@ -457,6 +459,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         Raises:
             SecondOrderError: If another rank has raised, or has worked on other layers.
         """
+        # Tell all ranks the shapes of this one's tensors, or its error.
         specs: SpecsByLayer = {}
         for name, layer_tensors in tensors.items():
             specs[name] = {key: TensorSpec.of(tensor) for key, tensor in layer_tensors.items()}
@@ -468,6 +471,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         if failures:
             raise SecondOrderError("; ".join(failures))
 
+        # All ranks need the same layers, in the same order.
         names = list(results[0].specs)
         for rank, result in enumerate(results):
             if list(result.specs) != names:

@@ -82,6 +82,7 @@ def read_layer(
             f"folder, or save the curvature again"
         ) from error
 
+    # Compare the shapes with those in the index.
     expected = layer.shape.matrix_shapes()
     expected["corrected"] = layer.shape.gradient_shape
     shapes = {name: tuple(tensors[name].shape) for name in expected if name in tensors}
@@ -127,6 +128,7 @@ def read_index(folder: Path) -> Index:
     Raises:
         CheckpointError: If the folder has no index, or if the index is not valid.
     """
+    # The index is written last, so a folder without it is incomplete.
     path = folder / INDEX
     if not path.is_file():
         raise CheckpointError(

@@ -120,6 +120,8 @@ def trace(
         value += statistics.fmean(samples)
     if not math.isfinite(value):
         raise CurvatureError(NOT_FINITE)
+
+    # The standard error of the mean of the samples.
     error = 0.0
     if samples:
         error = statistics.stdev(samples) / math.sqrt(len(samples))
@@ -355,6 +357,7 @@ def spectral_density(
         TypeError: If a count or a seed is not an integer.
         ValueError: For counts outside their bounds.
     """
+    # Check the arguments.
     check_whole("probes", probes, 1, "4")
     check_whole("iterations", iterations, 1, "64")
     check_whole("seed", seed, 0, "0")
@@ -364,6 +367,7 @@ def spectral_density(
     with curvature_space(loss_fn, params, curvature, hvp, process_group) as space:
         length = min(iterations, space.size)
         for probe in range(probes):
+            # One recurrence from a random vector gives one quadrature rule.
             run = tridiagonalize(space, space.random(seed + probe, 1.0), length)
             space.raise_together()
             if not run.finite:
@@ -372,6 +376,7 @@ def spectral_density(
             if not bool(ritz.vectors.isfinite().all()):
                 raise CurvatureError(UNDECOMPOSED)
             products += len(ritz.values)
+            # Rules that ended early get nodes of weight zero.
             padding = (0, length - len(ritz.values))
             nodes.append(nn.functional.pad(ritz.values, padding))
             weights.append(nn.functional.pad(ritz.vectors[0].square(), padding))

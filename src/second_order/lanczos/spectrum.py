@@ -104,6 +104,7 @@ def extreme_pairs(
         seed: The seed of random vectors that are used if the Krylov space is exhausted early.
         expected: The number of iterations that are probably needed; 0 if it is not known.
     """
+    # Reduce the request to n pairs, and choose the number of products.
     num_pairs = min(largest + smallest, space.size)
     largest = min(largest, num_pairs)
     smallest = num_pairs - largest
@@ -118,6 +119,7 @@ def extreme_pairs(
         indices = extreme_indices(len(ritz.values))
         return bool((ritz.residuals[indices] <= tol * ritz.values[indices].abs()).all())
 
+    # Run the recurrence until the pairs have converged.
     run = tridiagonalize(
         space,
         start,
@@ -139,6 +141,7 @@ def extreme_pairs(
             f"Hessian-vector product {count + 1} is not finite; look at the loss of the batch, or "
             f"use a wider dtype for the model"
         )
+    # Without valid Ritz pairs, return no pairs and the reason.
     if ritz is None or not bool(ritz.vectors.isfinite().all() & ritz.values.isfinite().all()):
         empty = torch.empty(0, dtype=torch.float64, device="cpu")
         return Pairs(
@@ -151,6 +154,8 @@ def extreme_pairs(
             combination=run.basis.new_empty((count, 0)),
             trouble=trouble,
         )
+
+    # The eigenvectors are combinations of the basis, which the caller computes if it needs them.
     indices = extreme_indices(count)
     return Pairs(
         values=ritz.values[indices],
@@ -343,6 +348,7 @@ def curvature_space(
     Raises:
         ValueError: If no parameter is trainable, or the parameters do not make one vector.
     """
+    # List the parameters, each once.
     model = params if isinstance(params, nn.Module) else None
     candidates: Iterable[Tensor]
     if isinstance(params, nn.Module):
@@ -356,6 +362,7 @@ def curvature_space(
         raise ValueError(
             "no parameter requires a gradient; pass a model or parameters with requires_grad=True"
         )
+    # They have to be leaves on one device.
     if not all(p.is_leaf for p in trainable):
         raise ValueError("a parameter is the result of a computation; pass leaf tensors")
     check_one_device(trainable)

@@ -264,6 +264,7 @@ def _batch_masks(
             masks of an encoder and its decoder have the same shape but differ, so that a row of
             this shape could belong to either.
     """
+    # Labels belong to the outputs, which are those of the decoder.
     encoder_masks = []
     decoder_masks = []
     if "attention_mask" in tensors:
@@ -275,6 +276,7 @@ def _batch_masks(
     if not _is_encoder_decoder(model):
         return encoder_masks + decoder_masks
 
+    # A row is found by the shape of its mask, so equal shapes need equal masks.
     for encoder_mask in encoder_masks:
         for decoder_mask in decoder_masks:
             same_shape = encoder_mask.shape == decoder_mask.shape
@@ -480,10 +482,13 @@ def _move_classes_last(logits: Tensor, batch: Batch) -> Tensor:
     shape = logits.shape
     if logits.dim() < 2:
         raise ValueError(NO_BATCH_DIMENSION.format(shape=tuple(shape)))
+
+    # Compare the shape with that of the labels, if there are any.
     labels = None if batch.label_mask is None else batch.targets
     fits_last = labels is not None and labels.shape == shape[:-1]
     fits_second = labels is not None and labels.shape == (shape[0], *shape[2:])
     if logits.dim() > 2:
+        # With two dimensions the classes are last; with more, the labels decide.
         is_ambiguous = fits_last and fits_second
         is_unknown = logits.dim() > 3 and not fits_last and not fits_second
         if is_ambiguous or is_unknown:

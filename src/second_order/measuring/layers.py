@@ -102,12 +102,15 @@ def find_layers(
     Raises:
         ValueError: If a pattern matches no module, or if no layer can be measured.
     """
+    # Check the patterns.
     unmatched = unmatched_patterns(model, patterns or ())
     if unmatched:
         raise ValueError(
             f"layers: {unmatched[0]!r} is neither the name of a module nor of a class; use "
             f"shell-style patterns such as '*.mlp.*' or 'Linear'"
         )
+
+    # Frozen layers are measured as well, so each parameter counts as trainable for the search.
     sizes = {id(p): p.numel() for p in model.parameters()}
     with set_requires_grad(model, True):
         blocks, skipped = find_blocks(model, sizes, (), {}, torch.float32)

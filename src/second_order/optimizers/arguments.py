@@ -225,6 +225,7 @@ def check_model_owns_params(training: Training, params: Sequence[Tensor]) -> Non
 def warn_about_unowned(training: Training, groups: Sequence[Any]) -> None:
     """Warn about parameters that are not in the model."""
     owned = {id(p) for p in training.model.parameters()}
+    # List the parameters that no module has, with their names if the group gives them.
     unowned = []
     for group in groups:
         for p in group["params"] if isinstance(group, dict) else [group]:
@@ -235,6 +236,7 @@ def warn_about_unowned(training: Training, groups: Sequence[Any]) -> None:
         return
 
     if training.owns_params:
+        # The remedy depends on whether the user passed the model or the package found it.
         where = f"are not in the model, a {type(training.model).__name__}"
         remedy = "if a module has them, make the optimizer with model= one that contains all"
     else:

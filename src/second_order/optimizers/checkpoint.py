@@ -349,12 +349,14 @@ def check_is_complete(
 
     ``torch.distributed.checkpoint`` only needs this rank's part of the state.
     """
+    # Nothing is missing if this rank has all of the state.
     missing = curvature.remote_state
     if not missing:
         return
     rank = training.world.rank
     wants_part = is_checkpointing(part=True)
 
+    # The state was collected, possibly on another rank.
     if collected is not None:
         to = collected.to
         if to not in (None, rank) and training.is_first_warning("partial"):
@@ -362,6 +364,7 @@ def check_is_complete(
                 f"state_dict() on rank {rank} lacks some of the state: consolidate(to={to}) "
                 f"collected it on rank {to}; save it there, or use to=None"
             )
+    # The missing part can be computed again, but the run is then not exactly the same.
     elif curvature.resumes_without_remote_state:
         if not wants_part and training.is_first_warning("inverses elsewhere"):
             training.warn(
@@ -369,6 +372,7 @@ def check_is_complete(
                 f"step after loading; for a run that resumes exactly, first call "
                 f"optimizer.consolidate(to=0) on every process"
             )
+    # Otherwise only a checkpoint of which each rank writes its part is complete.
     elif not (curvature.saves_by_rank and wants_part):
         alternative = "consolidate(to=None) for torch.distributed.checkpoint"
         if curvature.saves_by_rank:

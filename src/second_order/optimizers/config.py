@@ -563,11 +563,13 @@ class KFACOptions:
 
     def describe(self) -> str:
         """Return damping, clip and decay for the summary. Call :meth:`resolve` first."""
+        # Damping.
         relative = " of the mean curvature" if self.relative_damping else ""
         damping = "by a schedule"
         if not callable(self.damping):
             damping = f"{float(self.damping):g}{relative}"
 
+        # KL clip.
         clip = f"{self.kl_clip}"
         if self.kl_clip is None:
             clip = "none"
@@ -578,6 +580,7 @@ class KFACOptions:
         elif isinstance(self.kl_clip, Tensor):
             clip = f"{self.kl_clip.item()}"
 
+        # Decay of the running averages.
         memory = f"weight of the past {self.factor_decay} per update"
         if isinstance(self.factor_decay, PerStep):
             memory = f"factors remember {1 / (1 - self.factor_decay.decay):.0f} steps"
@@ -707,6 +710,7 @@ class DistKFACOptions:
     doubly_factored: Mapping[str, tuple[int, int]] | Literal["auto"] | None = AUTO
 
     def __post_init__(self) -> None:
+        # Each option by itself.
         check_whole("stats_workers", self.stats_workers, 0, "0 for none")
         check_timeout("helper_timeout", self.helper_timeout)
         if self.inverse_threads is not None:
@@ -718,6 +722,8 @@ class DistKFACOptions:
         self._check_doubly_factored()
         if self.max_staleness is not None:
             check_whole("max_staleness", self.max_staleness, 0, "None for no bound")
+
+        # Options that exclude each other.
         if not self.async_inverse and self.max_staleness:
             raise ValueError(
                 f"async_inverse=False waits for every inverse, so that max_staleness="
@@ -859,6 +865,7 @@ class FOSIOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        # Refreshes.
         check_whole("num_largest", self.num_largest, 0, "0 for none of them")
         check_whole("num_smallest", self.num_smallest, 0, "0 for none of them")
         if not is_auto(self.curvature_interval):
@@ -867,6 +874,7 @@ class FOSIOptions:
         check_number("overhead", self.overhead, low=0.0, open_low=True, high=10.0, remedy=remedy)
         if self.warmup_steps is not None:
             check_whole("warmup_steps", self.warmup_steps, 0, "0 to begin with a refresh")
+        # Newton steps, and the scale of the base's step.
         if not callable(self.newton_scale):
             check_newton_scale(self.newton_scale)
         if self.lr_scale_clip is not None:
@@ -883,6 +891,7 @@ class FOSIOptions:
                 open_high=True,
                 remedy="use 'average' for that of the base",
             )
+        # Flags and choices.
         for name in ("lr_scale_guard", "warm_start", "trust_region"):
             check_flag(name, getattr(self, name))
         check_choice("layout", self.layout, ("row", "column"))

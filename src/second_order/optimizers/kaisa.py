@@ -131,12 +131,14 @@ class KAISA(KroneckerOptimizer):
         debug: bool | int = False,
         **base_kwargs: Any,
     ) -> None:
+        # Check the options, and replace "auto" by the defaults of this base.
         arguments = locals()
         options = options_from(KFACOptions, arguments).resolve(base)
         common = options_from(CommonOptions, arguments)
         kaisa_options = options_from(KAISAOptions, arguments)
         kaisa_options.check_with(options)
 
+        # Describe how ranks share the work. An automatic fraction starts at 1.
         selects_fraction = is_auto(grad_worker_fraction)
         plan = partial(
             kaisa_plan,

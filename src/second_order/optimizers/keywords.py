@@ -114,6 +114,7 @@ def check_base(base: Any, own_class: type, option: str = "base") -> None:
             f"{option}={base!r} is not an optimizer class; pass the class itself, "
             f"as in {option}=torch.optim.SGD, and its arguments as keywords"
         )
+    # Refuse classes whose step() cannot be preconditioned.
     if base.step is torch.optim.Optimizer.step:
         raise TypeError(
             f"{option}={base.__name__} has no step() of its own: it is the base class of "

@@ -123,6 +123,7 @@ class MRDHO2(EigenpairOptimizer):
             process_group=process_group,
             debug=debug,
         )
+        # Without eigenpairs there is nothing that a helper rank could compute.
         has_helpers = helper_ranks > 0 and options.num_pairs > 0
         super().__init__(
             params,

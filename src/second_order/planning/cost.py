@@ -151,6 +151,7 @@ def layer_costs(layer: Layer, solver: str, machine: Machine) -> LayerCosts:
     factor_sizes = [math.prod(shape.stored_shape(name)) for name in shape.factor_names]
     inverse_sizes = [math.prod(size) for size in SOLVERS[solver].saved_shapes(shape).values()]
 
+    # A factor of dimension n costs a product of its rows, a decomposition, and a product per step.
     statistics = 0.0
     inverses = 0.0
     precondition = 0.0

@@ -91,6 +91,7 @@ class Plan:
         Args:
             rows: The largest number of rows. None: all rows.
         """
+        # One row per setting, with its time by part.
         columns = ("statistics", "inverses", "precondition")
         header = ["system", "setting", "solver", "ms per step", "over base", *columns]
         table = [[*header, "messages", "memory", "sent", ""]]
@@ -108,6 +109,7 @@ class Plan:
                     "recommended" if choice is self.recommended else note,
                 ]
             )
+        # The base's own time comes first, the reason of the recommendation last.
         lines = [
             f"{self.world_size} ranks, {self.machine.name}; network {self.network.origin}; the "
             f"base optimizer alone takes {_in_ms(self.base)} ms per step",
