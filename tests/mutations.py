@@ -983,7 +983,7 @@ two bases: one's defaults for both
   <-  aux_base::an_added_group_is_split_unless_it_names_its_base
     {**self.defaults, **base_of(self._base, group).defaults}  =>  self.defaults
 a state that loses its curvature by close()
-  <-  found::closing_leaves_a_state_that_was_asked_for_as_it_is
+  <-  found::closing_does_not_change_a_state_dict_taken_before
     {part: entry[part] for part in parts}  =>  entry
 
 == optimizers/find_model.py
@@ -1036,7 +1036,7 @@ two bases: special keywords without effect
 
 == planning/cost.py
 inverses on threads that are free although training uses the cores
-  <-  planning_cost::inverses_on_threads_are_free_beside_a_device
+  <-  planning_cost::inverses_on_threads_cost_nothing_if_training_runs_on_a_device
     on_idle_host = is_distkfac and machine.device != "cpu"  =>  on_idle_host = is_distkfac
 factors that every rank keeps although their owners do
   <-  planning_cost::memory_of_factors_and_inverses
