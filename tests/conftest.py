@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if plugin is None or plugin.cov_controller is None:
         return
     # As coverage does in its own processes: what is imported already has been counted from there.
-    # It would look at all modules whenever it goes on, and stumbles over those of torch.
+    # It would inspect all modules each time it resumes, and fails on those of torch.
     plugin.cov_controller.cov._warn_preimported_source = False
     seen: Counter[str] = Counter()
     for item in items:

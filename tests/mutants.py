@@ -135,7 +135,7 @@ def run(place: Path, tests: Sequence[str], seconds: float) -> tuple[int | None, 
     process.start()
     process.join(seconds)
     code = process.exitcode
-    with contextlib.suppress(ProcessLookupError):  # whoever is left of it
+    with contextlib.suppress(ProcessLookupError):  # processes that remain
         os.killpg(process.pid or 0, signal.SIGKILL)
     process.join()
     return code, time.monotonic() - started

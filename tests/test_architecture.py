@@ -5,7 +5,7 @@
     optimizers                             what users make: the step, keywords, checkpoints
     measuring   export                     the curvature of a trained model, without an optimizer
     kfac        fosi                       two kinds of curvature that know nothing of each other
-    planning                               the cost model, which kfac asks for a number of workers
+    planning                               the cost model, from which kfac gets a number of workers
     training                               the run as an optimizer and its curvature share it
     kronecker   lanczos                    mathematics
     checkpoint                             what is saved, and files
@@ -38,8 +38,8 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 CONFIG = "second_order.optimizers.config"
 
-# What a part may import besides itself and the configuration. The top, "", is `second_order`
-# itself: nobody's to import.
+# What a part may import in addition to itself and the configuration. The top, "", is `second_order`
+# itself, which no part may import.
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "utils": {"errors"},
@@ -321,7 +321,7 @@ SCRIPTS = [p for d in ("benchmarks", "examples", "docs") for p in (REPOSITORY / 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.stem)
 def test_what_scripts_import_of_the_package_is_there(path: Path) -> None:
-    """Figures are made anew once in a while, by scripts that no test runs."""
+    """Figures are redrawn from time to time, by scripts that no test runs."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("second_order"):
             module = importlib.import_module(node.module or "")

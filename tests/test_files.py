@@ -93,7 +93,7 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
 def test_a_file_is_there_as_a_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until the new one is on the disk the old one is there, whatever happens meanwhile."""
+    """Until the new file is on the disk, the old one stays, whatever happens."""
     path = tmp_path / "a.pt"
     order = []
     path.write_bytes(b"old")

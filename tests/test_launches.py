@@ -1,4 +1,4 @@
-"""What a step asks of a device, by the pretended one: every system, base and main option.
+"""The device operations of a step, on a fake device: every optimizer, base and main option.
 
 A quiet step makes the host wait for nothing and uploads nothing, it asks for no more where there
 are more layers of equal shape, and it trains as on the CPU. Counts are those beyond what the base
@@ -104,7 +104,7 @@ class Residual(nn.Module):
 
 
 class Lone(nn.Module):
-    """A matrix that is nobody's weight."""
+    """A matrix that is no layer's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Lone(nn.Module):
 
 
 class Tied(nn.Module):
-    """A table of tokens that is the head, too."""
+    """A table of tokens that is also the head."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -354,7 +354,7 @@ def prepared(case: Case, device: str, blocks: int) -> tuple[Any, Any, Any]:
 def trained(
     case: Case, seen: Seen, device: str, blocks: int, steps: int
 ) -> tuple[Tensor, list[list[Counter[str]]]]:
-    """Parameters after the steps, and what each asked for: launches, waits, uploads, passes."""
+    """Parameters after the steps, and the operations of each: launches, waits, uploads, passes."""
     model, optimizer, scaler = prepared(case, device, blocks)
     shape = (steps, case.passes, 8, 3, WIDTH) if case.model == "attention" else None
     x = torch.randn(shape or (steps, case.passes, 24, WIDTH), dtype=case.dtype).to(device)
@@ -391,13 +391,13 @@ def trained(
 def quiet(
     case: Case, requests: list[list[Counter[str]]], alone: list[list[Counter[str]]]
 ) -> list[list[Counter[str]]]:
-    """What quiet steps asked for; by drift, those whose passes are the model's own."""
+    """The operations of steps without a refresh; with drift, of plain passes only."""
     if case.due:
         return [each for i, each in enumerate(requests) if i % EVERY]
     return [each for each in requests if each[3].total() == alone[-1][3].total()]
 
 
-BASES: dict[tuple[str, int], list[list[Counter[str]]]] = {}  # what bases alone ask for
+BASES: dict[tuple[str, int], list[list[Counter[str]]]] = {}  # the operations of bases alone
 
 
 def run(name: str) -> dict[str, Any]:
@@ -429,7 +429,7 @@ def run(name: str) -> dict[str, Any]:
 
 
 def beyond(case: Case, requests: list[list[Counter[str]]], alone: list[list[Counter[str]]]) -> int:
-    """The most launches that a quiet step asks for beyond those of the base alone."""
+    """The most launches of a step without a refresh, beyond those of the base alone."""
     return max(each[0].total() for each in quiet(case, requests, alone)) - alone[-1][0].total()
 
 
@@ -487,7 +487,7 @@ def main() -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """By case; those who test beside this process wait for the one that runs them."""
+    """The results by case. Other test processes wait for the one that runs them."""
     base = tmp_path_factory.getbasetemp()
     folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     result = folder / "launches.json"

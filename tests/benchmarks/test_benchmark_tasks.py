@@ -57,7 +57,7 @@ def test_every_rival_takes_a_step_of_every_task(name: str, monkeypatch: pytest.M
 
 @pytest.fixture
 def small_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The image tasks on random images of the same shapes, with trainings of two judgements."""
+    """The image tasks on random images of the same shapes, with runs of two lengths."""
     generator = torch.Generator().manual_seed(0)
 
     def random_images(channels: int, side: int) -> images.Images:

@@ -1,4 +1,4 @@
-"""The demo: KAISA beside Adam, AdamW and Muon on two tasks, as it is run."""
+"""The demo: KAISA, Adam, AdamW and Muon on two tasks, run as users run it."""
 
 from __future__ import annotations
 

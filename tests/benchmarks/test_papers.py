@@ -60,7 +60,7 @@ def test_a_row_says_why_it_disagrees() -> None:
 
 
 class OnThePool:
-    """What the claims ask of processes, on the processes that the tests share."""
+    """Runs the claims that need several processes on the shared pool."""
 
     count = 2
 

@@ -1,6 +1,6 @@
 """The figures of K-FAC's pages are those of the runs in ``benchmarks/results``.
 
-Each test computes a table anew from the raw runs, without the code that printed it, and finds its
+Each test recomputes a table from the raw runs, without the code that printed it, and finds its
 rows in the page.
 """
 
@@ -142,7 +142,7 @@ def test_what_a_step_of_kaisa_costs() -> None:
 
 
 def test_what_the_picture_of_the_demo_shows() -> None:
-    """KAISA is as good as its base's last loss sooner, in steps and in seconds, and better then."""
+    """KAISA reaches its base's last loss in fewer steps and seconds, and ends lower."""
     runs = {(run["task"], run["optimizer"]): run for run in stored("demo")["runs"]}
     for name, base in (("language model", "AdamW"), ("deep autoencoder", "Adam")):
         plain = runs[name, base]

@@ -99,7 +99,7 @@ def in_windows() -> nn.Module:
         (Attention, SGD, ["Conv*", "attention"], {n for n in ATTENTION if n[:2] != "at"}),
         (ZOO["tied"].build, Muon, (), {"hidden.weight"}),
         (ZOO["mlp"].build, Muon, (), {"0.weight", "2.weight"}),
-        (in_windows, Muon, (), {"0.weight"}),  # a gain of two dimensions is no hidden weight
+        (in_windows, Muon, (), {"0.weight"}),  # a two-dimensional gain is not a hidden weight
     ],
 )
 def test_hidden_weights_use_the_base_and_others_use_aux_base(

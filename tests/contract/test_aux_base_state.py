@@ -74,7 +74,7 @@ class Remembering(AdamW):
 
 
 def test_a_base_can_convert_its_loaded_state() -> None:
-    """Each base sees its own parameters' state, and is asked as if it were alone."""
+    """Each base sees only the state of its own parameters."""
     model = CASE.model()
     optimizer = make(KAISA, model, base=Muon, aux_base=Remembering)
     take(model, optimizer, BATCHES[0])
@@ -181,7 +181,7 @@ def halved(step: int) -> float:
     return 0.5**step
 
 
-# Of both by one scheduler, and of each by its own.
+# One scheduler for both bases, or one for each.
 SCHEDULES: dict[str, tuple[Callable[[Any], Any], list[Callable[[Any], Any]]]] = {
     "one for both": (
         partial(LambdaLR, lr_lambda=slower),

@@ -107,7 +107,7 @@ def groups_of(model: nn.Module, turned: bool) -> list[dict[str, Any]]:
 
 @each_of_five
 def test_groups_in_another_order_raise_unless_a_hook_reorders_them(System: Any) -> None:
-    """By their names, as torch asks; before the names meant nothing, and shapes may agree."""
+    """torch matches parameters by name. Without names, equal shapes could be confused."""
     model = MLP.model()
     twin = MLP.model()
     sgd = BASES["SGD"][1]
@@ -212,7 +212,7 @@ def test_third_party_bases_can_store_any_state(System: Any) -> None:
 @each_of_five
 @pytest.mark.parametrize("base", BASES)
 def test_the_exported_state_continues_with_the_base_alone(System: Any, base: str) -> None:
-    """Momentum and hyperparameters go on: as if the wrapper had done nothing from there on."""
+    """Momentum and hyperparameters continue as if the base had trained alone from there."""
     Base, options = BASES[base]
     model = MLP.model()
     optimizer = make(System, model, base=Base, **options, **base_only(System))
@@ -250,7 +250,7 @@ BATCHES = MLP.batches(6)
 @each_of_five
 @pytest.mark.parametrize("base", BASES)
 def test_export_and_import_equal_the_base_bit_for_bit(System: Any, base: str) -> None:
-    """Momentum and rates go along, and it is said once that curvature starts anew."""
+    """Momentum and rates are loaded, and one warning says that the curvature starts from zero."""
     Base, options = BASES[base]
     model = MLP.model()
     twin = copy.deepcopy(model)

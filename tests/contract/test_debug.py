@@ -1,4 +1,4 @@
-"""The option `debug`: ranks whose parameters or states have parted are told which, and stop."""
+"""The option `debug`: if parameters or states differ between ranks, all ranks raise an error."""
 
 from __future__ import annotations
 

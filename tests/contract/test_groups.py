@@ -1,4 +1,4 @@
-"""Groups: given anew in mid-run, named, empty, and of the model that is watched."""
+"""Parameter groups: replaced during a run, named, empty, and of a hooked model."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ OPTIONS: dict[Any, tuple[Any, ...]] = {
     MRDHO2: (EpochOptions, CommonOptions),
 }
 OTHERWISE: dict[Any, dict[str, Any]] = {DistKFAC: {"precondition_norms": True}}
-ABSENT = {  # fields that are no keywords
+ABSENT = {  # fields that are not keywords
     DHO2: {"aux_base"},
     MRDHO2: {
         *("aux_base", "curvature_interval", "overhead", "lr_scale_guard", "subspace_momentum"),
@@ -307,7 +307,7 @@ def test_values_of_callables_have_the_same_bounds(
     options: dict[str, Any] = {option: lambda step: value}
     if takes(System, "warmup_steps"):
         options["warmup_steps"] = 0
-    with pytest.raises(error, match=message):  # the first step asks no interval
+    with pytest.raises(error, match=message):  # the first step does not evaluate the interval
         train_twice(System(model, lr=0.1, **options), model)
 
 

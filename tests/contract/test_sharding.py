@@ -206,7 +206,7 @@ def test_ddp_over_helper_ranks_raises_at_the_first_training_pass(world: World, S
 
 
 def dropped(rank: int, world_size: int, System: Any) -> list[int]:
-    """The hooks on the model with an optimizer, and after several that nobody has any more."""
+    """The hooks on the model with one optimizer, and after several that were garbage collected."""
     model = CASE.model()
 
     def hooks() -> int:

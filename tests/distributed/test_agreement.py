@@ -1,4 +1,4 @@
-"""A rank that does something else than the others: all of them raise, and go on as they were.
+"""If a rank does something else than the others, all ranks raise and can continue.
 
 Functions that take (rank, world_size, ...) run on the pool's ranks.
 """
@@ -175,7 +175,7 @@ def test_a_rank_out_of_sync_raises_on_all_ranks(world: World, name: str) -> None
         here, there = text.split(" rank 1 has [")
         first_value, second_value = values.get(deed, HOW.get(deed, (False, True)))
         template = ERRORS.get(deed, f"{deed}: {{}}")
-        if deed == "close" and name == "MRDHO2":  # its workers go on without accelerators
+        if deed == "close" and name == "MRDHO2":  # its workers continue without accelerators
             template = "accelerators at work: {}"
             first_value = 1
             second_value = 0
@@ -185,7 +185,7 @@ def test_a_rank_out_of_sync_raises_on_all_ranks(world: World, name: str) -> None
         assert template.format(second_value) in there, deed
 
 
-# What is put right can go on; under DDP; where a rank does not come at all.
+# A corrected run can continue; the same under DDP, and if a rank is absent.
 
 
 LIMIT = 4.0  # seconds, in which ranks of a loaded machine meet
@@ -253,7 +253,7 @@ def test_the_users_process_groups_do_not_interfere(world: World) -> None:
     agreed([each[2:] for each in results[:2]])
 
 
-# What is compared, and what it costs.
+# The contents of the fingerprint, and its cost.
 
 
 def steps_of(rank: int, world_size: int) -> list[Any]:

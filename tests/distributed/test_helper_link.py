@@ -214,7 +214,7 @@ def test_messages_arrive_in_order_and_once() -> None:
 
 
 class Slow:
-    """A store that takes its time for each part, and keeps what it was told in order."""
+    """A slow store that records its keys in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._store = native(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What a process is told when another has ended, or does not answer; see tests/faults."""
+"""Errors of a process after another has ended or does not answer; see tests/faults."""
 
 from __future__ import annotations
 

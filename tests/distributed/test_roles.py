@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @given(st.integers(1, 40), st.integers(-1, 40))
 def test_the_last_ranks_are_helpers_and_at_least_one_trains(world_size: int, helpers: int) -> None:
-    """One process alone trains, whatever is asked for."""
+    """A single process trains, whatever the number of helpers."""
     if helpers < 0 or helpers >= world_size > 1:
         with pytest.raises(
             ValueError, match=rf"^helper_ranks={helpers} .*use 0 to {world_size - 1}"

@@ -1,4 +1,4 @@
-"""The example of restarts: a killed process, a spoilt checkpoint, another number of processes."""
+"""The example of restarts: a killed process, a damaged checkpoint, another number of processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def start(size: int, folder: Path, steps: int, *options: object) -> list[int | N
 
 
 def drive(root: Path) -> None:
-    """All trainings of these tests: processes that are forks of one, which has imported torch."""
+    """Runs all scripts of these tests as forks of one process that has imported torch."""
     codes = start(2, root / "killed", 40, "--die-at", 35)
     assert codes[1] == -9, codes
     assert codes[0] not in (0, -9), "the other one ends by itself"
@@ -46,7 +46,7 @@ def drive(root: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the trainings. Slow: forks of a process of its own, as pytest has threads."""
+    """The folder of the runs. Slow: forks of a separate process, because pytest has threads."""
     root = tmp_path_factory.mktemp("elastic")
     paths = [str(Path(__file__).parent), *sys.path]
     script = "import pathlib, sys, test_example_elastic as t; t.drive(pathlib.Path(sys.argv[1]))"

@@ -30,7 +30,7 @@ def under_torchrun(rank: int, world_size: int, *arguments: Any) -> str:
     ("name", "arguments"), [("resnet", RESNET), ("unet", UNET), ("fine_tuning", TUNED)]
 )
 def test_one_process_and_two(world: World, name: str, arguments: Any) -> None:
-    """The first process tells, and what it tells is not what the base alone does."""
+    """Only the first process prints, and its numbers differ from those of the base alone."""
     alone = script(0, 1, name, *arguments)
     first, second = world.run(under_torchrun, 2, name, *arguments)
     assert second == ""

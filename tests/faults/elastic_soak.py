@@ -6,7 +6,7 @@ A process is killed (SIGKILL) at a random moment, twenty times: while processes 
 within a step, while a checkpoint is written. The others have to end by themselves, unless they were
 still looking for each other, which torch does until the group's timeout. Then the script is started
 again with another number of processes, 1 to 3, and has to resume from the newest checkpoint that is
-whole. Some are cut short in between. The end is compared with that of two trainings that nobody has
+whole. Some are cut short in between. The end is compared with that of two runs that are not
 disturbed:
 
 - with the same numbers of processes from the same steps on, bit for bit;
@@ -42,7 +42,7 @@ from second_order import load_checkpoint
 
 FORK = multiprocessing.get_context("fork")  # torch is imported once
 PATIENCE = 30.0  # seconds after which what has not ended by itself is hung
-MEETING = 1.0  # the same before all have met; torchrun's agent ends the others at once
+MEETING = 1.0  # the same before all have met; torchrun's agent ends the others immediately
 COMPARED = ("model", "optimizer", "batches", "rng")
 
 
@@ -75,7 +75,7 @@ class Soak:
         return [*run, "--folder", str(folder), "--steps", str(steps)]
 
     def newest(self) -> int:
-        """The step of the newest checkpoint that nobody has spoilt."""
+        """The step of the newest intact checkpoint."""
         for path in elastic.checkpoints(self.folder):
             if self.spoilt.get(path) != path.stat().st_mtime:
                 return int(path.stem.removeprefix("step-"))
@@ -201,11 +201,11 @@ def under_torchrun(soak: Soak, dice: random.Random, size: int) -> None:
 
 
 def replay(soak: Soak, folder: Path) -> None:
-    """The same numbers of processes from the same steps on, and nobody is killed."""
+    """The same numbers of processes from the same steps on, without kills."""
     folder.mkdir()
     ends = [life.start for life in soak.lives[1:]] + [soak.steps]
     for i, (life, end) in enumerate(zip(soak.lives, ends, strict=True)):
-        # Of two lives from the same step on the later one counts, of checkpoints the one it took.
+        # If two lives start at the same step, the later one counts, with the checkpoint it loaded.
         if all(later > life.start for later in ends[i:]) and (end > life.start):
             last = min(ends[i:])
             for process in ranks(life.processes, soak.arguments(folder, last), folder / "log"):

@@ -1,4 +1,4 @@
-"""The faults of checkpoints that `faults.py` puts into trainings."""
+"""The faults of checkpoints that `faults.py` injects into training runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def part_with(state: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def refused(run: Run, made: Callable[[], Any]) -> None:
-    """All ranks try to load something that must not be loaded, and go on."""
+    """All ranks try to load something invalid, and continue."""
 
     def go() -> None:
         try:

@@ -1,10 +1,10 @@
-"""The faults that `faults.py` puts into trainings: of numbers, passes, solves and closures.
+"""The faults that `faults.py` injects into training runs: in numbers, passes, solves and closures.
 
 Each is a function that hangs what it wants to a `Run`, and says by `expect` what has to follow:
 
-    same     training goes on as if nothing had been
-    goes on  training goes on, with other numbers perhaps
-    told     it goes on and says so, or ends by an error
+    same     training continues with the same numbers
+    goes on  training continues, possibly with other numbers
+    told     it continues with a warning, or ends with an error
     raises   it ends by an error, or at least says so
     any      anything that is no other outcome
 """
@@ -45,11 +45,11 @@ class Fault:
     Attributes:
         name: In lists.
         group: In the table.
-        install: Hangs it to a training.
+        install: Installs the fault in a run.
         suits: Which systems it is for.
         moments: When it comes; "whole" if that is not one step.
         expect: What has to follow.
-        poisons: The base alone would end with parameters that are not finite, too.
+        poisons: The base alone would also end with non-finite parameters.
         alters: There is less to precondition afterwards.
         shards: It befalls what is ours, and none of the collectives of a sharded model.
         signals: Whose death is the fault itself.
@@ -272,7 +272,7 @@ def _(run: Run) -> None:
 
 
 def with_scaler(run: Run, is_reported: bool) -> None:
-    """A GradScaler, with an overflow at the fault's step if the optimizer is told of it."""
+    """A GradScaler, with an overflow at the fault's step if the optimizer has it."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     if is_reported:
         run.options["grad_scaler"] = scaler
@@ -317,7 +317,7 @@ def does_solve(system: System) -> bool:
 
 
 def solving(run: Run, spoil: Spoil) -> None:
-    """Put `spoil(native)(matrix)` in the place of what decomposes, at the fault's step.
+    """Replace the decomposition by `spoil(native)(matrix)` at the fault's step.
 
     In DHO2 on the first rank, whose small matrix counts for all.
     """
@@ -367,7 +367,7 @@ def sleeping(seconds: float) -> Spoil:
 
 nan_solves = changed(lambda t: t * float("nan"))
 REPORTED: dict[str, Any] = {"expect": "told"}
-GARBAGE: dict[str, Any] = {"expect": "any", "poisons": True}  # nobody can tell; ranks stay together
+GARBAGE: dict[str, Any] = {"expect": "any", "poisons": True}  # undetectable, but ranks stay equal
 
 # What solves do on one rank, when, and what follows.
 SPOILT: dict[str, tuple[Spoil, tuple[str, ...], dict[str, Any]]] = {

@@ -387,7 +387,7 @@ def _(run: Run) -> None:
 def listening() -> list[int]:
     """The ports at which this process listens."""
     inodes = set()
-    for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208 - some go meanwhile
+    for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208 - some vanish during the loop
         with contextlib.suppress(OSError):
             target = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115
             inodes.add(target.removeprefix("socket:[").rstrip("]"))

@@ -1,4 +1,4 @@
-"""What `faults.py` breaks: small trainings under every optimizer, with points to break.
+"""The runs that `faults.py` breaks: small ones of every optimizer, with points for faults.
 
 A `Run` is one process of a training. What a fault wants, it hangs to points that the training
 passes (`Run.on`), or puts in the place of one of its parts (`Run.replace`).
@@ -203,7 +203,7 @@ class Run:
         self.on(point, function, self.moment)
 
     def replace(self, owner: Any, name: str, value: Any, steps: int = 1) -> None:
-        """Put something in the place of an attribute, from the fault's moment on."""
+        """Replace an attribute from the fault's moment on."""
         old = getattr(owner, name)
         self.on("before", lambda: setattr(owner, name, value), self.moment)
         self.on("stepped", lambda: setattr(owner, name, old), self.moment + steps - 1)
@@ -358,7 +358,7 @@ def described(error: BaseException) -> dict[str, Any]:
 
 
 def perform(run: Run, join: Callable[[], None]) -> None:
-    """Go through a training, in the group that `join` makes, and write down how it ended."""
+    """Run a training loop in the group that `join` makes, and record how it ended."""
     report: dict[str, Any] = {"status": "done", "warnings": []}
 
     def shown(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:

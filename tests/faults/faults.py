@@ -1,4 +1,4 @@
-"""Faults put into small trainings, and what becomes of them: none may hang, part, lose or puzzle.
+"""Inject faults into small training runs: none may hang, drift apart, or be lost or unclear.
 
     python tests/faults/faults.py --jobs 4 --json benchmarks/results/faults.json
 
@@ -155,7 +155,7 @@ class Running:
                 rank.status = status if pid else None
         left = [rank for rank in ranks if rank.status is None]
         if left and all(_is_stopped(rank.pid) for rank in left) and len(left) < len(ranks):
-            for rank in left:  # the others have ended: who was stopped has to end, too
+            for rank in left:  # the others have ended, so a stopped process has to end as well
                 os.kill(rank.pid, signal.SIGCONT)
         if left and time.monotonic() > self._until:
             for rank in left:

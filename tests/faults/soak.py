@@ -76,8 +76,8 @@ def train(system: str, steps: int, report: Callable[[Window], None] | None = Non
 
     Args:
         system: A key of ``SYSTEMS``.
-        steps: Of the training, warm-up included.
-        tell: Called with each window.
+        steps: The number of steps, warm-up included.
+        report: Called with each window.
     """
     kind, options = SYSTEMS[system]
     torch.set_num_threads(1)

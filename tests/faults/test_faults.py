@@ -1,4 +1,4 @@
-"""Faults in small trainings: a sample of them, and what the judge says of the ends of processes."""
+"""A sample of faults in small runs, and how the judge rates the ends of processes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_every_fault_finds_a_system_and_a_moment() -> None:
 ENDS = "ends by an error"
 GOES_ON = "goes on"
 IS_REPORTED = "is told"
-SAMPLE = {  # None: a helper that is slow to answer may be told of
+SAMPLE = {  # None: a slow helper may cause a warning
     "KAISA 2, sharded / solves / solves return NaN on one rank / first": IS_REPORTED,
     "DHO2 2, auto / numbers and batches / a clock that runs back on one rank / first": GOES_ON,
     "MRDHO2 2+1 / helpers / is killed before it serves / whole": IS_REPORTED,
@@ -94,7 +94,7 @@ SAMPLE = {  # None: a helper that is slow to answer may be told of
     **{f"{s} / all ranks / are interrupted by Ctrl-C / refresh": ENDS for s in THREADED},
     "DistKFAC 2+1 / one rank alone / raises in the loss / between": ENDS,
     "MRDHO2 2+1 / all ranks / raise in the loss / between": ENDS,
-    # Workers go on without helpers, and helpers return from serve() where workers have died.
+    # Workers continue without helpers, and helpers return from serve() if workers have died.
     "DistKFAC 2+1 / helpers / is killed / whole": IS_REPORTED,
     "DistKFAC 2+1 / helpers / is stopped for good / whole": None,
     "DistKFAC 2+1 / one rank alone / is killed / between": ENDS,

@@ -114,7 +114,7 @@ HEAVY = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 NESTEROV = {**HEAVY, "nesterov": True}
 DAMPENED = {**HEAVY, "dampening": 0.4}
 WHOLE = {"subspace_momentum": "base"}
-# Base, its arguments, options; then β, gain and nesterov of mom; and what else the book is told.
+# Base, arguments, options; β, gain and nesterov of momentum; arguments of the reference.
 STEPS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
     "SGD": (SGD, {"lr": 0.1}, {}, (0.0, 1.0, False), {"clip": 3.0}),
     "SGD, base": (SGD, {"lr": 0.1}, WHOLE, (0.0, 1.0, False), {"clip": 3.0}),

@@ -90,7 +90,7 @@ def test_non_finite_values_on_one_rank_do_not_reach_the_parameters(
     options = {"layout": layout, "momentum": 0.9}
     if layout not in _undisturbed:
         _undisturbed[layout] = world.run(spoilt, 2, name, 0, options, False)[0][0]
-    on = 0 if name == "eigh" else 1  # the first rank's pairs are everybody's
+    on = 0 if name == "eigh" else 1  # all ranks have the first rank's pairs
     judge(world.run(spoilt, 2, name, on, options), name, _undisturbed[layout])
 
 

@@ -253,7 +253,7 @@ def test_a_closure_that_fails_on_one_rank_raises_on_all(world: World) -> None:
         assert len(messages[0]) == 2
 
 
-# What each keeps, and what it sends.
+# The memory and the messages of each rank.
 
 
 SENDING = ("all_reduce", "all_to_all_single", "reduce", "broadcast")

@@ -49,7 +49,7 @@ MOMENTUM = {"momentum": 0.9, "lr": 0.05}
 RAGGED = {1: [0, 9], 2: [0, 4, 9]}  # of a curvature batch, between the accelerators
 
 
-FALL = 0.03  # that "guarded" asks for here: batches and epochs are small
+FALL = 0.03  # required by "guarded" here, because batches and epochs are small
 
 
 def several(rank: int, world_size: int, choices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -276,7 +276,7 @@ BASES = [{"base": SGD, "momentum": 0.9}, {"base": ADAM, "lr": 0.02}]
 
 
 def test_without_eigenpairs_training_equals_the_base_bit_for_bit(world: World) -> None:
-    """All ranks work then, as nobody has anything to help with."""
+    """Then all ranks are workers, because there is nothing to help with."""
     nothing = {"num_largest": 0, "num_smallest": 0}
     results = world.run(several, 2, [{**nothing, **options} for options in BASES])
     for i, options in enumerate(BASES):
@@ -360,7 +360,7 @@ SAVED_AT = {"in the middle of an epoch": 6, "at its end": 8}
 
 
 def saved(rank: int, world_size: int) -> tuple[str, Any, dict[int, bytes]]:
-    """The trajectory, and worker 0's checkpoints with which it goes on."""
+    """The trajectory, and the checkpoints of worker 0 from which it resumes."""
     model = CASE.model()
     checkpoints: dict[int, bytes] = {}
     optimizer = mrdho2(model, **RESUMED)

@@ -1,4 +1,4 @@
-"""MRDHO2 where processes are killed or stopped: the others go on, and all end by themselves."""
+"""MRDHO2 with killed or stopped processes: the others continue, and all of them end."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def result(directory: Path, rank: int) -> tuple[object, list[str], list[tuple[bo
 
 
 def trajectory(directory: Path, epochs: int, workers: int = 2) -> list[torch.Tensor]:
-    """Of workers who agree, and have gone on without a break after so many epochs."""
+    """The result of workers that agree, and have continued without a break after some epochs."""
     results = [result(directory, rank) for rank in range(workers)]
     for _, warned, reports in results:
         (line,) = warned

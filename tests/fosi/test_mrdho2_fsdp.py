@@ -134,7 +134,7 @@ def in_bfloat16(rank: int, world_size: int, narrow_passes: bool) -> Tensor | Non
 
 
 def test_finite_differences_work_with_low_precision_passes(world: World) -> None:
-    """Of float32's width they would be noise: 0.56 in the place of 0.30, for instance."""
+    """With differences as short as float32 needs, they would be noise: 0.56 instead of 0.30."""
     narrow_ones = world.run(in_bfloat16, 2, True)[0]
     exact = world.run(in_bfloat16, 2, False)[0]
     torch.testing.assert_close(narrow_ones, exact, rtol=0.1, atol=0.0)
@@ -162,7 +162,7 @@ def saved(rank: int, world_size: int, folder: str) -> list[Tensor]:
 
 
 def resumed(rank: int, world_size: int, folder: str, when: str, before: str) -> list[Tensor]:
-    """Loaded after a step, after `zero_grad`, or at once."""
+    """Loaded after a step, after `zero_grad`, or immediately."""
     model: Any = narrow()
     data = batches(6)
     with noted(), made(model, when) as optimizer:

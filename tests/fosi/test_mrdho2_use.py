@@ -62,13 +62,13 @@ def leaves_accelerator(model: nn.Module, optimizer: Any, rank: int) -> None:
     until(optimizer, 6)
     optimizer.close()
     optimizer.close()
-    with replaced(optimizer._curvature.links[0], {"wait": None}):  # waits for nobody
+    with replaced(optimizer._curvature.links[0], {"wait": None}):  # does not wait
         until(optimizer, 3)
         assert optimizer.serve(CURVED, lambda batch: loss_of(model, batch)) == 0
 
 
 def test_workers_continue_after_an_accelerator_exits(world: World) -> None:
-    """What it has computed is still used; then the base goes on alone."""
+    """Its last result is still used; then the base continues alone."""
     results = world.run(play, 3, (leaves_worker, leaves_accelerator))
     expected = expected_until(2, curved=CURVED[:1])
     assert_same_trajectory(trajectory_of(results), expected, rtol=1e-7)
@@ -108,7 +108,7 @@ def one_fails_accelerator(
 def test_one_failed_accelerator_shuts_down_the_others(
     world: World, failing: int, where: str
 ) -> None:
-    """With its own error where it failed; nobody waits for a timeout, which is half a minute."""
+    """The rank that failed raises its own error. No rank waits for the timeout of half a minute."""
     started = time.monotonic()
     results = world.run(
         play,
@@ -199,7 +199,7 @@ def frozen_accelerator(model: nn.Module, optimizer: Any, rank: int, where: str, 
 
 @pytest.mark.parametrize("where", ["workers", "everywhere"])
 def test_parameters_can_be_frozen_during_an_epoch(world: World, tmp_path: Path, where: str) -> None:
-    """That epoch has no final update; in the next the accelerators know of it, told or not."""
+    """That epoch has no final update. In the next one, the accelerators know the new rate."""
     results = world.run(play, 3, (frozen_worker, frozen_accelerator), where, tmp_path / "frozen")
     trajectory_of(results)
     for result in results[:2]:
@@ -210,7 +210,7 @@ def test_parameters_can_be_frozen_during_an_epoch(world: World, tmp_path: Path, 
 
 
 def grouped(rank: int, world_size: int) -> Any:
-    """The second group has a tenth of the first one's rate from step 2 on: of its peak, too."""
+    """The second group has a tenth of the first one's rate and peak rate from step 2 on."""
     model = CASE.model()
     params = list(model.parameters())
     groups = [{"params": params[:3], "lr": 0.05}, {"params": params[3:], "lr": 0.05}]

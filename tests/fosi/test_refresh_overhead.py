@@ -29,10 +29,10 @@ AUTO: dict[str, Any] = {"curvature_interval": "auto", "overhead": 0.125, "warmup
 
 
 class Run:
-    """A training whose parts take as long as told.
+    """A run whose parts take given times.
 
     Attributes:
-        asked: The steps at which the curvature closure was called.
+        refresh_steps: The steps at which the curvature closure was called.
         found: The steps of refreshes.
     """
 

@@ -195,7 +195,7 @@ def test_the_trust_region_does_not_bind_on_a_quadratic(options: dict[str, Any]) 
 def test_training_converges_with_wrong_eigenpairs_of_a_quadratic(
     options: dict[str, Any], turned: bool, momentum: float
 ) -> None:
-    """Curvature 50 times what the pairs tell, or in other directions."""
+    """Curvature 50 times that of the pairs, or in other directions."""
     H = rotated(VALUES, 0)
     seen = rotated(VALUES.flip(0), 1) if turned else H / 50.0
     steps = {**options, "num_largest": 6, "curvature_interval": 10_000, "momentum": momentum}
@@ -331,14 +331,14 @@ def test_a_run_resumed_while_the_trust_region_binds_is_equal_bit_for_bit() -> No
     twin.load_state_dict(weights)
     other.load_state_dict(copy.deepcopy(state))
     steps = [each._curvature.subspace.newton.full_step for each in (optimizer, other)]
-    assert bool(steps[0].abs().max() > 0)  # by which the next step tells what this one has done
+    assert bool(steps[0].abs().max() > 0)  # so that the next step can measure this one
     assert torch.equal(*steps)
     assert same(go(model, optimizer, BATCHES[5:10]), go(twin, other, BATCHES[5:10]))
     assert other.metrics() == {**optimizer.metrics(), **timings(other)}
 
 
 def timings(optimizer: DHO2) -> dict[str, float]:
-    """What a resumed run counts anew."""
+    """The counters that restart in a resumed run."""
     restarted = "seconds", "bytes", "total", "lanczos", "refresh", "failed"
     return {k: v for k, v in optimizer.metrics().items() if k.startswith(restarted)}
 

@@ -1,4 +1,4 @@
-"""Accelerate: `prepare`, `accumulate`, its checkpoints, and what is asked of its wrapper."""
+"""Accelerate: `prepare`, `accumulate`, its checkpoints, and calls of its wrapper."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_activation_checkpointing(System: Any) -> None:
 
 
 class Fixed(nn.Module):
-    """A Linear whose weights are nobody's parameters."""
+    """A Linear whose weights are not parameters."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Fixed(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A layer that rests, and two of low rank beside it."""
+    """A frozen layer with two low-rank layers."""
 
     def __init__(self, layer: nn.Module, width_in: int, width_out: int) -> None:
         super().__init__()

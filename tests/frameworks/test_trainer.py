@@ -31,7 +31,7 @@ def made(hf: Any, System: Any, model: Any, name: str, **options: Any) -> Any:
 
 
 def linear(optimizer: Any, steps: int = 4) -> Any:
-    """The schedule that the Trainer makes unless told otherwise."""
+    """The default schedule of the Trainer."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (steps - step) / steps)
 
 
@@ -72,9 +72,9 @@ def test_an_optimizer_handed_over(hf: Any, System: Any, tmp_path: Path) -> None:
 def test_padded_text_accumulated_trains_as_whole_batches(
     hf: Any, System: Any, name: str, base: Any, tmp_path: Path
 ) -> None:
-    """One to five targets a pass, of which the optimizer is told nothing.
+    """One to five targets per pass. The optimizer does not get their number.
 
-    GPT-2 looks positions up once for all texts of a pass: their rows are no examples.
+    GPT-2 looks positions up once for all texts of a pass, so their rows are not examples.
     """
     options = {"lr": hf.LR, "base": base, "max_staleness": 0, "skip_layers": ["*wpe"], **EXACT}
     options = {key: value for key, value in options.items() if key in signature(System).parameters}

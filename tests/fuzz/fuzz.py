@@ -1,4 +1,4 @@
-"""Random trainings of every optimizer: random models, options, scripts, on one to three processes.
+"""Random runs of every optimizer: random models, options and scripts, on one to three ranks.
 
     python tests/fuzz/fuzz.py --examples 1000 --json benchmarks/results/fuzz.json
 

@@ -111,7 +111,7 @@ def hints(system: type[Any]) -> dict[str, Any]:
 
 @functools.cache
 def choices(system: type[Any], name: str) -> tuple[str, ...]:
-    """The strings that an option takes, as the message that refuses another tells them."""
+    """The strings that an option accepts, read from its error message."""
     try:
         system(nn.Linear(2, 2), lr=0.1, **{name: "nothing of the kind"})
     except ValueError as error:

@@ -67,7 +67,7 @@ HABITS = (
     "gradients of parameters dropped",
     "named parameters",
 )
-BOLD = 1e3  # growth of parameters by which a training that ends infinite has diverged before
+BOLD = 1e3  # if parameters grew by this factor before they became non-finite, the run diverged
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Reported(Exception):  # noqa: N818 - carries a report
 
 
 class Changed(Exception):  # noqa: N818 - a finding
-    """Something is other than it has to be."""
+    """A check has failed."""
 
 
 class Training:
@@ -222,7 +222,7 @@ class Training:
         return losses(self.example.spec, outputs, y).mean()
 
     def curvature(self, chosen_batch: tuple[Tensor, Tensor] | None = None) -> Any:
-        """What the curvature closure returns, which depends on whose curvature is asked for."""
+        """Return the loss or the outputs, depending on the curvature that is needed."""
         x, y = self.batch(99) if chosen_batch is None else chosen_batch
         outputs = self.model(x)
         kind = self.example.options.get("curvature")
@@ -343,7 +343,7 @@ class Training:
                 p.grad = None
 
     def average(self) -> None:
-        """By hand, where the optimizer is told not to."""
+        """Averages gradients by hand if the optimizer does not."""
         if self.example.options.get("gradient_averaging") is not False or self.example.workers < 2:
             return
         if self.does("DDP"):
@@ -445,7 +445,7 @@ def described(error: BaseException, stage: str) -> dict[str, Any]:
 
 def train(rank: int, size: int, example: Example) -> dict[str, Any]:
     """What a process does; raises `Told` if it ends by an error."""
-    dist.barrier()  # who refuses at once leaves before another has found all
+    dist.barrier()  # a rank that raises early must not leave before the others have checked
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         training = Training(example, rank, size)
@@ -528,7 +528,7 @@ def judge(example: Example, results: Sequence[Any]) -> Outcome:
 def _judge_errors(
     example: Example, reports: Sequence[dict[str, Any]], raised: Sequence[dict[str, Any]]
 ) -> Outcome:
-    # Those that were woken by another's end tell of that.
+    # Ranks that ended because of another rank say so.
     causes = [r for r in raised if not _is_echo(r)] or list(raised)
     if all("torch/optim" in r["from"] for r in causes):
         return Outcome("by base", f"{causes[0]['type']}: {causes[0]['message']}"[:300])
@@ -540,7 +540,7 @@ def _judge_errors(
                 return Outcome("by base", f"{r['type']}: {r['message']}"[:300])
             what = f"{r['type']} at {r['stage']}: {r['message']}"
             return Outcome("finding", what[:300], r["traceback"])
-    # A helper ends by itself, and tells of what has become of the workers by a warning.
+    # A helper ends by itself, and warns about the workers.
     quiet = [j for j, r in enumerate(reports[: example.workers]) if r["status"] == "done"]
     if quiet:
         what = f"ranks {quiet} ended well, others by {causes[0]['type']}: {causes[0]['message']}"

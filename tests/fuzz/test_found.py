@@ -1,4 +1,4 @@
-"""What random trainings have found, each as small as it gets."""
+"""Bugs that random training runs have found, each as a small test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random trainings: the same few in each run; `make fuzz` plays as many as are asked for."""
+"""Random training runs: the same few in each test run. `make fuzz` runs more."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_random_models_can_be_trained() -> None:
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_every_option_has_values(name: str) -> None:
-    """A new option whose type tells nothing is to get some in RANGES."""
+    """A new option whose type says too little needs an entry in RANGES."""
     system = SYSTEMS[name]
     for option, parameter in signature(system).items():
         drawn = [

@@ -120,7 +120,7 @@ def threads_of(name: str = "second_order inverses") -> int:
 class Delayed(ReferenceKFAC):
     """A solve is put to use `staleness` steps after its factors, and the next one begun then.
 
-    But for the first, which is put to use at once.
+    The first one is used immediately.
     """
 
     def update_inverses(self) -> None:

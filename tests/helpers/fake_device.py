@@ -67,7 +67,7 @@ PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_"
 
 @dataclass
 class Seen:
-    """What has been asked of the device since the last ``clear``, by ``operation @ file:line``."""
+    """The operations on the device since the last ``clear``, by ``operation @ file:line``."""
 
     kernels: Counter[str] = field(default_factory=Counter)
     syncs: Counter[str] = field(default_factory=Counter)
@@ -75,7 +75,7 @@ class Seen:
     beside: Counter[str] = field(default_factory=Counter)
 
     def clear(self) -> None:
-        """Begin to count anew."""
+        """Restart the counts."""
         for counter in vars(self).values():
             counter.clear()
 
@@ -131,7 +131,7 @@ def pretend_device() -> Iterator[Seen]:
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that the device is asked for once, as a kernel that torch.compile has made."""
+    """A function that counts as one kernel, like one that torch.compile has made."""
 
     def call(*args: Any) -> Any:
         _note(_seen.kernels, function.__name__)
@@ -157,7 +157,7 @@ class _Everywhere(TorchDispatchMode):
 
 def _run(op: Any, args: Any, kwargs: Any) -> Any:
     if sys.gettrace() is None and threading.gettrace() is not None:
-        sys.settrace(threading.gettrace())  # coverage's, which autograd's threads are not told of
+        sys.settrace(threading.gettrace())  # coverage's, which autograd's threads do not have
     name = op._schema.name.split("::")[-1]
     flat = [*_leaves(args), *_leaves(kwargs)]
     pretended = [a for a in flat if isinstance(a, Pretended)]

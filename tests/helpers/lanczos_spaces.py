@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Product:
-    """A product in the place of a Hessian's."""
+    """A product that replaces the Hessian's."""
 
     product: Callable[[Tensor], Tensor]
     size: int

@@ -127,7 +127,7 @@ def asking(
     batch: Batch,
     loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
 ) -> dict[str, Any]:
-    """What `step` is to be given besides its closure: the curvature's, where there is one."""
+    """The arguments of `step`: the curvature closure, if the optimizer needs one."""
     if not isinstance(optimizer, EIGENPAIRS):
         return {}
     inner: Any = getattr(model, "_orig_mod", model)  # a compiled one has no second derivatives

@@ -2,7 +2,7 @@
 
 `data/exports.pt` has what kronfluence 1.0.1, Bergson 2.5.1, laplace-torch 0.3 and llm-compressor
 0.14.0.1 have computed and written of the cases below. They do not install next to our torch, since
-they need a torchvision, so tests compare with these files. To make them anew, with the packages:
+they need a torchvision, so tests compare with these files. To recreate them, with the packages:
 
     PYTHONPATH=src:tests python tests/helpers/other_packages.py
 """
@@ -106,7 +106,7 @@ def by_kronfluence(tokens: bool, strategy: str, folder: Path) -> dict[str, Any]:
 
 
 def by_bergson(include_bias: bool, corrected: bool, folder: Path) -> dict[str, Any]:
-    """What Bergson writes for text, corrected eigenvalues among it if they are asked for."""
+    """What Bergson writes for text, optionally with corrected eigenvalues."""
     from bergson.gradients import GradientProcessor
     from bergson.hessians import eigenvectors, kfac
 

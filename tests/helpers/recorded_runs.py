@@ -33,7 +33,7 @@ DATA = Path(__file__).parents[1] / "data" / "recorded.pt"
 STEPS = 8
 SAVED_AT = 4
 BATCH = 12
-EARLY = 2  # steps that were refreshed each, and whose solves were waited for
+EARLY = 2  # steps that were refreshed each, and that waited for their solves
 ADAM: dict[str, Any] = {"base": torch.optim.Adam, "lr": 0.01}
 MOMENTUM: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 # An interval of three, a clip that binds at some steps and not at others.
@@ -153,7 +153,7 @@ def run(rank: int, world_size: int, name: str, saved: dict[str, Any] | None = No
 
 
 def at_once(optimizer: Any) -> AbstractContextManager[None]:
-    """Solves on threads are waited for."""
+    """Wait for the solves on threads."""
     if not isinstance(optimizer, DistKFAC):
         return nullcontext()
     return replaced(optimizer._curvature.inverses, {"_must_wait_for": lambda block: True})

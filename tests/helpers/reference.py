@@ -345,7 +345,7 @@ def tapped(*modules: nn.Module) -> Iterator[dict[nn.Module, list[tuple[Tensor, T
         def tapped_forward(x: Tensor) -> Tensor:
             output = forward(x)
             calls[module].append((x.detach().clone(), output))
-            return output + 0  # a copy for whoever changes it in place
+            return output + 0  # a copy, so that callers may change it in place
 
         return tapped_forward
 
@@ -502,7 +502,7 @@ class ReferenceKFAC:
         momentum, weight_decay: of `base` when that is SGD.
         base: (parameters) -> their optimizer.
         solver: "eigen" or "inverse".
-        staleness: a solve is used from this many steps later on; the first one at once.
+        staleness: a solve is used this many steps later; the first one immediately.
         skip: names of layers to leave to `base`.
         relative_damping: the damping of a layer is so many times its mean curvature.
         gradient_scale: P is multiplied by the layer's mean curvature and its damping.

@@ -1,4 +1,4 @@
-"""What the tests of state, groups and checkpoints share: trainings, their states, alikeness."""
+"""Shared by the tests of state, groups and checkpoints: runs, their states, and comparisons."""
 
 from __future__ import annotations
 

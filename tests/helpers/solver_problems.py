@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def factor(groups: int, dim: int, rank: int | None = None) -> Tensor:
-    """A positive semi-definite factor, of full rank unless told."""
+    """A positive semi-definite factor, of full rank by default."""
     x = torch.randn(groups, 2 * dim if rank is None else rank, dim, dtype=torch.float64)
     return x.mT @ x / max(1, x.shape[1])
 

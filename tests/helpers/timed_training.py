@@ -1,4 +1,4 @@
-"""Trainings whose parts take as long as told, for the tests of the throttle.
+"""Runs whose parts take given times, for the tests of the throttle.
 
 Time is what the tests make it: `Time.spend` moves the clock that the throttle reads, and nothing
 else does.
@@ -53,7 +53,7 @@ class Time:
 
 
 class Run:
-    """A training whose parts take as long as told: S = 5, R = 40, T = 100.
+    """A run whose parts take given times: S = 5, R = 40, T = 100.
 
     Attributes:
         updates: The steps of statistics.

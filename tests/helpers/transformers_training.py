@@ -152,7 +152,7 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 @contextmanager
 def recorded(model: nn.Module, parts: int) -> Iterator[list[dict[str, Tensor]]]:
-    """The batches that a model learns from meanwhile, in their order; not a curvature closure's.
+    """Records the training batches in order, without those of a curvature closure.
 
     The Trainer has a loss divided by the number of targets in all `parts` of a step, on all
     processes, which it may count otherwise than the model does. Divided by `parts`, the number

@@ -97,7 +97,7 @@ def test_a_layer_that_became_due_while_pending_is_submitted_again(
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 def test_an_inverse_is_never_older_than_max_staleness(staleness: int) -> None:
-    """Solved when waited for, and not before: the same as with that staleness exactly."""
+    """Solves end exactly when they are awaited, which equals a fixed staleness."""
     model = CASE.model()
     gate = Gate()
     delays = []

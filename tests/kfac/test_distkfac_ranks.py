@@ -150,7 +150,7 @@ def heads(rank: int, world_size: int) -> list[tuple[float, Tensor, tuple[bool, b
         curvature = optimizer._curvature
         spread = partial(distkfac_plan, factors_everywhere=False)
         curvature._system = dataclasses.replace(curvature._system, plan=spread)
-        curvature.layers.mark_changed()  # plan anew: each factor goes to its owner
+        curvature.layers.mark_changed()  # makes a new plan, so each factor goes to its owner
         go(model, optimizer, CASE, shards(BATCHES[:2], rank, world_size))
         known = [block.factors for block in optimizer._curvature.layers.blocks]
     return [
@@ -161,7 +161,7 @@ def heads(rank: int, world_size: int) -> list[tuple[float, Tensor, tuple[bool, b
 
 
 def test_every_worker_has_the_weights_and_traces_of_all_layers(world: World) -> None:
-    """Beside stats workers, too, where each keeps the factors of its own layers alone."""
+    """The same with stats workers, where each rank stores only the factors of its own layers."""
     alone = heads(0, 1)
     results = world.run(heads, 2)
     assert {presence for *_, presence in results[0]} == {(True, True), (False, False)}
@@ -186,7 +186,7 @@ def plain(solve: Callable[[], Any]) -> Any:
 def broken(
     rank: int, world_size: int, kind: str, options: dict[str, Any]
 ) -> tuple[list[Tensor], list[tuple[int, str]], list[str], list[str]]:
-    """Rank 1's solves of steps 2 to 5 raise; errors are caught, and training goes on.
+    """Rank 1's solves of steps 2 to 5 raise; errors are caught, and training continues.
 
     Returns:
         The trajectory; steps and errors; layers that rank 1 owns; warnings.

@@ -1,4 +1,4 @@
-"""Checkpoints and copies of DistKFAC on many processes, beside stats workers too."""
+"""Checkpoints and copies of DistKFAC on many processes, with and without stats workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DistKFAC beside stats workers: whose statistics come when, and who follows whom."""
+"""DistKFAC with stats workers: which statistics arrive when, and which rank they come from."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_stats_workers_compute_statistics_of_their_batches_at_the_received_weigh
 
 
 def held_worker(model: nn.Module, optimizer: Any, sign: Path, wrap: bool) -> Any:
-    """Statistics come from its own passes until the helper is let go on."""
+    """Statistics come from the worker's own passes until the helper continues."""
     wrapped = (
         DistributedDataParallel(model, process_group=optimizer.worker_group) if wrap else model
     )
@@ -294,7 +294,7 @@ def outgrown_stats(model: nn.Module, optimizer: Any, how: str) -> str:
 
 
 def test_a_stats_worker_raises_if_the_workers_model_grows(world: World) -> None:
-    """Workers go on."""
+    """Workers continue."""
     results = world.run(play, 2, (outgrown_worker, outgrown_stats), {}, "", timeout=2 * LONG)
     _, (helper,) = roles_of(results)
     assert helper.startswith("SecondOrderError: the workers' model has 8 parameters")
@@ -364,7 +364,7 @@ def test_serve_returns_when_all_workers_have_exited(
 
 
 def fails_worker(model: nn.Module, optimizer: Any, how: str) -> Any:
-    """It goes on when the helper is gone, and its own passes count again."""
+    """The worker continues after the helper is gone, and its own passes count again."""
     with optimizer:
         end = time.monotonic() + LONG
         while optimizer._curvature.helpers.links:

@@ -78,7 +78,7 @@ def close(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 def test_a_layers_factors_come_from_its_owners_batches(
     world: World, world_size: int, case: Case, assignment: str
 ) -> None:
-    """Not another rank's, nor everybody's; and one rank has them."""
+    """Factors come from one rank's own batches, and only that rank has them."""
     batches = case.batches(3, n=12)
     options = {"assignment": assignment, "factor_decay": 0.5}
     results = world.run(own_factors, world_size, case, batches, options)
@@ -132,7 +132,7 @@ def clip_and_gradients(
 
 @pytest.mark.parametrize("exchange", ["owner", "all_reduce"])
 def test_one_coefficient_clips_the_layers_of_all_owners(world: World, exchange: str) -> None:
-    """ν² Σ lr² |P·∇| = κ, by the mean gradients and everybody's P."""
+    """ν² Σ lr² |P·∇| = κ, with the mean gradients and the P of all ranks."""
     options = {"kl_clip": 1e-5, "gradient_exchange": exchange}
     results = world.run(clip_and_gradients, 3, options)
     agreed([gradients for _, gradients in results])
@@ -171,7 +171,7 @@ def load_then(
 def test_after_a_distributed_load_all_ranks_move_factors_together(
     world: World, tmp_path: Path, then: str
 ) -> None:
-    """Before new statistics, when each has heard of its own layers alone."""
+    """Before new statistics, when each rank knows only its own layers."""
     options = {"inv_update_steps": 4, "factor_update_steps": 4}
     path = str(tmp_path)
     world.run(save_dcp, 2, DPKFAC_OWNER, path, False, options)

@@ -24,7 +24,7 @@ BASES: dict[str, dict[str, Any]] = {
 
 
 def owners_with_a_norm(rank: int, world_size: int) -> list[int]:
-    """One large layer for rank 0, two small ones for rank 1, and a norm that is nobody's."""
+    """One large layer for rank 0, two small ones for rank 1, and a norm without an owner."""
     norm = nn.LayerNorm(30, bias=False)
     model = nn.Sequential(nn.Linear(9, 10), norm, nn.Linear(2, 3), nn.Linear(2, 3))
     optimizer = dpkfac(model)

@@ -149,7 +149,7 @@ def mean_gradients(model: nn.Module, batch: Any) -> dict[str, Tensor]:
 
 
 def second_refresh(rank: int, world_size: int, system: str) -> tuple[Cosines, Cosines, Any]:
-    """What the second refresh tells, by hand as far as this rank knows, and by the system."""
+    """The cosines of the second refresh, computed by hand on this rank, and by the optimizer."""
     model = MLP.model()
     optimizer = make(SYSTEMS[system], model, **BY_DRIFT)
     first, second = ((10 * x, y) if i else (x, y) for i, (x, y) in enumerate(BATCHES[:2]))
@@ -168,7 +168,7 @@ def second_refresh(rank: int, world_size: int, system: str) -> tuple[Cosines, Co
 def test_cosines_equal_those_of_dense_preconditioning(
     world: World, system: str, world_size: int
 ) -> None:
-    """Of the mean gradient over all ranks, whoever preconditions; sent in float32."""
+    """The cosine of the mean gradient over all ranks, for each placement; sent in float32."""
     results = world.run(second_refresh, world_size, system)
     by_hand = {name: each for known, _, _ in results for name, each in known.items()}
     assert set(by_hand) == set(LAYERS)
@@ -232,7 +232,7 @@ def test_a_resumed_run_has_the_same_intervals(System: Any) -> None:
     curvature = resumed._curvature
     assert max(intervals[-1]) >= 4
     assert [curvature.drift.interval(b) for b in curvature.layers.blocks] == intervals[-1]
-    for _ in range(3):  # steps 41 to 43: new inverses are no change
+    for _ in range(3):  # steps 41 to 43: new inverses are not a change
         take(model, resumed, BATCHES[0])
         assert [curvature.drift.interval(b) for b in curvature.layers.blocks] == intervals[-1]
 

@@ -1,4 +1,4 @@
-"""Factors that one process keeps: a share of the memory, sent to nobody else."""
+"""Factors that one rank stores: a share of the memory, sent to no other rank."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_the_rank_that_saves_has_all_factors(world: World, to: int | None) -> No
 
 
 def after_consolidation(rank: int, world_size: int) -> list[tuple[int, bool]]:
-    """Bytes in state besides those kept; and whether a state may be asked for."""
+    """The bytes of state beyond those stored, and whether state_dict() may be called."""
     model = MLP.model()
     optimizer = kaisa(model, **REDUCE)
     found = []
@@ -193,7 +193,7 @@ def full_state(rank: int, world_size: int, to: Any) -> Counter[str]:
 
 
 def test_a_full_state_dict_requires_consolidate(world: World) -> None:
-    """What rank 0 alone writes is no part of a checkpoint, but all of it."""
+    """Rank 0 alone writes the whole checkpoint."""
     for error in world.run(full_state, 2, "nobody", expect_errors=True):
         assert isinstance(error, SecondOrderError)
         assert "consolidate(to=0)" in str(error)

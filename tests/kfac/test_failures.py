@@ -40,7 +40,7 @@ REFRESHED = {"inv_update_steps": 2}
 def failing(
     solver: str, fault: str, spoils: Callable[[Tensor], bool] = lambda matrix: True
 ) -> Iterator[None]:
-    """Decompositions of matrices that `spoils` says, on every rung, here and now."""
+    """Make the decompositions of the matrices that `spoils` selects fail, on every fallback."""
     name, native = NATIVE[solver]
 
     def routine(matrix: Tensor) -> Any:
@@ -226,7 +226,7 @@ def spoiled(
 ) -> list[tuple[Any, int, Tensor]]:
     """Two steps; in the second the gradient of a layer's output has a bad value on some ranks.
 
-    It spoils the statistics of that layer and of those before it. The gradients are put right.
+    It damages the statistics of that layer and of those before it. The gradients are corrected.
     """
     model = MLP.model()
     bad_now = False

@@ -496,7 +496,7 @@ def test_trajectories_equal_the_reference_for_models_with_other_layers(
 def relative(kfac: ReferenceKFAC) -> ReferenceKFAC:
     """A reference whose damping of a layer is times tr A tr G / (dim A dim G), by hand.
 
-    Of a grouped convolution the groups share one damping, that of their mean curvature.
+    The groups of a grouped convolution share one damping, that of their mean curvature.
     """
     solve = kfac.solve
 

@@ -1,5 +1,5 @@
 """What a step is does not depend on how its batch is cut, where each loss is divided by the step's
-terms: `loss_reduction="step_mean"`, told or found out."""
+terms: `loss_reduction="step_mean"`, set or detected."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_any_split_into_micro_batches_trains_like_the_whole_batch(
     ["conv_grouped", "shared_linear", "shared_conv", "attention", "tied", "language_model", "lora"],
 )
 def test_loss_reduction_works_for_every_kind_of_layer(System: Any, name: str) -> None:
-    """Those used twice in a pass, too, and those whose factors are both of gradients."""
+    """Includes layers used twice in a pass, and layers with two gradient factors."""
     case = ZOO[name]
     whole, before = trained(System, None, case, **ADAM)
     found, optimizer = trained(System, (1, 5), case, loss_reduction="step_mean", **ADAM)

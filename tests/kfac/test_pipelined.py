@@ -178,7 +178,7 @@ def in_ddp(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
 
 
 def parted(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
-    """One rank alone freezes a layer after a pass, hears of it, and goes on with the others."""
+    """One rank freezes a layer after a pass, raises, and then continues with the others."""
     model = MLP.model()
     optimizer = kaisa(model, **options)
     found = []

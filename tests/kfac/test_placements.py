@@ -167,7 +167,7 @@ def train_widths(
 def test_any_network_on_any_grid_gives_the_trajectory_of_one_process(
     world: World, placement: Placement, data: st.DataObject, world_size: int, per_rank: int
 ) -> None:
-    """Fewer layers than ranks, too: some keep and solve nothing, some have nothing to send."""
+    """Also with fewer layers than ranks: some store and solve nothing, some send nothing."""
     widths = data.draw(st.lists(st.integers(1, 6), max_size=5), "widths")
     options: dict[str, Any] = {
         "damping": data.draw(st.floats(1e-2, 10.0)),
@@ -260,7 +260,7 @@ def train_in_groups(
 ) -> tuple[list[Tensor], int] | None:
     """Each group on its own, all at the same time; the data differ by group.
 
-    The second rank of each collects the factors, of which the number is told.
+    The second rank of each collects the factors, and their number is returned.
     """
     groups = [dist.new_group(list(ranks)) for ranks in members]
     for index, ranks in enumerate(members):

@@ -45,7 +45,7 @@ def whose(placement: Placement) -> int:
     return 0 if placement.spread else -1
 
 
-# Who reads, the checkpoint, and the options to go on with.
+# The rank that reads, the checkpoint, and the options of the resumed run.
 Resumption = tuple[Placement, bytes, dict[str, Any]]
 
 

@@ -1,7 +1,7 @@
 """Wherever work is placed: gradients that others average, and layers and ranks that have none.
 
 For KAISA, its `reduce` exchange and DPKFAC alike; DPKFAC's ranks have the same batch each,
-or shards where they are told.
+or shards if the option says so.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ each_placement = pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def train_shards(
     rank: int, world_size: int, placement: Placement, how: dict[str, Any], options: dict[str, Any]
 ) -> list[Tensor]:
-    """Of a model in DistributedDataParallel where it is told how."""
+    """The same for a model in DistributedDataParallel with an explicit option."""
     model = MLP.model()
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=how["view"]) if how else model
     if how.get("params"):
@@ -80,7 +80,7 @@ def train_idle(
         x, y = placement.part(batch, rank, world_size)
         optimizer.zero_grad()
         if rank != idle or step == 0:
-            # Two of three ranks: the mean over three is to be the mean over the two.
+            # Two of three ranks: the mean over three must be the mean over the two.
             (cross_entropy(model(x), y) * (1.0 if step == 0 else 1.5)).backward()
         optimizer.step()
         trajectory.append(vector(model))

@@ -67,7 +67,7 @@ def first_fails(matrices: Tensor, native: Any = torch.linalg.cholesky_ex) -> Any
 
 
 def trained(device: str, net: str, **options: Any) -> Iterator[Any]:
-    """Runs to the backward pass of each step, and is told to go on; ends with what came of it."""
+    """Pauses at the backward pass of each step until it is resumed, and returns its result."""
     torch.manual_seed(0)
     model = Net(net == "dead")
     x = torch.randn(STEPS, 16, 6)
@@ -102,7 +102,7 @@ def trained(device: str, net: str, **options: Any) -> Iterator[Any]:
 
 
 def main() -> None:
-    """Print what each case asks of the device, and what comes of it there and here."""
+    """Print the device operations of each case, and its results on the device and on the CPU."""
     warnings.simplefilter("ignore")
     found = {}
     for name, arguments in CASES.items():

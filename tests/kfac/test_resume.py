@@ -210,7 +210,7 @@ def test_resuming_is_exact_on_two_processes(world: World, runs: list[Run]) -> No
 
 
 def start_run(rank: int, world_size: int, run: Run, step: int = 7) -> tuple[bytes, Tensor]:
-    """A checkpoint in the middle, and where the run that goes on ends."""
+    """A checkpoint in the middle, and the end of the run that continues."""
     model = network()
     optimizer, scheduler = run.make(model)
     with optimizer:
@@ -246,7 +246,7 @@ REDUCE: dict[str, Any] = {"factor_exchange": "reduce"}
 def test_resuming_works_on_another_number_of_processes(
     world: World, before: int, after: int, run: Run, options: dict[str, Any]
 ) -> None:
-    """Inverses are taken over by others, and not computed again; solves under way go on."""
+    """Other ranks take over the inverses without computing them again; pending solves continue."""
     step = 5 if run.System is DistKFAC else 7
     data, expected = world.run(start_run, before, run, step)[0]
     for found in world.run(ended, after, Run(run.System, run.base, options), data, step):
@@ -355,7 +355,7 @@ def test_reading_the_state_changes_nothing() -> None:
 def frozen_at(run: Run, frozen: range, save: int, before: bool) -> tuple[Tensor, Tensor]:
     """The ends of a run that freezes a layer for some steps, and of one that resumes it.
 
-    That one freezes it ``before`` its optimizer loads the checkpoint, or when its loop goes on.
+    That one freezes it ``before`` its optimizer loads the checkpoint, or when its loop continues.
     """
 
     def follow(model: Any, optimizer: Any, scheduler: Any, start: int, stop: int) -> None:

@@ -26,7 +26,7 @@ TWO: Any = SimpleNamespace(model=MODEL, groups=[], world=SimpleNamespace(rank=0)
 
 
 class FakeLink:
-    """A link whose messages are here at once.
+    """A link whose messages arrive immediately.
 
     Attributes:
         sent: what was sent.
@@ -112,7 +112,7 @@ def loss_on(model: nn.Module) -> Tensor:
 def test_a_stats_worker_counts_micro_batches(
     sizes: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    """Its own loop, too, may divide the losses of several passes by their number or terms."""
+    """The loop itself may also divide the losses of several passes by their number or terms."""
     (x, y) = BATCHES[0]
     sent = []
     for parts, chosen in (((12,), {}), (sizes, options)):
@@ -234,7 +234,7 @@ def deliver_statistics(worker: Any, link: FakeLink, sent: Any, version: int) -> 
 
 
 def test_after_a_change_workers_capture_until_newer_messages_arrive() -> None:
-    """One that was on its way feeds nobody, whatever fits."""
+    """A message that was on its way is dropped, even if its shapes fit."""
     model, worker, link, sent = worker_with_link()
     captured = []
     for i, version in enumerate([0, 0, 1, 1, 2]):

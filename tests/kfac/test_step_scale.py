@@ -170,12 +170,12 @@ def test_noisy_slopes_raise_the_scale_only_while_the_rate_changes(
         before = scale.factor
         scale.update((-1.0) ** step, rate(step), step)
         longer += [step] if scale.factor > max(before, 1.1) else []
-        if step == 60:  # goes on in another process
+        if step == 60:  # continues in another process
             saved = scale.saved()
             scale = StepScale(PLAIN_BOUNDS)
             scale.load({torch.zeros(()): SavedPart(0, "curvature", "weight", saved)})
             assert scale.saved() == saved
-    after_first = [step for step in longer if step > 5]  # the first signs are no average
+    after_first = [step for step in longer if step > 5]  # the first signs are not yet an average
     assert set(after_first) <= set(moving)
     assert bool(after_first) == bool(moving)
 

@@ -53,7 +53,7 @@ def trained(optimizer: Any, model: nn.Module, batches: list[Batch]) -> list[set[
 @each_kronecker
 @pytest.mark.parametrize("relative", [False, True])
 def test_layers_whose_trace_changed_are_refreshed(System: Any, relative: bool) -> None:
-    """The curvature is built anew from A and G, as a matrix of all of the layer's weights."""
+    """The curvature is built from A and G, as a matrix of all of the layer's weights."""
     model = MLP.model()
     upper = 0.08 if relative else 0.04
     rule = TraceRule(upper, every=1)
@@ -85,7 +85,7 @@ def larger(batch: Batch) -> Batch:
 
 @pytest.mark.parametrize("lower", [0.0, 0.9])
 def test_a_damping_schedule_triggers_a_refresh(lower: float) -> None:
-    """Of layers that have settled, too, which stay so; by less than the bound it does not."""
+    """Also for stopped layers, which stay stopped. A smaller change has no effect."""
     model = MLP.model()
     changes = {3: 0.11, 5: 0.3}
     optimizer = make(

@@ -1,4 +1,4 @@
-"""Threads that solve beside training: results, errors, cores, forks, and how they end."""
+"""Threads that solve during training: results, errors, cores, forks, and how they end."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_threads_use_one_core_and_leave_the_main_thread_its_cores() -> None:
         later.start()
         later.join()
         assert seen == [3]
-        torch.set_num_threads(2)  # what the caller says later is no matter to them
+        torch.set_num_threads(2)  # later calls of the caller do not affect them
         assert [pool.submit(torch.get_num_threads).result() for _ in range(2)] == [1, 1]
         pool.close()
     finally:
@@ -124,7 +124,7 @@ for how in ("without the pool", "after a child"):
 def test_the_interpreter_exits_while_work_is_running(launch: Launcher) -> None:
     """It waits for that, and for nothing that was not begun: C++ must not outlive it.
 
-    Be the pool there or gone; and a child that was forked then ends at once.
+    Whether or not the pool still exists. A child that is forked then ends immediately.
     """
     run = launch(ENDS, 1)
     assert run.wait() == [0], run.output(0)
@@ -136,7 +136,7 @@ def test_the_interpreter_exits_while_work_is_running(launch: Launcher) -> None:
 
 
 def in_child(check: Callable[[], bool]) -> bool:
-    """Whether something holds in a forked child, which ends at once."""
+    """Whether a condition holds in a forked child, which ends immediately."""
     pid = os.fork()
     if pid == 0:
         try:

@@ -1,4 +1,4 @@
-"""Capture: which passes give pairs, what is in them, and what is held meanwhile."""
+"""Capture: which passes give pairs, their contents, and the memory that is held in between."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_blocks_of_one_kind_share_a_graph() -> None:
         block.compile(backend="eager", fullgraph=True)
     backward(model)
     assert recorder.modules == linears(model)[::-1]
-    assert graphs() == 2  # the first one's input asks for no gradient
+    assert graphs() == 2  # the first one's input requires no gradient
 
 
 def test_captures_can_be_added_and_removed_after_compilation() -> None:

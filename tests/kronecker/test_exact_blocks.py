@@ -144,7 +144,7 @@ def test_an_exact_block_is_the_mean_outer_product_of_gradients(
     at = entries(model, part)
     keep_only(model, part)
     expected = ref.empirical_fisher(model, *batch, cross_entropy, "0")[at, at]
-    for approx in ("expand", "reduce"):  # the same where there are no positions
+    for approx in ("expand", "reduce"):  # equal if there are no positions
         close(curvature(after_a_step(model, batch, kfac_approx=approx)), expected)
 
 

@@ -133,7 +133,7 @@ def test_a_discriminator_counts_its_own_passes(System: Any, zeroed_by: str) -> N
     assert_same_factors(factors(optimizer), expected())
 
 
-# Accumulation that nobody was told of.
+# Accumulation without an option that says so.
 
 
 def accumulate(model: nn.Module, batch: Any, parts: int, divided: float) -> None:

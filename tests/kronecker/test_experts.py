@@ -38,7 +38,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kin
 
 
 class Experts(nn.Module):
-    """Experts as transformers tells of them, one after the other; notes what each multiplies."""
+    """Experts as in transformers, one after the other; records the inputs of each."""
 
     def __init__(
         self,
@@ -294,7 +294,7 @@ def test_the_experts_shares_are_saved() -> None:
 def test_experts_with_another_forward_fall_back_to_the_base(caught: bool) -> None:
     model = mixture()
     arguments = batch(9)
-    if not caught:  # the module's forward has another gate than it tells of
+    if not caught:  # the module's forward uses another gate than its attribute
         model.experts._apply_gate = lambda u: Experts._apply_gate(model.experts, 2 * u)
         model.experts.register_forward_hook(lambda module, args, output: 2 * output)
     optimizer = make(KAISA, model, lr=0.0)
@@ -384,7 +384,7 @@ def test_all_implementations_of_transformers_experts_train_equally(name: str) ->
                 value.backward()
                 optimizer.step()
                 values.append(value.item())
-                if len(values) == 1:  # thereafter rounding tells them apart
+                if len(values) == 1:  # later, rounding makes them differ
                     of_experts = {k: v for k, v in factors(optimizer).items() if "mlp.experts" in k}
         assert values[-1] < values[0] - 0.2
         covered = sum(block.size for block in optimizer._curvature.layers.blocks)
@@ -506,7 +506,7 @@ def test_sharded_experts_train_like_one_process(world: World) -> None:
 def test_a_checkpoint_of_experts_resumes_on_other_processes(
     world: World, System: Any, before: int, after: int
 ) -> None:
-    """An expert's first tokens come thereafter."""
+    """An expert gets its first tokens later."""
     options = {**INVERSE, **({"factor_exchange": "reduce"} if System is KAISA else {})}
     saved = world.run(trained, before, System, options, range(2))[0][2]
     whole = trained(0, 1, System, options)

@@ -98,7 +98,7 @@ def test_a_step_equals_the_dense_solve(System: Any, name: str, most: int, solver
     (batch,) = batches((5,), 1)
     gradient = gradient_of(model, batch, name)
     rows = gradient.T if most == 4 else gradient  # (4, 5), (3, 8)
-    # No layer counts examples here: 64 is what the clip assumes, too.
+    # No layer counts examples here: the clip assumes 64 as well.
     A = rows.T @ rows / rows.square().sum()
     G = 64 * rows @ rows.T
     A = torch.diag(A.diagonal()) if most == 4 else A

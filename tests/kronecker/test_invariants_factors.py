@@ -295,7 +295,7 @@ def joint_labels(likelihood: Likelihood, n: int, outputs: int) -> list[Tensor]:
 
 
 def negative_log_likelihood(likelihood: Likelihood, labels: Tensor, outputs: Tensor) -> Tensor:
-    """Summed, as the sampled Fisher asks for."""
+    """Summed, as the sampled Fisher requires."""
     if likelihood == "categorical":
         return functional.cross_entropy(outputs, labels, reduction="sum")
     return functional.binary_cross_entropy_with_logits(outputs, labels, reduction="sum")

@@ -121,7 +121,7 @@ def test_examples_with_zero_gradients_are_loss_terms(System: Any, loss_of: Any) 
 
 @each_kronecker
 def test_examples_with_ignored_labels_are_loss_terms(System: Any) -> None:
-    """A loss that ignores them cannot be told from one that is flat there."""
+    """A loss that ignores them looks like one that is flat there."""
 
     def loss_of(model: nn.Module) -> Tensor:
         y = (torch.arange(B) % 3).masked_fill(torch.arange(B) >= 4, -100)

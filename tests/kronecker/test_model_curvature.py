@@ -32,7 +32,7 @@ KINDS: dict[str, tuple[Any, str, dict[str, Any]]] = {
 
 
 class Flattened(nn.Sequential):
-    """Its Linear is doubly factored where that is asked for."""
+    """Its Linear is doubly factored if the option says so."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -119,7 +119,7 @@ def test_apply_solve_trace_and_logdet_equal_the_dense_matrix(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "embedding"])
 def test_samples_have_the_inverse_curvature_as_covariance(kind: str) -> None:
-    """A sample is S z with z normal: S Sᵀ, from unit vectors in the place of z."""
+    """A sample is S z with z normal: S Sᵀ, from unit vectors instead of z."""
     _, optimizer = trained(kind)
     curvature = optimizer.curvature(dtype=torch.float64)
     assert (kind == "doubly factored") == any("L" in each.factors for each in curvature.values())
@@ -197,7 +197,7 @@ def test_invalid_vectors_raise(call: Any, message: str) -> None:
 
 
 def frozen(rank: int, world_size: int, System: Any, options: dict[str, Any]) -> Any:
-    """What there is of a layer that trains no more, whoever keeps its factors."""
+    """The curvature of a layer that is frozen later, for each owner of its factors."""
     model = MLP.model()
     optimizer = make(System, model, **options)
     take(model, optimizer, shard(MLP.batches(1, n=12)[0], rank, world_size), MLP.loss)
@@ -232,7 +232,7 @@ def gathered(rank: int, world_size: int, System: Any, options: dict[str, Any]) -
     factors = {name: (each.A, each.G, each.damping) for name, each in snapshot.items()}
     for whole in (optimizer.curvature(dtype=torch.float64, gather=True), snapshot.gather()):
         assert list(whole.local_layers) == list(whole) == list(snapshot)
-        for name in sorted(whole, reverse=rank == 1):  # each asks for itself
+        for name in sorted(whole, reverse=rank == 1):  # each rank calls it in its own order
             assert same((whole[name].A, whole[name].G), factors[name][:2])
     take(model, optimizer, shard(MLP.batches(4, n=12)[3], rank, world_size), MLP.loss)
     assert not same(before, model.parameters())

@@ -1,4 +1,4 @@
-"""Many layers at once are each layer alone: pairs on a device, sums of a step, averages."""
+"""Batched statistics of many layers equal those of each layer: pairs, sums and averages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def staged_layers(bias: bool) -> list[StagedStatistics]:
 
 
 def pair(layer: int, kind: str) -> tuple[Tensor, Tensor]:
-    """Inputs and gradients of three sequences, some of whose positions are no examples."""
+    """Inputs and gradients of three sequences, some of whose positions are not examples."""
     x, d = (torch.randn(3, 2, n, dtype=F64) for n in SIZES[layer])
     d[0, 1] = 0.0
     if kind != "plain":
@@ -149,7 +149,7 @@ def test_queued_pairs_give_the_sums_of_single_pairs(
 
 
 def test_a_queued_pair_belongs_to_the_step_that_captured_it() -> None:
-    """What is cleared meanwhile is not put in; nor what is changed in place, with a warning."""
+    """Pairs that were cleared or changed in place are left out; the latter with a warning."""
     blocks = layers_of(True)[:2]
     made = collector(blocks)
     rows = BackwardPass(0)
@@ -219,7 +219,7 @@ SHAPES = st.lists(
 def test_batched_averages_equal_single_ones_bit_for_bit(
     shapes: list[FactorShape], dtype: torch.dtype, steps: int, seed: int
 ) -> None:
-    """Layers without an example, and that are made anew in between."""
+    """Layers without an example, and layers that are replaced in between."""
     torch.manual_seed(seed)
     together = averages(shapes, dtype)
     alone = averages(shapes, dtype)

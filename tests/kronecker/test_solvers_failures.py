@@ -1,4 +1,4 @@
-"""The ladder that a failing decomposition climbs, and extremes that are no failures."""
+"""The fallbacks of a failing decomposition, and extreme matrices that do not fail."""
 
 from __future__ import annotations
 

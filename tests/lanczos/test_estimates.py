@@ -118,7 +118,7 @@ def test_the_error_of_a_diagonal_follows_from_two_samples() -> None:
 
 @pytest.mark.parametrize("curvature", CURVATURES)
 def test_a_diagonal_is_within_its_errors(curvature: Any) -> None:
-    """And steep directions that are taken exactly are no longer in them."""
+    """Steep directions are treated exactly, and are projected out of the samples."""
     model, closure, dense = of_mlp(12)
     A = dense[curvature]
     errors = {}

@@ -254,7 +254,7 @@ def test_dropout_is_frozen(checkpointed: bool, mode: str) -> None:
 
 
 def test_buffers_are_restored_at_each_evaluation() -> None:
-    """Spectral norm's power iteration, constant to autograd, goes on at each forward pass."""
+    """Spectral norm's power iteration, a constant for autograd, advances at each forward pass."""
     model = nn.Sequential(parametrizations.spectral_norm(nn.Linear(5, 6)), nn.Tanh()).double()
     x = torch.randn(7, 5).double()
 
@@ -411,7 +411,7 @@ def test_gauss_newton_equals_the_dense_matrix(name: str) -> None:
         assert_close(found, expected @ V, mode)
         assert loss == pytest.approx(float(case.loss(twin(x), y).detach()))
     assert float((curved - expected).abs().max()) > 1e-3 * float(expected.abs().max())
-    assert_close(matrix(closure, trained, "hessian"), curved)  # of Outputs, too
+    assert_close(matrix(closure, trained, "hessian"), curved)  # also of Outputs
 
 
 @pytest.mark.parametrize("mode", EXACT)
@@ -435,7 +435,7 @@ def test_empirical_fisher_is_the_mean_of_outer_products(mode: str) -> None:
 def test_micro_batches_of_outputs_equal_one_batch(
     sizes: list[int], mode: str, kind: str, counted: bool
 ) -> None:
-    """Weighted by their examples, told or seen from the number of losses."""
+    """Weighted by their number of examples, returned or taken from the number of losses."""
     model = MLP.model()
     (x, y) = MLP.batch(sum(sizes))
     params = list(model.parameters())[-2:]

@@ -183,7 +183,7 @@ class Coarse(RowSpace):
 
 
 def test_reorthogonalization_leaves_unit_vectors() -> None:
-    """What is left is measured anew: a difference of squares has lost its digits."""
+    """The remainder is measured directly, because a difference of squares loses digits."""
     A = 1.2345 * torch.diag(torch.arange(1.0, 31.0))
     start = torch.full((30,), 1e-7)
     start[-2:] = 1.0
@@ -204,7 +204,7 @@ def test_a_start_in_an_invariant_subspace_stays_in_it() -> None:
     inner = of_quadratic(A, largest=2, iterations=30, tol=1e-6, start=Q[:, 10] + Q[:, 12])
     torch.testing.assert_close(inner.eigenvalues, values[[12, 10]], rtol=1e-10, atol=0)
     assert inner.products == 2
-    # One eigenvector is not enough for two pairs: it goes on from a random vector.
+    # One eigenvector is not enough for two pairs, so it continues from a random vector.
     more = of_quadratic(A, largest=2, iterations=30, tol=1e-9, start=Q[:, -1].clone())
     assert_pairs(more, A, 1e-9)
 

@@ -1,4 +1,4 @@
-"""A run on a device, asked once for its coefficients, is the run on the CPU, asked each time.
+"""A run on a device reads its coefficients once, and equals a run on the CPU.
 
 The pretended device exists once in a process, so that another one has it.
 """

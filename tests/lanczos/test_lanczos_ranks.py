@@ -224,7 +224,7 @@ FAULTS = ["raises", "returns nonsense", "no examples", "not twice", "nan", "free
 def test_a_failure_on_one_process_raises_on_all(
     world: World, fault: str, hvp: str, estimate: str
 ) -> None:
-    """Its own error where it happened, an error that names that process elsewhere; nobody waits."""
+    """The rank raises its own error, the others one that names that rank, without waiting."""
     errors = world.run(failing, 3, 1, fault, hvp, estimate, expect_errors=True, timeout=20)
     own = {"raises": ZeroDivisionError, "raises later": ZeroDivisionError,
            "no micro-batch": ValueError}.get(fault, CurvatureError)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Curvature on the side: training goes on as if it had not been asked for.
+"""Measuring curvature during training does not change the training run.
 
 Functions that take (rank, world_size, ...) run on the pool's ranks.
 """

@@ -56,7 +56,7 @@ def assert_same_spaces(actual: dict[str, Tensor], reference: dict[str, Tensor]) 
 # -------------------------------------------------------------------------------------- kronfluence
 
 
-# Of a convolution A is a sum over the locations, here 4, and a mean over images.
+# A of a convolution is a sum over its locations, here 4, and a mean over images.
 TIMES = {
     "activation_eigenvalues": 4,
     "gradient_covariance": 0.25,

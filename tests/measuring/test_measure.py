@@ -282,7 +282,7 @@ def test_ambiguous_and_unmatched_masks_are_reported() -> None:
 
 
 class Counting(nn.Module):
-    """Counts its calls in a buffer, in evaluation mode, too."""
+    """Counts its calls in a buffer, even in evaluation mode."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What `measure` asks of a device for a batch, by the pretended one, beyond the bare passes.
+"""The device operations of `measure` for a batch, beyond those of the passes, on a fake device.
 
 Counts are those of a layer more: of transformers with four blocks less those with two. All cases
 are run by one other process: the pretended device exists once in each.

@@ -76,7 +76,7 @@ def test_every_base_receives_the_preconditioned_gradient(System: Any, base: str)
         if System is not DHO2 or optimizer.curvature.step < 0:
             assert same(model, twin)
             continue
-        # There are Newton steps besides, in the span of the eigenvectors: outside there are none.
+        # Newton steps lie in the span of the eigenvectors; outside there are none.
         vectors = curvature_of(optimizer)["eigenpairs"][1]
         scale = optimizer.curvature.base_scale
         steps = []
@@ -104,7 +104,7 @@ def test_a_resumed_run_has_the_same_trajectory(System: Any, base: str) -> None:
 
 @each_system
 def test_a_checkpoint_contains_the_curvature(System: Any) -> None:
-    """An average goes on where it was: a restart would weigh the next statistic with 1."""
+    """A running average continues; a restart would give the next statistic weight 1."""
     model = MLP.model()
     optimizer = make(System, model)
     train(model, optimizer)
@@ -121,7 +121,7 @@ def test_a_checkpoint_contains_the_curvature(System: Any) -> None:
 
 @each_kronecker
 def test_a_checkpoint_contains_the_number_of_steps(System: Any) -> None:
-    """Intervals and schedules of the step go on where they were."""
+    """Intervals and schedules of the step continue."""
     requests: list[int] = []
 
     def damping(step: int) -> float:
@@ -242,7 +242,7 @@ def test_a_closed_optimizer_continues_as_its_base(
     for x, y in BATCHES[:3]:
         optimizer.zero_grad()
         cross_entropy(model(x), y).backward()
-        optimizer.step()  # and asks for no curvature
+        optimizer.step()  # and needs no curvature
     train(twin, plain)
     assert same(model, twin)
     optimizer.load_state_dict(full)

@@ -57,7 +57,7 @@ DAMPING = 0.1
 @pytest.mark.works("plain")
 @each_kronecker
 def test_a_step_equals_the_dense_solve_with_the_batchs_factors(System: Any) -> None:
-    """The plain case that the others of this file are compared with; no clip unless asked for."""
+    """The plain case that the others of this file are compared with; no clip by default."""
     model = MLP.model()
     expected = reference(model, BATCHES[0])
     before = copy.deepcopy(model)

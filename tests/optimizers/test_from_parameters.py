@@ -76,7 +76,7 @@ def part(model: nn.Module) -> Any:
 def test_the_parameters_of_a_submodule_train_as_with_the_model_passed(
     System: Any, choose: Any
 ) -> None:
-    """An average of the weights is alive meanwhile."""
+    """An average of the weights exists at the same time."""
     model = MLP.model()
     twin = MLP.model()
     average = copy.deepcopy(model)
@@ -430,7 +430,7 @@ def averaged(rank: int, world_size: int) -> list[list[Tensor]]:
     results = []
     for wraps in (False, True):
         for by_parameters in (False, True):
-            torch.manual_seed(rank)  # the first rank's parameters are everybody's
+            torch.manual_seed(rank)  # all ranks get the first rank's parameters
             model: nn.Module = MLP.build().double()
             outer = DistributedDataParallel(model) if wraps else model
             optimizer = make(KAISA, outer.parameters() if by_parameters else outer)

@@ -172,7 +172,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         with pytest.raises(ValueError, match=f"{option}=1 with a model in DistributedData"):
             System(model, lr=0.1, **{option: 1})
         assert torch.equal(vector(model), before)
-    found["sound"] = refusal(KAISA, rank, grad_worker_fraction=0.5)  # nobody waits for anybody
+    found["sound"] = refusal(KAISA, rank, grad_worker_fraction=0.5)  # no rank waits
     return found
 
 

@@ -101,7 +101,7 @@ def share_of(model: nn.Module, *names: str) -> float:
 
 @each_kronecker
 def test_only_trainable_parameters_are_counted(System: Any) -> None:
-    """The groups may have frozen parameters, too."""
+    """The groups may also have frozen parameters."""
     model = Vision().double().requires_grad_(False)
     model.blocks[1].requires_grad_(True)
     model.token.requires_grad_(True)

@@ -1,4 +1,4 @@
-"""Models whose layers cannot all be preconditioned: trained all the same, and told of by name."""
+"""Models with layers that cannot be preconditioned: they train, and a warning names them."""
 
 from __future__ import annotations
 
