@@ -70,7 +70,7 @@ def run_script(code: str, folder: Path, arguments: list[str] | None = None) -> s
         env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=480,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]

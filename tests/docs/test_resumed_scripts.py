@@ -6,9 +6,11 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
 from page_scripts import assert_prints, run_script, scripts
 
 
+@pytest.mark.timeout(900)  # torch.compile calls a C++ compiler, twice
 def test_fsdp_and_compile(tmp_path: Path) -> None:
     ((code, printed),) = scripts("docs/how-to/fsdp-compile.md")
     whole = run_script(code, tmp_path)
