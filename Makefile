@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BENCH := PYTHONPATH=examples:benchmarks:benchmarks/speed $(BIN)/python benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help fuzz soak elastic-soak venv demo demo-figure systems progress language-model tasks larger sensitivity defaults widths curvature-uses fosi-gain bounded papers bench against compiled rivals structure launches measured gpu faults compatibility reference test test-thorough mutants lint types pytest docs format clean
+.PHONY: help fuzz soak elastic-soak venv demo demo-figure systems progress language-model tasks larger sensitivity defaults widths curvature-uses fosi-gain bounded papers bench against compiled rivals structure launches measured coverage gpu faults compatibility reference test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -109,6 +109,9 @@ launches: venv ## what a step asks of a GPU: launches, waits and uploads of each
 
 measured: venv ## what `measure` costs beside bare passes, in time and memory: a minute
 	$(BENCH)/speed/measured.py --json benchmarks/results/measured.json $(ARGS)
+
+coverage: venv ## the share of well-known models that KAISA preconditions, from their sizes: seconds
+	$(BENCH)/speed/layer_coverage.py --json benchmarks/results/coverage.json $(ARGS)
 
 gpu: venv ## all that a GPU should answer, in one table: under eight minutes; ARGS=--tiny without one
 	$(BENCH)/speed/gpu.py --json benchmarks/results/gpu.json $(ARGS)
