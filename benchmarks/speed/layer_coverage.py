@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from rich.table import Table
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -228,7 +229,8 @@ def cover(name: str, model: nn.Module, base: str, setting: str) -> Coverage:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SecondOrderWarning)
         optimizer = KAISA(model, lr=0.1, base=BASES[base], **options)
-    shapes = {block.name: block.shape for block in optimizer._curvature.layers.blocks}
+    curvature: Any = optimizer._curvature
+    shapes = {block.name: block.shape for block in curvature.layers.blocks}
 
     found: dict[tuple[str, str, str], Layers] = {}
     for row in optimizer.summary().rows:
@@ -269,9 +271,7 @@ def measure(names: Sequence[str]) -> Iterator[Coverage]:
                 yield cover(name, model, base, setting)
 
 
-def table(
-    title: str, coverages: list[Coverage], cell: Callable[[Coverage], str]
-) -> reporting.Table:
+def table(title: str, coverages: list[Coverage], cell: Callable[[Coverage], str]) -> Table:
     """A row for each model and base optimizer, with a column for each setting."""
     columns = ["model", "base", "parameters", *SETTINGS]
     rows: dict[tuple[str, str], list[str]] = {}
