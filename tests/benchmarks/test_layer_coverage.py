@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from stored_runs import only, stored
+from stored_runs import number, only, rows, stored, text_of
 
 from second_order import KAISA, SecondOrderWarning
 
@@ -86,3 +87,80 @@ def test_the_stored_run_has_each_model_with_each_setting() -> None:
         assert record["options"] == coverage.SETTINGS[record["setting"]]
         total = sum(layers["parameters"] for layers in record["layers"])
         assert total == PUBLISHED_PARAMETERS[record["model"]]
+
+
+# ------------------------------------------------------------------------------------- the page
+
+PAGE = "docs/reference/layers.md"
+COLUMNS = {
+    "over SGD": ("SGD", "default"),
+    "over AdamW": ("AdamW", "default"),
+    "norms": ("SGD", "norms"),
+    "gradient factors": ("SGD", "gradient factors"),
+    "16,384 rows": ("SGD", "16,384 rows"),
+    "32,768 rows": ("SGD", "32,768 rows"),
+}
+
+
+def stored_layers(name: str, base: str, setting: str) -> Any:
+    records = stored("coverage")["records"]
+    (record,) = only(records, model=name, base=base, setting=setting)
+    return record["layers"]
+
+
+def share(name: str, base: str, setting: str, detail: str = "") -> float:
+    """The share of preconditioned parameters in %, of layers whose detail begins so."""
+    preconditioned = [
+        layers["parameters"]
+        for layers in stored_layers(name, base, setting)
+        if layers["status"] == "preconditioned" and layers["detail"].startswith(detail)
+    ]
+    return 100 * sum(preconditioned) / PUBLISHED_PARAMETERS[name]
+
+
+def rounded_down(percentage: float, digits: int) -> str:
+    scale = 10**digits
+    return f"{math.floor(scale * percentage) / scale:.{digits}f}"
+
+
+def bytes_per_parameter(name: str, base: str, setting: str) -> float:
+    layers = stored_layers(name, base, setting)
+    total = sum(each["factor_bytes"] + each["inverse_bytes"] for each in layers)
+    return total / PUBLISHED_PARAMETERS[name]
+
+
+def test_the_table_of_the_page_has_the_stored_coverage() -> None:
+    table = rows(PAGE, "model", "parameters", *COLUMNS)
+    assert list(table) == list(coverage.ARCHITECTURES)
+    units = {"M": 1e6, "B": 1e9}
+    for name, (parameters, *cells) in table.items():
+        size, unit = parameters.split()
+        assert number(size) == pytest.approx(PUBLISHED_PARAMETERS[name] / units[unit], rel=0.02)
+        for cell, column in zip(cells, COLUMNS.values(), strict=True):
+            state = bytes_per_parameter(name, *column)
+            assert cell == f"{rounded_down(share(name, *column), 2)} ({state:.1f})"
+
+
+def test_the_text_of_the_page_has_the_stored_coverage() -> None:
+    text = text_of(PAGE)
+    *others, last = (
+        f"{rounded_down(share(name, 'AdamW', 'default', 'of gradients'), 1)} %"
+        for name in ("Llama-2-7B", "Llama-3-8B", "Mixtral-8x7B")
+    )
+    assert f"{', '.join(others)} and {last} of their parameters have gradient factors" in text
+    lowered = rounded_down(share("Llama-2-7B", "AdamW", "16,384 rows"), 2)
+    assert f"the share is {lowered} %" in text
+    gained = share("Mixtral-8x7B", "SGD", "gradient factors", "of gradients: A 229376")
+    assert gained / (100 - share("Mixtral-8x7B", "SGD", "default")) == pytest.approx(
+        2 / 3, abs=0.01
+    )
+    assert "two thirds of Mixtral's experts" in text
+
+
+def test_the_page_on_choosing_has_the_stored_shares() -> None:
+    text = text_of("docs/start/choosing.md")
+    small = ("ResNet-50", "ViT-B/16", "BERT-base", "GPT-2")
+    lowest = min(share(name, base, "default") for name in small for base in coverage.BASES)
+    said = f"at least {rounded_down(lowest, 1)} % of ResNet-50, ViT-B/16, BERT-base and GPT-2."
+    assert said in text
+    assert f"the share is {rounded_down(share('Llama-2-7B', 'SGD', 'default'), 1)} %" in text
