@@ -46,7 +46,7 @@ OPTIMIZER_COLORS = {
 
 # A page's column is about this wide, so text has its nominal size there.
 FIGURE_WIDTH = 7.2  # inches
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 9.5,
     "axes.titlesize": 10,
     "legend.fontsize": 9.5,
