@@ -12,10 +12,10 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests are compiled once, and not by each of the processes that they start.
 unexport PYTHONDONTWRITEBYTECODE
-BENCH := PYTHONPATH=examples:benchmarks:benchmarks/speed $(BIN)/python benchmarks
+BENCH := PYTHONPATH=examples:benchmarks:benchmarks/progress:benchmarks/speed $(BIN)/python benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help fuzz soak elastic-soak venv demo demo-figure systems progress language-model tasks larger sensitivity defaults widths curvature-uses fosi-gain bounded papers bench against compiled rivals structure launches measured coverage gpu faults compatibility reference test test-thorough mutants lint types pytest docs format clean
+.PHONY: help fuzz soak elastic-soak venv demo demo-figure systems progress language-model tasks larger sensitivity defaults widths curvature-uses fosi-gain bounded papers bench against compiled rivals structure launches measured memory coverage gpu faults compatibility reference test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -109,6 +109,9 @@ launches: venv ## what a step asks of a GPU: launches, waits and uploads of each
 
 measured: venv ## what `measure` costs beside bare passes, in time and memory: a minute
 	$(BENCH)/speed/measured.py --json benchmarks/results/measured.json $(ARGS)
+
+memory: venv ## bytes of state per parameter of KAISA, AdamW, Muon, SOAP and Shampoo: some minutes
+	$(BENCH)/speed/memory.py --json benchmarks/results/memory.json $(ARGS)
 
 coverage: venv ## the share of well-known models that KAISA preconditions, from their sizes: seconds
 	$(BENCH)/speed/layer_coverage.py --json benchmarks/results/coverage.json $(ARGS)
