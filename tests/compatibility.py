@@ -1,9 +1,9 @@
-"""The table of docs/reference/compatibility.md, made by the tests.
+"""Write the table of docs/reference/compatibility.md from the marks of the tests.
 
     @pytest.mark.works("DDP")                       # of the optimizer in the parameter `System`
     @pytest.mark.works("compile", "KAISA", "DHO2")  # of those named
     @pytest.mark.refused("FSDP1", message="the model is in FullyShardedDataParallel")
-    @pytest.mark.refused("AMP float16", when="untold of the scaler", message="...")
+    @pytest.mark.refused("AMP float16", when="without `grad_scaler=`", message="...")
 
 python tests/compatibility.py          # runs the tests that have a mark, and writes the page
 python tests/compatibility.py --check  # only compares the page with the marks
@@ -26,7 +26,7 @@ TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "reference/compatibility.md"
 OPTIMIZERS = ("KAISA", "DPKFAC", "DistKFAC", "DHO2", "MRDHO2")
 STACKS = {
-    "plain": "one process, the usual loop",
+    "plain": "one process, a plain loop",
     "DDP": "`DistributedDataParallel`, gloo",
     "FSDP1": "`FullyShardedDataParallel`",
     "FSDP2": "`fully_shard`",
@@ -42,27 +42,33 @@ STACKS = {
     "compile": "`torch.compile(model)`",
     "AMP bfloat16": "`torch.autocast`",
     "AMP float16": "`torch.autocast` and a `GradScaler`",
-    "accumulation": "several backward passes to a step",
+    "accumulation": "several backward passes per step",
     "checkpoint": "`state_dict`, `torch.save`, resume",
     "activation checkpointing": "`torch.utils.checkpoint`",
     "schedulers": "`torch.optim.lr_scheduler`",
     "frozen layers": "`requires_grad=False`",
-    "LoRA": "adapters beside frozen layers",
+    "LoRA": "adapters next to frozen layers",
     "gradient clipping": "`clip_grad_norm_`",
 }
 HEAD = """\
-# What works with what
+# Compatibility
 
-This page is written by the tests: `make compatibility` runs those that have a mark and writes it,
-and another test fails if it is not what the marks say. *works*: a test trains there with parameters
-equal to those of the usual loop, to the precision of the arithmetic, and different from those of
-the base alone. *refused*: an error says so, and what to do instead. *not tried*: no test has a
-mark. The tests are those marked `works` and `refused` under `tests/`, by the names of the rows.
+<!-- Written by `make compatibility`. -->
 
-MRDHO2 on one process has no helper ranks, so it is [DHO2](../concepts/dho2.md) there.
-[Frameworks](../how-to/frameworks.md) has the lines to write.
+Look up your training stack to see which optimizers you can use with it. We write this table from
+our tests, which train small models on CPUs:
+
+- **works**: you get the same parameters as in a plain training loop, up to rounding. We check that
+  the base optimizer alone gives others.
+- **refused**: you get an error that says what to do instead.
+- **not tested**: no test covers it.
+
+[Frameworks](../how-to/frameworks.md) and [FSDP2](../how-to/fsdp-compile.md) show the code. On one
+process, MRDHO2 has no accelerators and equals DHO2.
 
 """
+# The line before the list of error messages.
+INTRODUCTION = "If we refuse your combination, the error contains this text:"
 
 
 class Cell(NamedTuple):
@@ -125,7 +131,7 @@ def page(cells: Iterable[Cell]) -> str:
     for stack, what in STACKS.items():
         outcomes = [_outcome(table[stack][optimizer]) for optimizer in OPTIMIZERS]
         lines.append(f"| {stack}: {what} | {' | '.join(outcomes)} |")
-    lines += ["", "## What a refusal says", ""]
+    lines += ["", "## Error messages", "", INTRODUCTION, ""]
     for stack in STACKS:
         messages: dict[str, dict[str, None]] = defaultdict(dict)
         for optimizer in OPTIMIZERS:
@@ -140,8 +146,10 @@ def page(cells: Iterable[Cell]) -> str:
 
 
 def _outcome(cells: list[Cell]) -> str:
-    found = sorted({cell.outcome for cell in cells}, reverse=True)
-    return ", ".join(found) or "not tried"
+    """What a cell of the table says. What works comes first, and the general case before others."""
+    found = {cell.outcome for cell in cells}
+    ordered = sorted(found, key=lambda outcome: (outcome.startswith("refused"), len(outcome)))
+    return ", ".join(ordered) or "not tested"
 
 
 def marked() -> list[str]:

@@ -64,14 +64,14 @@ def parallel_over_tensors(rank: int, world_size: int) -> dict[str, list[str]]:
 @pytest.mark.refused(
     "tensor parallelism",
     *("KAISA", "DPKFAC", "DistKFAC", "DHO2", "MRDHO2"),
-    message="parallelised over tensors",
+    message="parallelized over tensors",
 )
 def test_tensor_parallel_layers_raise_with_their_name(world: World) -> None:
     for found in world.run(parallel_over_tensors, 2):
         for name, layer in (("columns", "0"), ("rows", "2"), ("both", "0")):
             for message in found[name]:
                 assert message.startswith(f"layer {layer!r} is "), message
-                assert "parallelised over tensors" in message
+                assert "parallelized over tensors" in message
                 assert "ColwiseParallel, RowwiseParallel" in message
                 assert "\n" not in message
 
@@ -172,7 +172,7 @@ def sharded_too_late(rank: int, world_size: int) -> list[str]:
 def test_unsupported_later_sharding_raises_at_the_step(world: World) -> None:
     for sharded, parallel in world.run(sharded_too_late, 2):
         assert "use hvp='differences'" in sharded
-        assert "layer 'middle.0' is parallelised over tensors" in parallel
+        assert "layer 'middle.0' is parallelized over tensors" in parallel
 
 
 HELPED = {MRDHO2: {"helper_ranks": 1}, DistKFAC: {"stats_workers": 1}}

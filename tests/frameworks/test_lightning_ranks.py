@@ -120,7 +120,12 @@ def with_helpers(rank: int, world_size: int, System: Any, sharded: bool) -> str:
     return str(error.value)
 
 
-@pytest.mark.refused("Lightning DDP", "MRDHO2", message="with a model in DistributedDataParallel")
+@pytest.mark.refused(
+    "Lightning DDP",
+    "MRDHO2",
+    when="with accelerators",
+    message="with a model in DistributedDataParallel",
+)
 @pytest.mark.refused(
     "Lightning DDP",
     "DistKFAC",
@@ -138,7 +143,9 @@ def test_ddp_over_helpers_is_refused_on_every_rank(world: World, System: Any) ->
         assert "optimizer.worker_group" in messages
 
 
-@pytest.mark.refused("Lightning FSDP2", "MRDHO2", message="hold whole models")
+@pytest.mark.refused(
+    "Lightning FSDP2", "MRDHO2", when="with accelerators", message="hold whole models"
+)
 def test_shards_over_accelerators_are_refused(world: World) -> None:
     """Lightning makes one mesh of all ranks."""
     pytest.importorskip("lightning.pytorch")

@@ -174,7 +174,7 @@ def test_unsupported_models_raise_when_compiled() -> None:
         part(X)
 
 
-@pytest.mark.works("compile", when="with drawn labels")
+@pytest.mark.works("compile")
 @pytest.mark.parametrize(
     ("System", "kind"),
     [(KAISA, "container"), (KAISA, "own class"), (DPKFAC, "own class"), (DistKFAC, "container")],

@@ -189,7 +189,7 @@ def test_loss_scaling_does_not_change_the_curvature(
 
 @pytest.mark.refused(
     "AMP float16",
-    when="untold of the scaler",
+    when="without `grad_scaler=`",
     message="is called by a GradScaler that it does not know",
 )
 @each_kronecker

@@ -368,7 +368,7 @@ def check_sharding(model: nn.Module) -> None:
         layer, _, param_name = name.rpartition(".")
         if id(p) not in managed or len(shards) != 1 or type(shards[0]).__name__ != "Shard":
             raise TypeError(
-                f"layer {layer or '(model)'!r} is parallelised over tensors: its parameter "
+                f"layer {layer or '(model)'!r} is parallelized over tensors: its parameter "
                 f"{param_name!r} is a DTensor with placements {placements} that fully_shard alone "
                 f"does not make, and each rank sees a part of its activations; leave the layer out "
                 f"of parallelize_module (ColwiseParallel, RowwiseParallel) and shard it with "
