@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
@@ -13,14 +14,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from optimizer_cases import make
-from saved_states import MLP, are_equal, train
+from optimizer_cases import make, take
+from ranks import shard
+from saved_states import BATCHES, MLP, are_equal, flat, train
 
-from second_order import KAISA, CheckpointError, load_checkpoint, save_checkpoint
+from second_order import (
+    KAISA,
+    CheckpointError,
+    RankMismatchError,
+    load_checkpoint,
+    save_checkpoint,
+)
 from second_order.checkpoint.files import load_tensors, replacing, save_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from pool import World
 
 NUMBERS = torch.arange(1.0, 60.0, dtype=torch.float64)
 STATE = {"step": 3, "w": NUMBERS, "groups": [{"lr": 0.1, "b": torch.ones(2, 3)}], "empty": None}
@@ -53,11 +63,67 @@ def test_a_training_goes_through_a_file(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["a.pt"]
 
 
+# The reader of torch searches the end of a file in blocks of 64 KiB, and fails differently in each.
+BLOCK = 2**16
+
+
+def large() -> bytes:
+    buffer = io.BytesIO()
+    torch.save({"w": torch.arange(3.0 * BLOCK), "lists": [torch.ones(3)] * 50}, buffer)
+    return buffer.getvalue()
+
+
+LARGE = large()
+CUTS = [0, 1, 3, 4, 5, 1000, *range(BLOCK - 30, BLOCK + 5000, 97), len(LARGE) // 2, len(LARGE) - 1]
+
+
 @given(st.integers(0, len(SAVED) - 1))
 def test_a_file_that_is_cut_short_is_refused_wherever_it_is_cut(path: Path, length: int) -> None:
     path.write_bytes(SAVED[:length])
-    with pytest.raises(CheckpointError, match=r"step 20\.pt cannot be loaded"):
+    with pytest.raises(CheckpointError, match=r"step 20\.pt cannot be loaded: it is .*; load an"):
         load_checkpoint(path)
+
+
+@given(st.one_of(st.sampled_from(CUTS), st.integers(0, len(LARGE) - 1)))
+def test_a_large_file_that_is_cut_short_is_refused_wherever_it_is_cut(
+    path: Path, length: int
+) -> None:
+    path.write_bytes(LARGE[:length])
+    with pytest.raises(CheckpointError, match=r"step 20\.pt cannot be loaded: it is ") as caught:
+        load_checkpoint(path)
+    if length >= 4:  # the bytes that begin every archive
+        assert "it is truncated" in str(caught.value)
+
+
+@pytest.mark.parametrize("length", CUTS)
+def test_every_listed_cut_of_a_large_file_is_refused(path: Path, length: int) -> None:
+    path.write_bytes(LARGE[:length])
+    with pytest.raises(CheckpointError):
+        load_checkpoint(path)
+
+
+@given(st.binary(max_size=200))
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_bytes_that_are_no_checkpoint_are_refused(path: Path, content: bytes) -> None:
+    for start in (b"", b"PK\x03\x04", b"\x80\x02"):  # nothing, an archive, a pickle
+        path.write_bytes(start + content)
+        with pytest.raises(CheckpointError):
+            load_checkpoint(path)
+
+
+@given(st.integers(0, len(SAVED) - 1), st.integers(0, 7))
+def test_a_changed_bit_raises_no_other_error(path: Path, place: int, bit: int) -> None:
+    """A bit of a number changes the number, which the file cannot tell."""
+    changed = bytearray(SAVED)
+    changed[place] ^= 1 << bit
+    path.write_bytes(bytes(changed))
+    message = ""
+    try:
+        load_checkpoint(path)
+    except CheckpointError as error:
+        message = str(error)
+    assert not message or "step 20.pt cannot be loaded: it " in message
+    assert "weights_only" not in message
 
 
 def foreign() -> dict[str, tuple[bytes, str]]:
@@ -67,10 +133,10 @@ def foreign() -> dict[str, tuple[bytes, str]]:
         file.writestr("a/b.txt", "text")
     torch.save({"a": pickle.PicklingError("not a number")}, classes)
     return {
-        "nothing": (b"", "cannot be loaded"),
-        "text": (b"epoch,loss\n1,0.5\n", "cannot be loaded"),
-        "another archive": (archive.getvalue(), "cannot be loaded"),
-        "classes": (classes.getvalue(), "cannot be loaded: Weights only"),
+        "nothing": (b"", "it is empty; load an older"),
+        "text": (b"epoch,loss\n1,0.5\n", "it is damaged, or torch.save did not write it; load an"),
+        "another archive": (archive.getvalue(), "it is damaged, or torch.save did not write it"),
+        "classes": (classes.getvalue(), "it has objects .* of pickle.PicklingError; save their"),
     }
 
 
@@ -78,8 +144,66 @@ def foreign() -> dict[str, tuple[bytes, str]]:
 def test_what_is_no_checkpoint_is_refused_by_name(path: Path, kind: str) -> None:
     content, what = foreign()[kind]
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"step 20\.pt {what}"):
+    with pytest.raises(CheckpointError, match=rf"step 20\.pt cannot be loaded: {what}"):
         load_checkpoint(path)
+
+
+def test_a_wrong_path_is_no_damaged_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.pt"
+    save_checkpoint(STATE, path)
+    with pytest.raises(FileNotFoundError):
+        load_checkpoint(tmp_path / "b.pt")
+    with pytest.raises(IsADirectoryError):
+        load_checkpoint(tmp_path)
+    with pytest.raises(NotADirectoryError):
+        load_checkpoint(path / "b.pt")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    # Root may read any file.
+    monkeypatch.setattr(torch, "load", refuse)
+    with pytest.raises(PermissionError):
+        load_checkpoint(path)
+
+
+def test_a_missing_device_is_no_damaged_checkpoint(tmp_path: Path) -> None:
+    save_checkpoint(STATE, tmp_path / "a.pt")
+    with pytest.raises(RuntimeError, match="nowhere") as caught:
+        load_checkpoint(tmp_path / "a.pt", map_location="nowhere")
+    assert not isinstance(caught.value, CheckpointError)
+
+
+def errors_after_one_damaged_file(rank: int, world_size: int, folder: Path) -> list[str]:
+    """The errors of a rank, if all load their own files, and the last rank's is truncated."""
+    model = MLP.model()
+    optimizer = make(KAISA, model)
+    take(model, optimizer, shard(BATCHES[0], rank, world_size))
+    path = folder / f"{rank}.pt"
+    save_checkpoint(optimizer.state_dict(), path)
+    if rank == world_size - 1:
+        path.write_bytes(path.read_bytes()[:-1])
+    errors = []
+    try:
+        optimizer.load_state_dict(load_checkpoint(path))
+    except CheckpointError as error:
+        errors.append(str(error))
+    before = flat(model.parameters())
+    try:
+        take(model, optimizer, shard(BATCHES[1], rank, world_size))
+    except RankMismatchError as error:
+        errors.append(str(error))
+    assert torch.equal(flat(model.parameters()), before)
+    return errors
+
+
+def test_after_one_ranks_damaged_file_all_ranks_raise(world: World, tmp_path: Path) -> None:
+    first, last = world.run(errors_after_one_damaged_file, 2, tmp_path, timeout=60)
+    assert "1.pt cannot be loaded: it is truncated" in last.pop(0)
+    assert first == last
+    assert "a checkpoint loaded since the last step" in first[0]
 
 
 def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:

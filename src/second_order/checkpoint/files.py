@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +12,15 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from second_order.errors import CheckpointError
 
 __all__ = ["load_checkpoint", "load_tensors", "replacing", "save_checkpoint", "save_tensors"]
+
+PATH_ERRORS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+
+ZIP_START = b"PK\x03\x04"  # the first bytes of a file of torch.save
 
 
 @contextmanager
@@ -70,15 +76,55 @@ def load_checkpoint(path: str | os.PathLike[str], map_location: torch.device | s
         map_location: The device of the tensors.
 
     Raises:
-        CheckpointError: The file is truncated, or ``torch.save`` did not write it.
-        FileNotFoundError: The file does not exist.
+        CheckpointError: The file is truncated or cannot be read, ``torch.save`` did not write it,
+            or it has other objects than tensors and primitives.
+        OSError: The path is wrong: FileNotFoundError, IsADirectoryError, NotADirectoryError or
+            PermissionError.
     """
     try:
         return torch.load(path, map_location=map_location, weights_only=True)
-    except OSError:
+    except PATH_ERRORS:
         raise
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be loaded: {error}; use an older one") from error
+        if _is_readable(path):
+            raise  # the file is valid: the device is missing or has too little memory
+        raise CheckpointError(f"{path} cannot be loaded: {_damage(path)}") from error
+
+
+def _is_readable(path: str | os.PathLike[str]) -> bool:
+    """Whether a file can be loaded on the CPU, without reading its tensors."""
+    try:
+        torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception:
+        return False
+    return True
+
+
+def _damage(path: str | os.PathLike[str]) -> str:
+    """Describe why a file cannot be loaded, and the remedy.
+
+    The messages of ``torch.load`` recommend to load the file with ``weights_only=False``.
+    """
+    remedy = "load an older checkpoint, or copy this one again"
+    with Path(path).open("rb") as file:
+        start = file.read(len(ZIP_START))
+    if not start:
+        return f"it is empty; {remedy}"
+    if start != ZIP_START:
+        return f"it is damaged, or torch.save did not write it; {remedy}"
+    if not zipfile.is_zipfile(path):
+        return f"it is truncated, because the index at its end is missing; {remedy}"
+
+    try:
+        classes = get_unsafe_globals_in_checkpoint(path)
+    except Exception:
+        classes = []  # the list of its objects is damaged
+    if classes:
+        return (
+            f"it has objects that are neither tensors nor primitives, of {', '.join(classes)}; "
+            f"save their numbers instead, with save_checkpoint"
+        )
+    return f"it is damaged, or torch.save did not write it; {remedy}"
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
