@@ -547,4 +547,4 @@ def test_invalid_registrations_raise() -> None:
             register(kind)
     with pytest.raises(ValueError, match="give one or the other"):
         register(Untold, gain=lambda module, x: x, transposed=True)
-    assert match(Untold(3)) == (None, "Untold has no Kronecker factors here")
+    assert match(Untold(3)) == (None, "Untold has no Kronecker factors")

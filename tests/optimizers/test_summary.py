@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
 import pytest
 import torch
 from models import ZOO
-from optimizer_cases import each_kronecker, make
+from optimizer_cases import each_kronecker, make, take
 from torch import Tensor, nn
 
-from second_order import DPKFAC, LayerRow, SecondOrderWarning
+from second_order import DPKFAC, LayerRow, SecondOrderWarning, register_layer
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 
@@ -49,11 +50,69 @@ def test_rows_of_the_base_give_the_reason(System: Any) -> None:
     rows = by_name(make(System, model, skip_layers=["3"]))
     reasons = {name: row.detail for name, row in rows.items() if row.status == "base"}
     assert "LayerNorm" in reasons["1"]
-    assert reasons["2"] == "Own has no Kronecker factors here"
+    assert reasons["2"] == "Own has no Kronecker factors"
     assert reasons["3"] == "skip_layers: '3'"
     assert all(name == "0" or name in reasons or name.startswith("4") for name in rows)
     assert "0" not in reasons
     assert not any(row.factor_bytes or row.computed_by for n, row in rows.items() if n != "0")
+
+
+class Scale(nn.Module):
+    """A gain that a user registers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gamma * x
+
+
+class TiedLayers(nn.Module):
+    """An output layer with the weight of the embedding, and a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(5, 8)
+        self.output = nn.Linear(8, 5)
+        self.output.weight = self.tokens.weight
+
+
+NORMS = [
+    nn.LayerNorm(8), nn.RMSNorm(8), nn.GroupNorm(2, 8), nn.BatchNorm1d(8), nn.BatchNorm2d(8),
+    nn.SyncBatchNorm(8), nn.InstanceNorm2d(8, affine=True), Scale(),
+]  # fmt: skip
+
+
+@each_kronecker
+def test_a_reason_names_the_option_that_would_include_the_parameters(System: Any) -> None:
+    """Exactly those rows name it that have an exact block if it is set."""
+    register_layer(Scale, gain=lambda module, x: x, weight="gamma", bias=None)
+
+    def rows(precondition_norms: bool) -> dict[str, LayerRow]:
+        layers = [nn.Linear(8, 8), nn.LSTM(8, 8), nn.PReLU(), TiedLayers(), *copy.deepcopy(NORMS)]
+        model = nn.Sequential(*layers, copy.deepcopy(NORMS[0]).requires_grad_(False))
+        options = {"precondition_norms": precondition_norms, "skip_layers": ["4"]}
+        return by_name(make(System, model.parameters(), model=model, **options))
+
+    named = {name for name, row in rows(False).items() if "precondition_norms=True" in row.detail}
+    exact = {name for name, row in rows(True).items() if "exact" in row.detail}
+    assert {name.removesuffix(".gamma") for name in named} == exact
+    assert (
+        len(exact) == 7
+    )  # four norms, the scale, the frozen norm and the bias; not the skipped norm
+    assert not any("precondition_norms" in row.detail for row in rows(True).values())
+
+
+@each_kronecker
+def test_memory_is_unknown_before_the_first_step_and_then_a_number(System: Any) -> None:
+    model = ZOO["mlp"].model()
+    optimizer = make(System, model)
+    assert "of this process: not known before the first step\n" in str(optimizer.summary())
+    take(model, optimizer, ZOO["mlp"].batches(1)[0])
+    summary = optimizer.summary()
+    assert f"factors {summary.factor_bytes / 2**20:.2f} MiB" in str(summary)
+    assert summary.factor_bytes > 0
 
 
 class Experts(nn.Module):

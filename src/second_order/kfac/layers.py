@@ -52,7 +52,7 @@ from second_order.kronecker.factors import (
 from second_order.kronecker.fisher import LabelSampler
 from second_order.kronecker.gradient import GradientBlock, gradient_sums
 from second_order.kronecker.layers import Approximation, FactorShape
-from second_order.kronecker.model_blocks import BlockRules, LeftToBase, find_blocks
+from second_order.kronecker.model_blocks import PARAMETER, BlockRules, LeftToBase, find_blocks
 from second_order.kronecker.rows import Terms
 from second_order.kronecker.statistics import GradientScale, StatisticsCollector
 from second_order.kronecker.verification import Verification, residuals
@@ -180,7 +180,7 @@ class Layers:
         )
         _check_groups(groups, blocks)
         self.blocks = blocks
-        self.left_to_base = left_to_base
+        self.left_to_base = [_name_exact_option(row) for row in left_to_base]
         self.sharded = self._any_sharded()
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
@@ -599,6 +599,14 @@ def _describe_factors(shape: FactorShape) -> str:
     elif shape.groups > 1:
         prefix = f"{shape.groups} x "
     return prefix + ", ".join(sizes)
+
+
+def _name_exact_option(row: LeftToBase) -> LeftToBase:
+    """Name the option as the reason, if it would make an exact block of the parameters."""
+    if not row.exact_if_allowed:
+        return row
+    subject = "it" if row.kind == PARAMETER else row.kind
+    return replace(row, reason=f"{subject} needs precondition_norms=True")
 
 
 def _list_modules(rows: Sequence[LeftToBase]) -> str:

@@ -203,7 +203,7 @@ def match(module: nn.Module) -> Match:
     cls = registered_class(module)
     kind = _match_other_packages(module) if cls is None else KINDS[cls]
     if kind is None:
-        return Match(None, f"{name} has no Kronecker factors here")
+        return Match(None, f"{name} has no Kronecker factors")
 
     # An embedding may scale its output, and a Linear may turn out to be one.
     has_scale = isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")

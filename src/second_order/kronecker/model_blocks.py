@@ -28,7 +28,7 @@ from second_order.kronecker.kinds import match, tied_kinds
 from second_order.kronecker.layers import CONVOLUTIONS, Approximation, FactorShape, LayerKind
 from second_order.utils.modules import first_match, plain_type
 
-__all__ = ["BlockRules", "LeftToBase", "find_blocks"]
+__all__ = ["PARAMETER", "BlockRules", "LeftToBase", "find_blocks"]
 
 PARAMETER = "Parameter"
 """Stands for the class of a module, for a parameter that belongs to no layer."""
@@ -63,6 +63,7 @@ class LeftToBase:
         norm: It is a norm layer.
         in_part: The matrices of the module have gradient-factored blocks, and only its vectors are
             left.
+        exact_if_allowed: It would have an exact block if ``max_exact_dim`` were not None.
     """
 
     name: str
@@ -72,6 +73,7 @@ class LeftToBase:
     unexpected: bool = False
     norm: bool = False
     in_part: bool = False
+    exact_if_allowed: bool = False
 
     def __str__(self) -> str:
         details = []
@@ -316,12 +318,22 @@ class _BlockSearch:
         # Anything else is left to the base.
         if getattr(module, "sparse", False):
             self._excluded.update(map(id, params.values()))
+        gain_params: tuple[str | None, ...] = ()  # names of those that only lack an option
+        if kind is None and gain is not None and self._rules.max_exact_dim is None:
+            gain_params = (gain.weight, gain.bias)
         if reason is not None and kind is None and _has_own_parameters(module):
             for param_name, p in params.items():
-                self._skip_params(f"{name}.{param_name}", [p], reason)
+                self._skip_params(
+                    f"{name}.{param_name}",
+                    [p],
+                    reason,
+                    exact_if_allowed=param_name in gain_params,
+                )
             self._skipped.add(module)
         elif reason is not None:
-            self._skip(name, module, reason, unexpected=unexpected)
+            self._skip(
+                name, module, reason, unexpected=unexpected, exact_if_allowed=bool(gain_params)
+            )
         self._add_use_of_weight(name, module)
 
     def _add_use_of_weight(self, name: str, module: nn.Module) -> None:
@@ -446,7 +458,7 @@ class _BlockSearch:
                 blocks.append(exact)
             elif id(own_bias) in self._owned.keys() - self._in_exact:
                 reason = f"its weight is {kind.separate_bias_reason}, and there are no exact blocks"
-                self._skip_params(f"{name}.{kind.bias}", [own_bias], reason)
+                self._skip_params(f"{name}.{kind.bias}", [own_bias], reason, exact_if_allowed=True)
 
         # Reuse the block of an earlier call if it is the same.
         block = self._known.get(weight)
@@ -516,7 +528,15 @@ class _BlockSearch:
 
     # ------------------------------------------------------------------- parameters without a block
 
-    def _skip(self, name: str, module: nn.Module, reason: str, *, unexpected: bool = False) -> None:
+    def _skip(
+        self,
+        name: str,
+        module: nn.Module,
+        reason: str,
+        *,
+        unexpected: bool = False,
+        exact_if_allowed: bool = False,
+    ) -> None:
         """Leave the parameters of a module to the base."""
         row = LeftToBase(
             name=name or "(model)",
@@ -525,12 +545,19 @@ class _BlockSearch:
             parameters=0,
             unexpected=unexpected,
             norm=_is_norm(module),
+            exact_if_allowed=exact_if_allowed,
         )
         self._rows.append(_Row(row, [id(p) for p in module.parameters(recurse=False)]))
         self._skipped.add(module)
 
     def _skip_params(
-        self, name: str, params: Iterable[Tensor | None], reason: str, *, unexpected: bool = False
+        self,
+        name: str,
+        params: Iterable[Tensor | None],
+        reason: str,
+        *,
+        unexpected: bool = False,
+        exact_if_allowed: bool = False,
     ) -> None:
         """Leave some parameters of a module to the base."""
         row = LeftToBase(
@@ -539,6 +566,7 @@ class _BlockSearch:
             reason=reason,
             parameters=0,
             unexpected=unexpected,
+            exact_if_allowed=exact_if_allowed,
         )
         self._rows.append(_Row(row, [id(p) for p in params if p is not None]))
 

@@ -736,7 +736,12 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         Memory is that of this rank. Synchronizes with the device.
         """
         summary = self._curvature.summary()
-        return replace(summary, lines=[*summary.lines, *describe_groups(self._training)])
+        training = self._training
+        return replace(
+            summary,
+            lines=[*summary.lines, *describe_groups(training)],
+            steps=training.steps,
+        )
 
     def metrics(self) -> dict[str, float]:
         """Return numbers to log about the last step and the inverses or eigenpairs in use.

@@ -43,8 +43,9 @@ class Summary:
         title: The optimizer, its base and its world.
         rows: One row for each layer.
         dropped: Statistics dropped so far on this process because they were not finite.
-        failed: Layers whose last refresh gave no sound decomposition.
+        failed: Layers whose last refresh gave no valid decomposition.
         lines: Closing lines: options, intervals, ages, and parameter groups if there are several.
+        steps: Steps taken. Before the first, the layers have no factors, so the memory is unknown.
     """
 
     title: str
@@ -52,6 +53,7 @@ class Summary:
     dropped: int = 0
     failed: int = 0
     lines: Sequence[str] = ()
+    steps: int = 0
 
     @property
     def factor_bytes(self) -> int:
@@ -83,10 +85,15 @@ class Summary:
             size = f"{nbytes / 1024:,.1f}" if nbytes else ""
             count = f"{row.parameters:,}"
             table.append((row.name, row.kind, count, row.status, row.detail, row.computed_by, size))
+        memory = (
+            f"factors {self.factor_bytes / 2**20:.2f} MiB, inverses "
+            f"{self.inverse_bytes / 2**20:.2f} MiB"
+        )
+        if self.steps == 0 and self.total_bytes == 0:
+            memory = "not known before the first step"
         share = (
             f"{self.preconditioned_share:.1%} of the parameters preconditioned; second-order state "
-            f"of this process: factors {self.factor_bytes / 2**20:.2f} MiB, inverses "
-            f"{self.inverse_bytes / 2**20:.2f} MiB"
+            f"of this process: {memory}"
         )
         return "\n".join([self.title, share, *aligned(table, {2, 6}), *self.lines])
 
