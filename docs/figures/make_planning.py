@@ -40,7 +40,7 @@ SYSTEMS: dict[str, tuple[str, str, Callable[[Choice], bool]]] = {
 }
 
 
-# Lines that may lie on one another: wider below, so that all are seen.
+# Some lines coincide. The first ones are wider, so that you see all of them.
 WIDTHS = (4.0, 3.2, 2.4, 1.6, 0.8)
 
 
@@ -51,7 +51,7 @@ def fastest(plan: Plan, wanted: Callable[[Choice], bool]) -> Choice | None:
 
 
 def draw(plans: list[Plan], path: Path) -> None:
-    """Draw milliseconds a step, and megabytes of factors and inverses."""
+    """Draw milliseconds per step, and megabytes of factors and inverses."""
     mpl.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     figure = Figure(figsize=(9, 3.9), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -73,9 +73,9 @@ def draw(plans: list[Plan], path: Path) -> None:
         axes.grid(alpha=0.3)
     left.set_ylim(bottom=0)
     right.set_ylim(bottom=0)
-    left.set_ylabel("milliseconds a step")
+    left.set_ylabel("milliseconds per step")
     left.set_title("time: statistics every 10 steps, inverses every 100", fontsize=9)
-    right.set_ylabel("megabytes on the fullest rank")
+    right.set_ylabel("megabytes on the rank with the most")
     right.set_title("factors and inverses", fontsize=9)
     left.legend(fontsize=7, loc="lower right")
     save(figure, path)
