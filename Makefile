@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BENCH := PYTHONPATH=examples:benchmarks:benchmarks/progress:benchmarks/speed $(BIN)/python benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help fuzz soak elastic-soak venv demo demo-figure systems progress language-model tasks larger sensitivity defaults widths curvature-uses fosi-gain bounded papers bench against compiled rivals structure launches measured memory coverage gpu faults compatibility reference test test-thorough mutants lint types pytest docs format clean
+.PHONY: help fuzz soak elastic-soak venv demo demo-figure systems progress language-model tasks larger sensitivity rates defaults widths curvature-uses fosi-gain bounded papers bench against compiled rivals structure launches measured memory coverage gpu faults compatibility reference test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -62,6 +62,9 @@ larger: venv ## a transformer of ten million parameters, AdamW tuned and KAISA o
 sensitivity: venv ## how often KAISA ends above its base, by learning rate and warm-up: half an hour
 	$(BENCH)/progress/sensitivity.py \
 		--json benchmarks/results/sensitivity.json $(ARGS)
+
+rates: venv ## loss at the end by learning rate, AdamW, Muon and KAISA: six minutes
+	$(BENCH)/progress/rates.py --json benchmarks/results/rates.json $(ARGS)
 
 defaults: venv ## every candidate for a default on six tasks: most of an hour
 	$(BENCH)/progress/defaults.py \

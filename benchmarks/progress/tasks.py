@@ -2,7 +2,7 @@
 
 The learning rate is constant, or rises and then falls by a cosine to a twentieth where the task
 says so. Seconds are processor time of training alone, in one thread. The tasks on which defaults
-were chosen are here; those on which none was are in `unseen`.
+were chosen are here; the others are in `unseen`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from second_order.utils.stages import recorded_by
 from soap import SOAP
 from stage_seconds import StageSeconds
 from task import OF_LANGUAGE, Task
-from unseen import UNSEEN, regression
+from unseen import NEW, UNSEEN, regression
 
 __all__ = [
     "TASKS",
@@ -494,6 +494,7 @@ TASKS: dict[str, Callable[[], Task]] = {
     "tabular": tabular,
     "mixed": mixed,
     **UNSEEN,
+    **NEW,
     **{name: cache(make) for name, make in IMAGES.items()},
 }
 
