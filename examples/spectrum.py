@@ -197,12 +197,12 @@ def draw(axes: Axes, snapshot: Snapshot) -> None:
         axes.plot(marked, marks, "v", color=color, markersize=5, label=f"{len(marked)} {name}")
     axes.set_title(f"after {snapshot.step} steps, loss {snapshot.loss:.2g}", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper right", frameon=False)
+    axes.legend(loc="upper right", frameon=False, handlelength=1)
 
 
 def figure(snapshots: list[Snapshot]) -> Figure:
     """Draw one panel for each snapshot."""
-    drawing = Figure(figsize=(8.2, 3.4), layout="constrained")
+    drawing = Figure(figsize=(7.2, 3.4), layout="constrained")
     panels = drawing.subplots(1, len(snapshots), squeeze=False)[0]
     for axes, snapshot in zip(panels, snapshots, strict=True):
         draw(axes, snapshot)

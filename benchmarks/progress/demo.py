@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -41,7 +40,7 @@ from tqdm import tqdm
 import digits
 import language_model
 from muon import Muon
-from reporting import FIGURE_WIDTH, OPTIMIZER_COLORS, STYLE, save
+from reporting import FIGURE_WIDTH, OPTIMIZER_COLORS, STYLE, machine, save
 from second_order import KAISA, SecondOrderWarning
 
 MOST_STEPS = 500
@@ -313,9 +312,8 @@ def main() -> None:
     save(figure(results), args.figure)
     console.print(f"Figure: {args.figure}")
     if args.json is not None:
-        machine = f"{platform.machine()}, torch {torch.__version__}, {os.cpu_count()} cores"
         runs = [asdict(run) for of_task in results for run in of_task]
-        record = {"machine": machine, "processes": processes, "runs": runs}
+        record = {"machine": machine(), "processes": processes, "runs": runs}
         args.json.write_text(json.dumps(record) + "\n")
 
 

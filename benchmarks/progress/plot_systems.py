@@ -28,13 +28,14 @@ GROUPS = {
     "Hessian eigenvectors": ["DHO2", "DHO2 (Adam)", "MRDHO2"],
 }
 LABELS = {
-    "DistKFAC, stats": "DistKFAC, stats worker",
     "DHO2": "DHO2 over SGD",
     "DHO2 (Adam)": "DHO2 over Adam",
     "MRDHO2": "MRDHO2 over SGD",
 }
 # Variants of an optimizer that has its color already.
 DASHED = ["KAISA MEM-OPT", "DistKFAC, stats", "DHO2 (Adam)"]
+
+TITLE = "Training loss on the digits, each at its best learning rate (next to its name)"
 
 Run = Mapping[str, Any]
 
@@ -54,7 +55,7 @@ def draw(axes: Axes, runs: Sequence[Run], against: str) -> None:
             color=color_of(name),
             linestyle=(0, (3, 1.5)) if name in DASHED else "-",
             linewidth=1.0 if name in REFERENCES else 1.6,
-            label=LABELS.get(name, name),
+            label=f"{LABELS.get(name, name)}, {run['lr']:g}",
         )
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(numticks=12))
@@ -63,7 +64,7 @@ def draw(axes: Axes, runs: Sequence[Run], against: str) -> None:
     axes.set_axisbelow(True)
 
 
-def figure(runs: Sequence[Run], title: str) -> Figure:
+def figure(runs: Sequence[Run]) -> Figure:
     """One column for each group of optimizers of which there is a run."""
     groups = {}
     for group, names in GROUPS.items():
@@ -97,7 +98,7 @@ def figure(runs: Sequence[Run], title: str) -> Figure:
             panel.set_xlim(left=0)
         panels[0, 0].set_ylabel("training loss")
         panels[1, 0].set_ylabel("training loss")
-        drawing.suptitle(title, x=0.01, ha="left", fontsize=mpl.rcParams["axes.titlesize"])
+        drawing.suptitle(TITLE, x=0.01, ha="left", fontsize=mpl.rcParams["axes.titlesize"])
     return drawing
 
 
@@ -109,7 +110,7 @@ def main() -> None:
     arguments = parser.parse_args()
     record = json.loads(arguments.record.read_text("utf-8"))
     runs = [run for run in record["runs"] if run["chosen"]]
-    save(figure(runs, "Training loss on the digits, each at its best learning rate"), arguments.out)
+    save(figure(runs), arguments.out)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import copy
 import json
 import math
 import os
-import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ from tqdm import tqdm
 
 from digits import Digits, batches, conv_net, load_split, mlp
 from plot_systems import figure
-from reporting import save
+from reporting import machine, save
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
 
 GLOBAL_BATCH = 64
@@ -453,12 +452,10 @@ def main() -> None:
         " keeps beside the base optimizer's state, on the process that holds the most. MRDHO2 keeps"
         " nothing from one epoch to the next."
     )
-    of_figure = "Training loss on the digits, each at its best learning rate"
-    save(figure(list(map(asdict, best)), of_figure), args.output)
+    save(figure(list(map(asdict, best))), args.output)
     console.print(f"Figure: {args.output}")
     if args.json is not None:
-        machine = f"{platform.machine()}, torch {torch.__version__}, {os.cpu_count()} cores"
-        record = {"machine": machine, "model": args.model, "runs": everything}
+        record = {"machine": machine(), "model": args.model, "runs": everything}
         args.json.write_text(json.dumps(record) + "\n")
 
 
