@@ -161,6 +161,8 @@ def main() -> None:
         save_steps=args.save_steps or 1,
         logging_steps=max(1, args.steps // 10),
         ddp_backend=ddp_backend,
+        # On CPUs, the Trainer only wraps the model in DistributedDataParallel with this.
+        use_cpu=not torch.cuda.is_available(),
         dataloader_pin_memory=torch.cuda.is_available(),
         disable_tqdm=True,
         seed=0,

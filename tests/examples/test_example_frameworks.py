@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 from framework_training import launched
 from ranks import script
+from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,9 +20,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning
 TINY = ("--steps", 2, "--batch-size", 4, "--length", 8, "--width", 8, "--layers", 1)
 
 
-def under_torchrun(rank: int, world_size: int, *arguments: Any) -> str:
-    with launched(rank, world_size):
-        return fresh(*arguments)
+def under_torchrun(rank: int, world_size: int, *arguments: Any) -> tuple[str, bool]:
+    """What the script prints, and whether DistributedDataParallel wraps its model."""
+    create = DistributedDataParallel.__init__
+    with (
+        launched(rank, world_size),
+        patch.object(DistributedDataParallel, "__init__", autospec=True, side_effect=create) as ddp,
+    ):
+        output = fresh(*arguments)
+    return output, ddp.called
 
 
 def fresh(*arguments: Any) -> str:
@@ -74,7 +82,10 @@ def test_on_two_processes(world: World, tmp_path: Path) -> None:
         "lightning_digits": ("--steps", 2, "--strategy", "ddp"),
     }
     for name, arguments in ran.items():
-        first, second = world.run(under_torchrun, 2, name, *arguments, timeout=240)
+        results = world.run(under_torchrun, 2, name, *arguments, timeout=240)
+        (first, first_is_wrapped), (second, second_is_wrapped) = results
+        assert first_is_wrapped
+        assert second_is_wrapped
         assert "KAISA over" in first
         assert "2 processes" in first
         assert second == ""
