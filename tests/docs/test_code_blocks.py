@@ -24,6 +24,7 @@ TESTED_ELSEWHERE = {
 }
 # Pages whose complete scripts another test runs.
 SCRIPTS_TESTED_ELSEWHERE = {
+    "docs/how-to/checkpoints.md": "tests/docs/test_resumed_scripts.py",
     "docs/how-to/frameworks.md": "tests/docs/test_resumed_scripts.py",
     "docs/how-to/fsdp-compile.md": "tests/docs/test_resumed_scripts.py",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import re
 import shutil
 from pathlib import Path
 
@@ -58,3 +59,12 @@ def test_trainer_on_two_processes(tmp_path: Path) -> None:
     assert len(losses) == 4  # two steps of each process
     for loss, resumed_loss in losses:
         assert resumed_loss == loss
+
+
+def test_save_and_resume(tmp_path: Path) -> None:
+    ((code, shown),) = scripts("docs/how-to/checkpoints.md")
+    printed = run_script(code, tmp_path)
+    assert_prints(printed, shown)
+    for line in (*printed.splitlines(), *shown.splitlines()):
+        whole, resumed = re.findall(r"\d\.\d+", line)
+        assert whole == resumed, line
