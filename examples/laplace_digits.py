@@ -32,7 +32,7 @@ BINS = 10  # of confidence, for the ECE
 
 # The largest rotation in degrees, and the noise in standard deviations of a pixel.
 TRAINING = (45.0, 0.5)
-TESTS = {"as in training": TRAINING, "turned more": (90.0, 1.0)}
+TESTS = {"as in training": TRAINING, "rotated more": (90.0, 1.0)}
 PRECISIONS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 TEMPERATURES = (0.7, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0)
 COLORS = {"MAP": "#D55E00", "temperature": "#555555", "Laplace": "#0072B2"}
@@ -55,14 +55,14 @@ def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def distort(images: Tensor, angle: float, noise: float) -> Tensor:
     """Rotate images by a random angle of at most ``angle`` degrees, and add noise."""
-    turn = (2 * torch.rand(len(images), 1) - 1) * math.radians(angle)
-    cos = turn.cos()
-    sin = turn.sin()
-    zero = torch.zeros_like(turn)
+    angles = (2 * torch.rand(len(images), 1) - 1) * math.radians(angle)
+    cos = angles.cos()
+    sin = angles.sin()
+    zero = torch.zeros_like(angles)
     maps = torch.cat([cos, -sin, zero, sin, cos, zero], 1).view(-1, 2, 3)
     grid = affine_grid(maps, [len(images), 1, 8, 8], align_corners=False)
-    turned = grid_sample(images.view(-1, 1, 8, 8), grid, "bilinear", "border", align_corners=False)
-    return turned.flatten(1) + noise * torch.randn(images.shape)
+    rotated = grid_sample(images.view(-1, 1, 8, 8), grid, "bilinear", "border", align_corners=False)
+    return rotated.flatten(1) + noise * torch.randn(images.shape)
 
 
 def train(model: nn.Module, images: Tensor, labels: Tensor, steps: int) -> None:

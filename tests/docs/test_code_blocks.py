@@ -19,19 +19,20 @@ PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs")
 # Pages whose blocks another test runs.
 TESTED_ELSEWHERE = {
     "docs/reference/api.md": "tests/docs/test_reference_pages.py",
+    "docs/how-to/curvature.md": "tests/docs/test_curvature_page.py",
     "docs/how-to/frameworks.md": "tests/docs/test_frameworks_page.py",
     "docs/how-to/migrate.md": "tests/docs/test_migrate_page.py",
 }
 # Pages whose complete scripts another test runs.
 SCRIPTS_TESTED_ELSEWHERE = {
     "docs/how-to/checkpoints.md": "tests/docs/test_resumed_scripts.py",
+    "docs/how-to/curvature.md": "tests/docs/test_curvature_page.py",
     "docs/how-to/frameworks.md": "tests/docs/test_resumed_scripts.py",
     "docs/how-to/fsdp-compile.md": "tests/docs/test_resumed_scripts.py",
 }
 # Pages that take for granted what no preamble defines yet.
 UNTESTED = {
     "docs/concepts/spectra.md",
-    "docs/how-to/curvature.md",
 }
 # Arguments that keep a complete script short, by page and name of the script.
 ARGUMENTS: dict[tuple[str, str], list[str]] = {}
