@@ -35,7 +35,7 @@ def test_a_large_model_equals_the_computed_sizes() -> None:
     sizes = STORED["paper"]["Llama 7B, kfac"]
     triangles = sizes["triangles"] / 2**30
     owned = sizes["a process of 8"] / 2**30
-    said = f"{triangles:.2f} GiB of triangles, or {owned:.2f} GiB on each of 8 ranks"
+    sentence = f"{triangles:.2f} GiB of triangles, or {owned:.2f} GiB on each of 8 ranks"
     assert sentence in PAGE
 
 
@@ -72,7 +72,7 @@ def test_calibration_figures_equal_the_stored_run() -> None:
         method, *_, error = line.removeprefix(kind).split()
         found[kind][method] = error
     errors = found["as in training"]
-    said = f"(ECE) from {errors['MAP']} to {errors['Laplace']}"
+    sentence = f"(ECE) from {errors['MAP']} to {errors['Laplace']}"
     assert sentence in PAGE
     assert f"A single temperature was better: {errors['temperature']}" in PAGE
     assert errors["temperature"] < errors["Laplace"] < errors["MAP"]
