@@ -30,10 +30,6 @@ SCRIPTS_TESTED_ELSEWHERE = {
     "docs/how-to/frameworks.md": "tests/docs/test_resumed_scripts.py",
     "docs/how-to/fsdp-compile.md": "tests/docs/test_resumed_scripts.py",
 }
-# Pages that take for granted what no preamble defines yet.
-UNTESTED = {
-    "docs/concepts/spectra.md",
-}
 # Arguments that keep a complete script short, by page and name of the script.
 ARGUMENTS: dict[tuple[str, str], list[str]] = {}
 LANGUAGES = {"python", "sh", "text", "console", "diff", "yaml", "bibtex"}
@@ -63,9 +59,7 @@ def test_every_block_has_a_language_that_is_tested_or_is_no_code(page: str) -> N
     assert {language for language, _ in blocks(page)} <= LANGUAGES
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if page not in {*TESTED_ELSEWHERE, *UNTESTED}]
-)
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in TESTED_ELSEWHERE])
 def test_the_blocks_of_a_page_run(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
