@@ -1,6 +1,5 @@
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 
 class Network(nn.Module):
