@@ -1,4 +1,4 @@
-"""Where all benchmarks write: tables on the console, records as JSON, figures as PNG."""
+"""Output of all benchmarks: tables on the console, records as JSON, figures as PNG."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-# Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
+# The palette of Okabe and Ito, which is safe for people with any kind of color vision.
 BLACK = "#000000"
 ORANGE = "#E69F00"
 SKY = "#56B4E9"
@@ -56,12 +56,20 @@ STYLE: dict[Any, Any] = {
 
 
 def machine() -> dict[str, Any]:
-    """What figures depend on."""
+    """The date, and the hardware and software that figures depend on."""
+    # Linux has the processor's full name.
     cpu = platform.processor() or platform.machine()
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        names = [s for s in information.read_text().splitlines() if s.startswith("model name")]
-        cpu = names[0].partition(":")[2].strip() if names else cpu
+    cpu_info = Path("/proc/cpuinfo")
+    if cpu_info.exists():
+        lines = cpu_info.read_text().splitlines()
+        names = [line for line in lines if line.startswith("model name")]
+        if names:
+            cpu = names[0].partition(":")[2].strip()
+
+    gpu = None
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_name()
+
     return {
         "date": date.today().isoformat(),
         "platform": platform.platform(),
@@ -70,21 +78,22 @@ def machine() -> dict[str, Any]:
         "cpu": cpu,
         "cores": os.cpu_count(),
         "load": f"{os.getloadavg()[1]:.1f} processes on average in the last five minutes",
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": gpu,
     }
 
 
 def store(path: Path | None, indent: int | None = 1, **parts: Any) -> None:
-    """Write parts of a record as JSON, with the machine; nothing where no file is wanted."""
+    """Write parts of a record as JSON, with the machine. Do nothing if the path is None."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"machine": machine(), **parts}, indent=indent) + "\n", "utf-8")
+        record = {"machine": machine(), **parts}
+        path.write_text(json.dumps(record, indent=indent) + "\n", "utf-8")
 
 
 def table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str] | None], left: int = 1
 ) -> Table:
-    """A table whose first columns are words and whose others are numbers; None parts its rows."""
+    """A table whose first ``left`` columns are aligned left. A row of None is a separator."""
     result = Table(title=title)
     for i, column in enumerate(columns):
         result.add_column(column, justify="left" if i < left else "right")
@@ -96,18 +105,18 @@ def table(
     return result
 
 
-def show(*shown: Table | str) -> None:
-    """Print tables and lines, wide enough where nobody looks at a terminal."""
+def show(*outputs: Table | str) -> None:
+    """Print tables and lines, 140 columns wide if the output is not a terminal."""
     console = Console(width=None if sys.stdout.isatty() else 140)
-    for each in shown:
-        console.print(each)
+    for output in outputs:
+        console.print(output)
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure as the pages show it."""
+    """Write a figure as a PNG file for the documentation."""
     buffer = io.BytesIO()
     with mpl.rc_context({"hatch.linewidth": 0.7}):
-        # A white panel of its own, so that it can be read on a dark page too.
+        # The background is white, so that dark pages show the figure correctly.
         figure.savefig(buffer, dpi=160, facecolor="#ffffff")
-    # A palette is a third of the bytes.
+    # With a palette, the file has a third of the size.
     Image.open(buffer).convert("RGB").quantize(128).save(path, optimize=True)

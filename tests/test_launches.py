@@ -436,7 +436,7 @@ def beyond(case: Case, requests: list[list[Counter[str]]], alone: list[list[Coun
 def transformer(name: str, blocks: int) -> dict[str, float]:
     """What `BOUNDS` bounds, of one system."""
     warnings.simplefilter("ignore")
-    kinds = launches.counted(launches.SYSTEMS[name], blocks)
+    kinds = launches.count_operations(launches.SYSTEMS[name], blocks)
     quiet, due, refresh = (kinds[kind] for kind in ("quiet", "statistics", "refresh"))
     return {
         "quiet": quiet["step"],
@@ -452,7 +452,7 @@ def iteration() -> float:
     """Launches of an iteration of Lanczos's beyond its product's, of one narrow block."""
     options: dict[str, Any] = {**launches.ADAMW, **launches.PAIRS, "curvature_interval": REFRESH}
     counts = [
-        launches.counted(
+        launches.count_operations(
             partial(DHO2, **{**options, "lanczos_iterations": n, "lanczos_tol": 0.0}), 1, 8, 1
         )["first"]["step"]
         for n in (5, 8)

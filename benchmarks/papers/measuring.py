@@ -328,7 +328,7 @@ def step_times(
     for cycle in range(repeats + 1):
         for kind in KINDS:
             for name, training in trainings.items():
-                milliseconds = training.timed()
+                milliseconds = training.time_step()
                 if cycle:  # the first cycle warms up
                     times[name][kind].append(milliseconds)
     for training in trainings.values():

@@ -1,16 +1,16 @@
-"""What the hooks cost a compiled model: passes with and without them, in turns of one process.
+"""The cost of hooks under `torch.compile`: passes with and without hooks take turns.
 
     make compiled
 
-A pass is zero_grad, forward and backward, the same work in each case:
+A pass is `zero_grad` and a forward and backward pass. It does the same work in each case:
 
     plain        the compiled model, without an optimizer of this package
-    idle         with KAISA's hooks, at steps that take no statistics
-    statistics   with KAISA's hooks, at steps that do
-    broken       with a hook on each layer that breaks the graph there, and does nothing
-    eager        not compiled, without hooks
+    idle         with KAISA's hooks, at steps that do not update the statistics
+    statistics   with KAISA's hooks, at steps that update the statistics
+    broken       with an empty hook on each layer that breaks the graph
+    eager        the model without compilation and without hooks
 
-Times are the processor's, of one thread, so that what else the machine does counts little.
+Times are CPU times of one thread, because other processes on the machine hardly change them.
 """
 
 from __future__ import annotations
@@ -30,82 +30,87 @@ from second_order import KAISA
 from workloads import WORKLOADS, Workload
 
 CASES = ("plain", "idle", "statistics", "broken", "eager")
-NEVER = 10**9  # an interval longer than any run: only the first step takes statistics
+NEVER = 10**9  # an interval longer than any run: only the first step updates statistics
 
 
-def _nothing(*_: Any) -> None:
+def _empty_hook(*_: Any) -> None:
     pass
 
 
-def passes(workload: Workload, case: str, backend: str) -> Callable[[], None]:
-    """Make a function that takes one pass of a case; it has run, and is compiled, already.
+def make_pass(workload: Workload, case: str, backend: str) -> Callable[[], None]:
+    """Make a function that runs one pass of a case. The model is compiled on return.
 
     Args:
         workload: The model and its batch.
         case: One of :data:`CASES`.
-        backend: The compiler's name, as ``torch.compile`` takes it.
+        backend: The ``backend`` of ``torch.compile``.
     """
+    # Each case gets its own class, because models of one class share compiled graphs.
     model = workload.model()
     batch = workload.batch()
-    model.__class__ = type(case, (type(model),), {})  # models of one class would share graphs
+    model.__class__ = type(case, (type(model),), {})
+
+    # Register the hooks before compilation.
+    has_kaisa_hooks = case in ("idle", "statistics")
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    if case in ("idle", "statistics"):
-        every = 1 if case == "statistics" else NEVER
+    if has_kaisa_hooks:
         optimizer = KAISA(
             model,
             lr=0.01,
-            factor_update_steps=every,
+            factor_update_steps=1 if case == "statistics" else NEVER,
             inv_update_steps=NEVER,
         )
     if case == "broken":
         for module in model.modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
-                module.register_forward_hook(torch.compiler.disable(_nothing))
-    called = model
+                module.register_forward_hook(torch.compiler.disable(_empty_hook))
+
+    compiled_model = model
     if case != "eager":
-        called = torch.compile(model, backend=backend, fullgraph=case != "broken")  # type: ignore[assignment]
+        compiled_model = torch.compile(model, backend=backend, fullgraph=case != "broken")  # type: ignore[assignment]
 
-    def one() -> None:
+    def run_pass() -> None:
         optimizer.zero_grad()
-        workload.loss(called, batch).backward()
+        workload.loss(compiled_model, batch).backward()
 
-    one()
-    if case in ("idle", "statistics"):
-        optimizer.step()  # the first one takes statistics in either case
+    # Compile. The first step updates the statistics in both cases with KAISA's hooks.
+    run_pass()
+    if has_kaisa_hooks:
+        optimizer.step()
     for _ in range(2):
-        one()
-    return one
+        run_pass()
+    return run_pass
 
 
 def measure(workload: Workload, backend: str, turns: int, repeats: int) -> dict[str, list[float]]:
-    """The milliseconds of a pass in each turn, the median of some in a row, by case."""
-    functions = {case: passes(workload, case, backend) for case in CASES}
-    found: dict[str, list[float]] = {case: [] for case in CASES}
+    """Median milliseconds of a pass in each turn, by case."""
+    passes = {case: make_pass(workload, case, backend) for case in CASES}
+    medians: dict[str, list[float]] = {case: [] for case in CASES}
     for _ in range(turns):
-        for case, one in functions.items():
+        for case, run_pass in passes.items():
             times = []
             for _ in range(repeats):
                 start = time.process_time()
-                one()
+                run_pass()
                 times.append(1e3 * (time.process_time() - start))
-            found[case].append(statistics.median(times))
-    return found
+            medians[case].append(statistics.median(times))
+    return medians
 
 
 def ratio(turns: dict[str, list[float]], case: str) -> float:
-    """The time of a case over that of the plain model: the median over turns of their ratio."""
+    """Median over turns of the time of a case divided by that of the plain model."""
     pairs = zip(turns[case], turns["plain"], strict=True)
-    return statistics.median(mine / plain for mine, plain in pairs)
+    return statistics.median(case_time / plain_time for case_time, plain_time in pairs)
 
 
 def main() -> None:
-    """Measure, print a line for each workload and case, and keep the turns."""
+    """Measure, print a line for each workload and case, and store the turns."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--workloads", nargs="+", default=["mlp", "transformer"])
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--repeats", type=int, default=5, help="passes of a case in a turn")
-    parser.add_argument("--json", type=Path, help="write the turns there")
+    parser.add_argument("--repeats", type=int, default=5, help="passes per case and turn")
+    parser.add_argument("--json", type=Path, help="write the turns to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     records = []

@@ -1,9 +1,12 @@
-"""The least that K-FAC costs: its statistics, decompositions and products as bare library calls.
+"""The floor of K-FAC's cost: its statistics, decompositions and products as bare library calls.
 
-Nothing of the package is used. The inputs and output gradients of every layer come from one pass of
-the workload's model; each stage is then the plainest call that gives the same matrix. Convolutions
-take the cheaper of two ways to their A, layer by layer: patches and one product, or, at stride 1,
-sums over pairs of pixels at every offset, taken as the weight gradient of a convolution.
+This script does not use the package. It runs one pass of the workload's model to get the inputs and
+output gradients of every layer. Each part of a step is then the simplest call that computes the
+same matrix.
+
+A convolution's A is computed in two ways, and the cheaper one counts. One way forms patches and
+takes one product. The other is possible at stride 1: it sums over pairs of pixels at every offset,
+as the weight gradient of a convolution.
 """
 
 from __future__ import annotations
@@ -21,14 +24,15 @@ from torch.nn.grad import conv2d_weight
 
 from workloads import Workload
 
-__all__ = ["Layer", "captured", "floor_ratios", "measure_floor"]
+__all__ = ["Layer", "capture_layers", "floor_ratios", "measure_floor"]
 
-EXPENSIVE = 0.3  # seconds from which on three repeats must do
+# A call that takes longer than this many seconds is repeated at most three times.
+EXPENSIVE = 0.3
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that K-FAC preconditions, with what went through it."""
+    """A layer that K-FAC preconditions, with its inputs and output gradients."""
 
     module: nn.Linear | nn.Conv2d
     x: Tensor
@@ -36,40 +40,43 @@ class Layer:
 
     @property
     def autocorrelates(self) -> bool:
-        """Whether A can be had from sums over pairs of pixels."""
+        """Whether sums over pairs of pixels can compute A."""
         module = self.module
         if isinstance(module, nn.Linear):
             return False
         return module.kernel_size > (1, 1) and module.stride == (1, 1) == module.dilation
 
 
-def captured(workload: Workload) -> list[Layer]:
-    """The layers of a workload with their inputs and output gradients of one pass."""
+def capture_layers(workload: Workload) -> list[Layer]:
+    """The layers of a workload, with their inputs and output gradients in one pass."""
     model = workload.model()
     inputs: dict[nn.Module, Tensor] = {}
     grads: dict[nn.Module, Tensor] = {}
 
-    def remember(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        inputs[module] = args[0].detach()
-        output.register_hook(lambda grad: grads.__setitem__(module, grad.detach()))
+    def capture(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        def capture_grad(grad: Tensor) -> None:
+            grads[module] = grad.detach()
 
-    layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
-    for module in layers:
-        module.register_forward_hook(remember)
+        inputs[module] = args[0].detach()
+        output.register_hook(capture_grad)
+
+    modules = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    for module in modules:
+        module.register_forward_hook(capture)
     workload.loss(model, workload.batch()).backward()
-    return [Layer(m, inputs[m].float(), grads[m].float()) for m in layers if m in grads]
+    return [Layer(m, inputs[m].float(), grads[m].float()) for m in modules if m in grads]
 
 
 # ---------------------------------------------------------------------------------- statistics
 
 
 def rows(x: Tensor) -> Tensor:
-    """Features last, everything else in one dimension."""
+    """Flatten all dimensions but the last, which has the features."""
     return x.flatten(0, -2)
 
 
 def a_by_one_product(layer: Layer) -> Tensor:
-    """A of a Linear; of a convolution from its patches."""
+    """A of a Linear layer, or of a convolution as the product of its patches."""
     module = layer.module
     x = layer.x
     if isinstance(module, nn.Linear):
@@ -86,7 +93,7 @@ def a_by_one_product(layer: Layer) -> Tensor:
 
 
 def a_by_offsets(layer: Layer) -> Tensor:
-    """Sums over pairs of pixels at each of (2k - 1)² offsets: all that A at stride 1 is made of."""
+    """Sums over pairs of pixels at each of (2k - 1)² offsets, which determine A at stride 1."""
     module = layer.module
     assert isinstance(module, nn.Conv2d)
     assert not isinstance(module.padding, str)
@@ -109,25 +116,26 @@ def g_by_one_product(layer: Layer) -> Tensor:
 
 
 def factors(layer: Layer) -> tuple[Tensor, Tensor]:
-    """A, with a row and a column for the bias, and G, as means."""
+    """A, with a row and a column for the bias, and G, scaled to a mean diagonal of 1."""
     a = a_by_one_product(layer)
     g = g_by_one_product(layer)
     if layer.module.bias is not None:
         a = pad(a, (0, 1, 0, 1))
         a[-1, -1] = a.diagonal().mean()
-    return a / a.diagonal().mean(), g / g.diagonal().mean().clamp_min(torch.finfo(g.dtype).tiny)
+    smallest = torch.finfo(g.dtype).tiny
+    return a / a.diagonal().mean(), g / g.diagonal().mean().clamp_min(smallest)
 
 
 # ---------------------------------------------------------------------------------- the products
 
 
 def eigen_product(q_a: Tensor, q_g: Tensor, scale: Tensor, gradient: Tensor) -> Tensor:
-    """Into the eigenbases, divided by the eigenvalues, and back: four products."""
+    """Precondition a gradient in the eigenbases: four products and a division."""
     return q_g @ ((q_g.T @ gradient @ q_a) / scale) @ q_a.T
 
 
 def inverse_product(a: Tensor, g: Tensor, gradient: Tensor) -> Tensor:
-    """Two products."""
+    """Precondition a gradient by inverses: two products."""
     return g @ gradient @ a
 
 
@@ -141,18 +149,20 @@ def cholesky_inverse(matrix: Tensor) -> Tensor:
 
 
 class Stopwatch:
-    """Milliseconds of a call: the median of some repeats after one that warms up."""
+    """Measures the milliseconds of a call: the median over repeats, after one call as warm-up."""
 
     def __init__(self, device: str, repeats: int) -> None:
         self._cuda = device == "cuda"
         self._repeats = repeats
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> float:
-        first = self._once(function, *args)
-        repeats = min(self._repeats, 3) if first > EXPENSIVE else self._repeats
-        return 1000 * statistics.median(self._once(function, *args) for _ in range(repeats))
+        warm_up = self._time_once(function, *args)
+        repeats = self._repeats
+        if warm_up > EXPENSIVE:
+            repeats = min(repeats, 3)
+        return 1000 * statistics.median(self._time_once(function, *args) for _ in range(repeats))
 
-    def _once(self, function: Callable[..., Any], *args: Any) -> float:
+    def _time_once(self, function: Callable[..., Any], *args: Any) -> float:
         if self._cuda:
             torch.cuda.synchronize()
         start = time.perf_counter()
@@ -163,11 +173,13 @@ class Stopwatch:
 
 
 def statistics_times(watch: Stopwatch, layers: Sequence[Layer]) -> dict[str, float]:
-    """A both ways and G; "statistics" takes the cheaper way to A in each layer."""
+    """Times of A in both ways, and of G. "statistics" has the cheaper way to A for each layer."""
     times = {"patches": 0.0, "offsets": 0.0, "g": 0.0, "statistics": 0.0}
     for layer in layers:
         patches = watch(a_by_one_product, layer)
-        offsets = watch(a_by_offsets, layer) if layer.autocorrelates else patches
+        offsets = patches
+        if layer.autocorrelates:
+            offsets = watch(a_by_offsets, layer)
         g = watch(g_by_one_product, layer)
         times["patches"] += patches
         times["offsets"] += offsets
@@ -177,7 +189,7 @@ def statistics_times(watch: Stopwatch, layers: Sequence[Layer]) -> dict[str, flo
 
 
 def solve_times(watch: Stopwatch, pairs: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Both decompositions of every factor, and the products with their results."""
+    """Times of both decompositions of all factors, and of the products with their results."""
     times = dict.fromkeys(("eigh", "cholesky", "precondition_eigen", "precondition_inverse"), 0.0)
     for a, g in pairs:
         for matrix in (a, g):
@@ -191,7 +203,7 @@ def solve_times(watch: Stopwatch, pairs: Sequence[tuple[Tensor, Tensor]]) -> dic
 
 
 class _Baseline:
-    """SGD's step: forward, backward and step."""
+    """A training run with SGD."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
@@ -200,17 +212,18 @@ class _Baseline:
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9)
 
     def step(self) -> None:
+        """Run the forward and the backward pass and SGD's step."""
         self._optimizer.zero_grad()
         self._workload.loss(self._model, self._batch).backward()
         self._optimizer.step()
 
 
 def measure_floor(workload: Workload, repeats: int = 7) -> dict[str, float]:
-    """Milliseconds of each stage, summed over the layers; "sgd" is SGD's whole step."""
+    """Milliseconds of each part of a step, summed over the layers. "sgd" is a step of SGD."""
     watch = Stopwatch(workload.device, repeats)
     baseline = _Baseline(workload)
-    layers = captured(workload)
-    # In turn with the stages, since a machine's pace changes within a minute.
+    layers = capture_layers(workload)
+    # SGD's steps alternate with the other parts, because a machine's speed changes over time.
     sgd = [watch(baseline.step)]
     times = statistics_times(watch, layers)
     sgd.append(watch(baseline.step))
@@ -220,16 +233,19 @@ def measure_floor(workload: Workload, repeats: int = 7) -> dict[str, float]:
 
 
 def floor_ratios(times: dict[str, float], solver: str, sgd: float) -> tuple[float, float]:
-    """SGD's step with all stages every step, and with every 10th and 100th, over SGD's alone.
+    """The floor of a step's time as a multiple of SGD's.
+
+    Returns the ratio if statistics and inverses are updated at every step, and the ratio if
+    statistics are updated every 10 steps and inverses every 100.
 
     Args:
-        times: From :func:`measure_floor`.
+        times: Times from :func:`measure_floor`.
         solver: "eigen" or "inverse".
-        sgd: SGD's step as it was measured in turn with the steps that the floor is compared with.
+        sgd: SGD's time per step, measured next to the steps that the floor is compared with.
     """
-    taken = times["statistics"]
-    solve = times["eigh" if solver == "eigen" else "cholesky"]
-    product = times[f"precondition_{solver}"]
-    every_step = sgd + taken + solve + product
-    amortised = sgd + taken / 10 + solve / 100 + product
-    return every_step / sgd, amortised / sgd
+    update_statistics = times["statistics"]
+    update_inverses = times["eigh" if solver == "eigen" else "cholesky"]
+    precondition = times[f"precondition_{solver}"]
+    every_step = sgd + update_statistics + update_inverses + precondition
+    amortized = sgd + update_statistics / 10 + update_inverses / 100 + precondition
+    return every_step / sgd, amortized / sgd

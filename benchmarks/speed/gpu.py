@@ -1,16 +1,16 @@
-"""Everything that a GPU should answer, in one command under eight minutes: one table, one JSON.
+"""All measurements that need a GPU, in one command of at most eight minutes.
 
     make gpu                     on a CUDA device
-    make gpu ARGS="--tiny"       the same lines on the CPU, by small models: does the command run?
+    make gpu ARGS="--tiny"       small models on the CPU, to check that the command runs
 
-tests        the suite's CUDA tests
-nccl         KAISA and DPKFAC in a group of one rank over NCCL: the parameters that one process gets
-steps        quiet, statistics and refresh steps of three models beside AdamW, Muon and bare calls
-waits        waits of the host and launches, by the profiler; without a GPU, on a pretended one
-precision    TF32 in the products of factors, on and off: time and error; models in bfloat16
+tests        the CUDA tests of the test suite
+nccl         KAISA and DPKFAC in an NCCL group of one rank, compared with no group
+steps        step times of three models, next to AdamW, Muon and bare library calls
+waits        synchronizations and launches per step, counted by the profiler or on a fake device
+precision    time and error of factors in TF32 and float32, and models in bfloat16
 
-Each part is a process of its own that is ended at its limit, and the file is written anew after
-each: what has been measured is kept whatever comes next.
+Each part runs in a separate process with a time limit. The file is written after each part, so a
+part that fails doesn't lose the results of earlier parts.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from torch.nn.utils import parameters_to_vector
 from torch.profiler import ProfilerActivity, profile
 
 import reporting
-from floor import Stopwatch, captured, factors, solve_times, statistics_times
+from floor import Layer, Stopwatch, capture_layers, factors, solve_times, statistics_times
 from instruments import peak_bytes
 from launches import Muon, pretend_device
 from measure import KINDS, Training, interval
 from second_order import DHO2, DPKFAC, KAISA, SecondOrderWarning
 from workloads import WORKLOADS, Batch, ResNet, Transformer, Workload
 
-HERE = Path(__file__).resolve()
-ROOT = HERE.parents[2]
+THIS_FILE = Path(__file__).resolve()
+ROOT = THIS_FILE.parents[2]
 LIMITS = {"tests": 110, "nccl": 50, "steps": 180, "waits": 60, "precision": 50}  # seconds
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-LAUNCH = "cudaLaunchKernel"  # and its newer form, which begins alike
+LAUNCH = "cudaLaunchKernel"  # also the beginning of the name of its newer form
 VOCABULARY = 4096
 WIDTH = 768
 
@@ -59,7 +59,7 @@ WIDTH = 768
 
 @dataclass(frozen=True)
 class Text(Workload):
-    """A workload whose inputs are tokens, each to be told from those before it."""
+    """A language model's workload: the inputs are tokens, the targets the tokens after them."""
 
     def batch(self, rank: int = 0) -> Batch:
         generator = torch.Generator().manual_seed(1 + rank)
@@ -67,26 +67,27 @@ class Text(Workload):
         return tokens, tokens.roll(-1, 1)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        tokens, targets = batch
         with torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
-            return cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+            return cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
 class GPT(nn.Module):
-    """Tokens and their places, blocks of causal attention, and a Linear to the next token."""
+    """Embeddings of tokens and positions, blocks of causal attention, and a Linear layer."""
 
     def __init__(self, layers: int, width: int, heads: int, tokens: int, length: int) -> None:
         super().__init__()
         layer = partial(nn.TransformerEncoderLayer, width, heads, 4 * width, 0.0, "gelu")
         self.tokens = nn.Embedding(tokens, width)
-        self.places = nn.Embedding(length, width)
+        self.positions = nn.Embedding(length, width)
         self.blocks = nn.ModuleList(layer(batch_first=True, norm_first=True) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, tokens, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.tokens(tokens) + self.places(places)
-        mask = nn.Transformer.generate_square_subsequent_mask(len(places), x.device, x.dtype)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(positions)
+        mask = nn.Transformer.generate_square_subsequent_mask(len(positions), x.device, x.dtype)
         for block in self.blocks:
             x = block(x, src_mask=mask, is_causal=True)
         logits: Tensor = self.head(self.norm(x))
@@ -94,7 +95,7 @@ class GPT(nn.Module):
 
 
 def workloads(tiny: bool) -> list[Workload]:
-    """The three models, or small ones of the same kinds on the CPU."""
+    """The three models, or small models of the same kinds on the CPU."""
     if not tiny:
         gpt = partial(GPT, 12, WIDTH, 12, VOCABULARY, 512)
         text = Text("gpt-12", gpt, (8, 512), VOCABULARY, "cuda", autocast=True)
@@ -115,7 +116,7 @@ def muon(model: nn.Module) -> Muon:
 
 
 def kfac(System: Callable[..., Any], **options: Any) -> Callable[[nn.Module], Any]:
-    """Makes a K-FAC optimizer over AdamW, whose steps come in the cycle of three kinds."""
+    """A function that makes a K-FAC optimizer over AdamW, with the cycle of three kinds."""
     return lambda model: System(
         model,
         lr=1e-4,
@@ -127,7 +128,7 @@ def kfac(System: Callable[..., Any], **options: Any) -> Callable[[nn.Module], An
     )
 
 
-OURS: dict[str, Callable[[nn.Module], Any]] = {
+KFAC_OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "KAISA inverse": kfac(KAISA, solver="inverse"),
     "KAISA eigen": kfac(KAISA, solver="eigen"),
     "DPKFAC inverse": kfac(DPKFAC, solver="inverse"),
@@ -147,12 +148,13 @@ def dho2(model: nn.Module) -> DHO2:
     )
 
 
-def trainings(workload: Workload, names: Iterable[str]) -> Iterable[tuple[str, Training]]:
-    """A training by each optimizer, made when its turn comes."""
-    makes = {"AdamW": adamw, "Muon": muon, **OURS, "DHO2": dho2}
+def training_runs(workload: Workload, names: Iterable[str]) -> Iterable[tuple[str, Training]]:
+    """Yield a training run with each optimizer, and close the optimizer after it."""
+    makers = {"AdamW": adamw, "Muon": muon, **KFAC_OPTIMIZERS, "DHO2": dho2}
     for name in names:
-        training = Training(workload, makes[name])
-        if name == "DHO2":  # no closure holds the optimizer: it goes with the training
+        training = Training(workload, makers[name])
+        if name == "DHO2":
+            # The closure does not refer to the optimizer, so the optimizer can be freed.
             model = training.model
             batch = training.batch
             training.optimizer.curvature_closure = lambda m=model, b=batch: workload.loss(m, b)
@@ -165,20 +167,20 @@ def trainings(workload: Workload, names: Iterable[str]) -> Iterable[tuple[str, T
 
 
 def tests(_tiny: bool) -> dict[str, Any]:
-    """The suite's CUDA tests, which a tiny run skips."""
+    """Run the CUDA tests of the test suite. Without a GPU, they are skipped."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_cuda.py"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return {"exit": run.returncode, "said": run.stdout.splitlines()[-30:]}
+    return {"exit": run.returncode, "output": run.stdout.splitlines()[-30:]}
 
 
 def nccl(tiny: bool) -> dict[str, Any]:
-    """The largest relative difference of parameters that a group of one rank makes, by system."""
+    """Relative difference of the parameters with a group of one rank and without, by system."""
     workload = workloads(tiny)[0]
-    found = {}
+    differences = {}
     for name in ("KAISA inverse", "DPKFAC inverse"):
-        ends = []
-        for grouped in (False, True):
-            if grouped:
+        final_params = []
+        for uses_group in (False, True):
+            if uses_group:
                 with tempfile.TemporaryDirectory() as folder:
                     dist.init_process_group(
                         "gloo" if tiny else "nccl",
@@ -186,44 +188,52 @@ def nccl(tiny: bool) -> dict[str, Any]:
                         rank=0,
                         world_size=1,
                     )
-            for _, training in trainings(workload, [name]):
+            for _, training in training_runs(workload, [name]):
                 for _ in KINDS:
                     training.step()
                 training.require_finite()
-                ends.append(parameters_to_vector(training.model.parameters()).detach())
-            if grouped:
+                params = training.model.parameters()
+                final_params.append(parameters_to_vector(params).detach())
+            if uses_group:
                 dist.destroy_process_group()
-        found[name] = ((ends[1] - ends[0]).norm() / ends[0].norm()).item()
-    return found
+        alone, in_group = final_params
+        differences[name] = ((in_group - alone).norm() / alone.norm()).item()
+    return differences
 
 
 def steps(tiny: bool) -> dict[str, Any]:
     """Milliseconds of each kind of step, peak bytes, and the floor of bare calls, by model."""
+    repeats = 1 if tiny else 3
     rows: dict[str, Any] = {}
     for workload in workloads(tiny):
+        # Time the steps of each optimizer after one cycle as warm-up.
         row = rows[workload.name] = {}
-        for name, training in trainings(workload, ("AdamW", "Muon", *OURS, "DHO2")):
+        for name, training in training_runs(workload, ("AdamW", "Muon", *KFAC_OPTIMIZERS, "DHO2")):
             if workload.device == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             for _ in KINDS:
                 training.step()
             times: dict[str, list[float]] = {kind: [] for kind in KINDS}
-            for kind in KINDS * (1 if tiny else 3):
-                times[kind].append(training.timed())
+            for kind in KINDS * repeats:
+                times[kind].append(training.time_step())
             training.require_finite()
-            medians = {kind: statistics.median(each) for kind, each in times.items()}
+            medians = {kind: statistics.median(samples) for kind, samples in times.items()}
             row[name] = {**medians, "peak_bytes": peak_bytes(workload.device)}
-        watch = Stopwatch(workload.device, 1 if tiny else 3)
-        layers = captured(workload)
+
+        # Time the same work as bare library calls.
+        watch = Stopwatch(workload.device, repeats)
+        layers = capture_layers(workload)
         row["bare calls"] = statistics_times(watch, layers)
         row["bare calls"] |= solve_times(watch, [factors(layer) for layer in layers])
-        print(json.dumps(rows), flush=True)  # kept if the next model is cut off
+
+        # If the next model exceeds the time limit, these rows are still stored.
+        print(json.dumps(rows), flush=True)
     return rows
 
 
-def counted(training: Training) -> dict[str, int]:
-    """Waits and launches of the coming step of a training, by CUDA's own functions."""
+def count_next_step(training: Training) -> dict[str, int]:
+    """Synchronizations and launches of a training run's next step, by the profiler."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as result:
         training.step()
     names = [event.name for event in result.events() or []]
@@ -234,73 +244,92 @@ def counted(training: Training) -> dict[str, int]:
 
 
 def waits(tiny: bool) -> dict[str, Any]:
-    """Waits and launches of each kind of step: a GPU's, or a pretended device's."""
+    """Synchronizations and launches of each kind of step on a GPU, or on a fake device."""
+    models = workloads(tiny)
+    names = ("KAISA inverse", "DPKFAC inverse")
+    count = count_on_gpu
+    if tiny:
+        models = models[:1]  # test_launches.py covers the other models
+        names = ("KAISA inverse", "DHO2")
+        count = count_on_fake_device
+
     rows: dict[str, Any] = {}
-    models = workloads(tiny)[:1] if tiny else workloads(tiny)  # test_launches.py has the others
     for workload in models:
-        row = rows[workload.name] = {}
-        for name in ("KAISA inverse", "DHO2" if tiny else "DPKFAC inverse"):
-            row[name] = pretended(workload, name) if tiny else profiled(workload, name)
+        rows[workload.name] = {}
+        for name in names:
+            rows[workload.name][name] = count(workload, name)
         print(json.dumps(rows), flush=True)
     return rows
 
 
-def profiled(workload: Workload, name: str) -> dict[str, dict[str, int]]:
-    """Waits and launches by kind of step, as the profiler counts them."""
-    found: dict[str, dict[str, int]] = {}
-    for _, training in trainings(workload, [name]):
+def count_on_gpu(workload: Workload, name: str) -> dict[str, dict[str, int]]:
+    """Synchronizations and launches by kind of step, as the profiler counts them."""
+    counts: dict[str, dict[str, int]] = {}
+    for _, training in training_runs(workload, [name]):
         for _ in KINDS:
             training.step()
         for kind in KINDS:
-            found[kind] = counted(training)
-    return found
+            counts[kind] = count_next_step(training)
+    return counts
 
 
-def pretended(workload: Workload, name: str) -> dict[str, dict[str, int]]:
-    """Waits, uploads and launches by kind of step, as the pretended device counts them."""
-    found: dict[str, dict[str, int]] = {}
-    with pretend_device() as seen:
-        for _, training in trainings(replace(workload, device="pretend"), [name]):
+def count_on_fake_device(workload: Workload, name: str) -> dict[str, dict[str, int]]:
+    """Synchronizations, uploads and launches by kind of step, as the fake device counts them."""
+    counts: dict[str, dict[str, int]] = {}
+    with pretend_device() as device:
+        for _, training in training_runs(replace(workload, device="pretend"), [name]):
             for _ in KINDS:
                 training.step()
             for kind in KINDS:
-                seen.clear()
+                device.clear()
                 training.step()
-                found[kind] = {
-                    "waits": seen.syncs.total(),
-                    "uploads": seen.uploads.total(),
-                    "launches": seen.kernels.total(),
+                counts[kind] = {
+                    "waits": device.syncs.total(),
+                    "uploads": device.uploads.total(),
+                    "launches": device.kernels.total(),
                 }
-    return found
+    return counts
+
+
+def to_float64(layer: Layer) -> Layer:
+    """The same layer with inputs and output gradients in float64."""
+    return replace(layer, x=layer.x.double(), grad=layer.grad.double())
+
+
+def factor_errors(layers: list[Layer], exact: list[tuple[Tensor, Tensor]]) -> Iterable[float]:
+    """Relative errors of A and G of all layers."""
+    for layer, exact_factors in zip(layers, exact, strict=True):
+        for factor, exact_factor in zip(factors(layer), exact_factors, strict=True):
+            yield ((factor - exact_factor).norm() / exact_factor.norm()).item()
 
 
 def precision(tiny: bool) -> dict[str, Any]:
-    """Factors by products in TF32 and in float32; a training in bfloat16."""
+    """Time and error of the factors in TF32 and float32, and training runs in bfloat16."""
+    # Compute the factors in both precisions, and compare them with factors in float64.
     workload = workloads(tiny)[0]
-    layers = captured(workload)
-    found = {}
-    exact = [factors(replace(each, x=each.x.double(), grad=each.grad.double())) for each in layers]
+    layers = capture_layers(workload)
+    exact = [factors(to_float64(layer)) for layer in layers]
+    results = {}
     matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
+    previous = matmul.fp32_precision
     for setting in ("ieee", "tf32"):
         matmul.fp32_precision = setting
         milliseconds = statistics_times(Stopwatch(workload.device, 3), layers)["statistics"]
-        errors = [
-            ((one - other).norm() / other.norm()).item()
-            for layer, sound in zip(layers, exact, strict=True)
-            for one, other in zip(factors(layer), sound, strict=True)
-        ]
-        found[setting] = {"milliseconds": milliseconds, "largest relative error": max(errors)}
-    matmul.fp32_precision = before
+        largest_error = max(factor_errors(layers, exact))
+        results[setting] = {"milliseconds": milliseconds, "largest relative error": largest_error}
+    matmul.fp32_precision = previous
+
+    # Train a model whose parameters and inputs are in bfloat16.
     narrow = replace(workload, build=lambda: workload.build().bfloat16(), autocast=True)
-    for name, training in trainings(narrow, ("AdamW", "KAISA inverse")):
-        training.batch = training.batch[0].bfloat16(), training.batch[1]
+    for name, training in training_runs(narrow, ("AdamW", "KAISA inverse")):
+        inputs, targets = training.batch
+        training.batch = (inputs.bfloat16(), targets)
         losses = []
         for _ in range(4 * len(KINDS)):
             training.step()
             losses.append(training.loss.item())
-        found[f"bfloat16, {name}"] = {"first loss": losses[0], "last loss": losses[-1]}
-    return found
+        results[f"bfloat16, {name}"] = {"first loss": losses[0], "last loss": losses[-1]}
+    return results
 
 
 PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
@@ -308,68 +337,89 @@ PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
 }
 
 
-# ------------------------------------------------------------------------------------- in its turn
+# --------------------------------------------------------------------------------- the processes
 
 
-def measured(part: str, tiny: bool) -> dict[str, Any]:
-    """What a part finds, in a process of its own, or how it failed."""
-    command = [sys.executable, str(HERE), "--part", part, *(["--tiny"] if tiny else [])]
+def run_part(part: str, tiny: bool) -> dict[str, Any]:
+    """Run a part in a new process, and return its results or how it failed."""
+    command = [sys.executable, str(THIS_FILE), "--part", part]
+    limit = LIMITS[part]
+    if tiny:
+        command.append("--tiny")
+        limit *= 4
+
+    # Stop the process at its time limit.
     start = time.monotonic()
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err, env={**os.environ})
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env={**os.environ})
         try:
-            process.wait(LIMITS[part] * (4 if tiny else 1))
+            process.wait(limit)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        out.seek(0)
-        err.seek(0)
-        lines = [line for line in out.read().splitlines() if line.startswith("{")]
-        said = err.read().splitlines()[-12:]
-    found = json.loads(lines[-1]) if lines else {}
-    failed = {"failed": said or ["no result"]} if process.returncode else {}
-    return {"seconds": time.monotonic() - start, "exit": process.returncode, **failed, **found}
+        stdout.seek(0)
+        stderr.seek(0)
+        printed = [line for line in stdout.read().splitlines() if line.startswith("{")]
+        errors = stderr.read().splitlines()[-12:]
+
+    # The last line has all results so far.
+    seconds = time.monotonic() - start
+    result: dict[str, Any] = {"seconds": seconds, "exit": process.returncode}
+    if process.returncode:
+        result["failed"] = errors or ["no result"]
+    if printed:
+        result |= json.loads(printed[-1])
+    return result
 
 
-def lines(record: dict[str, Any]) -> list[list[str]]:
-    """The rows of the table: part, of what, and figures."""
+def format_value(value: Any) -> str:
+    """A cell of the table."""
+    if isinstance(value, dict):
+        return "  ".join(f"{key} {format_value(entry)}" for key, entry in value.items())
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
 
-    def told(value: Any) -> str:
-        if isinstance(value, dict):
-            return "  ".join(f"{key} {told(each)}" for key, each in value.items())
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
 
+def table_rows(record: dict[str, Any]) -> list[list[str]]:
+    """The rows of the table: the part, the model and the optimizer, and the figures."""
     rows = []
-    for part, found in record.items():
-        for name, value in found.items():
+    for part, results in record.items():
+        for name, value in results.items():
             if part in ("steps", "waits") and isinstance(value, dict):
-                rows += [[part, f"{name}: {each}", told(v)] for each, v in value.items()]
+                for optimizer, figures in value.items():
+                    rows.append([part, f"{name}: {optimizer}", format_value(figures)])
             else:
-                rows.append([part, name, told(value)])
+                rows.append([part, name, format_value(value)])
     return rows
 
 
 def main() -> None:
-    """Run each part in a process of its own, print the table, and keep the record."""
+    """Run each part in a new process, print the table, and store the record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
-    parser.add_argument("--part", choices=PARTS, help="one part alone, here")
+    parser.add_argument("--part", choices=PARTS, help="run one part in this process")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--json", type=Path, help="write the record there")
+    parser.add_argument("--json", type=Path, help="write the record to this file")
     arguments = parser.parse_args()
     if not (arguments.tiny or torch.cuda.is_available()):
-        parser.error("there is no CUDA device; --tiny runs the same lines on the CPU")
+        parser.error("there is no CUDA device; use --tiny to run the same code on the CPU")
     if arguments.part:
         warnings.simplefilter("ignore", SecondOrderWarning)
         print(json.dumps(PARTS[arguments.part](arguments.tiny)))
         return
+
     record: dict[str, Any] = {}
     for part in arguments.parts:
-        record[part] = measured(part, arguments.tiny)
+        record[part] = run_part(part, arguments.tiny)
         reporting.store(arguments.json, tiny=arguments.tiny, **record)
-    title = "by small models on the CPU" if arguments.tiny else torch.cuda.get_device_name()
-    reporting.show(reporting.table(title, ("part", "of", "found"), lines(record), left=3))
-    if any(found["exit"] for found in record.values()):
+
+    title = "small models on the CPU"
+    if not arguments.tiny:
+        title = torch.cuda.get_device_name()
+    columns = ("part", "measurement", "result")
+    reporting.show(reporting.table(title, columns, table_rows(record), left=3))
+    if any(result["exit"] for result in record.values()):
         sys.exit(1)
 
 

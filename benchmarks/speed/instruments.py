@@ -1,4 +1,4 @@
-"""Meters of the speed benchmark: bytes sent, time by stage, peak memory."""
+"""Measures bytes sent, time per timer region, and peak memory."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ __all__ = [
 # --------------------------------------------------------------------------------- bytes sent
 
 CATEGORIES = ("factors", "inverses", "gradients", "averaging", "other")
-"""Preconditioned gradients are "gradients"; "averaging" is what training without us sends too."""
+"""What is sent. "gradients" are preconditioned gradients, and "averaging" is the all-reduce of
+gradients that training without the package also needs."""
 
-# The position of what a process hands over; the first argument unless listed.
+# Collectives by the position of the argument that a process sends.
 _SECOND_ARGUMENT = {
     "all_gather",
     "all_gather_into_tensor",
@@ -62,7 +63,7 @@ _FIRST_ARGUMENT = {
     "reduce",
     "send",
 }
-_ONE_SOURCE = {"broadcast": 1, "scatter": 2}
+_SOURCE_POSITION = {"broadcast": 1, "scatter": 2}
 _INPUT_NAMES = ("input", "input_tensor", "input_list", "input_tensor_list", "scatter_list")
 
 _BY_STAGE = {
@@ -78,7 +79,7 @@ _BY_STAGE = {
 
 
 def _category(stage: str) -> str:
-    """What a collective carries, by the stage in which it is called."""
+    """Category of the bytes that a collective sends within a timer region."""
     return _BY_STAGE.get(stage, "other")
 
 
@@ -88,28 +89,35 @@ def _nbytes(value: Any) -> int:
     if isinstance(value, dist.P2POp):
         sends = value.op is dist.isend
         return value.tensor.nbytes if sends else 0
-    return sum(map(_nbytes, value)) if isinstance(value, list | tuple) else 0
+    if isinstance(value, list | tuple):
+        return sum(_nbytes(entry) for entry in value)
+    return 0
 
 
-def _handed_over(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Bytes of this process's own contribution to a call."""
-    if name in _ONE_SOURCE:
-        position = _ONE_SOURCE[name]
-        source = args[position] if len(args) > position else kwargs.get("src", dist.get_rank())
+def _input_bytes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Bytes that this process contributes to a call."""
+    # Only the source of a broadcast or scatter contributes.
+    if name in _SOURCE_POSITION:
+        position = _SOURCE_POSITION[name]
+        source = kwargs.get("src", dist.get_rank())
+        if len(args) > position:
+            source = args[position]
         if source != dist.get_rank():
             return 0
-    named = next((kwargs[key] for key in _INPUT_NAMES if key in kwargs), None)
-    if named is not None:
-        return _nbytes(named)
+
+    # The input is a named or a positional argument.
+    for key in _INPUT_NAMES:
+        if kwargs.get(key) is not None:
+            return _nbytes(kwargs[key])
     position = 1 if name in _SECOND_ARGUMENT else 0
     if len(args) > position:
         return _nbytes(args[position])
     return _nbytes(kwargs.get("tensor"))
 
 
-def _moved(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """Bytes that have to leave this process in a call, by the cheapest algorithm for it."""
-    nbytes = _handed_over(name, args, kwargs)
+def _leaving_bytes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Bytes that leave this process in a call, with the cheapest algorithm for the call."""
+    nbytes = _input_bytes(name, args, kwargs)
     group = kwargs.get("group")
     ranks = dist.get_world_size(group)
     if name.startswith("all_reduce"):
@@ -119,7 +127,9 @@ def _moved(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     if name.startswith(("all_gather", "broadcast")):
         return (ranks - 1) * nbytes
     if name.startswith("all_to_all_single"):
-        sizes = args[3] if len(args) > 3 else kwargs.get("input_split_sizes")
+        sizes = kwargs.get("input_split_sizes")
+        if len(args) > 3:
+            sizes = args[3]
         if sizes:
             own_share: float = sizes[dist.get_rank(group)] / max(sum(sizes), 1)
             return nbytes * (1 - own_share)
@@ -128,42 +138,50 @@ def _moved(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
 
 
 def moved_bytes() -> AbstractContextManager[Counter[str]]:
-    """Bytes that have to leave this process meanwhile, by category.
+    """Count the bytes that leave this process within the block, by category.
 
     An all-reduce of n bytes over P processes counts 2 (P - 1) / P n, as in a ring. A broadcast
     counts P - 1 copies. Other messages count once, without the part that stays on the process.
     """
-    return sent_bytes(_moved)
+    return sent_bytes(_leaving_bytes)
 
 
 def bytes_by_stage() -> AbstractContextManager[Counter[str]]:
-    """Bytes that this process hands to torch.distributed meanwhile, by stage; "" outside of all."""
-    return sent_bytes(by=str)
+    """Count the bytes that this process passes to torch.distributed, by timer region.
+
+    Bytes outside of all timer regions have the key "".
+    """
+    return sent_bytes(group_by=str)
 
 
 @contextmanager
 def sent_bytes(
-    count: Callable[[str, tuple[Any, ...], dict[str, Any]], float] = _handed_over,
-    by: Callable[[str], str] = _category,
+    count: Callable[[str, tuple[Any, ...], dict[str, Any]], float] = _input_bytes,
+    group_by: Callable[[str], str] = _category,
 ) -> Iterator[Counter[str]]:
-    """Bytes that this process hands to torch.distributed meanwhile, by category."""
+    """Count the bytes that this process passes to torch.distributed within the block.
+
+    Args:
+        count: The bytes of a call, from the collective's name and its arguments.
+        group_by: The key of the result, from the name of the timer region.
+    """
     sent: Counter[str] = Counter()
-    stages = [""]
+    open_stages = [""]
 
     @contextmanager
-    def stage(name: str) -> Iterator[None]:
-        stages.append(name)
+    def record_stage(name: str) -> Iterator[None]:
+        open_stages.append(name)
         try:
             yield
         finally:
-            stages.pop()
+            open_stages.pop()
 
     def call(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        sent[by(stages[-1])] += round(count(name, args, kwargs))
+        sent[group_by(open_stages[-1])] += round(count(name, args, kwargs))
         return function(*args, **kwargs)
 
     with ExitStack() as stack:
-        stack.enter_context(recorded_by(stage))
+        stack.enter_context(recorded_by(record_stage))
         for name in sorted(_FIRST_ARGUMENT | _SECOND_ARGUMENT):
             function = getattr(dist, name, None)
             if function is not None:
@@ -177,7 +195,7 @@ def sent_bytes(
 
 @dataclass(frozen=True)
 class Span:
-    """One run of a named range on one thread, in milliseconds."""
+    """One execution of a timer region on a thread, in milliseconds."""
 
     name: str
     thread: int
@@ -187,12 +205,12 @@ class Span:
 
     @property
     def host(self) -> float:
-        """Time between entering and leaving it."""
+        """Time on the host."""
         return self.end - self.start
 
 
 def profiled(step: Callable[[], Any]) -> list[Span]:
-    """The package's ranges during a step, the innermost ones and those around them."""
+    """Profile a step, and return the spans of all timer regions of the package."""
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
@@ -202,29 +220,33 @@ def profiled(step: Callable[[], Any]) -> list[Span]:
 
 
 def spans_of(events: Iterable[Any]) -> list[Span]:
-    """The package's ranges among a profile's events; the times of a profile are microseconds."""
-    return [
-        Span(
-            event.name,
-            event.thread,
-            event.time_range.start / 1000,
-            event.time_range.end / 1000,
-            event.device_time_total / 1000,
-        )
-        for event in events
-        # A range shows a second time on the device's own timeline.
-        if event.name.startswith(RANGES) and event.device_type.name == "CPU"
-    ]
+    """The timer regions of the package among a profile's events, converted from microseconds."""
+    spans = []
+    for event in events:
+        # The device's timeline repeats each region.
+        if event.name.startswith(RANGES) and event.device_type.name == "CPU":
+            span = Span(
+                name=event.name,
+                thread=event.thread,
+                start=event.time_range.start / 1000,
+                end=event.time_range.end / 1000,
+                device=event.device_time_total / 1000,
+            )
+            spans.append(span)
+    return spans
 
 
 def stage_milliseconds(spans: Iterable[Span], *, device: bool = False) -> dict[str, float]:
-    """Time in each range but not in a range within it; on the host, or of the device's work."""
+    """Time in each timer region without the regions within it, on the host or on the device."""
     totals: defaultdict[str, float] = defaultdict(float)
-    around: defaultdict[int, list[Span]] = defaultdict(list)
+    open_spans_by_thread: defaultdict[int, list[Span]] = defaultdict(list)
     for span in sorted(spans, key=lambda s: (s.start, -s.end)):
-        open_spans = around[span.thread]
+        # Find the region around this one on the same thread.
+        open_spans = open_spans_by_thread[span.thread]
         while open_spans and open_spans[-1].end <= span.start:
             open_spans.pop()
+
+        # The surrounding region doesn't count this time.
         time = span.device if device else span.host
         totals[span.name] += time
         if open_spans:
@@ -237,14 +259,14 @@ def stage_milliseconds(spans: Iterable[Span], *, device: bool = False) -> dict[s
 
 
 def peak_bytes(device: str = "cpu") -> int:
-    """The most memory this process has had so far: resident, or allocated on the GPU."""
+    """Peak memory of this process: resident memory, or memory allocated on the GPU."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
+    # getrusage includes the parent's peak, so Linux's status file is read first.
     status = Path("/proc/self/status")
     if status.exists():
-        # getrusage's figure is never below that of the process that started this one.
-        found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text())
-        if found:
-            return int(found[1]) * 1024
+        match = re.search(r"VmHWM:\s*(\d+) kB", status.read_text())
+        if match:
+            return int(match[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

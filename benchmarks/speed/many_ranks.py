@@ -1,18 +1,18 @@
-"""One rank of 64, 1,024 and 4,096: what it sends, keeps and allocates, and how long that takes.
+"""Bytes sent, memory and seconds of one rank of 64, 1,024 and 4,096, simulated in one process.
 
     python benchmarks/speed/many_ranks.py                    all systems, some minutes
     python benchmarks/speed/many_ranks.py --ranks 64 1024 --systems "DPKFAC"
 
-The rank is real: it builds its model and its optimizer in a world of that size, with torch's fake
-process group, and takes a step with a refresh. Nothing is sent, and of the other ranks it is
-pretended that they send what this one has, or else ones. Seconds and the optimizer's volumes are
-therefore those of one rank without its waiting for others.
+The simulated rank builds its model and its optimizer in a world of that size, with torch's fake
+process group, and takes a step with a refresh. Nothing is sent. In place of messages from other
+ranks, it receives a copy of its own data, or ones. The seconds therefore don't include waiting for
+other ranks.
 
-Allocated memory is counted tensor by tensor, above what there was before: the model and its
-gradients are not counted. Python's own memory is that of tracemalloc.
+Memory is the sum over the tensors that are allocated while we measure. It doesn't include the model
+and its gradients. Python's own memory is measured by tracemalloc.
 
-The model is a stack of a thousand narrow Linear layers under a wide head; with --resnet it is
-ResNet-50 on small images, whose largest layers are real, and take a while to decompose.
+The model is a stack of a thousand narrow Linear layers with a wide head. With --resnet it is
+ResNet-50 on small images, whose layers have their real sizes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -50,7 +51,7 @@ MB = 1e6
 
 
 class Narrow(nn.Module):
-    """Residual blocks of one Linear each, and a wide head."""
+    """Residual blocks of one Linear layer each, and a wide head."""
 
     def __init__(self, layers: int, width: int, head: int) -> None:
         super().__init__()
@@ -64,81 +65,87 @@ class Narrow(nn.Module):
         return logits
 
 
-# --------------------------------------------------------------------------------- the pretence
+# ------------------------------------------------------------------------------- the fake world
 
 
-class _Done:
-    """What there is to wait for where nothing travels."""
+class _CompletedWork:
+    """The handle of a collective that has completed."""
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
-def _from_all_alike(
+def _fake_all_to_all(
     output: Tensor, message: Tensor, received: list[int], sent: list[int], *, group: Any, **_: Any
-) -> _Done:
-    """An all-to-all where the others send what this rank sends to itself, if that fits all."""
+) -> _CompletedWork:
+    """Fill the output with copies of this rank's message to itself, if the sizes match."""
     rank = dist.get_rank(group)
     if sent[rank] and set(received) == {sent[rank]}:
         output.view(len(received), -1).copy_(message.split(sent)[rank])
-    else:  # a matrix of ones has no negative eigenvalue
+    else:
+        # A matrix of ones has no negative eigenvalue.
         output.fill_(1.0)
-    return _Done()
+    return _CompletedWork()
 
 
 @contextmanager
-def one_of(ranks: int, rank: int) -> Iterator[Counter[str]]:
-    """Be one rank of a world whose others are pretended; yields how often groups are made."""
+def simulated_world(ranks: int, rank: int) -> Iterator[Counter[str]]:
+    """Make this process one rank of a fake world, and count the process groups that it creates."""
     groups: Counter[str] = Counter()
     new_group = dist.new_group
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def count_group(*args: Any, **kwargs: Any) -> Any:
         groups["made"] += 1
         return new_group(*args, **kwargs)
 
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         with (
-            patch.object(dist, "all_to_all_single", _from_all_alike),
-            patch.object(dist, "new_group", counted),
+            patch.object(dist, "all_to_all_single", _fake_all_to_all),
+            patch.object(dist, "new_group", count_group),
         ):
             yield groups
     finally:
         dist.destroy_process_group()
 
 
-# -------------------------------------------------------------------------------- what is counted
+# ---------------------------------------------------------------------- memory and collectives
 
 
-class Allocated(TorchDispatchMode):
-    """Bytes of the tensors that operations make meanwhile: those alive now, and the most so far."""
+class TensorMemory(TorchDispatchMode):
+    """Counts the bytes of new tensors while the mode is active: the current sum and its peak."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
+        self.current = 0
+        self.peak = 0
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def reset_peak(self) -> None:
+        """Measure the peak from the current sum on."""
+        self.peak = self.current
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = [tensor.untyped_storage() for tensor in _tensors([result])]
-        if made:
-            given = {id(tensor.untyped_storage()) for tensor in _tensors(args)}
-            for storage in made:
-                if id(storage) not in given and storage not in self._known:
-                    self._take(storage)
+        outputs = [tensor.untyped_storage() for tensor in _tensors([result])]
+        if outputs:
+            input_ids = {id(tensor.untyped_storage()) for tensor in _tensors(args)}
+            for storage in outputs:
+                if id(storage) not in input_ids and storage not in self._known:
+                    self._add(storage)
         return result
 
-    def _take(self, storage: torch.UntypedStorage) -> None:
+    def _add(self, storage: torch.UntypedStorage) -> None:
         nbytes = storage.nbytes()
         self._known.add(storage)
-        self.now += nbytes
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._give_back, nbytes)
+        self.current += nbytes
+        self.peak = max(self.peak, self.current)
+        weakref.finalize(storage, self._subtract, nbytes)
 
-    def _give_back(self, nbytes: int) -> None:
-        self.now -= nbytes
+    def _subtract(self, nbytes: int) -> None:
+        self.current -= nbytes
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -149,29 +156,37 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-SENDING = ("all_reduce", "broadcast", "all_to_all_single", "all_gather_single", "all_gather_object")
+# Collectives by the position of the argument that a rank sends.
+COLLECTIVES = {
+    "all_reduce": 0,
+    "broadcast": 0,
+    "all_to_all_single": 1,
+    "all_gather_single": 1,
+    "all_gather_object": 0,
+}
 
 
 @contextmanager
-def handed_over() -> Iterator[tuple[Counter[str], Counter[str]]]:
-    """How often each collective is called, and the bytes that this rank hands to it."""
+def count_collectives() -> Iterator[tuple[Counter[str], Counter[str]]]:
+    """Count the calls of each collective, and the bytes that this rank passes to it."""
     calls: Counter[str] = Counter()
     sent: Counter[str] = Counter()
 
-    def wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def count(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             calls[name] += 1
-            position = 1 if name in ("all_to_all_single", "all_gather_single") else 0
-            if isinstance(args[position], Tensor):
-                sent[name] += args[position].nbytes
+            tensor = args[COLLECTIVES[name]]
+            if isinstance(tensor, Tensor):
+                sent[name] += tensor.nbytes
             return function(*args, **kwargs)
 
         return call
 
-    found = {name: getattr(dist, name) for name in SENDING if hasattr(dist, name)}
     with ExitStack() as stack:
-        for name, function in found.items():
-            stack.enter_context(patch.object(dist, name, wrapped(name, function)))
+        for name in COLLECTIVES:
+            if hasattr(dist, name):
+                wrapper = count(name, getattr(dist, name))
+                stack.enter_context(patch.object(dist, name, wrapper))
         yield calls, sent
 
 
@@ -180,7 +195,7 @@ def handed_over() -> Iterator[tuple[Counter[str], Counter[str]]]:
 
 @dataclass(frozen=True)
 class System:
-    """An optimizer with its options; ``closure`` where it wants one of the curvature."""
+    """An optimizer with its options, and whether it needs a curvature closure."""
 
     name: str
     optimizer: Callable[..., Any]
@@ -212,24 +227,24 @@ SYSTEMS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One rank of a world, at its construction and at a step with a refresh.
+    """Figures of one rank, during the optimizer's construction and a step with a refresh.
 
     Attributes:
-        system: As the tables have it.
+        system: Name in the tables.
         model: "narrow" or "resnet50".
         ranks: Number of ranks.
-        rank: The one that is simulated.
-        groups: Process groups that it makes.
-        construction_s: Processor seconds of the construction.
-        construction_mb: Largest memory of tensors during it.
-        construction_python_mb: Largest memory of Python's own objects.
-        collectives: Collectives of the step.
-        sent_mb: What the rank hands to them.
-        step_s: Processor seconds of the step.
-        next_s: Those of the step after it.
-        step_mb: Largest memory of tensors during the step.
-        step_python_mb: Largest memory of Python's own objects.
-        state_mb: Tensors that the optimizer keeps after the step.
+        rank: The simulated rank.
+        groups: Number of process groups that the rank creates.
+        construction_s: CPU seconds of the construction.
+        construction_mb: Peak memory of tensors during the construction.
+        construction_python_mb: Peak memory of Python objects during the construction.
+        collectives: Number of collectives in the step.
+        sent_mb: Megabytes that the rank passes to the collectives.
+        step_s: CPU seconds of the step.
+        next_s: CPU seconds of the step after it.
+        step_mb: Peak memory of tensors during the step.
+        step_python_mb: Peak memory of Python objects during the step.
+        state_mb: Tensors that the optimizer stores after the step.
     """
 
     system: str
@@ -266,99 +281,116 @@ def resnet_task() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 Task = Callable[[], tuple[nn.Module, tuple[Tensor, Tensor]]]
 
 
-def simulated(system: System, task: Task, name: str, ranks: int, rank: int) -> Row:
-    """Build and step twice: once timed, once with the memory counted."""
-    timed = run(system, task, ranks, rank, counts_memory=False)
-    counted = run(system, task, ranks, rank, counts_memory=True)
-    return Row(system.name, name, ranks, rank, **{**counted, **timed})
+def simulate(system: System, task: Task, name: str, ranks: int, rank: int) -> Row:
+    """Run the system twice, to measure times and memory separately."""
+    times = run(system, task, ranks, rank, counts_memory=False)
+    memory = run(system, task, ranks, rank, counts_memory=True)
+    return Row(system.name, name, ranks, rank, **{**memory, **times})
 
 
 def run(
     system: System, task: Task, ranks: int, rank: int, *, counts_memory: bool
 ) -> dict[str, Any]:
-    """Fields of a :class:`Row`: those of time, or those of memory, and what both have."""
+    """Fields of a :class:`Row`: those of time or those of memory, and the counts."""
     model, (x, y) = task()
     options = dict(system.options)
     if system.closure:
         options["curvature_closure"] = lambda: cross_entropy(model(x), y)
-    found: dict[str, Any] = {}
+    memory = TensorMemory()
+    fields: dict[str, Any] = {}
 
-    def measured(name: str, work: Callable[[], Any]) -> Any:
+    def measure_time(name: str, function: Callable[[], Any]) -> Any:
         gc.collect()
-        if not counts_memory:
-            start = time.process_time()
-            result = work()
-            found[f"{name}_s"] = round(time.process_time() - start, 3)
-            return result
-        before = allocated.now
-        allocated.peak = before
-        tracemalloc.start()
-        try:
-            with allocated:
-                result = work()
-            found[f"{name}_python_mb"] = round(tracemalloc.get_traced_memory()[1] / MB, 2)
-        finally:
-            tracemalloc.stop()
-        found[f"{name}_mb"] = round((allocated.peak - before) / MB, 2)
+        start = time.process_time()
+        result = function()
+        fields[f"{name}_s"] = round(time.process_time() - start, 3)
         return result
 
-    def take() -> None:
+    def measure_memory(name: str, function: Callable[[], Any]) -> Any:
+        gc.collect()
+        before = memory.current
+        memory.reset_peak()
+        tracemalloc.start()
+        try:
+            with memory:
+                result = function()
+            fields[f"{name}_python_mb"] = round(tracemalloc.get_traced_memory()[1] / MB, 2)
+        finally:
+            tracemalloc.stop()
+        fields[f"{name}_mb"] = round((memory.peak - before) / MB, 2)
+        return result
+
+    def compute_gradients() -> None:
         optimizer.zero_grad()
         cross_entropy(model(x), y).backward()
 
-    allocated = Allocated()
-    with one_of(ranks, rank) as groups, warnings.catch_warnings():
+    measure = measure_memory if counts_memory else measure_time
+    with simulated_world(ranks, rank) as groups, warnings.catch_warnings():
+        # Measure the construction and the first step, which refreshes all layers.
         warnings.simplefilter("ignore", SecondOrderWarning)
-        optimizer = measured("construction", lambda: system.optimizer(model, lr=0.01, **options))
-        take()
-        with handed_over() as (calls, sent):
-            measured("step", optimizer.step)
-        found["collectives"] = calls.total()
-        found["sent_mb"] = round(sent.total() / MB, 2)
-        found["groups"] = groups["made"]
+        optimizer = measure("construction", lambda: system.optimizer(model, lr=0.01, **options))
+        compute_gradients()
+        with count_collectives() as (calls, sent):
+            measure("step", optimizer.step)
+        fields["collectives"] = calls.total()
+        fields["sent_mb"] = round(sent.total() / MB, 2)
+        fields["groups"] = groups["made"]
+
+        # Measure the state, or the time of a step without a refresh.
         if counts_memory:
             gc.collect()
-            found["state_mb"] = round(allocated.now / MB, 2)
+            fields["state_mb"] = round(memory.current / MB, 2)
         else:
-            take()
+            compute_gradients()
             start = time.process_time()
             optimizer.step()
-            found["next_s"] = round(time.process_time() - start, 3)
+            fields["next_s"] = round(time.process_time() - start, 3)
         optimizer.close()
-    return found
+    return fields
 
 
-def ranks_of(ranks: int) -> list[int]:
-    """The first rank, which gets the largest layer, and one in the middle."""
-    return [0, ranks // 2]
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Identifies a row of the stored runs."""
+    return row["system"], row["model"], row["ranks"], row["rank"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Simulate, print, and store."""
+    """Simulate each system in each world, print the rows, and update the stored runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 1024, 4096])
     parser.add_argument("--systems", nargs="+", default=[s.name for s in SYSTEMS])
-    parser.add_argument("--resnet", action="store_true", help="ResNet-50 in place of 1,000 layers")
-    parser.add_argument("--first", action="store_true", help="the first rank of each world alone")
+    parser.add_argument("--resnet", action="store_true", help="ResNet-50 instead of 1,000 layers")
+    parser.add_argument("--first", action="store_true", help="only the first rank of each world")
     parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="update the rows in this file")
     args = parser.parse_args(argv)
-    name = "resnet50" if args.resnet else "narrow"
-    task: Task = resnet_task if args.resnet else lambda: narrow_task(args.layers)
+
+    name = "narrow"
+    task: Task = partial(narrow_task, args.layers)
+    if args.resnet:
+        name = "resnet50"
+        task = resnet_task
+
     rows = []
     for system in SYSTEMS:
         if system.name not in args.systems:
             continue
         for ranks in args.ranks:
-            for rank in ranks_of(ranks)[: 1 if args.first else None]:
-                row = simulated(system, task, name, ranks, rank)
-                print(json.dumps(asdict(row)), flush=True)
-                rows.append(asdict(row))
+            # The first rank has the largest layer. Most others are like the one in the middle.
+            simulated_ranks = [0] if args.first else [0, ranks // 2]
+            for rank in simulated_ranks:
+                row = asdict(simulate(system, task, name, ranks, rank))
+                print(json.dumps(row), flush=True)
+                rows.append(row)
+
+    # Rows of other systems and worlds stay in the file.
     if args.json:
-        known = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
-        fresh = {(r["system"], r["model"], r["ranks"], r["rank"]) for r in rows}
-        kept = [r for r in known if (r["system"], r["model"], r["ranks"], r["rank"]) not in fresh]
-        reporting.store(args.json, None, rows=[*kept, *rows])
+        stored_rows = []
+        if args.json.exists():
+            stored_rows = json.loads(args.json.read_text())["rows"]
+        new_keys = {key(row) for row in rows}
+        other_rows = [row for row in stored_rows if key(row) not in new_keys]
+        reporting.store(args.json, None, rows=[*other_rows, *rows])
 
 
 if __name__ == "__main__":

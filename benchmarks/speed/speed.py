@@ -3,11 +3,13 @@
     python benchmarks/speed/speed.py                          everything this machine can run
     python benchmarks/speed/speed.py --workloads mlp --variants eigen inverse --repeats 3
 
-Each workload and variant is measured in processes of its own with one thread each; see `measure.py`
-for what is timed. The floor, in parentheses, is the same work as bare library calls on one process:
-see `floor.py`. "every step" refreshes statistics and inverses at every step; "10 / 100" takes
-statistics every 10 and inverses every 100 steps, and is the mean over such a hundred. Memory is
-measured in further processes, since what has been allocated once never shows again.
+Each workload and variant is measured in separate processes with one thread each. `measure.py`
+defines what is timed. The floor, in parentheses, is the same work as bare library calls in one
+process (see `floor.py`).
+
+"every step" updates statistics and inverses at every step. "10 / 100" updates statistics every 10
+steps and inverses every 100, and is the mean over 100 steps. Memory is measured in separate
+processes, because a process's peak never falls.
 """
 
 from __future__ import annotations
@@ -40,10 +42,12 @@ MB = 1e6
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """Measure one thing, and leave the result in a file."""
+    """Make one measurement, and write the result to a file."""
     torch.set_num_threads(1)
     workload = WORKLOADS[arguments.workloads[0]]
-    variant = VARIANTS[arguments.variants[0]] if arguments.variants else None
+    variant = None
+    if arguments.variants:
+        variant = VARIANTS[arguments.variants[0]]
     with process_group(workload.device) as rank:
         if arguments.worker == "floor":
             result: dict[str, Any] = measure_floor(workload, arguments.repeats)
@@ -56,13 +60,13 @@ def work(arguments: argparse.Namespace) -> None:
         arguments.json.write_text(json.dumps(result))
 
 
-def in_processes(
+def run_in_processes(
     what: str, workload: Workload, variant: Variant | None, repeats: int, processes: int = 1
 ) -> dict[str, Any]:
-    """The result of `work` in one process or more, started for it.
+    """Start one process or more, run `work` in them, and return the result.
 
     Raises:
-        RuntimeError: With what the processes wrote, if one fails.
+        RuntimeError: If a process fails, with the output of the processes.
     """
     command = [sys.executable]
     if processes > 1:
@@ -74,9 +78,12 @@ def in_processes(
         if variant is not None:
             command += ["--variants", variant.name]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode or not output.exists():
-            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
+        process = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False
+        )
+        if process.returncode or not output.exists():
+            printed = f"{process.stdout}\n{process.stderr}"
+            raise RuntimeError(f"{' '.join(command)} failed:\n{printed}")
         result: dict[str, Any] = json.loads(output.read_text())
     return result
 
@@ -87,22 +94,22 @@ def in_processes(
 def measure(
     workload: Workload, variant: Variant, repeats: int, sgd_memory: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """One row of the table."""
+    """Measure one row of the table."""
     row: dict[str, Any] = {
         "workload": workload.name,
         "variant": variant.name,
         "solver": variant.solver,
         "placement": variant.placement,
         "processes": variant.processes,
-        **in_processes("steps", workload, variant, repeats, variant.processes),
+        **run_in_processes("steps", workload, variant, repeats, variant.processes),
     }
     if sgd_memory is not None:
-        ours = in_processes("memory", workload, variant, repeats, variant.processes)
+        memory = run_in_processes("memory", workload, variant, repeats, variant.processes)
         row["memory"] = {
-            "optimizer_bytes": ours["peak_bytes"],
+            "optimizer_bytes": memory["peak_bytes"],
             "sgd_bytes": sgd_memory["peak_bytes"],
-            "bytes_after_import": ours["bytes_after_import"],
-            "ratio": ours["peak_bytes"] / sgd_memory["peak_bytes"],
+            "bytes_after_import": memory["bytes_after_import"],
+            "ratio": memory["peak_bytes"] / sgd_memory["peak_bytes"],
         }
     return row
 
@@ -110,14 +117,16 @@ def measure(
 def runnable(
     workloads: Sequence[Workload], variants: Sequence[Variant], console: Console
 ) -> list[tuple[Workload, list[Variant]]]:
-    """What this machine can run; the rest is named."""
+    """The workloads and variants that this machine can run. Prints which ones are skipped."""
     plan = []
     for workload in workloads:
         if not workload.available:
             console.print(f"{workload.name}: skipped, needs CUDA")
             continue
-        devices = torch.cuda.device_count() if workload.device == "cuda" else sys.maxsize
-        possible = [variant for variant in variants if variant.processes <= devices]
+        max_processes = sys.maxsize
+        if workload.device == "cuda":
+            max_processes = torch.cuda.device_count()
+        possible = [variant for variant in variants if variant.processes <= max_processes]
         for variant in variants:
             if variant not in possible:
                 console.print(f"{workload.name}, {variant.name}: skipped, needs more GPUs")
@@ -132,74 +141,86 @@ def run(
     memory: bool,
     output: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure all of a plan, one thing at a time; what there is so far is always in the file."""
+    """Measure all workloads and variants of a plan, and write the file after each of them."""
     rows: list[dict[str, Any]] = []
     floors: dict[str, dict[str, float]] = {}
     record = {"repeats": repeats, "floors": floors, "rows": rows}
     bar = tqdm(total=sum(1 + len(variants) for _, variants in plan), leave=False)
     for workload, variants in plan:
+        # The floor needs one process per workload.
         bar.set_description(f"{workload.name}, floor")
-        floors[workload.name] = in_processes("floor", workload, None, repeats)
+        floors[workload.name] = run_in_processes("floor", workload, None, repeats)
         bar.update()
+
+        # SGD's memory is measured once per number of processes.
         sgd_memory: dict[int, dict[str, Any]] = {}
         for variant in variants:
             bar.set_description(f"{workload.name}, {variant.name}")
             size = variant.processes
             if memory and size not in sgd_memory:
-                sgd_memory[size] = in_processes("memory", workload, None, repeats, size)
+                sgd_memory[size] = run_in_processes("memory", workload, None, repeats, size)
             rows.append(measure(workload, variant, repeats, sgd_memory.get(size)))
-            reporting.store(output, **rounded(record))
+            reporting.store(output, **round_numbers(record))
             bar.update()
     bar.close()
     return record
 
 
-def rounded(value: Any) -> Any:
-    """Numbers to four digits after the point: what the clock is good for."""
+def round_numbers(value: Any) -> Any:
+    """Round all numbers of a record to four decimals, which is the precision of the clock."""
     if isinstance(value, dict):
-        return {key: rounded(entry) for key, entry in value.items()}
+        return {key: round_numbers(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [rounded(entry) for entry in value]
-    return round(value, 4) if isinstance(value, float) else value
+        return [round_numbers(entry) for entry in value]
+    if isinstance(value, float):
+        return round(value, 4)
+    return value
 
 
 # ----------------------------------------------------------------------------------- the results
 
 
 def sent_megabytes(row: dict[str, Any], kind: str = "full") -> float:
-    """What a process sends because of second order: the mean of the gradients is not counted."""
+    """Megabytes that a process sends in a step, without those that average the gradients."""
     sent: dict[str, int] = row["sent"].get(kind, {})
-    return sum(count for category, count in sent.items() if category != "averaging") / MB
+    return sum(nbytes for category, nbytes in sent.items() if category != "averaging") / MB
 
 
 def table(record: dict[str, Any]) -> Table:
     """A row for each workload and variant."""
     rows: list[list[str] | None] = []
-    previous = None
+    previous_workload = None
     for row in record["rows"]:
-        if previous not in (None, row["workload"]):
-            rows.append(None)
-        floors = ("", "")
+        # The first row of a workload has its name, and a separator above it.
+        workload = ""
+        if row["workload"] != previous_workload:
+            workload = row["workload"]
+            if previous_workload is not None:
+                rows.append(None)
+        previous_workload = row["workload"]
+
+        # Rows of one process show the floor; others, the processes and the bytes that they send.
+        every_step = f"{row['every_step']:.2f}"
+        every_10_and_100 = f"{row['every_10_and_100']:.2f}"
+        placement = row["placement"]
+        sent = ""
         if row["processes"] == 1:
             times = record["floors"][row["workload"]]
-            sgd = row["milliseconds"]["sgd"]
-            ratios = floor_ratios(times, row["solver"], sgd)
-            floors = (f" ({ratios[0]:.2f})", f" ({ratios[1]:.2f})")
-        many = row["processes"] > 1
-        rows.append(
-            [
-                "" if row["workload"] == previous else row["workload"],
-                row["solver"],
-                f"{row['placement']} × {row['processes']}" if many else row["placement"],
-                f"{row['milliseconds']['sgd']:.1f}",
-                f"{row['every_step']:.2f}{floors[0]}",
-                f"{row['every_10_and_100']:.2f}{floors[1]}",
-                f"{(row['factor_bytes'] + row['inverse_bytes']) / MB:.1f}",
-                f"{row['memory']['ratio']:.2f}" if "memory" in row else "",
-                f"{sent_megabytes(row):.1f}" if many else "",
-            ]
-        )
-        previous = row["workload"]
+            floors = floor_ratios(times, row["solver"], row["milliseconds"]["sgd"])
+            every_step += f" ({floors[0]:.2f})"
+            every_10_and_100 += f" ({floors[1]:.2f})"
+        else:
+            placement = f"{placement} × {row['processes']}"
+            sent = f"{sent_megabytes(row):.1f}"
+
+        memory = ""
+        if "memory" in row:
+            memory = f"{row['memory']['ratio']:.2f}"
+        state = (row["factor_bytes"] + row["inverse_bytes"]) / MB
+        sgd = f"{row['milliseconds']['sgd']:.1f}"
+        names = [workload, row["solver"], placement]
+        rows.append([*names, sgd, every_step, every_10_and_100, f"{state:.1f}", memory, sent])
+
     title = "Step time as a multiple of SGD's (floor); memory and bytes of one process"
     words = "workload", "solver", "placement"
     numbers = "SGD ms", "every step", "10 / 100", "state MB", "peak memory", "sent MB"
@@ -211,21 +232,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[])
-    parser.add_argument("--repeats", type=int, default=7, help="of every kind of step")
-    parser.add_argument("--processes", type=int, help="of the variants with more than one")
+    parser.add_argument("--repeats", type=int, default=7, help="timed steps of each kind")
+    parser.add_argument("--processes", type=int, help="processes of the distributed variants")
     parser.add_argument("--skip-memory", action="store_true")
-    parser.add_argument("--json", type=Path, help="write the record here")
+    parser.add_argument("--json", type=Path, help="write the record to this file")
     parser.add_argument("--worker", choices=("steps", "memory", "floor"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker:
         work(options)
         return
     console = Console(width=None if sys.stdout.isatty() else 120)
-    variants = [VARIANTS[name] for name in options.variants or VARIANTS]
-    if options.processes:
-        variants = [
-            replace(v, processes=options.processes) if v.processes > 1 else v for v in variants
-        ]
+    variants = []
+    for name in options.variants or VARIANTS:
+        variant = VARIANTS[name]
+        if options.processes and variant.processes > 1:
+            variant = replace(variant, processes=options.processes)
+        variants.append(variant)
     plan = runnable([WORKLOADS[name] for name in options.workloads], variants, console)
     if not plan:
         return

@@ -1,4 +1,4 @@
-"""What the speed benchmark times: each optimizer with a solver and a placement, one line each."""
+"""The variants that the speed benchmark times: an optimizer, a solver and a placement."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import nn
 from second_order import DPKFAC, KAISA
 from second_order.reporting.summary import Summary
 
-__all__ = ["VARIANTS", "Interval", "Measured", "Variant"]
+__all__ = ["VARIANTS", "Interval", "MeasuredOptimizer", "Variant"]
 
 Interval: TypeAlias = Callable[[int], int]
 
 
-class Measured(Protocol):
-    """What an optimizer must offer to be measured."""
+class MeasuredOptimizer(Protocol):
+    """The methods that the benchmark calls."""
 
     def step(self) -> Any: ...
 
@@ -28,26 +28,26 @@ class Measured(Protocol):
 
 @dataclass(frozen=True)
 class Variant:
-    """One row of a workload in the table.
+    """One row of the table for a workload.
 
     Attributes:
-        name: As on the command line.
+        name: Name on the command line.
         solver: "eigen" or "inverse".
-        placement: Where the work is done, as the table has it.
-        processes: How many, each with one thread and its own batch.
-        optimizer: Its class, or a function with the same keywords.
-        options: What sets it apart.
+        placement: The placement as the table prints it.
+        processes: Number of processes, each with one thread and its own batch.
+        optimizer: The class, or a function with the same keywords.
+        options: Further options of the optimizer.
     """
 
     name: str
     solver: str
     placement: str
     processes: int
-    optimizer: Callable[..., Measured]
+    optimizer: Callable[..., MeasuredOptimizer]
     options: dict[str, Any]
 
-    def build(self, model: nn.Module, statistics: Interval, solve: Interval) -> Measured:
-        """The optimizer, whose refreshes follow the two intervals from the first step on."""
+    def build(self, model: nn.Module, statistics: Interval, solve: Interval) -> MeasuredOptimizer:
+        """Make the optimizer, whose refreshes follow the two intervals from the first step."""
         return self.optimizer(
             model,
             lr=0.01,

@@ -1,7 +1,8 @@
 """The workloads of the speed benchmark: models and one batch of random data for each.
 
-Four run on any machine; two need CUDA. Sizes are those of networks that people train, so that the
-share of each stage in a step is what it is in practice; the data only has to have the right shape.
+Four run on any machine, and two need CUDA. The models are as large as networks that people train,
+so each part of a step takes a realistic share of the time. The data is random, because only its
+shape matters.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ class Workload:
     """A model and the batch that it is timed on.
 
     Attributes:
-        name: As on the command line.
-        build: Makes the model, on the CPU.
+        name: Name on the command line.
+        build: Makes the model on the CPU.
         inputs: Shape of a batch.
-        classes: Of the targets.
+        classes: Number of classes.
         device: "cpu" or "cuda".
-        autocast: Whether the forward runs under autocast to bfloat16.
+        autocast: Whether the forward pass runs under autocast to bfloat16.
     """
 
     name: str
@@ -49,12 +50,12 @@ class Workload:
         return self.device == "cpu" or torch.cuda.is_available()
 
     def model(self) -> nn.Module:
-        """The model with the same parameters every time, in training mode."""
+        """Build the model, with the same parameters every time and in training mode."""
         torch.manual_seed(SEED)
         return self.build().to(self.device)
 
     def batch(self, rank: int = 0) -> Batch:
-        """Inputs and targets; every rank has its own."""
+        """Inputs and targets, which differ between ranks."""
         generator = torch.Generator().manual_seed(SEED + 1 + rank)
         x = torch.randn(self.inputs, generator=generator)
         y = torch.randint(self.classes, (self.inputs[0],), generator=generator)
@@ -72,7 +73,7 @@ class Workload:
 
 
 def mlp() -> nn.Module:
-    """512-1024-1024-512-10."""
+    """An MLP of widths 512, 1024, 1024, 512 and 10."""
     return nn.Sequential(
         nn.Linear(512, 1024),
         nn.ReLU(),
@@ -90,13 +91,14 @@ def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> lis
 
 
 class _Block(nn.Module):
-    """A residual block: some convolutions, and a projection where the shape changes."""
+    """A residual block: convolutions, and a projection if the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, *layers: nn.Module) -> None:
         super().__init__()
         self.body = nn.Sequential(*layers)
-        same = inputs == outputs and stride == 1
-        projection = [] if same else _convolution(inputs, outputs, 1, stride)
+        projection: list[nn.Module] = []
+        if inputs != outputs or stride != 1:
+            projection = _convolution(inputs, outputs, 1, stride)
         self.shortcut = nn.Sequential(*projection)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -104,14 +106,14 @@ class _Block(nn.Module):
 
 
 def basic_block(inputs: int, width: int, stride: int) -> _Block:
-    """Two 3x3 convolutions."""
+    """A residual block of two 3x3 convolutions."""
     first = _convolution(inputs, width, 3, stride)
     second = _convolution(width, width, 3)
     return _Block(inputs, width, stride, *first, nn.ReLU(), *second)
 
 
 def bottleneck(inputs: int, width: int, stride: int) -> _Block:
-    """1x1, 3x3 with the stride, and 1x1 to four times the width."""
+    """A residual block of 1x1, strided 3x3, and 1x1 convolutions to four times the width."""
     narrow = _convolution(inputs, width, 1)
     spatial = _convolution(width, width, 3, stride)
     wide = _convolution(width, 4 * width, 1)
@@ -119,7 +121,7 @@ def bottleneck(inputs: int, width: int, stride: int) -> _Block:
 
 
 class ResNet(nn.Module):
-    """A stem, stages of residual blocks, the mean over positions, and a Linear."""
+    """A stem, stages of residual blocks, the mean over positions, and a Linear layer."""
 
     def __init__(
         self,
@@ -136,7 +138,8 @@ class ResNet(nn.Module):
         channels = widths[0]
         for stage, (width, depth) in enumerate(zip(widths, depths, strict=True)):
             for i in range(depth):
-                blocks.append(block(channels, width, 2 if stage > 0 and i == 0 else 1))
+                stride = 2 if stage > 0 and i == 0 else 1
+                blocks.append(block(channels, width, stride))
                 channels = width * expansion
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(channels, classes)
@@ -158,7 +161,7 @@ def resnet50() -> ResNet:
 
 
 class _Attention(nn.Module):
-    """Self-attention with a Linear each for queries, keys, values and outputs."""
+    """Self-attention with one Linear layer each for queries, keys, values and outputs."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -177,7 +180,7 @@ class _Attention(nn.Module):
 
 
 class _TransformerBlock(nn.Module):
-    """Pre-norm: attention, then a feed-forward network."""
+    """A pre-norm block: attention, then a feed-forward network."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -193,7 +196,7 @@ class _TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Blocks over tokens that are vectors already, the mean over tokens, and a Linear."""
+    """Blocks over embedded tokens, the mean over tokens, and a Linear layer."""
 
     def __init__(self, layers: int, width: int, heads: int, hidden: int, classes: int = 10) -> None:
         super().__init__()

@@ -25,6 +25,6 @@ def test_every_part_of_the_command_runs_on_the_cpu(tmp_path: Path) -> None:
 
 def test_a_part_that_fails_or_hangs_ends_and_is_reported(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setitem(gpu.LIMITS, "nccl", 0.1)
-    found = gpu.measured("nccl", tiny=True)
-    assert found["exit"] != 0
-    assert found["failed"]
+    result = gpu.run_part("nccl", tiny=True)
+    assert result["exit"] != 0
+    assert result["failed"]

@@ -47,12 +47,12 @@ def test_the_floor_times_every_stage() -> None:
     assert all(time > 0 for time in times.values())
     assert times["statistics"] <= (times["patches"] + times["g"]) * (1 + 1e-9)
     for solver in ("eigen", "inverse"):
-        every_step, amortised = floor.floor_ratios(times, solver, times["sgd"])
-        assert every_step > amortised > 1
+        every_step, amortized = floor.floor_ratios(times, solver, times["sgd"])
+        assert every_step > amortized > 1
 
 
 def test_the_floor_is_made_of_the_right_matrices() -> None:
-    conv, strided, linear = floor.captured(TINY)
+    conv, strided, linear = floor.capture_layers(TINY)
     assert [layer.autocorrelates for layer in (conv, strided, linear)] == [True, False, False]
     patches = unfold(conv.x, 3, padding=1).transpose(1, 2).flatten(0, 1)
     torch.testing.assert_close(floor.a_by_one_product(conv), patches.T @ patches)
@@ -69,7 +69,7 @@ def test_the_floor_is_made_of_the_right_matrices() -> None:
 def test_ratios_weigh_the_stages_by_how_often_they_run() -> None:
     times = {"statistics": 20.0, "eigh": 100.0, "precondition_eigen": 5.0}
     assert floor.floor_ratios(times, "eigen", 10.0) == (13.5, 1.8)
-    assert measure.amortised({"full": 100.0, "statistics": 10.0, "plain": 1.0}) == 2.8
+    assert measure.amortized({"full": 100.0, "statistics": 10.0, "plain": 1.0}) == 2.8
 
 
 # ------------------------------------------------------------------------------------- the meters

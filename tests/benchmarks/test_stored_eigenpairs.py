@@ -58,10 +58,7 @@ def test_where_dho2_gains_seconds() -> None:
 
 
 def test_curvature_agrees_with_curvlinops() -> None:
-    records = {
-        record["task"].replace("beside", "against"): record
-        for record in stored("curvature_rivals")["records"]
-    }
+    records = {record["task"]: record for record in stored("curvature_rivals")["records"]}
     table = rows("docs/concepts/spectra.md", "estimate", "products", "ms", "error")
     assert table.keys() == records.keys()
     for label, cells in table.items():
