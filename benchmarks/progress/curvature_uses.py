@@ -1,10 +1,13 @@
-"""What the curvature of a trained model is good for: the four examples, run and kept as they print.
+"""Uses of a trained model's curvature: runs four examples and stores their output.
 
     make curvature-uses
 
-Each runs by itself, on one thread, as its page tells: influence of training images beside models
-trained without them, compression beside plain SVD, learning without forgetting beside other
-penalties, calibration of a last layer beside a temperature.
+Each example runs in a separate process on one thread:
+
+    influence      influence of training images, compared with models trained without them
+    compression    low-rank weights by curvature, compared with plain SVD
+    continual      learning without forgetting, compared with other penalties
+    laplace        calibration of the last layer, compared with a temperature
 """
 
 from __future__ import annotations
@@ -24,9 +27,9 @@ USES = {name: f"{name}.py" for name in ("influence", "compression", "continual")
 }
 
 
-def printed(name: str, figures: Path, more: list[str]) -> list[str]:
-    """The lines that an example prints."""
-    command = [sys.executable, str(ROOT / "examples" / USES[name]), *more]
+def run_example(name: str, figures: Path, options: list[str]) -> list[str]:
+    """Run an example, and return the lines that it prints."""
+    command = [sys.executable, str(ROOT / "examples" / USES[name]), *options]
     if name in FIGURES:
         command += ["--output", str(figures / f"{name}.png")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -37,16 +40,18 @@ def printed(name: str, figures: Path, more: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Run all, show what they print, and keep it."""
+    """Run all examples, and print and store their output."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--uses", nargs="+", choices=USES, default=list(USES))
     parser.add_argument("--more", nargs="*", default=[], help="options of the examples")
     parser.add_argument("--figures", type=Path, default=ROOT / "docs" / "figures")
-    parser.add_argument("--json", type=Path, help="write the record there")
+    parser.add_argument("--json", type=Path, help="write the output to this file")
     arguments = parser.parse_args()
-    found = {name: printed(name, arguments.figures, arguments.more) for name in arguments.uses}
-    reporting.store(arguments.json, printed=found)
-    for name, lines in found.items():
+    printed = {}
+    for name in arguments.uses:
+        printed[name] = run_example(name, arguments.figures, arguments.more)
+    reporting.store(arguments.json, printed=printed)
+    for name, lines in printed.items():
         reporting.show(f"{name}:", *lines)
 
 

@@ -3,11 +3,11 @@
     make language-model                                   the small model: about an hour
     make language-model ARGS="--size full --seeds 2"      four layers, contexts of 128: hours
 
-Each optimizer is tuned on a grid of the same size on a seed that is not reported, by its loss on
-held-out text at the end. Reported are five other seeds, at the best of each grid; differences are
-paired by seed, with their standard error. "KAISA, defaults" is not tuned at all: nothing is set but
-what AdamW has, at the learning rate that is best for AdamW; the last row doubles that rate. Every
-run is stored.
+Each optimizer is tuned on a grid of the same size, on a seed that is not reported, by its final
+loss on held-out text. We report five other seeds with the best setting of each grid. Differences
+are paired by seed, with their standard error. "KAISA, defaults" is not tuned. It has default
+settings, and the learning rate that is best for AdamW. The last row doubles that rate. Every run is
+stored.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from tasks import (
     Job,
     Run,
     Setting,
-    final,
-    paired,
+    final_loss,
+    mean_difference,
     run_all,
     seconds_to,
     steps_to,
-    tuned,
+    tune,
 )
 
 TUNED_ON = 100
-OURS = "KAISA"
+KAISA = "KAISA"
 DEFAULTS = "KAISA, defaults"
 REFERENCE = "AdamW"
 TWICE = "KAISA, twice AdamW's rate"
@@ -50,7 +50,7 @@ GRIDS: dict[str, list[Setting]] = {
     "Muon": [(lr, {}) for lr in (0.005, 0.007, 0.01, 0.014, 0.02, 0.03)],
     "SOAP": [(lr, {}) for lr in (0.003, 0.005, 0.007, 0.01, 0.014, 0.02)],
     "SGD": [(lr, {}) for lr in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)],
-    OURS: [
+    KAISA: [
         *[(lr, {}) for lr in (0.007, 0.01, 0.014)],
         *[(0.01, {"damping": damping}) for damping in (0.03, 0.2)],
         (0.01, {"damping": 0.05, "grafting": "none"}),
@@ -59,101 +59,115 @@ GRIDS: dict[str, list[Setting]] = {
 
 
 def job(task: str, name: str, setting: Setting, seed: int) -> Job:
-    """One training of the benchmark."""
+    """A training run of the benchmark."""
     lr, options = setting
-    optimizer = "KAISA, AdamW" if name.startswith(OURS) else name
+    optimizer = "KAISA, AdamW" if name.startswith(KAISA) else name
     return Job(task, optimizer, lr, seed, options)
 
 
-def best_of(stored: Iterable[dict[str, Any]]) -> Setting:
-    """The setting with the least loss at the end."""
-    job = min(stored, key=lambda run: float(run["losses"][-1]))["job"]
+def best_setting(stored_runs: Iterable[dict[str, Any]]) -> Setting:
+    """The setting of the stored run with the smallest final loss."""
+    job = min(stored_runs, key=lambda run: float(run["losses"][-1]))["job"]
     return job["lr"], job["options"]
 
 
 def figures(runs: dict[str, list[Run]]) -> dict[str, dict[str, Any]]:
-    """What the table says of each optimizer."""
-    reference = runs[REFERENCE]
-    total = TASKS[reference[0].job.task]().steps
+    """The figures of the table for each optimizer."""
+    references = runs[REFERENCE]
+    default_losses = [final_loss(run) for run in runs[DEFAULTS]]
+    num_steps = TASKS[references[0].job.task]().steps
     result: dict[str, dict[str, Any]] = {}
-    for name, of in runs.items():
-        losses = [final(run) for run in of]
-        shares = []
-        paces = []
-        for run, theirs in zip(of, reference, strict=True):
-            shares.append(steps_to(run, final(theirs)) / total)
-            paces.append(seconds_to(run, final(theirs)) / theirs.seconds[-1])
+    for name, runs_by_seed in runs.items():
+        # The target of each seed is the reference's final loss.
+        step_shares = []
+        second_shares = []
+        for run, reference in zip(runs_by_seed, references, strict=True):
+            target = final_loss(reference)
+            step_shares.append(steps_to(run, target) / num_steps)
+            second_shares.append(seconds_to(run, target) / reference.seconds[-1])
+
+        losses = [final_loss(run) for run in runs_by_seed]
         result[name] = {
             "loss": statistics.mean(losses),
-            "share of steps": statistics.median(shares),
-            "share of seconds": statistics.median(paces),
-            "seconds": statistics.median(run.seconds[-1] for run in of),
-            "beside defaults": paired(losses, [final(run) for run in runs[DEFAULTS]]),
+            "share of steps": statistics.median(step_shares),
+            "share of seconds": statistics.median(second_shares),
+            "seconds": statistics.median(run.seconds[-1] for run in runs_by_seed),
+            "beside defaults": mean_difference(losses, default_losses),
         }
     return result
 
 
-def table(found: dict[str, dict[str, Any]], best: dict[str, Setting]) -> Table:
-    """Of :func:`figures`."""
+def table(rows: dict[str, dict[str, Any]], best: dict[str, Setting]) -> Table:
+    """A table of :func:`figures`."""
     columns = "optimizer", "setting", "loss", "above defaults", "steps", "seconds", "seconds in all"
-    rows = []
-    for name, row in found.items():
+    cells = []
+    for name, row in rows.items():
         lr, options = best[name]
-        more = "".join(f", {key} {value}" for key, value in options.items())
-        told = row["beside defaults"]
-        rows.append(
+        setting = ", ".join([f"lr {lr}", *(f"{key} {value}" for key, value in options.items())])
+        above_defaults = ""
+        if name != DEFAULTS and row["beside defaults"] is not None:
+            mean, error = row["beside defaults"]
+            above_defaults = f"{mean:+.3f} ± {error:.3f}"
+        cells.append(
             [
                 name,
-                f"lr {lr}{more}",
+                setting,
                 f"{row['loss']:.3f}",
-                "" if name == DEFAULTS or told is None else f"{told[0]:+.3f} ± {told[1]:.3f}",
-                *(f"{row[f'share of {key}']:.2f} ×" for key in ("steps", "seconds")),
+                above_defaults,
+                f"{row['share of steps']:.2f} ×",
+                f"{row['share of seconds']:.2f} ×",
                 f"{row['seconds']:.0f}",
             ]
         )
-    title = "held-out loss, and what it takes to reach AdamW's last"
-    return reporting.table(title, columns, rows)
+    title = "held-out loss, and steps and seconds to AdamW's final loss"
+    return reporting.table(title, columns, cells)
 
 
 def main() -> None:
-    """Tune, train, print, and store."""
+    """Tune, train, print the table, and store the runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=("small", "full"), default="small")
-    parser.add_argument("--seeds", type=int, default=5, help="reported ones: 0, 1 and so on")
-    parser.add_argument("--processes", type=int, default=2, help="trainings at a time")
-    parser.add_argument("--settings", type=Path, help="take those of a stored run, and do not tune")
-    parser.add_argument("--json", type=Path, help="write the runs there")
+    parser.add_argument("--seeds", type=int, default=5, help="number of reported seeds")
+    parser.add_argument("--processes", type=int, default=2, help="training runs at a time")
+    parser.add_argument("--settings", type=Path, help="use the settings of a stored run")
+    parser.add_argument("--json", type=Path, help="write the runs to this file")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", SecondOrderWarning)
     task = "language" if arguments.size == "small" else "language, 4 layers"
+
+    # Tune all optimizers, or read their settings.
     best: dict[str, Setting]
-    grids: list[dict[str, Any]] = []
+    tuning: list[dict[str, Any]]
     if arguments.settings:
         stored = json.loads(arguments.settings.read_text("utf-8"))
         best = {name: (lr, options) for name, (lr, options) in stored["settings"].items()}
-        grids = stored["tuning"]
+        tuning = stored["tuning"]
     else:
-        best, tried = tuned(GRIDS, partial(job, task), (TUNED_ON,), arguments.processes)
-        grids = [{"name": name, **asdict(run)} for name, run in tried]
+        best, tuning_runs = tune(GRIDS, partial(job, task), (TUNED_ON,), arguments.processes)
+        tuning = [{"name": name, **asdict(run)} for name, run in tuning_runs]
         best[DEFAULTS] = best[REFERENCE]
-        best[TWICE] = 2 * best[REFERENCE][0], {}
-        best[OWN_SCALE] = best_of(
-            run for run in grids if run["name"] == OURS and "grafting" not in run["job"]["options"]
+        best[TWICE] = (2 * best[REFERENCE][0], {})
+        kaisa_runs = [run for run in tuning if run["name"] == KAISA]
+        best[OWN_SCALE] = best_setting(
+            run for run in kaisa_runs if "grafting" not in run["job"]["options"]
         )
-    named = [(name, seed) for name in best for seed in range(arguments.seeds)]
-    done = run_all((job(task, n, best[n], seed) for n, seed in named), arguments.processes)
+
+    # Train with each setting on each seed.
+    names = []
+    jobs = []
+    for name, setting in best.items():
+        for seed in range(arguments.seeds):
+            names.append(name)
+            jobs.append(job(task, name, setting, seed))
     runs: dict[str, list[Run]] = {name: [] for name in best}
-    for (name, _), run in zip(named, done, strict=True):
+    stored_runs = []
+    for name, run in zip(names, run_all(jobs, arguments.processes), strict=True):
         runs[name].append(run)
-    found = figures(runs)
-    reporting.show(table(found, best))
-    reporting.store(
-        arguments.json,
-        settings=best,
-        figures=found,
-        runs=[{"name": n, **asdict(r)} for (n, _), r in zip(named, done, strict=True)],
-        tuning=grids,
-    )
+        stored_runs.append({"name": name, **asdict(run)})
+
+    rows = figures(runs)
+    reporting.show(table(rows, best))
+    reporting.store(arguments.json, settings=best, figures=rows, runs=stored_runs, tuning=tuning)
 
 
 if __name__ == "__main__":

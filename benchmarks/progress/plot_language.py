@@ -3,7 +3,7 @@
     python benchmarks/progress/plot_language.py benchmarks/results/language.json \\
         --out docs/figures/language.png
 
-A line is the mean over the reported seeds, a band their standard deviation. The dashed line is
+A line is the mean over the reported seeds, and a band is their standard deviation. The dashed line is
 AdamW's last loss, and a dot is where an optimizer reaches it.
 """
 
@@ -29,31 +29,32 @@ DASHES = {
     "KAISA, defaults": "-",
     "KAISA, twice AdamW's rate": (0, (4, 1.5)),
 }
-# of the losses that are shown
+# The range of the losses in the figure.
 LOWEST = 1.29
 HIGHEST = 2.2
-EVERY = 10  # steps between two judgements
+EVERY = 10  # steps between two evaluations
 FONT_SIZE = 12  # readable on a phone also
 LINE_HEIGHT = 0.072  # of a label, in nats
 
 
 def mean_and_deviation(runs: Sequence[dict[str, Any]], key: str) -> tuple[Any, Any]:
-    """Over runs, at each judgement."""
+    """Mean and standard deviation over runs, at each evaluation."""
     values = np.array([run[key] for run in runs])
     return values.mean(0), values.std(0, ddof=1)
 
 
 def spread(heights: Sequence[float], least: float) -> list[float]:
     """Move ascending heights up until each is at least so far above the one before it."""
-    found: list[float] = []
+    result: list[float] = []
     for height in heights:
-        lowest = found[-1] + least if found else height
-        found.append(max(height, lowest))
-    return found
+        if result:
+            height = max(height, result[-1] + least)  # noqa: PLW2901
+        result.append(height)
+    return result
 
 
 def draw(axes: Axes, record: dict[str, Any], against: str) -> None:
-    """One panel."""
+    """Draw the losses against "steps" or "seconds"."""
     runs = {n: [r for r in record["runs"] if r["name"] == n] for n in DASHES}
     goal = float(mean_and_deviation(runs["AdamW"], "losses")[0][-1])
     axes.axhline(goal, color=OPTIMIZER_COLORS["AdamW"], linewidth=0.9, linestyle=":")
@@ -88,18 +89,18 @@ def draw(axes: Axes, record: dict[str, Any], against: str) -> None:
 def draw_record(record: dict[str, Any]) -> Figure:
     """Both panels. The titles say when KAISA at AdamW's rate reaches AdamW's last loss."""
     figures = record["figures"]
-    ours = figures["KAISA, defaults"]
+    kaisa = figures["KAISA, defaults"]
     figure = Figure(figsize=(FIGURE_WIDTH, 6.4), layout="constrained")
     upper, lower = figure.subplots(2, 1)
     draw(upper, record, "steps")
     upper.set_xlabel("training step")
     upper.set_title(
-        f"KAISA reaches AdamW's last loss in {ours['share of steps']:.0%} of the steps", loc="left"
+        f"KAISA reaches AdamW's last loss in {kaisa['share of steps']:.0%} of the steps", loc="left"
     )
     draw(lower, record, "seconds")
     lower.set_xlabel("CPU time (s)")
     lower.set_title(
-        f"and in {ours['share of seconds']:.0%} of the time "
+        f"and in {kaisa['share of seconds']:.0%} of the time "
         f"(Muon: {figures['Muon']['share of seconds']:.0%})",
         loc="left",
     )

@@ -2,16 +2,17 @@
 
     make sensitivity
     make sensitivity ARGS='--tasks "digits MLP" --seeds 5'
-    make sensitivity ARGS=--keep-rivals                      train KAISA only, if that is valid
+    make sensitivity ARGS=--keep-rivals                      reuse the bases' runs if valid
 
-Small tasks, each over one base or two, at a constant rate, or one that rises linearly in the first
-tenth of the steps and is constant then. The base is tuned for each of the two on six rates, on five
-seeds that are not reported. KAISA over it has nothing set but the rate: 0.5, 1, 2 and 4 times the
-base's best. A run is above if its loss is greater than that of the base at its best rate, of the
-same seed and with the same warm-up; because single judgements at a constant rate are noisy, a loss
-is the mean of a run's last five. 20 seeds are reported, of Fashion-MNIST six. Every run is stored.
-If there is a stored file, the tasks that you do not ask for stay in it. Tasks whose data are
-missing are left out.
+Each small task has one base or two. The learning rate is constant, or rises linearly in the first
+tenth of the steps. For both schedules, the base is tuned on six rates and on five seeds that are
+not reported. KAISA has default settings, and 0.5, 1, 2 and 4 times the base's best rate.
+
+A run ends above its base if its loss is larger than that of the base at its best rate, with the
+same seed and the same warm-up. A loss is the mean of a run's last five evaluations, because single
+evaluations at a constant rate are noisy. We report 20 seeds, and six of Fashion-MNIST. Every run is
+stored. If there is a stored file, only the tasks that you name are replaced. Tasks without data
+are skipped.
 """
 
 from __future__ import annotations
@@ -36,26 +37,26 @@ from tasks import (
     Setting,
     basis,
     has_data,
-    restored,
+    restore_run,
     run_all,
     stored_tasks,
-    tuned,
+    tune,
 )
 
 TUNED_ON = range(100, 105)
-LAST = 5  # judgements, over which a loss is averaged
-RATES = 0.5, 1.0, 2.0, 4.0  # times the base's best
+LAST = 5  # evaluations over which a loss is averaged
+RATES = 0.5, 1.0, 2.0, 4.0  # multiples of the base's best rate
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A task and a base.
+    """A task and a base optimizer.
 
     Attributes:
-        task: Its name.
-        base: The optimizer that is tuned, and that KAISA is over.
-        rates: On which it is tuned.
-        seeds: How many are reported.
+        task: Name of the task.
+        base: The base optimizer, alone and of KAISA.
+        rates: The learning rates that the base is tuned on.
+        seeds: Number of reported seeds.
     """
 
     task: str
@@ -65,7 +66,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """In the table and the stored file."""
+        """Name in the table and in the stored file."""
         return f"{self.task}, {self.base}"
 
 
@@ -82,23 +83,23 @@ CELLS = {
 }
 
 
-def level(run: Run) -> float:
-    """The mean of the last losses; infinite for a run that broke off."""
-    found = statistics.mean(run.losses[-LAST:])
-    return found if math.isfinite(found) else math.inf
+def mean_last_loss(run: Run) -> float:
+    """Mean of the last losses, or infinity if the run diverged."""
+    loss = statistics.mean(run.losses[-LAST:])
+    return loss if math.isfinite(loss) else math.inf
 
 
 def warmups(task: str) -> dict[str, int]:
-    """Steps in which the rate rises, by what the table says."""
+    """Numbers of warm-up steps, by their label in the table."""
     return {"none": 0, "10 % of steps": TASKS[task]().steps // 10}
 
 
 @dataclass
 class Base:
-    """The base of a cell.
+    """The runs of a cell's base optimizer.
 
     Attributes:
-        rates: Its best, by warm-up.
+        rates: The best learning rates by warm-up.
         tuning: The runs on tuning seeds.
         runs: The reported runs by warm-up, one for each seed.
     """
@@ -116,39 +117,42 @@ def tune_base(cell: Cell, seeds: int, processes: int) -> Base:
         return Job(cell.task, cell.base, setting[0], seed, warmup=steps[warmup])
 
     grid: list[Setting] = [(lr, {}) for lr in cell.rates]
-    best, tuning = tuned(dict.fromkeys(steps, grid), tuning_job, TUNED_ON, processes, level)
+    best, tuning = tune(dict.fromkeys(steps, grid), tuning_job, TUNED_ON, processes, mean_last_loss)
     rates = {warmup: lr for warmup, (lr, _) in best.items()}
-    jobs = [
-        Job(cell.task, cell.base, rates[warmup], seed, warmup=steps[warmup])
-        for warmup in steps
-        for seed in range(seeds)
-    ]
-    done = run_all(jobs, processes)
-    runs = {warmup: done[i * seeds : (i + 1) * seeds] for i, warmup in enumerate(steps)}
+
+    labels = []
+    jobs = []
+    for warmup in steps:
+        for seed in range(seeds):
+            labels.append(warmup)
+            jobs.append(Job(cell.task, cell.base, rates[warmup], seed, warmup=steps[warmup]))
+    runs: dict[str, list[Run]] = {warmup: [] for warmup in steps}
+    for warmup, run in zip(labels, run_all(jobs, processes), strict=True):
+        runs[warmup].append(run)
     return Base(rates, [run for _, run in tuning], runs)
 
 
 def read_base(cell: Cell, record: Mapping[str, Any]) -> Base:
     """The base of a cell from its stored record."""
-    stored = [restored(run) for run in record["runs"] if run["job"]["optimizer"] == cell.base]
-    runs = {
-        warmup: [run for run in stored if run.job.warmup == steps]
-        for warmup, steps in warmups(cell.task).items()
-    }
-    return Base(record["rates"], list(map(restored, record["tuning"])), runs)
+    base_runs = [restore_run(run) for run in record["runs"] if run["job"]["optimizer"] == cell.base]
+    runs = {}
+    for warmup, steps in warmups(cell.task).items():
+        runs[warmup] = [run for run in base_runs if run.job.warmup == steps]
+    tuning = [restore_run(run) for run in record["tuning"]]
+    return Base(record["rates"], tuning, runs)
 
 
-def measured(
+def measure(
     cell: Cell, seeds: int, processes: int, record: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Tune the base, train, and compare: the base's rates, rows, and all runs.
+    """Tune the base, train, and return the base's rates, the rows of the table, and all runs.
 
     Args:
         cell: The task and the base.
-        seeds: How many are reported.
-        processes: Trainings at a time.
-        record: The stored record, if its runs of the base are to be kept. The base is trained all
-            the same if it was trained in another way, on another machine or with another torch.
+        seeds: Number of reported seeds.
+        processes: Number of training runs at a time.
+        record: The stored record, to reuse the base's runs. The base is still trained again if
+            its basis differs: other settings, another processor or another version of torch.
     """
     current = basis(cell.task, {cell.base: cell.rates}, TUNED_ON, seeds)
     if record is not None and record.get("basis") == current:
@@ -156,40 +160,45 @@ def measured(
     else:
         base = tune_base(cell, seeds, processes)
 
-    kaisa = [(warmup, share) for warmup in base.rates for share in RATES]
+    # Train KAISA at all rates.
     steps = warmups(cell.task)
-    jobs = [
-        Job(
-            cell.task,
-            f"KAISA, {cell.base}",
-            share * base.rates[warmup],
-            seed,
-            warmup=steps[warmup],
-        )
-        for warmup, share in kaisa
-        for seed in range(seeds)
-    ]
-    done = run_all(jobs, processes)
+    optimizer = f"KAISA, {cell.base}"
+    settings = []
+    jobs = []
+    for warmup, base_rate in base.rates.items():
+        for multiple in RATES:
+            settings.append((warmup, multiple))
+            lr = multiple * base_rate
+            for seed in range(seeds):
+                jobs.append(Job(cell.task, optimizer, lr, seed, warmup=steps[warmup]))
+    kaisa_runs = run_all(jobs, processes)
 
+    # Compare each setting with the base, seed by seed.
     rows = []
-    for i, (warmup, share) in enumerate(kaisa):
-        found = compared(done[i * seeds : (i + 1) * seeds], base.runs[warmup])
-        rows.append({"task": cell.task, "warm-up": warmup, "rate": share, **found})
-    of_base = [run for runs in base.runs.values() for run in runs]
+    for i, (warmup, multiple) in enumerate(settings):
+        comparison = compare(kaisa_runs[i * seeds : (i + 1) * seeds], base.runs[warmup])
+        rows.append({"task": cell.task, "warm-up": warmup, "rate": multiple, **comparison})
+
+    all_runs = []
+    for base_runs in base.runs.values():
+        all_runs += base_runs
+    all_runs += kaisa_runs
     return {
         "basis": current,
         "task": cell.task,
         "base": cell.base,
         "rates": base.rates,
         "rows": rows,
-        "runs": list(map(asdict, of_base + done)),
-        "tuning": list(map(asdict, base.tuning)),
+        "runs": [asdict(run) for run in all_runs],
+        "tuning": [asdict(run) for run in base.tuning],
     }
 
 
-def compared(ours: Sequence[Run], theirs: Sequence[Run]) -> dict[str, float]:
-    """Runs that end above those of the same seed, of how many, and the worst ratio of losses."""
-    ratios = [level(a) / level(b) for a, b in zip(ours, theirs, strict=True)]
+def compare(runs: Sequence[Run], base_runs: Sequence[Run]) -> dict[str, float]:
+    """Number of runs that end above the base with the same seed, and the worst ratio of losses."""
+    ratios = []
+    for run, base_run in zip(runs, base_runs, strict=True):
+        ratios.append(mean_last_loss(run) / mean_last_loss(base_run))
     return {
         "above": sum(ratio > 1 for ratio in ratios),
         "of": len(ratios),
@@ -198,36 +207,44 @@ def compared(ours: Sequence[Run], theirs: Sequence[Run]) -> dict[str, float]:
 
 
 def table(record: dict[str, Any]) -> Table:
-    """By cell and warm-up, a column for each rate: the share above, and the worst ratio."""
+    """The share of runs above the base and the worst ratio, by cell, warm-up and rate."""
     lines = []
-    for name, found in record.items():
-        for warmup, lr in found["rates"].items():
-            rows = [row for row in found["rows"] if row["warm-up"] == warmup]
-            cells = (f"{row['above'] / row['of']:.0%}, {row['worst ratio']:.2f}" for row in rows)
-            grid = CELLS[name].rates
-            edge = ", edge" if lr in (grid[0], grid[-1]) else ""
-            lines.append([name, f"{rows[0]['of']}", warmup, f"{lr:g}{edge}", *cells])
+    for name, cell_record in record.items():
+        grid = CELLS[name].rates
+        for warmup, lr in cell_record["rates"].items():
+            rows = [row for row in cell_record["rows"] if row["warm-up"] == warmup]
+            cells = [f"{row['above'] / row['of']:.0%}, {row['worst ratio']:.2f}" for row in rows]
+            rate = f"{lr:g}"
+            if lr in (grid[0], grid[-1]):
+                rate += ", edge"
+            lines.append([name, f"{rows[0]['of']}", warmup, rate, *cells])
     title = "runs that end above the base at its best rate, and the worst ratio to it"
     columns = "task, base", "seeds", "warm-up", "base's rate", *(f"rate × {r:g}" for r in RATES)
     return reporting.table(title, columns, lines)
 
 
-def above(record: dict[str, Any]) -> tuple[int, int]:
-    """Of all runs at or below twice the base's rate, those above, and how many there are."""
-    rows = [row for found in record.values() for row in found["rows"] if row["rate"] <= 2]
-    return sum(row["above"] for row in rows), sum(row["of"] for row in rows)
+def count_above(record: dict[str, Any]) -> tuple[int, int]:
+    """Count the runs above the base, and all runs, at twice the base's rate or less."""
+    above = 0
+    total = 0
+    for cell_record in record.values():
+        for row in cell_record["rows"]:
+            if row["rate"] <= 2:
+                above += row["above"]
+                total += row["of"]
+    return above, total
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Tune, train, print, and store what is done after each cell."""
+    """Tune and train on each cell, store its runs, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = list(dict.fromkeys(cell.task for cell in CELLS.values()))
     parser.add_argument("--tasks", nargs="+", choices=names, help="default: all")
-    parser.add_argument("--seeds", type=int, help="reported ones: 0, 1 and so on")
-    parser.add_argument("--processes", type=int, default=2, help="trainings at a time")
-    parser.add_argument("--json", type=Path, help="write the runs there")
+    parser.add_argument("--seeds", type=int, help="number of reported seeds")
+    parser.add_argument("--processes", type=int, default=2, help="training runs at a time")
+    parser.add_argument("--json", type=Path, help="write the runs to this file")
     parser.add_argument(
-        "--keep-rivals", action="store_true", help="use the file's runs of bases if they are valid"
+        "--keep-rivals", action="store_true", help="reuse the bases' runs in the file if valid"
     )
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore", SecondOrderWarning)
@@ -235,14 +252,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tasks = list(filter(has_data, options.tasks or names))
     for name, cell in CELLS.items():
         if cell.task in tasks:
-            kept = record.get(name) if options.keep_rivals else None
+            stored = record.get(name) if options.keep_rivals else None
             seeds = options.seeds or cell.seeds
-            record[name] = measured(cell, seeds, options.processes, kept)
+            record[name] = measure(cell, seeds, options.processes, stored)
             reporting.store(options.json, None, tasks=record)
-    many, of = above(record)
-    share = f"{many / of:.1%}" if of else "none"
-    said = f"at or below twice the base's rate: {many} of {of} end above it, {share}"
-    reporting.show(table(record), said)
+    above, total = count_above(record)
+    share = f"{above / total:.1%}" if total else "none"
+    summary = f"at or below twice the base's rate: {above} of {total} end above it, {share}"
+    reporting.show(table(record), summary)
     if options.tasks and len(tasks) < len(options.tasks):
         raise SystemExit(1)
 

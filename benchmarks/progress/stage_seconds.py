@@ -1,4 +1,4 @@
-"""Wall-clock seconds of each stage of our optimizers' steps."""
+"""Wall-clock seconds of each timer region of a step."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ __all__ = ["StageSeconds"]
 
 
 class StageSeconds:
-    """Seconds in each stage, without the stages within it; "elsewhere" is outside of all.
+    """Measures host seconds in each timer region, without the regions within it.
 
         timer = StageSeconds()
         with recorded_by(timer.stage):
             ...
         timer.stop()
 
-    The seconds are those of the host.
+    The key "elsewhere" has the time outside of all regions.
     """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._stage = "elsewhere"
-        self._began = time.perf_counter()
+        self._start = time.perf_counter()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Count the time meanwhile as that of a stage."""
+        """Count the time within the block for a region."""
         outer = self._stage
         self._switch(name)
         try:
@@ -37,11 +37,11 @@ class StageSeconds:
             self._switch(outer)
 
     def stop(self) -> None:
-        """Count the time up to now."""
+        """Count the time since the last region."""
         self._switch(self._stage)
 
     def _switch(self, name: str) -> None:
         now = time.perf_counter()
-        self.seconds[self._stage] += now - self._began
+        self.seconds[self._stage] += now - self._start
         self._stage = name
-        self._began = now
+        self._start = now

@@ -1,4 +1,4 @@
-"""What a task says: what is trained, how long, and by which loss a run is judged."""
+"""The description of a task: the model, the data, the number of steps, and the reported loss."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["OF_LANGUAGE", "Task"]
+__all__ = ["LANGUAGE_KEYWORDS", "Task"]
 
-FLOOR = 0.05  # of the peak, to which a schedule lets the learning rate fall
+FLOOR = 0.05  # final learning rate of a schedule, as a share of its peak
 
-OF_LANGUAGE: dict[str, dict[str, Any]] = {
+LANGUAGE_KEYWORDS: dict[str, dict[str, Any]] = {
     "AdamW": {"weight_decay": 0.1, "betas": (0.9, 0.95)},
     "Muon": {"weight_decay": 0.1, "betas": (0.9, 0.95)},
     "SOAP": {"weight_decay": 0.1},
 }
-"""The keywords that language models are trained with."""
+"""Options of the optimizers for language models."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A training.
+    """A model, its data, and how it is trained and evaluated.
 
     Attributes:
-        make: The model, from torch's random numbers.
-        batches: Without end, for a seed.
-        loss_of: Of the model and a batch.
-        judge: Of the model: the loss that is reported.
-        steps: How many.
-        every: Steps between two judgements.
-        warmup: Steps in which the learning rate rises, before it falls; None: it is constant.
-        keywords: Of optimizers, by name, where the task's are not their defaults.
-        at_end: Of the model once it is trained: figures by name. If "loss" is among them, a run is
-            judged by that instead of the last judgement.
+        make: Makes the model, with torch's global random number generator.
+        batches: Yields batches without end, for a seed.
+        loss_of: Training loss of the model on a batch.
+        judge: The loss of the model that is reported.
+        steps: Number of training steps.
+        every: Number of steps between two evaluations.
+        warmup: Steps in which the learning rate rises, before it falls. None: it is constant.
+        keywords: Options of the optimizers by name, where they differ from the default settings.
+        at_end: Metrics of the trained model by name. If "loss" is one of them, it replaces the
+            loss of the last evaluation as the result of the run.
     """
 
     make: Callable[[], nn.Module]
@@ -55,16 +55,16 @@ class Task:
             return 1.0
         if step < self.warmup:
             return (step + 1) / self.warmup
-        passed = (step - self.warmup) / (self.steps - self.warmup)
-        return FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * passed))
+        progress = (step - self.warmup) / (self.steps - self.warmup)
+        return FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress))
 
     def on(self, device: str) -> Task:
-        """The same training on a GPU, in bfloat16 by autocast; its batches are single tensors."""
+        """The same task on a GPU with autocast to bfloat16. Batches must be single tensors."""
 
         def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-            # Pinned, so that the copy does not wait for the device.
-            moved = batch.pin_memory().to(device, non_blocking=True)
+            # The copy from pinned memory does not synchronize with the device.
+            device_batch = batch.pin_memory().to(device, non_blocking=True)
             with torch.autocast(device, torch.bfloat16):
-                return self.loss_of(model, moved)
+                return self.loss_of(model, device_batch)
 
         return replace(self, make=lambda: self.make().to(device), loss_of=loss_of)

@@ -1,8 +1,8 @@
-"""What the optimizers are compared on, and one training of it: tasks on data that is at hand.
+"""The tasks that the optimizers are compared on, and the function that trains on a task.
 
-The learning rate is constant, or rises and then falls by a cosine to a twentieth where the task
-says so. Seconds are processor time of training alone, in one thread. The tasks on which defaults
-were chosen are here; the others are in `unseen`.
+The learning rate is constant, or it rises and then falls along a cosine to a twentieth of its peak
+if the task has a warm-up. Seconds are CPU time of the training steps, in one thread. Default
+settings were chosen on the tasks of this file. `unseen.py` and `images.py` have further tasks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from second_order.optimizers.config import PerStep
 from second_order.utils.stages import recorded_by
 from soap import SOAP
 from stage_seconds import StageSeconds
-from task import OF_LANGUAGE, Task
+from task import LANGUAGE_KEYWORDS, Task
 from unseen import NEW, UNSEEN, regression
 
 __all__ = [
@@ -46,16 +46,16 @@ __all__ = [
     "Run",
     "Setting",
     "basis",
-    "final",
+    "final_loss",
     "has_data",
-    "paired",
-    "restored",
+    "mean_difference",
+    "restore_run",
     "run_all",
     "seconds_to",
     "steps_to",
     "stored_tasks",
     "train",
-    "tuned",
+    "tune",
 ]
 
 Setting = tuple[float, dict[str, Any]]
@@ -65,17 +65,17 @@ Name = TypeVar("Name")
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained, and how.
+    """A training run: the task, the optimizer and its hyperparameters.
 
     Attributes:
-        task: Its name in :data:`TASKS`.
-        optimizer: Its name; KAISA and its kin are followed by their base's, as in "KAISA, AdamW".
-        lr: The peak of its learning rate.
-        seed: Of the model and of the order of the batches.
-        options: The optimizer's keywords; a ``factor_decay`` per step is a mapping of its fields.
-        warmup: Steps in which the learning rate rises, beside what the task's own schedule does.
-        threads: Of the process that trains.
-        device: "cpu", or "cuda".
+        task: Name of the task in :data:`TASKS`.
+        optimizer: Name of the optimizer. The base optimizer follows, as in "KAISA, AdamW".
+        lr: Peak of the learning rate.
+        seed: Seed of the model and of the order of the batches.
+        options: Keywords of the optimizer. A ``factor_decay`` per step is a mapping of its fields.
+        warmup: Steps of an additional warm-up, on top of the task's schedule.
+        threads: Number of threads of the process.
+        device: "cpu" or "cuda".
     """
 
     task: str
@@ -89,23 +89,24 @@ class Job:
 
     def share_of_rate(self, step: int) -> float:
         """The learning rate of a step, as a share of its peak."""
-        rise = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
-        return rise * TASKS[self.task]().share_of_rate(step)
+        warmup_share = 1.0
+        if self.warmup:
+            warmup_share = min(1.0, (step + 1) / self.warmup)
+        return warmup_share * TASKS[self.task]().share_of_rate(step)
 
 
 @dataclass
 class Run:
-    """A job done.
+    """The result of a job.
 
     Attributes:
-        job: Which.
-        losses: At every judgement.
-        seconds: At every judgement, without those of judging: of processor time, or on a GPU of
-            wall-clock time.
-        end: What the task measures at the end, by name.
-        accounts: Seconds of wall-clock time by account, if the optimizer measures them. The account
-            "elsewhere" has the passes and the batches; no account has the judgements.
-        refresh_interval: Steps between two refreshes of a layer at the end: the median over layers.
+        job: The job.
+        losses: The loss at each evaluation.
+        seconds: Seconds of training until each evaluation: CPU time, or wall-clock time on a GPU.
+        end: Metrics of the trained model by name.
+        accounts: Wall-clock seconds by timer region, for optimizers of this package. "elsewhere"
+            has the forward and backward passes and the batches, but not the evaluations.
+        refresh_interval: Median over layers of the final refresh interval.
     """
 
     job: Job
@@ -116,33 +117,34 @@ class Run:
     refresh_interval: float | None = None
 
 
-class Pair:
+class OptimizerPair:
     """Two optimizers that step together."""
 
-    def __init__(self, *optimizers: Optimizer) -> None:
-        self.optimizers = optimizers
-        self.param_groups = [group for each in optimizers for group in each.param_groups]
+    def __init__(self, first: Optimizer, second: Optimizer) -> None:
+        self.first = first
+        self.second = second
+        self.param_groups = [*first.param_groups, *second.param_groups]
 
     def zero_grad(self) -> None:
-        for each in self.optimizers:
-            each.zero_grad()
+        self.first.zero_grad()
+        self.second.zero_grad()
 
     def step(self) -> None:
-        for each in self.optimizers:
-            each.step()
+        self.first.step()
+        self.second.step()
 
 
 class FlattenedMuon(Optimizer):
-    """Muon that also takes convolutional kernels.
+    """Muon for matrices and convolutional kernels.
 
     A kernel is orthogonalized as a matrix ``(out, in * height * width)``. The class does not
-    inherit from `torch.optim.Muon`, because that class takes matrices only.
+    inherit from `torch.optim.Muon`, because that class only accepts matrices.
 
     Args:
         params: Weights with two or more dimensions.
         lr: The learning rate, which Muon scales to match the step length of AdamW.
-        weight_decay: Decoupled; the default is AdamW's.
-        momentum: The weight of the past in the running average of gradients.
+        weight_decay: Decoupled weight decay. The default is that of AdamW.
+        momentum: Decay of the running average of gradients.
     """
 
     def __init__(
@@ -157,18 +159,18 @@ class FlattenedMuon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Take one step; a closure is not called."""
+        """Take one step. A closure is not called."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self._step(p, group)
+                    self._update(p, group)
 
-    def _step(self, p: Tensor, group: Mapping[str, Any]) -> None:
+    def _update(self, p: Tensor, group: Mapping[str, Any]) -> None:
         assert p.grad is not None
         state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p)
-        # Views of the tensors, so that the step changes the kernel itself.
+        # The matrices are views, so Muon's function updates the kernel in place.
         with patch.object(_muon, "_zeropower_via_newtonschulz", newton_schulz):
             _muon.muon(
                 [p.view(len(p), -1)],
@@ -186,43 +188,51 @@ class FlattenedMuon(Optimizer):
             )
 
 
-HAVE_MATRICES = nn.Linear, nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d
+MATRIX_LAYERS = nn.Linear, nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Weights of linear, recurrent and convolutional layers, except those of the last linear layer.
+    """Weights of linear, recurrent and convolutional layers, without the last linear layer.
 
-    If a model has no other such layer, they are the weights of that one.
+    If the last linear layer is the only layer, the result has its weights.
     """
     layers = [
         m
         for m in model.modules()
-        if isinstance(m, HAVE_MATRICES) and next(m.parameters()).requires_grad
+        if isinstance(m, MATRIX_LAYERS) and next(m.parameters()).requires_grad
     ]
     last = [m for m in layers if isinstance(m, nn.Linear)][-1]
-    chosen = [m for m in layers if m is not last] or [last]
-    return [p for m in chosen for p in m.parameters(recurse=False) if p.dim() > 1]
+    hidden_layers = [m for m in layers if m is not last] or [last]
+    matrices = []
+    for layer in hidden_layers:
+        matrices += [p for p in layer.parameters(recurse=False) if p.dim() > 1]
+    return matrices
 
 
-def muon(model: nn.Module, lr: float, weight_decay: float = 0.01, **options: Any) -> Pair:
-    """Muon for the hidden matrices, AdamW for the rest; with AdamW's weight decay."""
+def muon(model: nn.Module, lr: float, weight_decay: float = 0.01, **options: Any) -> OptimizerPair:
+    """Muon for the hidden matrices, and AdamW for all other parameters."""
     matrices = hidden_matrices(model)
-    hidden = set(matrices)
-    rest = [p for p in model.parameters() if p not in hidden]
-    return Pair(
+    matrix_set = set(matrices)
+    other_params = [p for p in model.parameters() if p not in matrix_set]
+    return OptimizerPair(
         FlattenedMuon(matrices, lr=lr, weight_decay=weight_decay),
-        AdamW(rest, lr=lr, weight_decay=weight_decay, **options),
+        AdamW(other_params, lr=lr, weight_decay=weight_decay, **options),
     )
 
 
 def build(job: Job, model: nn.Module) -> Any:
-    """The optimizer of a job, with the momentum and decay that its task is trained with."""
+    """Make the optimizer of a job, with the options of the task and of the job."""
+    # The job's options override those of the task.
     system, _, base = job.optimizer.rpartition(", ")
-    momentum = {"momentum": 0.9} if base == "SGD" else {}
-    options = {**momentum, **TASKS[job.task]().keywords.get(base, {}), **job.options}
-    bases: dict[str, Any] = {"SGD": SGD, "Adam": Adam, "AdamW": AdamW, "Muon": FlattenedMuon}
+    options: dict[str, Any] = {}
+    if base == "SGD":
+        options["momentum"] = 0.9
+    options |= TASKS[job.task]().keywords.get(base, {})
+    options |= job.options
     if isinstance(options.get("factor_decay"), dict):
         options["factor_decay"] = PerStep(**options["factor_decay"])
+
+    bases: dict[str, Any] = {"SGD": SGD, "Adam": Adam, "AdamW": AdamW, "Muon": FlattenedMuon}
     if system:
         if base == "Muon":
             options["aux_base"] = AdamW
@@ -232,68 +242,76 @@ def build(job: Job, model: nn.Module) -> Any:
     return (bases | {"SOAP": SOAP})[base](model.parameters(), lr=job.lr, **options)
 
 
-def train(job: Job, ended: Callable[[Any], None] = lambda optimizer: None) -> Run:
-    """Do a job, to its last step or to the first loss that is not finite.
+def train(job: Job, on_end: Callable[[Any], None] = lambda optimizer: None) -> Run:
+    """Run a job until its last step or its first non-finite loss.
 
     Args:
-        job: What is to be trained.
-        ended: Is called with the optimizer after that.
+        job: The job.
+        on_end: A function that is called with the optimizer at the end.
     """
     torch.set_num_threads(job.threads)
+    task = TASKS[job.task]()
     on_cpu = job.device == "cpu"
-    now = time.process_time if on_cpu else time.perf_counter
-    task = TASKS[job.task]() if on_cpu else TASKS[job.task]().on(job.device)
+    now = time.process_time
+    if not on_cpu:
+        task = task.on(job.device)
+        now = time.perf_counter
+
     torch.manual_seed(job.seed)
     model = task.make()
     optimizer = build(job, model)
-    peaks = [group["lr"] for group in optimizer.param_groups]
+    peak_rates = [group["lr"] for group in optimizer.param_groups]
     run = Run(job)
     seconds = 0.0
-    judging = 0.0  # wall-clock seconds of the judgements
+    evaluation_seconds = 0.0
     timer = StageSeconds()
     with recorded_by(timer.stage):
         for step, batch in zip(range(task.steps), task.batches(job.seed), strict=False):
+            # Take a step. Only its time counts.
             start = now()
-            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            for group, peak in zip(optimizer.param_groups, peak_rates, strict=True):
                 group["lr"] = peak * job.share_of_rate(step)
             optimizer.zero_grad()
             task.loss_of(model, batch).backward()
             optimizer.step()
-            judged = (step + 1) % task.every == 0
-            if judged and not on_cpu:
+            is_evaluated = (step + 1) % task.every == 0
+            if is_evaluated and not on_cpu:
                 torch.cuda.synchronize()
             seconds += now() - start
-            if judged:
-                paused_at = time.perf_counter()
+
+            # Evaluate the model.
+            if is_evaluated:
+                evaluation_start = time.perf_counter()
                 model.eval()
                 with torch.no_grad():
                     run.losses.append(float(f"{task.judge(model):.5g}"))
                 model.train()
                 run.seconds.append(round(seconds, 3))
-                judging += time.perf_counter() - paused_at
+                evaluation_seconds += time.perf_counter() - evaluation_start
                 if not math.isfinite(run.losses[-1]):
                     break
     timer.stop()
+
     if task.at_end is not None:
         model.eval()
-        run.end = {name: float(f"{found:.5g}") for name, found in task.at_end(model).items()}
-    read_metrics(run, optimizer, timer, judging)
-    ended(optimizer)
+        run.end = {name: float(f"{value:.5g}") for name, value in task.at_end(model).items()}
+    read_metrics(run, optimizer, timer, evaluation_seconds)
+    on_end(optimizer)
     return run
 
 
-def read_metrics(run: Run, optimizer: Any, timer: StageSeconds, judging: float) -> None:
-    """Note the seconds by stage and the refresh interval, if the optimizer is one of ours.
+def read_metrics(run: Run, optimizer: Any, timer: StageSeconds, evaluation_seconds: float) -> None:
+    """Store the seconds by timer region and the refresh interval, if it is a K-FAC optimizer.
 
     Args:
-        run: Gets the numbers.
-        optimizer: That of the run.
-        timer: Has timed the steps.
-        judging: Seconds of judgements, which the timer counted as time between steps.
+        run: The run that receives the numbers.
+        optimizer: The optimizer of the run.
+        timer: The timer of the steps.
+        evaluation_seconds: Seconds of the evaluations, which the timer counted between steps.
     """
     if not isinstance(optimizer, second_order.SecondOrderOptimizer):
         return
-    timer.seconds["elsewhere"] -= judging
+    timer.seconds["elsewhere"] -= evaluation_seconds
     run.accounts = {stage: round(value, 4) for stage, value in timer.seconds.items()}
     interval = optimizer.metrics().get("drift/interval", math.nan)
     if math.isfinite(interval):
@@ -301,60 +319,79 @@ def read_metrics(run: Run, optimizer: Any, timer: StageSeconds, judging: float) 
 
 
 def run_all(jobs: Iterable[Job], processes: int) -> list[Run]:
-    """Do jobs, so many at a time."""
+    """Run jobs in a pool of processes."""
     jobs = list(jobs)
     with ProcessPoolExecutor(processes) as pool:
         return list(tqdm(pool.map(train, jobs), total=len(jobs), leave=False))
 
 
-def final(run: Run) -> float:
-    """The loss at the end; infinite for a run that broke off."""
-    found = run.end.get("loss", run.losses[-1])
-    return found if math.isfinite(found) else math.inf
+def final_loss(run: Run) -> float:
+    """The loss at the end of a run, or infinity if the run diverged."""
+    loss = run.end.get("loss", run.losses[-1])
+    return loss if math.isfinite(loss) else math.inf
 
 
-def steps_to(run: Run, loss: float) -> float:
-    """Steps until a loss was first met; infinite if it never was."""
+def steps_to(run: Run, target: float) -> float:
+    """Steps until the loss first reaches a target, or infinity."""
     every = TASKS[run.job.task]().every
-    met = (i for i, found in enumerate(run.losses, 1) if found <= loss)
-    return next(met, math.inf) * every
+    for evaluation, loss in enumerate(run.losses, 1):
+        if loss <= target:
+            return evaluation * every
+    return math.inf
 
 
-def seconds_to(run: Run, loss: float) -> float:
-    """Processor seconds until a loss was first met; infinite if it never was."""
-    pairs = zip(run.losses, run.seconds, strict=True)
-    return next((seconds for found, seconds in pairs if found <= loss), math.inf)
+def seconds_to(run: Run, target: float) -> float:
+    """Seconds of training until the loss first reaches a target, or infinity."""
+    for loss, seconds in zip(run.losses, run.seconds, strict=True):
+        if loss <= target:
+            return seconds
+    return math.inf
 
 
-def tuned(
+def tune(
     grids: Mapping[Name, Sequence[Setting]],
-    job: Callable[[Name, Setting, int], Job],
+    make_job: Callable[[Name, Setting, int], Job],
     seeds: Sequence[int],
     processes: int,
-    loss_of: Callable[[Run], float] = final,
+    loss_of: Callable[[Run], float] = final_loss,
 ) -> tuple[dict[Name, Setting], list[tuple[Name, Run]]]:
-    """By name, the setting of a grid with the least mean loss over seeds; and all runs.
+    """Find the setting of each grid with the smallest mean loss over seeds.
 
     Args:
-        grids: Settings, by name.
-        job: The training of a name, a setting and a seed.
-        seeds: On which all settings are tried.
-        processes: Trainings at a time.
-        loss_of: By which a run is judged.
+        grids: The settings to try, by name.
+        make_job: A function from a name, a setting and a seed to a job.
+        seeds: The seeds that all settings are tried on.
+        processes: Number of training runs at a time.
+        loss_of: The loss of a run that is minimized.
+
+    Returns:
+        The best setting by name, and all runs with their names.
     """
-    cells = [(n, i, seed) for n, grid in grids.items() for i in range(len(grid)) for seed in seeds]
-    runs = run_all((job(name, grids[name][i], seed) for name, i, seed in cells), processes)
+    cells = []
+    jobs = []
+    for name, grid in grids.items():
+        for index, setting in enumerate(grid):
+            for seed in seeds:
+                cells.append((name, index))
+                jobs.append(make_job(name, setting, seed))
+    runs = run_all(jobs, processes)
+
     sums = {name: [0.0] * len(grid) for name, grid in grids.items()}
-    for (name, i, _), run in zip(cells, runs, strict=True):
-        sums[name][i] += loss_of(run)
-    best = {name: grids[name][found.index(min(found))] for name, found in sums.items()}
-    return best, [(name, run) for (name, *_), run in zip(cells, runs, strict=True)]
+    for (name, index), run in zip(cells, runs, strict=True):
+        sums[name][index] += loss_of(run)
+    best = {}
+    for name, losses in sums.items():
+        best[name] = grids[name][losses.index(min(losses))]
+    return best, [(name, run) for (name, _), run in zip(cells, runs, strict=True)]
 
 
-def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float] | None:
-    """Mean of the differences, seed by seed, and its standard error; None if there is none."""
-    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
-    if not all(map(math.isfinite, differences)) or len(differences) < 2:
+def mean_difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float] | None:
+    """Mean of the differences a - b per seed, and its standard error.
+
+    The result is None if a difference is not finite, or if there is only one seed.
+    """
+    differences = [x - y for x, y in zip(a, b, strict=True)]
+    if not all(math.isfinite(difference) for difference in differences) or len(differences) < 2:
         return None
     error = statistics.stdev(differences) / math.sqrt(len(differences))
     return statistics.mean(differences), error
@@ -369,48 +406,48 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 @cache
-def language(of: language_model.Size) -> Task:
-    """Characters of the standard library's source; judged on files that are held out."""
-    windows = language_model.held_out(of)
+def language(size: language_model.Size) -> Task:
+    """Predict characters of the standard library's source. Evaluated on held-out files."""
+    windows = language_model.held_out(size)
     return Task(
-        partial(language_model.Transformer, of),
-        partial(language_model.batches, of),
-        language_model.next_loss,
-        lambda model: language_model.next_loss(model, windows.to(device_of(model))).item(),
-        of.steps,
-        10,
-        of.warmup,
-        OF_LANGUAGE,
+        make=partial(language_model.Transformer, size),
+        batches=partial(language_model.batches, size),
+        loss_of=language_model.next_loss,
+        judge=lambda model: language_model.next_loss(model, windows.to(device_of(model))).item(),
+        steps=size.steps,
+        every=10,
+        warmup=size.warmup,
+        keywords=LANGUAGE_KEYWORDS,
     )
 
 
 @cache
 def autoencoder() -> Task:
-    """The deep autoencoder on the digits; judged on what it is trained on."""
+    """The deep autoencoder on the digits. Evaluated on the training images."""
     images = digits.autoencoder_images()
     return Task(
-        digits.autoencoder,
-        lambda seed: digits.batches(len(images), 256, seed=seed),
-        lambda model, i: digits.autoencoder_loss(model(images[i]), images[i]),
-        lambda model: digits.autoencoder_loss(model(images), images).item(),
-        500,
-        5,
+        make=digits.autoencoder,
+        batches=lambda seed: digits.batches(len(images), 256, seed=seed),
+        loss_of=lambda model, i: digits.autoencoder_loss(model(images[i]), images[i]),
+        judge=lambda model: digits.autoencoder_loss(model(images), images).item(),
+        steps=500,
+        every=5,
     )
 
 
 @cache
 def classifier(make: Callable[[], nn.Module], steps: int) -> Task:
-    """Digits; judged by the loss on the training images."""
+    """Classify digits. Evaluated on the training images."""
     data = digits.load_split()
     x = data.train_images
     y = data.train_labels
     return Task(
-        make,
-        lambda seed: digits.batches(len(x), 64, seed=seed),
-        lambda model, i: cross_entropy(model(x[i]), y[i]),
-        lambda model: cross_entropy(model(x), y).item(),
-        steps,
-        5,
+        make=make,
+        batches=lambda seed: digits.batches(len(x), 64, seed=seed),
+        loss_of=lambda model, i: cross_entropy(model(x[i]), y[i]),
+        judge=lambda model: cross_entropy(model(x), y).item(),
+        steps=steps,
+        every=5,
     )
 
 
@@ -426,8 +463,9 @@ class Residual(nn.Module):
             nn.Conv2d(width, width, 3, padding=1, bias=False),
             nn.BatchNorm2d(width),
         )
-        same = width_in == width and stride == 1
-        self.skip = nn.Identity() if same else nn.Conv2d(width_in, width, 1, stride, bias=False)
+        self.skip: nn.Module = nn.Identity()
+        if width_in != width or stride != 1:
+            self.skip = nn.Conv2d(width_in, width, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = torch.relu(self.skip(x) + self.branch(x))
@@ -435,7 +473,7 @@ class Residual(nn.Module):
 
 
 def residual_network() -> nn.Module:
-    """Three residual blocks, widths 8, 16 and 32."""
+    """Three residual blocks of widths 8, 16 and 32."""
     return nn.Sequential(
         nn.Unflatten(1, (1, 8, 8)),
         nn.Conv2d(1, 8, 3, padding=1, bias=False),
@@ -450,25 +488,31 @@ def residual_network() -> nn.Module:
 
 @cache
 def tabular() -> Task:
-    """Regression on scikit-learn's diabetes data, standardised; judged on the training rows."""
-    features, target = load_diabetes(return_X_y=True, scaled=False)
-    x, y = (torch.from_numpy(part).float() for part in (features, target.reshape(-1, 1)))
-    x, y = ((part - part.mean(0)) / part.std(0) for part in (x, y))
-    return Task(
-        lambda: nn.Sequential(
+    """Regression on scikit-learn's diabetes data, standardized. Evaluated on the training rows."""
+    features, targets = load_diabetes(return_X_y=True, scaled=False)
+    x = torch.from_numpy(features).float()
+    y = torch.from_numpy(targets.reshape(-1, 1)).float()
+    x = (x - x.mean(0)) / x.std(0)
+    y = (y - y.mean(0)) / y.std(0)
+
+    def make() -> nn.Module:
+        return nn.Sequential(
             nn.Linear(10, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
-        ),
-        lambda seed: digits.batches(len(x), 64, seed=seed),
-        lambda model, i: mse_loss(model(x[i]), y[i]),
-        lambda model: mse_loss(model(x), y).item(),
-        300,
-        5,
+        )
+
+    return Task(
+        make=make,
+        batches=lambda seed: digits.batches(len(x), 64, seed=seed),
+        loss_of=lambda model, i: mse_loss(model(x[i]), y[i]),
+        judge=lambda model: mse_loss(model(x), y).item(),
+        steps=300,
+        every=5,
     )
 
 
 @cache
 def mixed() -> Task:
-    """Regression with products and waves of eight inputs, two of them skewed, beside eight idle."""
+    """Regression on products and waves of eight inputs, two of them skewed. Eight have no effect."""
     generator = torch.Generator().manual_seed(11)
     x = torch.rand(10_000, 16, generator=generator) * 2 - 1
     x[:, :2] = -(1 - x[:, :2]).div(2).clamp_min(1e-3).log()
@@ -503,37 +547,38 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 
 def has_data(task: str) -> bool:
-    """Whether the data of a task are there; if not, print how to get them."""
+    """Whether the data of a task exist. If not, print how to get them."""
     try:
         TASKS[task]()
     except MissingDataError as error:
-        print(f"{task} is left out: {error}")
+        print(f"{task} is skipped: {error}")
         return False
     return True
 
 
 def stored_tasks(path: Path | None, tasks: Iterable[str]) -> dict[str, Any]:
-    """What a stored file, if it is there, has of these tasks, by name."""
+    """The records of these tasks in a stored file, by name. Empty if there is no such file."""
     if path is None or not path.exists():
         return {}
     record = json.loads(path.read_text("utf-8"))["tasks"]
     return {task: record[task] for task in tasks if task in record}
 
 
-def restored(stored: Mapping[str, Any]) -> Run:
-    """A run from what was stored of it."""
-    parts = {key: value for key, value in stored.items() if key != "name"}
-    return Run(**{**parts, "job": Job(**stored["job"])})
+def restore_run(stored: Mapping[str, Any]) -> Run:
+    """Make a run from its stored fields."""
+    fields = {key: value for key, value in stored.items() if key != "name"}
+    fields["job"] = Job(**stored["job"])
+    return Run(**fields)
 
 
 def basis(task: str, grids: Any, tuned_on: Iterable[int], seeds: int) -> dict[str, Any]:
-    """All that the runs of rivals depend on, in the types of JSON.
+    """All that the rivals' runs depend on, in the types of JSON.
 
-    Stored runs of rivals can be reused if theirs is the same. It has the processor and the version
-    of torch, because seconds depend on them.
+    Stored runs can be reused if their basis is the same. The basis has the processor and the
+    version of torch, because seconds depend on them.
     """
     machine = reporting.machine()
-    found = {
+    settings = {
         "grids": grids,
         "tuned on": list(tuned_on),
         "seeds": seeds,
@@ -542,5 +587,5 @@ def basis(task: str, grids: Any, tuned_on: Iterable[int], seeds: int) -> dict[st
         "cpu": machine["cpu"],
         "torch": machine["torch"],
     }
-    result: dict[str, Any] = json.loads(json.dumps(found))
+    result: dict[str, Any] = json.loads(json.dumps(settings))
     return result

@@ -2,22 +2,22 @@
 
     make tasks                                                 the tasks whose runs are stored
     make tasks ARGS='--tasks "unseen lstm" "cifar resnet" --seeds 3'
-    make tasks ARGS=--keep-rivals                              do not tune again, if that is valid
+    make tasks ARGS=--keep-rivals                              reuse the rivals' runs if valid
     make tasks ARGS=--markdown                                 tables of the stored runs, as in docs
 
-AdamW, Muon and SOAP, and SGD where a task is also trained with it, are each tuned on six learning
-rates, on two seeds that are not reported, by the mean loss at the end. KAISA is not tuned: it runs
-at the best rate of its base and at twice that, over SGD also at a third of it. On images it also
-runs over Muon at Muon's best rate, with AdamW for all that Muon does not train.
+We tune AdamW, Muon and SOAP, and on some tasks SGD. Each is tuned on six learning rates and two
+seeds that are not reported, by the mean loss at the end. KAISA is not tuned. It runs at the best
+rate of its base and at twice that rate, and over SGD also at a third of it. On images it also runs
+over Muon at Muon's best rate, with AdamW for the parameters that Muon does not train.
 
-Five other seeds are reported. Differences to the best rival, the one with the least mean of the
-reported losses, are paired by seed, with their standard error. A loss is the one at the end; on
-images it is the test loss, and the curves are of training images. Steps and seconds are counted
-until a curve reaches the last point of the base's curve of the same seed, and are medians over the
-seeds. The base is SGD for SGD and KAISA over SGD, Muon for KAISA over Muon, and AdamW for the rest.
+Five other seeds are reported. The best rival has the smallest mean of the reported losses.
+Differences to it are paired by seed, with their standard error. On images, losses are test losses,
+and curves are of training images. Steps and seconds are medians over the seeds until a curve
+reaches the last point of the base's curve with the same seed. The base is SGD for SGD and KAISA
+over SGD, Muon for KAISA over Muon, and AdamW for all others.
 
-A second table says on what KAISA spends its time. Every run is stored. If there is a stored file,
-the tasks that you do not ask for stay in it. Tasks whose data are missing are left out.
+A second table has the time of each part of KAISA's steps. Every run is stored. If there is a stored
+file, only the tasks that you name are replaced. Tasks without data are skipped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
@@ -43,21 +43,21 @@ from tasks import (
     Run,
     Setting,
     basis,
-    final,
+    final_loss,
     has_data,
-    paired,
-    restored,
+    mean_difference,
+    restore_run,
     run_all,
     seconds_to,
     steps_to,
     stored_tasks,
-    tuned,
+    tune,
 )
 
 TUNED_ON = 100, 101
 TWICE = ", twice the rate"
 THIRD = ", a third of the rate"
-RATES = {"": 1.0, TWICE: 2.0, THIRD: 1 / 3}  # times the base's best
+RATES = {"": 1.0, TWICE: 2.0, THIRD: 1 / 3}  # multiples of the base's best rate
 Rates = dict[str, tuple[float, ...]]
 TRANSFORMERS: Rates = {
     "AdamW": (0.001, 0.002, 0.003, 0.006, 0.012, 0.02),
@@ -115,72 +115,87 @@ STORED = [task for task in GRIDS if task not in NOT_STORED]
 
 
 def job(task: str, name: str, setting: Setting, seed: int) -> Job:
-    """One training of the benchmark."""
+    """A training run of the benchmark."""
     lr, options = setting
-    return Job(task, name.removesuffix(TWICE).removesuffix(THIRD), lr, seed, options)
+    optimizer = name.removesuffix(TWICE).removesuffix(THIRD)
+    return Job(task, optimizer, lr, seed, options)
 
 
 def base_of(name: str) -> str:
-    """The optimizer whose last loss is the goal of a row."""
+    """The optimizer whose last loss is the target of a row."""
     if name.startswith("KAISA, Muon"):
         return "Muon"
     return "SGD" if "SGD" in name else "AdamW"
 
 
-def ours(task: str, best: Mapping[str, Setting]) -> dict[str, Setting]:
-    """KAISA over each base that was tuned: at the base's best rate, and at shares of that."""
+def kaisa_settings(task: str, best: Mapping[str, Setting]) -> dict[str, Setting]:
+    """Settings of KAISA over each tuned base, at the base's best rate and at multiples of it."""
     rows = [("AdamW", ""), ("AdamW", TWICE), ("SGD", ""), ("SGD", TWICE), ("SGD", THIRD)]
     if task in IMAGES:
         rows.append(("Muon", ""))
-    return {
-        f"KAISA, {base}{share}": (RATES[share] * best[base][0], {})
-        for base, share in rows
-        if base in best
-    }
+    settings: dict[str, Setting] = {}
+    for base, multiple in rows:
+        if base in best:
+            best_lr, _ = best[base]
+            settings[f"KAISA, {base}{multiple}"] = (RATES[multiple] * best_lr, {})
+    return settings
 
 
 def figures(runs: Mapping[str, Sequence[Run]], rivals: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What the tables say of each optimizer.
+    """The figures of the tables for each optimizer.
 
     Args:
-        runs: By name, one for each seed, in the same order.
-        rivals: Names of the tuned ones.
+        runs: The runs by name, one for each seed, in the same order.
+        rivals: Names of the tuned optimizers.
     """
-    losses = {name: [final(run) for run in of] for name, of in runs.items()}
+    losses = {}
+    for name, runs_by_seed in runs.items():
+        losses[name] = [final_loss(run) for run in runs_by_seed]
     best = min(rivals, key=lambda name: statistics.mean(losses[name]))
+
     result: dict[str, dict[str, Any]] = {}
-    for name, of in runs.items():
-        theirs = runs[base_of(name)]
-        their_losses = losses[base_of(name)]
-        goals = [run.losses[-1] for run in theirs]  # of the curves
-        seconds = list(map(seconds_to, of, goals))
-        accuracies = [run.end["accuracy"] for run in of if "accuracy" in run.end]
+    for name, runs_by_seed in runs.items():
+        # Compare the losses with those of the base and of the best rival.
+        base_runs = runs[base_of(name)]
+        base_losses = losses[base_of(name)]
+        ratios = [loss / base for loss, base in zip(losses[name], base_losses, strict=True)]
+        above_best_rival = None
+        if name != best:
+            above_best_rival = mean_difference(losses[name], losses[best])
+
+        # The targets are the last points of the base's curves.
+        targets = [run.losses[-1] for run in base_runs]
+        pairs = list(zip(runs_by_seed, targets, strict=True))
+        steps = [steps_to(run, target) for run, target in pairs]
+        seconds = [seconds_to(run, target) for run, target in pairs]
+        base_seconds = [run.seconds[-1] for run in base_runs]
+        shares = [spent / base for spent, base in zip(seconds, base_seconds, strict=True)]
+
+        accuracies = [run.end["accuracy"] for run in runs_by_seed if "accuracy" in run.end]
         result[name] = {
             "loss": statistics.mean(losses[name]),
             "worst": max(losses[name]),
-            "worst over base": max(a / b for a, b in zip(losses[name], their_losses, strict=True)),
+            "worst over base": max(ratios),
             "accuracy": statistics.mean(accuracies) if accuracies else None,
             "best rival": best,
-            "above best rival": None if name == best else paired(losses[name], losses[best]),
-            "steps": statistics.median(map(steps_to, of, goals)),
+            "above best rival": above_best_rival,
+            "steps": statistics.median(steps),
             "seconds": statistics.median(seconds),
-            "share of seconds": statistics.median(
-                found / run.seconds[-1] for found, run in zip(seconds, theirs, strict=True)
-            ),
-            "seconds in all": statistics.median(run.seconds[-1] for run in of),
-            **breakdown(of),
+            "share of seconds": statistics.median(shares),
+            "seconds in all": statistics.median(run.seconds[-1] for run in runs_by_seed),
+            **breakdown(runs_by_seed),
         }
     return result
 
 
 def breakdown(runs: Sequence[Run]) -> dict[str, Any]:
-    """Mean milliseconds per step by account, and the mean refresh interval at the end, if known."""
+    """Mean milliseconds per step by timer region, and the mean final refresh interval, if known."""
     milliseconds: dict[str, float] = {}
     for run in runs:
         steps = len(run.losses) * TASKS[run.job.task]().every
-        for account, seconds in run.accounts.items():
+        for region, seconds in run.accounts.items():
             mean = 1000 * seconds / steps / len(runs)
-            milliseconds[account] = milliseconds.get(account, 0.0) + mean
+            milliseconds[region] = milliseconds.get(region, 0.0) + mean
     intervals = [run.refresh_interval for run in runs if run.refresh_interval is not None]
     return {
         "milliseconds": milliseconds,
@@ -188,25 +203,35 @@ def breakdown(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def table(task: str, found: Mapping[str, dict[str, Any]], best: Mapping[str, Setting]) -> Table:
-    """Losses and times of :func:`figures`.
+def format_rate(lr: float, grid: Sequence[float] | None) -> str:
+    """A learning rate, with a note if it is the smallest or the largest of its grid."""
+    if grid and lr in (grid[0], grid[-1]):
+        return f"{lr:.3g}, edge"
+    return f"{lr:.3g}"
 
-    "edge" says that the best rate is the least or the greatest of its grid.
-    """
-    rows = []
-    for name, row in found.items():
-        grid = GRIDS[task].get(name)
-        lr = best[name][0]
-        difference = row["above best rival"]
-        above = f"{difference[0]:+.4f} ± {difference[1]:.4f}" if difference else ""
-        rows.append(
+
+def table(task: str, rows: Mapping[str, dict[str, Any]], best: Mapping[str, Setting]) -> Table:
+    """A table of losses and times from :func:`figures`."""
+    cells = []
+    for name, row in rows.items():
+        accuracy = ""
+        if row["accuracy"] is not None:
+            accuracy = f"{row['accuracy']:.2%}"
+        above_best_rival = ""
+        if name == row["best rival"]:
+            above_best_rival = "best"
+        elif row["above best rival"]:
+            mean, error = row["above best rival"]
+            above_best_rival = f"{mean:+.4f} ± {error:.4f}"
+        cells.append(
             [
                 name,
-                f"{lr:.3g}" + (", edge" if grid and lr in (grid[0], grid[-1]) else ""),
-                *(f"{row[key]:.4g}" for key in ("loss", "worst")),
+                format_rate(best[name][0], GRIDS[task].get(name)),
+                f"{row['loss']:.4g}",
+                f"{row['worst']:.4g}",
                 f"{row['worst over base']:.3f}",
-                "" if row["accuracy"] is None else f"{row['accuracy']:.2%}",
-                "best" if name == row["best rival"] else above,
+                accuracy,
+                above_best_rival,
                 f"{row['steps']:g}",
                 f"{row['seconds']:.2f} ({row['share of seconds']:.2f} ×)",
                 f"{row['seconds in all']:.2f}",
@@ -214,43 +239,48 @@ def table(task: str, found: Mapping[str, dict[str, Any]], best: Mapping[str, Set
         )
     columns = "optimizer", "rate", "loss", "worst", "worst / base", "accuracy", "above best rival"
     title = f"{task}: losses at the end, steps and seconds to the last point of the base's curve"
-    return reporting.table(title, (*columns, "steps", "seconds", "in all"), rows)
+    return reporting.table(title, (*columns, "steps", "seconds", "in all"), cells)
 
 
-def time_table(task: str, found: Mapping[str, dict[str, Any]], processes: int) -> Table:
-    """Where the time of KAISA's steps goes, from :func:`figures`."""
-    with_accounts = {name: row for name, row in found.items() if row["milliseconds"]}
-    greatest: dict[str, float] = {}
-    for row in with_accounts.values():
-        for account, spent in row["milliseconds"].items():
-            greatest[account] = max(spent, greatest.get(account, 0.0))
-    accounts = [account for account, spent in greatest.items() if spent >= 0.005]
-    rows = []
-    for name, row in with_accounts.items():
-        spent = row["milliseconds"]
-        interval = row["refresh interval"]
-        rows.append(
-            [
-                name,
-                *(f"{spent.get(account, 0.0):.2f}" for account in accounts),
-                f"{sum(spent.values()):.2f}",
-                "" if interval is None else f"{interval:.1f}",
-            ]
-        )
+def time_table(task: str, rows: Mapping[str, dict[str, Any]], processes: int) -> Table:
+    """A table of the time of each part of KAISA's steps, from :func:`figures`."""
+    # Show only timer regions with at least 5 µs.
+    timed_rows = {name: row for name, row in rows.items() if row["milliseconds"]}
+    largest: dict[str, float] = {}
+    for row in timed_rows.values():
+        for region, milliseconds in row["milliseconds"].items():
+            largest[region] = max(milliseconds, largest.get(region, 0.0))
+    regions = [region for region, milliseconds in largest.items() if milliseconds >= 0.005]
+
+    cells = []
+    for name, row in timed_rows.items():
+        times = row["milliseconds"]
+        time_cells = [f"{times.get(region, 0.0):.2f}" for region in regions]
+        interval = ""
+        if row["refresh interval"] is not None:
+            interval = f"{row['refresh interval']:.1f}"
+        cells.append([name, *time_cells, f"{sum(times.values()):.2f}", interval])
     title = (
-        f"{task}: milliseconds per step by account, wall-clock time with {processes} processes at "
-        f"a time; elsewhere: passes"
+        f"{task}: wall-clock milliseconds per step by timer region, with {processes} processes at "
+        f"a time; elsewhere: forward and backward passes"
     )
-    return reporting.table(title, ("optimizer", *accounts, "sum", "refresh interval"), rows)
+    return reporting.table(title, ("optimizer", *regions, "sum", "refresh interval"), cells)
 
 
-def trained(
+def train_all(
     task: str, settings: Mapping[str, Setting], seeds: int, processes: int
 ) -> dict[str, list[Run]]:
-    """Runs by name, one for each seed."""
-    jobs = [job(task, name, settings[name], seed) for name in settings for seed in range(seeds)]
-    done = run_all(jobs, processes)
-    return {name: done[i * seeds : (i + 1) * seeds] for i, name in enumerate(settings)}
+    """Train with each setting on each seed, and return the runs by name."""
+    names = []
+    jobs = []
+    for name, setting in settings.items():
+        for seed in range(seeds):
+            names.append(name)
+            jobs.append(job(task, name, setting, seed))
+    runs: dict[str, list[Run]] = {name: [] for name in settings}
+    for name, run in zip(names, run_all(jobs, processes), strict=True):
+        runs[name].append(run)
+    return runs
 
 
 @dataclass
@@ -270,11 +300,11 @@ class Rivals:
 
 def tune_rivals(task: str, seeds: int, processes: int) -> Rivals:
     """Tune the rivals of a task, and train each at its best rate."""
-    grids: dict[str, list[Setting]] = {
-        name: [(lr, {}) for lr in rates] for name, rates in GRIDS[task].items()
-    }
-    best, tuning = tuned(grids, partial(job, task), TUNED_ON, processes)
-    return Rivals(best, tuning, trained(task, best, seeds, processes))
+    grids: dict[str, list[Setting]] = {}
+    for name, rates in GRIDS[task].items():
+        grids[name] = [(lr, {}) for lr in rates]
+    best, tuning = tune(grids, partial(job, task), TUNED_ON, processes)
+    return Rivals(best, tuning, train_all(task, best, seeds, processes))
 
 
 def read_rivals(record: Mapping[str, Any]) -> Rivals:
@@ -283,44 +313,51 @@ def read_rivals(record: Mapping[str, Any]) -> Rivals:
     runs: dict[str, list[Run]] = {name: [] for name in names}
     for run in record["runs"]:
         if run["name"] in runs:
-            runs[run["name"]].append(restored(run))
+            runs[run["name"]].append(restore_run(run))
     settings: dict[str, Setting] = {}
     for name in names:
         lr, options = record["settings"][name]
         settings[name] = (lr, options)
-    return Rivals(settings, [(run["name"], restored(run)) for run in record["tuning"]], runs)
+    tuning = [(run["name"], restore_run(run)) for run in record["tuning"]]
+    return Rivals(settings, tuning, runs)
 
 
-def measured(
+def measure(
     task: str, seeds: int, processes: int, record: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Tune and train on a task: settings, figures, and all runs.
+    """Tune and train on a task, and return the settings, the figures, and all runs.
 
     Args:
-        task: Its name.
-        seeds: How many are reported.
-        processes: Trainings at a time.
-        record: The task's stored record, to reuse its rivals; None tunes them. Only if they ran on
-            another processor, they keep their rates but are trained again, because seconds depend
-            on the processor. If anything else in :func:`tasks.basis` differs, they are tuned again.
-            KAISA is always trained again.
+        task: Name of the task.
+        seeds: Number of reported seeds.
+        processes: Number of training runs at a time.
+        record: The task's stored record, to reuse the rivals' runs. None tunes the rivals. If the
+            record is from another processor, the rivals keep their rates and are trained again,
+            because seconds depend on the processor. If anything else in :func:`tasks.basis`
+            differs, they are tuned again. KAISA is always trained again.
     """
+    # Reuse as much of the stored rivals as is valid.
     current = basis(task, GRIDS[task], TUNED_ON, seeds)
-    before = {} if record is None else record.get("basis", {})
-    if record is not None and before == current:
+    stored = {} if record is None else record.get("basis", {})
+    if record is not None and stored == current:
         rivals = read_rivals(record)
-    elif record is not None and {**before, "cpu": current["cpu"]} == current:
-        rivals = read_rivals(record)
-        rivals.runs = trained(task, rivals.settings, seeds, processes)
+    elif record is not None and {**stored, "cpu": current["cpu"]} == current:
+        read = read_rivals(record)
+        runs = train_all(task, read.settings, seeds, processes)
+        rivals = Rivals(read.settings, read.tuning, runs)
     else:
         rivals = tune_rivals(task, seeds, processes)
-    settings = ours(task, rivals.settings)
-    runs = {**rivals.runs, **trained(task, settings, seeds, processes)}
+
+    settings = kaisa_settings(task, rivals.settings)
+    runs = {**rivals.runs, **train_all(task, settings, seeds, processes)}
+    stored_runs = []
+    for name, runs_by_seed in runs.items():
+        stored_runs += [{"name": name, **asdict(run)} for run in runs_by_seed]
     return {
         "basis": current,
         "settings": {**rivals.settings, **settings},
         "figures": figures(runs, list(rivals.settings)),
-        "runs": [{"name": name, **asdict(run)} for name, of in runs.items() for run in of],
+        "runs": stored_runs,
         "tuning": [{"name": name, **asdict(run)} for name, run in rivals.tuning],
     }
 
@@ -338,54 +375,71 @@ ROWS = {
 }
 """Labels of the page's rows, by the name of the optimizer."""
 
-GOAL_OF = "AdamW"
-"""The optimizer whose last loss is the goal in the page's table of seconds."""
+REFERENCE = "AdamW"
+"""The optimizer whose last loss is the target in the page's table of seconds."""
+
+
+class Cell(NamedTuple):
+    """A cell of a table in Markdown. The smallest value of a column is in bold."""
+
+    value: float
+    text: str
+
+
+Columns = dict[str, dict[str, Cell]]
+"""The cells of a table by column and by optimizer."""
 
 
 def markdown(record: Mapping[str, Any]) -> str:
     """Two tables with a row for each optimizer and a column for each task: losses, then seconds.
 
-    Losses are means over the seeds, with the worst seed in parentheses. Accuracies have columns of
-    their own. Seconds are those of the whole run, and those until AdamW's last loss as a share of
-    AdamW's. The least loss and the least share of a column are in bold.
+    Losses are means over the seeds, with the worst seed in parentheses. Accuracies have separate
+    columns. Seconds are the share of AdamW's seconds until AdamW's last loss is reached, and the
+    seconds of the whole run in parentheses. The smallest loss and share of a column are in bold.
     """
-    losses: dict[str, dict[str, tuple[float, str]]] = {}
-    seconds: dict[str, dict[str, tuple[float, str]]] = {}
-    for task, of in record.items():
+    losses: Columns = {}
+    seconds: Columns = {}
+    for task, task_record in record.items():
         label = task.removeprefix("unseen ")
         loss_column = losses.setdefault(label, {})
         second_column = seconds.setdefault(label, {})
         runs: dict[str, list[Run]] = {}
-        for run in of["runs"]:
-            runs.setdefault(run["name"], []).append(restored(run))
-        for name, row in of["figures"].items():
-            loss_column[name] = row["loss"], f"{row['loss']:#.3g} ({row['worst']:#.3g})"
+        for run in task_record["runs"]:
+            runs.setdefault(run["name"], []).append(restore_run(run))
+
+        for name, row in task_record["figures"].items():
+            loss = f"{row['loss']:#.3g} ({row['worst']:#.3g})"
+            loss_column[name] = Cell(row["loss"], loss)
             if row.get("accuracy") is not None:
+                # The largest accuracy is in bold.
                 accuracies = losses.setdefault(f"{label}, accuracy", {})
-                accuracies[name] = -row["accuracy"], f"{row['accuracy']:.2%}"
-            share = share_of_seconds(runs[name], runs[GOAL_OF])
-            reached = f"{share:.2f} ×" if math.isfinite(share) else "never"
-            second_column[name] = share, f"{reached} ({row['seconds in all']:.2g} s)"
-    return f"{by_optimizer('loss', losses)}\n\n{by_optimizer('seconds', seconds)}"
+                accuracies[name] = Cell(-row["accuracy"], f"{row['accuracy']:.2%}")
+            share = share_of_seconds(runs[name], runs[REFERENCE])
+            share_text = f"{share:.2f} ×" if math.isfinite(share) else "never"
+            second_column[name] = Cell(share, f"{share_text} ({row['seconds in all']:.2g} s)")
+    return f"{markdown_table('loss', losses)}\n\n{markdown_table('seconds', seconds)}"
 
 
 def share_of_seconds(runs: Sequence[Run], references: Sequence[Run]) -> float:
-    """The median over seeds of the seconds to the reference's last loss, over the reference's."""
+    """Median over seeds of the seconds to the reference's last loss, as a share of its seconds."""
     return statistics.median(
         seconds_to(run, reference.losses[-1]) / reference.seconds[-1]
         for run, reference in zip(runs, references, strict=True)
     )
 
 
-def by_optimizer(heading: str, columns: Mapping[str, Mapping[str, tuple[float, str]]]) -> str:
-    """A table in Markdown from pairs of a value and a cell, by column and by optimizer."""
+def markdown_table(heading: str, columns: Columns) -> str:
+    """A table in Markdown with a row for each optimizer."""
     lines = ["| " + " | ".join([heading, *columns]) + " |", "|---|" + "---|" * len(columns)]
-    least = {label: min(value for value, _ in of.values()) for label, of in columns.items()}
+    smallest = {}
+    for label, column in columns.items():
+        smallest[label] = min(cell.value for cell in column.values())
     for name, row_label in ROWS.items():
         cells = []
-        for label, of in columns.items():
-            value, cell = of.get(name, (math.nan, ""))
-            cells.append(f"**{cell}**" if value == least[label] else cell)
+        for label, column in columns.items():
+            cell = column.get(name, Cell(math.nan, ""))
+            is_smallest = cell.value == smallest[label]
+            cells.append(f"**{cell.text}**" if is_smallest else cell.text)
         if any(cells):
             lines.append("| " + " | ".join([row_label, *cells]) + " |")
     return "\n".join(lines)
@@ -395,17 +449,17 @@ def by_optimizer(heading: str, columns: Mapping[str, Mapping[str, tuple[float, s
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Tune, train, print, and store what is done after each task."""
+    """Tune and train on each task, print its tables, and store its runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tasks", nargs="+", choices=list(GRIDS), help="default: those stored")
-    parser.add_argument("--seeds", type=int, default=5, help="reported ones: 0, 1 and so on")
-    parser.add_argument("--processes", type=int, default=2, help="trainings at a time")
-    parser.add_argument("--json", type=Path, help="write the runs there")
+    parser.add_argument("--tasks", nargs="+", choices=list(GRIDS), help="default: the stored tasks")
+    parser.add_argument("--seeds", type=int, default=5, help="number of reported seeds")
+    parser.add_argument("--processes", type=int, default=2, help="training runs at a time")
+    parser.add_argument("--json", type=Path, help="write the runs to this file")
     parser.add_argument(
-        "--keep-rivals", action="store_true", help="use the file's runs of rivals if they are valid"
+        "--keep-rivals", action="store_true", help="reuse the rivals' runs in the file if valid"
     )
     parser.add_argument(
-        "--markdown", action="store_true", help="print tables of the file for docs; train nothing"
+        "--markdown", action="store_true", help="only print tables of the stored runs for the docs"
     )
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore", SecondOrderWarning)
@@ -415,11 +469,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     tasks = list(filter(has_data, options.tasks or STORED))
     for task in tasks:
-        kept = record.get(task) if options.keep_rivals else None
-        record[task] = measured(task, options.seeds, options.processes, kept)
-        found = record[task]["figures"]
-        reporting.show(table(task, found, record[task]["settings"]))
-        reporting.show(time_table(task, found, options.processes))
+        stored = record.get(task) if options.keep_rivals else None
+        record[task] = measure(task, options.seeds, options.processes, stored)
+        rows = record[task]["figures"]
+        reporting.show(table(task, rows, record[task]["settings"]))
+        reporting.show(time_table(task, rows, options.processes))
         reporting.store(options.json, None, tasks=record)
     if options.tasks and len(tasks) < len(options.tasks):
         raise SystemExit(1)

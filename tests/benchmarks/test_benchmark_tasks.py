@@ -162,7 +162,7 @@ def test_a_stored_run_is_restored() -> None:
         refresh_interval=4.0,
     )
     stored = json.loads(json.dumps({"name": "a row", **asdict(run)}))
-    assert tasks.restored(stored) == run
+    assert tasks.restore_run(stored) == run
 
 
 # ---------------------------------------------------------------------------------- what is counted
@@ -176,7 +176,7 @@ def test_a_rival_is_tuned_by_the_mean_over_its_seeds(monkeypatch: pytest.MonkeyP
         return [Run(job, [losses[job.lr, job.seed]]) for job in jobs]
 
     monkeypatch.setattr(tasks, "run_all", done)
-    best, tried = tasks.tuned(
+    best, tried = tasks.tune(
         {"SGD": [(0.2, {}), (0.1, {})]},
         lambda name, setting, seed: Job("digits MLP", name, setting[0], seed),
         (100, 101),
@@ -283,10 +283,10 @@ def test_runs_above_their_base_are_counted_by_seed() -> None:
         run("digits MLP", "SGD", [9.0, *[loss] * 5], [], s) for s, loss in enumerate((1, 2))
     ]
     kaisa_runs = [run("digits MLP", "KAISA, SGD", [0.1, *[1.5] * 5], [], s) for s in range(2)]
-    assert sensitivity.compared(kaisa_runs, base_runs) == {"above": 1, "of": 2, "worst ratio": 1.5}
-    assert sensitivity.compared(base_runs, base_runs)["above"] == 0
+    assert sensitivity.compare(kaisa_runs, base_runs) == {"above": 1, "of": 2, "worst ratio": 1.5}
+    assert sensitivity.compare(base_runs, base_runs)["above"] == 0
     kaisa_runs[1].losses[-1] = math.nan
-    assert sensitivity.compared(kaisa_runs, base_runs)["worst ratio"] == math.inf
+    assert sensitivity.compare(kaisa_runs, base_runs)["worst ratio"] == math.inf
 
 
 # ---------------------------------------------------------------------------------------- as called
@@ -456,6 +456,6 @@ def test_larger_times_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_larger_judges_the_last_step() -> None:
     size = larger.Size(1, 64, 1, 8, 2, 1, 1)
     for steps in (10, 59, 121, 243, 2_519):
-        task = larger.sized(larger.in_steps(size, steps))
+        task = larger.make_task(larger.with_steps(size, steps))
         assert task.steps % task.every == 0
         assert steps - task.every < task.steps <= steps
