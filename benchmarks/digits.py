@@ -18,7 +18,7 @@ CLASSES = 10
 
 
 class Digits(NamedTuple):
-    """Images as rows of 64 standardised pixels (float32), labels 0..9 (int64)."""
+    """Images as rows of 64 standardized pixels (float32), labels 0..9 (int64)."""
 
     train_images: Tensor  # (1437, 64)
     train_labels: Tensor  # (1437,)
@@ -29,7 +29,7 @@ class Digits(NamedTuple):
 def load_split() -> Digits:
     """The fixed split into 1,437 training and 360 test images.
 
-    The images are standardised by the mean and the deviation of all training pixels.
+    The images are standardized by the mean and the deviation of all training pixels.
     """
     images, labels = load_digits(return_X_y=True)
     train_images, test_images, train_labels, test_labels = (
@@ -96,10 +96,10 @@ def autoencoder_loss(logits: Tensor, images: Tensor) -> Tensor:
 def batches(
     examples: int, batch_size: int, *, seed: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[Tensor]:
-    """Indices of this rank's part of each global batch, for ever; every epoch is shuffled anew.
+    """Yield the indices of this rank's part of each global batch, without end.
 
-    The global batches are the same for every world size, so that runs on one and on many processes
-    can be compared. The last images of an epoch that do not fill a batch are left out.
+    Each epoch is shuffled. The global batches are the same for every world size, so you can compare
+    runs on one and on many processes. Incomplete batches at the end of an epoch are dropped.
 
     Args:
         examples: number of examples to draw from.

@@ -29,12 +29,12 @@ class Size:
     """A model and how it is trained.
 
     Attributes:
-        layers: Blocks of the transformer.
-        width: Of the residual stream.
-        heads: Of attention.
-        context: Characters of a window.
-        batch: Windows to a step.
-        steps: Of the whole training, warm-up included.
+        layers: Number of blocks.
+        width: Width of the residual stream.
+        heads: Number of attention heads.
+        context: Characters per window.
+        batch: Windows per step.
+        steps: Number of training steps, with the warm-up.
         warmup: Steps in which the learning rate rises.
     """
 

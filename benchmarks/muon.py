@@ -1,8 +1,7 @@
 """torch's Muon with its Newton-Schulz iteration in float32 on a CPU.
 
-`torch.optim.Muon` iterates in bfloat16. A processor without products of bfloat16 emulates them, and
-Muon's step then takes 5 to 150 times as long: seconds beside it would say nothing. All else is
-torch's own.
+`torch.optim.Muon` iterates in bfloat16. Processors without bfloat16 products emulate them, so a
+step of Muon takes 5 to 150 times as long there. Everything else is torch's code.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
     python compression.py --output compression.png
 
-Of all matrices of rank r, U_r U_rᵀ W changes a layer's outputs least, if U_r has the first r left
-singular vectors of W A^(1/2), where A = E x xᵀ is K-FAC's factor of the inputs. (Wang et al. 2024,
-SVD-LLM, whiten with a Cholesky factor of A. With eigenvectors nothing is inverted, so A may be
-singular.) The baseline is the plain SVD of W.
+Let A = E x xᵀ be K-FAC's factor of a layer's inputs, and let U_r have the first r left singular
+vectors of W A^(1/2). Then U_r U_rᵀ W changes the layer's outputs less than any other matrix of rank
+r. (Wang et al. 2024, SVD-LLM, whiten with a Cholesky factor of A. The script uses eigenvectors and
+inverts nothing, so A may be singular.) The baseline is the plain SVD of W.
 
-The model trains for some seconds on the characters of Python's standard library. The loss is that
-of held-out files.
+The model trains for some seconds on the characters of Python's standard library. The loss is
+measured on held-out files.
 """
 
 from __future__ import annotations

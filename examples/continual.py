@@ -113,9 +113,11 @@ def run(
     x_train, y_train, x_test, y_test = load_data()
     if validate:
         order = torch.randperm(len(x_train), generator=torch.Generator().manual_seed(seed))
-        kept, held_out = order.tensor_split([len(order) * 4 // 5])
-        x_train, x_test = x_train[kept], x_train[held_out]
-        y_train, y_test = y_train[kept], y_train[held_out]
+        training, validation = order.tensor_split([len(order) * 4 // 5])
+        x_test = x_train[validation]
+        y_test = y_train[validation]
+        x_train = x_train[training]
+        y_train = y_train[training]
     train_tasks = split_tasks(x_train, y_train)
     test_tasks = split_tasks(x_test, y_test)
 
@@ -156,8 +158,11 @@ def main(arguments: list[str] | None = None) -> None:
     validated = [run(seed, args.steps, CHOICES, validate=True)[1] for seed in CHOOSING]
     chosen = {}
     for name, pairs in CHOICES.items():
-        scores = [sum(float(each[name, pair].mean()) for each in validated) for pair in pairs]
-        # Of equal scores the last wins: the strongest penalty.
+        scores = []
+        for pair in pairs:
+            score = sum(float(accuracies[name, pair].mean()) for accuracies in validated)
+            scores.append(score)
+        # If scores are equal, choose the last pair, which is the strongest penalty.
         best = max(range(len(pairs)), key=lambda i: (scores[i], i))
         chosen[name] = (pairs[best],)
 

@@ -38,7 +38,7 @@ from second_order import (
 OPTIMIZERS = ("kaisa", "dpkfac", "distkfac", "dho2", "mrdho2")
 BATCH = 60  # of all processes together; 1 to 6 processes get equal parts
 INTERVAL = 10  # steps between refreshes, and between checkpoints
-KEPT = 3  # checkpoints; if the newest is damaged, an older one is used
+MAX_CHECKPOINTS = 3  # if the newest is damaged, an older one is used
 
 
 def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -156,7 +156,7 @@ def save(folder: Path, step: int, parts: dict[str, Any]) -> None:
     state = {name: part.state_dict() for name, part in parts.items()}
     save_checkpoint({"step": step, "rng": torch.get_rng_state(), **state}, path_of(folder, step))
     # Remove old checkpoints, and incomplete files of killed processes.
-    for path in [*checkpoints(folder)[KEPT:], *folder.glob(".*.partial")]:
+    for path in [*checkpoints(folder)[MAX_CHECKPOINTS:], *folder.glob(".*.partial")]:
         path.unlink()
 
 

@@ -94,7 +94,7 @@ def predicted_changes(model: nn.Module, data: Data, queries: Data) -> dict[str, 
     curvature = measure(model, [data], factors="ekfac", progress=False)
     data_gradients = gradients(model, data)
     query_gradients = gradients(model, queries)
-    solved = curvature.solve(query_gradients, damping=DECAY)  # for all queries at once
+    solved = curvature.solve(query_gradients, damping=DECAY)  # one call for all queries
     return {
         "EK-FAC": products(solved, data_gradients),
         "plain": products(query_gradients, data_gradients),

@@ -7,7 +7,7 @@
 
 The network maps (x, y) to u (a physics-informed network: Raissi et al., 2019). The loss is the
 equation's residual at fixed points inside and the squared values on the boundary. The solution is
-known, and so is the error. All points are one batch, so gradients have no noise.
+known, and so is the error. All points are one batch, so gradients are exact.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def main() -> None:
             net.parameters(),
             lr=args.lr,
             base=torch.optim.Adam,
-            # Gradients have no noise: longer Newton steps, without momentum, are safe.
+            # Longer Newton steps without momentum are safe, because gradients are exact.
             warmup_steps=100,
             newton_scale=0.5,
             subspace_momentum=0.0,

@@ -83,7 +83,7 @@ def make_optimizer(
         helper_ranks=args.helpers,
         epoch_steps=steps,
         final_update=args.final_update or "guarded",
-        # Called by helpers in the usual loop, and by workers if there are no helpers.
+        # Helpers call it in the usual loop, and workers call it in a run without helpers.
         curvature_closure=lambda: loss_of(CURVATURE_BATCH),
     )
 
@@ -122,7 +122,7 @@ def main() -> None:
         rank=dist.get_rank(group),
         world_size=dist.get_world_size(group),
     )
-    # When a rank leaves this block, even by an exception, the optimizer tells the other ranks.
+    # When a rank leaves this block, even by an exception, the optimizer notifies the other ranks.
     with optimizer:
         if is_helper and not args.usual_loop:
             if optimizer.role == "accelerator":

@@ -52,8 +52,8 @@ PAIRS = 10  # eigenpairs, as in FOSI's experiments
 PRODUCTS = 40  # Lanczos products per refresh
 
 
-def kept_and_peak(arguments: tuple[int, int, str]) -> tuple[float, float]:
-    """Megabytes that the first rank's optimizer keeps, and its peak at a refresh.
+def state_and_peak(arguments: tuple[int, int, str]) -> tuple[float, float]:
+    """Megabytes of the first rank's optimizer state, and of its peak at a refresh.
 
     Args:
         arguments: Number of ranks, number of layers, and layout.
@@ -67,8 +67,8 @@ def kept_and_peak(arguments: tuple[int, int, str]) -> tuple[float, float]:
         "momentum": 0.9,
     }
     system = System("DHO2", DHO2, options, closure=True)
-    found = simulate(system, partial(narrow_task, layers), ranks, 0, counts_memory=True)
-    return found["state_mb"], found["step_mb"]
+    row = simulate(system, partial(narrow_task, layers), ranks, 0, counts_memory=True)
+    return row["state_mb"], row["step_mb"]
 
 
 def memory(scale: Scale, processes: Processes) -> Row:
@@ -77,13 +77,13 @@ def memory(scale: Scale, processes: Processes) -> Row:
     many = 4 if scale.tiny else 8
     layers = 4 if scale.tiny else 100
     cases = [(ranks, layers, layout) for layout in ("row", "column") for ranks in (few, many)]
-    found = dict(zip(cases, processes.each(kept_and_peak, cases), strict=True))
+    memory_of = dict(zip(cases, processes.each(state_and_peak, cases), strict=True))
 
     def share(layout: str, part: int) -> float:
-        """What is left on more ranks: 0 of what is kept, 1 of the peak."""
-        return found[many, layers, layout][part] / found[few, layers, layout][part]
+        """Memory on more ranks divided by that on few: 0 for the state, 1 for the peak."""
+        return memory_of[many, layers, layout][part] / memory_of[few, layers, layout][part]
 
-    kept = share("row", 0)
+    state = share("row", 0)
     peak = share("row", 1)
     column = share("column", 0)
     return Row(
@@ -91,13 +91,13 @@ def memory(scale: Scale, processes: Processes) -> Row:
         "Memory per device with more devices",
         "figure 6",
         f"{few / many:g} × from {few} to {many} devices",
-        f'{ratio(kept)} kept, {ratio(peak)} at the peak of a refresh; `layout="column"`: '
+        f'{ratio(state)} kept, {ratio(peak)} at the peak of a refresh; `layout="column"`: '
         f"{ratio(column)} kept",
         f"the first of {few} and of {many} simulated ranks, {layers} Linear layers, {PAIRS} "
         f"eigenvectors, {PRODUCTS} products, with the base's momentum",
-        kept <= 1.3 * few / many,
+        state <= 1.3 * few / many,
         "whole vectors cannot be divided evenly",
-        {"kept": kept, "peak": peak, "kept, column": column},
+        {"kept": state, "peak": peak, "kept, column": column},
     )
 
 

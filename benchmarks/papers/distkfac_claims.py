@@ -85,9 +85,9 @@ def batch_sizes(scale: Scale, processes: Processes) -> Row:
                 Trial(MLP, name, rate, batch, seed, steps, MOMENTUM, 1, TARGET)
                 for seed in range(scale.seeds)
             ]
-    steps_taken = {key: median_steps(of) for key, of in train_by_name(processes, trials).items()}
+    loss_steps = {key: median_steps(of) for key, of in train_by_name(processes, trials).items()}
     growth = {
-        name: large * steps_taken[name, large] / (small * steps_taken[name, small])
+        name: large * loss_steps[name, large] / (small * loss_steps[name, small])
         for name in ("SGD", "DistKFAC")
     }
     return Row(
@@ -99,7 +99,7 @@ def batch_sizes(scale: Scale, processes: Processes) -> Row:
         f"digits MLP, examples to a training loss of {TARGET}, batch {large:,} over batch {small}; "
         "SGD's rate tuned",
         growth["DistKFAC"] < growth["SGD"] / 1.5 and growth["DistKFAC"] < 2,
-        f"{steps_taken['DistKFAC', small]:g} steps with {small} images leave little room for fewer",
+        f"{loss_steps['DistKFAC', small]:g} steps with {small} images leave little room for fewer",
         {name: finite(value) for name, value in growth.items()},
     )
 
@@ -215,17 +215,17 @@ def doubly_factored(scale: Scale, processes: Processes) -> Row:
     }
     results = train_by_name(processes, trials)
     steps = {name: median_steps(of) for name, of in results.items()}
-    kept = results["doubly"][0].state_bytes / results["A and G"][0].state_bytes
+    memory = results["doubly"][0].state_bytes / results["A and G"][0].state_bytes
     return Row(
         PAPER,
         "A doubly factored layer speeds up training",
         "§ 6.2.2",
         "1.5 ×",
-        f"{ratio(steps['base'] / steps['doubly'])} SGD; {ratio(kept)} memory",
+        f"{ratio(steps['base'] / steps['doubly'])} SGD; {ratio(memory)} memory",
         f"digits conv net, Linear with 512 inputs, steps to a training loss of {TARGET}, median",
-        steps["doubly"] <= steps["base"] and kept < 0.5,
+        steps["doubly"] <= steps["base"] and memory < 0.5,
         "on a layer of this size the third factor costs steps and gains memory",
-        {"memory": kept, **{name: finite(value) for name, value in steps.items()}},
+        {"memory": memory, **{name: finite(value) for name, value in steps.items()}},
     )
 
 

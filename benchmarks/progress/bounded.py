@@ -1,10 +1,9 @@
-"""Whether any of fifty trainings with full Newton steps is thrown away, bounded and not.
+"""How many of fifty training runs with full Newton steps diverge, with a trust region and without.
 
-Heads on a frozen body, linear and of two layers, and a PINN on Poisson's equation (the tasks of
-`fosi_gain.py`) by DHO2 over Adam at a usual rate: 5 to 100 eigenpairs, Newton steps of half their
-length and of all of it, no momentum within the subspace, refreshes every 50 steps from the first
-step on. A run counts as thrown away where its loss is not finite, or ten times what it was at the
-start, at any step after a refresh.
+The tasks are those of `fosi_gain.py`: linear and two-layer heads on a frozen body, and a PINN on
+Poisson's equation. DHO2 trains them over Adam at a usual rate, with 5 to 100 eigenpairs and Newton
+steps of half and of full length. It has no momentum within the subspace, and refreshes every 50
+steps from the first step. A run diverges if a loss is not finite, or more than ten times the first.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ PINNS = product(("PINN",), (10, 50, 100), (0.5, 1.0), (0, 1, 2))
 GRID = [*HEADS, *PINNS]
 RATES = {"linear head": 0.03, "two-layer head": 0.01, "PINN": 0.005}
 STEPS = {"linear head": 150, "two-layer head": 150, "PINN": 300}
-THROWN = 10.0  # times the loss at the start
+DIVERGED = 10.0  # multiple of the first loss
 
 
 @dataclass
-class Bounded:
-    """A training done.
+class Result:
+    """The result of a training run.
 
     Attributes:
-        task: Its name.
+        task: Name of the task.
         largest: Number of eigenpairs.
         newton_scale: Length of a Newton step.
-        seed: Of the model and of the batches.
+        seed: Seed of the model and of the batches.
         trust_region: Whether Newton steps are bounded.
         first: The loss of the first batch.
-        worst: The largest loss of any batch; infinite if one was not finite.
+        worst: The largest loss of a batch, or infinity if one was not finite.
         last: The loss of the last batch.
-        undone: How many steps were taken back.
+        rejected: Number of rejected steps.
     """
 
     task: str
@@ -55,15 +54,15 @@ class Bounded:
     first: float
     worst: float
     last: float
-    undone: float = 0.0
+    rejected: float = 0.0
 
     @property
-    def thrown(self) -> bool:
-        """Whether the training was thrown away."""
-        return self.worst > THROWN * self.first
+    def diverged(self) -> bool:
+        """Whether the run diverged."""
+        return self.worst > DIVERGED * self.first
 
 
-def train(name: str, largest: int, scale: float, seed: int, trust_region: bool) -> Bounded:
+def train(name: str, largest: int, scale: float, seed: int, trust_region: bool) -> Result:
     """Train for the task's steps, or until a loss is not finite."""
     torch.set_num_threads(1)
     task = goal(name).task
@@ -91,34 +90,50 @@ def train(name: str, largest: int, scale: float, seed: int, trust_region: bool) 
             losses[-1] = math.inf
             break
         optimizer.step()
-    undone = optimizer.metrics().get("rejected", 0.0)
-    shown = losses[0], max(losses), losses[-1]
-    return Bounded(name, largest, scale, seed, trust_region, *shown, undone)
+    return Result(
+        task=name,
+        largest=largest,
+        newton_scale=scale,
+        seed=seed,
+        trust_region=trust_region,
+        first=losses[0],
+        worst=max(losses),
+        last=losses[-1],
+        rejected=optimizer.metrics().get("rejected", 0.0),
+    )
 
 
 def main() -> None:
-    """Train, print, and store."""
+    """Train with and without the trust region, print the table, and store the runs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", type=int, help="so many of the trainings, spread over the grid")
-    parser.add_argument("--json", type=Path, help="write the runs there")
+    parser.add_argument("--only", type=int, help="number of training runs")
+    parser.add_argument("--json", type=Path, help="write the runs to this file")
     arguments = parser.parse_args()
-    grid = GRID[:: len(GRID) // arguments.only] if arguments.only else GRID
-    runs = [
-        train(name, largest, scale, seed, trust_region)
-        for name, largest, scale, seed in tqdm(grid, leave=False)
-        for trust_region in (True, False)
-    ]
+    grid = GRID
+    if arguments.only:
+        grid = GRID[:: len(GRID) // arguments.only]
+    runs = []
+    for name, largest, scale, seed in tqdm(grid, leave=False):
+        for trust_region in (True, False):
+            runs.append(train(name, largest, scale, seed, trust_region))  # noqa: PERF401
+
     rows = []
     for name in RATES:
-        of = [run for run in runs if run.task == name]
-        bounded, free = ([r for r in of if r.trust_region is on] for on in (True, False))
+        task_runs = [run for run in runs if run.task == name]
+        bounded = [run for run in task_runs if run.trust_region]
+        unbounded = [run for run in task_runs if not run.trust_region]
         if bounded:
-            counts = (str(sum(run.thrown for run in each)) for each in (bounded, free))
+            counts = [sum(run.diverged for run in group) for group in (bounded, unbounded)]
             worst = max(run.worst / run.first for run in bounded)
-            rows.append([name, str(len(bounded)), *counts, f"{worst:.2g} times"])
-    columns = "task", "trainings", "trust region", "without", "worst loss with it, of the first"
-    reporting.show(reporting.table("trainings that were thrown away", columns, rows))
-    stored = [{k: None if v == math.inf else v for k, v in asdict(r).items()} for r in runs]
+            rows.append([name, str(len(bounded)), *map(str, counts), f"{worst:.2g} times"])
+    columns = "task", "runs", "trust region", "without", "worst loss with it, of the first"
+    reporting.show(reporting.table("training runs that diverged", columns, rows))
+
+    # JSON has no infinity.
+    stored = []
+    for run in runs:
+        fields = asdict(run)
+        stored.append({key: None if fields[key] == math.inf else fields[key] for key in fields})
     reporting.store(arguments.json, runs=stored)
 
 

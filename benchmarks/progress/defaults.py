@@ -1,12 +1,13 @@
-"""Which defaults train: every candidate on six tasks, chosen on some seeds, reported on others.
+"""Candidates for the default settings on six tasks, chosen on some seeds and reported on others.
 
-First each base alone, over a grid of learning rates. Then KAISA over it, at the base's best rate,
-with each candidate: one option is varied at a time, and damping and solver together. A candidate is
-judged by the steps that it takes to a loss that suits the task, over the fewest that any candidate
-takes: a geometric mean over tasks, and the worst. Then, on seeds that had no part in the choice:
-the base, the defaults, the candidate that was best for the task, and the defaults at other rates,
-to see whether the base's best is a good one here, too. The bases are SGD and Adam; of the language
-model AdamW alone, and one seed.
+We first tune the learning rate of each base. We then train KAISA over it at the base's best rate,
+with each candidate. Candidates vary one option at a time, or damping and solver together. We
+measure the steps to the task's target loss, divided by those of the fastest candidate, as a
+geometric mean over tasks and as the worst task.
+
+On other seeds, we report the base, the default settings, the best candidate for the task, and the
+default settings at other learning rates. The bases are SGD and Adam. The language model is only
+trained over AdamW, with one seed.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
         for share in (None, 1 / 3)
     ],
 }
-RATES = (0.5, 2.0)  # times the base's best
-PENALTY = 2.0  # times the steps of the whole training, for a target that is never met
+RATES = (0.5, 2.0)  # multiples of the base's best rate
+PENALTY = 2.0  # multiple of the run's steps, if the target is not reached
 
 
 def bases_of(task: str) -> dict[str, tuple[float, ...]]:
@@ -57,26 +58,29 @@ def bases_of(task: str) -> dict[str, tuple[float, ...]]:
 
 
 def seeds(task: str, chosen_on: bool) -> Sequence[int]:
-    """Those that settings are chosen on, or those that are reported."""
+    """The seeds that settings are chosen on, or those that are reported."""
     few = 1 if task == "language" else None
     return (CHOSEN_ON if chosen_on else REPORTED)[:few]
 
 
 def candidates() -> list[dict[str, Any]]:
-    """The settings that are tried; the first one is what the defaults come to."""
-    grid = [
-        {"damping": damping, "solver": solver}
-        for solver in ("inverse", "eigen")
-        for damping in DAMPINGS
-        if (damping, solver) != (DAMPING, "inverse")
-    ]
-    return [{}, *grid, *(option for options in OTHERS.values() for option in options)]
+    """The candidates. The first one is the default settings."""
+    result: list[dict[str, Any]] = [{}]
+    for solver in ("inverse", "eigen"):
+        for damping in DAMPINGS:
+            if (damping, solver) != (DAMPING, "inverse"):
+                result.append({"damping": damping, "solver": solver})  # noqa: PERF401
+    for options in OTHERS.values():
+        result += options
+    return result
 
 
 def steps(run: Run) -> float:
-    """To the task's target, with a penalty for never."""
-    found = steps_to(run, TARGETS[run.job.task])
-    return found if math.isfinite(found) else PENALTY * TASKS[run.job.task]().steps
+    """Steps to the task's target, with a penalty if the run does not reach it."""
+    steps_to_target = steps_to(run, TARGETS[run.job.task])
+    if math.isfinite(steps_to_target):
+        return steps_to_target
+    return PENALTY * TASKS[run.job.task]().steps
 
 
 def by_setting(runs: Iterable[Run]) -> dict[tuple[str, str, float, str], float]:
@@ -91,7 +95,7 @@ def by_setting(runs: Iterable[Run]) -> dict[tuple[str, str, float, str], float]:
 def best_rates(
     tasks: Iterable[str], processes: int
 ) -> tuple[dict[tuple[str, str], float], list[Run]]:
-    """By task and base, the rate with the fewest steps, or the lowest last loss among equals."""
+    """The rate with the fewest steps by task and base. The last loss decides between equals."""
     jobs = [
         Job(task, base, lr, seed)
         for task in tasks
@@ -111,23 +115,23 @@ def best_rates(
 
 
 def regrets(found: dict[tuple[str, str, float, str], float], base: str) -> dict[str, list[float]]:
-    """By options, the steps on each task over the fewest of any candidate's."""
-    ours = {key: value for key, value in found.items() if key[1] == f"KAISA, {base}"}
+    """Steps on each task divided by those of the fastest candidate, by options."""
+    kaisa = {key: value for key, value in found.items() if key[1] == f"KAISA, {base}"}
     fewest: dict[str, float] = {}
-    for (task, *_), value in ours.items():
+    for (task, *_), value in kaisa.items():
         fewest[task] = min(fewest.get(task, math.inf), value)
     result: dict[str, list[float]] = {}
-    for (task, _, _, options), value in ours.items():
+    for (task, _, _, options), value in kaisa.items():
         result.setdefault(options, []).append(value / fewest[task])
     return result
 
 
 def main() -> None:
-    """Try, choose, report, and store."""
+    """Tune the bases, choose candidates, report them on other seeds, and store all runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", nargs="+", choices=list(TARGETS), default=list(TARGETS))
-    parser.add_argument("--processes", type=int, default=2, help="trainings at a time")
-    parser.add_argument("--json", type=Path, help="write the runs there")
+    parser.add_argument("--processes", type=int, default=2, help="training runs at a time")
+    parser.add_argument("--json", type=Path, help="write the runs to this file")
     arguments = parser.parse_args()
     rates, alone = best_rates(arguments.tasks, arguments.processes)
     tried = run_all(
@@ -178,12 +182,12 @@ def main() -> None:
         limit = TASKS[task]().steps
         for base in bases_of(task):
             lr = rates[task, base]
-            ours = f"KAISA, {base}"
+            kaisa = f"KAISA, {base}"
             keys = (
                 (task, base, lr, "{}"),
-                (task, ours, lr, "{}"),
-                (task, ours, lr, json.dumps(best[task, base])),
-                *((task, ours, lr * share, "{}") for share in RATES),
+                (task, kaisa, lr, "{}"),
+                (task, kaisa, lr, json.dumps(best[task, base])),
+                *((task, kaisa, lr * share, "{}") for share in RATES),
             )
             shown = [f"{final[k]:.0f}" if final[k] <= limit else f"not in {limit}" for k in keys]
             rows.append([f"{task}, {base}, {lr}", *shown])

@@ -1,13 +1,13 @@
-"""What curvature buys: KAISA beside Adam, AdamW and Muon, on two tasks, in three minutes at most.
+"""The gain from curvature: KAISA next to Adam, AdamW and Muon, on two tasks, in three minutes.
 
     make demo
 
-A small transformer learns the characters of the standard library's own source, and a deep
-autoencoder the digits. The optimizers of a task start from the same weights and get the same
-batches, of which each process takes its part. KAISA is told what its base is told, at twice
-AdamW's learning rate or at Adam's own, and nothing else. Prints a table for each task, and draws
-the loss against steps and against seconds of training (what judging takes is not counted). Where
-500 steps of each would take too long, all optimizers get fewer, as many as each other.
+A small transformer learns the characters of the standard library's source, and a deep autoencoder
+learns the digits. The optimizers of a task start from the same weights and get the same batches,
+divided over the processes. KAISA has default settings and the options of its base, at twice AdamW's
+learning rate or at Adam's. The script prints a table for each task. It draws the loss against steps
+and against seconds of training, without those of evaluations. If 500 steps per optimizer take too
+long, all optimizers run for fewer steps.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def image_batches() -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, how it is judged, and who competes: the first is what others are beside."""
+    """A model, its data and its optimizers. The first optimizer is the reference."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -130,8 +130,11 @@ class Run:
     losses: list[float]
 
     def first_at(self, loss: float) -> int | None:
-        """Index of the first judgement that is as good as a loss."""
-        return next((i for i, found in enumerate(self.losses) if found <= loss), None)
+        """Index of the first evaluation with at most this loss."""
+        for index, evaluated_loss in enumerate(self.losses):
+            if evaluated_loss <= loss:
+                return index
+        return None
 
 
 def part_of_this_process(batch: Tensor) -> Tensor:
@@ -140,14 +143,14 @@ def part_of_this_process(batch: Tensor) -> Tensor:
 
 @torch.no_grad()
 def judge(task: Task, model: nn.Module) -> float:
-    """The loss on all examples, of which each process looks at its part."""
+    """The loss on all examples, divided over the processes."""
     part = part_of_this_process(task.judged_on())
     sums = torch.tensor([task.loss_of(model, part).item() * len(part), len(part)])
     dist.all_reduce(sums)
     return round((sums[0] / sums[1]).item(), 4)
 
 
-def train(task: Task, name: str, steps: int, silent: bool) -> Run:
+def train(task: Task, name: str, steps: int, quiet: bool) -> Run:
     torch.manual_seed(0)
     net = task.make()
     model = DistributedDataParallel(net)  # averages the gradients of the processes
@@ -157,7 +160,7 @@ def train(task: Task, name: str, steps: int, silent: bool) -> Run:
     batches = task.batches()
     seconds = 0.0
     run = Run(task.name, name, [0], [0.0], [judge(task, net)])
-    with tqdm(total=steps, desc=f"{task.name}, {name}", unit="step", disable=silent) as bar:
+    with tqdm(total=steps, desc=f"{task.name}, {name}", unit="step", disable=quiet) as bar:
         while run.steps[-1] < steps:
             block = min(STEPS_BETWEEN_JUDGEMENTS, steps - run.steps[-1])
             dist.barrier()
@@ -179,9 +182,9 @@ def train(task: Task, name: str, steps: int, silent: bool) -> Run:
 
 
 def cost_of(task: Task, name: str) -> tuple[float, float]:
-    """Seconds of a training's first block of steps, and of each step after it, by a short trial."""
+    """Seconds of a run's first block of steps and of each later step, from a short run."""
     start = time.perf_counter()
-    run = train(task, name, STEPS_BETWEEN_JUDGEMENTS + TRIAL_STEPS, silent=True)
+    run = train(task, name, STEPS_BETWEEN_JUDGEMENTS + TRIAL_STEPS, quiet=True)
     *_, first, last = run.seconds
     judging = (time.perf_counter() - start - last) / len(run.losses)
     each_step = (last - first) / TRIAL_STEPS + judging / STEPS_BETWEEN_JUDGEMENTS
@@ -204,18 +207,20 @@ def steps_within(seconds: float) -> int:
 
 
 def table(runs: list[Run]) -> Table:
-    """A row for each optimizer of a task; how soon it is as good as the first is at its end."""
+    """A row for each optimizer, with the steps and seconds to the first optimizer's final loss."""
     first = runs[0].optimizer
     goal = runs[0].losses[-1]
     result = Table("\noptimizer", title=runs[0].task, title_justify="left", box=SIMPLE_HEAD)
     reached = [f"{unit} to {first}'s\nfinal loss" for unit in ("steps", "seconds")]
-    for header in [*reached, "final\nloss", "ms\na step"]:
+    for header in [*reached, "final\nloss", "ms\nper step"]:
         result.add_column(header, justify="right", no_wrap=True)
     for run in runs:
-        met = run.first_at(goal)
-        pace = ["never"] * 2 if met is None else [f"{run.steps[met]}", f"{run.seconds[met]:.1f}"]
-        each_step = 1e3 * run.seconds[-1] / run.steps[-1]
-        result.add_row(run.optimizer, *pace, f"{run.losses[-1]:.3f}", f"{each_step:.1f}")
+        first_met = run.first_at(goal)
+        to_goal = ["never", "never"]
+        if first_met is not None:
+            to_goal = [f"{run.steps[first_met]}", f"{run.seconds[first_met]:.1f}"]
+        step_time = 1e3 * run.seconds[-1] / run.steps[-1]
+        result.add_row(run.optimizer, *to_goal, f"{run.losses[-1]:.3f}", f"{step_time:.1f}")
     return result
 
 
@@ -237,7 +242,7 @@ def figure(results: list[list[Run]]) -> Figure:
 
 
 def draw(axes: Axes, runs: list[Run], unit: str) -> None:
-    """A curve for each optimizer, with a dot where it is as good as the first is at its end."""
+    """Draw the curves, with a dot where an optimizer reaches the first one's final loss."""
     goal = runs[0].losses[-1]
     for run in runs:
         name, _, base = run.optimizer.partition(", ")
@@ -288,26 +293,26 @@ def main() -> None:
     else:
         dist.init_process_group("gloo", "tcp://localhost:0", rank=0, world_size=1)
     processes = dist.get_world_size()
-    silent = dist.get_rank() != 0
-    console = Console(quiet=silent)
+    quiet = dist.get_rank() != 0
+    console = Console(quiet=quiet)
     results = []
     if args.steps is None:
         steps = steps_within(args.seconds)
         if steps < MOST_STEPS:
             console.print(
-                f"{steps} steps of every training: {MOST_STEPS} would take more than "
-                f"{args.seconds:g} s here, and --steps {MOST_STEPS} takes them."
+                f"{steps} steps per optimizer, because {MOST_STEPS} take more than "
+                f"{args.seconds:g} s here. Use --steps {MOST_STEPS} to run them anyway."
             )
     else:
         steps = args.steps
         for task in TASKS:
-            for name in task.optimizers:  # the first call of a kernel takes longer than the others
-                train(task, name, 2, silent=True)
+            for name in task.optimizers:  # warm-up
+                train(task, name, 2, quiet=True)
     for task in TASKS:
-        results.append([train(task, name, steps, silent) for name in task.optimizers])
+        results.append([train(task, name, steps, quiet) for name in task.optimizers])
         console.print(table(results[-1]))
     dist.destroy_process_group()
-    if silent:
+    if quiet:
         return
     save(figure(results), args.figure)
     console.print(f"Figure: {args.figure}")

@@ -63,12 +63,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Goal:
-    """A training, and when it has arrived.
+    """A task and its target.
 
     Attributes:
-        task: What is trained; ``task.steps`` are the most.
-        target: The loss, or error, that is to be met.
-        curved: Of the model and a seed: the curvature closure.
+        task: The task. ``task.steps`` is the largest number of steps.
+        target: The loss, or error, that a run must reach.
+        curved: Makes the curvature closure, from the model and a seed.
     """
 
     task: Task
@@ -78,21 +78,21 @@ class Goal:
 
 @dataclass
 class Gained:
-    """A training done.
+    """The result of a training run.
 
     Attributes:
-        name: Of its goal.
+        name: Name of the goal.
         optimizer: "Adam" or "DHO2".
         lr: The learning rate.
-        seed: Of the model and of the order of the batches.
-        options: Those of DHO2.
-        steps: To the target; None if it was not met.
-        taken: Steps in all.
-        seconds: Of processor time, to the target or to the end.
-        best: The smallest loss, or error, that was seen.
+        seed: Seed of the model and of the order of the batches.
+        options: The options of DHO2.
+        steps: Steps to the target. None if the run does not reach it.
+        total_steps: All steps.
+        seconds: CPU seconds to the target or to the end.
+        best: The smallest loss, or error.
         diverged: Whether a loss was not finite, or more than ten times the first.
         products: Hessian products of all refreshes.
-        refreshes: Their number.
+        refreshes: Number of refreshes.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Gained:
     seed: int
     options: dict[str, Any] = field(default_factory=dict)
     steps: int | None = None
-    taken: int = 0
+    total_steps: int = 0
     seconds: float = 0.0
     best: float = math.inf
     diverged: bool = False
@@ -110,30 +110,34 @@ class Gained:
 
 
 def reach(name: str, optimizer: str, lr: float, seed: int, **options: Any) -> Gained:
-    """Train until the target is met, the loss is not finite, or the steps are used up."""
+    """Train to the target, to the first non-finite loss, or for all steps."""
     torch.set_num_threads(1)
     aim = goal(name)
     task = aim.task
     run = Gained(name, optimizer, lr, seed, options)
     torch.manual_seed(seed)
     model = task.make()
-    made: torch.optim.Optimizer
+    model_optimizer: torch.optim.Optimizer
     if optimizer == "DHO2":
         closure = aim.curved(model, seed)
-        made = DHO2(model, lr=lr, base=torch.optim.Adam, curvature_closure=closure, **options)
-        throttle = made._curvature.pairs.throttle
+        model_optimizer = DHO2(
+            model, lr=lr, base=torch.optim.Adam, curvature_closure=closure, **options
+        )
+        throttle = model_optimizer._curvature.pairs.throttle
         if throttle is not None:
             throttle.clock = lambda device: time.process_time()
     else:
-        made = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=lr)
+        model_optimizer = torch.optim.Adam(
+            [p for p in model.parameters() if p.requires_grad], lr=lr
+        )
     first = math.inf
     for step, batch in zip(range(1, task.steps + 1), task.batches(seed), strict=False):
         start = time.process_time()
-        made.zero_grad()
+        model_optimizer.zero_grad()
         task.loss_of(model, batch).backward()
-        made.step()
+        model_optimizer.step()
         run.seconds += time.process_time() - start
-        run.taken = step
+        run.total_steps = step
         if step % task.every:
             continue
         with torch.no_grad():
@@ -146,9 +150,9 @@ def reach(name: str, optimizer: str, lr: float, seed: int, **options: Any) -> Ga
         if run.steps is not None or not math.isfinite(found):
             break
     run.seconds = round(run.seconds, 3)
-    if isinstance(made, DHO2):
-        run.products = made.curvature.total_products
-        run.refreshes = made.curvature.refreshes
+    if isinstance(model_optimizer, DHO2):
+        run.products = model_optimizer.curvature.total_products
+        run.refreshes = model_optimizer.curvature.refreshes
     return run
 
 
@@ -209,7 +213,7 @@ def cached_features(target: float) -> Goal:
 
 
 def poisson() -> Goal:
-    """The example's network; its points are one batch, which is the curvature batch, too."""
+    """The network of the example `pinn.py`. All points are one batch and the curvature batch."""
     points = pinn.Points()
 
     def endless(_: int) -> Iterator[int]:
@@ -278,88 +282,101 @@ GOALS: dict[str, Callable[[], Goal]] = {
 
 
 def ratios(runs: Sequence[Gained], key: str) -> list[float]:
-    """DHO2's steps or seconds over Adam's, seed by seed; infinite where DHO2 has not arrived.
+    """DHO2's steps or seconds divided by Adam's, per seed. Infinite if DHO2 misses the target.
 
-    Where Adam has not, its steps and seconds in all count: the true ratio is smaller.
+    If Adam misses the target, all its steps and seconds count, so the true ratio is smaller.
 
     Args:
-        runs: Those of one goal.
-        key: "taken" or "seconds".
+        runs: The runs of one goal.
+        key: "total_steps" or "seconds".
     """
-    found = []
-    for ours in (run for run in runs if run.optimizer == "DHO2"):
-        (base,) = (r for r in runs if r.optimizer == "Adam" and r.seed == ours.seed)
-        met = ours.steps is not None
-        found.append(getattr(ours, key) / getattr(base, key) if met else math.inf)
-    return found
+    adam_runs = {run.seed: run for run in runs if run.optimizer == "Adam"}
+    result = []
+    for run in runs:
+        if run.optimizer == "DHO2":
+            ratio = math.inf
+            if run.steps is not None:
+                ratio = getattr(run, key) / getattr(adam_runs[run.seed], key)
+            result.append(ratio)
+    return result
 
 
 def best_rate(runs: Sequence[Gained]) -> float:
-    """The rate with the fewest steps over the tuning seeds; all of them where it does not arrive.
+    """The rate with the fewest steps over the tuning seeds.
 
-    A step takes as long at each rate, and seconds of single runs are noisy.
+    A run that misses the target counts all its steps. Steps decide rather than seconds, because a
+    step takes the same time at each rate and seconds of single runs are noisy.
     """
-    taken: dict[float, int] = {}
+    sums: dict[float, int] = {}
     for run in runs:
-        steps = goal(run.name).task.steps if run.steps is None else run.steps
-        taken[run.lr] = taken.get(run.lr, 0) + steps
-    return min(taken, key=lambda lr: taken[lr])
+        steps = run.steps
+        if steps is None:
+            steps = goal(run.name).task.steps
+        sums[run.lr] = sums.get(run.lr, 0) + steps
+    return min(sums, key=lambda lr: sums[lr])
 
 
 def middle(runs: Sequence[Gained]) -> str:
-    """Median steps, and seconds."""
-    steps = statistics.median(math.inf if r.steps is None else r.steps for r in runs)
-    seconds = statistics.median(r.seconds for r in runs)
-    return f"{steps:,.0f}, {seconds:.2f} s" if math.isfinite(steps) else "not met"
+    """Median steps and seconds."""
+    steps = statistics.median(math.inf if run.steps is None else run.steps for run in runs)
+    seconds = statistics.median(run.seconds for run in runs)
+    if not math.isfinite(steps):
+        return "not met"
+    return f"{steps:,.0f}, {seconds:.2f} s"
 
 
-def spread(found: Sequence[float]) -> str:
-    """Median, and the least and the largest."""
-    return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+def spread(values: Sequence[float]) -> str:
+    """Median, smallest and largest value."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def main() -> None:
-    """Tune, train, print, and store."""
+    """Tune and train on each task, print the table, and store the runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", nargs="+", choices=list(GOALS), default=list(GOALS))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the runs there, after each task")
+    parser.add_argument("--json", type=Path, help="write the runs to this file after each task")
     arguments = parser.parse_args()
     tuning: list[Gained] = []
     reported: list[Gained] = []
     rows = []
     for name in arguments.only:
-        given = {"Adam": {}, "DHO2": SETTINGS.get(name, {})}
+        # Tune both optimizers.
+        optimizers: dict[str, dict[str, Any]] = {"Adam": {}, "DHO2": SETTINGS.get(name, {})}
         rates = {}
-        for optimizer, options in given.items():
-            tried = [
+        for optimizer, options in optimizers.items():
+            tuning_runs = [
                 reach(name, optimizer, lr, seed, **options)
                 for lr in RATES[name]
                 for seed in TUNED_ON
             ]
-            rates[optimizer] = best_rate(tried)
-            tuning += tried
-        runs = [
-            reach(name, optimizer, rates[optimizer], seed, **options)
-            for seed in range(arguments.seeds)
-            for optimizer, options in given.items()
-        ]
-        reported += runs
-        of = {o: [run for run in runs if run.optimizer == o] for o in given}
-        lost = sum(run.diverged for run in of["DHO2"])
+            rates[optimizer] = best_rate(tuning_runs)
+            tuning += tuning_runs
+
+        # Train at the best rates, in turns.
+        runs: dict[str, list[Gained]] = {optimizer: [] for optimizer in optimizers}
+        for seed in range(arguments.seeds):
+            for optimizer, options in optimizers.items():
+                run = reach(name, optimizer, rates[optimizer], seed, **options)
+                runs[optimizer].append(run)
+                reported.append(run)
+
+        both = [*runs["Adam"], *runs["DHO2"]]
+        diverged = sum(run.diverged for run in runs["DHO2"])
         rows.append(
             [
                 name,
                 f"{goal(name).target:g}",
-                *(f"{middle(of[each])} (lr {rates[each]:g})" for each in given),
-                *(spread(ratios(runs, key)) for key in ("taken", "seconds")),
-                f"{lost} of {len(of['DHO2'])}",
+                *(f"{middle(runs[o])} (lr {rates[o]:g})" for o in optimizers),
+                *(spread(ratios(both, key)) for key in ("total_steps", "seconds")),
+                f"{diverged} of {len(runs['DHO2'])}",
             ]
         )
-        tuned, stored = ([asdict(run) for run in each] for each in (tuning, reported))
-        reporting.store(arguments.json, None, tuning=tuned, runs=stored)
+        stored_tuning = [asdict(run) for run in tuning]
+        stored_runs = [asdict(run) for run in reported]
+        reporting.store(arguments.json, None, tuning=stored_tuning, runs=stored_runs)
     columns = "task", "target", "Adam", "DHO2", "steps, ratio", "seconds, ratio", "diverged"
-    title = "steps and processor seconds to the target, medians"
+    title = "steps and CPU seconds to the target, medians"
     reporting.show(reporting.table(title, columns, rows))
 
 

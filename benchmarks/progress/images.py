@@ -1,12 +1,12 @@
 """Fashion-MNIST and CIFAR-10 as tasks: a small ResNet with batch norm, and a small ViT.
 
-Fashion-MNIST (Xiao et al. 2017) is looked for in the folder of Debian's package
-`dataset-fashion-mnist`, or in the folder that FASHION_MNIST names; CIFAR-10 (Krizhevsky 2009), in
-its "binary version", in the folder that CIFAR10 names. Nothing is downloaded.
+Fashion-MNIST (Xiao et al. 2017) is read from the folder in FASHION_MNIST, or from the folder of
+Debian's package `dataset-fashion-mnist`. The "binary version" of CIFAR-10 (Krizhevsky 2009) is read
+from the folder in CIFAR10. Nothing is downloaded.
 
-Curves are of the loss on 2,000 of the training images. At the end the loss and the accuracy on all
-test images are measured, too; a run is judged by the test loss. "fashion resnet, short" has
-only the curve, on 1,000 images.
+Curves show the loss on 2,000 training images. The result of a run is its final loss on all test
+images. The accuracy on them is also measured. "fashion resnet, short" only has the curve, on 1,000
+images.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ __all__ = ["IMAGES", "MissingDataError", "cifar10", "fashion_mnist"]
 
 PACKAGE = Path("/usr/share/datasets/fashion-mnist")
 CLASSES = 10
-WATCHED = 2_000  # training images, on which the curves are measured
-WATCHED_IN_SHORT = 1_000
-AT_ONCE = 1_000  # images that are judged together
+CURVE_IMAGES = 2_000  # training images, on which the curves are measured
+SHORT_CURVE_IMAGES = 1_000
+EVALUATION_BATCH = 1_000
 KEYWORDS = {"SGD": {"weight_decay": 5e-4}, "AdamW": {"weight_decay": 0.05}}
 KEYWORDS["Muon"] = KEYWORDS["SOAP"] = KEYWORDS["AdamW"]
 
 
 class MissingDataError(FileNotFoundError):
-    """The files of a data set are not there."""
+    """The files of a data set are missing."""
 
 
 @dataclass(frozen=True)
 class Images:
-    """Standardised images ``(N, channels, height, width)``, and labels 0 to 9."""
+    """Standardized images ``(N, channels, height, width)``, and labels 0 to 9."""
 
     train_images: Tensor
     train_labels: Tensor
@@ -51,23 +51,26 @@ class Images:
     test_labels: Tensor
 
 
-def standardised(train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> Images:
-    """Both sets, standardised by the mean and deviation of each channel of the training images."""
-    (seen, labels) = train
-    (held_out, their_labels) = test
-    deviation, mean = torch.std_mean(seen.float(), (0, 2, 3), keepdim=True)
+def standardize(train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> Images:
+    """Standardize both sets by the mean and deviation of each channel of the training images."""
+    train_images, train_labels = train
+    test_images, test_labels = test
+    deviation, mean = torch.std_mean(train_images.float(), (0, 2, 3), keepdim=True)
     return Images(
-        (seen.float() - mean) / deviation,
-        labels.long(),
-        (held_out.float() - mean) / deviation,
-        their_labels.long(),
+        (train_images.float() - mean) / deviation,
+        train_labels.long(),
+        (test_images.float() - mean) / deviation,
+        test_labels.long(),
     )
 
 
 def read_idx(path: Path) -> Tensor:
     """The bytes of an idx file, which may be gzipped, in the shape that its header gives."""
-    packed = path.with_name(path.name + ".gz")
-    content = gzip.decompress(packed.read_bytes()) if packed.exists() else path.read_bytes()
+    gzipped = path.with_name(path.name + ".gz")
+    is_gzipped = gzipped.exists()
+    content = gzipped.read_bytes() if is_gzipped else path.read_bytes()
+    if is_gzipped:
+        content = gzip.decompress(content)
     kind = content[2]
     dimensions = content[3]
     if content[:2] != b"\0\0" or kind != 8:
@@ -96,7 +99,7 @@ def fashion_mnist() -> Images:
         )
         for part in ("train", "t10k")
     )
-    return standardised(train, test)
+    return standardize(train, test)
 
 
 @cache
@@ -119,7 +122,7 @@ def cifar10() -> Images:
         rows = torch.frombuffer(content, dtype=torch.uint8).view(-1, 1 + 3 * 32 * 32)
         return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0]
 
-    return standardised(read(*(f"data_batch_{i}.bin" for i in range(1, 6))), read("test_batch.bin"))
+    return standardize(read(*(f"data_batch_{i}.bin" for i in range(1, 6))), read("test_batch.bin"))
 
 
 # -------------------------------------------------------------------------------------- the models
@@ -188,20 +191,20 @@ class ViT(nn.Module):
 
 
 @torch.no_grad()
-def judged(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
-    """The mean loss, and the share of images whose label is right."""
-    outputs = torch.cat([model(some) for some in images.split(AT_ONCE)])
-    right = (outputs.argmax(1) == labels).float().mean()
-    return cross_entropy(outputs, labels).item(), right.item()
+def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
+    """The mean loss and the accuracy."""
+    outputs = torch.cat([model(batch) for batch in images.split(EVALUATION_BATCH)])
+    accuracy = (outputs.argmax(1) == labels).float().mean()
+    return cross_entropy(outputs, labels).item(), accuracy.item()
 
 
-def classified(
+def classification(
     load: Callable[[], Images], make: Callable[[], nn.Module], steps: int, warmup: int | None
 ) -> Task:
-    """Images in batches of 128."""
+    """Classify images, in batches of 128."""
     data = load()
-    watched_images = data.train_images[:WATCHED]
-    watched_labels = data.train_labels[:WATCHED]
+    curve_images = data.train_images[:CURVE_IMAGES]
+    curve_labels = data.train_labels[:CURVE_IMAGES]
 
     def batches(seed: int) -> Iterator[Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -209,14 +212,14 @@ def classified(
             yield from torch.randperm(len(data.train_labels), generator=generator).split(128)
 
     def at_end(model: nn.Module) -> dict[str, float]:
-        loss, accuracy = judged(model, data.test_images, data.test_labels)
+        loss, accuracy = evaluate(model, data.test_images, data.test_labels)
         return {"loss": loss, "accuracy": accuracy}
 
     return Task(
         make,
         batches,
         lambda model, i: cross_entropy(model(data.train_images[i]), data.train_labels[i]),
-        lambda model: judged(model, watched_images, watched_labels)[0],
+        lambda model: evaluate(model, curve_images, curve_labels)[0],
         steps,
         20,
         warmup,
@@ -226,24 +229,24 @@ def classified(
 
 
 def short() -> Task:
-    """The ResNet on Fashion-MNIST in 150 steps at a constant rate: for many runs."""
+    """The ResNet on Fashion-MNIST for 150 steps at a constant rate, for benchmarks of many runs."""
     data = fashion_mnist()
-    watched_images = data.train_images[:WATCHED_IN_SHORT]
-    watched_labels = data.train_labels[:WATCHED_IN_SHORT]
+    curve_images = data.train_images[:SHORT_CURVE_IMAGES]
+    curve_labels = data.train_labels[:SHORT_CURVE_IMAGES]
     return replace(
-        classified(fashion_mnist, lambda: resnet(1), 150, None),
-        judge=lambda model: judged(model, watched_images, watched_labels)[0],
+        classification(fashion_mnist, lambda: resnet(1), 150, None),
+        judge=lambda model: evaluate(model, curve_images, curve_labels)[0],
         every=10,
         at_end=None,
     )
 
 
 IMAGES: dict[str, Callable[[], Task]] = {
-    "fashion resnet": lambda: classified(fashion_mnist, lambda: resnet(1), 900, 45),
-    "fashion resnet, constant rate": lambda: classified(
+    "fashion resnet": lambda: classification(fashion_mnist, lambda: resnet(1), 900, 45),
+    "fashion resnet, constant rate": lambda: classification(
         fashion_mnist, lambda: resnet(1), 600, None
     ),
     "fashion resnet, short": short,
-    "fashion vit": lambda: classified(fashion_mnist, lambda: ViT(1, 7), 600, 30),
-    "cifar resnet": lambda: classified(cifar10, lambda: resnet(3), 1_500, 75),
+    "fashion vit": lambda: classification(fashion_mnist, lambda: ViT(1, 7), 600, 30),
+    "cifar resnet": lambda: classification(cifar10, lambda: resnet(3), 1_500, 75),
 }

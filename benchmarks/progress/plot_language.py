@@ -3,8 +3,8 @@
     python benchmarks/progress/plot_language.py benchmarks/results/language.json \\
         --out docs/figures/language.png
 
-A line is the mean over the reported seeds, and a band is their standard deviation. The dashed line is
-AdamW's last loss, and a dot is where an optimizer reaches it.
+A line is the mean over the reported seeds, and a band is their standard deviation. The dashed line
+is AdamW's last loss, and a dot is where an optimizer reaches it.
 """
 
 from __future__ import annotations

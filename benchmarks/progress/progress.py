@@ -222,22 +222,24 @@ def table(model: str, runs: list[Run], targets: tuple[str, ...]) -> Table:
     """Per optimizer and target: the best setting's median steps, and its median seconds."""
     rows = []
     for optimizer in dict.fromkeys(run.optimizer for run in runs):
-        ours = [run for run in runs if run.optimizer == optimizer]
-        settings = list(dict.fromkeys(run.setting for run in ours))
+        optimizer_runs = [run for run in runs if run.optimizer == optimizer]
+        by_setting: dict[str, list[Run]] = {}
+        for run in optimizer_runs:
+            by_setting.setdefault(run.setting, []).append(run)
         cells = []
         for target in targets:
-            of = {s: [run for run in ours if run.setting == s] for s in settings}
-            best = min(settings, key=lambda s: median_steps(of[s], target))
-            steps = median_steps(of[best], target)
+            best = min(by_setting, key=lambda s: median_steps(by_setting[s], target))
+            best_runs = by_setting[best]
+            steps = median_steps(best_runs, target)
             if math.isinf(steps):
                 cells.append("never")
                 continue
-            seconds = statistics.median(r.seconds_to.get(target, math.inf) for r in of[best])
+            seconds = statistics.median(r.seconds_to.get(target, math.inf) for r in best_runs)
             cells.append(f"{steps:.0f} ({seconds:.2f} s)\n[dim]{best}[/dim]")
-        pace = statistics.median(run.milliseconds_per_step for run in ours)
-        rows.append([optimizer, *cells, f"{pace:.1f}"])
+        step_time = statistics.median(run.milliseconds_per_step for run in optimizer_runs)
+        rows.append([optimizer, *cells, f"{step_time:.1f}"])
     title = f"{model}: median steps (seconds) to a target, best setting of each"
-    return reporting.table(title, ["optimizer", *targets, "ms a step"], rows)
+    return reporting.table(title, ["optimizer", *targets, "ms per step"], rows)
 
 
 def main() -> None:

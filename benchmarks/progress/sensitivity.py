@@ -170,7 +170,8 @@ def measure(
             settings.append((warmup, multiple))
             lr = multiple * base_rate
             for seed in range(seeds):
-                jobs.append(Job(cell.task, optimizer, lr, seed, warmup=steps[warmup]))
+                job = Job(cell.task, optimizer, lr, seed, warmup=steps[warmup])
+                jobs.append(job)
     kaisa_runs = run_all(jobs, processes)
 
     # Compare each setting with the base, seed by seed.

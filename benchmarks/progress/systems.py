@@ -1,11 +1,11 @@
-"""SGD and Adam beside every optimizer of the package, on real data, in a few minutes.
+"""SGD and Adam next to every optimizer of the package, on real data, in a few minutes.
 
     make systems
 
-Each optimizer trains the same network from the same start on the same batches, once for each
-learning rate of a small grid. What is shown is its best rate: the one that needs the fewest steps
-to all the targets together. Prints a table, and draws the training loss against steps and against
-seconds of training (evaluation is not counted).
+Each optimizer trains the same network from the same weights on the same batches, once for each
+learning rate of a small grid. The best rate needs the fewest steps to all targets together. The
+script prints a table of the best rates. It draws the training loss against steps and against
+seconds of training, without those of evaluations.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def mrdho2(model: nn.Module, lr: float, data: Digits) -> tuple[nn.Module, Optimi
 
 
 def curvature_closure(model: nn.Module, data: Digits, group: Any = None) -> Callable[[], Tensor]:
-    """The loss of this process's share of a fixed batch, which a group shares (None: everybody)."""
+    """The loss on this process's part of a fixed batch. The group (None: all) divides the batch."""
     share = slice(dist.get_rank(group), CURVATURE_BATCH, dist.get_world_size(group))
     images = data.train_images[share]
     labels = data.train_labels[share]
@@ -232,7 +232,7 @@ def train(
     steps: int,
     seed: int,
 ) -> Run:
-    """Train from the seeded start for ``steps`` steps, or until the loss is no number any more."""
+    """Train from seeded weights for ``steps`` steps, or until the loss is not finite."""
     torch.manual_seed(seed)
     model = make_model()
     trained, optimizer = entry.build(model, lr, data)
@@ -246,11 +246,11 @@ def train(
         disable=dist.get_rank() != 0,
     ) as bar:
         if isinstance(optimizer, MRDHO2 | DistKFAC) and has_helpers(optimizer):
-            kept = train_beside_helpers(run, model, optimizer, data, steps, seed, bar)
+            curvature_bytes = train_with_helpers(run, model, optimizer, data, steps, seed, bar)
         else:
-            kept = train_together(run, model, trained, optimizer, data, steps, seed, bar)
-    if kept is not None:
-        run.curvature_bytes = largest_over_processes(kept)
+            curvature_bytes = train_together(run, model, trained, optimizer, data, steps, seed, bar)
+    if curvature_bytes is not None:
+        run.curvature_bytes = largest_over_processes(curvature_bytes)
     return run
 
 
@@ -264,9 +264,9 @@ def train_together(
     seed: int,
     bar: "tqdm[NoReturn]",
 ) -> int | None:
-    """All processes train, and evaluate every few steps, which is not counted.
+    """Train on all processes, with evaluations whose time does not count.
 
-    Returns the bytes of curvature that this process keeps.
+    Returns the bytes of curvature that this process stores.
     """
     parts = batches_of_this_process(data, seed, None)
     seconds = 0.0
@@ -286,7 +286,7 @@ def train_together(
     return None if summary is None else summary().total_bytes
 
 
-def train_beside_helpers(
+def train_with_helpers(
     run: Run,
     model: nn.Module,
     optimizer: MRDHO2 | DistKFAC,
@@ -295,20 +295,20 @@ def train_beside_helpers(
     seed: int,
     bar: "tqdm[NoReturn]",
 ) -> int | None:
-    """Workers train, helpers serve; parameters are kept, and evaluated when all is over.
+    """Train on the workers while helpers compute, and evaluate snapshots of the parameters later.
 
-    Evaluating in between would give helpers time that nobody counts. Returns the bytes of curvature
-    that this process keeps; MRDHO2 keeps none from one epoch to the next.
+    Evaluations during training would give helpers additional time. Returns the bytes of curvature
+    that this process stores. MRDHO2 stores none between epochs.
     """
-    kept: list[tuple[int, float, dict[str, Tensor]]] = []
+    snapshots: list[tuple[int, float, dict[str, Tensor]]] = []
     with optimizer:
         if optimizer.role == "accelerator":
             closure = curvature_closure(model, data, optimizer.worker_group)
             optimizer.serve([closure], lambda closure: closure())
         elif optimizer.role == "stats":
-            others = seed + 1 + dist.get_rank()  # batches of its own
+            helper_seed = seed + 1 + dist.get_rank()
             optimizer.serve(
-                batches(len(data.train_images), GLOBAL_BATCH, seed=others),
+                batches(len(data.train_images), GLOBAL_BATCH, seed=helper_seed),
                 lambda indices: cross_entropy(
                     model(data.train_images[indices]), data.train_labels[indices]
                 ),
@@ -320,12 +320,14 @@ def train_beside_helpers(
                 take_step(model, optimizer, data, next(parts))
                 if step % STEPS_BETWEEN_EVALUATIONS == 0 or step == steps:
                     seconds = time.perf_counter() - start
-                    kept.append((step, seconds, copy.deepcopy(model.state_dict())))
+                    snapshots.append((step, seconds, copy.deepcopy(model.state_dict())))
                     bar.update(step - bar.n)
-        size = optimizer.summary().total_bytes if isinstance(optimizer, DistKFAC) else None
-    shared = [kept]
-    dist.broadcast_object_list(shared, src=0)
-    for step, seconds, parameters in shared[0]:
+        size = None
+        if isinstance(optimizer, DistKFAC):
+            size = optimizer.summary().total_bytes
+    broadcast = [snapshots]
+    dist.broadcast_object_list(broadcast, src=0)
+    for step, seconds, parameters in broadcast[0]:
         if math.isfinite(run.losses[-1]):
             model.load_state_dict(parameters)
             run.add(step, seconds, *evaluate(model, data))
@@ -333,12 +335,12 @@ def train_beside_helpers(
 
 
 def has_helpers(optimizer: MRDHO2 | DistKFAC) -> bool:
-    """Whether not all processes are workers; with one process nobody can be spared."""
+    """Whether some processes are helpers. A single process is always a worker."""
     return dist.get_world_size(optimizer.worker_group) < dist.get_world_size()
 
 
 def batches_of_this_process(data: Digits, seed: int, group: Any) -> Iterator[Tensor]:
-    """Its part of each batch, which the processes of a group share; None: all of them."""
+    """This process's part of each batch. The group (None: all) divides the batch."""
     return batches(
         len(data.train_images),
         GLOBAL_BATCH,

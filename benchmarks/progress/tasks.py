@@ -512,7 +512,7 @@ def tabular() -> Task:
 
 @cache
 def mixed() -> Task:
-    """Regression on products and waves of eight inputs, two of them skewed. Eight have no effect."""
+    """Regression on products and waves of eight inputs, two of them skewed. Eight are unused."""
     generator = torch.Generator().manual_seed(11)
     x = torch.rand(10_000, 16, generator=generator) * 2 - 1
     x[:, :2] = -(1 - x[:, :2]).div(2).clamp_min(1e-3).log()
@@ -557,7 +557,7 @@ def has_data(task: str) -> bool:
 
 
 def stored_tasks(path: Path | None, tasks: Iterable[str]) -> dict[str, Any]:
-    """The records of these tasks in a stored file, by name. Empty if there is no such file."""
+    """The records of these tasks in a stored file, by name. Empty without a file."""
     if path is None or not path.exists():
         return {}
     record = json.loads(path.read_text("utf-8"))["tasks"]

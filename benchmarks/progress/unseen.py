@@ -1,8 +1,8 @@
-"""Small tasks: other seeds of them than the reported ones chose some default settings.
+"""Further small tasks. Some default settings were chosen on seeds that are not reported.
 
-All but diabetes are judged on data that they were not trained on. The floor of the damping, the
-bounds of the step scale and the thresholds of drift were chosen on the seeds that tune the other
-optimizers (`tuned_rivals.TUNED_ON`).
+All tasks but diabetes are evaluated on held-out data. The floor of the damping, the bounds of the
+step scale and the thresholds of drift were chosen on the seeds that tune the other optimizers
+(`tuned_rivals.TUNED_ON`).
 
 transformer   causal, 3 layers of width 96, on characters of the standard library's inner packages
 llama         3 layers of width 96 with RMSNorm, SwiGLU, rotary positions, on pieces of C++ headers
@@ -10,7 +10,7 @@ lstm          embedding, two LSTM layers and a head, on the same characters as t
 vit           2 blocks of width 48 on patches of 2 × 2 pixels of the digits
 friedman      regression of Friedman's first function, by a network with two hidden layers
 diabetes      regression on scikit-learn's diabetes data, judged on the rows that it is trained on
-interactions  regression with interactions, of skewed inputs and others that say nothing
+interactions  regression with interactions of skewed inputs, and with inputs that have no effect
 head          a linear head on a body that was trained on five of ten digits, and is frozen
 
 `NEW` has tasks that were written after the default settings had been chosen. No setting was chosen
@@ -40,7 +40,7 @@ from torch.nn.functional import (
 )
 
 import digits
-from task import OF_LANGUAGE, Task
+from task import LANGUAGE_KEYWORDS, Task
 
 __all__ = ["NEW", "UNSEEN", "Attention", "Block", "FeedForward", "regression"]
 
@@ -99,17 +99,17 @@ def pieces(held_out: bool) -> Tensor:
 
 
 def windows(source: Tensor, length: int, count: int, generator: torch.Generator) -> Tensor:
-    """``(count, length + 1)``, from places drawn at random."""
+    """Windows ``(count, length + 1)`` at random positions."""
     starts = torch.randint(len(source) - length - 1, (count, 1), generator=generator)
     return source[starts + torch.arange(length + 1)]
 
 
-def next_loss(model: nn.Module, each: Tensor) -> Tensor:
-    """Mean cross-entropy, in nats, of each window's pieces after the first."""
-    return cross_entropy(model(each[:, :-1]).flatten(0, 1), each[:, 1:].flatten())
+def next_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """Mean cross-entropy, in nats, of each window's tokens after the first."""
+    return cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
-def reading(
+def language_modeling(
     make: Callable[[], nn.Module],
     source: Callable[[bool], Tensor],
     length: int,
@@ -118,7 +118,7 @@ def reading(
     warmup: int,
 ) -> Task:
     """A language model on windows of a text."""
-    judged = windows(source(True), length, WINDOWS, torch.Generator().manual_seed(2**20))
+    held_out = windows(source(True), length, WINDOWS, torch.Generator().manual_seed(2**20))
 
     def batches(seed: int) -> Iterator[Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -126,14 +126,14 @@ def reading(
             yield windows(source(False), length, batch, generator)
 
     return Task(
-        make,
-        batches,
-        next_loss,
-        lambda model: next_loss(model, judged).item(),
-        steps,
-        10,
-        warmup,
-        OF_LANGUAGE,
+        make=make,
+        batches=batches,
+        loss_of=next_loss,
+        judge=lambda model: next_loss(model, held_out).item(),
+        steps=steps,
+        every=10,
+        warmup=warmup,
+        keywords=LANGUAGE_KEYWORDS,
     )
 
 
@@ -141,7 +141,7 @@ def reading(
 
 
 def small_init(model: nn.Module) -> nn.Module:
-    """Give matrices a deviation of 0.02, and biases zeros."""
+    """Initialize matrices with a standard deviation of 0.02, and biases with zeros."""
     for name, p in model.named_parameters():
         if p.dim() > 1:
             nn.init.normal_(p, std=0.02)
@@ -154,37 +154,37 @@ class Attention(nn.Module):
     """Heads of 24 dimensions, with four separate projections.
 
     Args:
-        width: Of the residual stream.
-        causal: Whether a place sees those before it alone.
-        turns: Whether places are told by rotating queries and keys.
+        width: Width of the residual stream.
+        causal: Whether a position only attends to those before it.
+        rotary: Whether queries and keys have rotary position embeddings.
     """
 
-    def __init__(self, width: int, causal: bool, turns: bool = False) -> None:
+    def __init__(self, width: int, causal: bool, rotary: bool = False) -> None:
         super().__init__()
         self.heads = width // 24
         self.causal = causal
-        self.turns = turns
+        self.rotary = rotary
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of ``(batch, places, width)``, the same."""
+        """Map ``(batch, positions, width)`` to the same shape."""
         q, k, v = (
             part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in (self.q, self.k, self.v)
         )
-        if self.turns:
-            q = rotated(q)
-            k = rotated(k)
-        seen = scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        result: Tensor = self.o(seen.transpose(1, 2).flatten(2))
+        if self.rotary:
+            q = rotate(q)
+            k = rotate(k)
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        result: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
         return result
 
 
-def rotated(x: Tensor) -> Tensor:
-    """Turn pairs of dimensions by angles that grow with the place (Su et al. 2021)."""
-    places = torch.arange(x.shape[-2])
+def rotate(x: Tensor) -> Tensor:
+    """Rotate pairs of dimensions by angles that grow with the position (Su et al. 2021)."""
+    positions = torch.arange(x.shape[-2])
     half = x.shape[-1] // 2
-    angles = places[:, None] * 10_000 ** (-torch.arange(half) / half)
+    angles = positions[:, None] * 10_000 ** (-torch.arange(half) / half)
     a = x[..., :half]
     b = x[..., half:]
     cos = angles.cos()
@@ -201,7 +201,7 @@ class Gated(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of ``(..., width)``, the same."""
+        """Map ``(..., width)`` to the same shape."""
         result: Tensor = self.down(silu(self.gate(x)) * self.up(x))
         return result
 
@@ -224,21 +224,21 @@ class Block(nn.Module):
         self.feed = forward
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of ``(batch, places, width)``, the same."""
+        """Map ``(batch, positions, width)`` to the same shape."""
         x = x + self.attention(self.norm1(x))
         result: Tensor = x + self.feed(self.norm2(x))
         return result
 
 
 class Transformer(nn.Module):
-    """Predicts each next piece of windows.
+    """Predicts the next token at each position.
 
     Args:
-        vocabulary: Number of pieces.
-        length: Places of a window, for positions that are learnt; 0 for none.
+        vocabulary: Number of tokens.
+        length: Length of a window, for learned position embeddings. 0 for none.
         blocks: The blocks.
         norm: The norm before the head.
-        width: Of the residual stream.
+        width: Width of the residual stream.
     """
 
     def __init__(
@@ -251,11 +251,11 @@ class Transformer(nn.Module):
         self.norm = norm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
 
-    def forward(self, each: Tensor) -> Tensor:
-        """Logits ``(batch, places, vocabulary)`` of the pieces after those of windows."""
-        x = self.pieces(each)
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits ``(batch, positions, vocabulary)`` of the next tokens."""
+        x = self.pieces(tokens)
         if self.positions is not None:
-            x = x + self.positions(torch.arange(each.shape[1]))
+            x = x + self.positions(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
         result: Tensor = self.head(self.norm(x))
@@ -274,7 +274,7 @@ def llama(vocabulary: int, layers: int, width: int) -> nn.Module:
     """Layers as in Llama: RMSNorm, rotary positions and SwiGLU."""
     hidden = 8 * width // 3
     blocks: list[nn.Module] = [
-        Block(width, Attention(width, True, turns=True), Gated(width, hidden), nn.RMSNorm)
+        Block(width, Attention(width, True, rotary=True), Gated(width, hidden), nn.RMSNorm)
         for _ in range(layers)
     ]
     return small_init(Transformer(vocabulary, 0, blocks, nn.RMSNorm, width))
@@ -290,9 +290,9 @@ class Recurrent(nn.Module):
         self.blocks = nn.LSTM(64, 128, num_layers=2, batch_first=True)
         self.head = nn.Linear(128, vocabulary)
 
-    def forward(self, each: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
         """Logits of the pieces after those of windows."""
-        result: Tensor = self.head(self.blocks(self.pieces(each))[0])
+        result: Tensor = self.head(self.blocks(self.pieces(tokens))[0])
         return result
 
 
@@ -336,12 +336,16 @@ def vit() -> Task:
 
 
 def regression(table: tuple[Any, Any], steps: int, held_out: float) -> Task:
-    """Squared error of standardised columns; judged on the rows that are held out, if any are."""
+    """Regression on standardized columns. Evaluated on held-out rows, or on all if none are."""
     x, y = (torch.as_tensor(part, dtype=torch.float32).view(len(part), -1) for part in table)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    evaluation_rows = order
+    training_rows = order
     count = int(held_out * len(x))
-    judged, seen = (order[:count], order[count:]) if count else (order, order)
-    x, y = ((part - part[seen].mean(0)) / part[seen].std(0) for part in (x, y))
+    if count:
+        evaluation_rows = order[:count]
+        training_rows = order[count:]
+    x, y = ((part - part[training_rows].mean(0)) / part[training_rows].std(0) for part in (x, y))
     width = x.shape[1]
 
     def make() -> nn.Module:
@@ -350,12 +354,12 @@ def regression(table: tuple[Any, Any], steps: int, held_out: float) -> Task:
         )
 
     return Task(
-        make,
-        lambda seed: digits.batches(len(seen), 64, seed=seed),
-        lambda model, i: mse_loss(model(x[seen[i]]), y[seen[i]]),
-        lambda model: mse_loss(model(x[judged]), y[judged]).item(),
-        steps,
-        10,
+        make=make,
+        batches=lambda seed: digits.batches(len(training_rows), 64, seed=seed),
+        loss_of=lambda model, i: mse_loss(model(x[training_rows[i]]), y[training_rows[i]]),
+        judge=lambda model: mse_loss(model(x[evaluation_rows]), y[evaluation_rows]).item(),
+        steps=steps,
+        every=10,
     )
 
 
@@ -365,12 +369,12 @@ def friedman() -> Task:
 
 
 def diabetes() -> Task:
-    """The progression of diabetes from ten measurements; 442 rows are too few to hold some out."""
+    """The progression of diabetes from ten measurements. All 442 rows are used for training."""
     return regression(load_diabetes(return_X_y=True, scaled=False), 150, 0.0)
 
 
 def interactions() -> Task:
-    """Products and thresholds of eight skewed inputs of different scale, beside eight idle ones."""
+    """Products and thresholds of eight skewed inputs of different scales. Eight have no effect."""
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(12_000, 16, generator=generator)
     x[:, :4] = x[:, :4].exp()
@@ -383,7 +387,7 @@ def interactions() -> Task:
 
 @cache
 def body() -> nn.Module:
-    """Two layers trained on digits 0 to 4, frozen."""
+    """Two frozen layers that were trained on the digits 0 to 4."""
     data = digits.load_split()
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -402,7 +406,7 @@ def body() -> nn.Module:
 
 
 def head() -> Task:
-    """All ten digits by a linear head on the frozen body."""
+    """Classify all ten digits with a linear head on the frozen body."""
     data = digits.load_split()
     return Task(
         lambda: nn.Sequential(deepcopy(body()), nn.Linear(128, digits.CLASSES)),
@@ -417,9 +421,11 @@ def head() -> Task:
 UNSEEN: dict[str, Callable[[], Task]] = {
     name: cache(make)
     for name, make in {
-        "unseen transformer": lambda: reading(transformer, characters, 48, 40, 400, 40),
-        "unseen llama": lambda: reading(partial(llama, MERGED, 3, 96), pieces, 48, 12, 200, 20),
-        "unseen lstm": lambda: reading(Recurrent, characters, 48, 32, 150, 15),
+        "unseen transformer": lambda: language_modeling(transformer, characters, 48, 40, 400, 40),
+        "unseen llama": lambda: language_modeling(
+            partial(llama, MERGED, 3, 96), pieces, 48, 12, 200, 20
+        ),
+        "unseen lstm": lambda: language_modeling(Recurrent, characters, 48, 32, 150, 15),
         "unseen vit": vit,
         "unseen friedman": friedman,
         "unseen diabetes": diabetes,
@@ -430,7 +436,7 @@ UNSEEN: dict[str, Callable[[], Task]] = {
 
 NEW: dict[str, Callable[[], Task]] = {
     "torch source": cache(
-        lambda: reading(
+        lambda: language_modeling(
             make=partial(llama, vocabulary=len(string.printable) + 1, layers=2, width=96),
             source=torch_characters,
             length=48,

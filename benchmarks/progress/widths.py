@@ -1,9 +1,9 @@
-"""Whether the best learning rate and damping move with the width of a model: 64 to 512.
+"""The best learning rate and damping by the width of a model, from 64 to 512.
 
-A transformer of one block is trained on the text of `language_model`, 150 steps of 8 windows, at
-each width: by AdamW over a grid of learning rates, by KAISA over AdamW with its defaults over the
-same grid, and by KAISA at the best of these rates over a grid of dampings. Judged by the loss on
-held-out text at the end, of one seed, that on which settings are chosen.
+At each width, we train a transformer of one block on the text of `language_model`, for 150 steps of
+8 windows. AdamW and KAISA over AdamW with default settings run on the same grid of learning rates.
+KAISA then runs on a grid of dampings at its best rate. We compare the final held-out loss of one
+seed, which is the seed that settings are chosen on.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def task(width: int) -> str:
 
 
 def last(runs: Sequence[Run]) -> float:
-    """The mean of the losses at the end; infinite if a run broke off."""
-    found = statistics.mean(run.losses[-1] for run in runs)
-    return found if math.isfinite(found) else math.inf
+    """Mean of the final losses, or infinity if a run diverged."""
+    loss = statistics.mean(run.losses[-1] for run in runs)
+    return loss if math.isfinite(loss) else math.inf
 
 
 def losses(jobs: Sequence[Job], runs: Sequence[Run]) -> dict[tuple[str, str, float, str], float]:
-    """By task, optimizer, rate and options, the loss at the end."""
+    """Final loss by task, optimizer, rate and options."""
     grouped: dict[tuple[str, str, float, str], list[Run]] = {}
     for job, run in zip(jobs, runs, strict=True):
         key = job.task, job.optimizer, job.lr, json.dumps(job.options)
@@ -52,20 +52,27 @@ def losses(jobs: Sequence[Job], runs: Sequence[Run]) -> dict[tuple[str, str, flo
 
 
 def table(title: str, columns: Sequence[float], rows: dict[str, list[float]]) -> Table:
-    """Losses, with the least of each row and what is within 0.01 of it marked."""
+    """Losses. "*" marks the smallest loss of a row, and "~" losses within 0.01 of it."""
     lines = []
-    for name, found in rows.items():
-        marks = ("*" if x == min(found) else "~" if x < min(found) + 0.01 else "" for x in found)
-        lines.append([name, *(f"{x:.3f} {m}" for x, m in zip(found, marks, strict=True))])
+    for name, row in rows.items():
+        cells = []
+        for loss in row:
+            mark = ""
+            if loss == min(row):
+                mark = "*"
+            elif loss < min(row) + 0.01:
+                mark = "~"
+            cells.append(f"{loss:.3f} {mark}")
+        lines.append([name, *cells])
     return reporting.table(title, ["", *(f"{column:g}" for column in columns)], lines)
 
 
 def main() -> None:
-    """Train, print, and store."""
+    """Train on both grids, print the tables, and store the runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--widths", nargs="+", type=int, choices=WIDTHS, default=WIDTHS)
-    parser.add_argument("--processes", type=int, default=2, help="trainings at a time")
-    parser.add_argument("--json", type=Path, help="write the runs there")
+    parser.add_argument("--processes", type=int, default=2, help="training runs at a time")
+    parser.add_argument("--json", type=Path, help="write the runs to this file")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", SecondOrderWarning)
     by_rate = [

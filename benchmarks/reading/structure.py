@@ -1,11 +1,11 @@
-"""How much of the package a reader meets on the way through one step.
+"""The size of the code that you read to follow one step of each optimizer.
 
     python benchmarks/reading/structure.py --json benchmarks/results/structure.json
 
-Of each system, in one process, with two Linears and everything due: the files and the functions of
-the package that a step enters; the lines of all classes that make up the optimizer, its methods
-being read as of one `self`; its attributes. Of the whole package: accesses to private names of
-classes of another file, lines of code.
+For each optimizer, the script takes a step with all refreshes due, in one process with two Linear
+layers. It counts the files and functions of the package that the step enters, the lines of all
+classes of the optimizer, and its attributes. For the whole package, it counts the lines of code,
+and accesses to private names of another file's classes.
 """
 
 from __future__ import annotations
@@ -121,24 +121,28 @@ def comprehensions(functions: Iterable[tuple[str, str]]) -> int:
 
 
 def _quiet(System: type[SecondOrderOptimizer]) -> dict[str, int]:
-    """The same of a step with nothing due; zeros where that is not measured."""
-    files, functions, _ = stepped(System, quiet=True) if System in KFAC else ((), (), 0)
+    """The same counts for a step without a refresh, or zeros if that is not measured."""
+    if System not in KFAC:
+        counts = (0, 0, 0)
+    else:
+        files, functions, _ = stepped(System, quiet=True)
+        counts = (len(files), len(functions), comprehensions(functions))
     return {
-        "files, nothing due": len(files),
-        "functions, nothing due": len(functions),
-        "of them comprehensions, nothing due": comprehensions(functions),
+        "files, nothing due": counts[0],
+        "functions, nothing due": counts[1],
+        "of them comprehensions, nothing due": counts[2],
     }
 
 
 def lines_in_self(System: type[SecondOrderOptimizer]) -> int:
-    """Of all the package's classes that the optimizer is made of."""
-    ours = [kind for kind in System.__mro__ if kind.__module__.startswith("second_order.")]
-    return sum(len(inspect.getsourcelines(kind)[0]) for kind in ours)
+    """Lines of the optimizer's class and of its base classes in the package."""
+    classes = [c for c in System.__mro__ if c.__module__.startswith("second_order.")]
+    return sum(len(inspect.getsourcelines(c)[0]) for c in classes)
 
 
 @functools.cache
 def private_names() -> dict[str, set[Path]]:
-    """By private name, the files in which a class sets or defines it."""
+    """The files in which a class sets or defines a private name, by name."""
     found: dict[str, set[Path]] = {}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -175,7 +179,7 @@ def _is_self(node: ast.expr) -> bool:
 
 
 def foreign_privates() -> Counter[str]:
-    """By file, how often it reaches a private name that only other files' classes have."""
+    """Accesses to private names that only classes of other files have, by file."""
     owners = private_names()
     counts = Counter[str]()
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -187,7 +191,7 @@ def foreign_privates() -> Counter[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", SecondOrderWarning)
     figures: dict[str, Any] = {}

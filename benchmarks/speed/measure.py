@@ -46,7 +46,7 @@ def interval(*kinds: str) -> Callable[[int], int]:
 def amortized(milliseconds: dict[str, float]) -> float:
     """Mean step time if statistics are updated every 10 steps and inverses every 100.
 
-    Of a hundred steps, ten update the statistics, and one of these ten updates the inverses.
+    In a hundred steps, ten update the statistics, and one of these ten updates the inverses.
     """
     sum_plain = 90 * milliseconds["plain"]
     sum_statistics = 9 * milliseconds["statistics"]

@@ -13,11 +13,11 @@ from fosi_gain import GOALS, Gained, goal, ratios, reach
 
 def test_ratios_are_of_the_same_seed() -> None:
     """A base that never arrives has at least taken so long; DHO2 has no ratio then."""
-    base = Gained("x", "Adam", 0.1, 0, steps=100, taken=100, seconds=2.0)
-    dho2_run = Gained("x", "DHO2", 0.1, 0, steps=50, taken=50, seconds=1.5)
-    others = [replace(base, seed=1, taken=200), replace(dho2_run, seed=1, steps=None)]
-    unmet = [replace(base, seed=2, steps=None, taken=500), replace(dho2_run, seed=2)]
-    assert ratios([base, dho2_run, *others, *unmet], "taken") == [0.5, math.inf, 0.1]
+    base = Gained("x", "Adam", 0.1, 0, steps=100, total_steps=100, seconds=2.0)
+    dho2_run = Gained("x", "DHO2", 0.1, 0, steps=50, total_steps=50, seconds=1.5)
+    others = [replace(base, seed=1, total_steps=200), replace(dho2_run, seed=1, steps=None)]
+    unmet = [replace(base, seed=2, steps=None, total_steps=500), replace(dho2_run, seed=2)]
+    assert ratios([base, dho2_run, *others, *unmet], "total_steps") == [0.5, math.inf, 0.1]
     assert ratios([dho2_run, base], "seconds") == [0.75]
 
 

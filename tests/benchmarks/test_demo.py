@@ -49,7 +49,7 @@ def test_the_processes_share_each_batch(world: World, task: int, name: str) -> N
 
 
 def trained(rank: int, world_size: int, task: int, name: str, steps: int) -> Run:
-    return demo.train(demo.TASKS[task], name, steps, silent=True)
+    return demo.train(demo.TASKS[task], name, steps, quiet=True)
 
 
 @pytest.mark.filterwarnings("ignore:.*trained by AdamW alone")

@@ -47,7 +47,7 @@ def test_where_dho2_gains_seconds() -> None:
             assert steps_of(cell) == median(run["steps"] for run in pair)
             seconds = statistics.median(run["seconds"] for run in pair)
             assert float(cell.split()[-2]) == pytest.approx(seconds, abs=0.0051)
-        for cell, key in zip(cells[2:], ("taken", "seconds"), strict=True):
+        for cell, key in zip(cells[2:], ("total_steps", "seconds"), strict=True):
             ratios = [dho2_run[key] / base[key] for base, dho2_run in zip(adam, dho2, strict=True)]
             expected = [statistics.median(ratios), min(ratios), max(ratios)]
             assert numbers(cell) == pytest.approx(expected, abs=0.0051), label
