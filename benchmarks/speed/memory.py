@@ -41,7 +41,7 @@ import reporting
 import shampoo
 import soap
 import tasks
-from many_ranks import Allocated, one_of
+from many_ranks import TensorMemory, simulated_world
 from second_order import KAISA, SecondOrderWarning
 from workloads import resnet50
 
@@ -196,7 +196,9 @@ def sizes_of(optimizer: Any) -> dict[str, int]:
             "last_step": last_step,
         }
 
-    parts = optimizer.optimizers if isinstance(optimizer, tasks.Pair) else [optimizer]
+    parts = [optimizer]
+    if isinstance(optimizer, tasks.OptimizerPair):
+        parts = [optimizer.first, optimizer.second]
     states = [state for part in parts for state in part.state.values()]
     factors = sum(bytes_in(state.get("factors")) for state in states)
     inverses = sum(bytes_in(state.get(key)) for state in states for key in ("bases", "roots"))
@@ -225,9 +227,9 @@ def measure(model_name: str, name: str, rank: int) -> Row:
         stack.enter_context(patch.object(soap, "eigenvectors", identity))
         stack.enter_context(patch.object(shampoo, "inverse_root", identity))
         if chosen.ranks > 1:
-            stack.enter_context(one_of(chosen.ranks, rank))
+            stack.enter_context(simulated_world(chosen.ranks, rank))
         optimizer = chosen.build(model)
-        allocated = stack.enter_context(Allocated())
+        allocated = stack.enter_context(TensorMemory())
         MODELS[model_name].loss_of(model).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -237,7 +239,7 @@ def measure(model_name: str, name: str, rank: int) -> Row:
             optimizer=name,
             rank=rank,
             parameters=sum(p.numel() for p in model.parameters()),
-            allocated=allocated.now,
+            allocated=allocated.current,
             **sizes_of(optimizer),
         )
 
