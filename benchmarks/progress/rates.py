@@ -23,7 +23,7 @@ from pathlib import Path
 
 import reporting
 from second_order import SecondOrderWarning
-from tasks import Job, Run, final, run_all
+from tasks import Job, Run, final_loss, run_all
 
 TASK = "torch source"
 NEAR = 1.05  # times the lowest loss
@@ -56,7 +56,7 @@ def mean_losses(runs: Sequence[Run], optimizer: str) -> Losses:
     """The mean loss at the end, which is infinite if a run diverged."""
     return {
         lr: statistics.mean(
-            final(run) for run in runs if run.job.optimizer == optimizer and run.job.lr == lr
+            final_loss(run) for run in runs if run.job.optimizer == optimizer and run.job.lr == lr
         )
         for lr in rates_of(optimizer)
     }
