@@ -21,7 +21,7 @@ from matplotlib.ticker import NullFormatter
 
 from rates import MIDDLE, mean_losses, near_best
 from reporting import FIGURE_WIDTH, OPTIMIZER_COLORS, STYLE, save
-from tasks import Run, final, restored
+from tasks import Run, final_loss, restore_run
 
 HERE = Path(__file__).parent
 RECORD = HERE.parents[1] / "benchmarks" / "results" / "rates.json"
@@ -39,7 +39,7 @@ def draw(axes: Axes, runs: Sequence[Run], optimizer: str) -> None:
     axes.plot(list(losses), list(losses.values()), color=color, linewidth=1.2)
     near_losses = [losses[lr] for lr in near]
     axes.plot(near, near_losses, "o-", color=color, linewidth=4, markersize=9, alpha=0.5)
-    axes.plot([run.job.lr for run in own], [final(run) for run in own], ".", color=color)
+    axes.plot([run.job.lr for run in own], [final_loss(run) for run in own], ".", color=color)
     seconds = statistics.median(run.seconds[-1] for run in own)
     x, y = LABELS_AT[optimizer]
     axes.text(x, y, f"{NAMES[optimizer]}\n{seconds:.1f} s per run", color=color, va="center")
@@ -47,7 +47,7 @@ def draw(axes: Axes, runs: Sequence[Run], optimizer: str) -> None:
 
 def figure_of(record: dict[str, Any]) -> Figure:
     """One panel."""
-    runs = [restored(run) for run in record["runs"]]
+    runs = [restore_run(run) for run in record["runs"]]
     figure = Figure(figsize=(FIGURE_WIDTH, 3.8), layout="constrained")
     axes = figure.subplots()
     for optimizer in MIDDLE:
