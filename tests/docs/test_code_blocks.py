@@ -29,6 +29,7 @@ SCRIPTS_TESTED_ELSEWHERE = {
     "docs/how-to/curvature.md": "tests/docs/test_curvature_page.py",
     "docs/how-to/frameworks.md": "tests/docs/test_resumed_scripts.py",
     "docs/how-to/fsdp-compile.md": "tests/docs/test_resumed_scripts.py",
+    "docs/how-to/pinns.md": "tests/docs/test_pinn_page.py",
 }
 # Arguments that keep a complete script short, by page and name of the script.
 ARGUMENTS: dict[tuple[str, str], list[str]] = {}

@@ -1,0 +1,70 @@
+"""The page on PINNs: what the script prints, and which layers are frozen."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from page_scripts import NUMBER, python_blocks, run_script, scripts
+
+from second_order import KAISA
+
+PAGE = "docs/how-to/pinns.md"
+
+
+def errors_of(printed: str) -> dict[str, float]:
+    found = re.findall(r"^([\w-]+): .* relative error (\S+)$", printed, re.M)
+    return {name: float(error) for name, error in found}
+
+
+def test_the_script_prints_the_lines_and_the_order_of_the_page(tmp_path: Path) -> None:
+    """A thousand steps amplify rounding, so that errors differ between machines."""
+    ((code, shown),) = scripts(PAGE)
+    printed = run_script(code, tmp_path)
+    assert NUMBER.sub("#", printed) == NUMBER.sub("#", shown)
+    for text in (printed, shown):
+        errors = errors_of(text)
+        assert errors["L-BFGS"] < min(errors["Adam"], errors["KAISA"])
+        assert errors["KAISA"] < 1.5 * errors["Adam"]
+
+
+def train(model: Any, optimizer: Any) -> dict[str, str]:
+    """The status of each layer after two steps."""
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(32, 64)).square().mean().backward()
+        optimizer.step()
+    return {row.name: row.status for row in optimizer.summary().rows}
+
+
+def test_adapters_train_and_the_frozen_layer_trains_once_it_is_added() -> None:
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(compile(python_blocks(PAGE)[-1], PAGE, "exec"), names)
+    model = names["model"]
+    optimizer = names["optimizer"]
+    layer = model[0].layer
+    frozen = layer.weight.clone()
+    adapted = dict.fromkeys(("0.down", "0.up", "2"), "preconditioned")
+    assert train(model, optimizer) == adapted
+    assert torch.equal(layer.weight, frozen)
+
+    layer.requires_grad_(True)
+    assert train(model, optimizer) == adapted
+    assert torch.equal(layer.weight, frozen)
+    optimizer.add_param_group({"params": [*layer.parameters()]})
+    assert train(model, optimizer) == {"0.layer": "preconditioned", **adapted}
+    assert not torch.equal(layer.weight, frozen)
+
+
+def test_a_layer_that_is_frozen_after_construction_trains_when_it_is_unfrozen() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+    optimizer = KAISA(model, lr=1e-3, base=torch.optim.AdamW)
+    layer = model[0].requires_grad_(False)
+    frozen = layer.weight.clone()
+    assert train(model, optimizer)["0"] == "frozen"
+    assert torch.equal(layer.weight, frozen)
+    layer.requires_grad_(True)
+    assert train(model, optimizer)["0"] == "preconditioned"
+    assert not torch.equal(layer.weight, frozen)
