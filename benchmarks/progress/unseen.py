@@ -10,7 +10,7 @@ lstm          embedding, two LSTM layers and a head, on the same characters as t
 vit           2 blocks of width 48 on patches of 2 × 2 pixels of the digits
 friedman      regression of Friedman's first function, by a network with two hidden layers
 diabetes      regression on scikit-learn's diabetes data, judged on the rows that it is trained on
-interactions  regression with interactions of skewed inputs, and with inputs that have no effect
+interactions  regression with interactions of skewed inputs, and with unused inputs
 head          a linear head on a body that was trained on five of ten digits, and is frozen
 
 `NEW` has tasks that were written after the default settings had been chosen. No setting was chosen
@@ -374,7 +374,7 @@ def diabetes() -> Task:
 
 
 def interactions() -> Task:
-    """Products and thresholds of eight skewed inputs of different scales. Eight have no effect."""
+    """Products and thresholds of eight skewed inputs of different scales. Eight are unused."""
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(12_000, 16, generator=generator)
     x[:, :4] = x[:, :4].exp()

@@ -227,7 +227,7 @@ class FSDPParams:
         return self._records.get(key)
 
     def _find_records(self, model: nn.Module) -> None:
-        """Find the records of all parameters at once, because a search of the model is slow."""
+        """Find the records of all parameters in one pass, because a search of the model is slow."""
         self._records = {}
         for module in model.modules():
             # The parameters of a TorchScript module can only be iterated over by ``items()``.

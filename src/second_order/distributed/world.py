@@ -278,7 +278,7 @@ class World:
 
     @property
     def backend(self) -> str:
-        """Name of the backend, or "none" if there is no process group."""
+        """Name of the backend, or "none" without a process group."""
         return "none" if self.group is None else str(dist.get_backend(self.group))
 
     # ---------------------------------------------------------------------------------- groups

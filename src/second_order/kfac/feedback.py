@@ -147,7 +147,7 @@ def share_feedback(
             host.
         cosines: The cosines of other layers, on the device.
     """
-    # Read what is still on the device, all at once.
+    # Read all values that are still on the device in one transfer.
     reporting = [block for block in step.reporting if block.solved]
     compared = [block for block in reporting if block in cosines]
     read_cosines = report.read.add([cosines[block] for block in compared])

@@ -279,7 +279,7 @@ class Inverses:
                     self._record_failure(block, outcome)
 
             # Submit the layers that fell due while they were pending, which were left out above.
-            # Layers that have no inverse are not submitted again here.
+            # Layers without an inverse are not submitted again here.
             finished = [b for b in due if b in pending_before and b not in self.pending]
             self._submit([block for block in finished if block.solved], mean_curvature)
         except BaseException:

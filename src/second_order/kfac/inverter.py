@@ -204,7 +204,7 @@ class SynchronousInverter:
         """Do nothing, because a refresh collects everything that it submits."""
 
     def close(self) -> None:
-        """Do nothing, because there are no threads."""
+        """Do nothing, because this class has no threads."""
 
     def post(self, copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
         """Send copies of tensors from the CPU. Synchronizes with the device."""

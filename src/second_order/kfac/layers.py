@@ -560,7 +560,7 @@ class Layers:
             )
             rows.append(row)
 
-        # Add the parameters that have no layer.
+        # Add the parameters without a layer.
         trained_by_base = self._trained_by_base()
         for left in self.left_to_base:
             status = "base" if left in trained_by_base else "frozen"

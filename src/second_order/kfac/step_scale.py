@@ -59,7 +59,9 @@ SHRINKAGE = 1.0  # a, if τ falls
 MAX_GROWTH_STEPS = 4  # steps since the last update that count if τ grows
 EVIDENCE = 0.3  # |b|
 MAX_SCHEDULED_SCALE = 2.0  # upper bound of τ while a schedule changes the learning rate
-LARGE_RISE = 2.0  # -s in units of Z, above which the loss has risen so much that τ falls at once
+LARGE_RISE = (
+    2.0  # -s in units of Z, above which the loss has risen so much that τ falls immediately
+)
 MAX_RISE = 4.0  # -s in units of Z that count in the fall of τ
 RECENT = 0.1  # share of all steps; a learning rate that changed within it follows a schedule
 
@@ -136,7 +138,7 @@ class ScaleState:
 
     def _log_change(self, slope: float, is_scheduled: bool, previous: ScaleState) -> float:
         """The change of log τ. S is that of this state, Z that of the ``previous`` one."""
-        # Fall at once if the loss has risen far more than usual.
+        # Fall immediately if the loss has risen far more than usual.
         has_risen = -slope > LARGE_RISE * previous.step_size > 0
         immediate = 0.0
         if has_risen:

@@ -108,7 +108,7 @@ class TraceRefresh:
             {block: block.ensure_factors() for block in local}, local
         )
 
-        # Read four numbers per layer from the device, all at once.
+        # Read four numbers per layer from the device in one transfer.
         numbers: list[Tensor] = []
         for block, damping in dampings.items():
             like = damping.mean_eigenvalue

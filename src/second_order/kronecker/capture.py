@@ -507,7 +507,7 @@ class Capture:
     def observe(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
     ) -> None:
-        """Observe a call of a layer. In a training pass, hook the nodes of its products."""
+        """Observe a call of a layer. In training passes, hook the nodes of its products."""
         if not self.gate.open or cast(Any, torch.jit).is_tracing():
             return
 

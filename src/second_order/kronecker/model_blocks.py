@@ -486,7 +486,7 @@ class _BlockSearch:
         return len(biases) == 1 and len(classes) == 1
 
     def make_gradient_blocks(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
-        """Make gradient-factored blocks of the matrices that have no other block."""
+        """Make gradient-factored blocks of the matrices without another block."""
         rules = self._rules
         if rules.unsupported_layers == "base_optimizer":
             return []

@@ -1,7 +1,7 @@
 """Damped inverses of Kronecker factors, from eigendecompositions or from Cholesky factorizations.
 
 attempt    decompose all factors in the working precision, those of equal size in one batch
-check      read their errors from the device, all at once
+check      read their errors from the device in one transfer
 retry      decompose a factor with a large error alone, in float64, then in float64 on the CPU
 combine    form the inverse of a layer from the decompositions of its factors
 

@@ -110,7 +110,7 @@ class InputAccumulator(Accumulator):
 
     @contextmanager
     def capture(self, model: nn.Module, is_sharded: bool) -> Iterator[None]:
-        """Capture the inputs of the layers within the block. There is no backward pass."""
+        """Capture the inputs of the layers within the block, without a backward pass."""
         with capture_inputs(self._layers_of, self.receive):
             yield None
 

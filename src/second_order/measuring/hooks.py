@@ -83,7 +83,9 @@ def evaluation_mode(model: nn.Module, device: torch.device) -> Iterator[None]:
     rng_device_type = "cuda" if device.type == "cpu" else device.type
     try:
         with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))  # inference tensors have no graph
+            stack.enter_context(
+                torch.inference_mode(False)
+            )  # inference tensors don't record a graph
             stack.enter_context(torch.random.fork_rng(rng_devices, device_type=rng_device_type))
             stack.enter_context(set_requires_grad(model, False))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
