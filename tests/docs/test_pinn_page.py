@@ -6,10 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from page_scripts import NUMBER, python_blocks, run_script, scripts
+from torch.nn.functional import mse_loss
 
-from second_order import KAISA
+from second_order import KAISA, SecondOrderWarning
 
 PAGE = "docs/how-to/pinns.md"
 
@@ -68,3 +70,35 @@ def test_a_layer_that_is_frozen_after_construction_trains_when_it_is_unfrozen() 
     layer.requires_grad_(True)
     assert train(model, optimizer)["0"] == "preconditioned"
     assert not torch.equal(layer.weight, frozen)
+
+
+def train_burgers(network: torch.nn.Module, optimizer: KAISA, steps: int) -> None:
+    """Train with derivatives by ``autograd.grad``, and a boundary term with its own pass."""
+    points = 2 * torch.rand(200, 2) - 1
+    edges = 2 * torch.rand(80, 2) - 1
+    edges[:40, 0] = -1.0
+    edges[40:, 1] = 0.0
+    targets = -torch.sin(torch.pi * edges[:, :1]) * (edges[:, 1:] == 0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        inside = points.clone().requires_grad_()
+        u = network(inside)
+        (first,) = torch.autograd.grad(u.sum(), inside, create_graph=True)
+        (second,) = torch.autograd.grad(first[:, 0].sum(), inside, create_graph=True)
+        residual = first[:, 1:] + u * first[:, :1] - 0.01 / torch.pi * second[:, :1]
+        loss = residual.square().mean() + mse_loss(network(edges), targets)
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_debug_finds_derivatives_behind_a_boundary_term(seed: int) -> None:
+    """Seed 1 is one on which the first two comparisons find nothing."""
+    torch.manual_seed(seed)
+    tanh = torch.nn.Tanh()
+    layers = [torch.nn.Linear(2, 20), tanh, torch.nn.Linear(20, 20), tanh, torch.nn.Linear(20, 1)]
+    network = torch.nn.Sequential(*layers)
+    optimizer = KAISA(network, lr=0.005, base=torch.optim.Adam, debug=True)
+    with pytest.warns(SecondOrderWarning):
+        train_burgers(network, optimizer, steps=60)
+    assert optimizer.summary().preconditioned_share == 0.0
