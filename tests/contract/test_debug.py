@@ -199,3 +199,27 @@ def test_one_process_compares_nothing(System: Any, monkeypatch: pytest.MonkeyPat
         take(twin, without, batch)
     assert same(model, twin)
     assert asking(model, optimizer, BATCHES[0]) is not None
+
+
+def with_failing_callable(rank: int, world_size: int, option: str) -> tuple[str, int]:
+    """The error of a step at which a callable raises on rank 1, and the number of that step."""
+
+    def interval(step: int) -> int:
+        if step == 2 and rank == 1:
+            raise OSError("no such file")
+        return 1
+
+    model = CASE.model()
+    optimizer = make(KAISA, model, **{"inv_update_steps": 1, option: interval})
+    for batch in BATCHES[:2]:
+        take(model, optimizer, batch)
+    with pytest.raises(RankMismatchError) as error:
+        take(model, optimizer, BATCHES[2])
+    return str(error.value), optimizer._training.steps
+
+
+@pytest.mark.parametrize("option", ["inv_update_steps", "factor_update_steps", "damping"])
+def test_all_ranks_raise_if_a_callable_raises_on_one(world: World, option: str) -> None:
+    for message, steps in world.run(with_failing_callable, 2, option):
+        assert f"rank 1 has [{option}: OSError: no such file]" in message
+        assert steps == 2

@@ -108,6 +108,23 @@ def test_unsupported_shards_raise_with_the_remedy(world: World) -> None:
         assert "use unsupported_layers='base_optimizer'" in found["matrices"]
 
 
+def sharded_in_a_later_group(rank: int, world_size: int) -> list[str]:
+    model = perceptron()
+    fully_shard(model[2])
+    first = [*model[0].parameters()]
+    optimizer = KAISA(first, model=model, lr=0.1, unsupported_layers="gradient_factors")
+    with pytest.raises(ValueError, match="use unsupported_layers='base_optimizer'"):
+        optimizer.add_param_group({"params": [*model[2].parameters()]})
+    model(torch.randn(5, 4)).square().mean().backward()
+    optimizer.step()
+    return [row.name for row in optimizer.summary().rows]
+
+
+def test_a_refused_group_leaves_the_layers_as_they_were(world: World) -> None:
+    for names in world.run(sharded_in_a_later_group, 2):
+        assert names == ["0"]
+
+
 def made_from_meta(
     rank: int, world_size: int, system: int
 ) -> tuple[str, list[torch.Tensor], list[torch.Tensor]]:

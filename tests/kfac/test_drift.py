@@ -18,7 +18,7 @@ from reference import block as dense_block
 from reference import to_matrix
 from torch import Tensor, nn
 
-from second_order import DistKFAC
+from second_order import KAISA, DistKFAC
 from second_order.kfac.schedule import (
     MAX_INTERVAL,
     STEP_OVERHEAD,
@@ -274,3 +274,15 @@ def test_a_step_waits_for_threads_before_the_next_refresh() -> None:
         landed = [curvature.inverses.states[b] for b in due]
         assert {each.installed_at for each in landed} == {next_due - 1}
         assert {each.step for each in landed} == {launched}
+
+
+def test_a_layer_without_statistics_has_no_cosine() -> None:
+    model = MLP.model()
+    model[1].unused = nn.Linear(3, 3)
+    optimizer = make(KAISA, model, **BY_DRIFT)
+    for batch in BATCHES[:3]:
+        take(model, optimizer, batch)
+    changes = optimizer._curvature.drift.changes
+    cosines = {block.name: change.cosine for block, change in changes.items()}
+    assert math.isnan(cosines["1.unused"])
+    assert optimizer.metrics()["drift/cosine/min"] > 0.1

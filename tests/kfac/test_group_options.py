@@ -254,3 +254,12 @@ def test_group_options_apply_equally_on_every_rank(world: World) -> None:
         ):
             torch.testing.assert_close(actual, wanted_values, rtol=1e-9, atol=1e-12)
     assert all("damping" in message for message in world.run(parted, 2))
+
+
+def test_a_layer_of_a_module_cannot_be_excluded_alone() -> None:
+    attention = nn.MultiheadAttention(4, 2, add_bias_kv=True)
+    projections = [attention.in_proj_weight, attention.in_proj_bias]
+    others = [p for p in attention.parameters() if all(p is not own for own in projections)]
+    groups = [{"params": projections, "precondition": False}, {"params": others}]
+    with pytest.raises(ValueError, match="the parameters of its module in .* 'precondition'"):
+        KAISA(groups, lr=0.1, model=attention)

@@ -274,7 +274,6 @@ class KFAC(LayeredCurvature):
         self._missing: set[KroneckerBlock] = set()
 
         self.layers.find()
-        self._check_sharding()
 
     # ------------------------------------------------------------------- construction and changes
 
@@ -293,15 +292,6 @@ class KFAC(LayeredCurvature):
             self._set_num_workers(workers)
         self._start_capture()
 
-    def _check_sharding(self) -> None:
-        """Raise ValueError if FSDP2 shards layers and the options forbid it."""
-        if self.layers.sharded and self._options.unsupported_layers == "gradient_factors":
-            raise ValueError(
-                f"{self.training.name}: unsupported_layers='gradient_factors' computes factors "
-                f"from whole gradients, but FSDP2 gives each rank only some of their rows; use "
-                f"unsupported_layers='base_optimizer'"
-            )
-
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
         """Adopt the sharded parameters that FSDP2 has created in place of the old ones.
 
@@ -313,7 +303,6 @@ class KFAC(LayeredCurvature):
         if self.helpers is not None:
             raise ValueError(sharding_error(self.training.name, "stats"))
         self.layers.replace_params(others)
-        self._check_sharding()
         # Gradient-factored layers need whole gradients, which no rank has any more.
         if self._options.unsupported_layers == AUTO and gradient_blocks(self.layers.blocks):
             self.replan()
@@ -322,7 +311,6 @@ class KFAC(LayeredCurvature):
         """Search the model for layers again, and assign them. Collective."""
         if not self._closed:
             self.layers.find()
-            self._check_sharding()
             self._start_capture()
 
     def _start_capture(self) -> None:
@@ -426,7 +414,7 @@ class KFAC(LayeredCurvature):
 
     def watch(self) -> None:
         """Turn capture on for the next step's passes if statistics are due then; otherwise off."""
-        due = self._schedule.statistics_due(self.training.steps)
+        due = self._schedule.statistics_may_be_due(self.training.steps)
         if self.helpers is not None and not self.helpers.own_passes:
             due = False
         if due or self.layers.is_capturing:

@@ -168,7 +168,7 @@ def share_feedback(
         work=float(sum(block.work for block in reporting)),
     )
     numbers: list[float] = list(local)
-    reported = set(reporting)
+    reported = set(step.reporting)
     for block in step.layers:
         is_reported = block in reported
         numbers.append(local_cosines.get(block, math.nan) if is_reported else 0.0)

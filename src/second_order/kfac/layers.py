@@ -178,21 +178,30 @@ class Layers:
             rules,
             excluded=excluded,
         )
+        # Check the new layers before they replace the old ones: if a group that the user adds is
+        # refused, training continues without it.
         _check_groups(groups, blocks)
+        self._check_sharding(blocks)
         self.blocks = blocks
         self.left_to_base = [_name_exact_option(row) for row in left_to_base]
-        self.sharded = self._any_sharded()
+        self.sharded = _any_sharded(blocks)
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
         """Replace parameters by their shards."""
         for block in self.blocks:
             block.replace_params(others)
-        self.sharded = self._any_sharded()
+        self.sharded = _any_sharded(self.blocks)
         self.mark_changed()
+        self._check_sharding(self.blocks)
 
-    def _any_sharded(self) -> bool:
-        """Return whether FSDP2 has sharded a parameter of any layer."""
-        return any(is_dtensor(p) for b in self.blocks for p in (b.weight, *b.params))
+    def _check_sharding(self, blocks: Iterable[KroneckerBlock]) -> None:
+        """Raise ValueError if FSDP2 shards layers and the options forbid it."""
+        if self._options.unsupported_layers == "gradient_factors" and _any_sharded(blocks):
+            raise ValueError(
+                f"{self._training.name}: unsupported_layers='gradient_factors' computes factors "
+                f"from whole gradients, but FSDP2 gives each rank only some of their rows; use "
+                f"unsupported_layers='base_optimizer'"
+            )
 
     def update_active(self) -> bool:
         """Update which layers train now. Returns whether the assignment must be made again."""
@@ -584,6 +593,11 @@ class Layers:
         self._param_states = []
 
 
+def _any_sharded(blocks: Iterable[KroneckerBlock]) -> bool:
+    """Return whether FSDP2 has sharded a parameter of any layer."""
+    return any(is_dtensor(p) for block in blocks for p in (block.weight, *block.params))
+
+
 def _describe_factors(shape: FactorShape) -> str:
     """Return the sizes of a layer's factors as text."""
     if shape.exact:
@@ -695,13 +709,16 @@ def _check_groups(groups: Groups, blocks: Iterable[KroneckerBlock]) -> None:
         of_layer = [settings[id(p)] for p in block.owned if id(p) in settings]
         for option in LAYER_OPTIONS:
             values = [options[option] for options in of_layer]
-            # If all parameters of a module had precondition=False, it would not be a layer.
+            # A module with several layers, such as an attention or fused experts, is left to the
+            # base only as a whole. If one of its layers has precondition=False, another has not.
+            differs = any(value != values[0] for value in values)
             is_divided = option == "precondition" and False in values
-            if is_divided or any(value != values[0] for value in values):
+            if differs or is_divided:
+                parts = "its weight and its bias" if differs else "the parameters of its module"
                 raise ValueError(
-                    f"layer {block.name!r} has its weight and its bias in parameter groups with "
-                    f"different {option!r}, but a layer has one curvature; set {option!r} to the "
-                    f"same value in both groups"
+                    f"layer {block.name!r} has {parts} in parameter groups with different "
+                    f"{option!r}, but they have one curvature; set {option!r} to the same value "
+                    f"in all of these groups"
                 )
 
 

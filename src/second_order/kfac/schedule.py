@@ -365,6 +365,18 @@ class Schedule:
             return True
         return step % interval_at(interval, step, "factor_update_steps") == 0
 
+    def statistics_may_be_due(self, step: int) -> bool:
+        """Return whether to capture the passes of a step that has not begun yet.
+
+        If a callable raises an exception, the answer is True. The step itself compares the ranks
+        before it calls the callable again, so that all ranks raise. If this method raised on one
+        rank, the others would block in their next step.
+        """
+        try:
+            return self.statistics_due(step)
+        except Exception:
+            return True
+
     def record_update(self, step: int) -> None:
         """Record the step of the last update of the running averages."""
         self.updated_at = step

@@ -121,14 +121,11 @@ class Training:
     def add_forward_check(self, hook: Callable[..., None]) -> None:
         """Register a forward pre-hook on the model until the optimizer is closed."""
         self._forward_checks.append(hook)
-        self._register_forward_checks()
-        self.close_callbacks.append(self._forward_checks.clear)
-        self.close_callbacks.append(partial(remove_handles, self._check_handles))
-        weakref.finalize(self, remove_handles, self._check_handles).atexit = False
-
-    def _register_forward_checks(self) -> None:
-        for hook in self._forward_checks:
-            self._check_handles.append(self.model.register_forward_pre_hook(hook))
+        self._check_handles.append(self.model.register_forward_pre_hook(hook))
+        if len(self._forward_checks) == 1:
+            self.close_callbacks.append(self._forward_checks.clear)
+            self.close_callbacks.append(partial(remove_handles, self._check_handles))
+            weakref.finalize(self, remove_handles, self._check_handles).atexit = False
 
     @contextmanager
     def forward_checks_removed(self) -> Iterator[None]:
@@ -138,7 +135,8 @@ class Training:
             yield
         finally:
             remove_handles(self._check_handles)
-            self._register_forward_checks()
+            for hook in self._forward_checks:
+                self._check_handles.append(self.model.register_forward_pre_hook(hook))
 
     def model_tensors(self) -> list[Tensor]:
         """List all parameters, including those outside of the model, and all buffers."""
