@@ -465,7 +465,7 @@ outliers that count in full  <-  change_clip::the_bound_is_four_times_the_runnin
 steps without a preconditioned layer that count
   <-  change_clip::steps_without_preconditioned_layers_do_not_enter_the_average
     if clip is not None and solved:  =>  if clip is not None:
-a resumed run with another usual change  <-  change_clip::a_resumed_run_has_the_same_running_average
+a resumed run with another usual change  <-  resume::a_resumed_run_equals_the_run
     self.steps = int(part.number(steps_name))  =>  pass
 a clip in lr, not lr²  <-  solvers::the_clip_takes_each_layers_own_learning_rate
     stack.new_ones(()) * rate**2  =>  stack.new_ones(()) * rate
@@ -1003,21 +1003,21 @@ frozen parts that are not the model's
     if len(added) > most_added and not trains  =>  if False
 
 == optimizers/config.py
-Newton's scale by default  <-  defaults::grafting_is_the_default_over_every_base
+Newton's scale by default  <-  defaults::grafting_is_the_default_and_others_follow_from_it
     grafted = self.grafting == "gradient"  =>  grafted = False
 every base taken for SGD
   <-  defaults::default_settings_depend_on_the_base defaults::with_two_bases_the_first_decides_the_defaults
     adaptive = is_adaptive(base)  =>  adaptive = False
 a step scale that follows with Newton's scale
-  <-  defaults::the_step_scale_requires_grafting
+  <-  defaults::grafting_is_the_default_and_others_follow_from_it
     values["step_scale"] = grafted and  =>  values["step_scale"] =
 a usual change beside Newton steps
-  <-  defaults::the_default_clip_compares_with_usual_changes_over_every_base
+  <-  defaults::grafting_is_the_default_and_others_follow_from_it
     if is_auto(self.kl_clip) and not grafted  =>  if False
 a step scale over a schedule-free base
-  <-  defaults::the_step_scale_requires_grafting
+  <-  defaults::grafting_is_the_default_and_others_follow_from_it
     = grafted and not schedule_free  =>  = grafted
-a floor of the damping beside absolute damping  <-  defaults::absolute_damping_has_no_floor
+a floor of the damping beside absolute damping  <-  defaults::grafting_is_the_default_and_others_follow_from_it
     DAMPING_FLOOR if self.relative_damping else 0.0  =>  DAMPING_FLOOR
 
 == optimizers/kaisa.py

@@ -7,11 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch.distributed as dist
 from aux_base_cases import (
     BATCHES,
     CASE,
-    HIDDEN,
     PAIRS,
     SGD,
     AdamW,
@@ -23,7 +21,7 @@ from aux_base_cases import (
     two,
 )
 from optimizer_cases import KAISA, each_kronecker, make, same, take
-from ranks import agreed, assert_same_trajectory, kaisa, train
+from ranks import agreed, assert_same_trajectory, train
 from saved_states import saved_and_loaded
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -240,27 +238,3 @@ def test_two_processes_train_like_one(world: World, pair: str, fraction: float) 
     found = agreed(world.run(train, 2, CASE, batches, spread))
     alone = train(0, 1, CASE, batches, options)
     assert_same_trajectory(found, alone, rtol=1e-8 if base is SGD else 1e-2)
-
-
-DIFFERENT: dict[str, dict[str, Any]] = {
-    "one base": {"aux_base": None},
-    "another aux_base": {"aux_base": optim.Adam},
-    "other layers": {"aux_base": AuxBase(optim.AdamW, layers=["up"])},
-    "other layers, the same weights": {"aux_base": AuxBase(optim.AdamW, layers=["head"])},
-    "other keywords": {"aux_base": AuxBase(optim.AdamW, kwargs={"lr": 0.5})},
-    "other keywords, no weights yet": {"aux_base": AuxBase(optim.AdamW, kwargs={"lr": 0.5})},
-}
-
-
-def build(rank: int, world_size: int, variant: str) -> None:
-    """The last rank has something else."""
-    options: dict[str, Any] = {"base": Muon, "aux_base": AdamW}
-    if rank == world_size - 1:
-        options |= DIFFERENT[variant]
-    if options["aux_base"] is None:
-        options["skip_layers"] = ()
-        options["base"] = AdamW
-    model = CASE.model()
-    hidden = [p for name, p in model.named_parameters() if name in HIDDEN]
-    kaisa(hidden if "no weights" in variant else model.parameters(), model=model, **options)
-    dist.barrier()

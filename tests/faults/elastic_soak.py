@@ -10,8 +10,7 @@ whole. Some are cut short in between. The end is compared with that of two runs 
 disturbed:
 
 - with the same numbers of processes from the same steps on, bit for bit;
-- with one process: as near as rounding lets it, which is told by a third training, of two processes
-  that nobody has disturbed.
+- with one process, up to rounding, which a third run of two undisturbed processes measures.
 
 With ``--torchrun`` the first life is one of ``torchrun --max-restarts=1``, and has two kills.
 """
@@ -54,7 +53,7 @@ class Life:
     start: int
     killed: int | None = None
     moment: str = ""
-    spoilt: str = ""
+    cut_short: str = ""
 
 
 @dataclass
@@ -68,7 +67,7 @@ class Soak:
     unmet: int = 0
     left_out: int = 0
     pace: float = 0.2  # seconds from one checkpoint to the next
-    spoilt: dict[Path, float] = field(default_factory=dict)
+    cut_short: dict[Path, float] = field(default_factory=dict)
 
     def arguments(self, folder: Path, steps: int) -> list[str]:
         run = ["--optimizer", self.optimizer, "--seed", str(self.seed)]
@@ -77,7 +76,7 @@ class Soak:
     def newest(self) -> int:
         """The step of the newest intact checkpoint."""
         for path in elastic.checkpoints(self.folder):
-            if self.spoilt.get(path) != path.stat().st_mtime:
+            if self.cut_short.get(path) != path.stat().st_mtime:
                 return int(path.stem.removeprefix("step-"))
         return 0
 
@@ -160,16 +159,16 @@ def live(soak: Soak, dice: random.Random, size: int, kills: bool) -> bool:
     return not any(process.exitcode for process in processes)
 
 
-def spoil(soak: Soak, dice: random.Random) -> str:
+def cut_newest(soak: Soak, dice: random.Random) -> str:
     """Cut the newest checkpoint short."""
     paths = elastic.checkpoints(soak.folder)
-    if not paths or soak.spoilt.get(paths[0]) == paths[0].stat().st_mtime:
+    if not paths or soak.cut_short.get(paths[0]) == paths[0].stat().st_mtime:
         return ""
     path = paths[0]
     data = path.read_bytes()
     length = dice.randrange(len(data))
     path.write_bytes(data[:length])
-    soak.spoilt[path] = path.stat().st_mtime
+    soak.cut_short[path] = path.stat().st_mtime
     return f"cut to {length} bytes"
 
 
@@ -244,7 +243,7 @@ def soaked(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         if kills >= args.kills:
             raise SystemExit("the last life was not killed, and has failed; see its log")
         if dice.random() < 0.3:
-            soak.lives[-1].spoilt = spoil(soak, dice)
+            soak.lives[-1].cut_short = cut_newest(soak, dice)
         print(soak.lives[-1], flush=True)
     if kills < args.kills:
         raise SystemExit(f"it came to its end after {kills} kills; give it more --steps")
@@ -265,7 +264,7 @@ def soaked(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         ),
         "hung": soak.hung,
         "ended_while_they_had_not_met": soak.unmet,
-        "checkpoints_spoilt": sum(bool(life.spoilt) for life in soak.lives),
+        "checkpoints_cut_short": sum(bool(life.cut_short) for life in soak.lives),
         "times_left_out": soak.left_out,
         "equal_to_undisturbed_bit_for_bit": same(disturbed, again),
         "distance_from_one_process": distance(disturbed["model"], one["model"]),

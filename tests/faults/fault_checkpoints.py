@@ -74,7 +74,7 @@ def put(name: str, value: Any) -> Tamper:
     return tamper
 
 
-def spoilt(tensor: Any) -> Any:
+def with_nan(tensor: Any) -> Any:
     """With a NaN as its last number."""
     found = torch.as_tensor(tensor).clone()
     found.reshape(-1)[-1] = float("nan")
@@ -128,7 +128,7 @@ tampered("of a version to come", lambda _, state: part_with(state, "steps").upda
 
 # Whose checkpoints, which entries, and what for them.
 Bad = tuple[Callable[[System], bool], tuple[str, ...], dict[str, Any]]
-OF_TENSORS = {"NaN in {}": spoilt, "text for {}": "text", "{} of another shape": cut}
+OF_TENSORS = {"NaN in {}": with_nan, "text for {}": "text", "{} of another shape": cut}
 STEPS = {"text": "three", "-5": -5, "NaN": float("nan"), "None": None, "2.5": 2.5}
 BAD: list[Bad] = [
     (lambda s: True, ("steps",), {f"{what} for {{}}": value for what, value in STEPS.items()}),
@@ -138,7 +138,7 @@ BAD: list[Bad] = [
     (newton, ("num_largest", "refreshed_at"), {"text for {}": "text"}),
     (newton, ("refreshed_at",), {"1000 for {}": 1000}),
     (newton, ("base_scale_bound", "outside_decay"), {"nan for {}": float("nan")}),
-    (summing, ("gradient_sum", "epoch_start"), {"NaN in {}": spoilt, "{} of another shape": cut}),
+    (summing, ("gradient_sum", "epoch_start"), {"NaN in {}": with_nan, "{} of another shape": cut}),
 ]
 for _suits, _entries, _values in BAD:
     for _entry in _entries:
@@ -146,14 +146,14 @@ for _suits, _entries, _values in BAD:
             tampered(_what.format(_entry), put(_entry, _value), _suits)
 
 
-def from_file(name: str, spoil: Callable[[bytes], bytes]) -> None:
+def from_file(name: str, damage: Callable[[bytes], bytes]) -> None:
     """A fault of the file, which `torch.load` or the optimizer refuses."""
 
     def install(run: Run) -> None:
         def made() -> Any:
-            path = run.directory / f"spoilt.{run.rank}"
+            path = run.directory / f"damaged.{run.rank}"
             torch.save(run.saved(), path)
-            path.write_bytes(spoil(path.read_bytes()))
+            path.write_bytes(damage(path.read_bytes()))
             try:
                 return torch.load(path)
             except Exception as error:  # torch's own
@@ -199,7 +199,7 @@ def _(run: Run) -> None:
     loaded(run, older)
 
 
-@checkpoint("a factor that nobody saved", suits=several_kfac, expect="told")
+@checkpoint("a factor that no rank saved", suits=several_kfac, expect="reported")
 def _(run: Run) -> None:
     loaded(run, lambda state: part_with(state, "A").pop("A"))
 
@@ -246,13 +246,13 @@ def repeats(system: System) -> bool:
 
 
 for _what, _sizes in (("as many", lambda s: (s.size, s.size)), ("other", another)):
-    for _suits, _expect in ((repeats, "same"), (lambda s: not repeats(s), "goes on")):
+    for _suits, _expect in ((repeats, "same"), (lambda s: not repeats(s), "continues")):
         checkpoint(
             f"killed, and resumed on {_what} processes",
             suits=_suits,
             moments=("refresh",),
             expect=_expect,
-            alters=_expect == "goes on",
+            alters=_expect == "continues",
             sizes=_sizes,
             signals=(signal.SIGKILL,),
         )(resumed)

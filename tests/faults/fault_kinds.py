@@ -1,12 +1,12 @@
 """The faults that `faults.py` injects into training runs: in numbers, passes, solves and closures.
 
-Each is a function that hangs what it wants to a `Run`, and says by `expect` what has to follow:
+Each is a function that attaches its fault to a `Run`. `expect` names the required result:
 
-    same     training continues with the same numbers
-    goes on  training continues, possibly with other numbers
-    told     it continues with a warning, or ends with an error
-    raises   it ends by an error, or at least says so
-    any      anything that is no other outcome
+    same       training continues with the same numbers
+    continues  training continues, possibly with other numbers
+    reported   it continues with a warning, or ends with an error
+    raises     it ends with an error, or continues with a warning
+    any        no requirement beyond those of every case
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class Fault:
         name: In lists.
         group: In the table.
         install: Installs the fault in a run.
-        suits: Which systems it is for.
-        moments: When it comes; "whole" if that is not one step.
-        expect: What has to follow.
-        poisons: The base alone would also end with non-finite parameters.
-        alters: There is less to precondition afterwards.
-        shards: It befalls what is ours, and none of the collectives of a sharded model.
-        signals: Whose death is the fault itself.
+        suits: Whether a system can have it.
+        moments: When it happens; "whole" if that is not one step.
+        expect: The required result.
+        poisons: Whether the base alone would also end with non-finite parameters.
+        alters: Whether less can be preconditioned afterwards.
+        shards: Whether a model sharded by FSDP2 can have it.
+        signals: Signals that are the fault itself.
         errors: Names of errors that are the fault itself.
-        sizes: How many processes, of each of the phases.
+        sizes: The number of processes of each phase.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Fault:
     install: Install
     suits: Callable[[System], bool] = lambda system: True
     moments: tuple[str, ...] = EACH
-    expect: str = "goes on"
+    expect: str = "continues"
     poisons: bool = False
     alters: bool = False
     shards: bool = False
@@ -164,7 +164,7 @@ def with_nan(x: Tensor, y: Tensor) -> Batch:
     return x.index_fill(0, torch.tensor([0]), float("nan")), y
 
 
-def spoil_gradient(run: Run) -> None:
+def damage_gradient(run: Run) -> None:
     run.model.middle.weight.grad[0, 0] = float("nan")  # type: ignore[index]
 
 
@@ -177,7 +177,7 @@ fault("NaN in the inputs of one rank", NUMBERS, poisons=True, shards=True)(with_
 fault("statistics of one rank overflow, gradients do not", NUMBERS, shards=True)(
     with_batch(lambda x, y: (x * 1e25, y))
 )
-fault("NaN in the gradient of one rank", NUMBERS, poisons=True)(alone(spoil_gradient, "backward"))
+fault("NaN in the gradient of one rank", NUMBERS, poisons=True)(alone(damage_gradient, "backward"))
 fault("gradients of 1e20 on one rank", NUMBERS, poisons=True)(with_loss(times(1e20)))
 fault("gradients of zero on one rank", NUMBERS, shards=True)(with_loss(times(0.0)))
 fault("gradients of zero on all ranks", NUMBERS)(with_loss(times(0.0), everywhere=True))
@@ -197,7 +197,7 @@ def _(run: Run) -> None:
 
 @fault("the loss is a hundred times as steep from then on", NUMBERS, suits=newton, poisons=True)
 def _(run: Run) -> None:
-    """The trust region is to bound what comes."""
+    """The trust region must bound the next steps."""
     run.replace(run, "loss", lambda batch: times(100.0)(run, batch), steps=100)
 
 
@@ -237,7 +237,7 @@ for _everywhere, _who in ((False, "one rank"), (True, "all ranks")):
             run.on("model", lambda: run.replace(run.model, "skips", True))
 
     fault(f"a step without backward on {_who}", PASSES)(_trains_not)
-    fault(f"a layer unused on {_who}", PASSES, expect="any" if _everywhere else "goes on")(_skips)
+    fault(f"a layer unused on {_who}", PASSES, expect="any" if _everywhere else "continues")(_skips)
 
 
 @fault("forwards without gradients between steps", PASSES, expect="same")
@@ -294,7 +294,7 @@ def _(run: Run) -> None:
 
 
 @fault(
-    "a GradScaler that the optimizer is not told of",
+    "a GradScaler that the optimizer does not know",
     PASSES,
     moments=WHOLE,
     suits=lambda system: system.size == 1 and system.kfac,
@@ -308,7 +308,7 @@ def _(run: Run) -> None:
 
 SOLVES = "solves"
 ROUTINES = ("eigh", "cholesky_ex")
-Spoil = Callable[[Any], Any]
+Damage = Callable[[Any], Any]
 
 
 def does_solve(system: System) -> bool:
@@ -316,44 +316,47 @@ def does_solve(system: System) -> bool:
     return not helped(system) or system.kfac
 
 
-def solving(run: Run, spoil: Spoil) -> None:
-    """Replace the decomposition by `spoil(native)(matrix)` at the fault's step.
+def solving(run: Run, damage: Damage) -> None:
+    """Replace the decomposition at the fault's step by `damage(native)(matrix)`.
 
-    In DHO2 on the first rank, whose small matrix counts for all.
+    DHO2 uses the first rank's small matrix on all ranks, so the fault is on that rank.
     """
-    if run.rank == 0 if run.system.kind is DHO2 else run.culprit:
+    is_culprit = run.culprit
+    if run.system.kind is DHO2:
+        is_culprit = run.rank == 0
+    if is_culprit:
         for name in ROUTINES:
             native = getattr(torch.linalg, name)
-            run.replace(torch.linalg, name, spoil(native), 3 if threaded(run.system) else 1)
+            run.replace(torch.linalg, name, damage(native), 3 if threaded(run.system) else 1)
 
 
-def changed(change: Callable[[Tensor], Tensor]) -> Spoil:
+def changed(change: Callable[[Tensor], Tensor]) -> Damage:
     """Another result."""
 
-    def spoil(native: Any) -> Any:
+    def damage(native: Any) -> Any:
         def routine(matrix: Tensor, *rest: Any, **more: Any) -> Any:
             found = native(matrix, *rest, **more)
             return type(found)(change(p) if p.is_floating_point() else p for p in found)
 
         return routine
 
-    return spoil
+    return damage
 
 
-def raising(error: BaseException) -> Spoil:
-    def spoil(_: Any) -> Any:
+def raising(error: BaseException) -> Damage:
+    def damage(_: Any) -> Any:
         def routine(*_: Any, **__: Any) -> Any:
             raise error.with_traceback(None)
 
         return routine
 
-    return spoil
+    return damage
 
 
-def sleeping(seconds: float) -> Spoil:
+def sleeping(seconds: float) -> Damage:
     """The first of them takes so long."""
 
-    def spoil(native: Any) -> Any:
+    def damage(native: Any) -> Any:
         left = [seconds]
 
         def routine(*rest: Any, **more: Any) -> Any:
@@ -362,15 +365,15 @@ def sleeping(seconds: float) -> Spoil:
 
         return routine
 
-    return spoil
+    return damage
 
 
 nan_solves = changed(lambda t: t * float("nan"))
-REPORTED: dict[str, Any] = {"expect": "told"}
+REPORTED: dict[str, Any] = {"expect": "reported"}
 GARBAGE: dict[str, Any] = {"expect": "any", "poisons": True}  # undetectable, but ranks stay equal
 
 # What solves do on one rank, when, and what follows.
-SPOILT: dict[str, tuple[Spoil, tuple[str, ...], dict[str, Any]]] = {
+DAMAGED: dict[str, tuple[Damage, tuple[str, ...], dict[str, Any]]] = {
     "solves return NaN": (nan_solves, BEGINNINGS, REPORTED),
     "solves return zeros": (changed(torch.zeros_like), BEGINNINGS, GARBAGE),
     "solves return noise": (
@@ -388,18 +391,18 @@ for _error in (
 ):
     _kind = type(_error).__name__
     _usual = isinstance(_error, Exception)
-    SPOILT[f"solves raise {_kind}"] = (
+    DAMAGED[f"solves raise {_kind}"] = (
         raising(_error),
         BEGINNINGS if _usual else ("refresh",),
         {**REPORTED, "errors": () if _usual else (_kind,)},
     )
-for _name, (_spoil, _moments, _rest) in SPOILT.items():
+for _name, (_damage, _moments, _rest) in DAMAGED.items():
 
-    def _spoilt(run: Run, spoil: Spoil = _spoil) -> None:
-        solving(run, spoil)
+    def _damaged(run: Run, damage: Damage = _damage) -> None:
+        solving(run, damage)
 
     fault(f"{_name} on one rank", SOLVES, suits=does_solve, moments=_moments, shards=True, **_rest)(
-        _spoilt
+        _damaged
     )
 
 
@@ -408,7 +411,7 @@ for _name, (_spoil, _moments, _rest) in SPOILT.items():
     SOLVES,
     suits=does_solve,
     moments=BEGINNINGS,
-    expect="told",
+    expect="reported",
     shards=True,
 )
 def _(run: Run) -> None:
@@ -439,13 +442,13 @@ def with_pairs(run: Run, change: Callable[[Any], Any]) -> None:
     expect="any",
 )
 def _(run: Run) -> None:
-    def spoilt(found: Any) -> Any:
+    def damaged(found: Any) -> Any:
         vectors = found.vectors
         object.__setattr__(found, "vectors", lambda: vectors() * float("nan"))
         return found
 
     if run.culprit:
-        with_pairs(run, spoilt)
+        with_pairs(run, damaged)
 
 
 @fault(
@@ -468,7 +471,7 @@ def _raise(_: Run) -> Any:
 
 LOSSES: dict[str, tuple[str, Callable[[Run], Any]]] = {
     "raises": ("raises", _raise),
-    "returns NaN": ("told", lambda run: run.loss(run.batch()) * float("nan")),
+    "returns NaN": ("reported", lambda run: run.loss(run.batch()) * float("nan")),
     "returns None": ("raises", lambda run: None),
     "returns a number": ("raises", lambda run: 1.0),
     "returns a constant tensor": ("raises", lambda run: torch.tensor(1.0)),

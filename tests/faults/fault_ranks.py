@@ -107,7 +107,9 @@ by_one("is ended by SIGTERM", signals=(signal.SIGTERM,), moments=("between",))(
 by_one("is interrupted by Ctrl-C", errors=("KeyboardInterrupt",))(
     alone(send(signal.SIGINT), "forward")
 )
-by_one("is slow by two seconds", expect="goes on", shards=True)(alone(lambda run: time.sleep(2.0)))
+by_one("is slow by two seconds", expect="continues", shards=True)(
+    alone(lambda run: time.sleep(2.0))
+)
 by_one("is stopped for good", moments=("between",))(alone(stop))
 
 
@@ -240,7 +242,7 @@ for _name, _act in MODELS.items():
     unlike(_name)(_model)
 
 
-@unlike("another seed of the parameters", expect="goes on")
+@unlike("another seed of the parameters", expect="continues")
 def _(run: Run) -> None:
     def other() -> None:
         torch.manual_seed(run.rank)
@@ -273,7 +275,7 @@ def _(run: Run) -> None:
     alone(add_group, everywhere=True)(run)
 
 
-@together("close and go on", moments=LATER, alters=True)
+@together("close and continue", moments=LATER, alters=True)
 def _(run: Run) -> None:
     alone(close, everywhere=True)(run)
     run.on("ending", lambda: close(run))
@@ -329,7 +331,7 @@ for _everywhere, _who in ((False, "one rank"), (True, "all ranks")):
 
 # ----------------------------------------------------------------------------------- helpers
 
-of_helpers = partial(fault, group="helpers", suits=helped, moments=WHOLE, expect="told")
+of_helpers = partial(fault, group="helpers", suits=helped, moments=WHOLE, expect="reported")
 
 
 def stop_for_a_second(_: Run) -> None:
@@ -343,7 +345,7 @@ def stop_for_a_second(_: Run) -> None:
     os.waitpid(child, 0)
 
 
-# What a helper does, at which point, the how manieth time, and what follows.
+# What a helper does, at which point, at which call, and what follows.
 Helped = tuple[Callable[[Run], Any], str, "int | None", dict[str, Any]]
 KILLED = {"signals": (signal.SIGKILL,)}
 EXITS = {"errors": ("SystemExit",)}
@@ -356,8 +358,8 @@ DONE: dict[str, Helped] = {
         {**KILLED, "expect": "any"},
     ),
     "is killed before it serves": (send(signal.SIGKILL), "serving", None, KILLED),
-    "is stopped for good": (stop, "helper_loss", 1, {"expect": "goes on"}),
-    "is stopped for a second": (stop_for_a_second, "helper_loss", 1, {"expect": "goes on"}),
+    "is stopped for good": (stop, "helper_loss", 1, {"expect": "continues"}),
+    "is stopped for a second": (stop_for_a_second, "helper_loss", 1, {"expect": "continues"}),
     "raises": (leave, "helper_loss", 1, {}),
     "leaves by sys.exit()": (lambda run: sys.exit(3), "helper_loss", 1, EXITS),
     "never serves": (lambda run: sys.exit(0), "made", None, {**EXITS, "expect": "any"}),
@@ -381,7 +383,7 @@ def _(run: Run) -> None:
         run.helper_loss = lambda batch: usual(batch) * float("nan")  # type: ignore[method-assign]
 
 
-# --------------------------------------------------------------------------------- strangers
+# ------------------------------------------------------------------------ unknown processes
 
 
 def listening() -> list[int]:
@@ -423,7 +425,7 @@ for _name, _visit in (
 ):
 
     def _visited(run: Run, visit: Callable[[int], None] = _visit) -> None:
-        """A stranger visits the helper's ports while it serves; gloo's are among them."""
+        """Other processes connect to the helper's ports while it serves, those of gloo included."""
 
         def look() -> None:
             for port in listening():

@@ -1,7 +1,7 @@
 """The runs that `faults.py` breaks: small ones of every optimizer, with points for faults.
 
-A `Run` is one process of a training. What a fault wants, it hangs to points that the training
-passes (`Run.on`), or puts in the place of one of its parts (`Run.replace`).
+A `Run` is one process of a training run. A fault attaches functions to points of the run
+(`Run.on`), or replaces one of its parts (`Run.replace`).
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Net(nn.Module):
 
 
 def batches(count: int = 12) -> list[Batch]:
-    """The same on every rank; each takes its share."""
+    """The same batches on every rank, which takes its shard."""
     generator = torch.Generator().manual_seed(1)
     teacher = torch.randn(FEATURES, CLASSES, generator=generator)
     found = []
@@ -148,13 +148,13 @@ def batches(count: int = 12) -> list[Batch]:
 
 
 class Run:
-    """One process of a training.
+    """One process of a training run.
 
     Attributes:
-        step: The step it is at; -1 before the first.
-        moment: The step at which the fault comes.
+        step: The current step; -1 before the first.
+        moment: The step of the fault.
         phase: 0, or 1 after a restart.
-        notes: What the fault has seen.
+        notes: What the fault has noted.
         caught: Errors that the fault has caught, as `described`.
         helps: Whether this process is a helper.
     """
@@ -186,7 +186,7 @@ class Run:
 
     @property
     def culprit(self) -> bool:
-        """Whether this is the one worker that a fault befalls."""
+        """Whether this is the worker that has the fault."""
         return self.rank == self.workers - 1
 
     def on(self, point: str, function: Callable[[], Any], step: int | None = None) -> None:
@@ -220,7 +220,7 @@ class Run:
         self.caught.append(described(error))
 
     def signal(self, number: int) -> None:
-        """Send oneself a signal, and put down that it was meant."""
+        """Send a signal to this process, and write down that it was intended."""
         (self.directory / f"signal.{self.phase}.{self.rank}").write_text(str(int(number)))
         os.kill(os.getpid(), number)
 
@@ -251,7 +251,7 @@ class Run:
         return cross_entropy(self.model(batch[0]), batch[1])
 
     def curved(self) -> Any:
-        """By the name that it has now: a fault may have put another in its place."""
+        """Looked up at each call, because a fault may replace it."""
         return self.curvature_loss()
 
     def helped(self, batch: Batch) -> Any:
@@ -340,7 +340,7 @@ def _whole(parameter: Tensor) -> Tensor:
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    """An error, for the judge."""
+    """An error as data."""
     frames = traceback.extract_tb(error.__traceback__)
     chain: list[str] = []
     link = error.__cause__ or error.__context__

@@ -2,16 +2,16 @@
 
     python tests/faults/faults.py --jobs 4 --json benchmarks/results/faults.json
 
-Every case is a system (an optimizer, a number of processes), a fault and a moment, in processes of
-their own, which end as processes do, within a deadline. It is
+A case is a system (an optimizer and a number of processes), a fault and a moment. Its processes
+must end by themselves within a deadline. The outcome is
 
-    hung      if a process has not ended by the deadline;
-    parted    if workers end without an error, and with different parameters;
-    lost      if training is silently wrong: it goes on with other numbers or less curvature than
-              without the fault, and says nothing; or ends by an error though it had to go on;
-    unclear   if the error is not ours, nor the one that was injected, or a process dies of a signal
-              that nobody sent;
-    clean     otherwise.
+    hung         if a process has not ended by the deadline;
+    out of sync  if workers end without an error, and with different parameters;
+    lost         if training continues without a warning, and with other numbers or less curvature
+                 than without the fault; or if it ends with an error and had to continue;
+    unclear      if an error is neither the package's nor the injected one, or if a process ends by
+                 a signal that the fault did not send;
+    clean        otherwise.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Case:
 
 @dataclass
 class Result:
-    """What became of a case, with why if it is not clean.
+    """The outcome of a case, and the reason if it is not clean.
 
-    `ended` is "goes on", "is told" or "ends by an error".
+    `ended` is "continues", "warns" or "ends by an error".
     """
 
     system: str
@@ -92,7 +92,7 @@ class Rank:
 
 
 class Child(BaseException):
-    """Leaves the parent's stack, in a child: its process is to end as a script does."""
+    """Unwinds the parent's stack in a child, whose process must end as a script does."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -190,8 +190,16 @@ class Running:
         else:
             print(f"    kept: {self.directory}")
         seconds = round(time.monotonic() - self._started, 2)
-        names = case.system.name, case.fault.name, case.fault.group, case.moment
-        return Result(*names, outcome, detail, ended, seconds)
+        return Result(
+            system=case.system.name,
+            fault=case.fault.name,
+            group=case.fault.group,
+            moment=case.moment,
+            outcome=outcome,
+            detail=detail,
+            ended=ended,
+            seconds=seconds,
+        )
 
 
 references: dict[str, list[dict[str, Any]]] = {}
@@ -205,7 +213,7 @@ def _is_stopped(pid: int) -> bool:
 def judge(
     case: Case, phases: Sequence[Sequence[Rank]], reference: Sequence[dict[str, Any]] | None
 ) -> tuple[str, str, str]:
-    """The outcome, its reason, and how the case ended.."""
+    """The outcome, its reason, and how the case ended."""
     fault = case.fault
     for phase in phases:
         for j, rank in enumerate(phase):
@@ -218,18 +226,18 @@ def judge(
     workers = [r.report for r in last[: len(last) - case.system.helpers] if r.report is not None]
     raised = [w for w in workers if w["status"] == "raised"]
     if raised or not workers:
-        if fault.expect in ("same", "goes on"):
+        if fault.expect in ("same", "continues"):
             error = raised[0]["error"] if raised else {"type": "no report", "message": ""}
             return "lost", f"ended by {error['type']}: {error['message']}", "ends by an error"
         return "clean", "", "ends by an error"
     parameters = [[_whole(p) for p in w["parameters"]] for w in workers]
     for j, other_parameters in enumerate(parameters):
         if other_parameters != parameters[0]:
-            return "parted", f"rank {j} differs from rank 0", "goes on"
+            return "out of sync", f"rank {j} differs from rank 0", "continues"
     usual = {line for r in reference or [] for line in r.get("warnings", [])}
     messages = sorted({line for w in workers for line in w["warnings"]} - usual)
     messages += [f"refused: {e['message']}" for w in workers for e in w["caught"]]
-    ended = "is told" if messages else "goes on"
+    ended = "warns" if messages else "continues"
     problem = silently_wrong(case, workers, reference or [], bool(messages))
     return ("lost", problem, ended) if problem else ("clean", "", ended)
 
@@ -245,7 +253,7 @@ def unclear_end(rank: Rank, fault: Fault) -> str:
         number = os.WTERMSIG(rank.status)
         if number != rank.sent and number not in fault.signals:
             tail = rank.output.strip()[-300:]
-            return f"died of {signal.Signals(number).name}, which nobody sent: {tail}"
+            return f"died of {signal.Signals(number).name}, which the fault did not send: {tail}"
         return ""
     if rank.report is None:
         return f"ended without a word: {rank.output.strip()[-300:]}"
@@ -268,7 +276,7 @@ def unclear(error: dict[str, Any], fault: Fault) -> str:
     if name == "Injected" or "injected" in message.lower() or name in fault.errors:
         return ""
     is_own_error = error["module"].startswith("second_order")
-    # What the base does not accept, it says itself.
+    # The base reports what it does not accept.
     known = re.search("second_order|optim", error["from"]) is not None
     from_us = known and name in ("ValueError", "TypeError")
     if (is_own_error or from_us) and len(message) >= 20:
@@ -289,7 +297,7 @@ def silently_wrong(
     accepted = [note for w in workers for note in w["notes"] if note.startswith("accepted")]
     if accepted:
         return str(accepted[0])
-    if expect in ("told", "raises") and not has_messages:
+    if expect in ("reported", "raises") and not has_messages:
         return "no error, and no warning"
     finite = all(math.isfinite(p) for w in workers for p in w["parameters"])
     if not finite and not case.fault.poisons:
@@ -350,7 +358,7 @@ def perform_all(chosen: Sequence[Case], jobs: int) -> list[Result]:
 def _report(result: Result) -> None:
     mark = "" if result.outcome == "clean" else f": {result.detail}"
     name = f"{result.system} / {result.group} / {result.fault} / {result.moment}"
-    print(f"{result.outcome:8}{result.seconds:6.1f} s  {name} ({result.ended}){mark}", flush=True)
+    print(f"{result.outcome:12}{result.seconds:6.1f} s  {name} ({result.ended}){mark}", flush=True)
 
 
 def main() -> int:
@@ -381,7 +389,7 @@ def main() -> int:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # modules, mostly: no child is to look at them again
+    gc.freeze()  # so that no child collects the modules again
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     child: Child | None = None
     try:

@@ -33,7 +33,7 @@ def report(*parameters: float, **more: Any) -> dict[str, Any]:
     return {**found, "warnings": [], "notes": [], "caught": [], "finite": True, **more}
 
 
-def outcome(*ranks: Rank, expect: str = "goes on", **about: Any) -> str:
+def outcome(*ranks: Rank, expect: str = "continues", **about: Any) -> str:
     case = Case(TWO, Fault("a fault", "a group", lambda run: None, expect=expect, **about), "first")
     return judge(case, [ranks], [report(), report()])[0]
 
@@ -42,32 +42,32 @@ def ended(waited: int = 0, sent: int | None = None, **more: Any) -> Rank:
     return Rank(1, waited, report(**more) if waited == 0 else None, sent)
 
 
-def test_what_is_clean() -> None:
+def test_faults_that_are_reported_or_have_no_effect_are_clean() -> None:
     assert outcome(ended(), ended()) == "clean"
     assert outcome(ended(), ended(), expect="same") == "clean"
     raised = ended(status="raised", error=OWN_ERROR)
     assert outcome(raised, raised, expect="raises") == "clean"
     assert outcome(raised, ended(9, sent=9), expect="raises") == "clean"
-    assert outcome(ended(warnings=["a layer"]), ended(), expect="told") == "clean"
+    assert outcome(ended(warnings=["a layer"]), ended(), expect="reported") == "clean"
     assert outcome(ended(caught=[OWN_ERROR]), ended(), expect="same") == "clean"
 
 
-def test_what_is_not() -> None:
+def test_hangs_differences_and_silent_errors_are_not_clean() -> None:
     two = [ended(), ended()]
     raised = ended(status="raised", error=OWN_ERROR)
     puzzled = ended(status="raised", error=FOREIGN_ERROR)
     hung = Rank(1, 9, killed=True)
     other = Rank(1, 0, report(1.0, 2.5))
     assert outcome(ended(), hung) == "hung"
-    assert outcome(ended(), other) == "parted"
-    assert outcome(raised, raised) == "lost", "training had to go on"
+    assert outcome(ended(), other) == "out of sync"
+    assert outcome(raised, raised) == "lost", "training had to continue"
     assert outcome(other, other, expect="same") == "lost"
     assert outcome(*two, expect="raises") == "lost"
     assert outcome(*[Rank(1, 0, report(1.0, float("nan")))] * 2) == "lost"
     assert outcome(*[ended(use={"bytes": 0.0})] * 2) == "lost"
     assert outcome(*[ended(notes=["accepted: it loads"])] * 2, expect="same") == "lost"
     assert outcome(raised, puzzled, expect="raises") == "unclear"
-    assert outcome(raised, ended(6), expect="raises") == "unclear", "nobody sent SIGABRT"
+    assert outcome(raised, ended(6), expect="raises") == "unclear", "the fault did not send SIGABRT"
     assert outcome(ended(caught=[FOREIGN_ERROR]), ended(), expect="same") == "unclear"
 
 
@@ -81,12 +81,12 @@ def test_every_fault_finds_a_system_and_a_moment() -> None:
 
 
 ENDS = "ends by an error"
-GOES_ON = "goes on"
-IS_REPORTED = "is told"
+CONTINUES = "continues"
+WARNS = "warns"
 SAMPLE = {  # None: a slow helper may cause a warning
-    "KAISA 2, sharded / solves / solves return NaN on one rank / first": IS_REPORTED,
-    "DHO2 2, auto / numbers and batches / a clock that runs back on one rank / first": GOES_ON,
-    "MRDHO2 2+1 / helpers / is killed before it serves / whole": IS_REPORTED,
+    "KAISA 2, sharded / solves / solves return NaN on one rank / first": WARNS,
+    "DHO2 2, auto / numbers and batches / a clock that runs back on one rank / first": CONTINUES,
+    "MRDHO2 2+1 / helpers / is killed before it serves / whole": WARNS,
     # A process ends when its script does, whatever is under way, and however the script ends.
     "KAISA 2, all / one rank alone / is killed / first": ENDS,
     "KAISA 2, all / one rank alone / raises in the loss / between": ENDS,
@@ -95,7 +95,7 @@ SAMPLE = {  # None: a slow helper may cause a warning
     "DistKFAC 2+1 / one rank alone / raises in the loss / between": ENDS,
     "MRDHO2 2+1 / all ranks / raise in the loss / between": ENDS,
     # Workers continue without helpers, and helpers return from serve() if workers have died.
-    "DistKFAC 2+1 / helpers / is killed / whole": IS_REPORTED,
+    "DistKFAC 2+1 / helpers / is killed / whole": WARNS,
     "DistKFAC 2+1 / helpers / is stopped for good / whole": None,
     "DistKFAC 2+1 / one rank alone / is killed / between": ENDS,
     "MRDHO2 2+1 / one rank alone / is killed / between": ENDS,

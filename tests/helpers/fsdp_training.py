@@ -6,7 +6,6 @@ Its layers have seven, two and one rows: three ranks have uneven shards, and emp
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from second_order import DPKFAC, KAISA, DistKFAC
 
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 
 MOMENTUM: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.01}
 ADAM: dict[str, Any] = {"base": torch.optim.Adam, "lr": 0.01, "weight_decay": 0.01}
-AT_ONCE: dict[str, Any] = {"async_inverse": False}
+AT_ONCE: dict[str, Any] = {"async_inverse": False}  # of DistKFAC
 GRADIENT: dict[str, Any] = {"grafting": "gradient"}  # and the step scale follows
 Choice = tuple[Any, dict[str, Any]]
 CHOICES: list[Choice] = [
@@ -44,9 +42,8 @@ CHOICES: list[Choice] = [
 class Narrow(nn.Module):
     """A convolution, a norm, an embedding, and Linears of seven, two and one outputs."""
 
-    def __init__(self, recomputes: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.recomputes = recomputes
         self.conv = nn.Conv2d(1, 2, 2)
         self.norm = nn.LayerNorm(8)
         self.tokens = nn.Embedding(5, 8)
@@ -56,22 +53,20 @@ class Narrow(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         kinds = x[:, 0, 0, 0].abs().mul(3).long().clamp(max=4)
         h = self.norm(torch.tanh(self.conv(x)).flatten(1)) + self.tokens(kinds)
-        middle = partial(checkpoint, self.middle, use_reentrant=False)
-        h = (middle if self.recomputes else self.middle)(h)
-        return self.head(torch.tanh(h))
+        return self.head(torch.tanh(self.middle(h)))
 
 
-def narrow(recomputes: bool = False, dtype: torch.dtype = torch.float64) -> Narrow:
+def narrow() -> Narrow:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return Narrow(recomputes).to(dtype)
+        return Narrow().double()
 
 
-def batches(count: int, examples: int = 12, dtype: torch.dtype = torch.float64) -> list[Batch]:
+def batches(count: int, examples: int = 12) -> list[Batch]:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     return [(draw(examples, 1, 3, 3), draw(examples, 1)) for _ in range(count)]
 
@@ -121,7 +116,6 @@ def train_sharded(
     *,
     before: bool = False,
     replicas: int = 0,
-    recomputes: bool = False,
     compiles: bool = False,
 ) -> list[list[Tensor]]:
     """A trajectory for each choice: under FSDP2, under DDP ("ddp"), or plain ("").
@@ -135,7 +129,7 @@ def train_sharded(
     trajectories = []
     options = {"mesh": mesh_of(replicas, world_size // replicas)} if replicas else {}
     for System, chosen in choices:
-        model = narrow(recomputes)
+        model = narrow()
         trained: nn.Module = model
         if compiles:
             model.middle.compile(backend="eager")

@@ -3,8 +3,8 @@
 A placement says how an optimizer is made and what part of a batch each rank has. KAISA's ranks have
 shards, and DPKFAC's the same batch each, with which it is K-FAC on one process as well:
 
-parallel = world.run(train_placed, 4, DPKFAC_OWNER, case, batches, options)
-assert_same_trajectory(agreed(parallel), train(0, 1, case, batches, options))
+results = world.run(train_each_placed, 4, DPKFAC_OWNER, [Training(case, batches, options)])
+assert_same_trajectory(agreed([first for first, in results]), train(0, 1, case, batches, options))
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Placement:
 
     Attributes:
         whole: every rank has the whole batch, not a shard of it.
-        spread: a factor is on one rank alone, so that a checkpoint is to be collected.
+        spread: each factor is on one rank, so a checkpoint requires consolidate().
     """
 
     name: str
@@ -150,29 +150,27 @@ def follow_placed(
     return go(model, optimizer, case, parts)
 
 
-def train_placed(
-    rank: int,
-    world_size: int,
-    placement: Placement,
-    case: Case,
-    batches: Sequence[Batch],
-    options: dict[str, Any],
-) -> list[Tensor]:
-    model = case.model()
-    optimizer = placement.make(model, **options)
-    return follow_placed(rank, world_size, placement, model, optimizer, case, batches)
+@dataclass(frozen=True)
+class Training:
+    """A model, its batches, and the options of its optimizer."""
+
+    case: Case
+    batches: Sequence[Batch]
+    options: dict[str, Any]
 
 
 def train_each_placed(
-    rank: int,
-    world_size: int,
-    placement: Placement,
-    case: Case,
-    batches: Sequence[Batch],
-    choices: Sequence[dict[str, Any]],
+    rank: int, world_size: int, placement: Placement, trainings: Sequence[Training]
 ) -> list[list[Tensor]]:
-    """`train_placed` with each of several choices of options."""
-    return [train_placed(rank, world_size, placement, case, batches, each) for each in choices]
+    """The trajectories of several training runs, one after the other."""
+    trajectories = []
+    for each in trainings:
+        model = each.case.model()
+        optimizer = placement.make(model, **each.options)
+        trajectories.append(
+            follow_placed(rank, world_size, placement, model, optimizer, each.case, each.batches)
+        )
+    return trajectories
 
 
 def collectives_of_steps(

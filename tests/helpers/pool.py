@@ -40,6 +40,17 @@ if TYPE_CHECKING:
 
 MAX_WORLD_SIZE = 8
 START_TIMEOUT = 120.0
+# `import second_order` alone imports no torch, and a first step would import torch._dynamo.
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "second_order",
+    "pytest",
+    "hypothesis",
+]
 # How long the other ranks may take to notice that one has failed, before they are killed.
 FAILURE_GRACE = 10.0
 
@@ -309,7 +320,7 @@ class World:
             # Most are forked from one process that has imported torch. One that is not has a hash
             # seed of its own, so that the order of a set of names is not the same everywhere.
             context = multiprocessing.get_context("spawn" if rank == 1 else "forkserver")
-            context.set_forkserver_preload(["second_order", "pytest", "hypothesis"])
+            context.set_forkserver_preload(PRELOADED)
             parent_end, child_end = context.Pipe()
             stacks = Path(self._directory.name) / f"stacks{rank}"
             process = context.Process(

@@ -1,19 +1,16 @@
-"""Runs that were recorded before optimizers were rebuilt, and their checkpoints.
+"""Runs that were recorded before the optimizers were rebuilt.
 
-A scene trains one system for eight steps. `data/recorded.pt` has, of each, what the package did at
-commit c00e611: the parameters after each step, a checkpoint after the fourth, and the steps that a
-new optimizer takes from there. To record anew what a scene that is added does now:
+A scene trains one system for eight steps. `data/recorded.pt` has the parameters after each step, as
+the package computed them at commit c00e611. To record a scene that is added:
 
-    PYTHONPATH=src:tests python tests/helpers/recorded_runs.py
+    PYTHONPATH=src:tests:tests/helpers python tests/helpers/recorded_runs.py
 
-What is recorded already stays as it is.
+Scenes that are recorded stay as they are.
 """
 
 from __future__ import annotations
 
-import copy
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +24,10 @@ from torch import Tensor, nn
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    pass
 
 DATA = Path(__file__).parents[1] / "data" / "recorded.pt"
 STEPS = 8
-SAVED_AT = 4
 BATCH = 12
 EARLY = 2  # steps that were refreshed each, and that waited for their solves
 ADAM: dict[str, Any] = {"base": torch.optim.Adam, "lr": 0.01}
@@ -109,12 +105,8 @@ SCENES: dict[str, tuple[Any, str, dict[str, Any], tuple[int, ...]]] = {
 }
 
 
-def run(rank: int, world_size: int, name: str, saved: dict[str, Any] | None = None) -> Any:
-    """One rank of a scene, from its start or from a checkpoint; None on an accelerator.
-
-    Returns:
-        The parameters after each step, and what was saved on the way.
-    """
+def run(rank: int, world_size: int, name: str) -> list[Tensor] | None:
+    """The parameters after each step on one rank of a scene; None on an accelerator."""
     System, case, options, _ = SCENES[name]
     model: nn.Module = ZOO[case].model()
     batches = ZOO[case].batches(STEPS, n=BATCH)
@@ -123,30 +115,20 @@ def run(rank: int, world_size: int, name: str, saved: dict[str, Any] | None = No
     if System is DHO2:
         part = shard(curved, rank, world_size)
         options = {**options, "curvature_closure": lambda: cross_entropy(model(part[0]), part[1])}
-    if saved is not None:
-        torch.nn.utils.vector_to_parameters(saved["parameters"].clone(), model.parameters())
     optimizer = System(model, **options)
     try:
-        if saved is not None:
-            optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
         if getattr(optimizer, "role", "worker") == "accelerator":
             optimizer.serve([curved] * 5, lambda batch: cross_entropy(model(batch[0]), batch[1]))
             return None
         trajectory: list[Tensor] = []
-        recorded: dict[str, Any] = {}
-        for step in range(0 if saved is None else SAVED_AT, STEPS):
-            if step == SAVED_AT and saved is None:
-                if hasattr(optimizer, "consolidate"):
-                    optimizer.consolidate(to=None)
-                state = copy.deepcopy(optimizer.state_dict())
-                recorded = {"parameters": vector(model), "optimizer": state}
+        for step in range(STEPS):
             x, y = shard(batches[step], rank, workers)
             optimizer.zero_grad()
             ZOO[case].loss(model(x), y).backward()
             with at_once(optimizer) if step < EARLY else nullcontext():
                 optimizer.step()
             trajectory.append(vector(model))
-        return trajectory, recorded
+        return trajectory
     finally:
         if hasattr(optimizer, "close"):
             optimizer.close()
@@ -159,11 +141,9 @@ def at_once(optimizer: Any) -> AbstractContextManager[None]:
     return replaced(optimizer._curvature.inverses, {"_must_wait_for": lambda block: True})
 
 
-def record(start: Callable[..., Any], name: str, processes: int) -> dict[str, Any]:
-    """What a scene does now: `start(function, processes, ...)` gives the ranks' results."""
-    trajectory, saved = start(run, processes, name)[0]
-    resumed, _ = start(run, processes, name, saved)[0]
-    return {"trajectory": trajectory, "saved": saved, "resumed": resumed}
+def key_of(name: str, processes: int) -> str:
+    """The key of a scene in the file."""
+    return f"{name}, {processes} process{'es' if processes > 1 else ''}"
 
 
 def main() -> None:
@@ -173,18 +153,12 @@ def main() -> None:
     found = torch.load(DATA) if DATA.exists() else {}
     for name, (_, _, _, worlds) in SCENES.items():
         for processes in worlds:
-            key = f"{name}, {processes} process{'es' if processes > 1 else ''}"
+            key = key_of(name, processes)
             if key not in found:
-                start = partial(world.run) if processes > 1 else alone
-                found[key] = record(start, name, processes)
+                found[key] = world.run(run, processes, name)[0]
     DATA.parent.mkdir(exist_ok=True)
     torch.save(found, DATA)
     world.close()
-
-
-def alone(function: Callable[..., Any], processes: int, *arguments: Any) -> list[Any]:
-    """A scene in this process."""
-    return [function(0, processes, *arguments)]
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 from second_order import KAISA
-from second_order.kfac.precondition import USUAL_CHANGE, UsualChange
+from second_order.kfac.precondition import UsualChange
 
 if TYPE_CHECKING:
     from pool import World
@@ -84,20 +83,19 @@ def trained(rank: int, world_size: int, system: str, options: Any) -> tuple[Any,
     return parameters_to_vector(model.parameters()).detach(), clips
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_batch_of_outliers_is_clipped_equally_on_all_ranks(
-    world: World, system: str, base: Any, world_size: int
+    world: World, system: str, base: Any
 ) -> None:
-    results = world.run(trained, world_size, system, {"base": base})
+    results = world.run(trained, 2, system, {"base": base})
     for parameters, clips in results:
         assert torch.equal(parameters, results[0][0])
         assert clips == results[0][1]
         assert clips[:5] == [1.0] * 5
         assert clips[8] < 0.5
-    free = world.run(trained, 1, system, {"base": base, "kl_clip": None})[0][1]
-    assert free == [1.0] * 9
+    _, without_clip = trained(0, 1, system, {"base": base, "kl_clip": None})
+    assert without_clip == [1.0] * 9
 
 
 @each_kronecker
@@ -116,31 +114,6 @@ def test_steps_without_preconditioned_layers_do_not_enter_the_average(System: An
         take(model, optimizer, batch)
         assert optimizer.metrics()["clip"] == 1.0
     assert optimizer._curvature.clip.usual.steps > 0
-
-
-@each_kronecker
-def test_a_resumed_run_has_the_same_running_average(System: Any) -> None:
-    model = MLP.model()
-    optimizer = make(System, model, **OPTIONS)
-    for batch in BATCHES[:7]:
-        take(model, optimizer, batch)
-    saved = copy.deepcopy(optimizer.state_dict())
-    resumed = make(System, model, **OPTIONS)
-    resumed.load_state_dict(saved)
-    before, after = (o._curvature.clip.usual.saved() for o in (optimizer, resumed))
-    assert after == before
-    assert after.keys() == set(USUAL_CHANGE)
-    assert all(number > 0 for number in after.values())
-
-
-@pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW])
-def test_without_a_clip_no_change_is_bounded(base: Any) -> None:
-    model = MLP.model()
-    optimizer = KAISA(model, lr=0.01, base=base, kl_clip=None)
-    assert optimizer._curvature.clip is None
-    for batch in BATCHES[:3]:
-        take(model, optimizer, batch)
-    assert optimizer.metrics()["clip"] == 1.0
 
 
 @pytest.mark.parametrize("kl_clip", [1e-6, lambda step: 1e-6], ids=["number", "callable"])

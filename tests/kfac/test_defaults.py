@@ -57,31 +57,6 @@ def test_with_two_bases_the_first_decides_the_defaults() -> None:
     assert options_of(KAISA(model, lr=0.1, base=SGD, aux_base=AdamW)).factor_decay == PerStep(0.995)
 
 
-SCALE = "grafting", "damping", "damping_floor", "step_scale"
-
-
-@pytest.mark.parametrize("base", [SGD, Adam, AdamW])
-@each_kronecker
-def test_grafting_is_the_default_over_every_base(System: type[KAISA], base: Any) -> None:
-    options = options_of(System(nn.Linear(3, 2), lr=0.1, base=base))
-    found = {name: getattr(options, name) for name in SCALE}
-    assert found == dict(zip(SCALE, ("gradient", DAMPING, DAMPING_FLOOR, True), strict=True))
-
-
-def test_absolute_damping_has_no_floor() -> None:
-    own_options: dict[str, Any] = {"lr": 0.1, "damping": 0.2}
-    assert options_of(KAISA(nn.Linear(3, 2), **own_options)).damping_floor == DAMPING_FLOOR
-    absolute = KAISA(nn.Linear(3, 2), **own_options, relative_damping=False)
-    assert options_of(absolute).damping_floor == 0.0
-
-
-def test_the_default_clip_compares_with_usual_changes_over_every_base() -> None:
-    for base in (SGD, AdamW):
-        assert options_of(KAISA(nn.Linear(3, 2), lr=0.1, base=base)).kl_clip == "auto"
-    papers = KAISA(nn.Linear(3, 2), lr=0.1, grafting="none")
-    assert options_of(papers).kl_clip is None
-
-
 class ScheduleFree(SGD):
     """A base that keeps other points than the weights."""
 
@@ -92,18 +67,34 @@ class ScheduleFree(SGD):
         pass
 
 
+GRAFTED = {
+    "grafting": "gradient",
+    "damping": DAMPING,
+    "damping_floor": DAMPING_FLOOR,
+    "step_scale": True,
+    "kl_clip": "auto",
+}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "expected"),
     [
-        {"grafting": "none"},
-        {"grafting": "none", "kl_clip": 1e-3},
-        {"base": ScheduleFree},
-        {"step_scale": False},
+        *(({"base": base}, GRAFTED) for base in (SGD, Adam, AdamW)),
+        ({"damping": 0.2}, {"damping_floor": DAMPING_FLOOR}),
+        ({"damping": 0.2, "relative_damping": False}, {"damping_floor": 0.0}),
+        ({"grafting": "none"}, {"kl_clip": None, "step_scale": False}),
+        ({"grafting": "none", "kl_clip": 1e-3}, {"step_scale": False}),
+        ({"base": ScheduleFree}, {"step_scale": False}),
+        ({"step_scale": False}, {"step_scale": False}),
     ],
-    ids=["newton", "papers", "schedule-free", "off"],
 )
-def test_the_step_scale_requires_grafting(options: dict[str, Any]) -> None:
-    assert not options_of(KAISA(nn.Linear(3, 2), lr=0.1, **options)).step_scale
+@each_kronecker
+def test_grafting_is_the_default_and_others_follow_from_it(
+    System: type[KAISA], options: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    """Absolute damping has no floor. The step scale requires grafting and the base's own points."""
+    found = options_of(System(nn.Linear(3, 2), lr=0.1, **options))
+    assert {name: getattr(found, name) for name in expected} == expected
 
 
 def model_and_batch(examples: int) -> tuple[nn.Module, Tensor, Tensor]:

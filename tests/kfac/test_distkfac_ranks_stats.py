@@ -104,12 +104,12 @@ def test_stats_workers_compute_statistics_of_their_batches_at_the_received_weigh
     trajectory = agreed([worker["trajectory"] for worker in workers])
     for helper in stats:
         numbers = [number for number, _ in helper["points"]]
-        assert numbers == [numbers[i % 3] for i in range(len(numbers))], "over and over"
+        assert numbers == [numbers[i % 3] for i in range(len(numbers))], "batches repeat"
         steps = [
             next(i for i, w in enumerate(trajectory) if torch.equal(w, point))
             for _, point in helper["points"][:-1]
         ]
-        assert steps == sorted(steps), "newer ones every time"
+        assert steps == sorted(steps), "snapshots become newer"
         assert len(set(steps)) > 1
     layers: list[str] = []
     for worker in workers:
@@ -125,7 +125,7 @@ def test_stats_workers_compute_statistics_of_their_batches_at_the_received_weigh
             worker["factors"], {name: expected[name] for name in worker["factors"]}, rtol=1e-8
         )
         layers += worker["factors"]
-    assert sorted(layers) == list(LAYERS), "each is somebody's"
+    assert sorted(layers) == list(LAYERS), "each layer has one owner"
 
 
 def held_worker(model: nn.Module, optimizer: Any, sign: Path, wrap: bool) -> Any:
@@ -159,12 +159,11 @@ def held_stats(model: nn.Module, optimizer: Any, sign: Path, wrap: bool) -> int:
         return optimizer.serve(BATCHES, loss)
 
 
-@pytest.mark.parametrize("wrap", [False, True], ids=["", "DDP"])
-@pytest.mark.parametrize(("world_size", "helpers"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("world_size", "helpers", "wrap"), [(2, 1, False), (4, 2, True)])
 def test_workers_do_not_wait_for_stats_workers(
     world: World, tmp_path: Path, world_size: int, helpers: int, wrap: bool
 ) -> None:
-    """Until they say something it is a run without them; then nothing is captured any more."""
+    """They capture their own statistics until messages arrive, and none afterwards."""
     averaging = {"gradient_averaging": False} if wrap else {}
     options = {**SYNCHRONOUS, "stats_workers": helpers, **averaging}
     results = world.run(
@@ -196,7 +195,7 @@ def loop_worker(model: nn.Module, optimizer: Any, how: str) -> Any:
 
 
 def loop_stats(model: nn.Module, optimizer: Any, how: str) -> int:
-    """The same loop, by a rank that does not know what it is."""
+    """The worker's loop on a stats worker."""
     with optimizer:
         for epoch in range(2):
             for batch in BATCHES:
@@ -217,8 +216,9 @@ def loop_end(model: nn.Module, optimizer: Any, how: str, epoch: int) -> None:
         model[2].requires_grad_(epoch == 1)
 
 
-@pytest.mark.parametrize("how", ["plain", "consolidate", "freeze"])
-@pytest.mark.parametrize(("world_size", "helpers"), [(2, 1), (5, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "helpers", "how"), [(2, 1, "freeze"), (5, 2, "consolidate"), (5, 2, "freeze")]
+)
 def test_stats_workers_can_run_the_usual_training_loop(
     world: World, world_size: int, helpers: int, how: str
 ) -> None:
@@ -264,8 +264,9 @@ def added_stats(model: nn.Module, optimizer: Any, directory: Path, when: str) ->
     return len(optimizer.param_groups)
 
 
-@pytest.mark.parametrize("every", [1, NEVER])
-@pytest.mark.parametrize("when", ["never", "sooner", "later"])
+@pytest.mark.parametrize(
+    ("when", "every"), [("never", 1), ("sooner", NEVER), ("later", 1), ("later", NEVER)]
+)
 def test_a_stats_worker_follows_added_parameter_groups(
     world: World, tmp_path: Path, when: str, every: int
 ) -> None:
@@ -353,8 +354,7 @@ def ends_worker(model: nn.Module, optimizer: Any, how: str) -> str:
     return how
 
 
-@pytest.mark.parametrize("how", ["close", "exception"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "how"), [(2, "exception"), (3, "close")])
 def test_serve_returns_when_all_workers_have_exited(
     world: World, world_size: int, how: str
 ) -> None:
@@ -389,33 +389,32 @@ def fails_stats(model: nn.Module, optimizer: Any, how: str) -> Any:
             raise OutOfPaperError("in the loss")
         return loss_of(model, batch)
 
-    if how == "leaves":
+    if how == "closes":
         for batch in BATCHES[:3]:
             loss_of(model, batch).backward()
             optimizer.step()
         optimizer.close()
-        return "left"
+        return "closed"
     try:
         with optimizer:
-            optimizer.serve(iter(BATCHES[:3]) if how == "runs dry" else BATCHES, loss)
+            optimizer.serve(iter(BATCHES[:3]) if how == "ends" else BATCHES, loss)
     except (OutOfPaperError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
 @pytest.mark.parametrize(
-    ("how", "error_text"),
+    ("world_size", "how", "error_text"),
     [
-        ("raises", "OutOfPaperError: in the loss"),
-        ("runs dry", "ValueError: batches is empty, or an iterator that has ended; give a loader"),
-        ("leaves", "left"),
+        (3, "raises", "OutOfPaperError: in the loss"),
+        (2, "ends", "ValueError: batches is empty, or an iterator that has ended; give a loader"),
+        (3, "closes", "closed"),
     ],
 )
-@pytest.mark.parametrize("world_size", [2, 3])
 def test_after_a_stats_worker_exits_workers_capture_their_own_statistics(
     world: World, world_size: int, how: str, error_text: str
 ) -> None:
-    """Its exception is raised where it belongs, and workers say once what has become of it."""
+    """The stats worker raises its exception, and each worker warns once."""
     results = world.run(play, world_size, (fails_worker, fails_stats), {}, how, timeout=LONG)
     workers, (helper,) = roles_of(results)
     assert helper == error_text

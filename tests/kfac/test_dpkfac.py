@@ -1,4 +1,4 @@
-"""DPKFAC: owners that know their own batches alone, and processes that stay together."""
+"""DPKFAC: factors of the owners' batches, and equal parameters on all ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from combinations import woven
 from dpkfac_training import by_choice, dpkfac, train_separately
 from models import ZOO
 from optimizer_cases import factors, take
@@ -72,9 +73,11 @@ def close(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     return all(torch.allclose(x, y, rtol=1e-8, atol=1e-11) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("assignment", ["balanced", "round_robin"])
-@pytest.mark.parametrize("case", [MLP, CONV], ids=str)
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("world_size", "case", "assignment"),
+    woven([2, 3, 4], [MLP, CONV], ["balanced", "round_robin"], part=2),
+    ids=str,
+)
 def test_a_layers_factors_come_from_its_owners_batches(
     world: World, world_size: int, case: Case, assignment: str
 ) -> None:
@@ -96,12 +99,11 @@ def test_a_layers_factors_come_from_its_owners_batches(
         assert not close(found, averages(case, trajectory, batches, block.name, 0.5))
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(("world_size", "base"), woven([2, 3, 4], [*BASES], part=2))
 def test_both_gradient_exchanges_give_the_same_trajectory(
     world: World, world_size: int, base: str
 ) -> None:
-    """On every rank the same, bit for bit; and it is not that of KAISA."""
+    """All ranks are equal bit for bit, and differ from KAISA."""
     choices = [
         {**BASES[base], **how, "assignment": assignment, "inv_update_steps": 2}
         for how in ({}, ALL_REDUCE)
@@ -147,7 +149,7 @@ def test_one_coefficient_clips_the_layers_of_all_owners(world: World, exchange: 
     dots = torch.stack([torch.dot(p, g) for p, g in parts]).view(-1, 2).sum(1)  # weight and bias
     change = float(OPTIONS["lr"] ** 2 * dots.abs().sum())
     assert coefficient == pytest.approx((1e-5 / change) ** 0.5, rel=1e-9)
-    assert coefficient < 0.5, "the clip is at work"
+    assert coefficient < 0.5, "the clip is active"
 
 
 def load_then(
@@ -182,3 +184,18 @@ def test_after_a_distributed_load_all_ranks_move_factors_together(
         assert_same_trajectory(found, one, hint=f"on {after}")
         if then == "consolidate":
             assert results[0][1] == 6
+
+
+def owners_with_a_norm(rank: int, world_size: int) -> list[int]:
+    """One large layer for rank 0, two small ones for rank 1, and a norm without an owner."""
+    norm = nn.LayerNorm(30, bias=False)
+    model = nn.Sequential(nn.Linear(9, 10), norm, nn.Linear(2, 3), nn.Linear(2, 3))
+    optimizer = dpkfac(model)
+    params = optimizer._training.averaged_params()
+    _, ranks = optimizer._curvature.route(params, params)
+    owners = dict(zip(params, ranks, strict=True))
+    return [owners[layer.weight] for layer in model]
+
+
+def test_parameters_without_a_layer_go_to_the_rank_that_sends_least(world: World) -> None:
+    assert world.run(owners_with_a_norm, 2) == [[0, 1, 1, 1]] * 2

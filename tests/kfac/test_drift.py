@@ -163,13 +163,10 @@ def second_refresh(rank: int, world_size: int, system: str) -> tuple[Cosines, Co
     return by_hand, cosines, optimizer.metrics()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_cosines_equal_those_of_dense_preconditioning(
-    world: World, system: str, world_size: int
-) -> None:
+def test_cosines_equal_those_of_dense_preconditioning(world: World, system: str) -> None:
     """The cosine of the mean gradient over all ranks, for each placement; sent in float32."""
-    results = world.run(second_refresh, world_size, system)
+    results = world.run(second_refresh, 2, system)
     by_hand = {name: each for known, _, _ in results for name, each in known.items()}
     assert set(by_hand) == set(LAYERS)
     assert min(by_hand.values()) < 0.99
@@ -184,7 +181,7 @@ def test_cosines_equal_those_of_dense_preconditioning(
 def trained(
     rank: int, world_size: int, system: str, steps: int, changed_at: int, options: Any = None
 ) -> tuple[list[list[int]], list[list[str]], Any]:
-    """A training on one batch again and again, and on quite another from some step on.
+    """Train on one batch repeatedly, and on a very different one from some step on.
 
     Returns each step's intervals, the layers solved at each, and what is saved.
     """
@@ -204,13 +201,10 @@ def trained(
     return intervals, solved, copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_intervals_grow_without_drift_and_shrink_with_drift(
-    world: World, system: str, world_size: int
-) -> None:
-    """On all ranks alike."""
-    results = world.run(trained, world_size, system, 160, 128)
+def test_intervals_grow_without_drift_and_shrink_with_drift(world: World, system: str) -> None:
+    """All ranks have the same intervals."""
+    results = world.run(trained, 2, system, 160, 128)
     intervals, solved, _ = results[0]
     assert all(found[:2] == (intervals, solved) for found in results)
     assert intervals[0] == [1, 1, 1]

@@ -50,10 +50,12 @@ def train(rank: int, ranks: int, options: dict[str, Any]) -> Found:
         return trajectory, inverses, dict(sent)
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "solver"),
+    [("all_reduce", "inverse"), ("pipelined", "eigen"), ("reduce", "inverse"), ("reduce", "eigen")],
+)
 def test_all_ranks_have_equal_parameters(world: World, way: str, solver: str) -> None:
-    """Near those of an exchange that rounds nothing, and not the same as those."""
+    """They are close to those without rounding, and not equal to them."""
     options = {**WAYS[way], "solver": solver}
     exact = agreed([each[0] for each in world.run(train, 3, options)])
     results = world.run(train, 3, {**options, "exchange_dtype": BF16})

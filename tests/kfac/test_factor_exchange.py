@@ -49,8 +49,15 @@ def factors_of_shards(
     return [state[index]["curvature"] for index in (0, 2, 4)]
 
 
-@pytest.mark.parametrize("options", [{"grad_worker_fraction": 0.5}, SPREAD], ids=["all", "spread"])
-@pytest.mark.parametrize("counts", [[1, 2, 6, 3], [4, 0, 5, 3], [0, 0, 12, 0]], ids=str)
+@pytest.mark.parametrize(
+    ("counts", "options"),
+    [
+        ([1, 2, 6, 3], {"grad_worker_fraction": 0.5}),
+        ([4, 0, 5, 3], SPREAD),
+        ([0, 0, 12, 0], {"grad_worker_fraction": 0.5}),
+        ([0, 0, 12, 0], SPREAD),
+    ],
+)
 def test_ranks_are_weighted_by_their_examples(
     world: World, counts: list[int], options: dict[str, Any]
 ) -> None:
@@ -88,8 +95,10 @@ def stored_bytes(
     return held, everywhere, summary.factor_bytes, summary.inverse_bytes
 
 
-@pytest.mark.parametrize("colocate", [True, False])
-@pytest.mark.parametrize(("world_size", "workers"), [(1, 1), (2, 2), (3, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "workers", "colocate"),
+    [(1, 1, True), (2, 2, False), (3, 1, True), (3, 1, False), (4, 2, False)],
+)
 def test_each_factor_is_on_one_rank_and_its_trace_on_all_ranks(
     world: World, world_size: int, workers: int, colocate: bool
 ) -> None:
@@ -185,7 +194,7 @@ def full_state(rank: int, world_size: int, to: Any) -> Counter[str]:
     model = MLP.model()
     optimizer = kaisa(model, **REDUCE)
     follow(rank, world_size, model, optimizer, MLP, BATCHES[:1])
-    if to != "nobody":
+    if to != "no rank":
         optimizer.consolidate(to=to)
     how = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_optimizer_state_dict(model, optimizer, options=how)
@@ -194,7 +203,7 @@ def full_state(rank: int, world_size: int, to: Any) -> Counter[str]:
 
 def test_a_full_state_dict_requires_consolidate(world: World) -> None:
     """Rank 0 alone writes the whole checkpoint."""
-    for error in world.run(full_state, 2, "nobody", expect_errors=True):
+    for error in world.run(full_state, 2, "no rank", expect_errors=True):
         assert isinstance(error, SecondOrderError)
         assert "consolidate(to=0)" in str(error)
     for to in (0, None):
@@ -233,12 +242,14 @@ def resume_damaged(
     return trajectory, unsolved, messages
 
 
-@pytest.mark.parametrize("lost", [[(2, "A")], [(2, "G")], [(2, "A"), (2, "G"), (4, "A")]], ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("lost", "world_size"),
+    [([(2, "A")], 1), ([(2, "G")], 2), ([(2, "A"), (2, "G"), (4, "A")], 3)],
+)
 def test_a_layer_with_a_lost_factor_starts_its_averages_again(
-    world: World, world_size: int, lost: list[tuple[int, str]]
+    world: World, lost: list[tuple[int, str]], world_size: int
 ) -> None:
-    """With a warning on every rank; the others do not mind."""
+    """With a warning on every rank. Other layers keep their averages."""
     whole = world.run(consolidated, 2, 0, REDUCE)[0]
     data = written(without(whole, *lost))
     names = sorted({str(index) for index, _ in lost})

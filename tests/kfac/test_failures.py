@@ -1,4 +1,4 @@
-"""What fails on one rank is survived, or reported, by all of them together."""
+"""All ranks survive, or report, what fails on one of them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from combinations import woven
 from models import ZOO
 from optimizer_cases import each_kronecker, factors, make, take
 from ranks import agreed, kaisa, replaced, shard, vector
@@ -38,14 +39,14 @@ REFRESHED = {"inv_update_steps": 2}
 
 @contextmanager
 def failing(
-    solver: str, fault: str, spoils: Callable[[Tensor], bool] = lambda matrix: True
+    solver: str, fault: str, is_chosen: Callable[[Tensor], bool] = lambda matrix: True
 ) -> Iterator[None]:
-    """Make the decompositions of the matrices that `spoils` selects fail, on every fallback."""
+    """Make the decompositions of the chosen matrices fail, and those of every retry."""
     name, native = NATIVE[solver]
 
     def routine(matrix: Tensor) -> Any:
         result = native(matrix)
-        if not spoils(matrix):
+        if not is_chosen(matrix):
             return result
         if fault == "raises":
             raise torch.linalg.LinAlgError(f"linalg.{name}: failed to converge")
@@ -97,7 +98,7 @@ def fail_once(
             if step == 2:
                 stored = same_inverses(before, inverses(optimizer))
             if step == 4:
-                assert not same_inverses(before, inverses(optimizer)), "all goes on as before"
+                assert not same_inverses(before, inverses(optimizer)), "new inverses"
             failed.append(optimizer.summary().failed)
             trajectory.append(vector(model))
     solved_there = [
@@ -108,19 +109,20 @@ def fail_once(
     return trajectory, stored, caught(messages), failed, solved_there
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
-@pytest.mark.parametrize("fault", ["raises", "nan", "crashes"])
-@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("solver", "fault", "workers"),
+    woven(["eigen", "inverse"], ["raises", "nan", "crashes"], [1, 2, 4], part=3),
+)
 def test_all_ranks_keep_the_last_inverse_if_one_rank_fails(
     world: World, solver: str, fault: str, workers: int
 ) -> None:
-    """And of nothing else; at the next refresh all is well again."""
+    """Other layers have new inverses, and the next refresh succeeds."""
     options = {"solver": solver, "grad_worker_fraction": workers / 4}
     results = world.run(fail_once, 4, 0, fault, options)
     agreed([trajectory for trajectory, *_ in results])
     affected = set(results[0][4])
-    assert affected, "the rank that fails has something to do"
-    assert affected < set(LAYERS), "and so have others"
+    assert affected, "the rank that fails decomposes layers"
+    assert affected < set(LAYERS), "and other ranks do"
     for _, stored, warned, failed, _ in results:
         assert stored <= affected
         assert failed == [0, 0, len(affected), len(affected), 0, 0]
@@ -156,7 +158,7 @@ def one_side_fails(
 def test_a_failed_factor_is_reported(
     world: World, world_size: int, colocate: bool, size: int, layer: str
 ) -> None:
-    """Of a layer whose other factor may be sound on another rank."""
+    """The other factor may be valid on another rank."""
     results = world.run(one_side_fails, world_size, size, colocate)
     agreed([found for found, _ in results])
     for _, (line,) in results:
@@ -195,7 +197,7 @@ def test_too_many_consecutive_failures_raise_on_every_rank(world: World, workers
         assert "raise damping, lower lr, or name them in skip_layers" in message
         named = re.findall(r"'(\d)'", message)
         assert named
-        assert warned == len(named), "once a layer"
+        assert warned == len(named), "once per layer"
 
 
 def fail_now_and_then(rank: int, world_size: int) -> list[Tensor]:
@@ -216,7 +218,7 @@ def test_failures_that_are_not_consecutive_do_not_raise(world: World) -> None:
     agreed(world.run(fail_now_and_then, 2))
 
 
-def spoiled(
+def with_bad_gradients(
     rank: int,
     world_size: int,
     where: set[int],
@@ -224,14 +226,11 @@ def spoiled(
     bad: float,
     options: dict[str, Any],
 ) -> list[tuple[Any, int, Tensor]]:
-    """Two steps; in the second the gradient of a layer's output has a bad value on some ranks.
-
-    It damages the statistics of that layer and of those before it. The gradients are corrected.
-    """
+    """Two steps. In the second, statistics have a bad value on some ranks, and gradients do not."""
     model = MLP.model()
     bad_now = False
 
-    def spoil(module: nn.Module, args: Any, output: Tensor) -> None:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
         def replace(gradient: Tensor) -> Tensor:
             gradient = gradient.clone()
             gradient[0, 0] = bad
@@ -240,7 +239,7 @@ def spoiled(
         if bad_now:
             output.register_hook(replace)
 
-    model.get_submodule(layer).register_forward_hook(spoil)
+    model.get_submodule(layer).register_forward_hook(hook)
     optimizer = kaisa(model, **options)
     records = []
     for step, batch in enumerate(BATCHES[:2]):
@@ -259,14 +258,16 @@ def spoiled(
     return records
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize(("layer", "affected"), [("0", "0"), ("4", "024")])
-@pytest.mark.parametrize("where", [{0}, {1, 3}], ids=str)
+@pytest.mark.parametrize(
+    ("where", "layer", "bad"), woven([{0}, {1, 3}], ["0", "4"], [math.nan, math.inf], part=2)
+)
 def test_non_finite_statistics_of_one_rank_are_dropped(
-    world: World, where: set[int], layer: str, affected: str, bad: float
+    world: World, where: set[int], layer: str, bad: float
 ) -> None:
+    """A bad gradient at a layer's output reaches that layer and all layers before it."""
+    affected = {"0": "0", "4": "024"}[layer]
     options = {"grad_worker_fraction": 0.5, "factor_decay": 0.5}
-    results = world.run(spoiled, 4, where, layer, bad, options)
+    results = world.run(with_bad_gradients, 4, where, layer, bad, options)
     agreed([[parameters for _, _, parameters in rank] for rank in results])
     assert [rank[1][1] for rank in results] == [len(affected) * (r in where) for r in range(4)]
 
@@ -291,7 +292,7 @@ def test_non_finite_statistics_of_one_rank_are_dropped(
 def test_statistics_that_are_non_finite_everywhere_leave_the_averages_unchanged(
     world: World,
 ) -> None:
-    results = world.run(spoiled, 2, {0, 1}, "4", math.nan, {})
+    results = world.run(with_bad_gradients, 2, {0, 1}, "4", math.nan, {})
     for (before, dropped_before, _), (after, dropped, _) in results:
         assert (dropped_before, dropped) == (0, 3)
         for name in LAYERS:
@@ -316,7 +317,7 @@ def broken(*args: Any) -> Any:
 
 @each_kronecker
 def test_after_an_out_of_memory_error_every_layer_is_refreshed(System: Any) -> None:
-    """What was being put to use is solved again at the next step."""
+    """The failed refresh is repeated at the next step."""
     model = MLP.model()
     options = {"max_staleness": 0} if System is DistKFAC else {}
     optimizer = make(System, model, **EACH_SECOND, **options)

@@ -46,9 +46,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning
 TIGHT = 1e-10
 
 
-def assert_equal_runs(found: Sequence[Any], expected: Sequence[Any], hint: Any = "") -> None:
-    for choice, actual, wanted_values in zip(CHOICES, found, expected, strict=False):
-        assert_same_trajectory(actual, wanted_values, rtol=TIGHT, hint=(choice, hint))
+def assert_equal_runs(
+    choices: Sequence[Any], found: Sequence[Any], expected: Sequence[Any], hint: Any = ""
+) -> None:
+    for choice, actual, trajectory in zip(choices, found, expected, strict=True):
+        assert_same_trajectory(actual, trajectory, rtol=TIGHT, hint=(choice, hint))
 
 
 @pytest.mark.works("FSDP2", "KAISA", "DPKFAC", "DistKFAC")
@@ -56,15 +58,15 @@ def assert_equal_runs(found: Sequence[Any], expected: Sequence[Any], hint: Any =
 def test_fsdp_trajectories_equal_those_of_ddp(
     world: World, world_size: int, ways: Sequence[str]
 ) -> None:
-    """However it is sharded; on three ranks some have one row of a layer, or none."""
+    """On three ranks, some ranks have one row of a layer, or none."""
     expected = by_choice(world.run(train_sharded, world_size, CHOICES, "ddp"))
     for how in ways:
         found = by_choice(world.run(train_sharded, world_size, CHOICES, how))
-        assert_equal_runs(found, expected, how)
+        assert_equal_runs(CHOICES, found, expected, how)
 
 
 def test_fsdp_trajectories_equal_those_of_one_process(world: World) -> None:
-    """And not those of the base alone."""
+    """They differ from those of the base alone."""
     spread = [
         (KAISA, {**MOMENTUM, "factor_exchange": "reduce", "solver": "inverse"}),
         (KAISA, {**MOMENTUM, "grad_worker_fraction": 1 / 3, "solver": "inverse"}),
@@ -97,15 +99,14 @@ def with_outliers(rank: int, world_size: int, how: str) -> list[tuple[list[Tenso
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_batch_of_outliers_is_clipped_equally_on_all_ranks(world: World, world_size: int) -> None:
-    """Also on ranks that precondition no layer; as by one process."""
-    results = world.run(with_outliers, world_size, "layers")
+def test_a_batch_of_outliers_is_clipped_equally_on_all_ranks(world: World) -> None:
+    """Also on ranks that precondition no layer."""
+    results = world.run(with_outliers, 3, "layers")
     whole_model = with_outliers(0, 1, "plain")
     for i, (trajectory, clips) in enumerate(whole_model):
         assert clips[:5] == [1.0] * 5
         assert clips[7] < 0.5
-        for rank in range(world_size):
+        for rank in range(3):
             assert results[rank][i][1] == results[0][i][1]
         if i != 1:  # DPKFAC's factors are of one rank's data
             assert results[0][i][1] == pytest.approx(clips, rel=1e-9)
@@ -116,7 +117,7 @@ def test_an_optimizer_created_before_fully_shard_adopts_the_shards(world: World)
     choices = CHOICES[:2]
     made_after = by_choice(world.run(train_sharded, 2, choices, "layers"))
     made_before = by_choice(world.run(train_sharded, 2, choices, "layers", before=True))
-    assert_equal_runs(made_before, made_after)
+    assert_equal_runs(choices, made_before, made_after)
 
 
 @pytest.mark.works("HSDP", "KAISA", "DPKFAC", "DistKFAC")
@@ -125,16 +126,14 @@ def test_hsdp_trains_like_one_process(world: World) -> None:
     choices = [CHOICES[0], CHOICES[3], CHOICES[5]]
     expected = by_choice(world.run(train_sharded, 4, choices, "ddp"))
     found = by_choice(world.run(train_sharded, 4, choices, "blocks", replicas=2))
-    for choice, actual, wanted_values in zip(choices, found, expected, strict=True):
-        assert_same_trajectory(actual, wanted_values, rtol=TIGHT, hint=choice)
+    assert_equal_runs(choices, found, expected)
 
 
 def test_a_compiled_sharded_model_trains_like_an_uncompiled_one(world: World) -> None:
     choices = CHOICES[:1]
     plain = by_choice(world.run(train_sharded, 2, choices, "blocks"))
     compiled = by_choice(world.run(train_sharded, 2, choices, "blocks", compiles=True))
-    for choice, actual, wanted_values in zip(choices, compiled, plain, strict=True):
-        assert_same_trajectory(actual, wanted_values, rtol=TIGHT, hint=choice)
+    assert_equal_runs(choices, compiled, plain)
 
 
 @pytest.mark.parametrize("synchronised", [True, False])
@@ -170,7 +169,7 @@ def traffic(
 
 @pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC])
 def test_a_bucket_takes_one_all_to_all_each_way(world: World, System: Any) -> None:
-    """And two all-reduces: ranks compare what they are about to do, and sum the clip's change."""
+    """Two all-reduces compare what ranks are about to do, and sum the clip's change."""
     size = 3
     n = sum(p.numel() for p in narrow().parameters())
     results = world.run(traffic, size, System, 2**20)
@@ -261,35 +260,44 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(rank: int, world_size: int, way: str, twice: bool, **options: Any) -> list[Tensor]:
-    """By DistributedDataParallel if the way is "ddp"."""
+def train(
+    rank: int, world_size: int, fsdp_options: dict[str, Any] | None, twice: bool, **options: Any
+) -> list[Tensor]:
+    """By FSDP2, or by DistributedDataParallel; some with a layer that is used twice."""
     model: Any = narrow()
     if twice:
-        model.middle = nn.Sequential(model.middle[0], nn.Tanh(), model.middle[2])
-        model.norm = nn.Sequential(model.norm, square := nn.Linear(8, 8).double(), square)
+        square = nn.Linear(8, 8).double()
         torch.nn.init.eye_(square.weight)
         torch.nn.init.zeros_(square.bias)
-    if way == "ddp":
+        model.norm = nn.Sequential(model.norm, square, square)
+    if fsdp_options is None:
         model = DistributedDataParallel(model)
     else:
-        fsdp(model, "layers", **WAYS.get(way, {}))
+        fsdp(model, "layers", **fsdp_options)
     with KAISA(model, **{**OPTIONS, **MOMENTUM, **options}) as optimizer:
         return go_on(model, optimizer, shares(rank, world_size))
 
 
-@pytest.mark.parametrize("way", [*WAYS, "a layer used twice"])
-def test_every_system_trains_under_fsdp_like_under_ddp(world: World, way: str) -> None:
-    """And not those of the base alone."""
-    twice = way == "a layer used twice"
-    expected = agreed(world.run(train, 2, "ddp", twice))
-    base = agreed(world.run(train, 2, "ddp", twice, skip_layers=["*"]))
-    found = agreed(world.run(train, 2, way, twice))
-    assert_same_trajectory(found, expected, rtol=1e-10)
-    assert float((base[-1] - expected[-1]).abs().max()) > 1e-3
+def train_each_way(rank: int, world_size: int) -> dict[str, list[Tensor]]:
+    found = {way: train(rank, world_size, options, False) for way, options in WAYS.items()}
+    found["DDP"] = train(rank, world_size, None, False)
+    found["twice"] = train(rank, world_size, {}, True)
+    found["DDP, twice"] = train(rank, world_size, None, True)
+    found["the base alone"] = train(rank, world_size, None, False, skip_layers=["*"])
+    return found
 
 
-def over_muon(rank: int, world_size: int, sharded: bool, System: Any) -> tuple[Tensor, Tensor]:
-    """What Muon is given at a step, and where it goes; without a system, by Muon alone."""
+def test_kaisa_trains_under_every_kind_of_fsdp_like_under_ddp(world: World) -> None:
+    results = world.run(train_each_way, 2)
+    found = {way: agreed([rank[way] for rank in results]) for way in results[0]}
+    for way in WAYS:
+        assert_same_trajectory(found[way], found["DDP"], rtol=TIGHT, hint=way)
+    assert_same_trajectory(found["twice"], found["DDP, twice"], rtol=TIGHT)
+    assert float((found["the base alone"][-1] - found["DDP"][-1]).abs().max()) > 1e-3
+
+
+def step_of_muon(rank: int, world_size: int, sharded: bool, System: Any) -> tuple[Tensor, Tensor]:
+    """Muon's gradients and parameters at a step, by a system or by Muon alone."""
     torch.manual_seed(0)
     layers = nn.Linear(6, 7, bias=False), nn.Tanh(), nn.Linear(7, 4, bias=False)
     model: Any = nn.Sequential(*layers).double()
@@ -308,18 +316,25 @@ def over_muon(rank: int, world_size: int, sharded: bool, System: Any) -> tuple[T
     return torch.cat(whole_ones), whole(model)
 
 
-@pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC])
-def test_muon_receives_the_same_gradients_under_fsdp(world: World, System: Any) -> None:
-    """It orthogonalises in bfloat16, and rounds shards' products otherwise, alone too."""
-    options: dict[Any, Any] = {"async_inverse": False} if System is DistKFAC else {}
-    made = partial(System, **options)
-    found, expected = (world.run(over_muon, 2, sharded, made)[0] for sharded in (True, False))
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-8, atol=1e-12)
-    torch.testing.assert_close(found[1], expected[1], rtol=0.0, atol=5e-3)
-    alone, by_whole = (world.run(over_muon, 2, sharded, None)[0] for sharded in (True, False))
-    assert torch.equal(alone[0], by_whole[0])
-    assert float((alone[1] - by_whole[1]).abs().max()) > 1e-5, "Muon's own rounding"
-    assert float((found[0] - alone[0]).abs().max()) > 1e-3, "preconditioned"
+def steps_of_muon(rank: int, world_size: int) -> list[list[tuple[Tensor, Tensor]]]:
+    """Sharded and by DDP: of Muon alone, and of each system."""
+    systems = (None, KAISA, DPKFAC, partial(DistKFAC, **AT_ONCE))
+    return [
+        [step_of_muon(rank, world_size, sharded, System) for System in systems]
+        for sharded in (True, False)
+    ]
+
+
+def test_muon_receives_the_same_gradients_under_fsdp(world: World) -> None:
+    """Muon orthogonalizes in bfloat16, and rounds products of shards differently."""
+    sharded, by_ddp = world.run(steps_of_muon, 2)[0]
+    alone, alone_by_ddp = sharded[0], by_ddp[0]
+    assert torch.equal(alone[0], alone_by_ddp[0])
+    assert float((alone[1] - alone_by_ddp[1]).abs().max()) > 1e-5, "Muon's own rounding"
+    for found, expected in zip(sharded[1:], by_ddp[1:], strict=True):
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-8, atol=1e-12)
+        torch.testing.assert_close(found[1], expected[1], rtol=0.0, atol=5e-3)
+        assert float((found[0] - alone[0]).abs().max()) > 1e-3, "preconditioned"
 
 
 def of_shards(rank: int, world_size: int, System: Any, sharded: bool) -> dict[str, Any]:
@@ -328,7 +343,7 @@ def of_shards(rank: int, world_size: int, System: Any, sharded: bool) -> dict[st
     if sharded:
         fsdp(model)
         assert any(isinstance(p, DTensor) for p in model.parameters())
-    options = {"async_inverse": False} if System is DistKFAC else {}
+    options = AT_ONCE if System is DistKFAC else {}
     optimizer = System(model, **OPTIONS, **options)
     with bytes_by_stage() as sent:
         go_on(model, optimizer, shares(rank, world_size))

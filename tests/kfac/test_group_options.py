@@ -72,7 +72,7 @@ def test_a_groups_damping_applies_to_its_layers(System: Any, options: Any) -> No
 
 @pytest.mark.parametrize("relative", [False, True])
 def test_inverses_use_the_damping_of_the_group(relative: bool) -> None:
-    """Beside a dense solve."""
+    """Compared with a dense solve."""
     model = MLP.model()
     before = MLP.model()
     x, y = BATCHES[0]
@@ -119,13 +119,13 @@ def test_precondition_false_equals_skip_layers(System: Any) -> None:
 def test_standalone_matrices_and_experts_fall_back_by_their_group() -> None:
     model = ZOO["attention"].model()
     matrix = nn.Parameter(torch.ones(3, 4, dtype=torch.float64))
-    model.register_parameter("lone", matrix)
+    model.register_parameter("alone", matrix)
     rest = [p for p in model.parameters() if p is not matrix]
     for own in ({}, {"precondition": False}):
         groups = [{"params": [matrix], **own}, {"params": rest}]
         optimizer = make(KAISA, groups, unsupported_layers="gradient_factors")
         names = {row.name for row in optimizer.summary().rows if row.status == "preconditioned"}
-        assert ("lone" in names) is not bool(own)
+        assert ("alone" in names) is not bool(own)
 
 
 @each_kronecker
@@ -235,7 +235,7 @@ def trained(rank: int, world_size: int, own: dict[str, Any]) -> list[list[Tensor
     return trajectories
 
 
-def parted(rank: int, world_size: int) -> str:
+def with_own_damping(rank: int, world_size: int) -> str:
     model = MLP.model()
     try:
         make(KAISA, groups_of(model, damping=0.1 + rank))
@@ -249,11 +249,9 @@ def test_group_options_apply_equally_on_every_rank(world: World) -> None:
     ranks = world.run(trained, 2, own)
     expected = trained(0, 1, own)
     for i, trajectory in enumerate(expected):
-        for actual, wanted_values in zip(
-            agreed([rank[i] for rank in ranks]), trajectory, strict=True
-        ):
-            torch.testing.assert_close(actual, wanted_values, rtol=1e-9, atol=1e-12)
-    assert all("damping" in message for message in world.run(parted, 2))
+        found = agreed([rank[i] for rank in ranks])
+        torch.testing.assert_close(found, trajectory, rtol=1e-9, atol=1e-12)
+    assert all("damping" in message for message in world.run(with_own_damping, 2))
 
 
 def test_a_layer_of_a_module_cannot_be_excluded_alone() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from combinations import woven
 from models import ZOO
 from optimizer_cases import factors, take
 from placement_training import KAISA_ALL_REDUCE, Forked, collectives_of_steps, falling, network
@@ -62,9 +63,8 @@ def train_mixed(rank: int, world_size: int, options: dict[str, Any]) -> list[Ten
     return trajectory
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
-def test_layers_may_have_different_dtypes(world: World, workers: int) -> None:
-    parallel = world.run(train_mixed, 4, {"grad_worker_fraction": workers / 4})
+def test_layers_may_have_different_dtypes(world: World) -> None:
+    parallel = world.run(train_mixed, 4, HALVES)
     assert_same_trajectory(agreed(parallel), train_mixed(0, 1, {}), rtol=1e-5)
 
 
@@ -162,10 +162,9 @@ def train_forked(
     return records
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
-@pytest.mark.parametrize("wrap", [False, True], ids=["plain", "DDP"])
+@pytest.mark.parametrize(("workers", "wrap"), woven([1, 2, 4], [False, True], part=2))
 def test_some_ranks_may_skip_a_layer(world: World, workers: int, wrap: bool) -> None:
-    """It takes part with what the others saw; skipped by all, it has no gradient and stays."""
+    """A layer has the statistics of the ranks that call it. One that no rank calls stays."""
     uses: list[set[int]] = [set(), {0, 1, 2, 3}, {1, 2}, set()]
     options = {"grad_worker_fraction": workers / 4}
     with warnings.catch_warnings():
@@ -178,7 +177,7 @@ def test_some_ranks_may_skip_a_layer(world: World, workers: int, wrap: bool) -> 
         assert [g is None for g in gradients[:3]] == [True, False, False]
         averages = [average for _, _, average in rank]
         assert torch.equal(averages[0][0], torch.zeros_like(averages[0][0]))
-        assert torch.equal(averages[3][0], averages[2][0]), "nobody saw it in the last step"
+        assert torch.equal(averages[3][0], averages[2][0]), "no rank called it in the last step"
         if not wrap:  # DDP leaves what zero_grad left, or a zero
             branch = slice(36, 36 + 42)  # the trunk has 5 x 6 + 6
             assert gradients[3] is None
@@ -277,13 +276,14 @@ def test_different_options_on_ranks_raise_at_construction(world: World, variant:
         assert re.search(DIFFERENCES[variant][1], str(error)), error
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
-@pytest.mark.parametrize("exchange", ["all_reduce", "reduce"])
+@pytest.mark.parametrize(
+    ("workers", "solver", "exchange"),
+    woven([1, 2, 4], ["eigen", "inverse"], ["all_reduce", "reduce"], part=2),
+)
 def test_the_number_of_collectives_does_not_grow_with_depth(
     world: World, workers: int, solver: str, exchange: str
 ) -> None:
-    """A word; gradients; statistics; which solves failed; the solves; the clip; to receivers."""
+    """A step compares a word, averages gradients and sums the clip; others depend on the step."""
     shares = {"grad_worker_fraction": workers / 4}
     options = {"solver": solver, "factor_exchange": exchange, **shares}
     few, many = (
@@ -309,7 +309,7 @@ def stored(rank: int, world_size: int, workers: int) -> tuple[int, int, list[str
 
 
 def test_a_smaller_fraction_stores_fewer_inverses(world: World) -> None:
-    """Every layer's inverse is on fP ranks, and nothing else of it anywhere."""
+    """Every layer's inverse is on fP ranks."""
     alone = stored(0, 1, 1)
     for workers in (1, 2, 4):
         results = world.run(stored, 4, workers)

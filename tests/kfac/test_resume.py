@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from combinations import woven
 from optimizer_cases import EXACT
 from ranks import shard, vector
 from torch import Tensor, nn
@@ -382,16 +383,19 @@ def frozen_at(run: Run, frozen: range, save: int, before: bool) -> tuple[Tensor,
     return vector(model), vector(twin)
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before loading", "after loading"])
-@pytest.mark.parametrize("frozen", [range(10), range(3, 8)], ids=["always", "for a while"])
 @pytest.mark.parametrize(
-    "run",
-    [
-        Run(KAISA, "SGD", BY_INTERVAL),
-        Run(KAISA, "SGD"),
-        Run(DistKFAC, "AdamW"),
-        Run(KAISA, "AdamW", {"inv_update_steps": TraceRule(every=2)}),
-    ],
+    ("run", "frozen", "before"),
+    woven(
+        [
+            Run(KAISA, "SGD", BY_INTERVAL),
+            Run(KAISA, "SGD"),
+            Run(DistKFAC, "AdamW"),
+            Run(KAISA, "AdamW", {"inv_update_steps": TraceRule(every=2)}),
+        ],
+        [range(10), range(3, 8)],
+        [True, False],
+        part=2,
+    ),
     ids=str,
 )
 def test_layers_can_be_frozen_before_and_after_loading(

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from ranks import agreed, assert_same_trajectory
-from recorded_runs import DATA, SCENES, alone, run
+from recorded_runs import DATA, SCENES, key_of, run
+
+if TYPE_CHECKING:
+    from pool import World
 
 RECORDED = torch.load(DATA)
-each_scene = pytest.mark.parametrize(
-    ("name", "processes"), [(name, n) for name, (*_, worlds) in SCENES.items() for n in worlds]
-)
+RUNS = [(name, processes) for name, (*_, sizes) in SCENES.items() for processes in sizes]
 
 
-def results(world: Any, processes: int, *arguments: Any) -> list[Any]:
-    """Of those that train."""
-    start = alone if processes == 1 else partial(world.run)
-    found = start(run, processes, *arguments)
-    return [trajectory for trajectory, _ in filter(None, found)]
-
-
-def recorded(name: str, processes: int) -> Any:
-    return RECORDED[f"{name}, {processes} process{'es' if processes > 1 else ''}"]
-
-
-@each_scene
-def test_steps_equal_the_recorded_steps(world: Any, name: str, processes: int) -> None:
-    found = agreed(results(world, processes, name))
-    assert_same_trajectory(found, recorded(name, processes)["trajectory"], rtol=1e-10)
+@pytest.mark.parametrize(("name", "processes"), RUNS)
+def test_steps_equal_the_recorded_steps(world: World, name: str, processes: int) -> None:
+    results = [run(0, 1, name)] if processes == 1 else world.run(run, processes, name)
+    found = agreed([trajectory for trajectory in results if trajectory is not None])
+    assert_same_trajectory(found, RECORDED[key_of(name, processes)], rtol=1e-10)
