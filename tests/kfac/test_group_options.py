@@ -259,5 +259,5 @@ def test_a_layer_of_a_module_cannot_be_excluded_alone() -> None:
     projections = [attention.in_proj_weight, attention.in_proj_bias]
     others = [p for p in attention.parameters() if all(p is not own for own in projections)]
     groups = [{"params": projections, "precondition": False}, {"params": others}]
-    with pytest.raises(ValueError, match="the parameters of its module in .* 'precondition'"):
+    with pytest.raises(ValueError, match=r"the parameters of its module in .* 'precondition'"):
         KAISA(groups, lr=0.1, model=attention)
