@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -112,13 +113,24 @@ class _SavedInput(torch.autograd.Function):
 def save_input(x: Tensor) -> Callable[[], Tensor]:
     """Save an input as autograd saves its own, through the active saved-tensor hooks.
 
-    Returns a function that returns the input.
+    Returns:
+        A function that returns the input. It raises RuntimeError if the input has been changed in
+        place since.
     """
+    if not top_saved_tensor_hooks(False):
+        # Nothing packs saved tensors, so do without a node, which takes much longer to make.
+        return partial(_unchanged_input, x.detach(), x._version)
     anchor = torch.empty(0, requires_grad=True, device="cpu")
     # The function holds the result and not its node. Before torch 2.13, a node frees its saved
     # tensors when its result is freed.
     result = cast(Any, _SavedInput.apply(x.detach(), anchor))  # type: ignore[no-untyped-call]
     return lambda: result.grad_fn.saved_tensors[0]
+
+
+def _unchanged_input(x: Tensor, version: int) -> Tensor:
+    if x._version != version:
+        raise RuntimeError("the input of a layer has been changed by an inplace operation")
+    return x
 
 
 def to_compute_dtype(x: Tensor) -> Tensor:

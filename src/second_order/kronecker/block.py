@@ -150,7 +150,7 @@ class KroneckerBlock:
         """Start without statistics, for the parameters that are trainable now."""
         device = self.weight.device
         self.shape: FactorShape = self._current_shape()
-        self.trains_bias = self.bias is not None and self.bias.requires_grad
+        self.trains_bias = self._bias_is_trainable()
         self.work_dtype = torch.promote_types(self.weight.dtype, torch.float32)
         self.staged = StagedStatistics(self.shape, device, self.factor_dtype)
         self.staged.dropped.add_(dropped)
@@ -208,14 +208,18 @@ class KroneckerBlock:
 
     def reset_if_changed(self) -> None:
         """Reset a trainable layer if its bias was frozen or unfrozen, or if its device changed."""
-        moved = self.weight.device != self.staged.device
-        if self.trainable and (moved or self._current_shape() != self.shape):
+        if not self.trainable:
+            return
+        was_moved = self.weight.device != self.staged.device
+        if was_moved or self._bias_is_trainable() != self.trains_bias:
             self._reset(self.staged.dropped.to(self.weight.device))
+
+    def _bias_is_trainable(self) -> bool:
+        return self.bias is not None and self.bias.requires_grad
 
     def _current_shape(self) -> FactorShape:
         module = self.modules[0]
-        has_bias = self.bias is not None and self.bias.requires_grad
-        return self.kinds[module].shape(module, has_bias)
+        return self.kinds[module].shape(module, self._bias_is_trainable())
 
     # --------------------------------------------------------------------------------- statistics
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
@@ -366,6 +366,13 @@ class _NodeHook:
         return sampled
 
 
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context manager that disables autocast. It is slow to enter, so only if needed."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
 def _edge_of(output: Tensor) -> GradientEdge:
     """The graph edge of the value that a layer returned, which in-place operations do not replace.
 
@@ -610,7 +617,7 @@ class Capture:
                 pair = hook.pair(sampled.gradient)
                 self._emit(module, pair, _Pass(sampled.model_call, again=False))
             if hook.is_only_product:
-                with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+                with torch.no_grad(), _without_autocast(gradient.device):
                     x, d = cast(tuple[Any, Tensor], hook.pair(gradient))
                     self._consumer.verify(module, x, d)
             return
@@ -645,7 +652,7 @@ class Capture:
             return
         x, d = pair
         number, again = backward_pass
-        with torch.no_grad(), torch.autocast(d.device.type, enabled=False):
+        with torch.no_grad(), _without_autocast(d.device):
             self._consumer.consume(module, x, d.detach(), number, again=again)
 
     # ---------------------------------------------------------------------------- sampled labels

@@ -54,8 +54,8 @@ WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 def is_experts(module: nn.Module) -> bool:
     """Whether a module has fused experts, in the form that transformers defines."""
-    down = getattr(module, "down_proj", None)
-    if not isinstance(down, nn.Parameter) or down.dim() != 3:
+    down = module._parameters.get("down_proj")
+    if down is None or down.dim() != 3:
         return False
     return all(hasattr(module, name) for name in EXPERTS_ATTRIBUTES)
 

@@ -114,6 +114,7 @@ class Pair:
         group: The group of the pair's rows in that pass.
         gradient: ``(rows, out)``, nonzero in the rows with a gradient. None once these rows are
             recorded in the group.
+        size: Number of elements of the pair and of its sums.
         cleared_at: ``staged.cleared_at`` when the pair arrived.
         versions: The version counters of the pair's tensors when it arrived.
         index: Indices of the group's rows that the pair has. None for all.
@@ -126,6 +127,7 @@ class Pair:
     backward_pass: BackwardPass
     group: RowGroup
     gradient: Tensor | None
+    size: int
     cleared_at: int
     versions: tuple[int, ...]
     index: Tensor | None = None
@@ -136,16 +138,10 @@ class Pair:
         return self.block.staged
 
     @property
-    def size(self) -> int:
-        """Number of elements of the pair and of its sums."""
-        sums = sum(n**2 for n in self.staged.shape.dims.values())
-        return sum(tensor.numel() for tensor in _tensors_of(self.x, self.d)) + sums
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the pair and of its sums. A slice keeps the memory of its whole tensor."""
         tensors = _tensors_of(self.x, self.d)
-        storage_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        storage_bytes = sum([tensor.untyped_storage().nbytes() for tensor in tensors])
         return max(4 * self.size, storage_bytes)
 
 
@@ -162,9 +158,14 @@ def _tensors_of(x: Any, d: Tensor) -> tuple[Tensor, ...]:
     return x, d
 
 
+def _size_of(staged: StagedStatistics, x: Any, d: Tensor) -> int:
+    """Number of elements of a pair and of its sums."""
+    return sum([tensor.numel() for tensor in _tensors_of(x, d)]) + staged.shape.elements
+
+
 def _versions_of(x: Any, d: Tensor) -> tuple[int, ...]:
     """The version counters of a pair's tensors, which in-place operations increase."""
-    return tuple(tensor._version for tensor in _tensors_of(x, d))
+    return tuple([tensor._version for tensor in _tensors_of(x, d)])
 
 
 # ------------------------------------------------------------------------------------ collector
@@ -300,6 +301,7 @@ class StatisticsCollector:
                 backward_pass=backward_pass,
                 group=group,
                 gradient=None if read_gradient else rows.gradient,
+                size=_size_of(block.staged, x, d),
                 cleared_at=block.staged.cleared_at,
                 versions=_versions_of(x, d),
             )
@@ -711,5 +713,13 @@ def split_pair(pair: Pair) -> tuple[ReadyPair, list[Pair]]:
     leading = len(group.shape)
     x = pair.x.reshape(group.num_rows, *pair.x.shape[leading:])[index]
     d = pair.d.new_zeros(()).expand(len(index), *pair.d.shape[leading:])
-    rest = replace(pair, x=x, d=d, index=index, gradient=None, versions=_versions_of(x, d))
+    rest = replace(
+        pair,
+        x=x,
+        d=d,
+        index=index,
+        gradient=None,
+        size=_size_of(pair.staged, x, d),
+        versions=_versions_of(x, d),
+    )
     return ready, [rest]

@@ -18,6 +18,7 @@ where triu(X11) is shifted one column to the right, into the entries that tril(X
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
@@ -57,18 +58,26 @@ def group_equal(
         sizes: The size of each entry. None: the size of groups is unlimited.
         max_size: The limit of a group's total size. An entry that is larger has its own group.
     """
-    groups: list[list[int]] = []
-    newest_groups: dict[Hashable, list[int]] = {}
-    total_sizes: dict[Hashable, float] = {}  # of the newest groups
+    groups: list[_Group] = []
+    newest_groups: dict[Hashable, _Group] = {}
     for i, key in enumerate(keys):
-        size = 0 if sizes is None else sizes[i]
-        total_sizes[key] = total_sizes.get(key, 0.0) + size
-        if key not in newest_groups or total_sizes[key] > max_size:
-            newest_groups[key] = []
-            total_sizes[key] = size
-            groups.append(newest_groups[key])
-        newest_groups[key].append(i)
-    return groups
+        size = 0.0 if sizes is None else sizes[i]
+        group = newest_groups.get(key)
+        if group is None or group.size + size > max_size:
+            group = _Group()
+            groups.append(group)
+            newest_groups[key] = group
+        group.indices.append(i)
+        group.size += size
+    return [group.indices for group in groups]
+
+
+@dataclass
+class _Group:
+    """The indices of a group's entries, and the sum of their sizes."""
+
+    indices: list[int] = field(default_factory=list)
+    size: float = 0.0
 
 
 def read_numbers(*groups: Sequence[Tensor]) -> list[list[float]]:
