@@ -106,11 +106,19 @@ class PendingInverse:
     step: int  # the step at which its factors were submitted
     damping_option: Damping  # the value of ``damping=`` at that step
     mean_curvature: float  # of all layers, known at that step
-    layer_damping: LayerDamping | None = None  # on the layer's gradient workers
-    outcome: Outcome = Outcome.PENDING  # on this rank
-    parts: Mapping[str, Decomposition] = field(default_factory=dict)  # by factor, on this rank
-    error: str = ""  # raised on this rank
     factors: KroneckerFactors | None = None  # a copy, if a snapshot was needed
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """What this rank has computed of a pending inverse."""
+
+    outcome: Outcome
+    parts: Mapping[str, Decomposition] = field(default_factory=dict)  # by factor
+    error: str = ""
+
+
+PENDING_RESULT = LayerResult(Outcome.PENDING)
 
 
 @dataclass(frozen=True)
@@ -147,15 +155,14 @@ def stack_means(
     Returns:
         For each shape, its layers and a tensor ``(factors, layers, groups)``.
     """
+    means = {block: own.factor_means for block, own in factors.items()}
     same_shape: dict[object, list[KroneckerBlock]] = {}
-    for block, own in factors.items():
-        means = own.factor_means
-        key = (means.shape, means.dtype, means.device, block.shape.exact)
+    for block, own in means.items():
+        key = (own.shape, own.dtype, own.device, block.shape.exact)
         same_shape.setdefault(key, []).append(block)
     stacks: list[tuple[list[KroneckerBlock], Tensor]] = []
     for blocks in same_shape.values():
-        means = torch.stack([factors[block].factor_means for block in blocks], dim=1)
-        stacks.append((blocks, means))
+        stacks.append((blocks, torch.stack([means[block] for block in blocks], dim=1)))
     return stacks
 
 
@@ -184,6 +191,7 @@ class Inverses:
         self.options = options
         self.layers = layers
         self.solver = SOLVERS[options.solver]
+        self._dtype = options.inv_dtype
         self._drift = drift
         self._rule = rule
         make_inverter: Callable[..., Inverter] = inverter or SynchronousInverter
@@ -198,7 +206,13 @@ class Inverses:
         self.step_plan = step_plan
         self.requested: set[KroneckerBlock] = set(step_plan.layers)
         self.states: dict[KroneckerBlock, InverseState] = {}
+        self._forget_pending()
+
+    def _forget_pending(self) -> None:
+        """Drop the inverses that were submitted and are not installed yet."""
         self.pending: dict[KroneckerBlock, PendingInverse] = {}
+        self._dampings: dict[KroneckerBlock, LayerDamping] = {}  # on the gradient workers
+        self._results: dict[KroneckerBlock, LayerResult] = {}  # of those finished on this rank
         self.inverter.clear()
 
     def close(self) -> None:
@@ -284,8 +298,7 @@ class Inverses:
             self._submit([block for block in finished if block.solved], mean_curvature)
         except BaseException:
             # The results of pending layers may be lost, so compute everything again.
-            self.pending.clear()
-            self.inverter.clear()
+            self._forget_pending()
             self.requested = set(self.step_plan.layers)
             raise
         self.requested.clear()
@@ -344,21 +357,16 @@ class Inverses:
         inverted = [block for block in factors if block in self.step_plan.to_invert]
         try:
             pending = {block: self.pending[block] for block in preconditioned}
-            for block, layer_damping in self.compute_dampings(factors, pending).items():
-                self._update(block, layer_damping=layer_damping)
+            self._dampings |= self.compute_dampings(factors, pending)
             self.inverter.submit([self._job(block, factors[block]) for block in inverted])
         except Exception as error:  # all ranks must reach the all-reduce of outcomes
             for block in preconditioned:
-                if block in inverted or self.pending[block].layer_damping is None:
-                    self._update(block, outcome=Outcome.FAILED, error=describe_error(error))
+                if block in inverted or block not in self._dampings:
+                    self._results[block] = LayerResult(Outcome.FAILED, error=describe_error(error))
 
     def _is_gradient_worker(self, block: KroneckerBlock) -> bool:
         """Whether this rank preconditions a layer. A layer's inverse ranks always do."""
         return self.training.world.rank in self.step_plan.layers[block].workers
-
-    def _update(self, block: KroneckerBlock, **changes: Any) -> None:
-        """Change some fields of a pending inverse."""
-        self.pending[block] = replace(self.pending[block], **changes)
 
     def compute_dampings(
         self,
@@ -388,25 +396,29 @@ class Inverses:
 
             mean_eigenvalues = (curvature + damping).squeeze(-1)
             added = self.solver.split_damping(means, damping, blocks[0].shape.exact)
-            for i, block in enumerate(blocks):
-                own_damping = damping
-                if isinstance(damping, Tensor):
-                    own_damping = damping.expand(len(blocks), 1)[i, 0]
-                own_added = [None if each is None else each[i] for each in added]
-                dampings[block] = LayerDamping(own_damping, mean_eigenvalues[i], own_added)
+
+            # Split all numbers by layer.
+            own_dampings: Sequence[Damping] = [damping] * len(blocks)
+            if isinstance(damping, Tensor):
+                own_dampings = damping.expand(len(blocks), 1).squeeze(-1).unbind()
+            nothing = [None] * len(blocks)
+            columns = [nothing if each is None else each.unbind() for each in added]
+            own_added = zip(*columns, strict=True)
+            layers = zip(own_dampings, mean_eigenvalues.unbind(), own_added, strict=True)
+            for block, numbers in zip(blocks, layers, strict=True):
+                dampings[block] = LayerDamping(*numbers)
         return dampings
 
     def _job(self, block: KroneckerBlock, factors: KroneckerFactors) -> Job:
         """Return the damped factors of a layer that this rank decomposes."""
-        layer_damping = self.pending[block].layer_damping
-        assert layer_damping is not None
+        layer_damping = self._dampings[block]
         shape = block.shape
         problems: dict[str, Problem] = {}
         for factor_name in self.step_plan.to_invert[block]:
             problems[factor_name] = Problem(
                 factors.entries[factor_name],
                 shape.dims[factor_name],
-                self.options.inv_dtype,
+                self._dtype,
                 added=layer_damping.added[shape.factor_names.index(factor_name)],
                 is_diagonal=factor_name in shape.diagonals,
             )
@@ -425,7 +437,7 @@ class Inverses:
         if self._drift is None or self.layers.sharded or not self.reads_once:
             return cosines
         attempts = self.inverter.attempts()
-        dtype = self.options.inv_dtype
+        dtype = self._dtype
         for batch in self.step_plan.batches:
             previous: dict[KroneckerBlock, Inverse] = {}
             for block in batch.blocks:
@@ -449,7 +461,7 @@ class Inverses:
                 outcome = Outcome.VALID
             else:
                 outcome = Outcome.FAILED
-            self._update(block, outcome=outcome, parts=result.parts, error=result.error)
+            self._results[block] = LayerResult(outcome, result.parts, result.error)
             if result.was_retried:
                 retried.add(block)
         return retried
@@ -502,7 +514,7 @@ class Inverses:
         is_elsewhere = block not in self.step_plan.to_invert
         if is_elsewhere and self.training.world.backend == "fake":
             return Outcome.VALID  # with the fake backend, no other rank reports an outcome
-        return self.pending[block].outcome
+        return self._results.get(block, PENDING_RESULT).outcome
 
     # ------------------------------------------------------------------------------- exchange
 
@@ -517,8 +529,8 @@ class Inverses:
         parts: dict[KroneckerBlock, dict[str, Decomposition]] = {}
         if self.step_plan.row.size == 1 or not valid:
             for block in blocks:
-                parts[block] = dict(self.pending[block].parts)
-                self._update(block, parts={})  # so that the caller can free them one by one
+                # The result is dropped, so that the caller can free the parts one by one.
+                parts[block] = dict(self._results.pop(block).parts)
             return parts
 
         with stage("solve_exchange"):
@@ -532,9 +544,8 @@ class Inverses:
             if not self.is_synchronous:
                 # A copy, because a view would keep the whole message in memory.
                 numbers = received.pop((block, DAMPING_ENTRY))[0].clone()
-                damping, mean_eigenvalue = numbers.unbind()
-                self._update(block, layer_damping=LayerDamping(damping, mean_eigenvalue))
-            self._update(block, parts={})
+                self._dampings[block] = LayerDamping(*numbers.unbind())
+            self._results.pop(block, None)
         return parts
 
     def _send_decompositions(
@@ -548,29 +559,30 @@ class Inverses:
         the same numbers.
         """
         plan = self.step_plan
-        dtype = self.options.inv_dtype
+        dtype = self._dtype
         device = self.training.device
         destinations = range(plan.row.size)
         shapes: dict[FactorKey, Shapes] = {}
         routes: dict[FactorKey, Route] = {}
         local: dict[FactorKey, tuple[Tensor, ...]] = {}
         for block in blocks:
-            pending = self.pending[block]
+            own_parts = self._results.get(block, PENDING_RESULT).parts
             for factor_name in block.shape.factor_names:
                 item = (block, factor_name)
                 shapes[item] = self.solver.message_shapes(block.shape, factor_name)
                 routes[item] = Route(plan.sources[item], destinations)
-                if factor_name in pending.parts:
-                    own_parts = pending.parts[factor_name]
-                    local[item] = self.solver.pack_message(own_parts, plan.exchange_dtype)
+                if factor_name in own_parts:
+                    local[item] = self.solver.pack_message(
+                        own_parts[factor_name], plan.exchange_dtype
+                    )
 
             # The inverse rank of A also sends the damping.
             if not self.is_synchronous:
                 item = (block, DAMPING_ENTRY)
                 shapes[item] = ((2,),)
                 routes[item] = routes[block, "A"]
-                layer_damping = pending.layer_damping
-                if "A" in pending.parts and layer_damping is not None:
+                if "A" in own_parts and block in self._dampings:
+                    layer_damping = self._dampings[block]
                     numbers = [layer_damping.damping, layer_damping.mean_eigenvalue]
                     scalars = [torch.as_tensor(n, dtype=dtype, device=device) for n in numbers]
                     local[item] = (torch.stack(scalars),)
@@ -602,13 +614,14 @@ class Inverses:
 
         # All ranks record that the layers have an inverse.
         for block in valid:
+            layer_damping = self._dampings.get(block)
             pending = self._take_pending(block)
             state = InverseState(pending.step, self.training.steps, pending.damping_option)
-            if pending.layer_damping is not None:
+            if layer_damping is not None:
                 state = replace(
                     state,
-                    damping=pending.layer_damping.damping,
-                    mean_eigenvalue=pending.layer_damping.mean_eigenvalue,
+                    damping=layer_damping.damping,
+                    mean_eigenvalue=layer_damping.mean_eigenvalue,
                 )
             self.states[block] = state
             block.mark_solved()
@@ -618,6 +631,8 @@ class Inverses:
         """Remove a layer from those that are pending."""
         # If another rank failed, a thread of this rank may still be decomposing its factors.
         self.inverter.forget(block)
+        self._dampings.pop(block, None)
+        self._results.pop(block, None)
         return self.pending.pop(block)
 
     def _combine(self, parts: dict[KroneckerBlock, dict[str, Decomposition]]) -> Inverse:
@@ -635,8 +650,7 @@ class Inverses:
         dampings: list[Damping] = []
         mean_eigenvalues: list[Damping] = []
         for block in parts:
-            layer_damping = self.pending[block].layer_damping
-            assert layer_damping is not None  # gradient workers have it
+            layer_damping = self._dampings[block]
             dampings.append(layer_damping.damping)
             mean_eigenvalues.append(layer_damping.mean_eigenvalue)
         like = stacked["G"][-1]
@@ -646,7 +660,8 @@ class Inverses:
 
     def _record_failure(self, block: KroneckerBlock, outcome: Outcome) -> None:
         """Record that a layer has no new inverse. Only a failed layer keeps its last one."""
-        error = self._take_pending(block).error
+        error = self._results.get(block, PENDING_RESULT).error
+        self._take_pending(block)
         if outcome is Outcome.FAILED:
             block.count_failed_refresh()
             self.num_failures += 1
@@ -690,7 +705,8 @@ class Inverses:
         for block in blocks:
             pending = self.pending.get(block)
             if pending is not None and pending.factors is None and block.factors is not None:
-                self._update(block, factors=block.read_factors(block.saved_factors()))
+                copies = block.read_factors(block.saved_factors())
+                self.pending[block] = replace(pending, factors=copies)
 
     def load(self, loaded: Mapping[KroneckerBlock, LoadedInverse], damping: Damping) -> None:
         """Install the inverses of a checkpoint.
@@ -718,7 +734,7 @@ class Inverses:
         """Drop the inverses of layers, and request new ones at the next step."""
         for block in blocks:
             block.drop_inverse()
-            self.inverter.forget(block)
-            self.pending.pop(block, None)
+            if block in self.pending:
+                self._take_pending(block)
             self.states.pop(block, None)
             self.requested.add(block)

@@ -133,14 +133,16 @@ class SynchronousInverter:
         if not jobs:
             return
 
-        # Sort factors by shape and name. In their batches, the factors of layers of equal shape
+        # Group factors by shape and name. In their batches, the factors of layers of equal shape
         # then lie next to each other, so that they can be stacked without a copy.
-        shapes = list(dict.fromkeys(job.block.shape for job in jobs))
+        same_factors: dict[object, list[FactorKey]] = {}
         problems: dict[FactorKey, Problem] = {}
         for job in jobs:
             for factor_name, problem in job.problems.items():
-                problems[job.block, factor_name] = problem
-        items = sorted(problems, key=lambda item: (shapes.index(item[0].shape), item[1]))
+                item = (job.block, factor_name)
+                problems[item] = problem
+                same_factors.setdefault((job.block.shape, factor_name), []).append(item)
+        items = [item for same in same_factors.values() for item in same]
 
         self._attempts = self._solver.attempt([problems[item] for item in items], self._dtype)
         self._items = items
