@@ -508,7 +508,7 @@ layers under way are launched again  <-  distkfac::an_inverse_is_never_older_tha
     [b for b in due if b not in pending_before]  =>  list(due)
 decompositions that their solver has not rounded
   <-  exchange_dtype::all_ranks_have_equal_parameters
-    pack_message(own_parts, plan.exchange_dtype)  =>  pack_message(own_parts, None)
+    pack_message(decomposition, plan.exchange_dtype)  =>  pack_message(decomposition, None)
 a failed G is not told  <-  failures::a_failed_factor_is_reported
     outcome = Outcome.FAILED  =>  outcome = Outcome.NO_STATISTICS
 verdicts are added up  <-  failures::a_failed_factor_is_reported

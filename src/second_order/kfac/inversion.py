@@ -572,9 +572,8 @@ class Inverses:
                 shapes[item] = self.solver.message_shapes(block.shape, factor_name)
                 routes[item] = Route(plan.sources[item], destinations)
                 if factor_name in own_parts:
-                    local[item] = self.solver.pack_message(
-                        own_parts[factor_name], plan.exchange_dtype
-                    )
+                    decomposition = own_parts[factor_name]
+                    local[item] = self.solver.pack_message(decomposition, plan.exchange_dtype)
 
             # The inverse rank of A also sends the damping.
             if not self.is_synchronous:
