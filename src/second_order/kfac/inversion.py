@@ -160,10 +160,10 @@ def stack_means(
     for block, own in means.items():
         key = (own.shape, own.dtype, own.device, block.shape.exact)
         same_shape.setdefault(key, []).append(block)
-    stacks: list[tuple[list[KroneckerBlock], Tensor]] = []
-    for blocks in same_shape.values():
-        stacks.append((blocks, torch.stack([means[block] for block in blocks], dim=1)))
-    return stacks
+    return [
+        (blocks, torch.stack([means[block] for block in blocks], dim=1))
+        for blocks in same_shape.values()
+    ]
 
 
 class Inverses:
@@ -544,7 +544,8 @@ class Inverses:
             if not self.is_synchronous:
                 # A copy, because a view would keep the whole message in memory.
                 numbers = received.pop((block, DAMPING_ENTRY))[0].clone()
-                self._dampings[block] = LayerDamping(*numbers.unbind())
+                damping, mean_eigenvalue = numbers.unbind()
+                self._dampings[block] = LayerDamping(damping, mean_eigenvalue)
             self._results.pop(block, None)
         return parts
 

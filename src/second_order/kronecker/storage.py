@@ -260,7 +260,7 @@ def unpack_upper_triangular(packed: Tensor, dim: int) -> Tensor:
     if dim <= GATHERED_UP_TO:
         indices = _gather_indices(dim, packed.device)
         rows = packed.reshape(-1, packed.shape[-1])
-        return _gather(rows, indices.unpack, packed.shape[:-1]).unflatten(-1, (dim, dim))
+        return _gather(rows, indices.unpack, packed.shape[:-1]).view(*packed.shape[:-1], dim, dim)
     return _unpack_by_blocks(packed, dim)
 
 
