@@ -87,6 +87,7 @@ def keep(
         backward_pass=rows,
         group=rows.find_group(seen),
         gradient=seen.gradient,
+        size=x.numel() + d.numel() + block.staged.shape.elements,
         cleared_at=block.staged.cleared_at,
         versions=(x._version, d._version),
     )
