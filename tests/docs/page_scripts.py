@@ -46,13 +46,6 @@ def scripts(page: str) -> list[tuple[str, str]]:
     return found
 
 
-def script_name(code: str) -> str:
-    """The file that the command of a complete script names."""
-    match = COMMAND.match(code)
-    assert match is not None
-    return next(word for word in shlex.split(match["command"]) if word.endswith(".py"))
-
-
 def run_script(code: str, folder: Path, arguments: list[str] | None = None) -> str:
     """Run a complete script in a folder by its command, and return what it prints."""
     for module in OPTIONAL_MODULES:
@@ -61,7 +54,8 @@ def run_script(code: str, folder: Path, arguments: list[str] | None = None) -> s
     match = COMMAND.match(code)
     assert match is not None
     program, *words = shlex.split(match["command"])
-    (folder / script_name(code)).write_text(code, "utf-8")
+    file = next(word for word in words if word.endswith(".py"))
+    (folder / file).write_text(code, "utf-8")
     launcher = ["-m", "torch.distributed.run"] if program == "torchrun" else []
 
     run = subprocess.run(
@@ -77,13 +71,13 @@ def run_script(code: str, folder: Path, arguments: list[str] | None = None) -> s
     return run.stdout
 
 
-def assert_prints(output: str, expected: str) -> None:
-    """Raise unless a page's `text` block is printed. Its numbers may differ by a tenth."""
-    lines = iter(output.splitlines())
+def assert_prints(output: str, expected: str, rel: float = 0.1) -> None:
+    """Raise unless a page's `text` block is printed, with numbers up to a relative tolerance."""
+    lines = iter([line.rstrip() for line in output.splitlines()])
     for expected_line in expected.splitlines():
         words = NUMBER.sub("#", expected_line)
         line = next((line for line in lines if NUMBER.sub("#", line) == words), None)
         assert line is not None, f"{expected_line!r} is not in the output:\n{output}"
         numbers = [float(number) for number in NUMBER.findall(line)]
         expected_numbers = [float(number) for number in NUMBER.findall(expected_line)]
-        assert numbers == pytest.approx(expected_numbers, rel=0.1)
+        assert numbers == pytest.approx(expected_numbers, rel=rel)

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from optimizer_cases import make, take
-from page_scripts import ROOT
+from page_scripts import ROOT, assert_prints, run_script, scripts
 from ranks import shard
 from saved_states import BATCHES, MLP, are_equal, snapshot, trained
 
-import second_order
 from second_order import DHO2, DPKFAC, KAISA, load_checkpoint, save_checkpoint
 
 if TYPE_CHECKING:
@@ -28,6 +27,15 @@ ROWS = dict(
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+
+
+def test_a_resumed_run_prints_the_losses_of_the_whole_run(tmp_path: Path) -> None:
+    ((code, shown),) = scripts(PAGE)
+    printed = run_script(code, tmp_path)
+    assert_prints(printed, shown)
+    for line in (*printed.splitlines(), *shown.splitlines()):
+        whole, resumed = re.findall(r"\d\.\d+", line)
+        assert whole == resumed, line
 
 
 def load_truncated(optimizer: Any, path: Path) -> None:
@@ -83,10 +91,6 @@ def test_a_cause_raises_the_error_of_its_row_and_changes_nothing(
         ON_ONE_PROCESS[cause](optimizer, tmp_path / "a.pt")
     assert type(caught.value).__name__ == ROWS[cause]
     assert are_equal(snapshot(model, optimizer), before)
-
-
-def test_a_checkpoint_error_is_a_value_error() -> None:
-    assert issubclass(second_order.CheckpointError, ValueError)
 
 
 def errors_of_a_rank(rank: int, world_size: int) -> dict[str, str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import optimizer_cases
+from page_scripts import ROOT
 from test_architecture import BELOW
-from test_code_blocks import ROOT
 
 from second_order.kronecker import kinds
 

@@ -7,23 +7,30 @@ over all of their terms.
 from __future__ import annotations
 
 import copy
+import io
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from framework_training import trainable
+from framework_training import launched, trainable
 from models import ZOO
-from page_scripts import COMMAND, ROOT
+from page_scripts import COMMAND, ROOT, assert_prints, run_script, scripts
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from second_order import DPKFAC, KAISA
 
-PAGE = ROOT / "docs" / "how-to" / "frameworks.md"
+if TYPE_CHECKING:
+    from pool import World
+
+PAGE = "docs/how-to/frameworks.md"
 CASE = ZOO["mlp"]
 STEPS = 2
 
@@ -53,7 +60,7 @@ TRAININGS = {
 def blocks_by_heading() -> dict[str, list[str]]:
     """The Python blocks below each heading, without complete scripts."""
     found: dict[str, list[str]] = {}
-    for section in re.split(r"^## ", PAGE.read_text("utf-8"), flags=re.M)[1:]:
+    for section in re.split(r"^## ", (ROOT / PAGE).read_text("utf-8"), flags=re.M)[1:]:
         heading, text = section.split("\n", 1)
         blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
         if blocks:
@@ -132,7 +139,7 @@ def assert_trains(names: dict[str, Any], block: str, training: Training) -> None
             of_trainer.append({name: batch[name] for name in ("input_ids", "labels")})
 
     handle = model.register_forward_pre_hook(record, with_kwargs=True)
-    exec(compile(block, PAGE.name, "exec"), names)
+    exec(compile(block, PAGE, "exec"), names)
     handle.remove()
 
     batches = of_trainer or list(names["loader"])
@@ -165,7 +172,7 @@ def test_blocks_train_as_a_plain_loop(
             if (heading, i) in TRAININGS:
                 assert_trains(names, block, TRAININGS[heading, i])
             else:
-                exec(compile(block, PAGE.name, "exec"), names)
+                exec(compile(block, PAGE, "exec"), names)
 
 
 def test_every_block_that_trains_is_compared() -> None:
@@ -177,3 +184,54 @@ def test_every_block_that_trains_is_compared() -> None:
         if calls.search(block)
     }
     assert found == set(TRAININGS)
+
+
+def assert_resumed_losses_agree(printed: str, steps: int) -> None:
+    """Raise unless a resumed run has the losses of the whole run, in all printed digits."""
+    losses = re.findall(r"^step \d+: loss (\S+), resumed (\S+)$", printed, re.M)
+    assert len(losses) == steps
+    for loss, resumed_loss in losses:
+        assert resumed_loss == loss
+
+
+def test_the_resumed_trainer_repeats_the_losses_of_the_whole_run(tmp_path: Path) -> None:
+    ((code, shown),) = scripts(PAGE)
+    printed = run_script(code, tmp_path)
+    assert_prints(printed, shown)
+    assert_resumed_losses_agree(printed, steps=3)
+
+
+SHORTER = {
+    "max_steps=60": "max_steps=4",
+    "save_steps=30": "save_steps=2",
+    "logging_steps=10": "logging_steps=1",
+    "checkpoint-30": "checkpoint-2",
+    "(40, 50, 60)": "(3, 4)",
+}
+
+
+def run_on_rank(rank: int, world_size: int, code: str) -> tuple[str, int]:
+    """What the script prints on this rank, and how often it wraps a model in DDP."""
+    from transformers_training import fresh_state
+
+    create = DistributedDataParallel.__init__
+    with (
+        fresh_state(),
+        launched(rank, world_size),
+        patch.object(DistributedDataParallel, "__init__", autospec=True, side_effect=create) as ddp,
+        redirect_stdout(io.StringIO()) as output,
+    ):
+        exec(compile(code, PAGE, "exec"), {"__name__": "__main__"})
+    return output.getvalue(), ddp.call_count
+
+
+def test_the_script_trains_one_model_on_two_processes(world: World, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    ((code, _),) = scripts(PAGE)
+    folder = str(tmp_path / "checkpoints")
+    for old, new in (SHORTER | {'"checkpoints"': repr(folder)}).items():
+        assert code.count(old) == 1
+        code = code.replace(old, new)
+    for printed, num_wrapped in world.run(run_on_rank, 2, code, timeout=240):
+        assert num_wrapped == 2  # the whole run and the resumed one
+        assert_resumed_losses_agree(printed, steps=2)
