@@ -1,23 +1,25 @@
-"""What a checkpoint may be: tampered with, it is refused whole or sound."""
+"""Checkpoints that are invalid, of another optimizer, or of the base alone."""
 
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from combinations import woven
 from models import ZOO
 from optimizer_cases import (
     BASES,
     EIGENPAIRS,
+    SYSTEMS,
     assert_same_curvature,
     base_only,
     curvature_of,
     each_kronecker,
     each_of_five,
     make,
+    noted,
     same,
     take,
 )
@@ -25,7 +27,14 @@ from saved_states import PLAIN, are_equal, containers, plain, snapshot, train, t
 from torch import Tensor, nn
 
 import second_order
-from second_order import DHO2, KAISA, DistKFAC, SecondOrderWarning, export_base_state
+from second_order import (
+    DHO2,
+    KAISA,
+    MRDHO2,
+    DistKFAC,
+    SecondOrderWarning,
+    export_base_state,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,8 +50,8 @@ def at_path(value: Any, path: Path) -> Any:
     return value
 
 
-def spoilt(value: Any) -> Iterator[Any]:
-    """What a diverged training, or another model, makes of an entry."""
+def invalid_values(value: Any) -> Iterator[Any]:
+    """Values of an entry after a run that diverged, or from another model."""
     if isinstance(value, Tensor):
         wrong = value.clone()
         wrong.view(-1)[-1:] = torch.nan
@@ -51,8 +60,7 @@ def spoilt(value: Any) -> Iterator[Any]:
         yield from (torch.nan, -torch.inf)
 
 
-@each_of_five
-@pytest.mark.parametrize("base", ["SGD", "AdamW"])
+@pytest.mark.parametrize(("System", "base"), woven([*SYSTEMS, MRDHO2], ["SGD", "AdamW"], part=2))
 def test_invalid_shapes_and_numbers_raise_before_anything_changes(System: Any, base: str) -> None:
     """An error names the entry and its parameter, whichever of all entries it is."""
     model, optimizer = trained(System, base)
@@ -62,7 +70,7 @@ def test_invalid_shapes_and_numbers_raise_before_anything_changes(System: Any, b
     for key, entry in saved["state"].items():
         for part, entries in entry.items():
             for name, value in entries.items():
-                for wrong in spoilt(value):
+                for wrong in invalid_values(value):
                     if name == "batch_loss" or key not in (0, 5):
                         continue  # it may be infinite
                     state = containers(saved)
@@ -99,10 +107,10 @@ def test_errors_give_the_entry_the_parameter_and_the_bound(
         optimizer.load_state_dict(saved)
 
 
-def groups_of(model: nn.Module, turned: bool) -> list[dict[str, Any]]:
+def groups_of(model: nn.Module, is_reversed: bool) -> list[dict[str, Any]]:
     named = list(model.named_parameters())
     groups = [{"params": named[i : i + 2]} for i in range(0, len(named), 2)]
-    return groups[::-1] if turned else groups
+    return groups[::-1] if is_reversed else groups
 
 
 @each_of_five
@@ -111,8 +119,8 @@ def test_groups_in_another_order_raise_unless_a_hook_reorders_them(System: Any) 
     model = MLP.model()
     twin = MLP.model()
     sgd = BASES["SGD"][1]
-    saving = make(System, groups_of(model, turned=True), model=model, **sgd)
-    loading = make(System, groups_of(twin, turned=False), model=twin, **sgd)
+    saving = make(System, groups_of(model, is_reversed=True), model=model, **sgd)
+    loading = make(System, groups_of(twin, is_reversed=False), model=twin, **sgd)
     train(model, saving)
     saved = copy.deepcopy(saving.state_dict())
     with pytest.raises(ValueError, match=r"'4.weight' in 'param_names' where .* has '0.weight'"):
@@ -183,7 +191,7 @@ def test_a_checkpoint_over_another_base_raises_with_its_name(System: Any) -> Non
     assert are_equal(snapshot(model, optimizer), before)
 
 
-class OfSomebody(torch.optim.SGD):
+class ThirdPartySGD(torch.optim.SGD):
     """A base that torch does not know, with entries and settings of its own."""
 
     def __init__(self, params: Any, lr: float, momentum: float = 0.9, taste: str = "good") -> None:
@@ -197,37 +205,16 @@ class OfSomebody(torch.optim.SGD):
 @each_of_five
 def test_third_party_bases_can_store_any_state(System: Any) -> None:
     model = MLP.model()
-    optimizer = make(System, model, base=OfSomebody)
+    optimizer = make(System, model, base=ThirdPartySGD)
     train(model, optimizer)
     twin = copy.deepcopy(model)
-    resumed = make(System, twin, base=OfSomebody)
+    resumed = make(System, twin, base=ThirdPartySGD)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert resumed.state[twin[0].weight]["base"]["best"] == float("inf")
-    alone = OfSomebody(MLP.model().parameters(), lr=0.1)
+    alone = ThirdPartySGD(MLP.model().parameters(), lr=0.1)
     resumed.load_state_dict(alone.state_dict())
-    with pytest.raises(ValueError, match=r"saved by an optimizer without.*here is OfSomebody"):
+    with pytest.raises(ValueError, match=r"saved by an optimizer without.*here is ThirdPartySGD"):
         resumed.load_state_dict(plain("AdamW", MLP.model()).state_dict())
-
-
-@each_of_five
-@pytest.mark.parametrize("base", BASES)
-def test_the_exported_state_continues_with_the_base_alone(System: Any, base: str) -> None:
-    """Momentum and hyperparameters continue as if the base had trained alone from there."""
-    Base, options = BASES[base]
-    model = MLP.model()
-    optimizer = make(System, model, base=Base, **options, **base_only(System))
-    train(model, optimizer)
-    optimizer.param_groups[0]["lr"] = 0.03
-    saved = copy.deepcopy(optimizer.state_dict())
-    twin = copy.deepcopy(model)
-    alone = Base(twin.parameters(), **options)
-    alone.load_state_dict(export_base_state(saved))
-    assert alone.param_groups[0]["lr"] == 0.03
-    assert "peak_lr" not in alone.param_groups[0]
-    assert alone.state[twin[0].weight].keys() == optimizer.state[model[0].weight]["base"].keys()
-    train(model, optimizer, start=3)
-    train(twin, alone, start=3)
-    assert same(model, twin)
 
 
 def test_export_returns_base_states_unchanged() -> None:
@@ -249,7 +236,7 @@ BATCHES = MLP.batches(6)
 
 @each_of_five
 @pytest.mark.parametrize("base", BASES)
-def test_export_and_import_equal_the_base_bit_for_bit(System: Any, base: str) -> None:
+def test_import_and_export_equal_the_base_bit_for_bit(System: Any, base: str) -> None:
     """Momentum and rates are loaded, and one warning says that the curvature starts from zero."""
     Base, options = BASES[base]
     model = MLP.model()
@@ -260,8 +247,7 @@ def test_export_and_import_equal_the_base_bit_for_bit(System: Any, base: str) ->
         take(model, plain, batch)
         take(twin, alone, batch)
     plain.param_groups[0]["lr"] = alone.param_groups[0]["lr"] = 0.02
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SecondOrderWarning)
+    with noted():
         optimizer = make(System, model, base=Base, **options, **base_only(System))
     with pytest.warns(SecondOrderWarning) as caught:
         optimizer.load_state_dict(plain.state_dict())
@@ -277,6 +263,10 @@ def test_export_and_import_equal_the_base_bit_for_bit(System: Any, base: str) ->
         assert same(model, twin)
     again = Base(model.parameters(), **options)
     again.load_state_dict(optimizer.export_base_state())
+    (group,) = again.param_groups
+    assert group["lr"] == 0.02
+    assert "peak_lr" not in group
+    assert again.state[model[0].weight].keys() == optimizer.state[model[0].weight]["base"].keys()
     for batch in BATCHES[4:]:
         take(model, again, batch)
         take(twin, alone, batch)

@@ -9,23 +9,15 @@ from typing import Any
 import pytest
 import torch
 from framework_training import CASE, usual_loop
-from models import ZOO
 from optimizer_cases import (
     each_of_five,
     make,
     same,
-    take,
 )
+from saved_states import BATCHES, MLP, train
 from torch import nn
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-MLP = ZOO["mlp"]
-BATCHES = MLP.batches(6)
-
-
-def train(model: nn.Module, optimizer: Any, steps: int = 2, start: int = 0) -> None:
-    for batch in BATCHES[start : start + steps]:
-        take(model, optimizer, batch)
 
 
 @each_of_five

@@ -6,21 +6,20 @@ assert_same_trajectory(agreed([w["trajectory"] for w in report[:2]]), reference(
 
 from __future__ import annotations
 
-import warnings
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from models import ZOO
+from optimizer_cases import noted
 from ranks import shard, vector
 from reference import cross_entropy
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from second_order import MRDHO2, SecondOrderWarning
+from second_order import MRDHO2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from reference import Batch
 
@@ -58,18 +57,6 @@ def gradient(
     """Of this rank's shard of a batch: (which, of how many)."""
     optimizer.zero_grad()
     loss_of(model, shard(batch, *pieces)).backward()
-
-
-@contextmanager
-def noted() -> Iterator[list[str]]:
-    """The package's warnings, which stay in the list."""
-    lines: list[str] = []
-    with warnings.catch_warnings(record=True) as messages:
-        warnings.simplefilter("always")
-        try:
-            yield lines
-        finally:
-            lines += [str(w.message) for w in messages if w.category is SecondOrderWarning]
 
 
 def worker(

@@ -13,6 +13,8 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,7 @@ import torch
 from reference import cross_entropy
 from torch import Tensor, nn
 
-from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
+from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, SecondOrderWarning
 from second_order.kronecker.storage import pack_upper_triangular, unpack_upper_triangular
 
 if TYPE_CHECKING:
@@ -171,6 +173,18 @@ def curvature_of(optimizer: Any) -> dict[str, tuple[Tensor, ...]]:
     momentum = subspace.newton.momentum
     known = (subspace.values, vectors, subspace.residuals, momentum, outside)
     return {"eigenpairs": tuple(value.clone() for value in known)}
+
+
+@contextmanager
+def noted() -> Iterator[list[str]]:
+    """A list that has the package's warnings after the block."""
+    lines: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield lines
+        finally:
+            lines += [str(w.message) for w in caught if issubclass(w.category, SecondOrderWarning)]
 
 
 def hook_count(model: nn.Module) -> int:

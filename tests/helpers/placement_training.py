@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed.checkpoint as dcp
 from models import ZOO
-from optimizer_cases import take
+from optimizer_cases import noted, take
 from ranks import OPTIONS, counted, go, shard
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -30,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from second_order import DPKFAC, KAISA, SecondOrderWarning
+from second_order import DPKFAC, KAISA
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -126,11 +125,6 @@ def falling(step: int) -> float:
 
 def growing(step: int) -> int:
     return 1 + step // 2
-
-
-def messages_of(messages: Sequence[warnings.WarningMessage]) -> list[str]:
-    """What this package has warned of."""
-    return [str(w.message) for w in messages if issubclass(w.category, SecondOrderWarning)]
 
 
 # Training.
@@ -279,12 +273,11 @@ def resumed(
     steps: int = BOUNDARY,
 ) -> tuple[list[Tensor], list[str]]:
     """The parameters after each further step, and warnings."""
-    with warnings.catch_warnings(record=True) as messages:
-        warnings.simplefilter("always")
+    with noted() as messages:
         model, optimizer = loaded(placement, data, options)
         rest = LONG[steps:]
         trajectory = follow_placed(rank, world_size, placement, model, optimizer, MLP, rest)
-    return trajectory, messages_of(messages)
+    return trajectory, messages
 
 
 def sharded(

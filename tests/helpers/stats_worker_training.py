@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from distkfac_training import BATCHES, CASE, LAYERS, LONG, distkfac, threads_of
-from mrdho2_training import noted
-from optimizer_cases import matrices
+from optimizer_cases import matrices, noted
 from ranks import go, shard
 from reference import cross_entropy
 from torch import Tensor, nn

@@ -5,13 +5,10 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 from reference import captured, cross_entropy, layer_factors
 from torch import Tensor, nn
 from torch.nn import functional
-
-from second_order import SecondOrderWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,34 +33,26 @@ def weights(optimizer: Any) -> set[float]:
     return {round(float(weight), 12) for weight in found if weight is not None}
 
 
-def messages(caught: list[warnings.WarningMessage]) -> list[str]:
-    return [str(w.message) for w in caught if issubclass(w.category, SecondOrderWarning)]
-
-
 def assert_near(a: nn.Module, b: nn.Module, rtol: float = 1e-8, atol: float = 1e-12) -> None:
     """Raise unless the parameters are equal up to rounding."""
     for p, q in zip(a.parameters(), b.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=rtol, atol=atol)
 
 
-def cpu_scaler(**options: Any) -> Any:
+def former_scaler(kind: Any, **options: Any) -> Any:
+    """A class of torch that is deprecated in favor of torch.amp.GradScaler."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        return torch.cpu.amp.GradScaler(**options)
-
-
-def cuda_scaler(**options: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return torch.cuda.amp.GradScaler(**options)
+        return kind(**options)
 
 
 SCALERS: dict[str, Callable[[], Any]] = {
     "torch.amp": lambda: torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2),
-    "torch.cpu.amp": lambda: cpu_scaler(init_scale=1024.0, growth_interval=2),
-    "torch.cuda.amp disabled": lambda: cuda_scaler(enabled=False),
+    "torch.cpu.amp": lambda: former_scaler(
+        torch.cpu.amp.GradScaler, init_scale=1024.0, growth_interval=2
+    ),
+    "torch.cuda.amp disabled": lambda: former_scaler(torch.cuda.amp.GradScaler, enabled=False),
 }
-each_scaler = pytest.mark.parametrize("scaler", SCALERS)
 
 
 def fixed_labels(y: Tensor) -> Callable[[Any], Tensor]:

@@ -22,8 +22,7 @@ from distkfac_training import (
     solving,
     threads_of,
 )
-from mrdho2_training import noted
-from optimizer_cases import hook_count, same
+from optimizer_cases import hook_count, noted, same
 from ranks import assert_same_trajectory, go, replaced, vector
 from torch import nn
 

@@ -21,7 +21,7 @@ from distkfac_training import (
     threads_of,
 )
 from models import ZOO
-from mrdho2_training import noted
+from optimizer_cases import noted
 from ranks import OPTIONS, agreed, assert_same_trajectory, go, vector
 from stats_worker_training import owned_by, shards
 from torch import Tensor, nn

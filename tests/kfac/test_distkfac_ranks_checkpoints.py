@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distkfac_training import BATCHES, CASE, LAYERS, LONG, Gate, distkfac, solving
-from mrdho2_training import noted
+from optimizer_cases import noted
 from ranks import agreed, assert_same_trajectory, go, vector
 from stats_worker_training import (
     SYNCHRONOUS,

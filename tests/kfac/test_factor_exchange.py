@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import copy
 import io
-import warnings
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from models import ZOO
-from optimizer_cases import take
+from optimizer_cases import noted, take
 from placement_training import count_factors, network, written
 from ranks import agreed, assert_same_trajectory, follow, kaisa
 from reference import cross_entropy, empirical_factors
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from second_order import SecondOrderError, SecondOrderWarning
+from second_order import SecondOrderError
 from second_order.checkpoint.saved import HEADER
 from second_order.kronecker.storage import unpack_upper_triangular
 
@@ -229,8 +228,7 @@ def resume_damaged(
     optimizer = kaisa(model, **options)
     trajectory = []
     unsolved = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with noted() as messages:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         for batch in BATCHES[3:]:
@@ -238,7 +236,6 @@ def resume_damaged(
             unsolved.append(
                 [block.name for block in optimizer._curvature.layers.blocks if not block.solved]
             )
-    messages = [str(w.message) for w in caught if issubclass(w.category, SecondOrderWarning)]
     return trajectory, unsolved, messages
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import re
-import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +12,12 @@ import pytest
 import torch
 from combinations import woven
 from models import ZOO
-from optimizer_cases import each_kronecker, factors, make, take
+from optimizer_cases import each_kronecker, factors, make, noted, take
 from ranks import agreed, kaisa, replaced, shard, vector
 from reference import cross_entropy, empirical_factors, weighted_mean
 from torch import Tensor, nn
 
-from second_order import DecompositionError, DistKFAC, SecondOrderWarning
+from second_order import DecompositionError, DistKFAC
 from second_order.kronecker.solvers import SOLVERS
 
 if TYPE_CHECKING:
@@ -58,10 +57,6 @@ def failing(
         yield
 
 
-def caught(messages: list[warnings.WarningMessage]) -> list[str]:
-    return [str(w.message) for w in messages if issubclass(w.category, SecondOrderWarning)]
-
-
 def inverses(optimizer: Any) -> dict[str, list[Tensor]]:
     return {
         block.name: [part.clone() for part in block.inverse.tensors]
@@ -85,8 +80,7 @@ def fail_once(
     trajectory = []
     stored = set()
     failed = []
-    with warnings.catch_warnings(record=True) as messages:
-        warnings.simplefilter("always")
+    with noted() as warned:
         for step, batch in enumerate(BATCHES[:6]):
             before = inverses(optimizer)
             own_batch = shard(batch, rank, world_size)
@@ -106,7 +100,7 @@ def fail_once(
         for row in optimizer.summary().rows
         if re.search(rf"solve (\d\+)?{where}\b", row.computed_by)
     ]
-    return trajectory, stored, caught(messages), failed, solved_there
+    return trajectory, stored, warned, failed, solved_there
 
 
 @pytest.mark.parametrize(
@@ -143,14 +137,13 @@ def one_side_fails(
     model = MLP.model()
     optimizer = kaisa(model, colocate_factors=colocate, **REFRESHED)
     found = []
-    with warnings.catch_warnings(record=True) as messages:
-        warnings.simplefilter("always")
+    with noted() as warned:
         for step, batch in enumerate(BATCHES[:4]):
             own_batch = shard(batch, rank, world_size)
             with failing("eigen", "raises", lambda m, s=step: s == 2 and m.shape[-1] == size):
                 take(model, optimizer, own_batch)
             found.append(vector(model))
-    return found, caught(messages)
+    return found, warned
 
 
 @pytest.mark.parametrize(("world_size", "colocate"), [(1, True), (2, True), (2, False)])
@@ -172,16 +165,18 @@ def fail_for_ever(
     model = MLP.model()
     optimizer = kaisa(model, **REFRESHED, **options)
     trajectory = []
-    with warnings.catch_warnings(record=True) as messages:
-        warnings.simplefilter("always")
+    with noted() as warned:
         for step, batch in enumerate(BATCHES):
             with failing("eigen", "raises", lambda _, now=step: rank == where and now >= 2):
                 try:
                     take(model, optimizer, shard(batch, rank, world_size))
                 except DecompositionError as error:
-                    return step, str(error), trajectory, len(caught(messages))
+                    found = step, str(error)
+                    break
             trajectory.append(vector(model))
-    raise AssertionError("no error came")
+        else:
+            raise AssertionError("no error came")
+    return *found, trajectory, len(warned)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
@@ -205,8 +200,7 @@ def fail_now_and_then(rank: int, world_size: int) -> list[Tensor]:
     model = MLP.model()
     optimizer = kaisa(model)
     trajectory = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SecondOrderWarning)
+    with noted():
         for step, batch in enumerate(BATCHES):
             with failing("eigen", "raises", lambda _, now=step: rank == 1 and now % 3 > 0):
                 take(model, optimizer, shard(batch, rank, world_size))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch.distributed as dist
 from fsdp_training import fsdp, narrow
-from mrdho2_training import noted
+from optimizer_cases import noted
 from pool import World
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard

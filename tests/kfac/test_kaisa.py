@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from combinations import woven
 from models import ZOO
-from optimizer_cases import factors, take
+from optimizer_cases import factors, noted, take
 from placement_training import KAISA_ALL_REDUCE, Forked, collectives_of_steps, falling, network
 from ranks import (
     agreed,
@@ -26,7 +25,7 @@ from reference import cross_entropy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order import RankMismatchError, SecondOrderWarning
+from second_order import RankMismatchError
 from second_order.distributed.assignment import Grid, LayerDims, assign_layers
 from second_order.kronecker.factors import collect_sums
 
@@ -167,8 +166,7 @@ def test_some_ranks_may_skip_a_layer(world: World, workers: int, wrap: bool) -> 
     """A layer has the statistics of the ranks that call it. One that no rank calls stays."""
     uses: list[set[int]] = [set(), {0, 1, 2, 3}, {1, 2}, set()]
     options = {"grad_worker_fraction": workers / 4}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SecondOrderWarning)
+    with noted():
         results = world.run(train_forked, 4, uses, wrap, options)
     for step in range(4):
         agreed([[rank[step][0]] for rank in results])
@@ -197,15 +195,14 @@ def train_dead(rank: int, world_size: int, user: int, colocate: bool) -> tuple[A
     torch.manual_seed(0)
     model = Dead().double()
     optimizer = kaisa(model, colocate_factors=colocate)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with noted() as warned:
         for batch in BATCHES[:2]:
             x, y = shard(batch, rank, world_size)
             optimizer.zero_grad()
             cross_entropy(model(x, rank == user), y).backward()
             optimizer.step()
     plan = {b.name: each.inverse_ranks for b, each in optimizer._curvature.plan.items()}
-    return plan["branch"], [str(w.message) for w in caught]
+    return plan["branch"], warned
 
 
 @pytest.mark.parametrize("colocate", [True, False])
@@ -259,8 +256,7 @@ def build(rank: int, world_size: int, variant: str) -> None:
     options = dict(DIFFERENCES[variant][0]) if rank == 1 else {}
     model = network(options.pop("widths", [5, 4, 5, 3]))
     options.pop("change", lambda _: None)(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SecondOrderWarning)
+    with noted():
         optimizer = kaisa(model, **options)
     # A difference that passes unnoticed must show as one, not as a hang of the test.
     dist.barrier()

@@ -5,7 +5,6 @@ A step then does not depend on how its batch is split."""
 from __future__ import annotations
 
 import gc
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import fsdp_training
@@ -20,6 +19,7 @@ from optimizer_cases import (
     factors,
     hook_count,
     make,
+    noted,
 )
 from ranks import agreed, assert_same_trajectory, vector
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order import KAISA, DistKFAC, RankMismatchError, SecondOrderWarning
+from second_order import KAISA, DistKFAC, RankMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -167,8 +167,7 @@ def warnings_of(
     """The optimizer after some steps, and what it has warned of."""
     model = LossOutside()
     optimizer = make(System, model, **options)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with noted() as warned:
         for batch in BATCHES:
             optimizer.zero_grad()
             with torch.no_grad():
@@ -177,7 +176,7 @@ def warnings_of(
                 more = {} if number is None else {"num_items_in_batch": torch.tensor(number)}
                 (model(x, y, **more) / (len(sizes) if number is None else 1)).backward()
             optimizer.step()
-    return optimizer, [str(w.message) for w in caught if w.category is SecondOrderWarning]
+    return optimizer, warned
 
 
 @each_kronecker

@@ -6,15 +6,14 @@ or shards if the option says so.
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from combinations import woven
 from models import ZOO
-from optimizer_cases import take
-from placement_training import DPKFAC_ALL_REDUCE, DPKFAC_OWNER, PLACEMENTS, Placement, messages_of
+from optimizer_cases import noted, take
+from placement_training import DPKFAC_ALL_REDUCE, DPKFAC_OWNER, PLACEMENTS, Placement
 from ranks import agreed, assert_same_trajectory, shard, train, vector
 from reference import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -131,8 +130,7 @@ def train_unused(
     """Of a layer that is never called; statuses, and warnings."""
     case = ZOO["unused"]
     model = case.model()
-    with warnings.catch_warnings(record=True) as messages:
-        warnings.simplefilter("always")
+    with noted() as messages:
         shares = placement.fewest(world_size)
         optimizer = placement.make(model, weight_decay=0.1, **shares)
         before = model.get_parameter("unused.weight").clone()
@@ -140,7 +138,7 @@ def train_unused(
             take(model, optimizer, shard(batch, rank, world_size))
     after = model.get_parameter("unused.weight")
     statuses = [row.status for row in optimizer.summary().rows]
-    return after.grad is None, torch.equal(before, after), statuses, messages_of(messages)
+    return after.grad is None, torch.equal(before, after), statuses, messages
 
 
 @each_placement

@@ -1,4 +1,4 @@
-"""A resumed run is the run: parameters and the next checkpoint, bit for bit."""
+"""A resumed run equals the uninterrupted run, bit for bit: parameters and the next checkpoint."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from combinations import woven
 from optimizer_cases import EXACT
+from placement_training import written
 from ranks import shard, vector
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -93,12 +94,6 @@ def take(model: nn.Module, optimizer: Any, scheduler: Any, start: int, stop: int
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
         scheduler.step()
-
-
-def written(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 def saved(model: nn.Module, optimizer: Any, scheduler: Any, to: int | None = 0) -> bytes:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from distkfac_training import BATCHES, CASE, distkfac
-from mrdho2_training import noted
+from optimizer_cases import noted
 from torch import Tensor, nn
 
 from second_order import PerStep

@@ -1,4 +1,4 @@
-"""Groups, schedulers and hooks: what torch's machinery does to a base it does to this one."""
+"""Groups, schedulers and hooks of torch work as with the base."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from combinations import woven
 from models import ZOO
 from optimizer_cases import (
     BASES,
+    SYSTEMS,
     base_only,
     each_kronecker,
     each_system,
@@ -62,7 +63,7 @@ def test_an_added_group_has_all_defaults_and_its_layers_are_preconditioned(
 
 
 def wrapped(System: Any, how: str, model: nn.Module, plain: Any, **options: Any) -> Any:
-    """A system that should do no more than its base."""
+    """A system that steps like its base."""
     if how == "nothing":
         return make(System, model, **base_only(System), **options)
     return identity_curvature(System, model, plain, BATCHES[0], **options)
@@ -78,7 +79,7 @@ SCHEDULERS: dict[str, Callable[..., Any]] = {
 @each_system
 @pytest.mark.parametrize(
     ("base", "schedule", "how"),
-    woven([*BASES], [*SCHEDULERS], ["nothing", "identity"], part=2),
+    woven([*BASES], [*SCHEDULERS], ["nothing", "identity"], part=3),
 )
 def test_without_curvature_scheduled_training_equals_the_base_bit_for_bit(
     System: Any, base: str, schedule: str, how: str
@@ -128,8 +129,7 @@ SWITCHES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-@each_system
-@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize(("System", "switch"), woven(SYSTEMS, [*SWITCHES], part=2))
 def test_the_bases_keywords_reach_the_base(System: Any, switch: str) -> None:
     Base, options = SWITCHES[switch]
     options = {"lr": 0.02, **options}
@@ -170,7 +170,7 @@ def test_step_hooks_run_once_per_step(System: Any) -> None:
 
 @each_system
 def test_a_step_inside_backward_raises(System: Any) -> None:
-    """Before anything changes; and one step later all is as if it had not been tried."""
+    """Nothing changes."""
     model = MLP.model()
     optimizers = {p: make(System, [p], model=model) for p in model.parameters()}
     for p in model.parameters():

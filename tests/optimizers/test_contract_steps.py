@@ -1,19 +1,17 @@
-"""Steps: whatever runs between two calls of `step`, the right statistics are taken, once.
-
-An optimizer of eigenpairs takes none: it trains as if nothing had run.
-"""
+"""Steps capture the right statistics once, whatever else runs between two steps."""
 
 from __future__ import annotations
 
 import copy
-import warnings
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from combinations import woven
 from models import CLASSES, ZOO, Checkpointed
 from optimizer_cases import (
+    SYSTEMS,
     asking,
     assert_same_curvature,
     assert_same_factors,
@@ -24,6 +22,7 @@ from optimizer_cases import (
     eigenpairs_only,
     factors,
     make,
+    noted,
     same,
     take,
 )
@@ -35,7 +34,7 @@ from reference import (
     layer_factors,
     to_matrix,
 )
-from step_reference import assert_near, messages, reference, weights
+from step_reference import assert_near, reference, weights
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -194,13 +193,12 @@ def test_a_layer_without_statistics_is_named_in_one_warning(
             return self.head(torch.tanh(self.late(x)) if self.steps > 2 else x)
 
     model = Late().double()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with noted() as warned:
         optimizer = make(System, model)
         for batch in BATCHES:
             take(model, optimizer, batch)
-    assert sum("'never'" in text for text in messages(caught)) == 1
-    assert sum("'late'" in text for text in messages(caught)) == 1
+    assert sum("'never'" in text for text in warned) == 1
+    assert sum("'late'" in text for text in warned) == 1
 
 
 @pytest.fixture
@@ -233,11 +231,9 @@ def test_the_optimizer_may_be_created_before_a_compiled_models_first_run(
 ACCUMULATING = ["mlp", "conv_grouped", "shared_linear", "sequence_mlp", "inplace"]
 
 
-@each_system
-@pytest.mark.parametrize("name", ACCUMULATING)
-@pytest.mark.parametrize("k", [2, 4])
+@pytest.mark.parametrize(("System", "name", "k"), woven(SYSTEMS, ACCUMULATING, [2, 4], part=2))
 def test_k_micro_batches_equal_one_batch(System: Any, name: str, k: int) -> None:
-    """With the loss of each divided by k, as one does; a module called twice included."""
+    """Each loss is divided by k."""
     case = ZOO[name]
     model = case.model()
     twin = case.model()
@@ -292,9 +288,13 @@ def average(model: nn.Module, batch: Batch) -> None:
 
 
 @each_system
-@pytest.mark.parametrize("when", ["before the forward", "before the backward", "before the step"])
 @pytest.mark.parametrize(
-    "disturb", [validate, no_grad_in_training_mode, forward_without_backward, average]
+    ("when", "disturb"),
+    woven(
+        ["before the forward", "before the backward", "before the step"],
+        [validate, no_grad_in_training_mode, forward_without_backward, average],
+        part=2,
+    ),
 )
 def test_other_passes_do_not_change_a_step(
     System: Any, disturb: Callable[[nn.Module, Batch], None], when: str

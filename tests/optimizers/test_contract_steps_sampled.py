@@ -1,4 +1,4 @@
-"""Steps with the sampled Fisher: labels of the model's own, which touch nothing of the user's."""
+"""Steps with the sampled Fisher, and with scaled losses."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from combinations import woven
 from models import CLASSES, ZOO
 from optimizer_cases import (
+    KRONECKER,
+    SYSTEMS,
     asking,
     assert_same_curvature,
     assert_same_factors,
     curvature_of,
     each_kronecker,
-    each_system,
     factors,
     make,
     same,
     take,
 )
 from reference import cross_entropy
-from step_reference import SCALERS, assert_near, each_scaler, fixed_labels, reference
+from step_reference import SCALERS, assert_near, fixed_labels, reference
 from torch import Tensor, nn
 
 from second_order import DHO2
@@ -125,9 +127,10 @@ def logits_of(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output.logits
 
 
-@each_kronecker
-@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("System", "form", "likelihood"),
+    woven(KRONECKER, [*FORMS], ["categorical", "bernoulli", "gaussian"], part=3),
+)
 def test_the_sampled_fisher_finds_the_logits(System: Any, form: str, likelihood: str) -> None:
     found = []
     for shape in ("tensor", form):
@@ -165,9 +168,9 @@ def scaled(model: nn.Module, optimizer: Any, scaler: Any, batch: Batch, unscale:
     scaler.update()
 
 
-@each_system
-@pytest.mark.parametrize("unscale", [False, True])
-@each_scaler
+@pytest.mark.parametrize(
+    ("System", "scaler", "unscale"), woven(SYSTEMS, [*SCALERS], [False, True], part=2)
+)
 def test_loss_scaling_does_not_change_the_curvature(
     System: Any, scaler: str, unscale: bool
 ) -> None:
@@ -220,9 +223,15 @@ def infinite_gradient(layer: nn.Module) -> Any:
     return layer.register_forward_hook(hook)
 
 
-@each_system
-@pytest.mark.parametrize("where", ["everywhere", "first layer", "last layer"])
-@pytest.mark.parametrize("scaler", ["torch.amp", "torch.cpu.amp"])
+@pytest.mark.parametrize(
+    ("System", "scaler", "where"),
+    woven(
+        SYSTEMS,
+        ["torch.amp", "torch.cpu.amp"],
+        ["everywhere", "first layer", "last layer"],
+        part=2,
+    ),
+)
 def test_a_step_skipped_by_the_scaler_changes_nothing(System: Any, scaler: str, where: str) -> None:
     """Statistics of the skipped pass are dropped, also those of layers that saw no infinity."""
     model = MLP.model()

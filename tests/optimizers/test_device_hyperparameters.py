@@ -1,6 +1,6 @@
 """Hyperparameters as tensors on the device, and steps while a CUDA graph is recorded.
 
-What is of the pretended device runs as a process of its own: this file as a script.
+The tests of the fake device run this file as a script, in a process of their own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning
 
 EVERY: dict[str, Any] = {"factor_update_steps": 5, "inv_update_steps": 10}
 SGD: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
+STEPS = 12  # two refreshes
 
 
 def network() -> nn.Module:
@@ -116,7 +117,7 @@ def seen_by(System: Any, options: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"waits": [], "uploads": []}
     with pretend_device() as seen:
         training = Training(System, put_there(options) if options.pop("tensors") else options)
-        for _ in range(20):
+        for _ in range(STEPS):
             training.passes(0)
             seen.clear()
             training.optimizer.step()

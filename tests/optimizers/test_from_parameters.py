@@ -13,7 +13,7 @@ import pytest
 import torch
 from fsdp_training import fsdp, go_on, narrow, shares
 from models import ZOO
-from optimizer_cases import KRONECKER, SYSTEMS, each_of_five, make, same, take
+from optimizer_cases import KRONECKER, each_of_five, make, same, take
 from ranks import agreed, follow, vector
 from reference import cross_entropy
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
-FIVE = [*SYSTEMS, MRDHO2]
 
 
 def found(params: Any) -> Any:

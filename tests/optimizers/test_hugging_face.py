@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from optimizer_cases import each_kronecker
+from combinations import woven
+from optimizer_cases import KRONECKER
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -53,7 +54,6 @@ CONFIGURATIONS: dict[str, Callable[[], Any]] = {
     "Llama": llama,
     "Llama, tied": lambda: llama(tied=True),
 }
-each_configuration = pytest.mark.parametrize("name", CONFIGURATIONS)
 
 
 def made(name: str) -> Any:
@@ -76,8 +76,7 @@ def trained(model: nn.Module, optimizer: Any, steps: int = 3) -> list[float]:
     return losses
 
 
-@each_kronecker
-@each_configuration
+@pytest.mark.parametrize(("System", "name"), woven(KRONECKER, [*CONFIGURATIONS], part=2))
 def test_nearly_all_parameters_are_preconditioned(System: Any, name: str) -> None:
     model = made(name)
     plain = copy.deepcopy(model)

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import re
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from optimizer_cases import KRONECKER, SYSTEMS, asking, make
+from optimizer_cases import KRONECKER, SYSTEMS, asking, each_kronecker, each_system, make, noted
 from ranks import agreed, vector
 from reference import cross_entropy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from second_order import DHO2, MRDHO2, SecondOrderWarning
+from second_order import DHO2, MRDHO2
 
 if TYPE_CHECKING:
     from pool import World
 
-each_kronecker = pytest.mark.parametrize("System", KRONECKER)
-each_system = pytest.mark.parametrize("System", SYSTEMS)
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(8) % 3
 
@@ -30,20 +27,19 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-def warned(System: Any, model: nn.Module, step: Any, steps: int = 2, **options: Any) -> list[str]:
-    """What is said while a model is trained by a function that leaves gradients."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+def warnings_of(System: Any, model: nn.Module, step: Any, **options: Any) -> list[str]:
+    """The warnings of two steps. `step` computes the gradients."""
+    with noted() as warned:
         options = {"warmup_steps": 0, **options} if System not in KRONECKER else options
         optimizer = System(model, lr=0.1, **options)
-        for _ in range(steps):
+        for _ in range(2):
             optimizer.zero_grad()
             step(model)
             more = {} if System in KRONECKER else asking(model, optimizer, (X, Y))
             before = vector(model)
             optimizer.step(**more)
             assert not torch.equal(vector(model), before), "nothing was trained"
-    return [str(w.message) for w in caught if issubclass(w.category, SecondOrderWarning)]
+    return warned
 
 
 def backward(model: nn.Module) -> None:
@@ -67,7 +63,7 @@ def by_vmap(model: nn.Module) -> None:
 @each_kronecker
 @pytest.mark.parametrize("step", [by_func_grad, by_vmap])
 def test_function_transforms_raise_with_the_reason(System: Any, step: Any) -> None:
-    (message,) = warned(System, net(), step)
+    (message,) = warnings_of(System, net(), step)
     assert "no layer gave statistics" in message
     assert "torch.func transforms (vmap, grad) show a layer's hooks no gradients" in message
     assert "torch.compile" not in message
@@ -77,8 +73,8 @@ def test_function_transforms_raise_with_the_reason(System: Any, step: Any) -> No
 @each_system
 @pytest.mark.parametrize("how", [torch.jit.script, lambda m: torch.jit.trace(m, X)])
 def test_scripted_modules_fall_back_with_a_warning(System: Any, how: Any) -> None:
-    warnings_seen = warned(System, nn.Sequential(how(net()), nn.Linear(3, 3)), backward)
-    whole = warned(System, how(net()), backward)
+    warnings_seen = warnings_of(System, nn.Sequential(how(net()), nn.Linear(3, 3)), backward)
+    whole = warnings_of(System, how(net()), backward)
     if System not in KRONECKER:
         assert not [message for message in warnings_seen + whole if "torch.jit" in message]
         return
