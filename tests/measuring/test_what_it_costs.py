@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+import measured
 
 ROOT = Path(__file__).resolve().parents[2]
 STORED: dict[str, Any] = json.loads((ROOT / "benchmarks/results/measured.json").read_text())
@@ -25,10 +31,23 @@ def test_time_is_near_its_floor() -> None:
         assert found[name] < bound * floors[name]
 
 
+def largest_peak(memory: dict[str, float], ranks: int) -> float:
+    """An owner's triangles, and less than one full matrix of a layer."""
+    return memory["triangles"] / ranks + memory["a layer"] + 2**20
+
+
 def test_owners_store_their_share_and_little_more() -> None:
     assert STORED["memory"].keys() == {"device, 1", "owner, 4"}
     found = STORED["memory"]["owner, 4"]
-    assert found["peak"] < found["triangles"] / 4 + found["a layer"] + 3 * 2**20
+    assert found["peak"] < largest_peak(found, ranks=4)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's peak")
+def test_a_pass_now_stays_below_this_peak(tmp_path: Path) -> None:
+    with patch.dict(os.environ):
+        found = measured.measure_memory(2, width=2048, depth=4, keep="owner", folder=tmp_path)
+    assert found["factors"] == found["triangles"] / 2
+    assert found["peak"] < largest_peak(found, ranks=2)
 
 
 def test_a_large_model_equals_the_computed_sizes() -> None:

@@ -33,6 +33,7 @@ __all__ = [
     "group_equal",
     "max_stacked_elements",
     "merge_numbers",
+    "pack_from_blocks",
     "pack_upper_triangular",
     "packed_length",
     "read_numbers",
@@ -217,15 +218,29 @@ def _gather_indices(dim: int, device: torch.device) -> _GatherIndices:
 
 
 def _pack_by_blocks(matrix: Tensor) -> Tensor:
-    *batch, n, _ = matrix.shape
-    h = n // 2
-    packed = matrix.new_empty(*batch, packed_length(n))
-    blocks = _blocks_of(packed, n)
-    blocks.x12.copy_(matrix[..., :h, h:])
+    return pack_from_blocks(matrix.shape[-1], lambda rows, columns: matrix[..., rows, columns])
+
+
+def pack_from_blocks(dim: int, block: Callable[[slice, slice], Tensor]) -> Tensor:
+    """Pack symmetric matrices ``(..., dim, dim)`` without storing all of their blocks at a time.
+
+    Args:
+        dim: The dimension of the matrices.
+        block: Returns ``matrix[..., rows, columns]`` for two slices. It is called three times.
+    """
+    h = dim // 2
+    first = slice(0, h)
+    last = slice(h, dim)
+    x12 = block(first, last)
+    packed = x12.new_empty(*x12.shape[:-2], packed_length(dim))
+    blocks = _blocks_of(packed, dim)
+    blocks.x12.copy_(x12)
+    del x12  # frees its memory
+
     # X22 fills a square. X11's upper triangle then replaces the entries above X22's diagonal.
-    blocks.x22.copy_(matrix[..., h:, h:])
-    mask = torch.ones(h, h, dtype=torch.bool, device=matrix.device).triu_()
-    blocks.x11.copy_(torch.where(mask, matrix[..., :h, :h], blocks.x11))
+    blocks.x22.copy_(block(last, last))
+    mask = torch.ones(h, h, dtype=torch.bool, device=packed.device).triu_()
+    torch.where(mask, block(first, first), blocks.x11, out=blocks.x11)
     return packed
 
 

@@ -23,7 +23,11 @@ from torch import Tensor
 from second_order.distributed.world import World
 from second_order.kronecker.layers import gram
 from second_order.kronecker.solvers import ieee_matmul
-from second_order.kronecker.storage import pack_upper_triangular
+from second_order.kronecker.storage import (
+    GATHERED_UP_TO,
+    pack_from_blocks,
+    pack_upper_triangular,
+)
 from second_order.measuring.layers import Layer
 
 __all__ = ["WIDENING", "Keep", "Key", "Sums", "full_precision"]
@@ -90,16 +94,24 @@ class Sums:
         widens = is_narrow and self.dtype is torch.float32 and rows.device.type in WIDENING
         if not widens:
             rows = rows.to(self.dtype)
+
+        def product(first: slice, second: slice) -> Tensor:
+            left = rows[:, first]
+            right = rows[:, second]
+            if widens:  # without a float32 copy of the rows
+                return torch.mm(left.mT, right, out_dtype=self.dtype).unsqueeze(0)
+            if first == second:
+                return gram(left.unsqueeze(0))
+            return (left.mT @ right).unsqueeze(0)
+
+        dim = rows.shape[-1]
         with full_precision(rows.device):
-            # The first product saves a float32 copy of the rows, and addmm_ a temporary matrix.
-            if widens:
-                self.add(key, torch.mm(rows.mT, rows, out_dtype=self.dtype).unsqueeze(0))
-            elif self._is_packed:
-                self.add(key, gram(rows.unsqueeze(0)))
-            elif key in self._local:
-                self._local[key][0].addmm_(rows.mT, rows)
+            if self._is_packed and dim > GATHERED_UP_TO:
+                self.add(key, pack_from_blocks(dim, product))
+            elif key in self._local and not self._is_packed and not widens:
+                self._local[key][0].addmm_(rows.mT, rows)  # without a temporary matrix
             else:
-                self.add(key, (rows.mT @ rows).unsqueeze(0))
+                self.add(key, product(slice(None), slice(None)))
 
     def add(self, key: Key, matrix: Tensor) -> None:
         """Add a matrix ``(groups, n, n)``, or one in its stored shape. It may be overwritten."""
@@ -126,12 +138,10 @@ class Sums:
         """Send the sums up to a position of the order to their owners."""
         for key in self._order[self._num_sent : end]:
             self._num_sent += 1  # counts even if the send fails
-            total = self._reduce_to_owner(key)
-            if total is not None:
-                _add_to(self._owned, key, total)
+            self._send(key)
 
-    def _reduce_to_owner(self, key: Key) -> Tensor | None:
-        """Reduce what the ranks have added since the last call; return None if not the owner."""
+    def _send(self, key: Key) -> None:
+        """Reduce what the ranks have added since the last call, and add it to the owner's sum."""
         part = self._local.pop(key, None)
         if part is None:
             device = torch.device("cpu") if self._is_on_host else self.device
@@ -144,9 +154,8 @@ class Sums:
             if self._world.backend == "gloo":
                 part = part.cpu()
             dist.reduce(part, group=self._world.group, group_dst=owner)
-        if owner != self._world.rank:
-            return None
-        return part.to(device)
+        if owner == self._world.rank:
+            _add_to(self._owned, key, part.to(device))
 
 
 def _add_to(sums: dict[Key, Tensor], key: Key, part: Tensor) -> None:
