@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -118,19 +117,27 @@ def save_input(x: Tensor) -> Callable[[], Tensor]:
         place since.
     """
     if not top_saved_tensor_hooks(False):
-        # Nothing packs saved tensors, so do without a node, which takes much longer to make.
-        return partial(_unchanged_input, x.detach(), x._version)
-    anchor = torch.empty(0, requires_grad=True, device="cpu")
-    # The function holds the result and not its node. Before torch 2.13, a node frees its saved
+        return hold_input(x)  # nothing packs saved tensors, and a node takes much longer to make
+
+    # A node is made only if some argument requires a gradient, hence the anchor. The returned
+    # function holds the result and not its node, because before torch 2.13 a node frees its saved
     # tensors when its result is freed.
+    anchor = torch.empty(0, requires_grad=True, device="cpu")
     result = cast(Any, _SavedInput.apply(x.detach(), anchor))  # type: ignore[no-untyped-call]
     return lambda: result.grad_fn.saved_tensors[0]
 
 
-def _unchanged_input(x: Tensor, version: int) -> Tensor:
-    if x._version != version:
-        raise RuntimeError("the input of a layer has been changed by an inplace operation")
-    return x
+def hold_input(x: Tensor) -> Callable[[], Tensor]:
+    """Hold an input itself. Returns a function as :func:`save_input` does."""
+    held = x.detach()  # an x that is changed in place has the layer's node in its history
+    version = x._version
+
+    def read() -> Tensor:
+        if held._version != version:
+            raise RuntimeError("the input of a layer has been changed by an inplace operation")
+        return held
+
+    return read
 
 
 def to_compute_dtype(x: Tensor) -> Tensor:

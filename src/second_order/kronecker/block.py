@@ -64,7 +64,11 @@ AGREED_STATE = ("no_statistics", "statistics_due", "failures")
 
 
 class LayerStatus(Enum):
-    """What this rank knows about a layer's statistics."""
+    """What this rank knows about a layer's statistics.
+
+    ``ensure_factors(statistics_due=True)`` turns WAITING into NOT_CAPTURED, and ``record_capture``
+    turns any status into CAPTURED. ``record_residual`` sets UNVERIFIED, and ends it.
+    """
 
     WAITING = 0  # none have been due
     NOT_CAPTURED = 1  # they were due, and the layer's hooks captured no pair
@@ -86,6 +90,8 @@ class KroneckerBlock:
         kinds: The kind of each module.
         owned: The parameters of the block, the weight first, if they are not the weight and bias of
             the first module.
+
+    :meth:`_reset` creates the attributes that depend on which parameters are trainable.
 
     Attributes:
         names: Names of the modules.
@@ -308,6 +314,7 @@ class KroneckerBlock:
             if residual > TOLERANCE:
                 self.status = LayerStatus.UNVERIFIED
             elif self.unverified:
+                # The pairs are right again, but were not kept while the layer was unverified.
                 self.status = LayerStatus.NOT_CAPTURED
         if self.unverified:
             self.staged.clear()
@@ -498,6 +505,9 @@ Gradients: TypeAlias = Callable[[Tensor], Tensor | None]
 def to_matrices(gradients: list[Tensor], layout: Layout) -> Tensor:
     """Concatenate the gradients of equal layers to ``(layers x groups, out, in)``.
 
+    For two Linears with a weight (out, in) and a bias (out,), the views of the gradients are
+    (out, in) and (out, 1), the axis is 1, and the result is (2, out, in + 1).
+
     Args:
         gradients: The gradients of all parameters of the first layer, then those of the next.
         layout: The layout of the layers.
@@ -514,6 +524,7 @@ def to_matrices(gradients: list[Tensor], layout: Layout) -> Tensor:
         columns = [torch.stack(views[i::num_params]) for i in range(num_params)]
         matrices = columns[0] if num_params == 1 else torch.cat(columns, layout.axis + 1)
     else:
+        # Next to each other along the axis, e.g. (out, 2 (in + 1)), and then split by layer.
         matrices = views[0] if len(views) == 1 else torch.cat(views, layout.axis)
         matrices = matrices.unflatten(layout.axis, (layers, -1)).movedim(layout.axis, 0)
     if has_groups:
@@ -554,7 +565,7 @@ class LayerBatch:
         self._dtype = self.blocks[0].work_dtype
         self._layout = self.blocks[0].layout
         self._inverse = inverse
-        # The layers' inverses that `_inverse` was made of.
+        # The layers' inverses that `_inverse` was made of. Inverses are compared by identity.
         self._layer_inverses = None if inverse is None else self._collect_inverses()
 
     def _collect_inverses(self) -> list[Inverse]:
@@ -607,7 +618,7 @@ class LayerBatch:
         return to_matrices(gradients, self._layout).to(self._dtype)
 
     def precondition(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        """Apply the inverses, which have a dtype, to the result of :meth:`gradient`."""
+        """Apply the inverses to the result of :meth:`gradient`. ``dtype``: that of the inverses."""
         return self.inverse.precondition(gradient.to(dtype)).to(gradient.dtype)
 
     def split_layers(self, results: Tensor) -> Sequence[Tensor]:
@@ -633,7 +644,8 @@ class LayerBatch:
 def per_group(numbers: Sequence[float | Tensor], groups: int, like: Tensor) -> Any:
     """The number that all layers share; or a tensor with each layer's number for each group.
 
-    γ differs between layers if threads began their inversions at different steps.
+    Layers may have different numbers of damping if threads began their inversions at different
+    steps.
     """
     number = merge_numbers(numbers, like)
     if isinstance(number, Tensor) and number.dim() > 0:
@@ -655,7 +667,7 @@ def batch_layers(blocks: Iterable[KroneckerBlock]) -> list[LayerBatch]:
     for block in blocks:
         weight = block.weight
         shape = block.shape
-        # Layers with an L are few and wide, and their products are not batched.
+        # Doubly factored layers, which have locations, are few and wide: no batches of these.
         own_batch = block if shape.locations else None
         dtypes = (block.work_dtype, weight.dtype)
         keys.append((shape, dtypes, weight.device, block.layout, own_batch))

@@ -1,9 +1,10 @@
-"""Capture pairs of a layer's input and the gradient of the layer's output in training passes.
+"""Capture pairs of a layer's input x and the gradient d of the layer's output in training passes.
 
     forward     ``Capture.observe``, called by a forward hook on the layer, finds the autograd node
-                of the layer's product and registers a ``_NodeHook``, which keeps the input.
-    backward    The node runs its ``_NodeHook``, which passes the gradient to ``Capture.take``.
-                ``Capture.take`` hands the pair to the consumer, which adds it to A and G.
+                of the layer's product and registers a ``_NodeHook``, which keeps x.
+    backward    The node runs its ``_NodeHook``, which passes d to ``Capture.take``.
+                ``Capture.take`` hands the pair to the consumer, which adds it to A and G. From a
+                compiled graph, pairs come to ``Capture.receive`` instead.
 
 The gradient is read on the node and not by a backward hook on the module, because such a hook wraps
 the output in a view, which in-place activations cannot modify. The node's hook sees the gradient
@@ -16,14 +17,17 @@ no pair. ``torch.autograd.grad`` leaves none either: it computes gradient penalt
 inside a loss or attacks on inputs, and these are not gradients of the training loss.
 
 The input is kept as autograd keeps its own inputs, through the saved-tensor hooks that are active.
-Activation checkpointing and offloading therefore keep their memory savings.
+Activation checkpointing and offloading therefore keep their memory savings (but not with sampled
+labels, which need the input in two passes).
 
 If the model is compiled with ``torch.compile``, the hooks are traced with it, and the backward of
 the compiled graph delivers the pairs (:mod:`second_order.kronecker.compiled_capture`).
 
-The sampled Fisher needs its own backward pass before the user's, which a compiled graph does not
-allow. If its statistics are due, the hooks break the graph before the model, and the model runs
-eagerly.
+The sampled Fisher needs its own backward pass before the user's. A node's hook then fires twice:
+in the pass of the sampled labels, which :meth:`Capture.take` ignores, and in the user's pass, which
+delivers the pair with the gradient of the sampled labels. A compiled graph does not allow the
+additional pass. If statistics are due, the hooks break the graph before the model, and the model
+runs eagerly.
 """
 
 from __future__ import annotations
@@ -53,6 +57,7 @@ from second_order.utils.stages import stage
 __all__ = ["Capture", "Gate", "input_in"]
 
 Sampler = Callable[[Any, int], Tensor]
+"""Samples labels from a model's output, and returns the sum of their negative log-likelihoods."""
 
 # Errors and warnings.
 SCRIPTED = (
@@ -110,7 +115,16 @@ class Consumer(Protocol):
         """Whether to capture pairs of a module in this forward pass."""
 
     def consume(self, module: nn.Module, x: Any, d: Tensor, pass_id: int, again: bool) -> None:
-        """Receive a pair. ``again``: an earlier backward pass came through the same forward."""
+        """Receive a pair.
+
+        Args:
+            module: The layer.
+            x: Its input.
+            d: The gradient of its output.
+            pass_id: The number of the backward pass. With sampled labels, the number of the call
+                of the model, because one backward pass may deliver the pairs of several calls.
+            again: Whether an earlier backward pass came through the same forward.
+        """
 
     def verify(self, module: nn.Module, x: Any, d: Tensor) -> None:
         """With sampled labels: receive the pair of the user's own loss, to verify the layer."""
@@ -165,6 +179,7 @@ class LayerHook(CaptureHook):
     def __init__(self, capture: Capture | None = None, module: nn.Module | None = None) -> None:
         super().__init__(capture, module)
         self.sampled = capture is not None and capture.sampled
+        # Compiled graphs have this tensor as an input, by which they find the hook.
         self.anchor = compiled_capture.anchor_of(self)
 
     def __call__(
@@ -192,6 +207,8 @@ class LayerHook(CaptureHook):
         if not compiled_capture.has_pair(module, x, output):
             return None
         if self.sampled:
+            # BeforeModelHook has kept the model out of graphs, but not a part of it that was
+            # compiled by itself.
             _refuse_compiled_part()
         return compiled_capture.capture_output(x, output, self.anchor)
 
@@ -274,13 +291,13 @@ class _Product(NamedTuple):
     x: Any = None  # the input; None if it must be read from autograd's node
     shape: torch.Size | None = None  # of the output; the node's gradient may be flattened
     qkv: tuple[int, ...] = ()  # for an in-projection: which of q, k and v, as 0, 1 and 2
-    assembly: Assembly | None = None  # joins the products of one attention call to one pair
+    assembly: Assembly | None = None  # of an attention call; joins the pairs of q, k and v
 
 
 class _Pass(NamedTuple):
     """A backward pass, from the point of view of one forward call."""
 
-    number: int
+    number: int  # ``pass_id`` of :meth:`Consumer.consume`
     again: bool  # an earlier backward pass came through the same call
 
 
@@ -313,17 +330,15 @@ class _NodeHook:
         if self._outer_pass != autograd.NO_PASS:
             self._again = autograd.has_earlier_pass(self._outer_pass)
 
-        # How the input is read in the backward pass.
+        # How the input is read in the backward pass. Without an x, the node that runs has it.
         self._read_input: Callable[[], Any] = autograd.read_product_input
         self._is_freed = False
         x = product.x
-        if capture.sampled and x is not None:
-            # Detached, because an x that is later changed in place has the node in its history.
-            self._read_input = x.detach().detach
-        elif isinstance(x, Routed):
-            self._read_input = x.save_input()
-        elif x is not None:
-            self._read_input = autograd.save_input(x)
+        if x is not None:
+            # A checkpoint can unpack a saved tensor in one of two passes only, so with sampled
+            # labels the input is held itself.
+            save = autograd.hold_input if capture.sampled else autograd.save_input
+            self._read_input = x.save(save) if isinstance(x, Routed) else save(x)
 
     def __call__(self, gradients: tuple[Any, ...]) -> None:
         """Receive the gradients of the node's outputs, before the node runs."""
@@ -334,12 +349,13 @@ class _NodeHook:
         with stage("statistics"):
             capture.take(self, gradient)
         if not autograd.keeps_graph():
-            # Free the input when autograd frees its own, even if the user keeps the loss.
+            # Free the input when autograd frees its own, even if the user keeps the loss. The
+            # function that is set here holds no tensor, and is not called any more.
             self._is_freed = True
             self._read_input = autograd.read_product_input
 
     def pair(self, gradient: Tensor) -> tuple[Any, Tensor] | None:
-        """The pair of the layer's call, or None until the call's last product has its gradient."""
+        """The pair of the layer's call. None if the pairs of q, k and v are not complete yet."""
         x = self._read_input().detach()
         d = gradient.detach()
         if self._assembly is not None:
@@ -411,7 +427,7 @@ class Capture:
 
     Attributes:
         gate: Whether pairs are captured in the passes that follow, in compiled graphs as well.
-        missed: By layer, why its last lost pair did not count.
+        missed: By layer, why its last pair did not count, or why it may never have one.
         root_calls: How many calls of the model labels have been sampled for.
     """
 
@@ -439,7 +455,8 @@ class Capture:
         self.root_calls = 0
         self._inside_model = False
         self._pending: list[tuple[_NodeHook, GradientEdge]] = []  # of the model's running call
-        self._compiler: Any = None  # Dynamo's callback, while the model runs eagerly
+        # Dynamo's callback (a function, False or None), while the model runs eagerly.
+        self._compiler: Any = None
 
     @property
     def sampled(self) -> bool:
@@ -601,40 +618,41 @@ class Capture:
     # ---------------------------------------------------------------------------- backward passes
 
     def take(self, hook: _NodeHook, gradient: Tensor) -> None:
-        """Pair the gradient that a node received with the node's input, for the consumer.
-
-        With sampled labels the user's pass delivers the pair of the sampled labels' gradient.
-        """
+        """Pair the gradient that a node received with the node's input, for the consumer."""
         module = hook.module
         if self._accumulated and not autograd.reaches_parameters(module, self.fsdp):
-            if not self.sampled:  # this may be the backward pass of the sampled labels
+            # With sampled labels, this may be their own pass, which accumulates nowhere.
+            if not self.sampled:
                 self.missed[module] = NOT_ACCUMULATED
             return
-
-        if self.sampled:
-            sampled = hook.pop_sampled()
-            if sampled is not None:
-                pair = hook.pair(sampled.gradient)
-                self._emit(module, pair, _Pass(sampled.model_call, again=False))
-            if hook.is_only_product:
-                with torch.no_grad(), _without_autocast(gradient.device):
-                    x, d = cast(tuple[Any, Tensor], hook.pair(gradient))
-                    self._consumer.verify(module, x, d)
-            return
-
         try:
-            pair = hook.pair(gradient)
+            if self.sampled:
+                self._take_sampled(hook, gradient)
+            else:
+                self._emit(module, hook.pair(gradient), hook.running_pass())
         except RuntimeError as error:
             if "inplace operation" not in str(error):
                 raise
             # Autograd allows the change if the layer multiplied a copy, as of a transposed input.
             self.missed[module] = CHANGED
-            return
-        self._emit(module, pair, hook.running_pass())
+
+    def _take_sampled(self, hook: _NodeHook, gradient: Tensor) -> None:
+        """In the user's pass, deliver the pair that has the gradient of the sampled labels.
+
+        The user's own gradient serves to verify the layer.
+        """
+        sampled = hook.pop_sampled()
+        if sampled is not None:
+            pair = hook.pair(sampled.gradient)
+            self._emit(hook.module, pair, _Pass(sampled.model_call, again=False))
+        if hook.is_only_product:
+            with torch.no_grad(), _without_autocast(gradient.device):
+                x, d = cast(tuple[Any, Tensor], hook.pair(gradient))
+                self._consumer.verify(hook.module, x, d)
 
     def receive(self, module: nn.Module, x: Tensor, gradient: Tensor) -> None:
         """Receive a pair from the backward of a compiled graph, which will reuse its memory."""
-        if not autograd.reaches_parameters(module, self.fsdp):
+        if self._accumulated and not autograd.reaches_parameters(module, self.fsdp):
             self.missed[module] = NOT_ACCUMULATED
             return
         # The running node stands for the whole graph. Each forward makes a new node, so an earlier

@@ -31,7 +31,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from second_order.kronecker import autograd
 from second_order.kronecker.layers import (
     ROUTED,
     FactorShape,
@@ -54,7 +53,9 @@ WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 def is_experts(module: nn.Module) -> bool:
     """Whether a module has fused experts, in the form that transformers defines."""
-    down = module._parameters.get("down_proj")
+    if "down_proj" not in module._parameters:
+        return False
+    down = module._parameters["down_proj"]
     if down is None or down.dim() != 3:
         return False
     return all(hasattr(module, name) for name in EXPERTS_ATTRIBUTES)
@@ -129,11 +130,11 @@ class Routed:
             return None
         return cls(hidden, index, weights)
 
-    def save_input(self) -> Callable[[], Routed]:
-        """Save the tensors as autograd saves its inputs. Returns a function that reads them."""
-        read_hidden = autograd.save_input(self.hidden)
-        read_index = autograd.save_input(self.index)
-        read_weights = autograd.save_input(self.weights)
+    def save(self, save: Callable[[Tensor], Callable[[], Tensor]]) -> Callable[[], Routed]:
+        """Save each tensor with a function of it. Returns a function that reads them."""
+        read_hidden = save(self.hidden)
+        read_index = save(self.index)
+        read_weights = save(self.weights)
         return lambda: Routed(read_hidden(), read_index(), read_weights())
 
     def detach(self) -> Routed:

@@ -6,7 +6,7 @@
     step    ``collect_sums`` returns the sums of the step, which the ranks then all-reduce.
             ``update_running_averages`` adds them to the running averages.
 
-With ``X <- X + (x - X) / W`` and ``W <- beta W + 1``, X is the exponential moving average divided
+With ``W <- beta W + 1`` and then ``X <- X + (x - X) / W``, X is the exponential moving average divided
 by 1 - beta^t: after the first update it is the first statistic, and a constant stays constant.
 Every decision is a tensor operation, so that no update synchronizes with the device.
 """
@@ -93,8 +93,8 @@ class StagedStatistics:
     """A layer's sums over the pairs of one step, which the next step adds to the averages.
 
     The sums of a pass stay separate until it is over, when the number of its loss terms is known.
-    They are stored as the running averages are (packed), so that no more than one layer's full
-    matrices exist at a time.
+    They are stored as the running averages are (packed), so that full matrices exist only for the
+    layers that are multiplied together at the moment.
 
     Attributes:
         shape: Sizes of the layer's factors.
@@ -134,7 +134,7 @@ class StagedStatistics:
         return self.verification
 
     def has_pass(self, pass_id: int) -> bool:
-        """Whether a backward pass has delivered a pair."""
+        """Whether the backward pass with this number has delivered a pair."""
         return pass_id in self._is_first
 
     def has_other_pass(self, pass_id: int) -> bool:
@@ -260,7 +260,8 @@ def close_pass(
                 totals += total.tensors
                 added += sums.tensors
 
-        # Scale G and its mean eigenvalues by N², and add.
+        # Scale G and its mean eigenvalues by N², and add. The first pass has no total to be added to:
+        # its sums, scaled in place, are the total.
         if of_gradients and terms is not None:
             number = terms
             if isinstance(number, Tensor):
@@ -285,7 +286,7 @@ def collect_sums(
 ) -> list[StatisticsSums]:
     """Return the sums of a step by layer, which the caller adds over ranks.
 
-    A module that is used several times in a pass has as many more rows. A is then the mean over its
+    A module that is used k times in a pass has k times as many rows. A is then the mean over its
     uses, and G is their sum (the lumped statistics of Ba et al. 2017, appendix C).
 
     Args:
@@ -339,8 +340,9 @@ def scale_to_one_term(
     Args:
         sums: The sums over all ranks.
         shapes: The layers' factor shapes.
-        share: N, over the number of ranks over which gradients are averaged, as a multiple of the
-            terms that the sums count.
+        share: (N / P) / n, where gradients are averaged over P ranks, N is the number of terms of
+            the step, and the sums count n terms, which are ``head[0]``. A captured gradient is P / N
+            of one term's, so G is multiplied by (N / P)².
     """
     scaled: list[StatisticsSums] = []
     for layer_sums, shape in zip(sums, shapes, strict=True):
@@ -552,8 +554,9 @@ class _Routed(NamedTuple):
 def _average_routed(shares: Tensor, new_shares: Tensor, step: Tensor) -> _Routed:
     """Return the scale and the step of the average of each expert's A.
 
-    An average of sums, divided by the average of shares, moves by the step times the new share over
-    the share afterwards.
+    The average of an expert's sums, divided by the average of its share s of the examples, is a mean
+    over its own examples. With the step t of both averages, and the new share s', it becomes
+    A + (t s' / s_after) (a - A), where a is the mean over the new examples.
 
     Args:
         shares: Each expert's share of all examples so far, ``(layers, groups)``.

@@ -1,27 +1,30 @@
-"""Decide which rows of a backward pass are terms of its loss, and which rows take part in it.
+"""Decide which rows of a backward pass are terms of its loss, and which rows count in A.
 
 The loss is a mean over N terms. N is one number for all layers of a pass, and G = N Σ d dᵀ. A is
-the mean of x xᵀ over the rows that take part. A gradient may happen to vanish at one layer: dead
-units, dropped paths, a hinge, tokens that went to another expert. This must change neither N nor A.
-A leaves out only what the loss does not count at all: padding, and positions without a label.
+the mean of x xᵀ over the rows that *take part*: those that the loss depends on. A gradient may
+happen to vanish at one layer: dead units, dropped paths, a hinge, tokens that went to another
+expert. This must change neither N nor A. A leaves out only rows that have no gradient at any layer,
+such as padding. A prompt's tokens have no label, so they are not terms, but later tokens attend to
+them, so they have gradients and take part.
 
 Layers whose inputs have the same leading dimensions see the same rows. A layer that sees these
-rows flattened sees the same rows too. Rows are of one of three types. The leading dimensions of
-all layers decide the type once the pass is over:
+rows flattened sees the same rows too. The pairs of an ``nn.MultiheadAttention`` may have the batch
+in another dimension than the rest of the model, so their rows are compared with no other layer's.
+Rows are of one of three types. The leading dimensions of the layers decide the type:
 
     positions   Shape (B, T, ...), or B T rows where another layer has (B, T), or tokens of fused
                 experts. A row takes part if it has a gradient at any layer that sees it.
     examples    Shape (B, ...) at a convolution, or B rows otherwise. All take part, even without a
                 gradient: the loss may be flat for an example (hinge, clipped ratios) and is still
                 a mean over the batch.
-    selected    n rows, where other layers have positions and neither B nor B T is n. These are
+    selected    n rows, where earlier pairs have positions and none of B, T and B T is n. These are
                 tokens that were picked, for example for an expert. A row takes part if it has a
                 gradient at this very layer.
 
 The layer called last receives its gradient first. It shows the terms: its examples, or those of its
 positions that have a gradient. It may be called several times in one pass. The terms are those of
 all its calls if the calls have different numbers of rows, or if they add up to the rows of another
-layer. Tokens without a label, such as a prompt's, are not terms, but they take part.
+layer.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ class RowGroup:
     """Rows that several layers see.
 
     Attributes:
-        family: The family of layers whose rows these are.
+        family: ATTENTION, ROUTED (fused experts), or "" for all other layers.
         shape: Leading dimensions of the layers' inputs.
         are_examples: Whether a layer showed that the rows are the batch's examples.
         are_selected: Whether the rows were selected for one call, which no other call shares.
@@ -87,11 +90,15 @@ class RowGroup:
 
     def add(self, row_mask: RowMask) -> None:
         """Add the rows that have a gradient at one more layer."""
-        if row_mask.mask is not None and not self.all_have_gradient:
-            self.has_gradient = _union(self.has_gradient, row_mask.mask)
-            if self.has_gradient.device.type == "cpu":
-                row_mask = to_row_mask(self.has_gradient)
+        if self.all_have_gradient:
+            return
         if row_mask.mask is None:
+            self.all_have_gradient = True
+            self.has_gradient = None
+            return
+        self.has_gradient = _union(self.has_gradient, row_mask.mask)
+        # To read a mask from a GPU would synchronize with it.
+        if self.has_gradient.device.type == "cpu" and bool(self.has_gradient.all()):
             self.all_have_gradient = True
             self.has_gradient = None
 
@@ -131,7 +138,8 @@ class BackwardPass:
         reduce: Whether all positions of an example make one term.
 
     Attributes:
-        serial: Larger than that of all passes that began earlier.
+        serial: Larger than that of all passes that began earlier, and than ``cleared_at`` of
+            statistics that were cleared earlier.
         again: Whether an earlier pass went through the same calls of layers.
         layers: The staged statistics of the layers that have pairs of this pass, by ``id()``.
     """
@@ -195,22 +203,20 @@ class BackwardPass:
             group: Their group, as :meth:`find_group` returned it.
             module: The module.
             has_label_per_row: Whether a label was sampled for each row of the layer called last.
-            read_gradient: Whether the host reads now which rows have a gradient. On a GPU it
-                waits for the end of the pass.
+            read_gradient: Whether the host reads now which rows have a gradient. To avoid a
+                synchronization, it does not on a GPU, where this is decided when the pass is over.
         """
         if self._last_called is None:
             self._last_called = module
         is_last_called = module is self._last_called
 
-        # The rows of this pair that have a gradient.
+        # The rows of this pair that have a gradient, if anything depends on them.
+        is_undecided = read_gradient and not group.all_take_part
         row_mask = full_row_mask(group.num_rows)
-        needs_mask = is_last_called or (read_gradient and not group.all_have_gradient)
-        if needs_mask and not group.are_examples:
+        if (is_last_called or is_undecided) and not group.are_examples:
             row_mask = nonzero_row_mask(rows.gradient)
 
-        if read_gradient and not group.all_take_part:
-            if row_mask.mask is not None and bool(row_mask.mask.all()):
-                row_mask = full_row_mask(group.num_rows)
+        if is_undecided:
             group.add(row_mask)
         if is_last_called:
             self._calls.append(_Call(group, row_mask, all_terms=has_label_per_row))
@@ -222,7 +228,7 @@ class BackwardPass:
         return to_row_mask(group.has_gradient)
 
     def schedule_end(self) -> bool:
-        """Note that autograd will end this pass. Returns whether that is new."""
+        """Note that autograd will call us at the end of this pass. Returns whether that is new."""
         is_new = not self._end_is_scheduled
         self._end_is_scheduled = True
         return is_new
@@ -320,7 +326,8 @@ class BackwardPass:
         """Whether each call of the layer called last has its own part of the terms.
 
         This holds if the calls' numbers of rows differ (sequences one by one), or add up to the
-        rows of another layer (logits in chunks). Otherwise one call may follow the other.
+        rows of another layer (logits in chunks). Otherwise the same rows may go through the layer
+        several times, as in a recurrent network, so that only the last call shows the terms.
         """
         numbers = [call.group.num_rows for call in self._calls]
         if len(numbers) < 2:
@@ -375,10 +382,10 @@ class Terms(NamedTuple):
 class LayerStatistics(Protocol):
     """What :class:`StepPasses` needs of a layer's staged statistics."""
 
-    cleared_at: int
+    cleared_at: int  # from `next_serial`, when the statistics were last cleared
 
     def has_pass(self, pass_id: int) -> bool:
-        """Whether a backward pass has delivered a pair."""
+        """Whether the pass with this number has delivered a pair."""
 
 
 @dataclass

@@ -9,8 +9,10 @@ For each pair of a backward pass, ``StatisticsCollector.consume``:
 At the end of the pass, or when the kept pairs exceed a number of bytes,
 ``StatisticsCollector.sum_pairs``:
 
-4. decides which rows take part. While the pass is running, a row without a gradient may still get
-   one at another layer. Such rows are kept until the end of the pass;
+4. decides which rows take part, that is, count in A. A padding token must not, and is known by a
+   gradient of zero at every layer (:mod:`second_order.kronecker.rows`). While the pass is running,
+   a row without a gradient may still get one at another layer. Such rows are kept until the end of
+   the pass;
 5. computes the sums of the pairs. A GPU spends more time on launches than on a small layer's
    products, so the pairs of equal Linears are multiplied in one batch;
 6. adds the sums to the staged statistics of all layers with one call.
@@ -264,7 +266,9 @@ class StatisticsCollector:
             module: The module that was called.
             x: Its input.
             d: The gradient of its output.
-            pass_id: A number that all pairs of one backward pass share.
+            pass_id: A number that all pairs of one backward pass share. With sampled labels, all
+                pairs of one call of the model, because the user's backward pass may go through
+                several calls.
             again: Whether an earlier backward pass came through this call of the module.
         """
         blocks = self._begin_pass(module, pass_id)
@@ -322,7 +326,7 @@ class StatisticsCollector:
         block.staged.record_pair(pair.backward_pass.number, again=again, work=work)
         if block is self._rows_only:
             return
-        block.record_capture(block.staged.work)
+        block.record_capture(block.staged.work)  # of all pairs since the last step
         with self._lock:
             self._pairs.append(pair)
             self._bytes += pair.nbytes
@@ -346,7 +350,7 @@ class StatisticsCollector:
             if block.fits_pair(module, x, d):
                 fitting.append(block)
             else:
-                block.record_residual(1.0)
+                block.record_residual(1.0)  # the pair reproduces nothing of the gradient
         return fitting
 
     def _mark_repeated(self, backward_pass: BackwardPass, blocks: Iterable[KroneckerBlock]) -> None:
@@ -423,6 +427,7 @@ class StatisticsCollector:
                     ready.append(first)
                     self._pairs += rest
                 else:
+                    # Not counted in `_bytes`, or each new pair would try to sum these again.
                     self._pairs.append(replace(pair, gradient=None))
             self._add(ready)
 
@@ -443,7 +448,9 @@ class StatisticsCollector:
 
     def _can_split(self, pair: Pair) -> bool:
         """Whether the layer can sum some rows of a pair now and the others later."""
-        if pair.group.are_selected:  # the rows without a gradient do not take part
+        # Whether selected rows take part depends on their gradients at this layer alone, so those
+        # without a gradient need not be kept.
+        if pair.group.are_selected:
             return True
         kind = pair.block.kinds.get(pair.module)
         if pair.index is not None or kind is None or not kind.multiplies_rows:
@@ -487,7 +494,8 @@ class StatisticsCollector:
         batches = [[ready[i] for i in group] for group in groups]
         layers = [each.pair.staged for batch in batches for each in batch]
 
-        # The sums of equal layers are computed together.
+        # The sums of equal layers are computed together. The columns of a record are the number of
+        # rows of A, the mean eigenvalues of each factor's groups, and the rows of routed groups.
         size = (len(layers), _record_length(first))
         records = torch.empty(size, dtype=first.dtype, device=first.device)
         record_parts = records.split([len(batch) for batch in batches])
@@ -495,7 +503,8 @@ class StatisticsCollector:
         for batch, part in zip(batches, record_parts, strict=True):
             sums.append(self._sum_batch(batch, part))
 
-        # Non-finite sums are dropped: they count as zeros.
+        # Non-finite sums are dropped: they count as zeros. A sum of outer products with a number
+        # that is not finite has a mean eigenvalue that is not finite, and 0 ∞ and 0 NaN are NaN.
         bad = records.sum(1) * 0.0 != 0.0
         records.masked_fill_(bad.unsqueeze(1), 0.0)
         count_dropped(layers, bad)
@@ -662,7 +671,7 @@ def find_rows_with_gradient(pairs: Sequence[Pair], pass_is_over: bool) -> None:
             groups.append(pair.group)
             gradients.append(pair.gradient)
 
-    # The gradients of layers that see the same rows are read as one stack.
+    # The gradients of layers that see the same rows are compared with 0 as one stack.
     if groups:
         keys: list[Hashable] = []
         for group, d in zip(groups, gradients, strict=True):
@@ -672,7 +681,7 @@ def find_rows_with_gradient(pairs: Sequence[Pair], pass_is_over: bool) -> None:
         for members in group_equal(keys, sizes, max_size):
             mask = as_stack([gradients[i] for i in members]).any(-1)
             has_gradient = mask[0] if len(members) == 1 else mask.any(0)
-            groups[members[0]].add(RowMask(has_gradient, 0))
+            groups[members[0]].add(RowMask(has_gradient, 0))  # nobody reads the count
     if not pass_is_over:
         by_id = {id(pair.group): pair.group for pair in pairs}
         _read_complete_groups(by_id.values())
@@ -712,6 +721,7 @@ def split_pair(pair: Pair) -> tuple[ReadyPair, list[Pair]]:
     index = (~row_mask.mask).nonzero().squeeze(1)
     leading = len(group.shape)
     x = pair.x.reshape(group.num_rows, *pair.x.shape[leading:])[index]
+    # No layer has given these rows a gradient so far, this one included.
     d = pair.d.new_zeros(()).expand(len(index), *pair.d.shape[leading:])
     rest = replace(
         pair,
