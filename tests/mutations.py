@@ -631,14 +631,19 @@ forwards that checkpoints repeat are new ones
   <-  example_counts::two_losses_of_one_forward_pass_are_not_micro_batches
     self._again = autograd.has_earlier_pass(self._outer_pass)  =>  pass
 gradients beside the loss as examples  <-  example_counts::gradients_of_other_quantities_add_no_examples
-    if self._accumulated and not autograd.reaches_parameters(module, self.fsdp):  =>  if False:
+  -         if not self._counts(module):
+  -             # With sampled labels, this may be their own pass, which accumulates nowhere.
+  +         if False:
+  +             # With sampled labels, this may be their own pass, which accumulates nowhere.
 the view of a layer's output hooked, which an operation in place replaces
   <-  verification::in_place_operations_lose_no_pairs
     if edge.node.name() != "ViewBackward0":  =>  if True:
 gradients beside the loss as examples, in a graph
   <-  compiled::evaluation_input_gradients_and_frozen_layers_give_no_pairs
-  - if not autograd.reaches_parameters(module, self.fsdp):
-  + if False:
+  -         if not self._counts(module):
+  -             self.missed[module] = NOT_ACCUMULATED
+  +         if False:
+  +             self.missed[module] = NOT_ACCUMULATED
 steps without statistics have the operators in their graph
   <-  compiled::a_disabled_capture_adds_nothing_to_the_graph
   -         if not self.gate.open:
@@ -646,9 +651,8 @@ steps without statistics have the operators in their graph
   -
 a graph's pairs of the data's labels beside those of drawn ones
   <-  compiled_sampled::unsupported_models_raise_when_compiled
-  -         if self.sampled:
   -             _refuse_compiled_part()
-  -
+  +             pass
 exports with hooks  <-  compiled::exported_and_traced_models_contain_no_hooks
   -         if is_exporting():
   -             return None

@@ -207,8 +207,7 @@ class LayerHook(CaptureHook):
         if not compiled_capture.has_pair(module, x, output):
             return None
         if self.sampled:
-            # BeforeModelHook has kept the model out of graphs, but not a part of it that was
-            # compiled by itself.
+            # BeforeModelHook keeps the model out of graphs, but not a part compiled by itself.
             _refuse_compiled_part()
         return compiled_capture.capture_output(x, output, self.anchor)
 
@@ -620,7 +619,7 @@ class Capture:
     def take(self, hook: _NodeHook, gradient: Tensor) -> None:
         """Pair the gradient that a node received with the node's input, for the consumer."""
         module = hook.module
-        if self._accumulated and not autograd.reaches_parameters(module, self.fsdp):
+        if not self._counts(module):
             # With sampled labels, this may be their own pass, which accumulates nowhere.
             if not self.sampled:
                 self.missed[module] = NOT_ACCUMULATED
@@ -635,6 +634,10 @@ class Capture:
                 raise
             # Autograd allows the change if the layer multiplied a copy, as of a transposed input.
             self.missed[module] = CHANGED
+
+    def _counts(self, module: nn.Module) -> bool:
+        """Whether the pairs of the running backward pass count for a layer."""
+        return not self._accumulated or autograd.reaches_parameters(module, self.fsdp)
 
     def _take_sampled(self, hook: _NodeHook, gradient: Tensor) -> None:
         """In the user's pass, deliver the pair that has the gradient of the sampled labels.
@@ -652,7 +655,7 @@ class Capture:
 
     def receive(self, module: nn.Module, x: Tensor, gradient: Tensor) -> None:
         """Receive a pair from the backward of a compiled graph, which will reuse its memory."""
-        if self._accumulated and not autograd.reaches_parameters(module, self.fsdp):
+        if not self._counts(module):
             self.missed[module] = NOT_ACCUMULATED
             return
         # The running node stands for the whole graph. Each forward makes a new node, so an earlier

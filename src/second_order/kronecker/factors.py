@@ -6,9 +6,9 @@
     step    ``collect_sums`` returns the sums of the step, which the ranks then all-reduce.
             ``update_running_averages`` adds them to the running averages.
 
-With ``W <- beta W + 1`` and then ``X <- X + (x - X) / W``, X is the exponential moving average divided
-by 1 - beta^t: after the first update it is the first statistic, and a constant stays constant.
-Every decision is a tensor operation, so that no update synchronizes with the device.
+With ``W <- beta W + 1`` and then ``X <- X + (x - X) / W``, X is the exponential moving average
+divided by 1 - beta^t: after the first update it is the first statistic, and a constant stays
+constant. Every decision is a tensor operation, so that no update synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -260,8 +260,8 @@ def close_pass(
                 totals += total.tensors
                 added += sums.tensors
 
-        # Scale G and its mean eigenvalues by N², and add. The first pass has no total to be added to:
-        # its sums, scaled in place, are the total.
+        # Scale G and its mean eigenvalues by N², and add. The first pass has no total to be added
+        # to: its sums, scaled in place, are the total.
         if of_gradients and terms is not None:
             number = terms
             if isinstance(number, Tensor):
@@ -341,8 +341,8 @@ def scale_to_one_term(
         sums: The sums over all ranks.
         shapes: The layers' factor shapes.
         share: (N / P) / n, where gradients are averaged over P ranks, N is the number of terms of
-            the step, and the sums count n terms, which are ``head[0]``. A captured gradient is P / N
-            of one term's, so G is multiplied by (N / P)².
+            the step, and the sums count n terms, which are ``head[0]``. A captured gradient is
+            P / N of one term's, so G is multiplied by (N / P)².
     """
     scaled: list[StatisticsSums] = []
     for layer_sums, shape in zip(sums, shapes, strict=True):
@@ -554,9 +554,9 @@ class _Routed(NamedTuple):
 def _average_routed(shares: Tensor, new_shares: Tensor, step: Tensor) -> _Routed:
     """Return the scale and the step of the average of each expert's A.
 
-    The average of an expert's sums, divided by the average of its share s of the examples, is a mean
-    over its own examples. With the step t of both averages, and the new share s', it becomes
-    A + (t s' / s_after) (a - A), where a is the mean over the new examples.
+    The average of an expert's sums, divided by the average of its share s of the examples, is a
+    mean over its own examples. With the step t of both averages, and the new share s', it becomes A
+    + (t s' / s_after) (a - A), where a is the mean over the new examples.
 
     Args:
         shares: Each expert's share of all examples so far, ``(layers, groups)``.
