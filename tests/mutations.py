@@ -781,7 +781,7 @@ experts that reduce takes for examples of their own
 
 == kronecker/layer_curvature.py
 a curvature object of another covariance
-  <-  model_curvature::samples_have_the_inverse_curvature_as_covariance
+  <-  curvature_functions::samples_have_the_inverse_curvature_as_covariance
     normal * (values + gamma).rsqrt()  =>  normal / (values + gamma)
 a diagonal of corrected eigenvalues in their own basis
   <-  curvature_functions::a_layers_functions_equal_those_of_the_dense_matrix

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from framework_training import assert_as_usual, decayed_groups, optimizer_of, trainable
-from optimizer_cases import EXACT, each_kronecker, each_of_five
+from optimizer_cases import EXACT, each_of_five
+
+from second_order import DPKFAC, KAISA, DistKFAC
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,9 +68,15 @@ def test_an_optimizer_handed_over(hf: Any, System: Any, tmp_path: Path) -> None:
     assert_like_the_loop(hf, model, System, "BERT", seen, clip=0.1, options=options)
 
 
-@each_kronecker
-@pytest.mark.parametrize("name", ["Llama", "GPT-2"])
-@pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    ("System", "name", "base"),
+    [
+        (KAISA, "Llama", torch.optim.AdamW),
+        (KAISA, "GPT-2", torch.optim.SGD),
+        (DPKFAC, "GPT-2", torch.optim.AdamW),
+        (DistKFAC, "Llama", torch.optim.SGD),
+    ],
+)
 def test_padded_text_accumulated_trains_as_whole_batches(
     hf: Any, System: Any, name: str, base: Any, tmp_path: Path
 ) -> None:

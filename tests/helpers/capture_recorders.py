@@ -53,9 +53,9 @@ def linears(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if isinstance(m, nn.Linear)]
 
 
-def watched(model: nn.Module, sampler: Any = None) -> tuple[Capture, Recorder]:
+def watched(model: nn.Module, sampler: Any = None, recorder: Any = None) -> tuple[Capture, Any]:
     """A capture of all Linear layers."""
-    recorder = Recorder()
+    recorder = Recorder() if recorder is None else recorder
     capture = Capture(recorder, sampler)
     capture.attach(model, linears(model))
     return capture, recorder

@@ -19,6 +19,11 @@ def close(actual: Iterable[Tensor], expected: Iterable[Tensor], rtol: float = 1e
         )
 
 
+def near(actual: Tensor, expected: Tensor, rtol: float = 1e-10) -> None:
+    """As `close`, of one tensor."""
+    close([actual], [expected], rtol)
+
+
 def error(actual: Tensor, expected: Tensor) -> float:
     """Relative, in the Frobenius norm."""
     return float((actual - expected).norm() / expected.norm())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import capture_recorders
 import pytest
 import torch
 from capture_recorders import Keeper, Recorder, backward, linears
@@ -23,10 +24,7 @@ each_backend = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 
 
 def watched(model: nn.Module) -> tuple[Capture, Keeper]:
-    recorder = Keeper()
-    capture = Capture(recorder)
-    capture.attach(model, linears(model))
-    return capture, recorder
+    return capture_recorders.watched(model, recorder=Keeper())
 
 
 @pytest.fixture(autouse=True)

@@ -6,11 +6,13 @@ import json
 import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from layer_curvatures import dense, flat
 from torch import Tensor, nn
 
 from second_order import CheckpointError, KroneckerCurvature, LayerCurvature, SecondOrderError
@@ -66,41 +68,9 @@ def layer_of(
     return LayerCurvature(name, (name,), nn.Linear, shapes, shape, stored, 8.0, 1.0, None, values)
 
 
-def dense(layer: LayerCurvature) -> Tensor:
-    """F in the order of the parameters flattened, by Kronecker products of factors or vectors."""
-    groups, out, width = layer.shape.gradient_shape
-    a = torch.diag_embed(layer.A) if layer.shape.diagonal_a else layer.A
-    g = layer.G
-    if layer.corrected is None:
-        if "L" in layer.stored:
-            a = torch.kron(a[0], layer.factor("L")[0])[None]
-        blocks = [torch.kron(gi, ai) for gi, ai in zip(g, a, strict=True)]
-    else:
-        q = a if layer.shape.diagonal_a else torch.linalg.eigh(a).eigenvectors
-        if layer.shape.diagonal_a:
-            q = torch.eye(width, dtype=a.dtype)[None]
-        if "L" in layer.stored:
-            q = torch.kron(q[0], torch.linalg.eigh(layer.factor("L")[0]).eigenvectors)[None]
-        p = torch.linalg.eigh(g).eigenvectors
-        basis = [torch.kron(pi, qi) for pi, qi in zip(p.contiguous(), q.contiguous(), strict=True)]
-        pairs = zip(basis, layer.corrected.flatten(1), strict=True)
-        blocks = [b @ v.diag() @ b.mT for b, v in pairs]
-    index = torch.arange(groups * out * width).view(groups, out, width)
-    order = index.reshape(-1)
-    if layer.shape.transposed:
-        order = index[0].mT.reshape(-1)
-    elif len(layer.shapes) == 2:
-        order = torch.cat([index[..., :-1].reshape(-1), index[..., -1].reshape(-1)])
-    return torch.block_diag(*blocks)[order][:, order]
-
-
 def powered(F: Tensor, f: Any) -> Tensor:
     values, vectors = torch.linalg.eigh(F)
     return vectors @ f(values.clamp_min(0)).diag() @ vectors.mT
-
-
-def flat(layer: LayerCurvature, vector: Mapping[str, Tensor]) -> Tensor:
-    return torch.cat([vector[name].reshape(-1) for name in layer.shapes])
 
 
 def near(found: Tensor, expected: Tensor, to: float = 1e-7) -> None:
@@ -148,6 +118,22 @@ def test_a_layers_functions_equal_those_of_the_dense_matrix(
     assert curvature.logdet(gamma, relative=True) == pytest.approx(float(relative))
     if corrected:  # it matters
         assert not torch.allclose(F, dense(replace(layer, corrected=None)), rtol=1e-3)
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_have_the_inverse_curvature_as_covariance(kind: str, corrected: bool) -> None:
+    """A sample is S z with z normal: S Sᵀ, from unit vectors instead of z."""
+    layer = layer_of(kind, "x", 3, 2, packed=False, corrected=corrected)
+    shape = layer.shape.gradient_shape
+    columns = []
+    for unit in torch.eye(math.prod(shape), dtype=torch.float64):
+        with patch.object(torch, "randn", return_value=unit.view(shape)):
+            columns.append(flat(layer, layer.to_vector(layer.sample(0.3))))
+    S = torch.stack(columns, 1)
+    F = dense(layer)
+    inverse = torch.linalg.inv(F + 0.3 * torch.eye(len(F), dtype=F.dtype))
+    torch.testing.assert_close(S @ S.mT, inverse, rtol=1e-9, atol=1e-11)
 
 
 FUNCTIONS: dict[str, Any] = {

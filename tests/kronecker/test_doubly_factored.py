@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from models import CLASSES
 from optimizer_cases import make, matrices, take
 from reference import cross_entropy
+from tolerances import near
 from torch import Tensor, nn
 
 from second_order import DistKFAC
@@ -37,11 +38,6 @@ each_solver = pytest.mark.parametrize("solver", ["eigen", "inverse"])
 
 def distkfac(model: nn.Module, **options: Any) -> Any:
     return make(DistKFAC, model, **{"async_inverse": False, "precondition_norms": True, **options})
-
-
-def close(actual: Tensor, expected: Tensor, rtol: float = 1e-10) -> None:
-    atol = rtol * float(expected.abs().max()) + 1e-14
-    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
 
 
 def factor(dim: int) -> Tensor:
@@ -93,9 +89,9 @@ def test_18_rank_one_in_float32_far_from_one(shape: tuple[int, int], scale: floa
     psi, kappa = rank_one((x * scale).float())
     product = (psi.double()[:, :, None] * kappa.double()[:, None]) / scale
     rest, sigma = best_error(x)
-    close((x - product).norm(dim=(1, 2)), rest, rtol=1e-5)
-    close(psi.double().norm(dim=1).square() / scale, sigma, rtol=1e-5)
-    close(kappa.double().norm(dim=1).square() / scale, sigma, rtol=1e-5)
+    near((x - product).norm(dim=(1, 2)), rest, rtol=1e-5)
+    near(psi.double().norm(dim=1).square() / scale, sigma, rtol=1e-5)
+    near(kappa.double().norm(dim=1).square() / scale, sigma, rtol=1e-5)
 
 
 # 18. Doubly factored: exact for one example of rank-one input; unchanged by the SVD's sign.
@@ -112,7 +108,7 @@ def test_18_exact_for_one_example_of_rank_one(channels: int, locations: int, see
     take(model, optimizer, (x, y))
     width = channels * locations
     empirical = weight_fisher(ref.empirical_fisher(model, x, y, cross_entropy, "1"), width)
-    close(dense_block(block.ensure_factors())[0], empirical, rtol=1e-9)
+    near(dense_block(block.ensure_factors())[0], empirical, rtol=1e-9)
     # The expectation over the model's labels: the layer's G is the sum over them.
     v = ref.label_gradients(model(x).detach(), "categorical")
     total = torch.zeros_like(empirical)
@@ -124,7 +120,7 @@ def test_18_exact_for_one_example_of_rank_one(channels: int, locations: int, see
         A, G, L = (part[0] for part in pair.factors.values())
         total += ref.kron(G, A, L)
     exact = weight_fisher(ref.exact_fisher(model, x, "categorical", "1"), width)
-    close(total, exact, rtol=1e-9)
+    near(total, exact, rtol=1e-9)
 
 
 @few
@@ -141,8 +137,8 @@ def test_18_the_factors_are_the_means_over_examples(
     ((_, d),) = ref.captured(model, x, lambda out: cross_entropy(out, y), "1")["1"]
     L, A, G = ref.doubly_factored_factors(x.mT, d)
     for found, expected in zip(alg(block), (A, L, G), strict=True):
-        close(found, expected, rtol=1e-8)
-    close(dense_block(block.ensure_factors())[0], ref.kron(G, A, L), rtol=1e-8)
+        near(found, expected, rtol=1e-8)
+    near(dense_block(block.ensure_factors())[0], ref.kron(G, A, L), rtol=1e-8)
 
 
 def test_a_non_finite_input_makes_a_non_finite() -> None:
@@ -188,5 +184,5 @@ def test_15_three_factor_solves_equal_dense_solves(
     gradient = torch.randn(1, dims[1], dims[0] * dims[2], dtype=F64)
     inverse = inverse_of(solver, A, G, L, damping)
     selected = gradient.clone()
-    close(inverse.precondition(gradient), dense(solver, A, L, G, gradient, damping), rtol=1e-8)
+    near(inverse.precondition(gradient), dense(solver, A, L, G, gradient, damping), rtol=1e-8)
     assert torch.equal(gradient, selected)

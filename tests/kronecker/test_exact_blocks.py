@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from models import CLASSES, Pool
 from optimizer_cases import make, matrices, take
 from reference import cross_entropy
+from tolerances import near
 from torch import Tensor, nn
 
 from second_order import DistKFAC
@@ -91,11 +92,6 @@ def after_a_step(model: nn.Module, batch: Batch, **options: Any) -> Any:
     return optimizer
 
 
-def close(actual: Tensor, expected: Tensor, rtol: float = 1e-10) -> None:
-    atol = rtol * float(expected.abs().max()) + 1e-14
-    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
-
-
 def coupled_fisher(model: nn.Sequential, batch: Batch) -> Tensor:
     """Of a batch norm that trains: x̂ of the whole batch, an example's d of its own loss term."""
     x, y = batch
@@ -145,7 +141,7 @@ def test_an_exact_block_is_the_mean_outer_product_of_gradients(
     keep_only(model, part)
     expected = ref.empirical_fisher(model, *batch, cross_entropy, "0")[at, at]
     for approx in ("expand", "reduce"):  # equal if there are no positions
-        close(curvature(after_a_step(model, batch, kfac_approx=approx)), expected)
+        near(curvature(after_a_step(model, batch, kfac_approx=approx)), expected)
 
 
 @pytest.mark.parametrize("name", BATCHED)
@@ -158,7 +154,7 @@ def test_batch_norm_in_training_mode_has_an_exact_block(
     at = entries(model, part)
     expected = coupled_fisher(model, batch)[at, at]
     keep_only(model, part)
-    close(curvature(after_a_step(model, batch)), expected)
+    near(curvature(after_a_step(model, batch)), expected)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -171,7 +167,7 @@ def test_a_gain_multiplies_the_normalized_input(name: str) -> None:
     expected = module(x) if bias is None else module(x) - bias.view(shape)
     rule = gain_of(module)
     assert rule is not None
-    close(rule.factor(module, x) * gain, expected.detach())
+    near(rule.factor(module, x) * gain, expected.detach())
 
 
 # Positions of a sequence.
@@ -189,8 +185,8 @@ def test_positions_are_expanded_or_reduced(norm: nn.Module) -> None:
     rows = x.flatten(0, 1), each.flatten()
     expand = ref.empirical_fisher(plain, *rows, cross_entropy, "0")
     reduce = ref.empirical_fisher(pooled, x, one, cross_entropy, "0")
-    close(curvature(after_a_step(plain, (x, each), kfac_approx="expand")), expand)
-    close(curvature(after_a_step(pooled, (x, one), kfac_approx="reduce")), reduce)
+    near(curvature(after_a_step(plain, (x, each), kfac_approx="expand")), expand)
+    near(curvature(after_a_step(pooled, (x, one), kfac_approx="reduce")), reduce)
     other = curvature(after_a_step(pooled, (x, one), kfac_approx="expand"))
     assert (other - reduce).norm() > 0.05 * reduce.norm()
 
@@ -224,7 +220,7 @@ def test_a_step_equals_the_dense_solve(name: str, most: int, solver: str) -> Non
     F = curvature(optimizer)
     assert len(F) == len(gradient)
     assert (exact_block(optimizer).shape.groups > 1) == (most == 1)
-    close(step, ref.dense_solve(F, gradient, 0.03), rtol=1e-8)
+    near(step, ref.dense_solve(F, gradient, 0.03), rtol=1e-8)
 
 
 def test_the_clip_applies_to_exact_blocks() -> None:

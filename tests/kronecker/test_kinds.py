@@ -17,6 +17,7 @@ import torch
 from models import CLASSES, TransposedLinear
 from optimizer_cases import each_kronecker, factors, make, take
 from reference import cross_entropy
+from tolerances import near
 from torch import Tensor, nn
 
 import second_order
@@ -32,11 +33,6 @@ if TYPE_CHECKING:
 
 F64 = torch.float64
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-
-
-def close(actual: Tensor, expected: Tensor, rtol: float = 1e-9) -> None:
-    atol = rtol * float(expected.abs().max()) + 1e-14
-    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
 
 
 # What computes like a Linear.
@@ -128,7 +124,7 @@ def test_a_transposed_linear_trains_like_a_linear(System: Any, options: dict[str
     found = trained(System, transposed, **options)
     expected = trained(System, linear, **options)
     for one, other in zip(found, expected, strict=True):
-        close(one, other)
+        near(one, other)
     assert (linear[0].weight - start[0]).norm() > 1e-3
 
 
@@ -200,7 +196,7 @@ def test_a_graph_linear_trains_like_a_linear(System: Any, name: str) -> None:
         products = [name for name, module in each.named_modules() if hasattr(module, "weight")]
         assert {rows[name] for name in products} == {"preconditioned"}
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        close(one.detach(), other.detach())
+        near(one.detach(), other.detach())
 
 
 # Norms of other classes.
@@ -258,10 +254,8 @@ second_order.register_layer(LayerScale, gain=lambda module, x: x.sin(), weight="
         lambda: LlamaNorm(4, 1.0),
         lambda: OwnLayerNorm(4),
         lambda: LayerScale(4),
-        lambda: nn.LayerNorm(4),
-        lambda: nn.RMSNorm(4),
     ],
-    ids=["Llama", "Gemma", "LayerNorm of one's own", "registered", "LayerNorm", "RMSNorm"],
+    ids=["Llama", "Gemma", "LayerNorm of one's own", "registered"],
 )
 def test_norms_have_exact_blocks(System: Any, build: Callable[[], nn.Module], most: int) -> None:
     torch.manual_seed(0)
@@ -282,7 +276,7 @@ def test_norms_have_exact_blocks(System: Any, build: Callable[[], nn.Module], mo
         optimizer = make(System, model, lr=1.0, precondition_norms=True)
     take(model, optimizer, (x, y))
     step = torch.cat([p.grad.flatten() for p in params.values() if p.grad is not None])
-    close(step, expected)
+    near(step, expected)
     assert (step - each.mean(0)).norm() > 0.1 * step.norm()
     assert optimizer.summary().preconditioned_share == 1.0
 
@@ -344,7 +338,7 @@ def test_a_transposed_convolution_has_the_factors_of_its_patches(name: str, appr
     expected = transposed_factors(model, batch, approx)
     take(model, optimizer, batch)
     for one, other in zip(factors(optimizer)["0"], expected, strict=True):
-        close(one, other)
+        near(one, other)
 
 
 # Embeddings that are scaled, or tied to the output layer.
@@ -379,8 +373,8 @@ def test_a_scaled_embedding_has_the_factors_of_its_gradient(System: Any) -> None
     optimizer = make(System, model)
     take(model, optimizer, (x, y))
     A, G = factors(optimizer)["0"]
-    close(A[0], torch.bincount(x, minlength=6).double() / 8)
-    close(G[0], sum((g.T @ g for g in rows), torch.zeros(4, 4, dtype=F64)) / 8)
+    near(A[0], torch.bincount(x, minlength=6).double() / 8)
+    near(G[0], sum((g.T @ g for g in rows), torch.zeros(4, 4, dtype=F64)) / 8)
     assert match(Positions(6, 4)) == (None, "Positions overrides Embedding.forward")
 
 
@@ -434,9 +428,9 @@ def test_a_tied_embedding_has_the_partial_traces_of_both_uses(
     optimizer = make(System, model)
     take(model, optimizer, batch)
     A, G = factors(optimizer)["embedding = head"]
-    close(A[0], entries / entries.sum())
-    close(G[0], width)
-    close(entries.sum(), width.trace())
+    near(A[0], entries / entries.sum())
+    near(G[0], width)
+    near(entries.sum(), width.trace())
 
 
 # Users' own.
@@ -486,10 +480,10 @@ def test_a_registered_layer_has_the_factors_of_its_product(System: Any, kind: ty
     optimizer = make(System, model)
     take(model, optimizer, (x, y))
     for found, expected in zip(factors(optimizer)["0"], (A, G), strict=True):
-        close(found[0], expected)
+        near(found[0], expected)
     mean = torch.stack(rows).mean(0)
     expected = ref.damped_dense_solve(A[None], G[None], mean, 0.1)
-    close(torch.cat([model[0].kernel.grad.T, model[0].offset.grad[:, None]], 1), expected, 1e-8)
+    near(torch.cat([model[0].kernel.grad.T, model[0].offset.grad[:, None]], 1), expected, 1e-8)
 
 
 @pytest.mark.parametrize("when", ["after the step", "before the step"])

@@ -110,8 +110,22 @@ def clipped(model: nn.Module) -> Tensor:
     return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
 
 
+def ignored(model: nn.Module) -> Tensor:
+    """A loss that ignores labels looks like one that is flat there."""
+    y = (torch.arange(B) % 3).masked_fill(torch.arange(B) >= 4, -100)
+    return functional.cross_entropy(model(normal(B, WIDTH)), y)
+
+
+def weighted(model: nn.Module) -> Tensor:
+    """Some examples have weight zero."""
+    weights = (torch.arange(B) % 2).to(F64)
+    y = torch.arange(B) % 3
+    losses = functional.cross_entropy(model(normal(B, WIDTH)), y, reduction="none")
+    return (losses * weights).mean()
+
+
 @each_kronecker
-@pytest.mark.parametrize("loss_of", [gated, hinge, hinge_of_classes, clipped])
+@pytest.mark.parametrize("loss_of", [gated, hinge, hinge_of_classes, clipped, ignored, weighted])
 def test_examples_with_zero_gradients_are_loss_terms(System: Any, loss_of: Any) -> None:
     model = seeded(mlp)
     dead = [(d == 0).all(1).sum() for ((_, d),) in captured(model, loss_of).values()]
@@ -120,48 +134,15 @@ def test_examples_with_zero_gradients_are_loss_terms(System: Any, loss_of: Any) 
 
 
 @each_kronecker
-def test_examples_with_ignored_labels_are_loss_terms(System: Any) -> None:
-    """A loss that ignores them looks like one that is flat there."""
-
-    def loss_of(model: nn.Module) -> Tensor:
-        y = (torch.arange(B) % 3).masked_fill(torch.arange(B) >= 4, -100)
-        return functional.cross_entropy(model(normal(B, WIDTH)), y)
-
-    model = seeded(mlp)
-    assert_same_factors(found(model, loss_of, System=System), expected(model, loss_of, B))
-
-
-def test_examples_with_weight_zero_are_loss_terms() -> None:
-    weights = (torch.arange(B) % 2).to(F64)
-
-    def loss_of(model: nn.Module) -> Tensor:
-        y = torch.arange(B) % 3
-        losses = functional.cross_entropy(model(normal(B, WIDTH)), y, reduction="none")
-        return (losses * weights).mean()
-
-    model = seeded(mlp)
-    assert_same_factors(found(model, loss_of), expected(model, loss_of, B))
-
-
-@each_kronecker
 def test_an_experts_block_counts_all_loss_terms(System: Any) -> None:
-    """Of its own rows: A ⊗ G = (1 / N) Σ over all terms of g gᵀ where A and G are independent."""
-    model = seeded(Experts)
+    """A is over its own rows, and G is the sum over them by the number of all terms."""
 
     def loss_of(model: nn.Module) -> Tensor:
         return functional.cross_entropy(model(normal(B, WIDTH)), torch.arange(B) % 3)
 
-    got = found(model, loss_of, System=System)
-    reference = expected(model, loss_of, B)
-    assert_same_factors(got, reference)
-    # One row: the block is exact.
-    x, d = captured(model, loss_of)["experts.0"][0]
-    assert len(x) == 2
-    trace = sum(float((B * e).square().sum() * a.square().sum()) for a, e in zip(x, d, strict=True))
-    a, g = (t[0].diagonal().sum() for t in got["experts.0"])
-    means = [float(t.square().sum(1).mean()) for t in (x, B * d)]
-    assert float(a * g) == pytest.approx(means[0] * means[1] * len(x) / B)
-    assert trace / B > 0
+    model = seeded(Experts)
+    assert len(captured(model, loss_of)["experts.0"][0][0]) == 2
+    assert_same_factors(found(model, loss_of, System=System), expected(model, loss_of, B))
 
 
 # --------------------------------------------------------------------------------- positions
@@ -259,28 +240,56 @@ def test_merging_an_adapter_does_not_change_the_terms(eager: bool) -> None:
     assert_same_factors({name: separate[name] for name in together}, together, rtol=1e-9)
 
 
-@pytest.mark.parametrize("per_sample", [True, False])
-def test_dropped_paths_count_as_examples(per_sample: bool) -> None:
-    """Stochastic depth; the loss is one of examples, positions are pooled: N = B."""
+class DroppedPaths(nn.Module):
+    """Stochastic depth, of examples or not at all, on positions that are pooled."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem = nn.Linear(WIDTH, 4)
-            self.body = nn.Linear(4, 4)
-            self.head = nn.Linear(4, CLASSES)
+    def __init__(self, per_sample: bool) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, 4)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, CLASSES)
+        self.per_sample = per_sample
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.stem(x)
-            keep = (torch.arange(len(x), device=x.device) % 3 == 0).to(x).view(-1, 1, 1)
-            x = x + torch.tanh(self.body(x)) * (keep if per_sample else 1.0)
-            return self.head(x.mean(1))
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        keep = (torch.arange(len(x), device=x.device) % 3 == 0).to(x).view(-1, 1, 1)
+        x = x + torch.tanh(self.body(x)) * (keep if self.per_sample else 1.0)
+        return self.head(x.mean(1))
 
+
+class Images(nn.Module):
+    """Layers of positions behind a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 2)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = torch.relu(self.conv(x)).flatten(2).mT
+        return self.head(torch.relu(self.body(maps)).mean(1))
+
+
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        (lambda: DroppedPaths(per_sample=True), (T, WIDTH)),
+        (lambda: DroppedPaths(per_sample=False), (T, WIDTH)),
+        (Images, (2, 3, 4)),
+    ],
+    ids=["dropped paths", "all paths", "convolution"],
+)
+def test_pooled_positions_of_an_example_share_its_loss_term(
+    build: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
     def loss_of(model: nn.Module) -> Tensor:
-        return functional.cross_entropy(model(normal(B, T, WIDTH)), torch.arange(B) % 3)
+        return functional.cross_entropy(model(normal(B, *shape)), torch.arange(B) % 3)
 
-    model = seeded(Block)
-    assert_same_factors(found(model, loss_of), expected(model, loss_of, B))
+    model = seeded(build)
+    got = found(model, loss_of)
+    reference = expected(model, loss_of, B)
+    assert_same_factors({name: got[name] for name in reference}, reference)
 
 
 def test_padding_routed_to_experts_is_not_in_a() -> None:
@@ -298,29 +307,6 @@ def test_padding_routed_to_experts_is_not_in_a() -> None:
             assert not alive.all()
             reference[name] = (x[alive].T @ x[alive] / alive.sum()).unsqueeze(0), reference[name][1]
     assert_same_factors(got, reference)
-
-
-def test_all_layers_of_a_convolutional_network_count_the_same_terms() -> None:
-    """Layers of positions behind a convolution have the examples' number, as the loss has."""
-
-    class Images(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(2, 4, 2)
-            self.body = nn.Linear(4, 4)
-            self.head = nn.Linear(4, CLASSES)
-
-        def forward(self, x: Tensor) -> Tensor:
-            maps = torch.relu(self.conv(x)).flatten(2).mT
-            return self.head(torch.relu(self.body(maps)).mean(1))
-
-    def loss_of(model: nn.Module) -> Tensor:
-        return functional.cross_entropy(model(normal(B, 2, 3, 4)), torch.arange(B) % 3)
-
-    model = seeded(Images)
-    got = found(model, loss_of)
-    reference = expected(model, loss_of, B)
-    assert_same_factors({n: got[n] for n in reference}, reference)
 
 
 # ----------------------------------------------------------------------- passes and micro-batches

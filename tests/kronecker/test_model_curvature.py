@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import pytest
 import torch
+from layer_curvatures import dense, flat
 from models import ZOO
 from optimizer_cases import each_kronecker, make, same, take
 from ranks import shard
-from torch import Tensor, nn
+from torch import nn
 
 from second_order import DPKFAC, KAISA, DistKFAC, SecondOrderError
 
@@ -61,79 +61,24 @@ def trained(kind: str) -> tuple[nn.Module, Any]:
     return model, optimizer
 
 
-def dense(layer: Any) -> Tensor:
-    """F of a layer, in the order of its parameters flattened, of A, G and L alone."""
-    a = layer.A
-    g = layer.G
-    a = torch.diag_embed(a) if a.dim() == 2 else a
-    if "L" in layer.factors:
-        a = torch.kron(a[0], layer.factors["L"][0])[None]
-    blocks = [torch.kron(gi, ai) for gi, ai in zip(g, a, strict=True)]
-    whole = torch.block_diag(*blocks)  # of the rows of a matrix (groups, out, in)
-    groups, out, width = layer.shape.gradient_shape
-    index = torch.arange(groups * out * width).view(groups, out, width)
-    sizes = list(layer.shapes.values())
-    if layer.shape.exact:
-        order = index.reshape(-1)
-    elif layer.shape.diagonal_a:
-        order = index[0].mT.reshape(-1)  # an embedding's weight is (in, out)
-    elif len(sizes) == 2:
-        order = torch.cat([index[..., :-1].reshape(-1), index[..., -1].reshape(-1)])
-    else:
-        order = index.reshape(-1)
-    return whole[order][:, order]
-
-
-def flat(layer: Any, vector: Any) -> Tensor:
-    return torch.cat([vector[name].reshape(-1) for name in layer.shapes])
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_apply_solve_trace_and_logdet_equal_the_dense_matrix(kind: str) -> None:
+def test_every_kind_of_layer_applies_its_dense_matrix(kind: str) -> None:
+    """The other functions are those of `test_curvature_functions.py`."""
     model, optimizer = trained(kind)
     curvature = optimizer.curvature(dtype=torch.float64)
+    assert (kind == "doubly factored") == any("L" in each.factors for each in curvature.values())
     torch.manual_seed(1)
     covered = {name for layer in curvature.values() for name in layer.shapes}
     vector = {n: torch.randn_like(p) for n, p in model.named_parameters() if n in covered}
     product = curvature.apply(vector)
-    solution = curvature.solve(vector, damping=0.07)
+    assert set(product) == set(vector) == covered
     assert all(part.is_contiguous() for part in product.values())
-    traces = 0.0
-    determinants = 0.0
     for layer in curvature.values():
         assert {*layer.modules} <= dict(model.named_modules()).keys()
         F = dense(layer)
-        damped = F + 0.07 * torch.eye(len(F), dtype=F.dtype)
-        v = flat(layer, vector)
-        torch.testing.assert_close(flat(layer, product), F @ v, rtol=1e-10, atol=1e-13)
-        expected = torch.linalg.solve(damped, v)
-        torch.testing.assert_close(flat(layer, solution), expected, rtol=1e-9, atol=1e-11)
-        torch.testing.assert_close(layer.to_dense(), F, rtol=1e-10, atol=1e-13)
-        traces += float(F.trace())
-        determinants += float(torch.logdet(damped))
-    assert curvature.trace() == pytest.approx(traces)
-    assert traces > 0
-    assert curvature.logdet(damping=0.07) == pytest.approx(determinants)
-    assert set(product) == set(vector) == covered
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "embedding"])
-def test_samples_have_the_inverse_curvature_as_covariance(kind: str) -> None:
-    """A sample is S z with z normal: S Sᵀ, from unit vectors instead of z."""
-    _, optimizer = trained(kind)
-    curvature = optimizer.curvature(dtype=torch.float64)
-    assert (kind == "doubly factored") == any("L" in each.factors for each in curvature.values())
-    for layer in curvature.values():
-        shape = layer.shape.gradient_shape
-        columns = []
-        for unit in torch.eye(math.prod(shape), dtype=torch.float64):
-            z = unit.view(shape)
-            with patch.object(torch, "randn", return_value=z):
-                columns.append(flat(layer, layer.to_vector(layer.sample(0.3))))
-        S = torch.stack(columns, 1)
-        F = dense(layer)
-        inverse = torch.linalg.inv(F + 0.3 * torch.eye(len(F), dtype=F.dtype))
-        torch.testing.assert_close(S @ S.mT, inverse, rtol=1e-9, atol=1e-11)
+        assert float(F.trace()) > 0
+        expected = F @ flat(layer, vector)
+        torch.testing.assert_close(flat(layer, product), expected, rtol=1e-10, atol=1e-13)
 
 
 @each_kronecker
