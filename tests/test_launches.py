@@ -8,10 +8,8 @@ asks for alone. All cases are run by one other process: the pretended device exi
 from __future__ import annotations
 
 import copy
-import fcntl
 import json
 import multiprocessing
-import os
 import sys
 import warnings
 from collections import Counter
@@ -22,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from fake_device import NAME, Seen, pretend_device
-from separate_process import found_by
+from separate_process import found_once_by
 from separate_process import run as run_command
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -487,15 +485,8 @@ def main() -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The results by case. Other test processes wait for the one that runs them."""
-    base = tmp_path_factory.getbasetemp()
-    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    result = folder / "launches.json"
-    with (folder / "launches.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not result.exists():
-            result.write_text(json.dumps(found_by(__file__)))
-    cases: dict[str, Any] = json.loads(result.read_text())
+    """The results by case."""
+    cases: dict[str, Any] = found_once_by(__file__, tmp_path_factory)
     return cases
 
 

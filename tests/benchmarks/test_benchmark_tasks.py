@@ -42,6 +42,12 @@ def run(task: str, optimizer: str, losses: list[float], seconds: list[float], se
     return Run(Job(task, optimizer, 0.1, seed), losses, seconds)
 
 
+def judged_run(optimizer: str, losses: list[float], loss: float, accuracy: float) -> Run:
+    """A run of two judgements, with figures of its end."""
+    end = {"loss": loss, "accuracy": accuracy}
+    return replace(run("unseen vit", optimizer, losses, [1.0, 2.0]), end=end)
+
+
 # ---------------------------------------------------------------------------------------- the tasks
 
 
@@ -224,19 +230,18 @@ def test_the_figures_of_a_task() -> None:
 
 
 def test_figures_judge_by_the_end_and_time_by_the_curve() -> None:
-    def tested(optimizer: str, losses: list[float], loss: float, accuracy: float) -> Run:
-        found = run("unseen vit", optimizer, losses, [1.0, 2.0])
-        found.end = {"loss": loss, "accuracy": accuracy}
-        return found
-
     runs = {
-        "AdamW": [tested("AdamW", [3.0, 2.0], 0.5, 0.8)],
-        "Muon": [tested("Muon", [3.0, 1.0], 0.7, 0.6)],
-        "KAISA, AdamW": [tested("KAISA, AdamW", [1.9, 1.5], 0.6, 0.7)],
-        "KAISA, Muon": [tested("KAISA, Muon", [1.5, 0.9], 0.35, 0.9)],
+        "AdamW": [judged_run("AdamW", [3.0, 2.0], 0.5, 0.8)],
+        "Muon": [judged_run("Muon", [3.0, 1.0], 0.7, 0.6)],
+        "KAISA, AdamW": [
+            replace(
+                judged_run("KAISA, AdamW", [1.9, 1.5], 0.6, 0.7),
+                accounts={"solve": 0.04, "base": 0.02},
+                refresh_interval=8.0,
+            )
+        ],
+        "KAISA, Muon": [judged_run("KAISA, Muon", [1.5, 0.9], 0.35, 0.9)],
     }
-    runs["KAISA, AdamW"][0].accounts = {"solve": 0.04, "base": 0.02}
-    runs["KAISA, AdamW"][0].refresh_interval = 8.0
     found = tuned_rivals.figures(runs, ["AdamW", "Muon"])
     row = found["KAISA, AdamW"]
     assert (row["loss"], row["worst over base"], row["accuracy"]) == (0.6, 1.2, 0.7)
@@ -249,15 +254,10 @@ def test_figures_judge_by_the_end_and_time_by_the_curve() -> None:
 
 
 def test_the_tables_of_the_page_have_a_row_for_each_optimizer() -> None:
-    def tested(optimizer: str, losses: list[float], loss: float, accuracy: float) -> Run:
-        found = run("unseen vit", optimizer, losses, [1.0, 2.0])
-        found.end = {"loss": loss, "accuracy": accuracy}
-        return found
-
     runs = {
-        "AdamW": [tested("AdamW", [3.0, 2.0], 0.5, 0.8)],
-        "SGD": [tested("SGD", [3.0, 2.5], 0.7, 0.6)],
-        "KAISA, SGD": [tested("KAISA, SGD", [1.9, 1.5], 0.4, 0.9)],
+        "AdamW": [judged_run("AdamW", [3.0, 2.0], 0.5, 0.8)],
+        "SGD": [judged_run("SGD", [3.0, 2.5], 0.7, 0.6)],
+        "KAISA, SGD": [judged_run("KAISA, SGD", [1.9, 1.5], 0.4, 0.9)],
     }
     record = {
         "figures": tuned_rivals.figures(runs, ["AdamW", "SGD"]),

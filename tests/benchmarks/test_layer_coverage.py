@@ -161,6 +161,6 @@ def test_the_page_on_choosing_has_the_stored_shares() -> None:
     text = text_of("docs/start/choosing.md")
     small = ("ResNet-50", "ViT-B/16", "BERT-base", "GPT-2")
     lowest = min(share(name, base, "default") for name in small for base in coverage.BASES)
-    said = f"at least {rounded_down(lowest, 1)} % of ResNet-50, ViT-B/16, BERT-base and GPT-2."
-    assert said in text
+    sentence = f"at least {rounded_down(lowest, 1)} % of ResNet-50, ViT-B/16, BERT-base and GPT-2."
+    assert sentence in text
     assert f"the share is {rounded_down(share('Llama-2-7B', 'SGD', 'default'), 1)} %" in text

@@ -59,9 +59,9 @@ def trained(start: Tensor, found: list[Tensor]) -> Tensor:
 
 def test_it_is_shampoo_with_the_length_of_adams_step() -> None:
     start = torch.ones(4, 3).double()
-    ours = trained(start, gradients())
-    torch.testing.assert_close(ours, dense(start, gradients(), FREQUENCY), rtol=1e-6, atol=1e-8)
-    assert not torch.allclose(ours, dense(start, gradients(), 100), rtol=1e-3)
+    actual = trained(start, gradients())
+    torch.testing.assert_close(actual, dense(start, gradients(), FREQUENCY), rtol=1e-6, atol=1e-8)
+    assert not torch.allclose(actual, dense(start, gradients(), 100), rtol=1e-3)
 
 
 def test_a_kernel_is_the_matrix_of_its_rows_and_a_vector_is_adams() -> None:

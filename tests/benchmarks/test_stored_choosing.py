@@ -5,27 +5,25 @@ from __future__ import annotations
 import re
 import statistics
 
-from stored_runs import ROOT, Runs, by_optimizer, median, stored, text_of
+from stored_runs import (
+    ROOT,
+    Runs,
+    by_name,
+    by_optimizer,
+    median,
+    ratios_to_the_base,
+    share_of,
+    shares_of_the_larger_model,
+    stored,
+    text_of,
+)
 
 PAGE = "docs/start/choosing.md"
 
 
 def runs_of(task: str) -> dict[str, Runs]:
     """The stored runs of a task, by the optimizer's name."""
-    found: dict[str, Runs] = {}
-    for run in stored("tasks")["tasks"][task]["runs"]:
-        found.setdefault(run["name"], []).append(run)
-    return found
-
-
-def share_of_seconds(kaisa_runs: Runs, base_runs: Runs) -> float:
-    """Median seconds until our loss is their last loss, divided by the seconds of their run."""
-    shares = []
-    for run, other in zip(kaisa_runs, base_runs, strict=True):
-        goal = other["losses"][-1]
-        reached = [s for s, x in zip(run["seconds"], run["losses"], strict=True) if x <= goal]
-        shares.append(min(reached, default=float("inf")) / other["seconds"][-1])
-    return statistics.median(shares)
+    return by_name(stored("tasks")["tasks"][task]["runs"])
 
 
 def test_there_are_ten_questions() -> None:
@@ -49,17 +47,13 @@ def test_seconds_to_the_loss_of_adamw() -> None:
     shares = []
     for task in tasks:
         runs = runs_of(task)
-        shares.append(share_of_seconds(runs["KAISA, AdamW"], runs["AdamW"]))
+        shares.append(share_of(runs["KAISA, AdamW"], runs["AdamW"], "seconds"))
     fewer = sum(share < 1 for share in shares)
     page = text_of(PAGE)
     assert f"On {fewer} of {len(tasks)} [small tasks]" in page
     assert f"and on {len(tasks) - fewer} it needs more" in page
 
-    record = stored("larger")
-    adamw, kaisa = record["runs"]
-    met = next(i for i, loss in enumerate(kaisa["losses"]) if loss <= adamw["losses"][-1])
-    steps = (met + 1) * record["every"] / record["size"]["steps"]
-    seconds = kaisa["seconds"][met] / adamw["seconds"][-1]
+    steps, seconds = shares_of_the_larger_model()
     assert f"got there after {steps:.2f} of the steps, but after {seconds:.1f} times" in page
 
 
@@ -78,23 +72,12 @@ def test_cost_of_a_step() -> None:
 
 
 def test_how_often_a_run_ends_above_its_base() -> None:
-    above: dict[str, list[bool]] = {"usual": [], "four": []}
+    usual: list[bool] = []
+    four: list[bool] = []
     for found in stored("sensitivity")["tasks"].values():
-        levels = {}
-        for run in found["runs"]:
-            job = run["job"]
-            key = (job["warmup"], job["optimizer"], job["lr"], job["seed"])
-            levels[key] = statistics.mean(run["losses"][-5:])
-        longest = max(warmup for warmup, *_ in levels)
-        for warmup, lr in found["rates"].items():
-            rises = 0 if warmup == "none" else longest
-            for share in (0.5, 1.0, 2.0, 4.0):
-                for seed in {seed for *_, seed in levels}:
-                    kaisa_runs = levels[rises, f"KAISA, {found['base']}", share * lr, seed]
-                    base = levels[rises, found["base"], lr, seed]
-                    above["four" if share == 4 else "usual"].append(not kaisa_runs <= base)
-    usual = above["usual"]
-    four = above["four"]
+        for share, ratios in ratios_to_the_base(found).items():
+            of = four if share == 4 else usual
+            of.extend(not ratio <= 1 for ratio in ratios)
     page = text_of(PAGE)
     assert f"{sum(usual)} of {len(usual)} runs ended above the base's loss" in page
     assert f"At four times that rate, {sum(four)} of {len(four)} did" in page
@@ -107,11 +90,11 @@ def test_kills_of_the_elastic_run() -> None:
 
 
 def test_losses_and_accuracies_next_to_rivals() -> None:
-    language: dict[str, list[float]] = {}
-    for run in stored("language")["runs"]:
-        language.setdefault(run["name"], []).append(run["losses"][-1])
-    kaisa_runs = statistics.mean(language["KAISA, defaults"])
-    muon, soap = (statistics.mean(language[name]) - kaisa_runs for name in ("Muon", "SOAP"))
+    language = by_name(stored("language")["runs"])
+    losses_of = {
+        name: statistics.mean(run["losses"][-1] for run in runs) for name, runs in language.items()
+    }
+    muon, soap = (losses_of[name] - losses_of["KAISA, defaults"] for name in ("Muon", "SOAP"))
     page = text_of(PAGE)
     assert f"tuned Muon and SOAP end {muon:.3f} and {soap:.3f} above KAISA" in page
 

@@ -44,11 +44,11 @@ def test_what_the_page_says_of_the_memory() -> None:
     assert "KAISA stores less than SOAP and Shampoo, and more than AdamW" in page
     for found in record.values():
         state = {name: row.per_parameter() for name, row in found.items()}
-        ours = [value for name, value in state.items() if name.startswith("KAISA")]
-        assert state["AdamW"] < min(ours)
-        assert max(ours) < min(state["SOAP"], state["Shampoo"])
-    kept = record["language"]["KAISA over AdamW"]
-    assert kept.last_step / kept.parameters == pytest.approx(4, abs=0.05)
+        of_kaisa = [value for name, value in state.items() if name.startswith("KAISA")]
+        assert state["AdamW"] < min(of_kaisa)
+        assert max(of_kaisa) < min(state["SOAP"], state["Shampoo"])
+    language = record["language"]["KAISA over AdamW"]
+    assert language.last_step / language.parameters == pytest.approx(4, abs=0.05)
     assert "also keeps 4 bytes before some refreshes, unless `step_scale=False`" in page
 
 

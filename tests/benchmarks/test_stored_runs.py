@@ -16,8 +16,12 @@ from stored_runs import (
     RESULTS,
     ROOT,
     Runs,
+    by_name,
     median,
+    ratios_to_the_base,
     rows,
+    share_of,
+    shares_of_the_larger_model,
     steps_of,
     stored,
     text_of,
@@ -158,8 +162,8 @@ def test_what_the_picture_of_the_demo_shows() -> None:
         next(s for s, loss in zip(run["seconds"], run["losses"], strict=True) if loss <= goal)
         for run in (muon, kaisa_runs)
     ]
-    said = "In seconds, Muon reaches AdamW's loss a little sooner; it ends higher."
-    assert said in text_of("docs/index.md")
+    sentence = "In seconds, Muon reaches AdamW's loss a little sooner; it ends higher."
+    assert sentence in text_of("docs/index.md")
     assert sooner[0] < sooner[1]
     assert muon["losses"][-1] > kaisa_runs["losses"][-1], "it ends higher"
 
@@ -210,28 +214,6 @@ def test_the_tasks_that_chose_defaults_are_named() -> None:
 # ------------------------------------------------------------------------- language and other tasks
 
 
-def share_of(runs: Runs, rival: Runs, key: str) -> float:
-    """Median over the seeds of what the others' last loss takes, over what they took."""
-    shares = []
-    for run, other in zip(runs, rival, strict=True):
-        goal = other["losses"][-1]
-        place = next((i for i, loss in enumerate(run["losses"]) if loss <= goal), None)
-        if place is None:
-            shares.append(math.inf)
-        elif key == "steps":
-            shares.append((place + 1) / len(other["losses"]))
-        else:
-            shares.append(run["seconds"][place] / other["seconds"][-1])
-    return statistics.median(shares)
-
-
-def language_runs(name: str) -> dict[str, Runs]:
-    found: dict[str, Runs] = {}
-    for run in stored(name)["runs"]:
-        found.setdefault(run["name"], []).append(run)
-    return found
-
-
 README_ROWS = {
     "AdamW, lr 0.003": "AdamW",
     "Muon with AdamW, lr 0.014": "Muon",
@@ -254,7 +236,7 @@ OLDER = {"KAISA", "KAISA, its default scale"}  # tuned, before step lengths and 
     ],
 )
 def test_the_language_model(page: str, header: tuple[str, ...]) -> None:
-    runs = language_runs("language")
+    runs = by_name(stored("language")["runs"])
     table = rows(page, *header)
     if "setting" in header:
         assert set(table) == set(runs.keys() - OLDER)
@@ -280,7 +262,7 @@ def test_the_language_model(page: str, header: tuple[str, ...]) -> None:
 
 
 def test_what_the_language_model_gains_over_muon_and_soap() -> None:
-    runs = language_runs("language")
+    runs = by_name(stored("language")["runs"])
     page = text_of("docs/how-to/migrate.md")
     for kaisa_runs in "KAISA, twice AdamW's rate", "KAISA, defaults":
         sentence = []
@@ -308,12 +290,8 @@ KAISA_ROWS = [name for name in TASK_ROWS.values() if "KAISA" in name]
 
 def other_tasks() -> dict[str, dict[str, Runs]]:
     """The stored runs by the task's name on the page, and by the optimizer's name."""
-    found: dict[str, dict[str, Runs]] = {}
-    for task_name, of in stored("tasks")["tasks"].items():
-        by_name = found.setdefault(task_name.removeprefix("unseen "), {})
-        for run in of["runs"]:
-            by_name.setdefault(run["name"], []).append(run)
-    return found
+    tasks = stored("tasks")["tasks"]
+    return {name.removeprefix("unseen "): by_name(of["runs"]) for name, of in tasks.items()}
 
 
 def last_losses(runs: Runs) -> list[float]:
@@ -330,14 +308,14 @@ def test_losses_of_the_other_tasks() -> None:
     table = rows(DEFAULTS, "loss", *record)
     assert list(table) == list(TASK_ROWS)
     *columns, accuracies = zip(*table.values(), strict=True)
-    for (name, by_name), column in zip(record.items(), columns, strict=True):
+    for (name, runs), column in zip(record.items(), columns, strict=True):
         shown = []
         means = []
         for row_name, cell in zip(TASK_ROWS.values(), column, strict=True):
-            if row_name not in by_name:
+            if row_name not in runs:
                 assert cell == ""
                 continue
-            losses = last_losses(by_name[row_name])
+            losses = last_losses(runs[row_name])
             mean = statistics.mean(losses)
             assert cell.strip("*") == f"{mean:#.3g} ({max(losses):#.3g})", (name, row_name)
             shown.append(cell)
@@ -355,17 +333,15 @@ def test_seconds_of_the_other_tasks() -> None:
     record = other_tasks()
     table = rows(DEFAULTS, "seconds", *record)
     assert list(table) == list(TASK_ROWS)
-    for (name, by_name), column in zip(
-        record.items(), zip(*table.values(), strict=True), strict=True
-    ):
+    for (name, runs), column in zip(record.items(), zip(*table.values(), strict=True), strict=True):
         shown = []
         shares = []
         for row_name, cell in zip(TASK_ROWS.values(), column, strict=True):
-            if row_name not in by_name:
+            if row_name not in runs:
                 assert cell == ""
                 continue
-            share = share_of(by_name[row_name], by_name["AdamW"], "seconds")
-            whole = statistics.median(run["seconds"][-1] for run in by_name[row_name])
+            share = share_of(runs[row_name], runs["AdamW"], "seconds")
+            whole = statistics.median(run["seconds"][-1] for run in runs[row_name])
             reached = "never" if share == math.inf else f"{share:.2f} ×"
             assert cell.strip("*") == f"{reached} ({whole:.2g} s)", (name, row_name)
             shown.append(cell)
@@ -479,22 +455,13 @@ def test_how_often_kaisa_ends_above_its_base() -> None:
     cells: dict[str, list[str]] = {}
     worst = 0.0
     for found in stored("sensitivity")["tasks"].values():
-        base = found["base"]
-        levels = {}
-        for run in found["runs"]:
-            key = tuple(run["job"][each] for each in ("warmup", "optimizer", "lr", "seed"))
-            levels[key] = statistics.mean(run["losses"][-5:])
-        above: dict[float, list[bool]] = {}
-        for warmup, lr in found["rates"].items():
-            rises = max(w for w, *_ in levels) if warmup != "none" else 0
-            for share in (0.5, 1.0, 2.0, 4.0):
-                for seed in sorted({seed for *_, seed in levels}):
-                    kaisa_runs = levels[rises, f"KAISA, {base}", share * lr, seed]
-                    ratio = kaisa_runs / levels[rises, base, lr, seed]
-                    above.setdefault(share, []).append(not ratio <= 1)
-                    worst = max(worst, ratio)
+        shares = ratios_to_the_base(found)
+        worst = max(worst, *(ratio for ratios in shares.values() for ratio in ratios))
         name = found["task"].removeprefix("unseen ").removesuffix(", short")
-        cells[f"{name}, {base}"] = [f"{sum(of)} of {len(of)}" for of in above.values()]
+        cells[f"{name}, {found['base']}"] = [
+            f"{sum(not ratio <= 1 for ratio in ratios)} of {len(ratios)}"
+            for ratios in shares.values()
+        ]
     assert table == cells
     assert f"ends {worst:,.0f} times above the base's loss" in text_of(DEFAULTS)
 
@@ -516,12 +483,9 @@ def test_steps_on_a_gpu() -> None:
 def test_the_larger_model_on_a_gpu() -> None:
     record = stored("larger")
     adamw, kaisa = record["runs"]
-    goal = adamw["losses"][-1]
-    first = next(i for i, loss in enumerate(kaisa["losses"]) if loss <= goal)
-    share = (first + 1) * record["every"] / record["size"]["steps"]
-    seconds = kaisa["seconds"][first] / adamw["seconds"][-1]
+    share, seconds = shares_of_the_larger_model()
     page = text_of(DEFAULTS)
-    assert f"ends at a held-out loss of {goal:.2f}" in page
+    assert f"ends at a held-out loss of {adamw['losses'][-1]:.2f}" in page
     assert f"with default settings, at {kaisa['losses'][-1]:.2f}" in page
     whole = f"takes {adamw['seconds'][-1]:.1f} s and KAISA's {kaisa['seconds'][-1]:.1f} s"
     assert whole in page

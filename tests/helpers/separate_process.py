@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
 
 SETTINGS = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
@@ -30,3 +34,15 @@ def found_by(script: str) -> Any:
     counted = "coverage" in sys.modules and sys.modules["coverage"].Coverage.current() is not None
     environment = {"COVERAGE_PROCESS_START": str(SETTINGS)} if counted else {}
     return json.loads(run(script, **environment).splitlines()[-1])
+
+
+def found_once_by(script: str, factory: pytest.TempPathFactory) -> Any:
+    """As `found_by`. The first test process runs the script; the others wait for its result."""
+    base = factory.getbasetemp()
+    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    result = folder / f"{Path(script).stem}.json"
+    with result.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not result.exists():
+            result.write_text(json.dumps(found_by(script)))
+    return json.loads(result.read_text())

@@ -81,3 +81,54 @@ def steps_of(cell: str) -> float:
 def median(steps: Iterable[float | None]) -> float:
     """With None for what never came."""
     return statistics.median(math.inf if step is None else step for step in steps)
+
+
+def by_name(runs: Runs) -> dict[str, Runs]:
+    found: dict[str, Runs] = {}
+    for run in runs:
+        found.setdefault(run["name"], []).append(run)
+    return found
+
+
+def share_of(runs: Runs, rival: Runs, key: str) -> float:
+    """The steps or seconds until the rival's last loss, over the rival's: median over seeds."""
+    shares = []
+    for run, other in zip(runs, rival, strict=True):
+        goal = other["losses"][-1]
+        place = next((i for i, loss in enumerate(run["losses"]) if loss <= goal), None)
+        if place is None:
+            shares.append(math.inf)
+        elif key == "steps":
+            shares.append((place + 1) / len(other["losses"]))
+        else:
+            shares.append(run["seconds"][place] / other["seconds"][-1])
+    return statistics.median(shares)
+
+
+def shares_of_the_larger_model() -> tuple[float, float]:
+    """The shares of AdamW's steps and seconds after which KAISA reaches AdamW's last loss."""
+    record = stored("larger")
+    adamw, kaisa = record["runs"]
+    met = next(i for i, loss in enumerate(kaisa["losses"]) if loss <= adamw["losses"][-1])
+    steps = (met + 1) * record["every"] / record["size"]["steps"]
+    return steps, kaisa["seconds"][met] / adamw["seconds"][-1]
+
+
+def ratios_to_the_base(task: dict[str, Any]) -> dict[float, list[float]]:
+    """KAISA's last loss over its base's, by the share of the base's learning rate."""
+    base = task["base"]
+    levels = {}
+    for run in task["runs"]:
+        job = run["job"]
+        key = (job["warmup"], job["optimizer"], job["lr"], job["seed"])
+        levels[key] = statistics.mean(run["losses"][-5:])
+    longest = max(warmup for warmup, *_ in levels)
+    seeds = sorted({seed for *_, seed in levels})
+    found: dict[float, list[float]] = {share: [] for share in (0.5, 1.0, 2.0, 4.0)}
+    for warmup, lr in task["rates"].items():
+        rises = 0 if warmup == "none" else longest
+        for share, ratios in found.items():
+            for seed in seeds:
+                level = levels[rises, f"KAISA, {base}", share * lr, seed]
+                ratios.append(level / levels[rises, base, lr, seed])
+    return found

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from fake_device import NAME, Seen, pretend_device
-from separate_process import found_by
+from separate_process import found_once_by
 from torch import Tensor, nn
 
 from second_order import measure
@@ -157,8 +157,8 @@ def cases() -> Iterator[tuple[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def counted() -> dict[str, Any]:
-    found: dict[str, Any] = found_by(__file__)
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found: dict[str, Any] = found_once_by(__file__, tmp_path_factory)
     return found
 
 
