@@ -144,17 +144,14 @@ def undocumented(source: str) -> list[str]:
     return found
 
 
-each_file = pytest.mark.parametrize("path", FILES, ids=module_name)
-
-
 def test_every_part_of_the_package_has_its_place() -> None:
     assert {part(module) for module in MODULES} <= BELOW.keys()
     assert len(FILES) > 10
 
 
-@each_file
-def test_nothing_imports_upwards_or_sideways(path: Path) -> None:
-    assert not upward(module_name(path), path.read_text("utf-8"))
+def test_nothing_imports_upwards_or_sideways() -> None:
+    for path in FILES:
+        assert not upward(module_name(path), path.read_text("utf-8")), path
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
@@ -243,9 +240,8 @@ def test_lazily_loaded_names_are_those_that_type_checkers_see() -> None:
         _ = second_order.KAISER
 
 
-def foreign(path: Path) -> list[str]:
+def foreign(path: Path, owners: dict[str, set[Path]]) -> list[str]:
     """Private names that a file reaches on an object, and that only other files' classes have."""
-    owners = structure.private_names()
     return [
         f"line {node.lineno}: {node.attr}"
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
@@ -260,9 +256,10 @@ def foreign(path: Path) -> list[str]:
     ]
 
 
-@each_file
-def test_no_private_name_of_another_files_class(path: Path) -> None:
-    assert not foreign(path)
+def test_no_private_name_of_another_files_class() -> None:
+    owners = structure.private_names()
+    for path in FILES:
+        assert not foreign(path, owners), path
 
 
 RANK = re.compile(r"\b(if|elif) [^:\n]*\b_?rank [=!]= \d")
@@ -271,12 +268,12 @@ RANK = re.compile(r"\b(if|elif) [^:\n]*\b_?rank [=!]= \d")
 HELPERS = {"kfac.stats_workers", "fosi.accelerator", "fosi.epochs"}
 
 
-@each_file
-def test_only_helpers_are_distinguished_by_their_rank(path: Path) -> None:
-    """Whoever else has something to do looks it up in the plan."""
-    module = module_name(path).removeprefix("second_order.")
-    if part(module_name(path)) in ("kfac", "fosi", "optimizers") and module not in HELPERS:
-        assert not RANK.search(path.read_text("utf-8"))
+def test_only_helpers_are_distinguished_by_their_rank() -> None:
+    """All other differences between ranks follow from the plan."""
+    for path in FILES:
+        module = module_name(path).removeprefix("second_order.")
+        if part(module_name(path)) in ("kfac", "fosi", "optimizers") and module not in HELPERS:
+            assert not RANK.search(path.read_text("utf-8")), path
 
 
 MAKERS = {
@@ -285,15 +282,15 @@ MAKERS = {
 }
 
 
-@each_file
-def test_every_new_tensor_names_its_device(path: Path) -> None:
+def test_every_new_tensor_names_its_device() -> None:
     """A user's default device may be another than the model's."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
-            if of_torch and node.func.attr in MAKERS:
-                named = any(keyword.arg in ("device", None) for keyword in node.keywords)
-                assert named, f"line {node.lineno}: torch.{node.func.attr} without device="
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+                if of_torch and node.func.attr in MAKERS:
+                    has_device = any(keyword.arg in ("device", None) for keyword in node.keywords)
+                    assert has_device, f"{path}:{node.lineno}: torch.{node.func.attr}"
 
 
 def test_each_test_file_has_its_own_name() -> None:
@@ -302,28 +299,29 @@ def test_each_test_file_has_its_own_name() -> None:
     assert len({p.name for p in paths}) == len(paths)
 
 
-@each_file
-def test_public_names_exist_and_are_documented(path: Path) -> None:
-    source = path.read_text("utf-8")
-    assert ast.get_docstring(ast.parse(source))
-    names = public(source)
-    module = loaded(module_name(path))
-    assert len(names) == len(set(names))
-    assert module is None or all(hasattr(module, name) for name in names)
-    assert not undocumented(source)
-    if path.name != "__init__.py":
-        assert names, "say in __all__ what is public"
+def test_public_names_exist_and_are_documented() -> None:
+    for path in FILES:
+        source = path.read_text("utf-8")
+        assert ast.get_docstring(ast.parse(source)), path
+        names = public(source)
+        module = loaded(module_name(path))
+        assert len(names) == len(set(names)), path
+        assert module is None or all(hasattr(module, name) for name in names), path
+        assert not undocumented(source), path
+        if path.name != "__init__.py":
+            assert names, f"{path}: say in __all__ what is public"
 
 
 REPOSITORY = Path(__file__).parents[1]
 SCRIPTS = [p for d in ("benchmarks", "examples", "docs") for p in (REPOSITORY / d).rglob("*.py")]
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.stem)
-def test_what_scripts_import_of_the_package_is_there(path: Path) -> None:
+def test_what_scripts_import_of_the_package_is_there() -> None:
     """Figures are redrawn from time to time, by scripts that no test runs."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("second_order"):
-            module = importlib.import_module(node.module or "")
-            for alias in node.names:
-                assert f"{node.module}.{alias.name}" in MODULES or hasattr(module, alias.name)
+    for path in SCRIPTS:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("second_order"):
+                module = importlib.import_module(node.module or "")
+                for alias in node.names:
+                    name = f"{node.module}.{alias.name}"
+                    assert name in MODULES or hasattr(module, alias.name), f"{path}: {name}"

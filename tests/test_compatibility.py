@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from compatibility import PAGE, TESTS, cells_of, page
-
-from second_order import KAISA
 
 NEEDED = (
     "DDP",
@@ -38,16 +34,3 @@ def test_the_page_is_what_the_marks_say(request: pytest.FixtureRequest) -> None:
 def test_no_cell_is_empty_of_what_people_use(stack: str) -> None:
     (row,) = [r for r in PAGE.read_text("utf-8").splitlines() if r.startswith(f"| {stack}: ")]
     assert "not tested" not in row
-
-
-def item(*marks: Any, System: Any = KAISA) -> Any:
-    """A test as pytest collects it."""
-    named: dict[str, list[Any]] = {"works": [], "refused": []}
-    for mark in marks:
-        named[mark.name].append(mark.mark)
-    return SimpleNamespace(
-        path=TESTS / "test_it.py",
-        originalname="test_it",
-        callspec=SimpleNamespace(params={} if System is None else {"System": System}),
-        iter_markers=lambda name: iter(named[name]),
-    )

@@ -84,22 +84,15 @@ def test_a_file_that_is_cut_short_is_refused_wherever_it_is_cut(path: Path, leng
         load_checkpoint(path)
 
 
-@given(st.one_of(st.sampled_from(CUTS), st.integers(0, len(LARGE) - 1)))
-def test_a_large_file_that_is_cut_short_is_refused_wherever_it_is_cut(
-    path: Path, length: int
-) -> None:
-    path.write_bytes(LARGE[:length])
-    with pytest.raises(CheckpointError, match=r"step 20\.pt cannot be loaded: it is ") as caught:
-        load_checkpoint(path)
-    if length >= 4:  # the bytes that begin every archive
-        assert "it is truncated" in str(caught.value)
-
-
-@pytest.mark.parametrize("length", CUTS)
-def test_every_listed_cut_of_a_large_file_is_refused(path: Path, length: int) -> None:
-    path.write_bytes(LARGE[:length])
-    with pytest.raises(CheckpointError):
-        load_checkpoint(path)
+def test_a_large_file_that_is_cut_short_is_refused_wherever_it_is_cut(path: Path) -> None:
+    for length in CUTS:
+        path.write_bytes(LARGE[:length])
+        with pytest.raises(
+            CheckpointError, match=r"step 20\.pt cannot be loaded: it is "
+        ) as caught:
+            load_checkpoint(path)
+        if length >= 4:  # the bytes that begin every archive
+            assert "it is truncated" in str(caught.value), length
 
 
 @given(st.binary(max_size=200))
