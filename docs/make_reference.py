@@ -540,9 +540,9 @@ def resolved(cls: type, base: type) -> dict[str, Any]:
                 defaults[name] = value
     else:
         defaults["lanczos_dtype"] = curvature.flat_params.dtype
-        curvature.pairs._scale_bound = float("inf")  # no guard yet
+        curvature._scale_bound = float("inf")  # no guard yet
         eigenvalues = torch.tensor([1e9, 1.0])
-        defaults["lr_scale_clip"] = curvature.pairs._compute_base_scale(eigenvalues, 2)
+        defaults["lr_scale_clip"] = curvature._compute_base_scale(eigenvalues, 2)
     optimizer.close()
     return defaults
 

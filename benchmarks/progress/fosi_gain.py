@@ -123,7 +123,7 @@ def reach(name: str, optimizer: str, lr: float, seed: int, **options: Any) -> Ga
         model_optimizer = DHO2(
             model, lr=lr, base=torch.optim.Adam, curvature_closure=closure, **options
         )
-        throttle = model_optimizer._curvature.pairs.throttle
+        throttle = model_optimizer._curvature.throttle
         if throttle is not None:
             throttle.clock = lambda device: time.process_time()
     else:

@@ -7,7 +7,7 @@ import inspect
 from stored_runs import rows, stored, text_of
 
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
-from second_order.fosi import eigenpairs
+from second_order.fosi import update
 from second_order.kfac import precondition, schedule, step_scale
 from second_order.optimizers import config
 from second_order.papers import paper_settings
@@ -64,9 +64,9 @@ def test_numbers_of_the_page_of_dho2() -> None:
     text = text_of(DHO2_PAGE)
     options = config.FOSIOptions()
     assert f"**α** is {options.newton_scale} by default" in text
-    assert f"at most {eigenpairs.SGD_SCALE_CLIP:g} over SGD, and 1 over adaptive" in text
+    assert f"at most {update.SGD_SCALE_CLIP:g} over SGD, and 1 over adaptive" in text
     assert f"at most {options.overhead} of the time of the other steps" in text
-    products = eigenpairs.max_products(options, 10**6, warm=False)
+    products = update.max_products(options, 10**6, warm=False)
     assert f"fewer than about {products / options.overhead:g} steps has no refresh" in text
 
     for optimizer in (DHO2, MRDHO2):

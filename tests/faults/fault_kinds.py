@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 
 from fault_scenes import Batch, Injected, Run, System, batches
 from second_order import DHO2, DistKFAC
-from second_order.fosi import eigenpairs
+from second_order.fosi import update
 from second_order.training import throttle
 
 __all__ = ["FAULTS", "Fault", "fault"]
@@ -430,8 +430,8 @@ def _(run: Run) -> None:
 
 def with_pairs(run: Run, change: Callable[[Any], Any]) -> None:
     """Other eigenpairs of the refresh."""
-    native = eigenpairs.extreme_pairs  # type: ignore[attr-defined]
-    run.replace(eigenpairs, "extreme_pairs", lambda *rest, **more: change(native(*rest, **more)))
+    native = update.extreme_pairs  # type: ignore[attr-defined]
+    run.replace(update, "extreme_pairs", lambda *rest, **more: change(native(*rest, **more)))
 
 
 @fault(

@@ -60,7 +60,7 @@ class Run:
 
         self.optimizer.curvature_closure = asking
         fosi: Any = self.optimizer._curvature
-        self.throttle = fosi.pairs.throttle
+        self.throttle = fosi.throttle
         if self.throttle is not None:
             self.throttle.clock = lambda _: self.time()
 

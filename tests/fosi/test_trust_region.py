@@ -20,7 +20,7 @@ from ranks import agreed, assert_same_trajectory
 from torch import Tensor, nn
 
 from second_order import DHO2, SecondOrderWarning
-from second_order.fosi.trust import (
+from second_order.fosi.subspace import (
     MomentumRule,
     NewtonStep,
     TrustState,

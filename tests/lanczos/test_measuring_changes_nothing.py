@@ -214,7 +214,7 @@ def test_an_interrupt_in_the_closure_changes_nothing(mode: str, at: int) -> None
     before = copy.deepcopy([*params, *buffers])
     expected = pytest.raises(KeyboardInterrupt)
     with expected if at == 1 or mode == "differences" else nullcontext():
-        optimizer._curvature.pairs.refresh(loss)
+        optimizer._curvature.refresh(loss)
     assert settings() == usual
     assert torch.equal(torch.get_rng_state(), random)
     assert all(map(torch.equal, [*params, *buffers], before))

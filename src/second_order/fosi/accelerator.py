@@ -28,8 +28,9 @@ from second_order.distributed.helper_link import Message, close_links, load_mode
 from second_order.distributed.roles import Role, cycle_batches
 from second_order.distributed.world import unflatten_into
 from second_order.errors import SecondOrderError
-from second_order.fosi.eigenpairs import Closures, compute_pairs
 from second_order.fosi.epochs import EpochCurvature, WorkerCurvature
+from second_order.fosi.update import compute_pairs
+from second_order.lanczos.closure import Closures
 from second_order.lanczos.spectrum import Pairs, mean_loss
 from second_order.lanczos.vector_space import row_bounds
 from second_order.optimizers.config import EpochOptions

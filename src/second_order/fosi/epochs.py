@@ -38,7 +38,6 @@ from second_order.distributed.helper_link import (
 )
 from second_order.distributed.roles import Role, Roles, assign_roles, sharding_error
 from second_order.distributed.world import unflatten_into
-from second_order.fosi.eigenpairs import Closures
 from second_order.fosi.state import (
     EPOCH_START,
     GRADIENT_SUM,
@@ -48,6 +47,7 @@ from second_order.fosi.state import (
 )
 from second_order.fosi.subspace import Basis, inverse_magnitudes
 from second_order.fosi.update import FOSICurvature, group_alphas
+from second_order.lanczos.closure import Closures
 from second_order.lanczos.spectrum import lanczos_dtype
 from second_order.optimizers.config import EpochOptions
 from second_order.reporting.summary import EpochReport
@@ -85,10 +85,9 @@ class EpochCurvature(FOSICurvature):
     options: EpochOptions
     roles: Roles
     role: Role = "worker"
-    refreshes = True  # whether this process computes the eigenpairs that it uses
 
     def __init__(self, training: Training, options: EpochOptions, closure: Closures | None) -> None:
-        super().__init__(training, options, closure, refreshes=self.refreshes)
+        super().__init__(training, options, closure)
         self.epoch = 0  # the running epoch
         self.epoch_step = 0  # number of its steps so far
         self.links: Sequence[HelperLink] = ()  # to the ranks of the other role
@@ -246,20 +245,25 @@ class WorkerCurvature(EpochCurvature):
         if self._requested_epoch != self.epoch:
             self._begin_epoch()
         if self.sums is not None:
-            gradients = [p.grad for p in self.flat_params.params]
+            gradients = [p.grad for p in self.flat_params.local_params]
             self.sums.gradient_sum.add_(self.flat_params.read(gradients))
 
     def _begin_epoch(self) -> None:
         """Request the eigenpairs at c. An epoch that a checkpoint continues has c and p already."""
         points = []
         if self.sums is None or self.epoch_step == 0:
-            start = flatten_params(self.flat_params.params)
+            start = self._read_params()
             gradient_sum = torch.zeros_like(start, dtype=self.flat_params.dtype)
             self.sums = EpochSums(start, gradient_sum)
         else:
             points = [self.sums.start]  # the parameters have moved away from c
         self._requested_epoch = self.epoch
         self._send_request(points, do="compute", epoch=self.epoch)
+
+    def _read_params(self) -> Tensor:
+        """Copy the parameters to one vector, in a dtype that represents all of them exactly."""
+        params = self.flat_params.local_params
+        return self.flat_params.read(params, lanczos_dtype(params))
 
     def _send_request(self, points: Sequence[Tensor], **note: Any) -> None:
         """Number a request, and send it from worker 0 with the model.
@@ -325,7 +329,7 @@ class WorkerCurvature(EpochCurvature):
         finite = all(message.note["finite"] for message in messages)  # the same on all workers
         products = int(messages[0].note["products"]) if finite else 0
         first_step = training.steps + 1 - options.epoch_steps
-        self.pairs.count_refresh(first_step, products, failed=not finite)
+        self.count_refresh(first_step, products, failed=not finite)
         if not finite:
             return replace(report, reason=PAIRS_NOT_FINITE)
         report = replace(report, products=products)
@@ -343,7 +347,7 @@ class WorkerCurvature(EpochCurvature):
         )
 
         # The final update, equation 17.
-        before = flatten_params(flat_params.params)
+        before = self._read_params()
         update, is_finite = compute_final_update(
             basis,
             displacement=before - self.sums.start,
@@ -378,13 +382,6 @@ class WorkerCurvature(EpochCurvature):
             loss_before=loss_before,
             loss_after=loss_after,
         )
-
-
-def flatten_params(params: Sequence[Tensor]) -> Tensor:
-    """Copy parameters to one vector, in a dtype that represents all of them exactly."""
-    dtype = lanczos_dtype(params)
-    parts = [p.detach().reshape(-1).to(dtype) for p in params]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device="cpu")
 
 
 class Answers(NamedTuple):

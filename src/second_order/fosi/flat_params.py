@@ -5,8 +5,7 @@
                   a process stores n/P elements of each of the base's state tensors.
     complete      every process averages, and steps, the complete vector
 
-The vector has the parameters group by group, each in the order of ``p.reshape(-1)``. This process's
-rows are copied to buffers, in which they are contiguous.
+The vector has the parameters group by group, each in the order of ``p.reshape(-1)``.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -73,20 +72,13 @@ class ParamPiece:
         return tensor.detach().view(-1)[self.start : self.start + self.size]
 
 
-class Buffer(NamedTuple):
-    """A vector of the local rows, and its views that the local pieces are copied to."""
-
-    flat: Tensor
-    views: list[Tensor]
-
-
 class FlatParams:
     """The vector of parameters, the rows of each process, and the base's step on these rows.
 
     Attributes:
         params: The parameters that train, group by group, in order.
         size: n, the number of elements of these parameters.
-        dtype: The dtype of the eigenvectors and of the buffers.
+        dtype: The dtype of the eigenvectors, and of the vectors that they are multiplied by.
         fsdp_sharded: Whether FSDP2 has sharded the parameters. It then averages the gradients.
         row_sharded: Whether every process has its own rows, by ``layout="row"`` or FSDP2.
         by_rows: Whether eigenvectors are stored by rows here, and not as complete vectors.
@@ -112,7 +104,6 @@ class FlatParams:
     def lay_out(self) -> None:
         """Lay out the vector. The base's state is complete: at the beginning, and after a load."""
         self.base_state_in_rows = False
-        self._buffers: dict[str, Buffer] = {}
 
         groups = []
         for group in self._training.groups:
@@ -241,65 +232,45 @@ class FlatParams:
         if not self.row_sharded:
             return rows
         vectors = rows.new_empty((*rows.shape[:-1], self.size))
-        parts_by_rank = all_gather_on_cpu(self._training.world, self._split_rows(rows))
+        parts = []
+        if self.local_pieces:
+            parts = list(rows.split([piece.size for piece in self.local_pieces], -1))
+        parts_by_rank = all_gather_on_cpu(self._training.world, parts)
         for piece, part in zip(self.pieces, chain(*parts_by_rank), strict=True):
             vectors[..., piece.offset : piece.offset + piece.size] = part
         return vectors
 
-    def _split_rows(self, rows: Tensor) -> list[Tensor]:
-        """Split local rows ``(..., rows)`` into the local pieces."""
-        if not self.local_pieces:
-            return []
-        return list(rows.split([piece.size for piece in self.local_pieces], -1))
-
-    def read(self, tensors: Sequence[Tensor | None], buffer: str = "rows") -> Tensor:
-        """Copy the local pieces of tensors to a buffer, which the next read overwrites.
+    def read(self, tensors: Sequence[Tensor | None], dtype: torch.dtype | None = None) -> Tensor:
+        """Copy the local pieces of tensors to one vector, ``(local rows,)``.
 
         Args:
             tensors: A tensor of the parameter's shape for each local parameter; None for zeros.
-            buffer: The name of the buffer.
-
-        Returns:
-            The buffer, ``(local rows,)``.
+            dtype: The dtype of the vector, if it is not that of the eigenvectors.
         """
-        flat, views = self._buffer(buffer)
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for piece, view, tensor in zip(self.local_pieces, views, tensors, strict=True):
+        dtype = dtype or self.dtype
+        device = self._training.device
+        parts = []
+        for piece, tensor in zip(self.local_pieces, tensors, strict=True):
             if tensor is None:
-                view.zero_()
+                parts.append(torch.zeros(piece.size, dtype=dtype, device=device))
             else:
-                targets.append(view)
-                sources.append(piece.view_of(tensor))
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        return flat
+                parts.append(piece.view_of(tensor).reshape(-1))
+        if not parts:
+            return torch.empty(0, dtype=dtype, device=device)
+        return torch.cat(parts).to(dtype)
 
-    def write(self, tensors: Sequence[Tensor | None]) -> None:
-        """Copy the buffer "rows" to the local pieces of tensors. None is left out."""
+    def write(self, vector: Tensor, tensors: Sequence[Tensor | None]) -> None:
+        """Copy a vector of the local rows to the local pieces of tensors. None is left out."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        _, views = self._buffer("rows")
-        for piece, view, tensor in zip(self.local_pieces, views, tensors, strict=True):
+        parts = vector.split([piece.size for piece in self.local_pieces])
+        for piece, part, tensor in zip(self.local_pieces, parts, tensors, strict=True):
             if tensor is not None:
-                targets.append(piece.view_of(tensor))
-                sources.append(view)
+                target = piece.view_of(tensor)
+                targets.append(target)
+                sources.append(part.view(target.shape))
         if targets:
             torch._foreach_copy_(targets, sources)
-
-    def _buffer(self, name: str) -> Buffer:
-        """Return the buffer of a name. It is allocated at first use, and if the device changes."""
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.flat.device != self._training.device:
-            size = sum(piece.size for piece in self.local_pieces)
-            flat = torch.empty(size, dtype=self.dtype, device=self._training.device)
-            views = self._split_rows(flat)
-            for i, piece in enumerate(self.local_pieces):
-                if piece.is_complete:
-                    views[i] = views[i].view(piece.param.shape)
-            buffer = Buffer(flat, views)
-            self._buffers[name] = buffer
-        return buffer
 
     # ---------------------------------------------------------------------------------- a step
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from second_order.checkpoint.saved import HEADER, SavedPart
 from second_order.fosi.flat_params import FlatParams, all_gather_on_cpu
-from second_order.fosi.subspace import Subspace
-from second_order.fosi.trust import TrustState
+from second_order.fosi.subspace import Subspace, TrustState
 from second_order.training.throttle import THROTTLE_ENTRIES
 
 __all__ = [

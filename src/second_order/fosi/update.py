@@ -1,21 +1,26 @@
 """The step of FOSI (Sivan et al., FOSI, ICLR 2024) that DHO2 and MRDHO2 take.
 
-    prepare        û, V̂ <- extreme eigenpairs of the curvature batch's Hessian, if a refresh is due
-    precondition   g₁ = V̂V̂ᵀg,  g₂ = g − g₁,  mom <- β mom + gain · V̂ᵀg
+    prepare        if a refresh is due:
+                   start vector <- V̂1 + 0.1 · random
+                   û, V̂ <- k largest and l smallest eigenpairs of the curvature batch's Hessian
+    precondition   c = V̂ᵀg,  g₂ = g − V̂c,  mom <- β mom + gain · c
     step_base      d₂ = Base(g₂)
     finish_step    d₁ = −α V̂ diag(|û|⁻¹) mom
                    w <- w + d₁ + s (d₂ − V̂V̂ᵀd₂)
 
-mom is the base's momentum, applied to g₁ in the coordinates of V̂. The factor on the base's step is
-s = clip(|λ₁| / |λ_k|, 1, lr_scale_clip). d₂ is the change that the base made to the parameters.
-Without eigenpairs, the base steps alone.
+mom is the base's momentum, applied to g₁ = V̂c in the coordinates of V̂. The factor on the base's
+step is s = clip(|λ₁| / |λ_k|, 1, lr_scale_clip). d₂ is the change that the base made to the
+parameters. Without eigenpairs, the base steps alone.
+
+A start from the last eigenvectors needs half as many Hessian-vector products as a random start.
+Accelerators (`accelerator.py`) compute their eigenpairs with the same :func:`compute_pairs`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,20 +30,72 @@ from torch import Tensor
 from second_order.checkpoint.caller import is_checkpointing
 from second_order.checkpoint.saved import BASE, CURVATURE, SavedPart
 from second_order.errors import CurvatureError
-from second_order.fosi.eigenpairs import Closures, RefreshedPairs, momentum_rule
 from second_order.fosi.flat_params import FlatParams, check_one_vector
-from second_order.fosi.state import check_saved_pairs, empty_pairs, gather_pairs
-from second_order.fosi.subspace import Subspace
-from second_order.fosi.trust import TrustState, larger
-from second_order.lanczos.closure import check_closure
+from second_order.fosi.report import curvature_metrics, summary_lines, summary_rows
+from second_order.fosi.state import (
+    check_saved_pairs,
+    counts_of,
+    empty_pairs,
+    gather_pairs,
+    read_pairs,
+    same_params,
+)
+from second_order.fosi.subspace import (
+    Basis,
+    Subspace,
+    exchange_rows_for_vectors,
+    inverse_magnitudes,
+    larger,
+    momentum_rule,
+    trust_after_refresh,
+)
+from second_order.lanczos.closure import Closures, check_closure
+from second_order.lanczos.spectrum import Pairs, default_iterations, extreme_pairs
+from second_order.lanczos.vector_space import RowSpace, row_bounds
 from second_order.optimizers.config import FOSIOptions, check_newton_scale
-from second_order.reporting.summary import CurvatureReport, LayerRow, Summary
+from second_order.reporting.summary import CurvatureReport, Summary
 from second_order.training.context import Training
 from second_order.training.curvature import Curvature, PendingAverage, Routed
-from second_order.utils.checks import PEAK_LR, Schedule, as_scalar, scheduled, value_at
+from second_order.training.throttle import Throttle
+from second_order.utils.checks import (
+    AUTO,
+    PEAK_LR,
+    Schedule,
+    as_scalar,
+    check_interval,
+    scheduled,
+    value_at,
+)
 from second_order.utils.stages import stage
 
-__all__ = ["FOSICurvature", "group_alphas"]
+__all__ = ["FOSICurvature", "RefreshCounts", "compute_pairs", "group_alphas", "max_products"]
+
+# lr_scale_guard: the bound on s grows at a refresh if the loss of the curvature batch has not risen
+# by more than a tolerated fraction, which may be chance, and shrinks otherwise.
+GROWTH = 1.5
+SHRINK = 0.5
+TOLERATED_RISE = 0.1
+
+SGD_SCALE_CLIP = 3.0  # FOSI's bound on s. Adaptive optimizers scale their steps, and have 1.
+
+# If the largest |û| falls below this fraction of the last one, the refresh is rejected. A softmax
+# may saturate on the curvature batch. The gradients of other batches do not vanish with it, and
+# nothing would bound their Newton steps, which would be a million times as long.
+VANISHED = 1e-6
+
+RANDOM_SHARE = 0.1  # length of the random part of a start vector; that of the last pairs has 1
+WARM_PRODUCTS = 20  # products that a warm start may take for any number of pairs
+
+
+@dataclass(frozen=True)
+class RefreshCounts:
+    """The step of the last refresh, and counts for :class:`CurvatureReport`."""
+
+    step: int = -1  # before the first refresh
+    products: int = 0  # of the last refresh
+    total_products: int = 0
+    refreshes: int = 0
+    failures: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,28 +107,39 @@ class PendingCorrection:
 
 
 class FOSICurvature(Curvature):
-    """The curvature of DHO2: eigenpairs of the Hessian, and the step of FOSI with them."""
+    """The curvature of DHO2: eigenpairs of the Hessian, and the step of FOSI with them.
 
-    def __init__(
-        self,
-        training: Training,
-        options: FOSIOptions,
-        closure: Closures | None,
-        *,
-        refreshes: bool = True,
-    ) -> None:
+    Attributes:
+        options: The options of DHO2.
+        closure: The curvature closure.
+        flat_params: The parameters as one vector.
+        subspace: The eigenpairs in use; None before the first refresh.
+        refresh_counts: The counts of refreshes so far.
+        throttle: The limit on the cost of refreshes, with ``curvature_interval="auto"``.
+        closed: Whether refreshes are over.
+    """
+
+    refreshes = True
+    """Whether this process computes the eigenpairs that it uses."""
+
+    def __init__(self, training: Training, options: FOSIOptions, closure: Closures | None) -> None:
         super().__init__(training)
         self.options = options
-        self.flat_params = FlatParams(training, options)
-        self.pairs = RefreshedPairs(training, options, self.flat_params, refreshes=refreshes)
         self.set_closure(closure)
+        self.flat_params = FlatParams(training, options)
+        self.subspace: Subspace | None = None
+        self.refresh_counts = RefreshCounts()
+        self.throttle: Throttle | None = None
+        if options.curvature_interval == AUTO and options.num_pairs > 0:
+            self.throttle = Throttle(training, options.overhead, min_refreshes=1)
+        self.closed = False
+
+        self._num_pairs = options.num_pairs
+        self._expected_iterations = 0  # as many as the last refresh took
+        self._batch_loss = math.inf  # of the curvature batch at the last refresh
+        self._scale_bound = 1.0  # the bound on s from lr_scale_guard
         self._gradient_share: Tensor | None = None  # at the last refresh; None: not yet computed
         self._pending: PendingCorrection | None = None  # from precondition() to finish_step()
-
-    @property
-    def subspace(self) -> Subspace | None:
-        """The eigenpairs in use; None before the first refresh."""
-        return self.pairs.subspace
 
     def set_closure(self, closure: Closures | None) -> None:
         """Set the curvature closure."""
@@ -106,42 +174,42 @@ class FOSICurvature(Curvature):
     def prepare(self) -> None:
         """Adopt newly trainable parameters, and refresh the eigenpairs if they are due."""
         self.adopt_params()
-        if self.pairs.throttle is not None:
-            self.pairs.throttle.begin_step()
-        if self.pairs.is_due():
-            self.pairs.refresh(self.required_closure())
-            self._gradient_share = None
+        if self.throttle is not None:
+            self.throttle.begin_step()
+        if self.is_due():
+            self.refresh(self.required_closure())
 
     def precondition(self, pending: PendingAverage) -> None:
         """Replace ``p.grad`` by g₂, make the Newton step from g₁, and copy w."""
         with stage("average_gradients"):
             pending.wait()
-        if self.subspace is None:
+        subspace = self.subspace
+        if subspace is None:
             return
-        with stage("split"), self.flat_params.without_autocast():
-            params = self.flat_params.local_params
+        flat_params = self.flat_params
+        params = flat_params.local_params
+        with stage("split"), flat_params.without_autocast():
+            # c = V̂ᵀg
             gradients = [p.grad for p in params]
-            gradient = self.flat_params.read(gradients)
+            gradient = flat_params.read(gradients)
+            c = subspace.basis.coefficients(gradient)
             if self._gradient_share is None:
-                squared_norm = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+                self._gradient_share = subspace.basis.fraction_inside(c, gradient)
 
-            # Split the gradient. The trust region bounds the step of the group with the largest α.
+            # Make the Newton step from c with momentum.
+            rule = momentum_rule(self.options.subspace_momentum, self.training.groups[0])
             alphas = group_alphas(self.options.newton_scale, self.training)
-            largest_alpha: Any = abs(alphas[0])
-            for alpha in alphas[1:]:
-                largest_alpha = larger(largest_alpha, abs(alpha))
-            c = self.subspace.split_gradient(
-                gradient,
-                momentum_rule(self.options, self.training.groups[0]),
-                largest_alpha,
-                bounded=self.options.trust_region,
+            last_is_rejected = subspace.take_newton_step(
+                c, rule, alphas, bounded=self.options.trust_region
             )
-            self.flat_params.write(gradients)
 
-            if self._gradient_share is None:
-                self._gradient_share = self.subspace.basis.fraction_inside(c, squared_norm)
-            params_before = self.flat_params.read(params, "before")
-            self._pending = PendingCorrection(alphas, params_before)
+            # Leave g₂ to the base. A gradient at the end of a rejected step is of no use.
+            subspace.basis.add_combination(gradient, [subspace.newton.gradient_change])
+            if last_is_rejected is not False:
+                mask = torch.as_tensor(last_is_rejected, device=gradient.device)
+                gradient.masked_fill_(mask, 0.0)
+            flat_params.write(gradient, gradients)
+            self._pending = PendingCorrection(alphas, flat_params.read(params))
 
     def step_base(self, step: Callable[[], None]) -> None:
         """Let the base step the local rows of the parameters."""
@@ -151,30 +219,44 @@ class FOSICurvature(Curvature):
         """Project the base's step onto the complement, scale it, and add the Newton step."""
         pending = self._pending
         self._pending = None
+        flat_params = self.flat_params
         if pending is not None and self.subspace is not None:
-            with stage("newton"), self.flat_params.without_autocast():
-                params = self.flat_params.local_params
-                values = self.flat_params.read(params)
-                self.subspace.correct_step(values, pending.params_before, pending.alphas)
+            with stage("newton"), flat_params.without_autocast():
+                # w + d₂, and d₂
+                params = flat_params.local_params
+                values = flat_params.read(params)
+                base_step = values - pending.params_before
+
+                # V̂ᵀd₂. One element that is not finite makes all coefficients so, and would reach
+                # all parameters.
+                c = self.subspace.basis.coefficients(base_step)
+                c = torch.nan_to_num(c, nan=0.0, posinf=0.0, neginf=0.0)
+
+                # w + d₁ + s (d₂ − V̂V̂ᵀd₂)
+                s = self.subspace.base_scale
+                if s != 1.0:
+                    values.add_(base_step, alpha=s - 1.0)
+                newton = self.subspace.newton.step
+                changes = [-alpha * newton - s * c for alpha in pending.alphas]
+                self.subspace.basis.add_combination(values, changes)
                 # Parameters without a gradient do not move, as with any base.
-                self.flat_params.write([None if p.grad is None else p for p in params])
-        if self.flat_params.base_steps_rows:
+                flat_params.write(values, [None if p.grad is None else p for p in params])
+        if flat_params.base_steps_rows:
             with stage("exchange"):
-                self.flat_params.broadcast_rows()
-        if self.pairs.throttle is not None:
-            refreshed = self.pairs.refresh_counts.step == self.training.steps
-            self.pairs.throttle.end_step(refreshed=refreshed)
+                flat_params.broadcast_rows()
+        if self.throttle is not None:
+            self.throttle.end_step(refreshed=self.refresh_counts.step == self.training.steps)
 
     def fingerprint_values(self) -> list[tuple[str, Any]]:
         """The values that decide which collectives a step issues, by name."""
         least_interval = 0
-        if self.pairs.throttle is not None:
-            least_interval = self.pairs.throttle.interval
+        if self.throttle is not None:
+            least_interval = self.throttle.interval
         return [
-            ("closed", self.pairs.closed),
+            ("closed", self.closed),
             ("the base's state in parts", self.flat_params.base_state_in_rows),
             ("eigenpairs", self.subspace is not None),
-            ("of step", self.pairs.refresh_counts.step),
+            ("of step", self.refresh_counts.step),
             *scheduled(self.options, ("curvature_interval", "newton_scale"), self.training.steps),
             ("least interval", least_interval),
         ]
@@ -182,6 +264,169 @@ class FOSICurvature(Curvature):
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
         """Parts of the gradients, and the rank that receives each mean; None: every rank does."""
         return self.flat_params.route(params, gradients)
+
+    # -------------------------------------------------------------------------------- a refresh
+
+    def is_due(self) -> bool:
+        """Return whether a refresh of the eigenpairs is due at this step."""
+        may_refresh = self.refreshes and not self.closed
+        if not may_refresh or self._num_pairs == 0 or not self.flat_params.params:
+            return False
+        step = self.training.steps
+        last_refresh = self.refresh_counts.step
+        if last_refresh >= 0:
+            return step - last_refresh >= self.interval(step)
+        if self.options.warmup_steps is not None:
+            return step >= self.options.warmup_steps
+        return step >= self.interval(0)
+
+    def interval(self, step: int) -> int:
+        """Return the number of steps from a refresh to the next one."""
+        options = self.options
+        if self.throttle is not None:
+            if self.throttle.interval:
+                return self.throttle.interval
+            # Until the throttle has measured refreshes, a product counts as one step.
+            products = max_products(options, self.flat_params.size, warm=False)
+            return math.ceil(products / options.overhead)
+        interval = value_at(options.curvature_interval, step)
+        check_interval(f"curvature_interval at step {step}: curvature_interval", interval)
+        return int(interval)
+
+    def refresh(self, closure: Closures) -> None:
+        """Replace û and V̂ by eigenpairs of the curvature batch, if they are finite. Collective.
+
+        Raises:
+            CurvatureError: On all processes, if the loss of one process cannot be evaluated or
+                differentiated twice.
+        """
+        training = self.training
+        options = self.options
+        last = self.subspace
+        with stage("lanczos"):
+            with self.flat_params.hessian(closure) as space:
+                # Start from the sum of the last eigenvectors, and a random vector.
+                start = space.random(options.seed + training.steps, 1 / math.sqrt(space.size))
+                warm = last is not None and options.warm_start
+                if last is not None and options.warm_start:
+                    last_sum = last.basis.sum_of_vectors(space.rows) / math.sqrt(last.basis.count)
+                    start = last_sum.add_(start, alpha=RANDOM_SHARE)
+
+                # Run Lanczos.
+                pairs = compute_pairs(
+                    space, start, options, warm=warm, expected=self._expected_iterations
+                )
+                self._expected_iterations = 0 if pairs.trouble else len(pairs.basis)
+                loss = space.loss()
+
+            # Check the eigenpairs.
+            failed = bool(pairs.trouble) or not math.isfinite(loss)
+            if last is not None and len(pairs.values):
+                last_largest = last.values.abs().max()
+                failed = failed or bool(pairs.values.abs().max() < VANISHED * last_largest)
+            self.count_refresh(training.steps, pairs.iterations, failed=failed)
+            self._gradient_share = None
+
+            # Use them, or keep the last ones.
+            if not failed:
+                loss_has_risen = self._update_guard(loss)
+                self._use_pairs(pairs, loss_has_risen=loss_has_risen)
+            elif training.is_first_warning("refresh failed"):
+                outcome = "the last eigenpairs stay in use"
+                if last is None:
+                    outcome = "there are no eigenpairs yet"
+                training.warn(
+                    f"the refresh at step {training.steps} failed, because the curvature is not "
+                    f"finite, has vanished, or was decomposed wrongly: {outcome}; later failures "
+                    f"give no warning, but metrics() counts them as 'failed'"
+                )
+
+    def count_refresh(self, step: int, products: int, *, failed: bool) -> None:
+        """Count a refresh by this process or by an accelerator."""
+        counts = self.refresh_counts
+        self.refresh_counts = RefreshCounts(
+            step=step,
+            products=products,
+            total_products=counts.total_products + products,
+            refreshes=counts.refreshes + 1,
+            failures=counts.failures + failed,
+        )
+
+    def _update_guard(self, loss: float) -> bool:
+        """Update the bound on s, and return whether the loss of the curvature batch has risen.
+
+        ``loss`` is the loss of the batch that new pairs were computed from, at the same parameters.
+        While it does not rise from refresh to refresh, s and the Newton steps may grow.
+        """
+        loss_has_risen = False
+        if math.isfinite(self._batch_loss):
+            loss_has_risen = loss - self._batch_loss > TOLERATED_RISE * abs(self._batch_loss)
+            factor = SHRINK if loss_has_risen else GROWTH
+            self._scale_bound = max(1.0, self._scale_bound * factor)
+        self._batch_loss = loss
+        return loss_has_risen
+
+    def _use_pairs(self, pairs: Pairs, *, loss_has_risen: bool) -> None:
+        """Replace the eigenpairs, and keep the momentum and the trust region. Collective."""
+        training = self.training
+        flat_params = self.flat_params
+        with flat_params.without_autocast():
+            # Save the momentum and the trust region, and free the old vectors.
+            momentum = None
+            trust = None
+            if self.subspace is not None:
+                newton = self.subspace.newton
+                trust = trust_after_refresh(newton.trust, loss_has_risen=loss_has_risen)
+                rule = momentum_rule(self.options.subspace_momentum, training.groups[0])
+                if rule.decay > 0.0:
+                    momentum = self.subspace.momentum_vector()
+            self.subspace = None
+            training.publish()
+
+            # Make the new subspace.
+            vectors = pairs.vectors()
+            if not flat_params.by_rows:
+                vectors = exchange_rows_for_vectors(vectors, flat_params.size, training.world)
+            self.subspace = self._make_subspace(
+                vectors, pairs.values, residuals=pairs.bounds(), num_largest=pairs.num_largest
+            )
+            if trust is not None:
+                self.subspace.inherit(momentum, trust)
+        training.publish()
+
+    def _make_subspace(
+        self, vectors: Tensor, values: Tensor, *, residuals: Tensor, num_largest: int
+    ) -> Subspace:
+        """Make the subspace of eigenpairs, without momentum."""
+        basis = Basis(
+            vectors=vectors,
+            count=len(values),
+            by_rows=self.flat_params.by_rows,
+            world=self.training.world,
+            group_spans=self.flat_params.group_spans,
+        )
+        inverses = inverse_magnitudes(values, self.options.eigenvalue_floor)[basis.local_slice]
+        return Subspace(
+            basis=basis,
+            values=values,
+            residuals=residuals,
+            num_largest=num_largest,
+            inverse_eigenvalues=inverses.to(vectors),
+            base_scale=self._compute_base_scale(values, num_largest),
+        )
+
+    def _compute_base_scale(self, values: Tensor, num_largest: int) -> float:
+        """Return s = clip(|λ₁| / |λ_k|, 1, lr_scale_clip) (FOSI), within the guard's bound."""
+        clip = self.options.lr_scale_clip
+        if clip is None:
+            clip = SGD_SCALE_CLIP if type(self.training.base) is torch.optim.SGD else 1.0
+        self._scale_bound = min(self._scale_bound, clip)
+
+        if num_largest == 0 or float(values[num_largest - 1]) == 0.0:
+            return 1.0
+        ratio = abs(float(values[0] / values[num_largest - 1]))
+        upper = self._scale_bound if self.options.lr_scale_guard else clip
+        return min(max(ratio, 1.0), upper)
 
     # ------------------------------------------------------------------------------- changes
 
@@ -191,13 +436,25 @@ class FOSICurvature(Curvature):
             self.handle_changed_params()
         self.flat_params.check_gradients()
 
-    def replan(self) -> None:
-        """Check that changed parameters and groups still make one vector."""
-        check_one_vector(self.training, self.options)
+    def handle_changed_params(self) -> None:
+        """Drop the eigenpairs, which belong to other parameters, and time refreshes again."""
+        if self.throttle is not None:
+            self.throttle.restart()
+        if self.subspace is not None:
+            self.subspace = None
+            self.training.publish()
+            self.training.warn(
+                "the parameters that train have changed, so the eigenpairs are dropped, and "
+                f"{self.training.base_name} steps alone until the next refresh"
+            )
 
     def begin(self) -> None:
         """Check that the parameters make one vector."""
         self.replan()
+
+    def replan(self) -> None:
+        """Check that changed parameters and groups still make one vector."""
+        check_one_vector(self.training, self.options)
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
         """Adopt the shards that have replaced parameters in the groups."""
@@ -210,19 +467,25 @@ class FOSICurvature(Curvature):
         self.replan()
         self.adopt_params()
 
-    def handle_changed_params(self) -> None:
-        """Drop the eigenpairs, because they belong to other parameters than train now."""
-        self.pairs.drop()
-
     def close(self) -> None:
         """Drop the eigenpairs for good. The base trains alone from now on."""
-        self.pairs.close()
+        self.closed = True
+        self.subspace = None
+        self.throttle = None
 
     # ------------------------------------------------------------------------------------ state
 
     def counts(self) -> dict[str, float]:
         """The counts that are saved with each parameter."""
-        return {"steps": self.training.steps, **self.pairs.counts()}
+        counts: dict[str, float] = {
+            "steps": self.training.steps,
+            "refreshed_at": self.refresh_counts.step,
+            "batch_loss": self._batch_loss,
+            "base_scale_bound": self._scale_bound,
+        }
+        if self.throttle is not None:
+            counts |= self.throttle.saved()
+        return counts
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """Each parameter's counts, and the eigenpairs if this process has all of them."""
@@ -234,9 +497,9 @@ class FOSICurvature(Curvature):
         if self.subspace is not None:
             if self.training.world.size == 1:
                 pairs = gather_pairs(self.subspace, self.flat_params)
-        elif self.options.num_pairs > 0 and is_checkpointing(part=True):
+        elif self._num_pairs > 0 and is_checkpointing(part=True):
             # torch.distributed.checkpoint reads into existing tensors, so these must exist.
-            pairs = empty_pairs(self.options.num_pairs, self.flat_params)
+            pairs = empty_pairs(self._num_pairs, self.flat_params)
         if parts and pairs is not None:
             first = self.flat_params.params[0]
             parts[first] |= pairs.entries(first.device)
@@ -247,10 +510,55 @@ class FOSICurvature(Curvature):
         check_saved_pairs(saved)
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Load the counts, and the eigenpairs if the same parameters trained."""
+        """Load the counts, and the eigenpairs if the same parameters trained.
+
+        A checkpoint of the base alone has no counts. The curvature then starts from the beginning.
+        """
+        flat_params = self.flat_params
+        flat_params.lay_out()
+        counts = counts_of(saved)
+        self.refresh_counts = replace(self.refresh_counts, step=counts.get("refreshed_at", -1))
+        self._batch_loss = counts.get("batch_loss", math.inf)
+        self._scale_bound = counts.get("base_scale_bound", 1.0)
+        if self.throttle is not None:
+            self.throttle.load(saved)
         self._gradient_share = None
-        self.flat_params.lay_out()
-        self.pairs.load(saved)
+        self.subspace = None
+
+        # Are there eigenpairs of the same parameters?
+        pairs = None
+        if self.refreshes and not self.closed:
+            pairs = read_pairs(saved)
+        if pairs is None:
+            return
+        if not same_params(saved, flat_params.params):
+            self.training.warn(
+                "the eigenpairs of the checkpoint are not loaded, because other parameters trained "
+                "when it was made; the base steps alone until the next refresh"
+            )
+            return
+
+        # Take this process's part of the vectors.
+        vectors = pairs.eigenvectors.to(self.training.device, flat_params.dtype)
+        if flat_params.by_rows:
+            vectors = flat_params.local_rows(vectors)
+        else:
+            world = self.training.world
+            bounds = row_bounds(len(vectors), world.size)
+            vectors = vectors[bounds[world.rank] : bounds[world.rank + 1]].clone()
+        self.subspace = self._make_subspace(
+            vectors,
+            pairs.eigenvalues.to("cpu", torch.float64),
+            residuals=pairs.residuals.to("cpu", torch.float64),
+            num_largest=pairs.num_largest,
+        )
+        self.subspace.load(
+            momentum=pairs.subspace_momentum,
+            full_step=pairs.last_step,
+            trust=pairs.trust_region,
+            outside_momentum=flat_params.local_rows(pairs.outside_momentum),
+            outside_decay=float(pairs.outside_decay),
+        )
 
     @property
     def remote_state(self) -> str:
@@ -295,92 +603,72 @@ class FOSICurvature(Curvature):
             residuals=residuals,
             gradient_share=gradient_share,
             base_scale=base_scale,
-            **vars(self.pairs.refresh_counts),
+            **vars(self.refresh_counts),
         )
 
     def metrics(self) -> dict[str, float]:
-        """Numbers to log: the eigenpairs, their age and cost, and the trust region.
-
-        Numbers that this process does not have are NaN, so that every process has the same names.
-        """
-        report = self.report()
+        """Numbers to log: the eigenpairs, their age and cost, and the trust region."""
         last_step = self.training.steps - 1
-        trust = TrustState(scale=math.nan, rejected=math.nan)
+        trust = None
         if self.options.trust_region and self.subspace is not None:
-            trust = TrustState(*self.subspace.newton.trust.tolist())
-
-        # Without eigenpairs, their numbers are NaN.
-        values = report.eigenvalues
-        largest = smallest = age = math.nan
-        if len(values):
-            largest = float(values.max())
-            smallest = float(values.min())
-            age = last_step - report.step
-        gradient_share = math.nan
-        if report.gradient_share is not None:
-            gradient_share = report.gradient_share
-
-        numbers = {
-            "pairs": len(values),
-            "eigenvalue/largest": largest,
-            "eigenvalue/smallest": smallest,
-            "age/pairs": age,
-            "lanczos/products": report.products,
-            "lanczos/total_products": report.total_products,
-            "refreshes": report.refreshes,
-            "curvature_interval": self.pairs.interval(max(last_step, 0)),
-            "failed": report.failures,
-            "base_scale": report.base_scale,
-            "gradient_share": gradient_share,
-            "trust_scale": trust.scale,
-            "rejected": trust.rejected,
-        }
-        return {name: float(number) for name, number in numbers.items()}
+            trust = self.subspace.newton.trust
+        interval = self.interval(max(last_step, 0))
+        return curvature_metrics(self.report(), last_step=last_step, interval=interval, trust=trust)
 
     def summary(self) -> Summary:
         """A table of all parameters: whether eigenvectors span them, and the bytes stored here."""
-        training = self.training
+        lines = summary_lines(self.report())
+        if self.throttle is not None:
+            lines.append(self.throttle.summary_line)
+        basis = None if self.subspace is None else self.subspace.basis
+        rows = summary_rows(self.training, self.flat_params, basis)
         options = self.options
-        local_sizes = {piece.param: piece.size for piece in self.flat_params.local_pieces}
-        names = training.param_names()
-        bytes_per_element = 0
-        if self.subspace is not None:
-            bytes_per_element = self.subspace.basis.vectors[:, :1].nbytes
-
-        # One row for each parameter.
-        rows = []
-        for group in training.groups:
-            for p in group["params"]:
-                status = "base" if p.requires_grad else "frozen"
-                detail = ""
-                if p.requires_grad and self.subspace is not None:
-                    status = "preconditioned"
-                    detail = "spanned by the eigenvectors"
-                row = LayerRow(
-                    name=names.get(id(p), "(not in the model)"),
-                    kind="x".join(map(str, p.shape)) or "scalar",
-                    parameters=p.numel(),
-                    status=status,
-                    detail=detail,
-                    factor_bytes=bytes_per_element * local_sizes.get(p, 0),
-                )
-                rows.append(row)
-
-        # The lines below the table.
-        report = self.report()
-        lines = ["no eigenpairs yet: the base steps alone"]
-        if len(report.eigenvalues):
-            listed = ", ".join(f"{value:.3g}" for value in report.eigenvalues.tolist())
-            lines = [f"eigenvalues at step {report.step}: {listed}"]
-        lines.append(
-            f"refreshes: {report.refreshes}, not finite: {report.failures}; Hessian-vector "
-            f"products: {report.total_products}"
-        )
-        if self.pairs.throttle is not None:
-            lines.append(self.pairs.throttle.summary_line)
-        title = f"{options.num_largest} largest and {options.num_smallest} smallest eigenpairs"
+        pairs = f"{options.num_largest} largest and {options.num_smallest} smallest eigenpairs"
         layout = "row" if self.flat_params.fsdp_sharded else options.layout
-        return Summary(training.summary_title(title, f"layout {layout}"), rows, lines=lines)
+        title = self.training.summary_title(pairs, f"layout {layout}")
+        return Summary(title, rows, lines=lines)
+
+
+def max_products(options: FOSIOptions, size: int, *, warm: bool) -> int:
+    """Return m, the most Hessian-vector products that a refresh takes for n parameters.
+
+    A ``warm`` start, from the last eigenvectors, takes half of them: between refreshes the steep
+    directions rotate further than the second half of the products would correct. The smallest
+    eigenvalues are close to many others and need all products.
+    """
+    num_pairs = min(options.num_largest + options.num_smallest, size)
+    if options.lanczos_iterations is not None:
+        return min(size, max(options.lanczos_iterations, num_pairs))
+    products = default_iterations(size, num_pairs)
+    if warm and not options.num_smallest:
+        products = min(products, max(2 * num_pairs, WARM_PRODUCTS))
+    return products
+
+
+def compute_pairs(
+    space: RowSpace, start: Tensor, options: FOSIOptions, *, warm: bool = False, expected: int = 0
+) -> Pairs:
+    """Compute the k largest and l smallest eigenpairs. Collective.
+
+    Args:
+        space: The Hessian, and the rows of this process.
+        start: The rows of the start vector.
+        options: The options of DHO2.
+        warm: Whether the start vector is made of the last eigenvectors.
+        expected: The number of iterations that will probably be needed; 0 if it is not known.
+    """
+    pairs = extreme_pairs(
+        space,
+        start,
+        options.num_largest,
+        options.num_smallest,
+        iterations=max_products(options, space.size, warm=warm),
+        tol=options.lanczos_tol,
+        seed=options.seed,
+        expected=expected,
+    )
+    space.raise_together()
+    return pairs
 
 
 def group_alphas(option: Schedule, training: Training) -> list[float | Tensor]:

@@ -17,6 +17,7 @@ from second_order.errors import CurvatureError
 from second_order.utils.checks import check_choice
 
 __all__ = [
+    "Closures",
     "CurvatureKind",
     "Evaluation",
     "LossFn",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 LossFn: TypeAlias = Callable[[], Any]
+Closures: TypeAlias = LossFn | Sequence[LossFn]
 CurvatureKind: TypeAlias = Literal["hessian", "gauss-newton", "empirical-fisher"]
 
 

@@ -26,9 +26,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from second_order.fosi.eigenpairs import Closures
 from second_order.fosi.update import FOSICurvature
-from second_order.lanczos.closure import check_closure, check_curvature
+from second_order.lanczos.closure import Closures, check_closure, check_curvature
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
 from second_order.optimizers.config import CommonOptions, FOSIOptions
 from second_order.optimizers.keywords import Rate, documented

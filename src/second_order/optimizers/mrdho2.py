@@ -25,9 +25,8 @@ from torch import nn
 from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
 from second_order.fosi.accelerator import AcceleratorCurvature, make_curvature
-from second_order.fosi.eigenpairs import Closures
 from second_order.fosi.epochs import EpochCurvature
-from second_order.lanczos.closure import check_curvature
+from second_order.lanczos.closure import Closures, check_curvature
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.config import CommonOptions, EpochOptions
 from second_order.optimizers.dho2 import EigenpairOptimizer
