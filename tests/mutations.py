@@ -223,7 +223,7 @@ files renamed before they are on the disk  <-  files::a_file_is_there_as_a_whole
 maximize is forgotten where updates are judged  <-  mrdho2::maximizing_the_negative_loss_equals_minimizing_the_loss
     losses.append(flat_params.sign * loss)  =>  losses.append(loss)
 vectors that are not finite are sent  <-  mrdho2_use::non_finite_eigenpairs_are_not_sent
-    finite = not pairs.trouble  =>  finite = True
+    finite=not pairs.trouble  =>  finite=True
 vectors are rounded under autocast
   <-  mrdho2_accelerator::autocast_around_serve_does_not_round_the_vectors
     with self.flat_params.without_autocast():  =>  if True:
@@ -861,8 +861,6 @@ a vector of losses counts as one example  <-  hvp::micro_batches_of_outputs_equa
     examples = len(loss) if examples is None else examples  =>  examples = examples or 1.0
 a loader's batches weigh the same  <-  estimates::a_loader_gives_the_mean_over_its_examples
     lambda z: criterion(z, targets)), len(targets)  =>  lambda z: criterion(z, targets)), 1
-
-== lanczos/differentiable.py
 an empirical Fisher is a sum  <-  hvp::empirical_fisher_is_the_mean_of_outer_products
     pushed = [u / len(u) for u in pushed]  =>  pass
 
@@ -884,6 +882,12 @@ micro-batches weigh the same  <-  hvp::micro_batches_equal_one_batch
     if factor != 1.0:  =>  if False:
 buffers go on from one product to the next  <-  hvp::buffers_are_restored_at_each_evaluation
     self.buffer.data.copy_(self.value)  =>  pass
+a loss of the positive Hessian under maximize  <-  dho2::a_worse_final_update_is_rejected
+    return self._sign * float(loss) / float(examples)  =>  return float(loss) / float(examples)
+the Hessian of the negative loss has its sign
+  <-  dho2_state::maximizing_the_negative_loss_equals_minimizing_the_loss
+  - weight = self._sign * self._hessian.examples
+  + weight = self._hessian.examples
 
 == lanczos/lanczos.py
 orthogonalised once  <-  lanczos::the_basis_is_orthonormal_and_tridiagonalizes_the_matrix
@@ -893,13 +897,6 @@ each process decides by itself  <-  lanczos_ranks::one_process_decides
   + stop = int(stop)
 eigenvectors of B need not be orthonormal  <-  lanczos::a_wrong_decomposition_is_rejected
     & (overlap <= DECOMPOSITION_TOL)  =>  & True
-
-== lanczos/spectrum.py
-processes' losses weigh the same  <-  lanczos_ranks::a_mean_loss_is_weighted_by_examples
-  - sums[0] = hessian.loss
-  -         sums[1] = hessian.examples
-  + sums[0] = hessian.loss / hessian.examples
-  +         sums[1] = 1.0
 each process has signs of its own  <-  lanczos_ranks::one_process_decides
     packed = space.broadcast_from_first(packed)  =>  pass
 it stops before all pairs have converged  <-  lanczos::iterations_stop_when_all_pairs_are_within_tol
@@ -907,13 +904,12 @@ it stops before all pairs have converged  <-  lanczos::iterations_stop_when_all_
 a smallest eigenvalue for a largest  <-  lanczos::a_full_run_finds_both_ends
     *range(smallest)]  =>  *range(1, smallest + 1)]
 
-== lanczos/vector_space.py
-a loss of the positive Hessian under maximize  <-  dho2::a_worse_final_update_is_rejected
-    return self._sign * float(loss) / float(examples)  =>  return float(loss) / float(examples)
-the Hessian of the negative loss has its sign
-  <-  dho2_state::maximizing_the_negative_loss_equals_minimizing_the_loss
-  - weight = self._sign * self._hessian.examples
-  + weight = self._hessian.examples
+== lanczos/spectrum.py
+processes' losses weigh the same  <-  lanczos_ranks::a_mean_loss_is_weighted_by_examples
+  - sums[0] = hessian.loss
+  -         sums[1] = hessian.examples
+  + sums[0] = hessian.loss / hessian.examples
+  +         sums[1] = 1.0
 
 == measuring/accumulators.py
 each call of a layer has a square of its own

@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from second_order import DHO2, CurvatureError, SecondOrderWarning
-from second_order.lanczos import spectrum
+from second_order.lanczos import lanczos
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -313,14 +313,14 @@ def possessions(rank: int, world_size: int, layout: str) -> tuple[Any, ...]:
     optimizer = spread(model, rank, world_size, base=ADAM, layout=layout)
     optimizer.curvature_closure = lambda: cross_entropy(model(x), y)
     found = []
-    run = spectrum.tridiagonalize
+    run = lanczos.tridiagonalize
 
     def observed(*args: Any, **kwargs: Any) -> Any:
         result = run(*args, **kwargs)
         found.append(result.basis)
         return result
 
-    with replaced(spectrum, {"tridiagonalize": observed}):
+    with replaced(lanczos, {"tridiagonalize": observed}):
         for batch in shards(BATCHES[:4], rank, world_size):
             take(model, optimizer, (batch[0].float(), batch[1]))
     V = optimizer._curvature.subspace.basis.vectors  # type: ignore[union-attr]

@@ -138,14 +138,14 @@ def vectors_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
 
 
 def vectors_accelerator(model: nn.Module, optimizer: Any, rank: int) -> list[tuple[bool, int]]:
-    """For each message of pairs, whether it says that they are finite, and how many tensors."""
+    """For each message of pairs, whether it says that they are finite, and how many elements."""
     link = optimizer._curvature.links[0]
     sent = []
     sends = link.send
 
     def send(tensors: Sequence[Tensor], to: int, **note: Any) -> None:
         if "finite" in note:
-            sent.append((note["finite"], len(tensors)))
+            sent.append((note["finite"], sum(map(torch.numel, tensors))))
         sends(tensors, to, **note)
 
     with replaced(link, {"send": send}):

@@ -20,7 +20,7 @@ from ranks import agreed
 from timed_training import Time
 from torch import Tensor
 
-from second_order.lanczos.vector_space import RowSpace
+from second_order.lanczos.hvp import RowSpace
 
 if TYPE_CHECKING:
     from pool import World

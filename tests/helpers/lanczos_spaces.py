@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from second_order.distributed.world import World
-from second_order.lanczos.vector_space import RowSpace
+from second_order.lanczos.hvp import RowSpace
 
 if TYPE_CHECKING:
     from collections.abc import Callable

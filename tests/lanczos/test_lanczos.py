@@ -29,8 +29,8 @@ from second_order.lanczos import (
     spectral_density,
     trace,
 )
+from second_order.lanczos.hvp import RowSpace
 from second_order.lanczos.lanczos import ritz_pairs, tridiagonalize
-from second_order.lanczos.vector_space import RowSpace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

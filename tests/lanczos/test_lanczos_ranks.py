@@ -21,8 +21,8 @@ from torch.nn import functional
 from second_order.distributed.world import World as Processes
 from second_order.errors import CurvatureError
 from second_order.lanczos import Eigenpairs, Outputs, SpectralDensity, eigenpairs, spectral_density
+from second_order.lanczos.hvp import row_bounds
 from second_order.lanczos.spectrum import mean_loss
-from second_order.lanczos.vector_space import row_bounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
 
 from second_order.distributed.helper_link import Message, close_links, load_model
 from second_order.distributed.roles import Role, cycle_batches
@@ -31,8 +30,9 @@ from second_order.errors import SecondOrderError
 from second_order.fosi.epochs import EpochCurvature, WorkerCurvature
 from second_order.fosi.update import compute_pairs
 from second_order.lanczos.closure import Closures
-from second_order.lanczos.spectrum import Pairs, mean_loss
-from second_order.lanczos.vector_space import row_bounds
+from second_order.lanczos.hvp import row_slice
+from second_order.lanczos.lanczos import Pairs
+from second_order.lanczos.spectrum import mean_loss
 from second_order.optimizers.config import EpochOptions
 from second_order.training.context import Training
 from second_order.utils.stages import stage
@@ -194,28 +194,20 @@ class AcceleratorCurvature(EpochCurvature):
         self.answered += 1
 
     def _send_pairs(self, message: Message, pairs: Pairs) -> None:
-        """Send the eigenvalues to each worker, and this accelerator's rows of its eigenvectors."""
+        """Send the eigenvalues to each worker, and this accelerator's rows of its vectors."""
         (link,) = self.links
         workers = self.roles.workers
-        # Compute the rows of the eigenvectors that this accelerator has.
-        finite = not pairs.trouble
-        if finite:
-            with self.flat_params.without_autocast():
-                residuals = pairs.bounds()
-                vectors = pairs.vectors()
-        # Each worker gets its share of the pairs.
-        bounds = row_bounds(len(pairs.values), len(workers))
-        note = {
-            "request": message.note["request"],
-            "finite": finite,
-            "products": pairs.iterations,
-        }
+        with self.flat_params.without_autocast():
+            vectors = pairs.vectors()
         for worker in workers:
-            tensors: list[Tensor] = []
-            if finite:
-                worker_vectors = vectors[bounds[worker] : bounds[worker + 1]]
-                tensors = [pairs.values, residuals, worker_vectors]
-            link.send(tensors, worker, **note)
+            worker_vectors = vectors[row_slice(len(vectors), len(workers), worker)]
+            link.send(
+                [pairs.values, pairs.bounds, worker_vectors],  # empty if they are not finite
+                worker,
+                request=message.note["request"],
+                finite=not pairs.trouble,
+                products=pairs.iterations,
+            )
 
     def _judge_update(self, message: Message) -> None:
         """Send the losses of the accelerators' batches without and with the update. Collective."""

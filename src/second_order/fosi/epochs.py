@@ -403,7 +403,10 @@ def collect_answers(
     messages = []
     with stage("wait"):
         for link in links:
-            message = _wait_for_answer(link, request, timer)
+            message = link.wait(timer.is_expired)
+            # Drop answers to earlier requests, which were sent before a checkpoint was loaded.
+            while message is not None and message.note["request"] < request:
+                message = link.wait(timer.is_expired)
             if message is not None:
                 messages.append(message)
     complete = training.world.all_agree(len(messages) == len(links), training.device)
@@ -415,17 +418,6 @@ def collect_answers(
         f"not answer in {timeout:g} s. See their logs. {training.base_name} steps alone from now on"
     )
     return Answers([], waited)
-
-
-def _wait_for_answer(link: HelperLink, request: int, timer: WaitTimer) -> Message | None:
-    """Wait for the answer to a request.
-
-    Answers to earlier requests, which were sent before a checkpoint was loaded, are dropped.
-    """
-    message = link.wait(timer.is_expired)
-    while message is not None and message.note["request"] < request:
-        message = link.wait(timer.is_expired)
-    return message
 
 
 def rejection_reason(before: float, after: float) -> str:

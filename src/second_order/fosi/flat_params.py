@@ -23,9 +23,8 @@ from torch.utils._pytree import tree_map_only
 from second_order.distributed.fsdp import is_dtensor, local_tensor, reshard, shard_layout
 from second_order.distributed.world import World
 from second_order.lanczos.closure import LossFn
-from second_order.lanczos.hvp import Hessian, ShardedHessian
+from second_order.lanczos.hvp import Hessian, RowSpace, ShardedHessian, row_bounds
 from second_order.lanczos.spectrum import check_one_device, lanczos_dtype
-from second_order.lanczos.vector_space import RowSpace, row_bounds
 from second_order.optimizers.config import FOSIOptions
 from second_order.training.context import Training
 from second_order.training.curvature import Routed

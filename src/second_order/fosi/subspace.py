@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from second_order.distributed.world import World
-from second_order.lanczos.vector_space import row_bounds, row_counts
+from second_order.lanczos.hvp import row_counts, row_slice
 
 __all__ = [
     "Basis",
@@ -96,8 +96,7 @@ class Basis:
         """The slice of the r vectors whose coefficients this process has."""
         if self.by_rows:
             return slice(0, self.count)
-        bounds = row_bounds(self.count, self.world.size)
-        return slice(bounds[self.world.rank], bounds[self.world.rank + 1])
+        return row_slice(self.count, self.world.size, self.world.rank)
 
     def coefficients(self, x: Tensor) -> Tensor:
         """Return V̂ᵀx for the vectors in ``local_slice``, from the local elements of x."""

@@ -50,8 +50,8 @@ from second_order.fosi.subspace import (
     trust_after_refresh,
 )
 from second_order.lanczos.closure import Closures, check_closure
-from second_order.lanczos.spectrum import Pairs, default_iterations, extreme_pairs
-from second_order.lanczos.vector_space import RowSpace, row_bounds
+from second_order.lanczos.hvp import RowSpace, row_slice
+from second_order.lanczos.lanczos import Pairs, default_iterations, extreme_pairs
 from second_order.optimizers.config import FOSIOptions, check_newton_scale
 from second_order.reporting.summary import CurvatureReport, Summary
 from second_order.training.context import Training
@@ -305,10 +305,11 @@ class FOSICurvature(Curvature):
         last = self.subspace
         with stage("lanczos"):
             with self.flat_params.hessian(closure) as space:
-                # Start from the sum of the last eigenvectors, and a random vector.
+                # Start from a random vector, and from the sum of the last eigenvectors.
                 start = space.random(options.seed + training.steps, 1 / math.sqrt(space.size))
-                warm = last is not None and options.warm_start
+                warm = False
                 if last is not None and options.warm_start:
+                    warm = True
                     last_sum = last.basis.sum_of_vectors(space.rows) / math.sqrt(last.basis.count)
                     start = last_sum.add_(start, alpha=RANDOM_SHARE)
 
@@ -329,8 +330,7 @@ class FOSICurvature(Curvature):
 
             # Use them, or keep the last ones.
             if not failed:
-                loss_has_risen = self._update_guard(loss)
-                self._use_pairs(pairs, loss_has_risen=loss_has_risen)
+                self._use_pairs(pairs, loss)
             elif training.is_first_warning("refresh failed"):
                 outcome = "the last eigenpairs stay in use"
                 if last is None:
@@ -352,24 +352,23 @@ class FOSICurvature(Curvature):
             failures=counts.failures + failed,
         )
 
-    def _update_guard(self, loss: float) -> bool:
-        """Update the bound on s, and return whether the loss of the curvature batch has risen.
+    def _use_pairs(self, pairs: Pairs, loss: float) -> None:
+        """Replace the eigenpairs, and keep the momentum and the trust region. Collective.
 
-        ``loss`` is the loss of the batch that new pairs were computed from, at the same parameters.
+        ``loss`` is the loss of the batch that the pairs were computed from, at the same parameters.
         While it does not rise from refresh to refresh, s and the Newton steps may grow.
         """
+        training = self.training
+        flat_params = self.flat_params
+
+        # Has the loss of the curvature batch risen since the last refresh?
         loss_has_risen = False
         if math.isfinite(self._batch_loss):
             loss_has_risen = loss - self._batch_loss > TOLERATED_RISE * abs(self._batch_loss)
             factor = SHRINK if loss_has_risen else GROWTH
             self._scale_bound = max(1.0, self._scale_bound * factor)
         self._batch_loss = loss
-        return loss_has_risen
 
-    def _use_pairs(self, pairs: Pairs, *, loss_has_risen: bool) -> None:
-        """Replace the eigenpairs, and keep the momentum and the trust region. Collective."""
-        training = self.training
-        flat_params = self.flat_params
         with flat_params.without_autocast():
             # Save the momentum and the trust region, and free the old vectors.
             momentum = None
@@ -388,7 +387,7 @@ class FOSICurvature(Curvature):
             if not flat_params.by_rows:
                 vectors = exchange_rows_for_vectors(vectors, flat_params.size, training.world)
             self.subspace = self._make_subspace(
-                vectors, pairs.values, residuals=pairs.bounds(), num_largest=pairs.num_largest
+                vectors, pairs.values, residuals=pairs.bounds, num_largest=pairs.num_largest
             )
             if trust is not None:
                 self.subspace.inherit(momentum, trust)
@@ -544,8 +543,7 @@ class FOSICurvature(Curvature):
             vectors = flat_params.local_rows(vectors)
         else:
             world = self.training.world
-            bounds = row_bounds(len(vectors), world.size)
-            vectors = vectors[bounds[world.rank] : bounds[world.rank + 1]].clone()
+            vectors = vectors[row_slice(len(vectors), world.size, world.rank)].clone()
         self.subspace = self._make_subspace(
             vectors,
             pairs.eigenvalues.to("cpu", torch.float64),

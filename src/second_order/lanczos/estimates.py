@@ -28,15 +28,9 @@ from torch import Tensor, nn
 
 from second_order.errors import CurvatureError
 from second_order.lanczos.closure import CurvatureKind, LossFn
-from second_order.lanczos.hvp import ProductMode
-from second_order.lanczos.lanczos import tridiagonalize
-from second_order.lanczos.spectrum import (
-    UNDECOMPOSED,
-    ParamsOrModel,
-    agreed_ritz_pairs,
-    curvature_space,
-)
-from second_order.lanczos.vector_space import RowSpace
+from second_order.lanczos.hvp import ProductMode, RowSpace
+from second_order.lanczos.lanczos import UNDECOMPOSED, agreed_ritz_pairs, tridiagonalize
+from second_order.lanczos.spectrum import ParamsOrModel, curvature_space
 from second_order.utils.checks import check_number, check_whole
 
 __all__ = ["Diagonal", "SpectralDensity", "Trace", "diagonal", "spectral_density", "trace"]
@@ -234,11 +228,11 @@ class _SteepDirections:
     def __init__(self, space: RowSpace, count: int, seed: int) -> None:
         self._space = space
         self._seed = seed + count  # of the probes
-        rows = space.random(seed, 1.0)  # shows the shape and dtype, also if count is 0
+        like = space.random(seed, 1.0)  # shows the shape and dtype, also if count is 0
         candidates = [space.apply(space.random(seed + i, 1.0)) for i in range(count)]
 
         # Gram-Schmidt. A vector that is zero, or depends on the others, is left out.
-        Q = torch.stack([*candidates, rows])
+        Q = like.new_empty((count, len(like)))
         self.Q = Q[:0]
         largest_norm = 0.0
         for v in candidates:
@@ -250,7 +244,9 @@ class _SteepDirections:
                 Q[k] = self.project_out(residual / residual_norm)
                 self.Q = Q[: k + 1]
 
-        self.HQ = torch.stack([*(space.apply(q) for q in self.Q), rows])[:-1]
+        self.HQ = torch.empty_like(self.Q)
+        for q, Hq in zip(self.Q, self.HQ, strict=True):
+            Hq.copy_(space.apply(q))
         self.products = count + len(self.Q)
 
     def project_out(self, v: Tensor) -> Tensor:

@@ -1,9 +1,15 @@
-"""The Lanczos recurrence with full reorthogonalization, for any symmetric matrix H.
+"""The Lanczos recurrence with full reorthogonalization, and the extreme eigenpairs that it finds.
 
     h = H dᵢ;  Bᵢᵢ = dᵢᵀh;  h <- h − D(Dᵀh), twice;  B_{i,i+1} = ‖h‖;  d_{i+1} = h/‖h‖
 
-Then DᵀHD = B is tridiagonal, and B = U diag(u) Uᵀ gives the Ritz pairs u, DU of H. The rows of D
-may be distributed over processes: a :class:`RowSpace` multiplies vectors and completes sums.
+Then DᵀHD = B is tridiagonal, and B = U diag(u) Uᵀ gives the Ritz pairs u, DU of any symmetric H.
+The k largest and l smallest eigenpairs take
+
+    m <= max(4(k + l), 2 ln n) iterations, until every requested pair has β_m |s_{mi}| <= tol |θᵢ|
+    V̂ = D U[:, last k ∪ first l]
+
+The rows of D may be distributed over processes: a :class:`RowSpace` multiplies vectors and
+completes sums.
 """
 
 from __future__ import annotations
@@ -15,9 +21,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from second_order.lanczos.vector_space import RowSpace
+from second_order.lanczos.hvp import RowSpace
 
-__all__ = ["Ritz", "Tridiagonal", "ritz_pairs", "tridiagonalize"]
+__all__ = [
+    "UNDECOMPOSED",
+    "Pairs",
+    "Ritz",
+    "Tridiagonal",
+    "agreed_ritz_pairs",
+    "default_iterations",
+    "extreme_pairs",
+    "ritz_pairs",
+    "tridiagonalize",
+]
 
 # Testing for convergence takes an eigendecomposition of B. Runs of up to TEST_ALWAYS iterations
 # test after each one, longer runs after each TEST_INTERVAL-th.
@@ -29,6 +45,12 @@ FIRST_READ = 4
 
 # Relative error up to which an eigendecomposition of B is valid. In float64 it is near 1e-15.
 DECOMPOSITION_TOL = 1e-8
+
+UNDECOMPOSED = (
+    "the tridiagonal matrix of the recurrence could not be decomposed on the first process; use "
+    "another batch, or a wider dtype"
+)
+ROUNDING = 4.0  # times eps ‖H‖: the rounding of a product and its reorthogonalization
 
 RANDOM_ATTEMPTS = 3  # random vectors to try if the Krylov space is exhausted
 
@@ -92,9 +114,6 @@ class _Coefficients:
     finite: bool = True
     exhausted: bool = False  # whether the last ‖h‖ was 0, so that the Krylov space is invariant
 
-    def __len__(self) -> int:
-        return len(self.diagonal)
-
     def extend(self, numbers: Sequence[float], eps: float) -> None:
         """Append the entries of some iterations, up to one that is not finite or exhausted.
 
@@ -117,7 +136,7 @@ class _Coefficients:
             if self.exhausted:
                 return
 
-    def tensors(self, count: int) -> Tensor:
+    def first(self, count: int) -> Tensor:
         """Return the diagonal and the off-diagonal of the first rows, ``(2, count)``."""
         both = [self.diagonal[:count], self.off_diagonal[:count]]
         return torch.tensor(both, dtype=torch.float64, device="cpu")
@@ -164,19 +183,17 @@ def tridiagonalize(
         if finished is None:
             ahead = iterations
 
-    def result(count: int, finite: bool) -> Tridiagonal:
-        diagonal, off_diagonal = B.tensors(count)
-        return Tridiagonal(D[:count], diagonal, off_diagonal, finite, products)
-
-    while len(B) < iterations:
+    stop = 0  # the number of iterations after which everything had converged
+    count = 0
+    while count < iterations and B.finite and not stop:
         # Compute some rows of D, and read the coefficients of B.
-        before = len(B)
+        before = count
         last = min(before + ahead, iterations)
         unread = [_iterate(space, D, j) for j in range(before, last)]
         products += len(unread)
         B.extend(space.read(unread), torch.finfo(D.dtype).eps)
         ahead = 1 if on_cpu else TEST_INTERVAL
-        count = len(B)
+        count = len(B.diagonal)
 
         # Stop if everything has converged. The first process decides, because rounding differs
         # between processes.
@@ -184,27 +201,26 @@ def tridiagonalize(
         lengths = range(max(before + 1, at_least), longest + 1)
         tested = [n for n in lengths if n <= TEST_ALWAYS or n % TEST_INTERVAL == 1]
         if finished is not None and tested:
-            stop = 0
             for n in tested:
-                if finished(ritz_pairs(*B.tensors(n))):
+                if finished(ritz_pairs(*B.first(n))):
                     stop = n
                     break
             decision = torch.tensor([float(stop)], dtype=torch.float64, device="cpu")
             stop = int(space.broadcast_from_first(decision))
-            if stop:
-                return result(stop, finite=True)
-        if not B.finite:
-            return result(count, finite=False)
 
         # Continue with a random vector if the Krylov space is exhausted early.
-        if B.exhausted:
-            if at_least <= count or count == iterations:
+        if B.exhausted and not stop:
+            if count >= at_least or count == iterations:
                 break
             d = _random_orthogonal(space, D[:count], seed + count)
             if d is None:
-                return result(count, finite=count > 0)
+                break
             D[count] = d
-    return result(len(B), finite=True)
+
+    count = stop or count
+    diagonal, off_diagonal = B.first(count)
+    finite = B.finite or stop > 0
+    return Tridiagonal(D[:count], diagonal, off_diagonal, finite, products)
 
 
 def _iterate(space: RowSpace, D: Tensor, j: int) -> Tensor:
@@ -228,9 +244,7 @@ def _squared_norm(x: Tensor) -> Tensor:
 
 
 def _random_orthogonal(space: RowSpace, basis: Tensor, seed: int) -> Tensor | None:
-    """Return a random unit vector orthogonal to the basis; None if the basis spans all of R^n."""
-    if len(basis) >= space.size:
-        return None
+    """Return a random unit vector orthogonal to the basis; None if only rounding is left."""
     # The first vector may be in the span: the start vector is, if it was drawn with the same seed.
     for attempt in range(RANDOM_ATTEMPTS):
         d = _orthogonalize(space, basis, space.random(seed + attempt * space.size, 1.0))
@@ -250,3 +264,126 @@ def _orthogonalize(space: RowSpace, basis: Tensor, d: Tensor) -> Tensor | None:
             return None
         d /= norm
     return d
+
+
+# ------------------------------------------------------------------------------------- eigenpairs
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Ritz pairs of a recurrence: the largest, descending, then the smallest, ascending."""
+
+    values: Tensor  # (r,) float64 on the CPU
+    residuals: Tensor  # (r,) ‖Hv − θv‖ in exact arithmetic; float64 on the CPU
+    bounds: Tensor  # (r,) on ‖Hv − θv‖: the residuals, or rounding if that is larger
+    num_largest: int  # how many of the pairs are the largest ones
+    iterations: int  # number of Hessian-vector products
+    basis: Tensor  # (m, rows) D, transposed
+    combination: Tensor  # (m, r) the selected columns of U
+    trouble: str = ""  # the reason, if the run gave no pairs
+
+    def vectors(self) -> Tensor:
+        """Return V̂ transposed, ``(r, rows)``: this process's rows of the orthonormal vectors."""
+        # One matrix-vector product each, because a GPU may round a matrix product to TF32.
+        vectors = [self.basis.t().mv(column) for column in self.combination.t()]
+        if not vectors:
+            return self.basis.new_empty((0, self.basis.shape[1]))
+        return torch.stack(vectors)
+
+
+def default_iterations(size: int, num_pairs: int) -> int:
+    """Return the paper's m = max(4(k + l), 2 ln n), at most n."""
+    return min(size, max(4 * num_pairs, math.ceil(2 * math.log(max(size, 2)))))
+
+
+def extreme_pairs(
+    space: RowSpace,
+    start: Tensor,
+    largest: int,
+    smallest: int,
+    *,
+    iterations: int,
+    tol: float,
+    seed: int,
+    expected: int = 0,
+) -> Pairs:
+    """Compute the algebraically largest and smallest eigenpairs with one recurrence. Collective.
+
+    Args:
+        space: The Hessian, and the processes.
+        start: This process's rows of the start vector.
+        largest: k. If k + l exceeds n, fewer pairs are computed.
+        smallest: l.
+        iterations: m, the maximum number of products.
+        tol: The run ends once every requested pair has a residual of at most tol |θ|.
+        seed: The seed of random vectors that are used if the Krylov space is exhausted early.
+        expected: The number of iterations that are probably needed; 0 if it is not known.
+    """
+    # The Ritz values ascend: the last k are the largest, and the first l the smallest.
+    num_pairs = min(largest + smallest, space.size)
+    largest = min(largest, num_pairs)
+    smallest = num_pairs - largest
+    indices = [*range(-1, -1 - largest, -1), *range(smallest)]
+
+    def all_converged(ritz: Ritz) -> bool:
+        return bool((ritz.residuals[indices] <= tol * ritz.values[indices].abs()).all())
+
+    # Run the recurrence until the pairs have converged.
+    run = tridiagonalize(
+        space,
+        start,
+        max(iterations, num_pairs),
+        at_least=num_pairs,
+        finished=all_converged if tol > 0 else None,
+        seed=seed,
+        expected=expected,
+    )
+
+    # Decompose the tridiagonal matrix.
+    count = len(run.diagonal)
+    ritz = None
+    trouble = UNDECOMPOSED
+    if run.finite and count >= num_pairs:
+        ritz = agreed_ritz_pairs(space, run)
+    else:
+        trouble = (
+            f"Hessian-vector product {count + 1} is not finite; look at the loss of the batch, or "
+            f"use a wider dtype for the model"
+        )
+    # Without valid Ritz pairs, return no pairs and the reason.
+    if ritz is None or not bool(ritz.vectors.isfinite().all() & ritz.values.isfinite().all()):
+        empty = torch.empty(0, dtype=torch.float64, device="cpu")
+        return Pairs(
+            values=empty,
+            residuals=empty,
+            bounds=empty,
+            num_largest=0,
+            iterations=count,
+            basis=run.basis,
+            combination=run.basis.new_empty((count, 0)),
+            trouble=trouble,
+        )
+
+    # The eigenvectors are combinations of the basis, which the caller computes if it needs them.
+    residuals = ritz.residuals[indices]
+    rounding = ROUNDING * torch.finfo(run.basis.dtype).eps * float(ritz.values.abs().max())
+    return Pairs(
+        values=ritz.values[indices],
+        residuals=residuals,
+        bounds=residuals.clamp(min=rounding),
+        num_largest=largest,
+        iterations=run.products,
+        basis=run.basis,
+        combination=ritz.vectors[:, indices].to(start.device, start.dtype),
+    )
+
+
+def agreed_ritz_pairs(space: RowSpace, run: Tridiagonal) -> Ritz:
+    """Return the first process's Ritz pairs on all processes. Collective.
+
+    Signs, vectors of equal eigenvalues, and failures could differ between processes.
+    """
+    ritz = ritz_pairs(run.diagonal, run.off_diagonal)
+    packed = torch.cat([ritz.values[None], ritz.residuals[None], ritz.vectors.t()])
+    packed = space.broadcast_from_first(packed)
+    return Ritz(values=packed[0], vectors=packed[2:].t(), residuals=packed[1])

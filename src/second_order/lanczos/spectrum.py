@@ -1,15 +1,7 @@
-"""Extreme eigenpairs of a curvature matrix, by the Lanczos recurrence.
-
-    m <= max(4(k + l), 2 ln n) iterations, until every requested pair has β_m |s_{mi}| <= tol |θᵢ|
-    V̂ = D U[:, last k ∪ first l]
-
-:func:`eigenpairs` is the public function. DHO2 calls :func:`extreme_pairs`, with rows of vectors on
-each process.
-"""
+"""Extreme eigenpairs of the curvature of a loss, and checks of a loss and its parameters."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -21,162 +13,21 @@ from torch import Tensor, nn
 from second_order.distributed.world import World
 from second_order.errors import CurvatureError
 from second_order.lanczos.closure import CurvatureKind, LossFn
-from second_order.lanczos.hvp import Hessian, ProductMode
-from second_order.lanczos.lanczos import Ritz, Tridiagonal, ritz_pairs, tridiagonalize
-from second_order.lanczos.vector_space import RowSpace
+from second_order.lanczos.hvp import Hessian, ProductMode, RowSpace
+from second_order.lanczos.lanczos import default_iterations, extreme_pairs
 from second_order.utils.checks import check_number, check_seed, check_whole
 
 __all__ = [
     "Eigenpairs",
-    "Pairs",
     "ParamsOrModel",
-    "agreed_ritz_pairs",
     "check_one_device",
     "curvature_space",
-    "default_iterations",
     "eigenpairs",
-    "extreme_pairs",
     "lanczos_dtype",
     "mean_loss",
 ]
 
-UNDECOMPOSED = (
-    "the tridiagonal matrix of the recurrence could not be decomposed on the first process; use "
-    "another batch, or a wider dtype"
-)
-ROUNDING = 4.0  # times eps ‖H‖: the rounding of a product and its reorthogonalization
-
 ParamsOrModel: TypeAlias = nn.Module | Iterable[Tensor]
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Ritz pairs of a recurrence: the largest, descending, then the smallest, ascending."""
-
-    values: Tensor  # (r,) float64 on the CPU
-    residuals: Tensor  # (r,) ‖Hv − θv‖ in exact arithmetic; float64 on the CPU
-    num_largest: int  # how many of the pairs are the largest ones
-    iterations: int  # number of Hessian-vector products
-    norm: float  # the largest |θ| of the run, a lower bound on ‖H‖
-    basis: Tensor  # (m, rows) D, transposed
-    combination: Tensor  # (m, r) the selected columns of U
-    trouble: str = ""  # the reason, if the run gave no pairs
-
-    def bounds(self) -> Tensor:
-        """Return bounds on ‖Hv − θv‖, ``(r,)``: the residuals, or rounding if that is larger."""
-        rounding = ROUNDING * torch.finfo(self.basis.dtype).eps * self.norm
-        return self.residuals.clamp(min=rounding)
-
-    def vectors(self) -> Tensor:
-        """Return V̂ transposed, ``(r, rows)``: this process's rows of the orthonormal vectors."""
-        # One matrix-vector product each, because a GPU may round a matrix product to TF32.
-        vectors = [self.basis.t().mv(column) for column in self.combination.t()]
-        if not vectors:
-            return self.basis.new_empty((0, self.basis.shape[1]))
-        return torch.stack(vectors)
-
-
-def default_iterations(size: int, num_pairs: int) -> int:
-    """Return the paper's m = max(4(k + l), 2 ln n), at most n."""
-    return min(size, max(4 * num_pairs, math.ceil(2 * math.log(max(size, 2)))))
-
-
-def extreme_pairs(
-    space: RowSpace,
-    start: Tensor,
-    largest: int,
-    smallest: int,
-    *,
-    iterations: int | None = None,
-    tol: float = 1e-2,
-    seed: int = 0,
-    expected: int = 0,
-) -> Pairs:
-    """Compute the algebraically largest and smallest eigenpairs with one recurrence. Collective.
-
-    Args:
-        space: The Hessian, and the processes.
-        start: This process's rows of the start vector.
-        largest: k. If k + l exceeds n, fewer pairs are computed.
-        smallest: l.
-        iterations: m, the maximum number of products. None: :func:`default_iterations`.
-        tol: The run ends once every requested pair has a residual of at most tol |θ|.
-        seed: The seed of random vectors that are used if the Krylov space is exhausted early.
-        expected: The number of iterations that are probably needed; 0 if it is not known.
-    """
-    # Reduce the request to n pairs, and choose the number of products.
-    num_pairs = min(largest + smallest, space.size)
-    largest = min(largest, num_pairs)
-    smallest = num_pairs - largest
-    if iterations is None:
-        iterations = default_iterations(space.size, num_pairs)
-
-    def extreme_indices(count: int) -> list[int]:
-        """Return the indices of the k largest and l smallest of ``count`` ascending values."""
-        return [*range(count - 1, count - 1 - largest, -1), *range(smallest)]
-
-    def all_converged(ritz: Ritz) -> bool:
-        indices = extreme_indices(len(ritz.values))
-        return bool((ritz.residuals[indices] <= tol * ritz.values[indices].abs()).all())
-
-    # Run the recurrence until the pairs have converged.
-    run = tridiagonalize(
-        space,
-        start,
-        max(iterations, num_pairs),
-        at_least=num_pairs,
-        finished=all_converged if tol > 0 else None,
-        seed=seed,
-        expected=expected,
-    )
-
-    # Decompose the tridiagonal matrix.
-    count = len(run.diagonal)
-    ritz = None
-    if run.finite and count >= num_pairs:
-        ritz = agreed_ritz_pairs(space, run)
-        trouble = UNDECOMPOSED
-    else:
-        trouble = (
-            f"Hessian-vector product {count + 1} is not finite; look at the loss of the batch, or "
-            f"use a wider dtype for the model"
-        )
-    # Without valid Ritz pairs, return no pairs and the reason.
-    if ritz is None or not bool(ritz.vectors.isfinite().all() & ritz.values.isfinite().all()):
-        empty = torch.empty(0, dtype=torch.float64, device="cpu")
-        return Pairs(
-            values=empty,
-            residuals=empty,
-            num_largest=0,
-            iterations=count,
-            norm=0.0,
-            basis=run.basis,
-            combination=run.basis.new_empty((count, 0)),
-            trouble=trouble,
-        )
-
-    # The eigenvectors are combinations of the basis, which the caller computes if it needs them.
-    indices = extreme_indices(count)
-    return Pairs(
-        values=ritz.values[indices],
-        residuals=ritz.residuals[indices],
-        num_largest=largest,
-        iterations=run.products,
-        norm=float(ritz.values.abs().max()),
-        basis=run.basis,
-        combination=ritz.vectors[:, indices].to(start.device, start.dtype),
-    )
-
-
-def agreed_ritz_pairs(space: RowSpace, run: Tridiagonal) -> Ritz:
-    """Return the first process's Ritz pairs on all processes. Collective.
-
-    Signs, vectors of equal eigenvalues, and failures could differ between processes.
-    """
-    ritz = ritz_pairs(run.diagonal, run.off_diagonal)
-    packed = torch.cat([ritz.values[None], ritz.residuals[None], ritz.vectors.t()])
-    packed = space.broadcast_from_first(packed)
-    return Ritz(values=packed[0], vectors=packed[2:].t(), residuals=packed[1])
 
 
 @dataclass(frozen=True)
@@ -276,6 +127,8 @@ def eigenpairs(
             f"largest={largest}, smallest={smallest}: their sum must be between 1 and the number "
             f"of parameters, {n}"
         )
+    if iterations is None:
+        iterations = default_iterations(n, num_pairs)
     if start is not None and start.shape != (n,):
         raise ValueError(f"start has shape {tuple(start.shape)}; it must be ({n},)")
 
@@ -303,7 +156,7 @@ def eigenpairs(
     return Eigenpairs(
         eigenvalues=pairs.values,
         eigenvectors=vectors,
-        residuals=pairs.bounds(),
+        residuals=pairs.bounds,
         converged=pairs.residuals <= tol * pairs.values.abs(),
         products=pairs.iterations,
         largest=pairs.num_largest,
