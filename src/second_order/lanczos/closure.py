@@ -131,6 +131,7 @@ def evaluate_closure(value: Any, curvature: CurvatureKind) -> Evaluation:
     Raises:
         CurvatureError: If it is not a loss with a graph, or not what the curvature needs.
     """
+    # The closure returned a loss, or Outputs; perhaps with a number of examples.
     examples = None
     if isinstance(value, (tuple, list)) and len(value) == 2:
         value, examples = value
@@ -342,11 +343,13 @@ def derivatives(
     Raises:
         CurvatureError: If the roots cannot be differentiated, or not as often as needed.
     """
-    functions = _custom_functions(roots)
     with explain_errors():
         gradients = torch.autograd.grad(
             roots, params, cotangents, create_graph=twice, allow_unused=True
         )
+
+    # Some custom functions cannot be differentiated like this.
+    functions = _custom_functions(roots)
     if twice:
         # torch would silently return zeros for the second derivatives.
         for function in functions:

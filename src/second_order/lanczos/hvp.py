@@ -244,6 +244,7 @@ class Hessian:
             v: ``(n,)`` in any floating dtype, which is also that of the result.
         """
         self.products += 1
+        # Split the vector into a direction for each parameter.
         directions = []
         parts = v.split([shape.numel() for shape in self._local_shapes])
         for p, part, shape in zip(self.params, parts, self._local_shapes, strict=True):
@@ -251,6 +252,7 @@ class Hessian:
         if self._mode == "differences":
             return self._difference_product(directions, v)
 
+        # Multiply by the curvature of each loss, and sum up.
         retain = self._mode == "retained"
         losses: Iterable[DifferentiableLoss] = self._retained
         if not retain:
@@ -288,6 +290,7 @@ class Hessian:
         epsilon = self._step_size(directions)
         if epsilon == 0.0:
             return torch.zeros_like(v)
+        # Move the parameters forth and back, and restore them in any case.
         params = [local_tensor(p).data for p in self.params]
         params_before = [p.clone() for p in params]
         total: Tensor | None = None
@@ -386,6 +389,7 @@ class ShardedHessian(Hessian):
 
     def _add_gradients(self, total: Tensor | None, factor: float, dtype: torch.dtype) -> Tensor:
         """Return total + factor · the mean gradient over all processes' examples. Collective."""
+        # FSDP2 averages the gradients of all processes in backward().
         for loss_fn in self._rewound_loss_fns():
             evaluation = self._evaluate(loss_fn)
             with explain_errors():
@@ -396,7 +400,7 @@ class ShardedHessian(Hessian):
         self._update_constant(gradients)
         for p in self.params:
             p.grad = None
-        # FSDP2 has divided the sum of gradients by the number of processes.
+        # Divide the sum of gradients by all examples instead of the number of processes.
         factor = factor * self._world.size / float(all_examples)
         return self._add(total, gradients, factor, dtype)
 
@@ -475,10 +479,8 @@ class RowSpace:
             raise
         return self
 
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._hessian.__exit__()
-        if error is not None and self.error is not None and error is not self.error:
-            raise self.error from error  # the failure here explains why other processes are gone
 
     def random(self, seed: int, scale: float) -> Tensor:
         """Return this process's rows of scale times a seeded standard normal vector.
