@@ -288,9 +288,9 @@ no warm-up with accelerators  <-  mrdho2::the_base_steps_alone_during_warm_up
 
 == fosi/flat_params.py
 packed parameters that are not written back  <-  dho2::steps_equal_dense_algebra
-  - parts = vector.split([piece.size for piece in self.local_pieces])
-  -         for piece, part, tensor in zip(self.local_pieces, parts, tensors, strict=True):
-  + for piece, part, tensor in ():
+  - views = self._allocated_buffer().views
+  -         for piece, view, tensor in zip(self.local_pieces, views, tensors, strict=True):
+  + for piece, view, tensor in ():
 parts of gradients that are not contiguous
   <-  dho2_processes::channels_last_changes_nothing_on_many_processes
     p.grad = gradient.contiguous()  =>  pass

@@ -252,18 +252,13 @@ class WorkerCurvature(EpochCurvature):
         """Request the eigenpairs at c. An epoch that a checkpoint continues has c and p already."""
         points = []
         if self.sums is None or self.epoch_step == 0:
-            start = self._read_params()
+            start = flatten_params(self.flat_params.params)
             gradient_sum = torch.zeros_like(start, dtype=self.flat_params.dtype)
             self.sums = EpochSums(start, gradient_sum)
         else:
             points = [self.sums.start]  # the parameters have moved away from c
         self._requested_epoch = self.epoch
         self._send_request(points, do="compute", epoch=self.epoch)
-
-    def _read_params(self) -> Tensor:
-        """Copy the parameters to one vector, in a dtype that represents all of them exactly."""
-        params = self.flat_params.local_params
-        return self.flat_params.read(params, lanczos_dtype(params))
 
     def _send_request(self, points: Sequence[Tensor], **note: Any) -> None:
         """Number a request, and send it from worker 0 with the model.
@@ -347,7 +342,7 @@ class WorkerCurvature(EpochCurvature):
         )
 
         # The final update, equation 17.
-        before = self._read_params()
+        before = flatten_params(flat_params.params)
         update, is_finite = compute_final_update(
             basis,
             displacement=before - self.sums.start,
@@ -382,6 +377,13 @@ class WorkerCurvature(EpochCurvature):
             loss_before=loss_before,
             loss_after=loss_after,
         )
+
+
+def flatten_params(params: Sequence[Tensor]) -> Tensor:
+    """Copy parameters to one vector, in a dtype that represents all of them exactly."""
+    dtype = lanczos_dtype(params)
+    parts = [p.detach().reshape(-1).to(dtype) for p in params]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device="cpu")
 
 
 class Answers(NamedTuple):

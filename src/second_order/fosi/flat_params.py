@@ -5,7 +5,8 @@
                   a process stores n/P elements of each of the base's state tensors.
     complete      every process averages, and steps, the complete vector
 
-The vector has the parameters group by group, each in the order of ``p.reshape(-1)``.
+The vector has the parameters group by group, each in the order of ``p.reshape(-1)``. This process's
+rows are copied to a buffer, in which they are contiguous.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -65,10 +66,17 @@ class ParamPiece:
         The view has the parameter's shape if the piece is complete, and is flat otherwise.
         """
         if self.is_complete:
-            return tensor.detach()
+            return tensor
         if is_dtensor(tensor):  # the local shard is the piece
-            return local_tensor(tensor).detach().reshape(-1)
-        return tensor.detach().view(-1)[self.start : self.start + self.size]
+            return local_tensor(tensor).reshape(-1)
+        return tensor.view(-1)[self.start : self.start + self.size]
+
+
+class Buffer(NamedTuple):
+    """A vector of the local rows, and its views that the local pieces are copied to."""
+
+    flat: Tensor
+    views: list[Tensor]
 
 
 class FlatParams:
@@ -77,7 +85,7 @@ class FlatParams:
     Attributes:
         params: The parameters that train, group by group, in order.
         size: n, the number of elements of these parameters.
-        dtype: The dtype of the eigenvectors, and of the vectors that they are multiplied by.
+        dtype: The dtype of the eigenvectors and of the buffer.
         fsdp_sharded: Whether FSDP2 has sharded the parameters. It then averages the gradients.
         row_sharded: Whether every process has its own rows, by ``layout="row"`` or FSDP2.
         by_rows: Whether eigenvectors are stored by rows here, and not as complete vectors.
@@ -103,6 +111,7 @@ class FlatParams:
     def lay_out(self) -> None:
         """Lay out the vector. The base's state is complete: at the beginning, and after a load."""
         self.base_state_in_rows = False
+        self._buffer: Buffer | None = None
 
         groups = []
         for group in self._training.groups:
@@ -231,45 +240,61 @@ class FlatParams:
         if not self.row_sharded:
             return rows
         vectors = rows.new_empty((*rows.shape[:-1], self.size))
-        parts = []
-        if self.local_pieces:
-            parts = list(rows.split([piece.size for piece in self.local_pieces], -1))
-        parts_by_rank = all_gather_on_cpu(self._training.world, parts)
+        parts_by_rank = all_gather_on_cpu(self._training.world, self._split_rows(rows))
         for piece, part in zip(self.pieces, chain(*parts_by_rank), strict=True):
             vectors[..., piece.offset : piece.offset + piece.size] = part
         return vectors
 
-    def read(self, tensors: Sequence[Tensor | None], dtype: torch.dtype | None = None) -> Tensor:
-        """Copy the local pieces of tensors to one vector, ``(local rows,)``.
+    def _split_rows(self, rows: Tensor) -> list[Tensor]:
+        """Split local rows ``(..., rows)`` into the local pieces."""
+        return list(rows.split([piece.size for piece in self.local_pieces], -1))
+
+    def read(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """Copy the local pieces of tensors to a buffer, which the next read overwrites.
 
         Args:
             tensors: A tensor of the parameter's shape for each local parameter; None for zeros.
-            dtype: The dtype of the vector, if it is not that of the eigenvectors.
-        """
-        dtype = dtype or self.dtype
-        device = self._training.device
-        parts = []
-        for piece, tensor in zip(self.local_pieces, tensors, strict=True):
-            if tensor is None:
-                parts.append(torch.zeros(piece.size, dtype=dtype, device=device))
-            else:
-                parts.append(piece.view_of(tensor).reshape(-1))
-        if not parts:
-            return torch.empty(0, dtype=dtype, device=device)
-        return torch.cat(parts).to(dtype)
 
-    def write(self, vector: Tensor, tensors: Sequence[Tensor | None]) -> None:
-        """Copy a vector of the local rows to the local pieces of tensors. None is left out."""
+        Returns:
+            The buffer, ``(local rows,)``.
+        """
+        buffer = self._allocated_buffer()
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        parts = vector.split([piece.size for piece in self.local_pieces])
-        for piece, part, tensor in zip(self.local_pieces, parts, tensors, strict=True):
-            if tensor is not None:
-                target = piece.view_of(tensor)
-                targets.append(target)
-                sources.append(part.view(target.shape))
+        for piece, view, tensor in zip(self.local_pieces, buffer.views, tensors, strict=True):
+            if tensor is None:
+                view.zero_()
+            else:
+                targets.append(view)
+                sources.append(piece.view_of(tensor))
         if targets:
             torch._foreach_copy_(targets, sources)
+        return buffer.flat
+
+    def write(self, tensors: Sequence[Tensor | None]) -> None:
+        """Copy the buffer of the last read to the local pieces of tensors. None is left out."""
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        views = self._allocated_buffer().views
+        for piece, view, tensor in zip(self.local_pieces, views, tensors, strict=True):
+            if tensor is not None:
+                targets.append(piece.view_of(tensor))
+                sources.append(view)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def _allocated_buffer(self) -> Buffer:
+        """Return the buffer. It is allocated at first use, and if the device changes."""
+        device = self._training.device
+        if self._buffer is None or self._buffer.flat.device != device:
+            size = sum(piece.size for piece in self.local_pieces)
+            flat = torch.empty(size, dtype=self.dtype, device=device)
+            views = self._split_rows(flat)
+            for i, piece in enumerate(self.local_pieces):
+                if piece.is_complete:
+                    views[i] = views[i].view(piece.param.shape)
+            self._buffer = Buffer(flat, views)
+        return self._buffer
 
     # ---------------------------------------------------------------------------------- a step
 

@@ -208,8 +208,9 @@ class FOSICurvature(Curvature):
             if last_is_rejected is not False:
                 mask = torch.as_tensor(last_is_rejected, device=gradient.device)
                 gradient.masked_fill_(mask, 0.0)
-            flat_params.write(gradient, gradients)
-            self._pending = PendingCorrection(alphas, flat_params.read(params))
+            flat_params.write(gradients)
+            params_before = flat_params.read(params).clone()
+            self._pending = PendingCorrection(alphas, params_before)
 
     def step_base(self, step: Callable[[], None]) -> None:
         """Let the base step the local rows of the parameters."""
@@ -240,7 +241,7 @@ class FOSICurvature(Curvature):
                 changes = [-alpha * newton - s * c for alpha in pending.alphas]
                 self.subspace.basis.add_combination(values, changes)
                 # Parameters without a gradient do not move, as with any base.
-                flat_params.write(values, [None if p.grad is None else p for p in params])
+                flat_params.write([None if p.grad is None else p for p in params])
         if flat_params.base_steps_rows:
             with stage("exchange"):
                 flat_params.broadcast_rows()
