@@ -669,7 +669,10 @@ eigenvectors of factors that are not scaled  <-  solvers::the_first_attempt_work
     scaled = matrix / size  =>  scaled = matrix / torch.ones_like(size)
 large finite factors are given up
   <-  solvers::large_factors_do_not_overflow
-    not bool(matrices.isfinite().all())  =>  not bool(_norm(matrices).isfinite().all())
+    not bool(stored.isfinite().all())  =>  not bool(_norm(stored).isfinite().all())
+a retry without the damping that float32 rounds away
+  <-  solvers_failures::a_retry_adds_the_damping_in_float64
+    _build_matrices([moved], torch.float64)  =>  _build_matrices([moved], problem.dtype).double()
 eigenvectors need not be orthogonal  <-  solvers::eigenvectors_that_are_not_orthogonal_are_rejected
     errors.amax(-1)  =>  errors[:, 0]
 negative eigenvalues  <-  solvers::negative_eigenvalues_are_clamped
@@ -845,12 +848,15 @@ exact blocks damped by half  <-  exact_blocks::a_step_equals_the_dense_solve
   - return None, torch.zeros_like(means[1]) + damping
   + return None, torch.zeros_like(means[1]) + 0.5 * damping
 rounded inverses that may be indefinite  <-  rounding::a_rounded_matrix_is_at_least_the_matrix
-    diagonal + error.sum(-1)  =>  diagonal.clone()
+    diagonal(matrix) + error.sum(-1)  =>  diagonal(matrix).clone()
 
 == kronecker/storage.py
 tensors out of order taken for a stack
   <-  queued_statistics::a_stack_of_contiguous_tensors_is_a_view
     and part.storage_offset() == offset  =>  and True
+a transposed slice taken for the next
+  <-  queued_statistics::a_transposed_slice_is_not_taken_for_the_next_slice
+    or not part.is_contiguous()  =>  or False
 
 == kronecker/storage.py
 a triangle mirrored from the wrong side  <-  triangles::packing_and_back_is_the_identity

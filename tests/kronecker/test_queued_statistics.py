@@ -256,6 +256,12 @@ def test_a_stack_of_contiguous_tensors_is_a_view() -> None:
         assert stack.data_ptr() != parts[0].data_ptr()
 
 
+def test_a_transposed_slice_is_not_taken_for_the_next_slice() -> None:
+    base = torch.arange(8.0).view(2, 2, 2)
+    parts = [base[0], base[1].mT]
+    assert torch.equal(as_stack(parts), torch.stack(parts))
+
+
 def test_owners_receive_slices_of_the_stack() -> None:
     owners = [{"x": torch.full((2,), float(i))} for i in range(3)]
     whole = stack_in_place(owners, "x")

@@ -13,6 +13,7 @@ from solver_problems import assert_solved, decompose, factor, injected, restored
 from torch import Tensor
 
 from second_order.kronecker import solvers
+from second_order.kronecker.solvers import SOLVERS, Problem
 
 each_solver = pytest.mark.parametrize("name", ["eigen", "inverse"])
 
@@ -133,6 +134,15 @@ def test_the_cpu_is_the_third_attempt(
     assert attempts == [(torch.float32, 1), (torch.float64, 1), (torch.float64, 1)]
     assert result is not None
     assert_solved(restored(name, result).float(), matrix, rtol=1e-5)
+
+
+def test_a_retry_adds_the_damping_in_float64() -> None:
+    """In float32, 1 + 1e-9 is 1, and the factor of ones has no inverse."""
+    singular = Problem(torch.ones(1, 2, 2), 2, torch.float32, added=torch.tensor([1e-9]))
+    (result,) = SOLVERS["inverse"].decompose([singular], torch.float64)
+    assert result is not None
+    difference = torch.tensor([[[1.0], [-1.0]]], dtype=torch.float64)
+    assert_solved(result[0] @ difference, difference / 1e-9, rtol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])

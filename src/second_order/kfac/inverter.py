@@ -17,7 +17,7 @@ from torch import Tensor
 
 from second_order.kfac.plan import FactorKey
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.solvers import Attempts, Decomposition, Problem, Solver
+from second_order.kronecker.solvers import Attempts, Decomposition, Problem, Solver, attempt_all
 from second_order.kronecker.storage import DeviceRead
 from second_order.optimizers.config import KFACOptions
 from second_order.training.context import Training
@@ -144,7 +144,8 @@ class SynchronousInverter:
                 same_factors.setdefault((job.block.shape, factor_name), []).append(item)
         items = [item for same in same_factors.values() for item in same]
 
-        self._attempts = self._solver.attempt([problems[item] for item in items], self._dtype)
+        in_order = [problems[item] for item in items]
+        self._attempts = attempt_all(in_order, self._solver.routine, self._dtype)
         self._items = items
         self._jobs = jobs
 

@@ -5,14 +5,23 @@ check      read their errors from the device in one transfer
 retry      decompose a factor with a large error alone, in float64, then in float64 on the CPU
 combine    form the inverse of a layer from the decompositions of its factors
 
-A bad factor never changes the results of the other factors in its batch.
+A layer has the factor A of its inputs and the factor G of its output gradients. If its inputs are
+channels by locations, it may have a third factor L: A is then that of the channels, and L that of
+the locations. Each factor is ``groups`` matrices, one per group of a grouped layer, and one for
+most layers. P is the preconditioned gradient, (A ⊗ G + γ)⁻¹ ∇.
+
+A solver is a subclass of :class:`Inverse`. Its instances are the inverses that it has computed.
+
+A bad factor leaves the results of the other factors in its batch as they are. If the routine raises
+for a batch, it is a routine that stops at the first bad factor. Each factor of the batch is then
+decomposed alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import ClassVar, TypeAlias
 
@@ -51,7 +60,10 @@ __all__ = [
 ]
 
 Decomposition: TypeAlias = tuple[Tensor, ...]
-"""The parts of a decomposed factor, with leading ``groups``."""
+"""The parts of a decomposed factor: its inverse, or its eigenvectors and eigenvalues.
+
+Each part has a leading dimension of ``groups``.
+"""
 
 Decompose: TypeAlias = Callable[[Tensor], tuple[Decomposition, Tensor]]
 """A routine for ``(batch, n, n)``. Returns the parts, and the relative errors ``(batch,)``."""
@@ -77,13 +89,15 @@ def ieee_matmul(
 ) -> Iterator[None]:
     """Compute float32 products on CUDA in full precision, where TF32 keeps ten bits of each number.
 
-    The setting is global in a process. Threads compute in float64, which it does not affect.
+    The setting is global in a process, so it must not change while another thread multiplies in
+    float32. DistKFAC's threads multiply in float64 on CUDA, which the setting does not affect.
 
     Args:
         device: The device of the products.
         dtype: The dtype of the matrices.
         narrow: Whether the numbers were bfloat16 or float16 before they became float32. TF32
-            represents these exactly, so it loses nothing, and takes a quarter of the time.
+            represents these exactly. It therefore loses nothing, and is used, because it takes a
+            quarter of the time.
     """
     if device.type != "cuda" or dtype == torch.float64:
         yield
@@ -195,7 +209,7 @@ def _zero_if_finite(x: Tensor) -> Tensor:
 @lru_cache(maxsize=256)
 def _probe_vector(dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """A fixed vector without zeros and without a pattern, ``(1, n, 1)``, and its norm, ``(1,)``."""
-    with torch.inference_mode(False):
+    with torch.inference_mode(False):  # so that the cached tensors can be used with autograd
         steps = torch.arange(1, dim + 1, dtype=dtype, device=device)
         wave = torch.cos(steps * steps * 0.7).add_(1.5).view(1, -1, 1)
         return wave, _norm(wave)
@@ -207,13 +221,15 @@ class Attempts:
 
     Attributes:
         problems: The factors.
-        decompose: The routine.
+        routine: The routine that decomposes a batch.
+        dtype: The dtype of the parts; None for that in which they were computed.
         parts: The decomposition of each factor; None if the routine raised.
         errors: The relative errors of each factor, ``(groups,)``.
     """
 
     problems: Sequence[Problem]
-    decompose: Decompose
+    routine: Decompose
+    dtype: torch.dtype | None
     parts: Sequence[Decomposition | None]
     errors: Sequence[Tensor]
 
@@ -248,45 +264,67 @@ class Attempts:
         """
         parts = list(self.parts)
         for i in inaccurate:
-            parts[i] = _decompose_in_float64(self.problems[i], self.decompose)
+            parts[i] = _decompose_in_float64(self.problems[i], self.routine, self.dtype)
         return parts
 
 
-def attempt_all(problems: Sequence[Problem], decompose: Decompose) -> Attempts:
-    """Attempt to decompose many factors, in batches of equal size, dtype and device.
+def attempt_all(
+    problems: Sequence[Problem], routine: Decompose, dtype: torch.dtype | None = None
+) -> Attempts:
+    """Attempt to decompose many factors, those of equal size, dtype and device in one batch.
 
     The parts of a factor are views of those of its batch.
+
+    Args:
+        problems: The factors.
+        routine: The routine that decomposes a batch.
+        dtype: The dtype of the parts; None for that in which they were computed.
     """
     parts: list[Decomposition | None] = [None] * len(problems)
     errors: dict[int, Tensor] = {}
     for batch in _split_into_batches(problems):
         members = [problems[i] for i in batch]
         sizes = [len(problem.stored) for problem in members]
-        matrices = _build_matrices(members)
+        matrices = _build_matrices(members, members[0].dtype)
         try:
             with ieee_matmul(matrices.device, matrices.dtype):
-                batch_parts, batch_errors = decompose(matrices)
+                batch_parts, batch_errors = routine(matrices)
         except RuntimeError:  # torch.linalg.LinAlgError, errors of the library, out of memory
             batch_errors = matrices.new_full((len(matrices),), torch.inf)
         else:
-            columns = [part.split(sizes) for part in batch_parts]
+            columns = [part.split(sizes) for part in _in_dtype(batch_parts, dtype)]
             for i, own_parts in zip(batch, zip(*columns, strict=True), strict=True):
                 parts[i] = own_parts
         errors.update(zip(batch, batch_errors.split(sizes), strict=True))
-    return Attempts(problems, decompose, parts, [errors[i] for i in range(len(problems))])
+    in_order = [errors[i] for i in range(len(problems))]
+    return Attempts(problems, routine, dtype, parts, in_order)
 
 
-def _decompose_in_float64(problem: Problem, decompose: Decompose) -> Decomposition | None:
-    """Decompose one factor on its device, then on the CPU; None if both are inaccurate."""
-    matrices = _build_matrices([problem])
-    if problem.is_diagonal or not bool(matrices.isfinite().all()):
+def _decompose_in_float64(
+    problem: Problem, routine: Decompose, dtype: torch.dtype | None
+) -> Decomposition | None:
+    """Decompose one factor on its device, then on the CPU; None if both are inaccurate.
+
+    The damping is added in float64. In float32, a γ below 1e-7 of the diagonal would be lost.
+    """
+    stored = problem.stored
+    if problem.is_diagonal or not bool(stored.isfinite().all()):
         return None
-    for device in dict.fromkeys([matrices.device, torch.device("cpu")]):
+    for device in dict.fromkeys([stored.device, torch.device("cpu")]):
+        added = None if problem.added is None else problem.added.to(device)
+        moved = replace(problem, stored=stored.to(device), added=added)
         with suppress(RuntimeError):
-            parts, errors = decompose(matrices.to(device, torch.float64))
+            parts, errors = routine(_build_matrices([moved], torch.float64))
             if _are_small(errors.tolist()):
-                return tuple(part.to(matrices.device) for part in parts)
+                return tuple(part.to(stored.device) for part in _in_dtype(parts, dtype))
     return None
+
+
+def _in_dtype(parts: Decomposition, dtype: torch.dtype | None) -> Decomposition:
+    """Convert the parts to a dtype, if one is given, in row-major order."""
+    if dtype is None:
+        return parts
+    return tuple([part.to(dtype).contiguous() for part in parts])
 
 
 def _are_small(errors: Sequence[float]) -> bool:
@@ -295,28 +333,28 @@ def _are_small(errors: Sequence[float]) -> bool:
 
 def _split_into_batches(problems: Sequence[Problem]) -> list[list[int]]:
     """Group the indices of factors that are decomposed together, in their order."""
-    kinds: list[object] = []
-    sizes: list[float] = []  # in units of the largest batch
+    keys: list[object] = []
+    sizes: list[float] = []  # as shares of the largest batch
     for problem in problems:
         stored = problem.stored
         layout = (stored.dim(), problem.is_diagonal, problem.added is None)
-        kinds.append((problem.dim, problem.dtype, stored.device, layout))
+        keys.append((problem.dim, problem.dtype, stored.device, layout))
         max_bytes = BATCH_BYTES
         if stored.device.type == "cpu":
             max_bytes = CPU_BATCH_BYTES
         sizes.append(len(stored) * problem.dim**2 * problem.dtype.itemsize / max_bytes)
-    return group_equal(kinds, sizes, 1)
+    return group_equal(keys, sizes, max_size=1)
 
 
-def _build_matrices(problems: Sequence[Problem]) -> Tensor:
+def _build_matrices(problems: Sequence[Problem], dtype: torch.dtype) -> Tensor:
     """The damped matrices, or diagonals, of one batch of factors, in new memory."""
     first = problems[0]
-    batch = torch.cat([problem.stored for problem in problems]).to(first.dtype)
+    batch = torch.cat([problem.stored for problem in problems]).to(dtype)
     if batch.dim() == 2 and not first.is_diagonal:
         batch = unpack_upper_triangular(batch, first.dim)
     added = [problem.added for problem in problems if problem.added is not None]
     if added:
-        diagonal(batch).add_(torch.cat(added).to(batch.dtype).unsqueeze(-1))
+        diagonal(batch).add_(torch.cat(added).to(dtype).unsqueeze(-1))
     return batch
 
 
@@ -335,15 +373,17 @@ def round_definite(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     by Σ_j |E_ij| and is rounded up. M̂ - M is then diagonally dominant, so it has no negative
     eigenvalues (Golub & Van Loan 2013, section 4.1.1).
     """
+    # Round to the nearest, and raise the diagonal by the errors of its row.
     rounded = round_to(matrix, dtype)
-    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
     error = (rounded - matrix).abs_()
-    error.diagonal(dim1=-2, dim2=-1).zero_()
-    raised = diagonal + error.sum(-1)
+    diagonal(error).zero_()
+    raised = diagonal(matrix) + error.sum(-1)
+
+    # Round the diagonal up: to the next number where the nearest is too small.
     narrow = raised.to(dtype)
     infinity = torch.full_like(narrow, torch.inf)
     above = torch.where(narrow.to(raised.dtype) < raised, narrow.nextafter(infinity), narrow)
-    rounded.diagonal(dim1=-2, dim2=-1).copy_(above)
+    diagonal(rounded).copy_(above)
     return rounded
 
 
@@ -366,16 +406,22 @@ INVERSE_ENTRIES = (
 class Inverse:
     """The damped inverse of a layer, or of a stack of layers of equal shape.
 
-    The subclasses are the solvers. A solver
+    The subclasses are the solvers. These methods belong to a solver, before there is an inverse:
 
     split_damping     splits γ into what is added to the diagonal of each factor
-    attempt           attempts to decompose the damped factors
+    decompose         decomposes the damped factors
     message_shapes    gives the shapes of the parts in a message
     pack_message      packs the parts into a message
     unpack_message    unpacks them
     combine           forms the inverse from the parts of all factors
-    precondition      applies the inverse to a gradient
     saved_shapes      gives the shapes of the inverse's tensors in a checkpoint
+
+    These belong to an inverse:
+
+    precondition      applies the inverse to a gradient
+    split_layers      splits the inverse of a stack into those of its layers
+
+    A message is what the rank that has decomposed a factor sends to the layer's gradient workers.
 
     Attributes:
         entries: The tensors, ``(layers x groups, ...)``, by their names in a checkpoint.
@@ -397,7 +443,8 @@ class Inverse:
         Args:
             means: The mean eigenvalues of A, G, and L if there is one, ``(2 or 3, ..., groups)``.
             damping: γ.
-            exact: Whether G alone is the curvature of the layer.
+            exact: Whether G alone is the curvature of the layer, and A is the number 1. This is so
+                for the gain and bias of a norm layer.
 
         Returns:
             A tensor ``(..., groups)`` for each factor, or None.
@@ -405,21 +452,11 @@ class Inverse:
         return (None,) * len(means)
 
     @classmethod
-    def attempt(cls, problems: Sequence[Problem], dtype: torch.dtype) -> Attempts:
-        """Attempt to decompose each factor. The parts have the given dtype."""
-
-        def in_dtype(matrices: Tensor) -> tuple[Decomposition, Tensor]:
-            parts, errors = cls.routine(matrices)
-            return tuple(part.to(dtype).contiguous() for part in parts), errors
-
-        return attempt_all(problems, in_dtype)
-
-    @classmethod
     def decompose(
         cls, problems: Sequence[Problem], dtype: torch.dtype
     ) -> list[Decomposition | None]:
         """Decompose each factor; None if it has no accurate decomposition."""
-        return cls.attempt(problems, dtype).finish()
+        return attempt_all(problems, cls.routine, dtype).finish()
 
     @staticmethod
     def message_shapes(shape: FactorShape, factor_name: str) -> tuple[tuple[int, ...], ...]:
@@ -430,8 +467,10 @@ class Inverse:
     def pack_message(parts: Decomposition, dtype: torch.dtype | None) -> Decomposition:
         """Round the parts to a communication dtype, if there is one.
 
-        ``combine`` must make a positive definite inverse of the rounded parts. Q Λ Qᵀ remains
-        positive semidefinite if its parts are rounded to the nearest.
+        The parts keep their own dtype here, and are sent in the narrow one. The sender also uses
+        the rounded parts, so that all ranks have the same inverse. ``combine`` must make a positive
+        definite inverse of them. Q Λ Qᵀ remains positive semidefinite if its parts are rounded to
+        the nearest.
         """
         if dtype is None:
             return parts
@@ -450,7 +489,8 @@ class Inverse:
 
         Args:
             parts: The decompositions by factor, ``(layers x groups, ...)``.
-            damping: γ, a scalar or ``(layers x groups,)``.
+            damping: γ, a scalar or ``(layers x groups,)``. A solver that has added it to the
+                factors ignores it here.
             multiplier: The inverse is multiplied by this, a scalar or ``(layers x groups,)``.
         """
         raise NotImplementedError
@@ -512,12 +552,14 @@ class EigenInverse(Inverse):
         parts: Mapping[str, Decomposition], damping: Damping, multiplier: Tensor | None = None
     ) -> Inverse:
         """Compute 1 / (v_G vᵀ + γ) for all steps until the next refresh."""
+        # The eigenvalues of A ⊗ G, (layers x groups, out, in). With L there is one more dimension.
         curvature = parts["A"][-1].unsqueeze(-2)
         if "L" in parts:
             curvature = curvature.unsqueeze(-1) * parts["L"][-1].unsqueeze(-2).unsqueeze(-2)
         g = parts["G"][-1]
         ones = [1] * (curvature.dim() - 2)
         added = damping.view(-1, 1, *ones) if isinstance(damping, Tensor) else damping
+
         # Without damping, 1 / 0 becomes 0. This is the pseudo-inverse: the gradient has no part
         # where the curvature is 0.
         scale = (g.view(*g.shape, *ones) * curvature).add_(added).reciprocal_()
@@ -552,15 +594,22 @@ class EigenInverse(Inverse):
         q_l = self.entries.get("eigenvectors_L")
         scale = self.entries[EIGEN_SCALE]
         rotated = torch.bmm(q_g.mT, gradient)
+
+        # With L: rotate each output's map of channels by locations. Such layers have one group.
         if q_l is not None:
             assert q_a is not None
             rotated = q_a[0].mT @ rotated.view(scale.shape) @ q_l[0]
             rotated = q_a[0] @ rotated.mul_(scale) @ q_l[0].mT
             return q_g @ rotated.view_as(gradient)
+
+        # With a diagonal A, whose eigenvectors are the unit vectors.
         if q_a is None:
             return torch.bmm(q_g, rotated.mul_(scale))
+
+        # Q_G (scaled) Qᵀ, in the memory of the two intermediate results.
         scaled = torch.bmm(rotated, q_a).mul_(scale)
-        return torch.bmm(torch.bmm(q_g, scaled, out=rotated), q_a.mT, out=scaled)
+        half = torch.bmm(q_g, scaled, out=rotated)
+        return torch.bmm(half, q_a.mT, out=scaled)
 
 
 class FactoredInverse(Inverse):
@@ -577,7 +626,7 @@ class FactoredInverse(Inverse):
     def split_damping(
         means: Tensor, damping: Damping, exact: bool = False
     ) -> Sequence[Tensor | None]:
-        """Split γ over N factors: factor i gets πᵢ γ^(1/N). The G of an exact block gets γ.
+        """Split γ over N factors: factor i gets πᵢ γ^(1/N). An exact G gets γ, its A nothing.
 
         The ``means`` are nᵢ = tr Fᵢ / dim Fᵢ, and πᵢ = nᵢ / (Π n)^(1/N). If a trace is 0, all πᵢ
         are 1. These πᵢ, whose product is 1, minimize the bound on the error of the cross terms (Ba
@@ -625,12 +674,12 @@ class FactoredInverse(Inverse):
     def combine(
         parts: Mapping[str, Decomposition], damping: Damping, multiplier: Tensor | None = None
     ) -> Inverse:
-        """Collect the inverses of the factors, and multiply that of G."""
+        """Collect the inverses of the factors, which include γ, and multiply that of G."""
         entries: dict[str, Tensor] = {}
         for factor_name, (inverse,) in parts.items():
             entries[f"inverse_{factor_name}"] = inverse
         if multiplier is not None:
-            g = entries["inverse_G"]
+            g = entries["inverse_G"]  # of all factors, only A may be diagonal
             entries["inverse_G"] = (g * multiplier.view(-1, 1, 1)).to(g.dtype)
         return FactoredInverse(entries)
 
@@ -648,7 +697,7 @@ class FactoredInverse(Inverse):
         a = self.entries["inverse_A"]
         locations = self.entries.get("inverse_L")
         half = torch.bmm(self.entries["inverse_G"], gradient)
-        if locations is not None:
+        if locations is not None:  # such layers have one group
             maps = half.reshape(-1, a.shape[-1], locations.shape[-1])
             return (a[0] @ maps @ locations[0]).view_as(gradient)
         if a.dim() == 2:
@@ -657,5 +706,6 @@ class FactoredInverse(Inverse):
 
 
 Solver: TypeAlias = type[EigenInverse] | type[FactoredInverse]
+"""A class of inverses, with the methods that compute them."""
 
 SOLVERS: dict[str, Solver] = {"eigen": EigenInverse, "inverse": FactoredInverse}

@@ -1,4 +1,7 @@
-"""Store curvature: stacks of equal tensors, triangles of symmetric matrices.
+"""Tensors of many layers: groups of equal ones, device reads, stacks, and packed triangles.
+
+**Groups and numbers.** :func:`group_equal` finds the layers that one kernel can handle together.
+:class:`DeviceRead` copies the numbers of many tensors to the host in one transfer.
 
 **Stacks.** Each layer owns its tensors, which code may read, load, move or free one by one. If the
 tensors of several layers are consecutive slices of one tensor, :func:`as_stack` returns a view of
@@ -13,10 +16,19 @@ small matrix the gather is faster. With h = n // 2 and m = n - h,
         [  .   X22 ]   X22: m x m      second rectangle: tril(X22) | triu(X11)    (m x (h + 1))
 
 where triu(X11) is shifted one column to the right, into the entries that tril(X22) leaves free.
+For n = 4, with capital letters for X11 and X22:
+
+        [ A  B  c  d ]                                  [ E  A  B ]
+    X = [ B  D  f  g ]    first: [ c  d ]    second:    [ F  G  D ]
+        [ c  f  E  F ]           [ f  g ]
+        [ d  g  F  G ]                       packed: c d f g E A B F G D
+
+This is not the order of ``torch.triu_indices``, which would be A B c d D f g E F G.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -45,18 +57,24 @@ __all__ = [
 
 
 def max_stacked_elements(device: torch.device) -> int:
-    """Elements up to which tensors are stacked. Larger ones hide the cost of a launch."""
+    """The largest number of elements of a tensor that is worth stacking.
+
+    One kernel on a stack saves the launches of the others. The kernel of a larger tensor takes
+    much longer than a launch, so a stack would save little and cost a copy.
+    """
     return 2**16 if device.type == "cpu" else 2**24
 
 
 def group_equal(
-    keys: Sequence[Hashable], sizes: Sequence[float] | None = None, max_size: float = 0
+    keys: Sequence[Hashable], sizes: Sequence[float] | None = None, max_size: float = math.inf
 ) -> list[list[int]]:
     """Group the indices of equal keys, in the order in which the keys first appear.
 
+    For example, the keys ``"a", "b", "a"`` have the groups ``[0, 2], [1]``.
+
     Args:
         keys: The keys.
-        sizes: The size of each entry. None: the size of groups is unlimited.
+        sizes: The size of each entry, for ``max_size``.
         max_size: The limit of a group's total size. An entry that is larger has its own group.
     """
     groups: list[_Group] = []
@@ -81,30 +99,37 @@ class _Group:
     size: float = 0.0
 
 
-def read_numbers(*groups: Sequence[Tensor]) -> list[list[float]]:
-    """Read all numbers of several groups of tensors, with one device-to-host copy."""
-    flat = [tensor.reshape(-1) for group in groups for tensor in group]
+def read_numbers(*lists: Sequence[Tensor]) -> list[list[float]]:
+    """Read all numbers of several lists of tensors, with one device-to-host copy."""
+    flat = [tensor.reshape(-1) for tensors in lists for tensor in tensors]
     if not flat:
-        return [[] for _ in groups]
+        return [[] for _ in lists]
     device = flat[0].device
     numbers = torch.cat([tensor.to(device) for tensor in flat]).tolist()
     results: list[list[float]] = []
     start = 0
-    for group in groups:
-        stop = start + sum(tensor.numel() for tensor in group)
+    for tensors in lists:
+        stop = start
+        for tensor in tensors:
+            stop += tensor.numel()
         results.append(numbers[start:stop])
         start = stop
     return results
 
 
 Numbers: TypeAlias = Callable[[], list[float]]
-"""Returns numbers that may still be on a device until it is called."""
+"""A function that returns numbers. They may still be on a device until it is called."""
 
 
 class DeviceRead:
     """One device-to-host copy of the numbers of many tensors, when the first of them is needed.
 
-    The host synchronizes with the device once for everything that has been added until then.
+    The host synchronizes with the device once for everything that has been added until then:
+
+        losses = read.add(loss_tensors)
+        norms = read.add(norm_tensors)
+        losses()    # copies the numbers of both lists
+        norms()     # copies nothing
     """
 
     def __init__(self) -> None:
@@ -128,8 +153,11 @@ class DeviceRead:
 def merge_numbers(numbers: Sequence[Tensor | float], like: Tensor) -> Tensor | float:
     """Return the number that all layers share; if they differ, stack them as ``(n,)``.
 
-    A shared number is copied to the device of ``like`` once instead of n times.
+    A shared number is returned as it is, and not moved to the device of ``like``. Then the caller
+    can move it once instead of n times.
     """
+    # Tensors are equal here only if they are one object: to compare their values, the host would
+    # have to synchronize with the device.
     if len(set(numbers)) == 1:
         return numbers[0]
     scalars: list[Tensor] = []
@@ -152,22 +180,27 @@ def as_stack(parts: Sequence[Tensor]) -> Tensor:
     first = parts[0]
     if len(parts) == 1:
         return first.unsqueeze(0)
+
+    # Consecutive slices have the same base, and equal distances in its memory. The distance is
+    # shorter than a slice if one slice is repeated, or if slices overlap.
     base = first._base
     offset = first.storage_offset()
-    step = parts[1].storage_offset() - offset
-    if base is None or step < first.numel() or not first.is_contiguous():
+    distance = parts[1].storage_offset() - offset
+    if base is None or distance < first.numel():
         return torch.stack(list(parts))
     for part in parts:
         is_next = part._base is base and part.storage_offset() == offset
-        if not is_next or part.dtype != first.dtype:
+        # A slice that is not contiguous may be transposed or expanded.
+        if not is_next or part.dtype != first.dtype or not part.is_contiguous():
             return torch.stack(list(parts))
-        offset += step
-    return first.as_strided((len(parts), *first.shape), (step, *first.stride()))
+        offset += distance
+    return first.as_strided((len(parts), *first.shape), (distance, *first.stride()))
 
 
 def stack_in_place(owners: Sequence[MutableMapping[str, Tensor]], name: str) -> Tensor:
     """Stack the owners' tensors of a name, and replace each owner's tensor by its slice."""
     stack = as_stack([owner[name] for owner in owners])
+    # Views of a tensor have it as their base. A stack that torch.stack has made has none.
     is_copy = stack._base is None
     if is_copy:
         for owner, part in zip(owners, stack.unbind(), strict=True):
@@ -178,8 +211,9 @@ def stack_in_place(owners: Sequence[MutableMapping[str, Tensor]], name: str) -> 
 # ----------------------------------------------------------------------------------- triangles
 
 
-# Largest n whose triangles are packed by a gather. On one core, packing and unpacking take 85 µs by
-# gathers and 137 by block copies for n = 320, but the indices of one n take 6 n² bytes.
+# Largest n whose triangles are packed by a gather. For n = 320, packing and unpacking take 85 µs on
+# one core by gathers, and 137 by block copies. The indices of a gather take 6 n² bytes for each n,
+# which would be too much for large n.
 GATHERED_UP_TO = 320
 
 
@@ -189,7 +223,12 @@ def packed_length(dim: int) -> int:
 
 
 def pack_upper_triangular(matrix: Tensor) -> Tensor:
-    """Pack symmetric matrices of shape ``(..., n, n)`` into ``(..., n (n + 1) / 2)``."""
+    """Pack symmetric matrices of shape ``(..., n, n)`` into ``(..., n (n + 1) / 2)``.
+
+    Of two equal elements, the one above the diagonal is read. Only block copies read X22 below the
+    diagonal. The two may differ in the last bit, because products such as xᵀ x are not symmetric to
+    the last bit.
+    """
     dim = matrix.shape[-1]
     if dim <= GATHERED_UP_TO:
         indices = _gather_indices(dim, matrix.device)
@@ -206,9 +245,14 @@ class _GatherIndices(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _gather_indices(dim: int, device: torch.device) -> _GatherIndices:
-    """The indices for one dimension: pack the matrix's own indices, and unpack the triangle's."""
-    with torch.inference_mode(False):
+    """The indices of the gathers for one dimension.
+
+    If each element of a matrix is its own index, then its packed triangle lists the indices that
+    packing reads. Likewise, an unpacked triangle of indices lists those that unpacking reads.
+    """
+    with torch.inference_mode(False):  # so that the cached tensors can be used with autograd
         indices = torch.arange(dim * dim, device="cpu").view(dim, dim)
+        # The smaller index of two equal elements is the one above the diagonal.
         pack = _pack_by_blocks(torch.minimum(indices, indices.T))
         unpack = _unpack_by_blocks(torch.arange(packed_length(dim), device="cpu"), dim)
         return _GatherIndices(
@@ -218,6 +262,7 @@ def _gather_indices(dim: int, device: torch.device) -> _GatherIndices:
 
 
 def _pack_by_blocks(matrix: Tensor) -> Tensor:
+    """Pack by three block copies, of X12, X22 and X11."""
     return pack_from_blocks(matrix.shape[-1], lambda rows, columns: matrix[..., rows, columns])
 
 
@@ -253,6 +298,7 @@ class _Blocks(NamedTuple):
 
 
 def _blocks_of(packed: Tensor, dim: int) -> _Blocks:
+    """The views of the two rectangles in which the blocks are stored."""
     batch = packed.shape[:-1]
     h = dim // 2
     m = dim - h
@@ -288,6 +334,7 @@ def _gather(rows: Tensor, index: Tensor, batch: torch.Size) -> Tensor:
 
 
 def _unpack_by_blocks(packed: Tensor, dim: int) -> Tensor:
+    """Unpack by block copies: X12 twice, and X11 and X22 with their mirrored triangles."""
     x12, x11, x22 = _blocks_of(packed, dim)
     h = dim // 2
     matrix = packed.new_empty(*packed.shape[:-1], dim, dim)
