@@ -549,7 +549,7 @@ of a thread's decompositions one is enough  <-  distkfac::a_failed_factor_on_a_t
 == kfac/inverter.py
 a dead layer solved with the others
   <-  refresh_on_device::a_refresh_gives_equal_results_on_a_device
-    if not weight > 0}  =>  if False}
+    if not weight > 0:  =>  if False:
 
 == kfac/async_inversion.py
 a dropped result is that of a later refresh

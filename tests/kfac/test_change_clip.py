@@ -71,6 +71,13 @@ def test_an_outlier_is_clipped_and_a_lasting_rise_is_not() -> None:
     assert lasting[-1] == 1.0
 
 
+def test_a_change_below_zero_is_not_clipped() -> None:
+    """Rounding can make it slightly negative. It is then not a large change."""
+    usual = UsualChange()
+    assert [nu(usual, 1.0) for _ in range(20)] == [1.0] * 20
+    assert nu(usual, -1e-12) == 1.0
+
+
 def trained(rank: int, world_size: int, system: str, options: Any) -> tuple[Any, list[float]]:
     """Parameters after eight batches and one of outliers, and ν of each step."""
     model = MLP.model()

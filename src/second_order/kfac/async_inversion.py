@@ -181,7 +181,7 @@ class ThreadedInverter:
 
         return self.pool.submit(run_in_stream)
 
-    def attempts(self) -> Mapping[KroneckerBlock, Mapping[str, Decomposition]]:
+    def unchecked_parts(self) -> Mapping[KroneckerBlock, Mapping[str, Decomposition]]:
         """Return nothing, because threads check what they have decomposed."""
         return {}
 

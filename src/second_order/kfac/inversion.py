@@ -7,8 +7,20 @@ agree      all ranks all-reduce (max) the outcome of each layer
 exchange   inverse ranks send the decompositions of valid layers to the gradient workers
 install    gradient workers combine them into the inverses that they use from this step on
 
+The inverse ranks of a layer decompose its factors. Its gradient workers precondition its gradient:
+they are one row of the grid of ranks (:class:`second_order.distributed.assignment.Grid`). P is the
+preconditioned gradient, (A ⊗ G + γ)⁻¹ ∇.
+
 If a layer's factors cannot be decomposed, the layer keeps its last inverse. If it has none, it
-falls back to the base optimizer. P is the preconditioned gradient, (A ⊗ G + γ)⁻¹ ∇.
+falls back to the base optimizer. If this happens to a layer at three refreshes in a row, every rank
+raises an error.
+
+A layer has an inverse in use, a pending inverse, both or neither:
+
+    pending            the inverse that was submitted; removed when all ranks know its outcome
+    block.inverse      the inverse in use, on the layer's gradient workers
+    block.solved       whether they have one; equal on all ranks
+    states             when it was computed; all ranks have an entry for each solved layer
 
 See :mod:`second_order.kfac.inverter` for the inverters, and
 :mod:`second_order.kfac.async_inversion` for the one with threads.
@@ -59,13 +71,20 @@ DAMPING_ENTRY = "damping"
 
 
 class Outcome(IntEnum):
-    """The outcome of computing a layer's inverse. Ranks agree on the largest number."""
+    """The outcome of computing a layer's inverse. Ranks agree on the largest number.
+
+    Any other outcome exceeds PENDING, because ranks that decompose no factor of the layer report
+    PENDING. One rank may decompose A and another one G. FAILED exceeds VALID, because both factors
+    must be valid. NO_STATISTICS does not meet VALID, because all inverse ranks of a layer read the
+    same weight of its averages. PENDING does not mean that G is unfinished while A is valid:
+    only threads take several steps, and with threads one rank decomposes both factors.
+    """
 
     PENDING = 0  # not finished yet, or not computed on this rank
     NO_STATISTICS = 1  # no example has reached the layer yet
     VALID = 2  # every factor that this rank had to decompose was decomposed
     FAILED = 3  # a factor could not be decomposed
-    UNVERIFIED = 4  # the captured pairs do not reproduce the layer's gradient
+    UNVERIFIED = 4  # the captured pairs of some rank do not reproduce the layer's gradient
 
 
 @dataclass(frozen=True)
@@ -92,11 +111,18 @@ class LoadedInverse:
 
 @dataclass(frozen=True)
 class LayerDamping:
-    """The damping of a layer."""
+    """The damping of a layer.
 
-    damping: Damping  # γ
-    mean_eigenvalue: Tensor  # of A ⊗ G + γ, a scalar
-    added: Sequence[Tensor | None] = ()  # (groups,) for the diagonal of each factor; None: nothing
+    Attributes:
+        damping: γ.
+        mean_eigenvalue: The mean eigenvalue of A ⊗ G + γ, a scalar.
+        added: What is added to the diagonal of each factor, ``(groups,)``, by factor name. Empty if
+            the solver adds γ to the products of eigenvalues instead.
+    """
+
+    damping: Damping
+    mean_eigenvalue: Tensor
+    added: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -155,14 +181,14 @@ def stack_means(
     Returns:
         For each shape, its layers and a tensor ``(factors, layers, groups)``.
     """
-    means = {block: own.factor_means for block, own in factors.items()}
-    same_shape: dict[object, list[KroneckerBlock]] = {}
-    for block, own in means.items():
-        key = (own.shape, own.dtype, own.device, block.shape.exact)
-        same_shape.setdefault(key, []).append(block)
+    same_shape: dict[object, dict[KroneckerBlock, Tensor]] = {}
+    for block, layer_factors in factors.items():
+        means = layer_factors.factor_means
+        key = (means.shape, means.dtype, means.device, block.shape.exact)
+        same_shape.setdefault(key, {})[block] = means
     return [
-        (blocks, torch.stack([means[block] for block in blocks], dim=1))
-        for blocks in same_shape.values()
+        (list(layer_means), torch.stack(list(layer_means.values()), dim=1))
+        for layer_means in same_shape.values()
     ]
 
 
@@ -171,6 +197,11 @@ class Inverses:
 
     Attributes:
         step_plan: Which layers this rank inverts, preconditions and exchanges.
+        is_synchronous: Whether the step itself decomposes, without threads.
+        waits_for_all: Whether each refresh finishes all layers that it submits. This is also so
+            with threads if their staleness is 0.
+        scaled: Whether inverses are multiplied by the mean eigenvalue of A ⊗ G + γ, so that P is
+            about as long as the gradient.
         requested: Layers to refresh at the next step, whether or not they are due.
         states: Origin of each installed inverse. All ranks have an entry.
         pending: The inverses that were submitted and are not installed yet. All ranks have them.
@@ -197,9 +228,11 @@ class Inverses:
         make_inverter: Callable[..., Inverter] = inverter or SynchronousInverter
         self.inverter = make_inverter(training, options, self.solver)
         self.is_synchronous = inverter is None
+        self.waits_for_all = self.inverter.staleness == 0
+        self.scaled = options.grafting == "gradient"
         self.damping_option: Damping = math.nan
         self.num_failures = 0
-        self.restart(StepPlan({}, training.world, training.world))
+        self.restart(StepPlan(layers={}, row=training.world, column=training.world))
 
     def restart(self, step_plan: StepPlan) -> None:
         """Adopt a new plan: drop all records of inverses, and request every layer of the plan."""
@@ -218,30 +251,21 @@ class Inverses:
     def close(self) -> None:
         """End the inverter's threads, and drop all layers."""
         self.inverter.close()
-        self.restart(StepPlan({}, self.training.world, self.training.world))
-
-    @property
-    def waits_for_all(self) -> bool:
-        """Whether each refresh finishes all layers that it submits."""
-        return self.inverter.staleness == 0
+        world = self.training.world
+        self.restart(StepPlan(layers={}, row=world, column=world))
 
     @property
     def reads_once(self) -> bool:
         """Whether one device read serves both the refresh and its report.
 
         If so, the refresh measures cosines with the attempted decompositions, before the host knows
-        whether they are accurate. This is off with several processes, because they have to exchange
-        the inverses first. It is off on a CPU, because reads are free there and the measurement
-        would precondition twice.
+        whether they are accurate. This is off with several processes, because most gradient workers
+        have no decompositions before the exchange. It is off on a CPU, because reads are free there
+        and the measurement would precondition twice.
         """
         is_single_process = self.training.world.size == 1
         has_device = self.training.device.type != "cpu"
         return self.is_synchronous and is_single_process and has_device
-
-    @property
-    def scaled(self) -> bool:
-        """Whether inverses are multiplied by the mean eigenvalue of A ⊗ G + γ."""
-        return self.options.grafting == "gradient"
 
     # ------------------------------------------------------------------------------- one refresh
 
@@ -277,8 +301,8 @@ class Inverses:
             self._submit([b for b in due if b not in pending_before], mean_curvature)
 
             # Collect the decompositions that are finished.
-            attempted = self._compare_attempts()
-            cosines = read.add(list(attempted.values()))
+            cosine_tensors = self._compare_attempts()
+            read_cosines = read.add(list(cosine_tensors.values()))
             retried = self._collect(read)
 
             # Agree with all ranks on the outcomes.
@@ -305,16 +329,14 @@ class Inverses:
         self.layers.warn_of_no_statistics(list(outcomes))
         self._raise_on_repeated_failures(outcomes)
 
-        # A cosine is valid only if the attempt itself was installed, without a retry. With several
-        # ranks there are no cosines here, because a device read that fails on one rank would put
-        # that rank out of sync.
-        known: dict[KroneckerBlock, float] = {}
-        read_cosines = cosines() if attempted else []
-        for block, cosine in zip(attempted, read_cosines, strict=True):
-            if block in previous and block not in retried:
-                known[block] = cosine
-                del previous[block]
-        return Refresh(installed=valid, cosines=known, previous=previous)
+        # A cosine is valid only if the attempt itself was installed, without a retry.
+        cosines: dict[KroneckerBlock, float] = {}
+        if cosine_tensors:
+            for block, cosine in zip(cosine_tensors, read_cosines(), strict=True):
+                if block in previous and block not in retried:
+                    cosines[block] = cosine
+                    del previous[block]
+        return Refresh(installed=valid, cosines=cosines, previous=previous)
 
     def _raise_on_repeated_failures(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Raise DecompositionError if any of the layers has failed too many times in a row."""
@@ -341,10 +363,11 @@ class Inverses:
         """Start to compute inverses from the running averages, for layers that the rule selects."""
         if not blocks:
             return
-        group_dampings = values_by_layer(self.training.groups, blocks, "damping")
+        # A parameter group may have a value of ``damping=`` of its own.
+        own_options = values_by_layer(self.training.groups, blocks, "damping")
         due: dict[KroneckerBlock, PendingInverse] = {}
         for block in blocks:
-            option = group_dampings.get(block, self.damping_option)
+            option = own_options.get(block, self.damping_option)
             due[block] = PendingInverse(self.training.steps, option, mean_curvature)
         if self._rule is not None:
             due = {block: due[block] for block in self._rule(self, due)}
@@ -384,29 +407,36 @@ class Inverses:
             # The mean eigenvalue of A ⊗ G, (layers, 1).
             curvature = means.prod(0).mean(-1, keepdim=True)
 
-            # γ: a number, or (layers, 1).
+            # γ: a number; or a tensor, (1, 1) if all layers share it, and (layers, 1) otherwise.
             damping: Any = merge_numbers([pending[b].damping_option for b in blocks], curvature)
             if isinstance(damping, Tensor):
                 damping = damping.to(curvature).view(-1, 1)
             if self.options.relative_damping:
+                # All of these layers were submitted at one step, so they have one floor. The
+                # pending inverses of a checkpoint come here one by one.
                 floor = self.options.floor * pending[blocks[0]].mean_curvature
-                # If a layer's gradients vanish, its curvature is 0, and γ is the option itself.
+                # If a layer's gradients vanish, its curvature is 0. It then counts as 1, because
+                # the floor may be 0 as well.
                 positive = curvature.masked_fill(~(curvature > 0), 1.0)
                 damping = damping * positive.clamp_min(floor)
 
-            mean_eigenvalues = (curvature + damping).squeeze(-1)
-            added = self.solver.split_damping(means, damping, blocks[0].shape.exact)
-
             # Split all numbers by layer.
-            own_dampings: Sequence[Damping] = [damping] * len(blocks)
+            layer_dampings: Sequence[Damping] = [damping] * len(blocks)
             if isinstance(damping, Tensor):
-                own_dampings = damping.expand(len(blocks), 1).squeeze(-1).unbind()
-            nothing = [None] * len(blocks)
-            columns = [nothing if each is None else each.unbind() for each in added]
-            own_added = zip(*columns, strict=True)
-            layers = zip(own_dampings, mean_eigenvalues.unbind(), own_added, strict=True)
-            for block, numbers in zip(blocks, layers, strict=True):
-                dampings[block] = LayerDamping(*numbers)
+                layer_dampings = damping.expand(len(blocks), 1).squeeze(-1).unbind()
+            mean_eigenvalues = (curvature + damping).squeeze(-1).unbind()
+            shape = blocks[0].shape
+            added: dict[str, Sequence[Tensor]] = {}
+            split = self.solver.split_damping(means, damping, shape.exact)
+            for factor_name, numbers in zip(shape.factor_names, split, strict=True):
+                if numbers is not None:
+                    added[factor_name] = numbers.unbind()
+            for i, block in enumerate(blocks):
+                dampings[block] = LayerDamping(
+                    damping=layer_dampings[i],
+                    mean_eigenvalue=mean_eigenvalues[i],
+                    added={factor_name: numbers[i] for factor_name, numbers in added.items()},
+                )
         return dampings
 
     def _job(self, block: KroneckerBlock, factors: KroneckerFactors) -> Job:
@@ -419,9 +449,11 @@ class Inverses:
                 factors.entries[factor_name],
                 shape.dims[factor_name],
                 self._dtype,
-                added=layer_damping.added[shape.factor_names.index(factor_name)],
+                added=layer_damping.added.get(factor_name),
                 is_diagonal=factor_name in shape.diagonals,
             )
+        # A layer with an inverse has had statistics. For another one, the inverter reads the weight
+        # of the averages, which is 0 without statistics.
         weight = None if block.solved else factors.weight
         return Job(block, problems, self.step_plan.costs[block], weight)
 
@@ -436,7 +468,7 @@ class Inverses:
         cosines: dict[KroneckerBlock, Tensor] = {}
         if self._drift is None or self.layers.sharded or not self.reads_once:
             return cosines
-        attempts = self.inverter.attempts()
+        attempts = self.inverter.unchecked_parts()
         dtype = self._dtype
         for batch in self.step_plan.batches:
             previous: dict[KroneckerBlock, Inverse] = {}
@@ -470,6 +502,7 @@ class Inverses:
         """Whether this step waits for a pending layer. All ranks get the same answer."""
         if not block.solved:
             return True
+        # With refresh intervals that follow drift, wait before the layer's next refresh.
         age = self.training.steps - self.pending[block].step
         if self._drift is not None and age >= self._drift.interval(block) - 1:
             return True
@@ -493,6 +526,7 @@ class Inverses:
         local = [float(self._local_outcome(block)) for block in blocks]
         message = torch.tensor(local, dtype=torch.float32, device="cpu")
 
+        # The all-reduce replaces the numbers in the message.
         stage_name = "solve_exchange" if self.waits_for_all else "wait"
         with stage(stage_name):
             agreement = self.training.world.on_cpu().all_reduce_max([message] if blocks else [])
@@ -513,7 +547,8 @@ class Inverses:
             return Outcome.UNVERIFIED
         is_elsewhere = block not in self.step_plan.to_invert
         if is_elsewhere and self.training.world.backend == "fake":
-            return Outcome.VALID  # with the fake backend, no other rank reports an outcome
+            # torch's test backend plays the other ranks, which then report nothing.
+            return Outcome.VALID
         return self._results.get(block, PENDING_RESULT).outcome
 
     # ------------------------------------------------------------------------------- exchange
@@ -554,10 +589,10 @@ class Inverses:
     ) -> dict[FactorKey, tuple[Tensor, ...]]:
         """Send this rank's decompositions to its row of gradient workers, and receive theirs.
 
-        If the inverter uses threads, γ and the mean eigenvalue are sent as well, because the
-        running averages have changed since the inverse rank computed them. If the communication
-        dtype is narrower, inverse ranks also round the parts that they keep, so that all ranks use
-        the same numbers.
+        If the inverter uses threads, γ and the mean eigenvalue are sent as well. If stats workers
+        compute the statistics, they send those of a layer to its inverse rank only, so the other
+        ranks cannot compute these two numbers. If the communication dtype is narrower, inverse
+        ranks also round the parts that they keep, so that all ranks use the same numbers.
         """
         plan = self.step_plan
         dtype = self._dtype
@@ -612,7 +647,7 @@ class Inverses:
                     previous[block] = block.inverse
                 block.install_inverse(inverse)
 
-        # All ranks record that the layers have an inverse.
+        # All ranks record that the layers' gradient workers have an inverse.
         for block in valid:
             layer_damping = self._dampings.get(block)
             pending = self._take_pending(block)
@@ -643,9 +678,10 @@ class Inverses:
         shape = next(iter(parts)).shape
         stacked: dict[str, Decomposition] = {}
         for factor_name in shape.factor_names:
-            of_layers = [own.pop(factor_name) for own in parts.values()]
-            columns = zip(*of_layers, strict=True)
-            stacked[factor_name] = tuple(as_stack(column).flatten(0, 1) for column in columns)
+            # Stack the first parts of all layers to (layers x groups, ...), then the second parts.
+            by_layer = [layer_parts.pop(factor_name) for layer_parts in parts.values()]
+            columns = zip(*by_layer, strict=True)
+            stacked[factor_name] = tuple([as_stack(column).flatten(0, 1) for column in columns])
 
         dampings: list[Damping] = []
         mean_eigenvalues: list[Damping] = []
@@ -668,11 +704,15 @@ class Inverses:
             self._warn_of_failure(block, error)
             return
 
-        # The layer has no valid statistics, so its last inverse is dropped.
+        # The layer has no valid statistics, so its last inverse is dropped. ``no_statistics`` makes
+        # the optimizer warn. It is False for a layer whose hooks captured pairs without examples,
+        # because that layer is in use.
         self.states.pop(block, None)
         if outcome is Outcome.NO_STATISTICS:
             block.drop_inverse_at_refresh(no_statistics=block.status is LayerStatus.NOT_CAPTURED)
             return
+
+        # The statistics are not those of the layer's gradient, so they are dropped as well.
         self.layers.mark_unverified(block)
         had_inverse = block.solved
         block.restart_averages()
@@ -723,7 +763,11 @@ class Inverses:
                 block.install_inverse(each.inverse)
 
     def resubmit(self, loaded: Mapping[KroneckerBlock, PendingInverse]) -> None:
-        """Compute the inverses that were pending when a checkpoint was written. Waits for them."""
+        """Compute the inverses that were pending when a checkpoint was written. Waits for them.
+
+        Only an inverter with threads has pending inverses between two steps.
+        """
+        assert not loaded or not self.is_synchronous
         for block, pending in loaded.items():
             assert pending.factors is not None
             self.pending[block] = pending

@@ -4,7 +4,15 @@ submit    takes the factors of some layers
 collect   returns the layers that are finished, with the decomposition of each factor
 
 :class:`SynchronousInverter` decomposes in the step itself. The threads of
-:class:`second_order.kfac.async_inversion.ThreadedInverter` do so while training continues.
+:class:`second_order.kfac.async_inversion.ThreadedInverter` do so while training continues. These
+are the settings of an inverter:
+
+| inverter                                           | staleness | deterministic |
+|----------------------------------------------------|-----------|---------------|
+| synchronous: a refresh collects what it submits    | 0         | True          |
+| threads; a refresh collects what is finished       | None      | False         |
+| threads; it also waits for layers n steps old      | n         | False         |
+| threads; it collects layers exactly n steps old    | n         | True          |
 """
 
 from __future__ import annotations
@@ -31,10 +39,10 @@ class Job:
 
     Attributes:
         block: The layer.
-        problems: The damped factors, by name.
+        problems: The damped factors, by name; at least one.
         cost: Operations of the decompositions, up to a constant.
-        weight: The weight of the running averages, a scalar. It is 0 if there are no statistics.
-            None if the layer is known to have some.
+        weight: The sum of the weights of all statistics in the running averages, a scalar. It is 0
+            if there are no statistics. None if the layer is known to have some.
     """
 
     block: KroneckerBlock
@@ -49,10 +57,12 @@ class Result:
 
     Attributes:
         block: The layer.
-        parts: The decompositions of its factors, by name. Factors that failed are missing.
+        parts: The decompositions of its factors, by name. A factor without an accurate
+            decomposition is missing.
         error: The error that was raised, if any.
         has_statistics: Whether the running averages had statistics.
-        was_retried: Whether the first attempt at some factor failed.
+        was_retried: Whether a factor was decomposed again, because its first decomposition was
+            inaccurate.
     """
 
     block: KroneckerBlock
@@ -67,7 +77,7 @@ class Inverter(Protocol):
 
     Attributes:
         staleness: Steps after which a refresh waits for a layer; None for no bound.
-        deterministic: Whether layers are installed exactly ``staleness`` steps after they were
+        deterministic: Whether a refresh collects layers exactly ``staleness`` steps after they were
             submitted, even if they are finished before.
     """
 
@@ -75,9 +85,9 @@ class Inverter(Protocol):
     deterministic: bool
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Start to decompose the factors of some layers."""
+        """Start to decompose the factors of some layers, none of which is being decomposed."""
 
-    def attempts(self) -> Mapping[KroneckerBlock, Mapping[str, Decomposition]]:
+    def unchecked_parts(self) -> Mapping[KroneckerBlock, Mapping[str, Decomposition]]:
         """Decompositions of submitted layers, before it is known whether they are accurate."""
 
     def collect(
@@ -103,14 +113,18 @@ class Inverter(Protocol):
         """End the threads, if there are any."""
 
     def post(self, copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
-        """Send copies of tensors from the CPU once the device has computed them."""
+        """Pass CPU copies of tensors to ``send`` once the device has computed them.
+
+        This sends parameters to stats workers. It is a method of inverters because their threads
+        can wait for the device while training continues.
+        """
 
 
 class SynchronousInverter:
     """Decomposes all submitted factors together, and reads the device once.
 
     ``submit`` attempts the decompositions on the device. ``collect`` reads their errors and retries
-    those that are inaccurate.
+    those that are inaccurate. Only a retry reads the device again.
     """
 
     staleness: int | None = 0
@@ -129,7 +143,7 @@ class SynchronousInverter:
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Attempt to decompose the factors of some layers, those of equal size together."""
-        self.clear()
+        self.clear()  # a refresh that raised may not have collected its layers
         if not jobs:
             return
 
@@ -142,14 +156,16 @@ class SynchronousInverter:
                 item = (job.block, factor_name)
                 problems[item] = problem
                 same_factors.setdefault((job.block.shape, factor_name), []).append(item)
-        items = [item for same in same_factors.values() for item in same]
+        items: list[FactorKey] = []
+        for same_items in same_factors.values():
+            items += same_items
 
         in_order = [problems[item] for item in items]
         self._attempts = attempt_all(in_order, self._solver.routine, self._dtype)
         self._items = items
         self._jobs = jobs
 
-    def attempts(self) -> Mapping[KroneckerBlock, Mapping[str, Decomposition]]:
+    def unchecked_parts(self) -> Mapping[KroneckerBlock, Mapping[str, Decomposition]]:
         """Decompositions of submitted layers, before it is known whether they are accurate."""
         if self._attempts is None:
             return {}
@@ -176,29 +192,43 @@ class SynchronousInverter:
         jobs = self._jobs
         self.clear()
 
-        # Read the errors, and the weights that show which layers have statistics.
-        errors = read.add(attempts.errors)
-        uncertain = [job for job in jobs if job.weight is not None]
-        weights = read.add([job.weight for job in uncertain if job.weight is not None])
+        # Add the errors to the read, and the weights that show which layers have statistics.
+        read_errors = read.add(attempts.errors)
+        uncertain: list[KroneckerBlock] = []
+        weights: list[Tensor] = []
+        for job in jobs:
+            if job.weight is not None:
+                uncertain.append(job.block)
+                weights.append(job.weight)
+        read_weights = read.add(weights)
+
+        # Read the device, and retry. The first of these two calls reads both.
+        empty: set[KroneckerBlock] = set()
+        retried: set[KroneckerBlock] = set()
+        inaccurate: list[int] = []
         try:
-            weighed = zip(uncertain, weights(), strict=True)
-            empty = {job.block for job, weight in weighed if not weight > 0}
-            failed = [i for i in attempts.find_inaccurate(errors()) if items[i][0] not in empty]
-            finished = attempts.retry(failed)
-        except Exception as error:  # an exception must not separate this rank from the others
+            for block, weight in zip(uncertain, read_weights(), strict=True):
+                if not weight > 0:  # 0, or NaN
+                    empty.add(block)
+            for i in attempts.find_inaccurate(read_errors()):
+                block = items[i][0]
+                if block not in empty:
+                    inaccurate.append(i)
+                    retried.add(block)
+            parts = _by_layer(items, attempts.retry(inaccurate))
+        except Exception as error:  # the other ranks would wait in the next collective
             return [Result(job.block, error=describe_error(error)) for job in jobs]
 
-        parts = _by_layer(items, finished)
-        retried = {items[i][0] for i in failed}
-        return [
-            Result(
+        results: list[Result] = []
+        for job in jobs:
+            result = Result(
                 job.block,
                 parts[job.block],
                 has_statistics=job.block not in empty,
                 was_retried=job.block in retried,
             )
-            for job in jobs
-        ]
+            results.append(result)
+        return results
 
     def forget(self, block: KroneckerBlock) -> None:
         """Do nothing, because a refresh collects everything that it submits."""
@@ -218,11 +248,12 @@ def _by_layer(
     items: Sequence[FactorKey], parts: Sequence[Decomposition | None]
 ) -> dict[KroneckerBlock, dict[str, Decomposition]]:
     """Group decompositions by layer and name of the factor, without those that are None."""
-    grouped: dict[KroneckerBlock, dict[str, Decomposition]] = {block: {} for block, _ in items}
+    by_layer: dict[KroneckerBlock, dict[str, Decomposition]] = {}
     for (block, factor_name), decomposition in zip(items, parts, strict=True):
+        layer_parts = by_layer.setdefault(block, {})
         if decomposition is not None:
-            grouped[block][factor_name] = decomposition
-    return grouped
+            layer_parts[factor_name] = decomposition
+    return by_layer
 
 
 def describe_error(error: BaseException) -> str:

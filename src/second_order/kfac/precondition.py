@@ -1,15 +1,27 @@
 """Precondition the gradients, exchange the results between ranks, clip them, and write ``p.grad``.
 
     P          (A ⊗ G + γ)⁻¹ ∇ of the layers that this rank preconditions
-    change     Σ |P·∇| over these layers, weighted by the squares of their learning rates
+    change     Σ P·∇ over these layers: the sum of the products of P's and ∇'s elements
     clip       ν, from the change of all layers, equal on all ranks
     p.grad     <- ν P
     exchange   ν P, to the ranks that do not have it
 
-ν = min(1, sqrt(κ / Σ lr² |P·∇|)) bounds the change of the model's predictions in a step. κ and the
-learning rates are those of the step. By default, κ is not given. Then Σ P·∇, without learning
-rates, may be four times its running average at most, so that a batch of outliers cannot undo
-progress.
+The change estimates how much a step along P changes the model's predictions. ν bounds it:
+
+- By default, the change may be four times its running average at most, so that a batch of outliers
+  cannot undo progress.
+- If κ is given (``kl_clip``), ν = min(1, sqrt(κ / Σ lr² |P·∇|)). The learning rates are those of
+  the step if κ is a function of the step, and the largest ones of the schedule if κ is a number.
+
+The ranks form a grid. The ranks of a row are the gradient workers of the same layers, so they have
+the same P. A column has one rank of each row, so its ranks together have the P of every layer. For
+4 ranks and 2 gradient workers per layer, ranks 0 and 1 have the first half of the layers:
+
+                column 0   column 1
+    row 0       rank 0     rank 1       layers a, b
+    row 1       rank 2     rank 3       layers c, d
+
+A sum over a column is therefore a sum over all layers. Each column exchanges ν P by itself.
 
 Sources: Pauloski et al. 2022, section 5.1; Ba et al. 2017, eq. 14.
 """
@@ -70,7 +82,8 @@ def kl_change(products: Sequence[Tensor], learning_rates: Sequence[Scalar]) -> T
 
     Args:
         products: Stacks of P·∇ of one or more layers each; at least one stack.
-        learning_rates: One rate per layer. Layers of one parameter group share the object.
+        learning_rates: One rate per layer. This is faster if layers of one parameter group share
+            the object.
     """
     stack = torch.cat([each.to(products[0]) for each in products]).abs()
     # Square each distinct rate once. On a device, every square is a kernel launch.
@@ -90,9 +103,16 @@ def kl_clip_coefficient(change: Tensor, kl_clip: Scalar) -> Tensor:
 class UsualChange:
     """The running average of the changes Σ P·∇ of the steps, and the bound that it sets.
 
-    A change above the bound enters the average as the bound, so that outliers move it little. If
-    changes stay large, the average grows by about 15% per step until it has caught up. The bound
-    is a scalar on the device of the changes. The host reads it only for checkpoints.
+    The bound is four times the average. With the weight w = 1/20 of a new step,
+
+        bound <- (1 - w) bound + 4 w min(change, bound)
+
+    A change above the bound counts as the bound, so that outliers move the average little. If
+    changes stay large, the bound grows by 0.95 + 0.2 = 1.15 per step until it has caught up. A
+    change of more than 2500 times the bound counts as 1/2500 of itself, because the step keeps 1/50
+    of its length. Otherwise an average of 0 could not grow.
+
+    The bound is a scalar on the device of the changes. The host reads it only for checkpoints.
 
     Attributes:
         bound: Four times the average; a float before the first change.
@@ -113,8 +133,9 @@ class UsualChange:
         if not is_warm:
             self.bound.mul_(1 - weight).add_(change, alpha=MAX_RATIO * weight)
             return None
-        tiny = torch.finfo(change.dtype).tiny  # avoids 0 / 0
-        ratio = ((self.bound + tiny) / (change + tiny)).clamp(MIN_RATIO, 1.0)
+        # ``tiny`` avoids 0 / 0. Rounding can make a change negative, which is then no large change.
+        tiny = torch.finfo(change.dtype).tiny
+        ratio = ((self.bound + tiny) / change.clamp_min(tiny)).clamp(MIN_RATIO, 1.0)
         self.bound.mul_(1 - weight).addcmul_(change, ratio, value=MAX_RATIO * weight)
         return torch.sqrt(ratio)
 
@@ -143,8 +164,9 @@ class Clip:
         self.usual: UsualChange | None = None
         if options.kl_clip == AUTO:
             self.usual = UsualChange()
-        # A constant κ is the bound at the largest lr of a schedule. Below it, the bound shrinks
-        # with lr², because otherwise ν lr P would not depend on lr while the clip is active.
+        # A constant κ goes with the largest lr of a schedule. While the clip is active, the step is
+        # then lr ν P = (lr / lr_peak) sqrt(κ / Σ |P·∇|) P, which follows the schedule. With the lr
+        # of the step, lr would cancel out.
         self._rate = "lr" if callable(options.kl_clip) else PEAK_LR
         self._message_dtype = torch.promote_types(options.inv_dtype, torch.float32)
 
@@ -244,7 +266,7 @@ def precondition_batches(
         batches: The layers that this rank preconditions.
         dtype: Dtype of the inverses.
         gradient_of: Returns the gradient of a parameter; None for ``p.grad``.
-        among: Precondition only these layers; None for all.
+        among: The layers to precondition; None for all.
     """
     preconditioned: list[PreconditionedBatch] = []
     for batch in batches:
@@ -271,6 +293,8 @@ def compare_inverses(
 ) -> dict[KroneckerBlock, Tensor]:
     """Return the cosine between P by the previous and by the new inverse of each layer.
 
+    It is NaN if the layer's gradient is zero.
+
     Args:
         batches: Layers, preconditioned by their new inverses.
         previous: The previous inverses of some of them.
@@ -283,7 +307,8 @@ def compare_inverses(
         if not refreshed:
             continue
 
-        # P by the previous inverses.
+        # P by the previous inverses, (refreshed layers, elements). The gradients of neighboring
+        # layers are slices of one stack, which needs no copy.
         gradients = each.batch.split_layers(each.gradient)
         previous_batch = each.batch.select(
             [blocks[i] for i in refreshed],
@@ -292,12 +317,12 @@ def compare_inverses(
         stack = as_stack([gradients[i] for i in refreshed]).flatten(0, 1)
         old = previous_batch.precondition(stack, dtype).view(len(refreshed), -1)
 
-        # P by the new inverses, and the cosines.
+        # P by the new inverses, of the same shape, and the cosines.
         results = each.batch.split_layers(each.result)
         new = torch.stack([results[i] for i in refreshed]).flatten(1)
         lengths = torch.linalg.vector_norm(old, dim=1) * torch.linalg.vector_norm(new, dim=1)
-        cosine = torch.linalg.vecdot(old, new) / lengths
-        cosines |= zip(previous_batch.blocks, cosine.unbind(), strict=True)
+        batch_cosines = (torch.linalg.vecdot(old, new) / lengths).unbind()
+        cosines.update(zip(previous_batch.blocks, batch_cosines, strict=True))
     return cosines
 
 
@@ -308,7 +333,8 @@ def write_gradients(
 ) -> None:
     """Write ν P into the gradients.
 
-    P is scaled before it is copied, so that a gradient of a narrow dtype is rounded once.
+    P is scaled before it is copied, so that a gradient of a narrow dtype is rounded once. On a GPU,
+    P itself is scaled, in place. Do not use the batches' results afterwards.
 
     Args:
         batches: The preconditioned layers.
@@ -363,8 +389,9 @@ def precondition_gradients(
         clip: Computes ν; None for no clip.
         dtype: Dtype of the inverses.
         previous: The previous inverses of refreshed layers.
-        owners: The owner of each gradient if mean gradients are only at their owners, including
-            those of parameters outside of layers. None if all ranks have them.
+        owners: If mean gradients are only at their owners: the owner of each gradient, including
+            those of parameters outside of layers. None if all ranks have the mean gradients. Then
+            only the gradients of layers are exchanged.
     """
     # Precondition, and compare the old and the new inverses.
     batches = precondition_batches(step_plan.batches, dtype)
@@ -379,10 +406,12 @@ def precondition_gradients(
         coefficient = clip.coefficient(clip.change(batches), step_plan.column)
     write_gradients(batches, coefficient)
 
-    # Broadcast ν P within the column. Every rank expects a message, even without a gradient.
+    # Broadcast ν P within the column. The position of a rank in the column is its row.
     if step_plan.column.size > 1:
         if owners is None:
             owners = {p: step_plan.layers[block].row for block in solved for p in block.params}
+        # Every rank takes part, even if a parameter has no gradient here. It then has none on any
+        # rank, and the zeros that this rank sends or receives are dropped.
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in owners]
         with stage("precondition_exchange"):
             step_plan.column.broadcast(gradients, owners.values())
@@ -394,7 +423,8 @@ def assign_param_owners(
 ) -> dict[Tensor, int]:
     """Return the owner of each parameter's gradient, for layers and other parameters.
 
-    The first gradient worker owns the gradients of a layer.
+    A layer has one gradient worker here, which owns its gradients. The grid of ranks therefore has
+    one column, and the rank of a worker is its row.
     """
     layer_owners: dict[int, int] = {}
     for block, layer in layers.items():
