@@ -710,7 +710,7 @@ gradients of torch.autograd.grad counted as the weight's
 == kronecker/layers.py
 padding tokens count
   <-  invariants_factors::7_an_embedding_has_the_factors_of_a_linear_on_one_hot_rows
-    ones = ones * (tokens != padding)  =>  pass
+    added = added * (tokens != padding)  =>  pass
 a sum over positions for their mean  <-  invariants_factors::4_reduce_is_exact_with_pooled_positions
     return x.mean(1), d.sum(1)  =>  return x.sum(1), d.sum(1)
 padded rows in A  <-  example_counts::padding_does_not_change_the_factors

@@ -53,6 +53,11 @@ class Conv1D(nn.Module):
         return flat.view(*x.shape[:-1], -1)
 
 
+class NoisyConv1D(Conv1D):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(x, 0.5))
+
+
 class Noisy(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(nn.functional.dropout(x, 0.5))
@@ -135,6 +140,7 @@ def test_a_transposed_linear_trains_like_a_linear(System: Any, options: dict[str
         (Conv1D(5, 4), Linear(transposed=True)),
         (Conv1D(4, 4), Linear(transposed=True)),
         (TransposedLinear(5, 4), Linear(transposed=True)),
+        (NoisyConv1D(5, 4), None),
         (Noisy(5, 4), ASSUMED_LINEAR),
         (GraphLinear(5, 4), LINEAR),
         (nn.Bilinear(3, 3, 4), None),

@@ -4,12 +4,15 @@ Each method of :class:`World` packs the tensors of all layers into flat buffers,
 collectives does not grow with the number of layers. Each buffer is sent by one torch collective:
 
     all_reduce           sums and maxima that every rank receives
-    all_to_all_single    sums that one rank receives, and tensors that a rank sends to others
-    broadcast            tensors of the first rank
+    all_to_all_single    sums that one rank receives (``World.reduce``), and tensors that a rank
+                         sends to others (``World.broadcast``, in which each tensor has an owner)
+    broadcast            tensors of the first rank (``World.broadcast_from_first``)
 
-If most of a buffer belongs to a few of the P ranks, an all-to-all would make these send or receive
-P times their part. Such a buffer is all-reduced instead. On one rank, all methods return
-immediately.
+In an all-to-all, a rank sends or receives each of its own tensors P - 1 times. If one of 8 ranks
+owns the whole buffer, that is 7 buffers at one rank. An all-reduce costs each rank about 2 buffers,
+so an uneven buffer is all-reduced instead. On one rank, all methods return immediately.
+
+Collectives of one group must start in the same order on all of its ranks.
 """
 
 from __future__ import annotations
@@ -213,7 +216,7 @@ class World:
     Args:
         group: The process group; None for the default group, or for this process if no group is
             initialized.
-        alone: Whether to ignore process groups.
+        alone: Whether to ignore process groups, so that this process is the only rank.
 
     Attributes:
         group: The process group, or None for one process.
@@ -232,6 +235,7 @@ class World:
         self.size = 1
         if alone or not dist.is_available():
             return
+        # torch gives a placeholder to ranks outside of a group. It raises ValueError below.
         is_outside = cast(Any, group) is dist.GroupMember.NON_GROUP_MEMBER
         if not (group is None or is_outside or isinstance(group, dist.ProcessGroup)):
             raise TypeError(
@@ -239,7 +243,7 @@ class World:
                 f"torch.distributed.new_group() returns, or None for the default group"
             )
 
-        # Otherwise take the rank and the size from the group, which must include this process.
+        # Take the rank and the size from the group, which must include this process.
         if not dist.is_initialized():
             return
         self.group = dist.group.WORLD if group is None else group
@@ -300,9 +304,11 @@ class World:
     def equalize_group_counts(self) -> None:
         """Make unused groups until every rank is in the same number of groups. Collective.
 
-        If only its members make a group, torch derives the group's name from the number of groups
-        that a rank is in. These numbers differ if the user made groups of some ranks. Then the
-        ranks would wait in ``new_group`` for groups of different names until the timeout.
+        With ``use_local_synchronization``, only the members of a new group call ``new_group``.
+        torch then derives the group's name from the number of groups that the rank is in. If you
+        have made a group of ranks 0 and 1, these have two groups and rank 2 has one. In a new
+        group of all three, ranks 0 and 2 would wait for groups of different names until the
+        timeout.
         """
         local_count = len(dist.distributed_c10d._world.pg_names)
         counts = self.all_gather_object(local_count)
@@ -313,14 +319,15 @@ class World:
     def subgroup(
         self, ranks: Sequence[int], *, needs_group: bool = False, timeout: timedelta | None = None
     ) -> World:
-        """Return the world of some of these ranks. Its members make their calls in the same order.
+        """Return the world of some of these ranks. All of its members must call this.
 
-        Groups are made once and reused.
+        Members of several subgroups must make these calls in the same order. Groups are made once
+        and reused. If the subgroup has all ranks, this world itself is returned.
 
         Args:
             ranks: The ranks of the subgroup, as this world numbers them.
             needs_group: Whether a single rank gets a process group as well.
-            timeout: Timeout of the group's collectives, if not that of this world.
+            timeout: Timeout of a new group's collectives, if not that of this world.
         """
         if len(ranks) == self.size:
             return self
@@ -337,8 +344,9 @@ class World:
     def control_world(self) -> World:
         """Return the same ranks in the control group, a separate gloo group for small messages.
 
-        Messages in it do not synchronize with the device, and no other collective can come between
-        them. The first call is a collective.
+        Messages in it do not synchronize with the device, and are not queued behind the collectives
+        of this group. All control messages share the one control group. The first call is a
+        collective. With torch's fake backend, this process is alone.
         """
         if self.group is None:
             return self
@@ -353,16 +361,23 @@ class World:
 
     @translate_backend_errors()
     def with_new_group(self) -> World:
-        """Return the same ranks in a new group, whose collectives have an order of their own."""
+        """Return the same ranks in a new group.
+
+        Its collectives may start between those of this group in any order, for example while
+        backward runs.
+        """
         return self if self.group is None else World(self._new_group(self.global_ranks))
 
     def on_cpu(self) -> World:
-        """Return the same ranks in a group that sends CPU tensors."""
+        """Return the same ranks in a group that sends CPU tensors.
+
+        This is the control group if this group cannot send them, and this group otherwise.
+        """
         return self.control_world() if self.backend == "nccl" else self
 
     @property
     def _shared_groups(self) -> dict[tuple[Any, ...], dist.ProcessGroup]:
-        """The groups made for some of these ranks, by their members and timeouts."""
+        """The groups made for these ranks, by their members and timeouts or by ``CONTROL``."""
         assert self.group is not None
         return _shared.setdefault(self.group, {})
 
@@ -444,7 +459,7 @@ class World:
         self, bucket: Sequence[OwnedTensor], dtype: torch.dtype | None
     ) -> PendingCollective:
         """Start to sum a bucket."""
-        parts: list[list[Tensor]] = [[] for _ in range(self.size)]  # by the receiving rank
+        parts: list[list[Tensor]] = [[] for _ in range(self.size)]  # what each rank receives
         for tensor, owner in bucket:
             for rank in range(self.size) if owner is None else [owner]:
                 parts[rank].append(tensor)
@@ -453,6 +468,8 @@ class World:
 
         # If a few ranks own most of the bucket: all-reduce it, and copy the own sums out of it.
         if self._is_uneven(sizes, count_elements(tensors)):
+            # Addends are rounded to the communication dtype, as in the other case, and added in
+            # float32 at least.
             staged = self._stage(flatten(tensors), dtype)
             whole = staged.to(accumulation_dtype(staged.dtype))
 
@@ -491,7 +508,7 @@ class World:
 
         Args:
             tensors: The tensors. Every rank passes the same shapes and dtypes in the same order.
-            owners: The rank that sends each tensor.
+            owners: The rank that sends each tensor. Unlike ``dist.broadcast``, one call has many.
             dtype: The communication dtype, if it is not that of the tensors.
         """
         if self.size == 1:
@@ -512,7 +529,10 @@ class World:
     def _gather(
         self, own: Tensor, sizes: Sequence[int], dtype: torch.dtype | None
     ) -> Sequence[Tensor]:
-        """All-gather flat tensors of different lengths; ``sizes`` are their lengths by rank."""
+        """All-gather flat tensors of different lengths; ``sizes`` are their lengths by rank.
+
+        The entry of this rank itself is undefined. ``dist.all_gather`` would need equal lengths.
+        """
         total = sum(sizes)
         if total == 0:
             return [own] * self.size
@@ -572,7 +592,11 @@ class World:
         return list(received.to(flat.device, flat.dtype).split(received_sizes))
 
     def _is_uneven(self, sizes: Sequence[int], total: int) -> bool:
-        """Whether an all-to-all would make a rank send or receive over twice the whole buffer."""
+        """Whether an all-to-all would make a rank send or receive over twice the whole buffer.
+
+        Twice the buffer is about what each rank sends in an all-reduce. For 8 ranks, a buffer is
+        uneven if one rank owns more than a quarter of it.
+        """
         return self.size * max(sizes) > 2 * total
 
     def _all_reduce(self, flat: Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
@@ -588,10 +612,14 @@ class World:
         )
 
     def _stage(self, flat: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Move a buffer to a device and dtype that the backend can send."""
+        """Move a buffer to a device and dtype that the backend can send.
+
+        gloo sends from the CPU, and adds in the dtype that it sends. Half-precision tensors are
+        therefore sent as float32, unless the caller has chosen a narrow dtype.
+        """
         if self.backend != "gloo":
             return flat if dtype is None else flat.to(dtype)
-        if dtype is None:  # gloo adds in the dtype that it sends
+        if dtype is None:
             is_half = flat.dtype in (torch.bfloat16, torch.float16)
             dtype = torch.float32 if is_half else flat.dtype
         return flat.to("cpu", dtype)
@@ -613,7 +641,10 @@ class World:
         return values
 
     def all_equal(self, word: int) -> bool:
-        """Return whether all ranks have the same 64-bit integer, by an all-reduce of 16 bytes."""
+        """Return whether all ranks have the same 64-bit integer, by an all-reduce of 16 bytes.
+
+        Call this on a world that sends CPU tensors: ``on_cpu()`` or ``control_world()``.
+        """
         if self.size == 1:
             return True
         # The largest complement is the complement of the smallest word.
@@ -646,7 +677,8 @@ def send_tensors(
         world: The ranks.
         shapes: The shapes of each item's tensors, the same on every rank.
         routes: The source and the destinations of each item, the same on every rank.
-        local: The items of this rank. An item that its source lacks arrives as zeros.
+        local: The items of this rank. If a source lacks an item, it sends zeros, because the other
+            ranks wait for a message all the same.
         dtype: Dtype of the tensors that arrive.
         device: Device of the tensors that arrive.
         communication_dtype: The dtype in messages, if it is not ``dtype``.

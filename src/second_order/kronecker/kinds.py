@@ -1,8 +1,8 @@
 """The layer kind of any module, the remaining kinds of layers, and users' own layers.
 
 ``match(module)`` returns the kind of a module, or the reason why it has none. It looks up the
-module's class in ``KINDS``, then in ``OTHER_PACKAGES``. ``register_layer`` adds a user's class to
-these tables. The kinds of this file are
+module's class in ``KINDS`` and in ``OTHER_PACKAGES``. ``register_layer`` adds a user's class to
+``KINDS``, or to ``GAINS`` if it multiplies its input by a vector. The kinds of this file are
 
 | kind                      | weight            | A                       | G                      |
 |---------------------------|-------------------|-------------------------|------------------------|
@@ -10,11 +10,15 @@ these tables. The kinds of this file are
 | attention's in-projection | (3 E, E)          | inputs of q, of k, of v | gradients of q, k, v   |
 | tied embedding and output | (entries, width)  | entries, a diagonal     | width                  |
 
-If an embedding and an output layer share a weight, a token has a gradient in both uses: e gᵀ where
-it is looked up, with its one-hot row e, and d hᵀ where it is predicted from h. Their second moment
-has two partial traces: Σ ‖g‖² e + Σ ‖h‖² d² over the entries, of which only the diagonal is stored,
-and Σ g gᵀ + Σ ‖d‖² h hᵀ over the width. The block is the product of the two, divided by the trace
-that both have.
+If an embedding and an output layer share a weight, ``(entries, width)``, a token adds to its
+gradient twice. Where the token is looked up, with its one-hot row e, it adds e gᵀ: g is the
+gradient of the row that was looked up. Where it is predicted from the hidden state h, it adds d hᵀ:
+d is the gradient of its logits. The block consists of the second moments of these matrices:
+
+    A    Σ ‖g‖² e + Σ ‖h‖² d²        of their columns; only the diagonal is stored
+    G    Σ g gᵀ + Σ ‖d‖² h hᵀ        of their rows
+
+Both have the same trace. The block is A ⊗ G divided by this trace.
 """
 
 from __future__ import annotations
@@ -41,12 +45,11 @@ from second_order.kronecker.layers import (
     Linear,
     PairOptions,
     PairStatistics,
-    Rows,
+    RowsFunction,
     at_least_one,
     full_row_mask,
     gram,
     linear_rows,
-    registered_class,
     sum_outer_products,
     to_row_mask,
 )
@@ -60,7 +63,10 @@ OTHER_PACKAGES: dict[str, LayerKind] = {
 """Classes of other packages by full name, so that these packages need not be imported."""
 
 ASSUMED_LINEAR = Linear(assumed=True)
-"""A subclass of Linear with its own forward. Its first statistics verify that it is a Linear."""
+"""A subclass of Linear with its own forward, or a router of experts.
+
+Its first statistics verify that it computes a Linear.
+"""
 
 
 # --------------------------------------------------------------------------------------- attention
@@ -92,7 +98,7 @@ class Attention(LayerKind):
             return PairStatistics({"A": a.repeat(3, 1, 1), "G": g}, row_mask.count)
 
         # The statistics of q, k and v, each as a Linear.
-        num_rows = d[0, ..., 0].numel()
+        num_rows = d.shape[1:-1].numel()  # of each of the three
         row_masks = [full_row_mask(num_rows)] * 3
         if options.row_mask.mask is not None:
             row_masks = [to_row_mask(mask) for mask in options.row_mask.mask.view(3, -1)]
@@ -101,8 +107,9 @@ class Attention(LayerKind):
             part_options = replace(options, row_mask=row_mask)
             qkv.append(LINEAR.statistics(module, x_part, d_part, part_options))
 
-        # The examples are those of the queries, which have the loss terms. The A of q, k and v are
-        # means over their own rows, so scale the sums to the number of queries.
+        # The masks of q, k and v may have different numbers of rows n. Each A is a mean over its
+        # own rows, but all three sums will be divided by one number. Take that of the queries, to
+        # which the loss terms belong, and scale the others: A_k / n_k = (A_k n_q / n_k) / n_q.
         counts = [at_least_one(part.num_examples) for part in qkv]
         a_sums = []
         for part, count in zip(qkv, counts, strict=True):
@@ -123,12 +130,20 @@ def _is_packed(x: Tensor, d: Tensor) -> bool:
     return d.shape[-1] > x.shape[-1]
 
 
+KINDS[nn.MultiheadAttention] = Attention()
+KINDS[NonDynamicallyQuantizableLinear] = Linear(family=ATTENTION)  # the attention's out-projection
+
+
 # ---------------------------------------------------------------------------- tied output layers
 
 
 @dataclass(frozen=True)
 class TiedOutput(Linear):
-    """An output layer whose weight is also that of an embedding."""
+    """An output layer whose weight is also that of an embedding.
+
+    Its factors are named as those of the embedding: A is that of the entries, which come from the
+    gradients d, and G is that of the width, which comes from the inputs x (h above).
+    """
 
     separate_bias_reason = "tied to an embedding"
     multiplies_rows = False
@@ -141,8 +156,8 @@ class TiedOutput(Linear):
     ) -> PairStatistics:
         x, d, row_mask = linear_rows(x, d, options)
         squares = d.square()
-        a = x.square().sum(1) @ squares
-        weighted = x * squares.sum(1, keepdim=True).sqrt()
+        a = x.square().sum(1) @ squares  # Σ ‖x‖² d²
+        weighted = x * squares.sum(1, keepdim=True).sqrt()  # ‖d‖ x
         factors = {"A": a.unsqueeze(0), "G": gram(weighted.unsqueeze(0))}
         return PairStatistics(factors, row_mask.count)
 
@@ -155,9 +170,6 @@ TIED_KINDS: dict[LayerKind | None, LayerKind] = {
     ASSUMED_LINEAR: TIED_OUTPUT,
 }
 """The kind of a module with a tied weight, by its kind without one."""
-
-KINDS[nn.MultiheadAttention] = Attention()
-KINDS[NonDynamicallyQuantizableLinear] = Linear(family=ATTENTION)
 
 
 # --------------------------------------------------------------------------- the kind of a module
@@ -199,18 +211,19 @@ def match(module: nn.Module) -> Match:
     if is_router(module):
         return Match(ASSUMED_LINEAR)
 
-    # The kind of the class, or of the first base class that has one.
-    cls = registered_class(module)
-    kind = _match_other_packages(module) if cls is None else KINDS[cls]
-    if kind is None:
+    found = _find_kind(module)
+    if found is None:
         return Match(None, f"{name} has no Kronecker factors")
+    cls, kind = found
 
-    # An embedding may scale its output, and a Linear may turn out to be one.
-    has_scale = isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
-    if cls is not None and type(module).forward is not cls.forward and not has_scale:
-        if cls is not nn.Linear or _has_layers(module):
+    # With its own forward, a Linear without layers of its own is assumed to be a Linear all the
+    # same, and an embedding may scale its output. Nothing else may override the forward.
+    if type(module).forward is not cls.forward:
+        scales_output = isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
+        if cls is nn.Linear and not _has_layers(module):
+            kind = ASSUMED_LINEAR
+        elif not scales_output:
             return Match(None, f"{name} overrides {cls.__name__}.forward")
-        kind = ASSUMED_LINEAR
 
     reason = _reason_without_factors(module, module._parameters.get(kind.weight))
     if reason is not None:
@@ -218,12 +231,19 @@ def match(module: nn.Module) -> Match:
     return Match(kind)
 
 
-def _match_other_packages(module: nn.Module) -> LayerKind | None:
-    """The kind of a class of another package; None if the class is unknown."""
+class _RegisteredKind(NamedTuple):
+    """A class that has a kind, and the kind."""
+
+    cls: type[Any]
+    kind: LayerKind
+
+
+def _find_kind(module: nn.Module) -> _RegisteredKind | None:
+    """Find the kind of a module's class, or of the first base class that has one."""
     for cls in type(module).__mro__:
-        kind = OTHER_PACKAGES.get(f"{cls.__module__}.{cls.__qualname__}")
+        kind = KINDS.get(cls) or OTHER_PACKAGES.get(f"{cls.__module__}.{cls.__qualname__}")
         if kind is not None:
-            return kind
+            return _RegisteredKind(cls, kind)
     return None
 
 
@@ -255,7 +275,7 @@ def _reason_without_factors(module: nn.Module, weight: Tensor | None) -> str | N
 def register_layer(
     kind: type[nn.Module],
     *,
-    rows: Rows | None = None,
+    rows: RowsFunction | None = None,
     gain: Callable[[nn.Module, Tensor], Tensor] | None = None,
     transposed: bool = False,
     weight: str = "weight",
@@ -267,8 +287,8 @@ def register_layer(
 
     - A *product* computes ``W x + b`` for each row x, so that the weight gradient is the sum of
       d xᵀ over the rows. It gets Kronecker factors, as a Linear does.
-    - A *gain* computes ``gain * factor(x) + b``, where the gain has the shape of the last
-      dimensions of the output. It gets an exact block if you set ``precondition_norms=True``.
+    - A *gain* computes ``gain * f(x) + b``, where the gain has the shape of the last dimensions of
+      the output. It gets an exact block if you set ``precondition_norms=True``.
 
     Register the class on every process, before you create the optimizer. Subclasses are included if
     they keep its ``forward``. A later call replaces an earlier one. You cannot replace the rules of
@@ -279,27 +299,28 @@ def register_layer(
         rows: A function ``rows(module, input, output_gradient)`` that returns x ``(..., in)`` and d
             ``(..., out)`` with the same leading dimensions, the first of which counts examples.
             None: x is the input, and d is the gradient.
-        gain: A function ``gain(module, input)`` that returns the tensor that the gain multiplies,
-            in the shape of the output. None: the class is a product.
+        gain: A function ``gain(module, input)`` that returns f(x), the tensor that the gain
+            multiplies, in the shape of the output. None: the class is a product.
         transposed: Whether the weight is stored as ``(in, out)``.
         weight: Name of the weight, which has two dimensions, or of the gain.
         bias: Name of the bias. None: the class has no bias.
 
     Raises:
         TypeError: If ``kind`` is not a class of modules.
-        ValueError: If the class is registered both as a product and as a gain, or if it is a class
-            of torch that has a rule.
+        ValueError: If you pass ``gain`` together with ``rows`` or ``transposed``, or if the
+            class is one of torch that has a rule.
 
     Example:
         >>> register_layer(MyLinear, weight="kernel", transposed=True)
         >>> register_layer(LayerScale, gain=lambda module, x: x, weight="gamma", bias=None)
     """
-    value: Any = kind  # the annotation does not bind the caller
-    is_module_class = isinstance(value, type) and issubclass(value, nn.Module)
-    if not is_module_class or value is nn.Module:
+    module_class: Any = kind  # the annotation does not bind the caller
+    is_valid = isinstance(module_class, type) and issubclass(module_class, nn.Module)
+    if not is_valid or module_class is nn.Module:
         raise TypeError(
             f"register_layer: {kind!r} is not a class of modules; pass the class itself"
         )
+    # GAINS has None for torch's norms without a rule. You may register these.
     has_rule = kind in KINDS or GAINS.get(kind) is not None
     if has_rule and kind.__module__.startswith("torch."):
         raise ValueError(
@@ -315,6 +336,7 @@ def register_layer(
     KINDS.pop(kind, None)
     GAINS.pop(kind, None)
     if gain is not None:
+        # Its input may have another shape than its output.
         GAINS[kind] = Gain(gain, weight, bias, same_shape=False)
         return
     KINDS[kind] = Linear(weight, bias or "", transposed=transposed, rows=rows)

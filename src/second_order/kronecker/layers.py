@@ -4,7 +4,11 @@ A layer computes s = W a, where a is the input, with a 1 appended if the layer h
 an input x and the gradient d of the loss with respect to the output. From pairs come
 
     A    the mean of a aᵀ over the rows that take part in a pass
-    G    the sum of d dᵀ, which the pass later scales by the number of its loss terms
+    G    N Σ d dᵀ if the loss is a mean over N terms, Σ d dᵀ / N if it is their sum
+
+A *row* is one vector of a pair. For an input of shape ``(batch, positions, in)``, a Linear has
+batch x positions rows. An *example* is what the loss counts: a row, or all positions of one entry
+of the batch. The number N is known only at the end of a pass, so this file computes Σ d dᵀ.
 
 A ``LayerKind`` has the rules of one kind of layer: the sizes of its factors, the sums of a pair,
 the weight gradient of a pair, and the rows that a pair consists of. ``KINDS`` maps classes of
@@ -16,8 +20,9 @@ therefore sees the same shapes for every layer: A is ``(groups, in, in)``, G is
 ``(groups, out, out)`` and the gradient is ``(groups, out, in)``. An embedding is a Linear on
 one-hot rows. Its A is diagonal and is stored as ``(groups, in)``.
 
-Padded tokens do not take part in a pass, because inputs without a loss would dilute A.
-:mod:`second_order.kronecker.rows` decides for all layers of a pass which rows take part.
+Padded tokens do not take part in a pass, because inputs without a loss would dilute A. In G they
+need no mask, because their gradients are zero. :mod:`second_order.kronecker.rows` decides for all
+layers of a pass which rows take part. Pairs come here in float32 or wider.
 
 Sources: Martens & Grosse 2015 (Linear), Eschenhagen et al. 2023 ("expand" and "reduce").
 """
@@ -53,18 +58,22 @@ Approximation: TypeAlias = Literal["expand", "reduce"]
 class FactorShape:
     """Sizes of a layer's factors: A is ``groups x in x in``, G is ``groups x out x out``.
 
+    The flags are for special layers.
+
     Attributes:
-        groups: Number of groups.
-        in_dim: Columns of the gradient as a matrix, the homogeneous coordinate included.
+        groups: Number of groups. Most layers have one, a grouped convolution has several.
+        in_dim: Columns of the gradient as a matrix, the homogeneous coordinate included: a Linear
+            with a bias has in + 1.
         out_dim: Rows of the gradient as a matrix.
-        diagonal_a: A is diagonal, and stored as ``(groups, in)``.
-        locations: Size of the factor L of a doubly factored layer, whose A has the size in /
-            locations. 0 for all other layers.
-        exact: G is the exact curvature, and A is 1.
-        transposed: The weight is stored as ``(groups in, out)``.
-        gradient_factored: G is the second moment of the rows of gradients, and A that of their
-            columns, with the trace 1.
-        routed: Each group has its own examples, and its A is a mean over them.
+        diagonal_a: A is diagonal, and stored as ``(groups, in)``. An embedding is an example.
+        locations: Size of the factor L of a doubly factored layer, a wide Linear behind a flattened
+            feature map. Its A has the size in / locations. 0 for all other layers.
+        exact: G is the exact curvature, and A is 1. The gain of a LayerNorm is an example.
+        transposed: The weight is stored with the inputs first, as ``(groups * in, out)``.
+        gradient_factored: A and G are the second moments of the columns and of the rows of weight
+            gradients, as in Shampoo, and A is divided by its trace. A tied embedding is an example.
+        routed: Each group has its own examples, and its A is a mean over them. The experts of a
+            mixture are an example.
     """
 
     groups: int
@@ -86,12 +95,12 @@ class FactorShape:
 
     @cached_property
     def factor_names(self) -> str:
-        """The names of the factors, one letter each."""
+        """The names of the factors, one letter each: "AG" or "AGL". Code iterates over them."""
         return "".join(self.dims)
 
     @cached_property
     def diagonals(self) -> str:
-        """The names of the factors that are stored as diagonals."""
+        """The names of the factors that are stored as diagonals: "A", or "" for none."""
         return "A" if self.diagonal_a else ""
 
     @cached_property
@@ -101,7 +110,10 @@ class FactorShape:
 
     @cached_property
     def record_size(self) -> int:
-        """Numbers that a record of sums has per group: mean eigenvalues, and routed examples."""
+        """How many numbers statistics have per group next to the factors.
+
+        These are the factors' mean eigenvalues, and the number of a routed group's own examples.
+        """
         return len(self.dims) + self.routed
 
     @cached_property
@@ -146,7 +158,8 @@ class RowMask:
     def apply(self, rows: Tensor) -> Tensor:
         """Set the rows of ``(rows, ...)`` that do not take part to zero.
 
-        A non-finite row that does not take part becomes NaN, as it does in the weight gradient.
+        A non-finite row that does not take part becomes NaN, because ∞ · 0 is NaN. The weight
+        gradient has the same NaN, from d = 0.
         """
         if self.mask is None:
             return rows
@@ -193,8 +206,8 @@ def at_least_one(count: int | Tensor) -> int | Tensor:
 class PairStatistics:
     """Sums over one captured pair.
 
-    A and L divided by ``num_examples`` are this pair's estimates of them. G is divided by the
-    number of loss terms, which is known only at the end of the pass.
+    A and L divided by ``num_examples`` are this pair's estimates of them. G needs the number of
+    loss terms, which is known only at the end of the pass.
 
     Attributes:
         factors: Sums by factor name, ``(groups, n, n)``, or ``(groups, n)`` of a diagonal.
@@ -247,8 +260,8 @@ def gram(x: Tensor, homogeneous: bool = False, ones: int | Tensor | None = None)
     if ones is None:
         ones = rows
 
-    # On one core, 128 rows at a time are wide enough to be as fast as the full product: 576 and
-    # 1152 dimensions took 0.65 of its time. A GPU would run many small kernels instead.
+    # Compute the upper triangle only, in bands of 128 rows. For 576 and 1152 dimensions, one core
+    # takes 0.65 of the time of the full product. A GPU would run many small kernels instead.
     strip = CPU_STRIP if x.device.type == "cpu" else dim
     if dim <= strip:
         matrix = torch.bmm(x.mT, x)  # `@` would add views
@@ -256,7 +269,7 @@ def gram(x: Tensor, homogeneous: bool = False, ones: int | Tensor | None = None)
             matrix = append_ones(matrix, x.sum(1), ones)
         return matrix
 
-    # The upper triangle.
+    # The upper triangle, and the square blocks on the diagonal.
     matrix = x.new_empty(groups, total, total)
     for start in range(0, dim, strip):
         stop = min(start + strip, dim)
@@ -266,11 +279,12 @@ def gram(x: Tensor, homogeneous: bool = False, ones: int | Tensor | None = None)
         matrix[:, :dim, dim] = x.sum(1)
         matrix[:, dim, dim] = ones
 
-    # The lower triangle.
+    # The lower triangle. The squares on the diagonal are complete already, so it does not matter
+    # that the copied blocks leave them out: TRANSPOSED_ROWS divides CPU_STRIP.
     for start in range(0, total, TRANSPOSED_ROWS):
         stop = start + TRANSPOSED_ROWS
         matrix[:, stop:, start:stop] = matrix[:, start:stop, stop:].mT
-    if homogeneous:
+    if homogeneous:  # no band has filled this row in the last square
         matrix[:, dim, :dim] = matrix[:, :dim, dim]
     return matrix
 
@@ -299,8 +313,9 @@ def sum_outer_products(x: Tensor, d: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------------------ rows of pairs
 
-# Families of rows. Layers see the same rows only if the rows are of one family. Rows of an
-# attention are (batch, positions), whichever of the two comes first in its inputs.
+# Layers that see the same rows have the same mask. Rows of equal shapes are the same rows only if
+# they are of one family. Rows of an attention are (batch, positions), whichever of the two comes
+# first in its inputs.
 ROUTED = "routed"
 ATTENTION = "attention"
 
@@ -312,7 +327,7 @@ class PairRows(NamedTuple):
         family: "", or one of the families above.
         shape: Leading dimensions of the pair, whose product is the number of rows.
         gradient: d as a matrix, ``(rows, out)``.
-        examples: The rows are the examples of the batch, whatever other layers see.
+        examples: Each row is a whole example, as in a convolution. Then all rows take part.
     """
 
     family: str
@@ -349,7 +364,8 @@ class LinearRows(NamedTuple):
 def linear_rows(x: Tensor, d: Tensor, options: PairOptions) -> LinearRows:
     """Reshape a Linear's pair into rows. Rows of x that do not take part are set to zero.
 
-    With "reduce", a row has the mean input and the summed gradients of one example.
+    Those of d are zero already. With "reduce", a row has the mean input and the summed gradients of
+    one example.
     """
     row_mask = options.row_mask
     if options.approximation == "reduce" and x.dim() > 2:
@@ -373,7 +389,7 @@ def reduce_positions(x: Tensor, d: Tensor, row_mask: RowMask) -> tuple[Tensor, T
 # -------------------------------------------------------------------------------- kinds of layers
 
 
-Rows: TypeAlias = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
+RowsFunction: TypeAlias = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
 """A function of a module, its input and the gradient of its output that returns x and d."""
 
 CONVOLUTIONS = (
@@ -404,7 +420,7 @@ class LayerKind(ABC):
     weight: str = "weight"
     bias: str = "bias"
     family: str = ""
-    rows: Rows | None = None
+    rows: RowsFunction | None = None
     separate_bias_reason = ""
     multiplies_rows = False
 
@@ -515,25 +531,30 @@ class Embedding(LayerKind):
     ) -> PairStatistics:
         embedding = cast(nn.Embedding, module)
         tokens = x.reshape(-1)
-        rows = _unscaled_gradient(module, d).reshape(-1, d.shape[-1])
+        d_rows = _row_gradient(module, d).reshape(-1, d.shape[-1])
         row_mask = options.row_mask
         padding = embedding.padding_idx
 
-        # What each token adds to the diagonal of A. The padding token adds nothing.
+        # What each token adds to the diagonal of A: 1, or ‖d‖² with a tied weight. The padding
+        # token adds nothing, because its row is not trained. It is like a row of a Linear whose
+        # input is zero, which counts in G. With a tied weight, A and G must keep equal traces, so
+        # it counts in neither.
         if self.tied:
             if padding is not None:
-                rows = rows * (tokens != padding).unsqueeze(1)
-            ones = rows.square().sum(1)
+                d_rows = d_rows * (tokens != padding).unsqueeze(1)
+            added = d_rows.square().sum(1)
         else:
-            ones = row_mask.apply(torch.ones(tokens.shape, dtype=d.dtype, device=d.device))
+            added = row_mask.apply(torch.ones(tokens.shape, dtype=d.dtype, device=d.device))
             if padding is not None:
-                ones = ones * (tokens != padding)
+                added = added * (tokens != padding)
         a = torch.zeros(embedding.num_embeddings, dtype=d.dtype, device=d.device)
-        a.scatter_add_(0, tokens.long(), ones)
-        g = gram(rows.unsqueeze(0))
+        a.scatter_add_(0, tokens.long(), added)
+        g = gram(d_rows.unsqueeze(0))
 
-        # The second moment of a mean of one-hot rows is not diagonal. With "reduce", whose loss has
-        # one term per example, tokens are therefore treated as a convolution treats its locations.
+        # With "reduce", the loss has one term per example. The second moment of an example's mean
+        # of one-hot rows would not be diagonal. So treat its tokens as a convolution treats its
+        # locations: A is a sum over them, and G a mean. For 2 examples of 3 tokens, the sum of G
+        # over 6 tokens is multiplied by 2 / 6. Not with a tied weight, because of the traces.
         num_examples = row_mask.count
         if options.approximation == "reduce" and x.dim() > 1:
             num_examples = row_mask.to_examples(len(d)).count
@@ -543,9 +564,9 @@ class Embedding(LayerKind):
 
     def weight_gradient(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
         embedding = cast(nn.Embedding, module)
-        rows = _unscaled_gradient(module, d).flatten(0, -2)
-        gradient = rows.new_zeros(embedding.weight.shape)
-        gradient.index_add_(0, x.reshape(-1), rows)
+        d_rows = _row_gradient(module, d).flatten(0, -2)
+        gradient = d_rows.new_zeros(embedding.weight.shape)
+        gradient.index_add_(0, x.reshape(-1), d_rows)
         if embedding.padding_idx is not None:
             gradient[embedding.padding_idx] = 0.0
         return gradient
@@ -555,11 +576,11 @@ class Embedding(LayerKind):
         return not x.is_floating_point() and d.shape == (*x.shape, width)
 
 
-def _unscaled_gradient(module: nn.Module, d: Tensor) -> Tensor:
+def _row_gradient(module: nn.Module, d: Tensor) -> Tensor:
     """The gradient with respect to the rows that an embedding looks up.
 
     Embeddings of some language models, such as BART and Gemma, multiply these rows by
-    ``embed_scale``.
+    ``embed_scale``. By the chain rule, so is the gradient.
     """
     if type(module).forward is nn.Embedding.forward:
         return d
@@ -573,14 +594,6 @@ KINDS: dict[type[nn.Module], LayerKind] = {nn.Linear: LINEAR, nn.Embedding: EMBE
 """The kinds of layers by class, including the classes that users register."""
 
 
-def registered_class(module: nn.Module) -> type[nn.Module] | None:
-    """The first class in a module's method resolution order that has a kind."""
-    for cls in type(module).__mro__:
-        if cls in KINDS:
-            return cls
-    return None
-
-
 # ---------------------------------------------------------------------------- gradients as matrices
 
 
@@ -589,8 +602,15 @@ class Layout(NamedTuple):
 
     Attributes:
         axis: The dimension along which the gradients are concatenated.
-        views: The shape of each gradient. It has no groups if there is only one.
+        views: The shape to which each gradient is reshaped. If the layer has one group, the shape
+            has no dimension of groups.
         transposed: The last two dimensions are swapped after the concatenation.
+
+    Examples:
+        Linear(3, 5), weight and bias:       views (5, 3), (5, 1), axis 1
+        two groups of it:                    views (2, 5, 3), (2, 5, 1), axis 2
+        LayerNorm(8), a full matrix:         views (8, 1), (8, 1), axis 0: one column of 16
+        LayerNorm(8), 16 groups of 1 x 1:    views (8, 1, 1), (8, 1, 1), axis 0
     """
 
     axis: int
@@ -602,7 +622,7 @@ def matrix_layout(shape: FactorShape, sizes: Iterable[int]) -> Layout:
     """The layout of a layer's parameters, given their numbers of elements, the weight first."""
     groups = (shape.groups,) if shape.groups > 1 else ()
 
-    # An exact block is one column, or has one group per entry.
+    # An exact block is one column. If only its diagonal is stored, each entry is a group.
     if shape.exact:
         ones = (1, 1) if groups else (1,)
         return Layout(0, tuple((size, *ones) for size in sizes))
