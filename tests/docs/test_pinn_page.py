@@ -53,7 +53,8 @@ def test_adapters_train_and_the_frozen_layer_trains_once_it_is_added() -> None:
     assert torch.equal(layer.weight, frozen)
 
     layer.requires_grad_(True)
-    assert train(model, optimizer) == adapted
+    with pytest.warns(SecondOrderWarning, match="'0.layer.weight', '0.layer.bias'; add them"):
+        assert train(model, optimizer) == adapted
     assert torch.equal(layer.weight, frozen)
     optimizer.add_param_group({"params": [*layer.parameters()]})
     assert train(model, optimizer) == {"0.layer": "preconditioned", **adapted}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,6 +25,7 @@ from second_order.utils.checks import brief, check_params
 __all__ = [
     "Arguments",
     "FoundModel",
+    "FrozenParams",
     "UnenclosedModules",
     "check_model_owns_params",
     "check_not_on_meta",
@@ -250,6 +252,42 @@ def warn_about_unowned(training: Training, groups: Sequence[Any]) -> None:
         f"{training.base_name} alone trains them, without curvature: "
         f"{', '.join(unowned[:10])}{more}; {remedy}"
     )
+
+
+class FrozenParams:
+    """The parameters that an optimizer of a model leaves out, because they are frozen.
+
+    Args:
+        params: All parameters of the model.
+    """
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        # Weak references, because ``fully_shard`` may replace and free the parameters.
+        self._references = [weakref.ref(p) for p in params if not p.requires_grad]
+
+    def warn_if_trained(self, training: Training) -> None:
+        """Warn once if some of them have gradients now, but are in none of the groups."""
+        unfrozen = []
+        for reference in self._references:
+            p = reference()
+            if p is not None and p.requires_grad and p.grad is not None:
+                unfrozen.append(p)
+        if not unfrozen:
+            return
+
+        # The user may have added a group for them.
+        in_groups = {id(p) for p in group_params(training.groups)}
+        self._references = [r for r in self._references if id(r()) not in in_groups]
+        names = training.param_names()
+        left_out = [repr(names.get(id(p), "")) for p in unfrozen if id(p) not in in_groups]
+        if left_out:
+            self._references = []
+            more = f", and {len(left_out) - 10} more" if len(left_out) > 10 else ""
+            training.warn(
+                f"{training.name} does not train parameters that were frozen when it was created, "
+                f"but they have gradients now: {', '.join(left_out[:10])}{more}; add them by "
+                f"add_param_group(), or pass {training.name}(model.parameters(), model=model)"
+            )
 
 
 def check_scaler(scaler: Any, averages_gradients: bool, num_ranks: int) -> None:

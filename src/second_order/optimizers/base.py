@@ -45,6 +45,7 @@ from second_order.distributed.fsdp import (
 from second_order.distributed.roles import Role, sharding_error
 from second_order.distributed.world import World
 from second_order.optimizers.arguments import (
+    FrozenParams,
     check_model_owns_params,
     check_not_on_meta,
     check_scaler,
@@ -228,6 +229,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         )
         self._training = training
         self._param_locations = ParamLocations(arguments.model, params_in_groups)
+        self._frozen = FrozenParams(params.parameters() if isinstance(params, nn.Module) else ())
         warn_if_no_process_group(training)
         check_model_owns_params(training, params_in_groups)
         if needs_model:
@@ -334,6 +336,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             curvature.prepare()
             return loss
         self._drop_collected_state()
+        self._frozen.warn_if_trained(training)
         self._check_ranks_before_step()
         update_peak_rates(self.param_groups)
 
