@@ -69,6 +69,9 @@ a GradScaler that parts the ranks
 parameters on meta taken in  <-  groups::parameters_on_the_meta_device_raise_until_they_are_materialized
   -     check_not_on_meta(name, params, found.module)
   -
+trained parameters that were frozen do not warn
+  <-  frozen_parameters::one_warning_names_the_parameters_that_would_not_train
+    and p.requires_grad and p.grad is not None:  =>  and False:
 
 == optimizers/checkpoint.py
 groups in another order load
@@ -626,6 +629,9 @@ a checkpoint of any shape is accepted
 forwards that checkpoints repeat are new ones
   <-  example_counts::two_losses_of_one_forward_pass_are_not_micro_batches
     self._again = autograd.has_earlier_pass(self._outer_pass)  =>  pass
+derivatives outside of the loss warn
+  <-  derivatives::derivatives_outside_of_the_loss_do_not_warn
+    or not autograd.reaches_parameters(module, self.fsdp):  =>  or False:
 gradients beside the loss as examples  <-  example_counts::gradients_of_other_quantities_add_no_examples
   -         if not self._counts(module):
   -             # With sampled labels, this may be their own pass, which accumulates nowhere.

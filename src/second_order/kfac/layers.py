@@ -91,9 +91,10 @@ NO_LAYER_CALLED = (
 )
 UNVERIFIED = (
     "the inputs and output gradients of its calls do not reproduce its weight's gradient, so its "
-    "factors would not be its curvature. Its forward may scale or mask, or be replaced on the "
-    "instance; its weight may be used outside of the module; or the loss may contain derivatives. "
-    "Describe its class with register_layer(), or name it in skip_layers"
+    "factors would not be its curvature. If its forward scales or masks, or is replaced on the "
+    "instance, or if its weight is used outside of the module, describe its class with "
+    "register_layer(), or name it in skip_layers. If the loss contains derivatives, compute them "
+    "in the forward pass, as docs/how-to/pinns.md shows, or use DHO2"
 )
 COVER_MORE = (
     "precondition_norms=True, a larger max_factor_dim, fewer skip_layers, or register_layer() for "

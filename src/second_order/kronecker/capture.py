@@ -82,6 +82,14 @@ COMPILED_PART = (
     "of the model was compiled separately, as by block.compile(), or called separately; compile "
     "the whole model that you passed to the optimizer and call that, or use fisher='empirical'"
 )
+DERIVATIVES = (
+    "the loss contains derivatives by torch.autograd.grad(create_graph=True), as in gradient "
+    "penalties and PINNs. The gradients are complete, but the factors miss the part that passes "
+    "through these derivatives, at {names}. If training is not better than with the base "
+    "optimizer, compute the derivatives in the forward pass, as docs/how-to/pinns.md shows, or use "
+    "DHO2"
+)
+MAX_NAMES = 10  # in a warning
 
 # Reasons in `Capture.missed`. The warning that shows one begins with the layer's name.
 TRANSFORMED = (
@@ -370,6 +378,12 @@ class _NodeHook:
         number = autograd.current_pass()
         return _Pass(number, autograd.has_earlier_pass(number))
 
+    def note_derivative(self, _: Tensor) -> None:
+        """Note that the gradient of the product's output is itself differentiated."""
+        capture = self._capture_ref()
+        if capture is not None:
+            capture.note_derivative(self.module)
+
     def keep_sampled(self, sampled: _SampledGradient) -> None:
         """Keep the gradient for sampled labels until the user's backward pass."""
         self._sampled = sampled
@@ -442,6 +456,8 @@ class Capture:
         self._accumulated = accumulated
         self._consumer = consumer
         self.missed: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._differentiated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._root: weakref.ref[nn.Module] | None = None
 
         # Hooks on modules.
         self._observed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -469,6 +485,7 @@ class Capture:
         were there when it was compiled, and does not look for new ones.
         """
         layers = list(layers)
+        self._root = weakref.ref(root)
         self._observed = weakref.WeakSet(layers)
         self._pending.clear()
 
@@ -619,6 +636,8 @@ class Capture:
     def take(self, hook: _NodeHook, gradient: Tensor) -> None:
         """Pair the gradient that a node received with the node's input, for the consumer."""
         module = hook.module
+        if torch.is_grad_enabled() and gradient.requires_grad:  # with create_graph=True
+            gradient.register_hook(hook.note_derivative)
         if not self._counts(module):
             # With sampled labels, this may be their own pass, which accumulates nowhere.
             if not self.sampled:
@@ -652,6 +671,25 @@ class Capture:
             with torch.no_grad(), _without_autocast(gradient.device):
                 x, d = cast(tuple[Any, Tensor], hook.pair(gradient))
                 self._consumer.verify(hook.module, x, d)
+
+    def note_derivative(self, module: nn.Module) -> None:
+        """Note that a loss depends on the gradient of a layer's output. Warn after its pass."""
+        if module in self._differentiated or not autograd.reaches_parameters(module, self.fsdp):
+            return
+        if not self._differentiated:
+            autograd.call_after_pass(self._warn_about_derivatives)
+        self._differentiated.add(module)
+
+    def _warn_about_derivatives(self) -> None:
+        root = None if self._root is None else self._root()
+        if root is None:
+            return
+        names = []
+        for name, module in root.named_modules():
+            if module in self._differentiated:
+                names.append(repr(name or "(model)"))
+        message = DERIVATIVES.format(names=", ".join(names[:MAX_NAMES]))
+        warnings.warn(message, SecondOrderWarning, stacklevel=2)
 
     def receive(self, module: nn.Module, x: Tensor, gradient: Tensor) -> None:
         """Receive a pair from the backward of a compiled graph, which will reuse its memory."""
