@@ -435,7 +435,7 @@ statistics that have changed since they were sent
 DistKFAC's owners by number  <-  distkfac_ranks::inverse_ranks_are_balanced_by_cost
   - balance_costs([layer.cost for layer in layers], ranks)
   + balance_costs([1.0 for layer in layers], ranks)
-gradients from the wrong row  <-  kaisa::a_smaller_fraction_stores_fewer_inverses
+gradients from the wrong row  <-  kaisa::layers_may_have_different_dtypes
     return self.workers[0] // len(self.workers)  =>  return 0
 owners' gradients balanced by number
   <-  dpkfac::parameters_without_a_layer_go_to_the_rank_that_sends_least
@@ -618,7 +618,6 @@ a Linear with an activation behind it taken for one
   <-  verification::a_subclass_that_computes_something_else_falls_back
     if residual > TOLERANCE:  =>  if False:
 loaded factors weigh nothing
-  <-  contract_state::a_checkpoint_contains_the_curvature
   <-  contract_state::a_resumed_run_has_the_same_trajectory
     entry.copy_(torch.as_tensor(saved[name], device=entry.device))  =>  entry.fill_(1.0)
 a checkpoint of any shape is accepted
@@ -991,7 +990,7 @@ two bases: one's defaults for both
   <-  aux_base::an_added_group_is_split_unless_it_names_its_base
     {**self.defaults, **base_of(self._base, group).defaults}  =>  self.defaults
 a state that loses its curvature by close()
-  <-  found::closing_does_not_change_a_state_dict_taken_before
+  <-  found::closing_does_not_change_an_earlier_state_dict
     {part: entry[part] for part in parts}  =>  entry
 
 == optimizers/find_model.py

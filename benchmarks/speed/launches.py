@@ -174,7 +174,7 @@ def count_operations(
                 "step": device.kernels.total() - passes,
                 "waits": device.syncs.total(),
                 "uploads": device.uploads.total(),
-                "beside": device.beside.total(),
+                "beside": device.on_threads.total(),
             }
 
             largest = largest_counts.setdefault(kind(step), counts)

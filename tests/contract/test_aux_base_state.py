@@ -20,7 +20,8 @@ from aux_base_cases import (
     optim,
     two,
 )
-from optimizer_cases import KAISA, each_kronecker, make, same, take
+from combinations import woven
+from optimizer_cases import KAISA, KRONECKER, each_kronecker, make, same, take
 from ranks import agreed, assert_same_trajectory, train
 from saved_states import saved_and_loaded
 from torch.distributed.checkpoint.state_dict import (
@@ -81,9 +82,9 @@ def test_a_base_can_convert_its_loaded_state() -> None:
     take(model, optimizer, BATCHES[1])
 
 
-@each_kronecker
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
-@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize(
+    ("System", "flat", "fresh"), woven(KRONECKER, [False, True], [False, True], part=2)
+)
 def test_a_dcp_round_trip_continues_the_run(System: Any, flat: bool, fresh: bool) -> None:
     """By names; a fresh optimizer is stepped by it with zero gradients, and must not move."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)

@@ -344,9 +344,6 @@ def test_a_group_numbers_its_own_ranks(world: pool.World) -> None:
     assert [result[4] for result in inside[1:]] == [2.0, 2.0]
 
 
-# Alone.
-
-
 # Agreement.
 
 

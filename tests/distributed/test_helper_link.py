@@ -218,7 +218,7 @@ class Slow:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._store = native(*args, **kwargs)
-        self.said: list[str] = []
+        self.keys: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -227,7 +227,7 @@ class Slow:
         if name.count("/") == 2:
             time.sleep(0.05)
         self._store.set(name, value)
-        self.said.append(name)
+        self.keys.append(name)
 
 
 native = helper_link.TCPStore
@@ -281,7 +281,7 @@ def test_no_message_follows_a_shutdown() -> None:
     for _ in range(4):
         one.send([torch.zeros(1)])
     one.close(PATIENCE)
-    was_set = one._store.said
+    was_set = one._store.keys
     assert sum(name.startswith("0>1/") for name in was_set) == 4 * 2
     assert was_set[-1] == "0/closed"
 

@@ -2,8 +2,8 @@
 
     python tests/fuzz/fuzz.py --examples 1000 --json benchmarks/results/fuzz.json
 
-An example is drawn by its seed: `--first 123 --examples 1` plays number 123 again, `--show` tells
-what it is. `fuzz_training.py` says what may become of one.
+A seed determines an example: `--first 123 --examples 1` plays number 123 again, and `--show` prints
+it. `fuzz_training.py` lists the outcomes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,9 +24,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))  # for the pool, 
 from pool import PoolTimeoutError, WorkerDiedError, WorkerError, World
 
 from fuzz_training import Example, Outcome, Reported, draw_example, judge, train
-
-if TYPE_CHECKING:
-    pass
 
 TIMEOUT = 120.0  # seconds of one example
 OUTCOMES = ("trains", "refused", "raises", "by base", "diverges", "finding")

@@ -168,8 +168,11 @@ class Net(nn.Module):
             if self.step in part.unused:
                 continue
             y = module(x)
-            y = module(y) if part.twice else y
-            x = x + y if part.residual else y
+            if part.twice:
+                y = module(y)
+            if part.residual:
+                y = x + y
+            x = y
         if self.spec.pooled == "flat":
             x = x.flatten(1)
         elif self.spec.pooled == "mean":

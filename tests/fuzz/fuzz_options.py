@@ -1,7 +1,7 @@
-"""Random options of an optimizer, read off its signature: a new one is fuzzed without a word here.
+"""Random options of an optimizer, read from its signature, so that new options are fuzzed.
 
-What an option takes is told by its annotation, and for plain strings by the message that refuses
-another. `USUAL` has what a training of ten steps wants; `RANGES` what would be too wild.
+An option's values come from its annotation, or from the error message that lists its strings.
+`USUAL` has the options of a run of ten steps. `RANGES` bounds those that could make it diverge.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ RANGES: dict[str, tuple[Any, ...]] = {
     "newton_scale": (0.0, 0.1, 0.5, 1.0),
     "subspace_momentum": ("average", "base", 0.0, 0.5, None),
     "doubly_factored": ("auto", None, {}, {"head": (2, 2)}),
-    "skip_layers": ((), ("head",), ("*",), ("Linear",), ("parts.0", "LayerNorm"), ("nobody",)),
+    "skip_layers": ((), ("head",), ("*",), ("Linear",), ("parts.0", "LayerNorm"), ("no module",)),
     "fisher": ("empirical", "categorical", "bernoulli", "gaussian"),
     "seed": (0, 7, 2**40),
     "grad_worker_fraction": (0.0, 0.34, 0.5, 1.0),

@@ -1,14 +1,14 @@
-"""A random training, and what becomes of it.
+"""Random training runs and their outcomes.
 
-`draw_example(random)` draws an `Example`, plain data; `train(rank, size, example)` is what each of
-its processes does; `judge(example, results)` says what has become of it:
+`draw_example(random)` draws an `Example`, plain data. `train(rank, size, example)` runs it on each
+process. `judge(example, results)` returns its outcome:
 
     trains    equal parameters on all workers at the end, finite if those of the base alone are
     refused   one of our errors at construction, on every process, with nothing changed
     raises    one of our errors later, on every process
     by base   the error, or the end without finite numbers, is that of the base alone
     diverges  steps grew until they were infinite: the options were too bold
-    finding   anything else: an error that is not ours, parted parameters, a hang, a death
+    finding   anything else: a foreign error, different parameters on ranks, a hang, a crash
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def draw_example(random: Random, most_ranks: int = 3) -> Example:
 
 
 def possible(example: Example) -> Example:
-    """Without what torch itself does not do together."""
+    """An example without combinations that torch does not support."""
     habits = set(example.habits)
     spec = example.spec
     split = example.split
@@ -163,7 +163,7 @@ def possible(example: Example) -> Example:
 
 
 class Reported(Exception):  # noqa: N818 - carries a report
-    """An error, described, on its way out of a process of the pool: the others are woken by it."""
+    """An error as data. Raising it in a process of the pool ends the other processes."""
 
     def __init__(self, report: dict[str, Any]) -> None:
         super().__init__(report)
@@ -300,7 +300,7 @@ class Training:
                     scaled = loss if self.scaler is None else self.scaler.scale(loss)
                     scaled.backward(create_graph=self.does("a graph for second derivatives"))
             self.average()
-            self.spoil(step)
+            self.change_gradients(step)
             if self.does("clip") and self.scaler is None:
                 nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             return total
@@ -317,7 +317,7 @@ class Training:
             self.optimizer.step()
 
     def change(self, step: int) -> None:
-        """What the script does before a step."""
+        """Change the run before a step."""
         if self.does("a learning rate of zero at times"):
             for group in self.optimizer.param_groups:
                 group["lr"] = 0.0 if step % 3 == 1 else 0.01
@@ -332,8 +332,7 @@ class Training:
         if self.does("the base's state") and self.example.ranks == 1 and is_own:
             self.optimizer.load_state_dict(self.optimizer.export_base_state())
 
-    def spoil(self, step: int) -> None:
-        """What the script does with gradients."""
+    def change_gradients(self, step: int) -> None:
         for i, p in enumerate(self.model.parameters()):
             if p.grad is None:
                 continue
@@ -444,7 +443,7 @@ def described(error: BaseException, stage: str) -> dict[str, Any]:
 
 
 def train(rank: int, size: int, example: Example) -> dict[str, Any]:
-    """What a process does; raises `Told` if it ends by an error."""
+    """Run an example on one process. Raises `Reported` if it ends with an error."""
     dist.barrier()  # a rank that raises early must not leave before the others have checked
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -482,7 +481,7 @@ def base_alone(example: Example) -> dict[str, Any]:
                     for rank in range(example.workers):
                         for micro in range(example.micro):
                             (training.loss_at(step, micro, rank) / example.workers).backward()
-                training.spoil(step)
+                training.change_gradients(step)
                 training.optimizer.step()
         except Exception as error:
             return described(error, training.stage)
@@ -491,7 +490,7 @@ def base_alone(example: Example) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What has become of an example: which error, or what is wrong, and the whole traceback."""
+    """The outcome of an example: its name, the error, and the whole traceback."""
 
     name: str
     detail: str = ""
@@ -499,7 +498,7 @@ class Outcome:
 
 
 def judge(example: Example, results: Sequence[Any]) -> Outcome:
-    """What has become of an example, by what each process returned or raised."""
+    """The outcome of an example from what each process returned or raised."""
     reports = [r.report if isinstance(r, Reported) else r for r in results]
     for r in reports:
         if not isinstance(r, dict):
@@ -513,7 +512,7 @@ def judge(example: Example, results: Sequence[Any]) -> Outcome:
     first = workers[0]["parameters"]
     for j, r in enumerate(workers):
         if not torch.equal(first.nan_to_num(nan=7.0), r["parameters"].nan_to_num(nan=7.0)):
-            return Outcome("finding", f"parted: rank {j} differs from rank 0")
+            return Outcome("finding", f"out of sync: rank {j} differs from rank 0")
     if bool(first.isfinite().all()):
         return Outcome("raises", "a helper alone") if raised else Outcome("trains")
     alone = base_alone(example)

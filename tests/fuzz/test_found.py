@@ -24,8 +24,7 @@ PAIRS = {"lr": 0.05, "num_largest": 2, "curvature_interval": 3, "warmup_steps": 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_model_that_is_cast_goes_on_in_rows(world: World, dtype: str) -> None:
-    """As it does where every process steps whole parameters."""
+def test_a_cast_model_trains_equally_in_rows_and_columns(world: World, dtype: str) -> None:
     example = Example("DHO2", 2, 0, MODEL, dtype, PAIRS, habits=frozenset({"another dtype later"}))
     columns = replace(example, options={**PAIRS, "layout": "column"})
     rows = world.run(train, 2, example)
@@ -35,8 +34,8 @@ def test_a_model_that_is_cast_goes_on_in_rows(world: World, dtype: str) -> None:
 
 
 @each_system
-def test_closing_does_not_change_a_state_dict_taken_before(System: Any) -> None:
-    """A checkpoint is written after the `with` block, perhaps."""
+def test_closing_does_not_change_an_earlier_state_dict(System: Any) -> None:
+    """A checkpoint may be written after the `with` block."""
     model = nn.Linear(3, 2)
     optimizer = make(System, model)
     for _ in range(3):
@@ -74,4 +73,4 @@ def test_curvature_that_vanishes_makes_no_endless_steps() -> None:
     sharp[0] = 1e-5
     for _ in range(2):
         optimizer.step()
-    assert float(optimizer.curvature.eigenvalues.abs().max()) < 1e-4, "small ones are taken"
+    assert float(optimizer.curvature.eigenvalues.abs().max()) < 1e-4, "small curvature counts"

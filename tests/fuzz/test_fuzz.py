@@ -42,8 +42,8 @@ ERROR = {
     phases=[hypothesis.Phase.generate],
 )
 @hypothesis.given(seed=st.integers(0, 2**40))
-def test_random_trainings(world: World, seed: int) -> None:
-    """Shrinking a seed makes no example simpler: what is found is looked at by `make fuzz`."""
+def test_random_training_runs_have_no_finding(world: World, seed: int) -> None:
+    """To look at a finding, run `make fuzz`: shrinking a seed makes no example simpler."""
     example = draw_example(Random(seed), most_ranks=2)
     outcome = play(world, example)
     assert outcome.name != "finding", f"{outcome.detail}\n{outcome.whole}\nseed {seed}: {example}"
@@ -73,7 +73,7 @@ def test_every_option_has_values(name: str) -> None:
         assert any(value != parameter.default for value in drawn), option
 
 
-def test_strings_are_read_off_the_message_that_refuses_others() -> None:
+def test_strings_are_read_from_the_error_message() -> None:
     assert "factor_exchange" not in RANGES
     exchanges = ("all_reduce", "reduce", "pipelined")
     assert choices(SYSTEMS["KAISA"], "factor_exchange") == exchanges
@@ -101,12 +101,12 @@ def raised(**more: Any) -> Reported:
     return Reported({**ERROR, **more})
 
 
-def test_the_judge() -> None:
+def test_every_outcome_is_recognized() -> None:
     def name(*results: Any, example: Example = KAISA) -> str:
         return judge(example, results).name
 
     assert name(done(1.0), done(1.0)) == "trains"
-    assert name(done(1.0), done(2.0)) == "finding", "parted"
+    assert name(done(1.0), done(2.0)) == "finding", "out of sync"
     assert name(raised(), raised()) == "refused"
     assert name(raised(stage="step 3"), raised(stage="step 3")) == "raises"
     assert name(raised(), done(1.0)) == "finding", "one rank alone"
@@ -120,8 +120,8 @@ def test_the_judge() -> None:
     assert name(RuntimeError("lost"), done(1.0)) == "finding"
 
 
-def test_the_base_alone_is_another_training(world: World) -> None:
-    """And that of the optimizer is the same on all ranks."""
+def test_the_base_alone_ends_with_other_parameters(world: World) -> None:
+    """All ranks of the optimizer end with equal parameters."""
     example = replace(KAISA, options={"lr": 0.05, "inv_update_steps": 2})
     results = world.run(train, 2, example)
     assert torch.equal(results[0]["parameters"], results[1]["parameters"])
@@ -131,7 +131,7 @@ def test_the_base_alone_is_another_training(world: World) -> None:
 
 
 def test_an_error_of_the_package_is_a_finding(world: World) -> None:
-    """An error that no check has foreseen, as against one that an option's check raises."""
-    spoilt = replace(KAISA, options={"lr": 0.05, "factor_dtype": "float32"})
-    assert play(world, spoilt).name == "refused"
+    """An error of an option's check is a refusal."""
+    refused = replace(KAISA, options={"lr": 0.05, "factor_dtype": "float32"})
+    assert play(world, refused).name == "refused"
     assert play(world, replace(KAISA, dtype="float8")).name == "finding"

@@ -122,8 +122,8 @@ def exact(
     """By layer, what the package has with the model's own labels, when they are enumerated.
 
     A pass for each loss term and label, with √p times that label's gradient. The sampled Fisher
-    takes the mean over passes where the expectation is the sum. The rows of other terms, which have
-    no gradient in a pass, are to be examples of it, too.
+    takes the mean over passes where the expectation is the sum. The rows of other terms have no
+    gradient in a pass, and must also count as its examples.
     """
     with torch.no_grad():
         outputs = model(x)

@@ -1,5 +1,4 @@
-"""A pretended accelerator: tensors that say they are on another device, compute on the CPU, and
-keep count.
+"""A fake device: tensors that report another device, compute on the CPU, and count operations.
 
     with pretend_device() as seen:
         model, x = Net().to("pretend"), torch.randn(32, 8).to("pretend")
@@ -7,26 +6,25 @@ keep count.
         ...
         seen.clear()
         optimizer.step()
-    seen.kernels, seen.syncs, seen.uploads     by operation and the package's line that asked for it
+    seen.kernels, seen.syncs, seen.uploads     by operation and the calling line of the package
 
-kernels   operations that are no view: what a GPU would be asked to launch; one each, a _foreach_
-          one, too, and more where the form of its operands makes them more on CUDA:
-              _foreach_ of tensors whose dtypes or strides differ from list to list, or that are
-              not dense: one a tensor (can_use_fast_route in ATen's ForeachUtils.h)
-              products of matrices that cuBLAS cannot read by two strides: one a copy of these
-              addmm and baddbmm that are not in place: one for the copy of what is added to
-syncs     what makes the host wait for a device: item(), tolist(), copies to the CPU, nonzero, masks
-          as indices, decompositions that check their result, multinomial, which checks weights
-uploads   copies from the CPU to the device; torch.where copies a number that is a tensor there
-raises    what a device would refuse: operands on two devices, but for a number in an operation by
-          elements; numpy() of its tensors
-beside    the same for the threads that the package starts, who wait on their own
+kernels     operations other than views, which a GPU would launch. A _foreach_ operation counts as
+            one. Operands in some forms cost more on CUDA:
+                lists of _foreach_ with different dtypes or strides, or tensors that are not dense:
+                one per tensor (can_use_fast_route in ATen's ForeachUtils.h)
+                products of matrices that cuBLAS cannot read by two strides: one per copy
+                addmm and baddbmm that are not in place: one for the copy of the addend
+syncs       operations that make the host synchronize with the device: item(), tolist(), copies to
+            the CPU, nonzero, masks as indices, decompositions that check their result, multinomial
+uploads     copies from the CPU to the device; torch.where copies a number that is a CPU tensor
+raises      what a device would refuse: operands on two devices, except for a number in an
+            elementwise operation; numpy() of its tensors
+on_threads  synchronizations of the threads that the package starts
 
-Bases take their foreach form by default, as on CUDA; generators are the CPU's. It stands for the
-habits of any accelerator; times, streams, memory and rounding are not pretended, nor that an
-operation such as a decomposition is several kernels, nor that CUDA parts the lists of a _foreach_
-of more than some 30 to 110 tensors. A function of torch.compile is one operation, too.
-It is made with torch.utils.backend_registration and a tensor subclass, so it exists once a process.
+Bases use foreach by default, as on CUDA. Generators are the CPU's. Times, streams, memory and
+rounding are not simulated. A decomposition counts as one kernel, and so do a function of
+torch.compile and a _foreach_ that CUDA would divide into lists of some 30 to 110 tensors.
+The device uses torch.utils.backend_registration, so it exists once per process.
 """
 
 from __future__ import annotations
@@ -72,7 +70,7 @@ class Seen:
     kernels: Counter[str] = field(default_factory=Counter)
     syncs: Counter[str] = field(default_factory=Counter)
     uploads: Counter[str] = field(default_factory=Counter)
-    beside: Counter[str] = field(default_factory=Counter)
+    on_threads: Counter[str] = field(default_factory=Counter)
 
     def clear(self) -> None:
         """Restart the counts."""
@@ -312,7 +310,7 @@ def _note(counter: Counter[str], name: str, times: int = 1) -> None:
     place = "elsewhere"
     if frame is not None:
         place = f"{frame.f_code.co_filename.split('second_order/')[-1]}:{frame.f_lineno}"
-    (counter if pretended else _seen.beside)[f"{name} @ {place}"] += times
+    (counter if pretended else _seen.on_threads)[f"{name} @ {place}"] += times
 
 
 class _Module(backend_registration._DummyBackendModule):

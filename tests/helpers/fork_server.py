@@ -37,7 +37,7 @@ def become(script: str, arguments: list[str], environment: dict[str, str], outpu
 
 
 def serve() -> dict[str, Any] | None:
-    """Serve until there are no more lines. In a fork, return what to run."""
+    """Serve until the input ends. In a fork, return the script to run."""
     codes: dict[int, int] = {}
     for line in sys.stdin:
         report = json.loads(line)

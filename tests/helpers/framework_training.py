@@ -1,11 +1,11 @@
-"""What the tests of training stacks share: one training, by the usual loop, to compare with.
+"""What the tests of training stacks share: a training run by the usual loop, to compare with.
 
 model = CASE.model()
 ...                                     # a framework trains it with optimizer_of(System, model)
 assert_as_usual(model, System, accumulate=2)
 
-Equal parameters would prove little if the curvature had done nothing: `assert_as_usual` compares
-with the base alone, too, which must be far away.
+`assert_as_usual` also requires that the base alone ends far away, because equal parameters would
+prove little if the curvature had no effect.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def assert_as_usual(
     ends = []
     for more in ({}, base_only(System)):
         twin = copy.deepcopy(start)
-        options_given = {**(options or {}), **more}
-        optimizer = optimizer_of(System, twin, params(twin), loss, curved, **options_given)
+        chosen = {**(options or {}), **more}
+        optimizer = optimizer_of(System, twin, params(twin), loss, curved, **chosen)
         usual_loop(twin, optimizer, batches, loss=loss, scheduler=schedule(optimizer), **how)
         ends.append(trainable(twin))
     assert_trained(trainable(model), *ends, start=trainable(start), rtol=rtol)

@@ -149,8 +149,8 @@ def reference(
 ) -> tuple[list[Tensor], list[tuple[float, float]]]:
     """Section 8 with dense Hessians: the trajectory, and each epoch's losses without and with.
 
-    `decay` is what learning rates, and α with them, are multiplied by after each epoch; `fall` is
-    what "guarded" asks for; `first` is where the first epoch begins, the base trains alone before.
+    Learning rates and α are multiplied by `decay` after each epoch. "guarded" requires the share
+    `fall` of the predicted decrease. The base trains alone before step `first`.
     """
     model = CASE.model()
     optimizer = base(model.parameters(), **{"lr": 0.1, **kwargs})

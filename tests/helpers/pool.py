@@ -263,8 +263,8 @@ class World:
             function: a module-level function; arguments and results travel by value.
             world_size: 1 to `MAX_WORLD_SIZE`.
             timeout: seconds for the whole run, once the workers are up.
-            expect_errors: return a rank's exception in the place of its result (a `WorkerError` if
-                it does not survive pickling) rather than raise.
+            expect_errors: return a rank's exception as its result instead of raising it; a
+                `WorkerError` if it does not survive pickling.
 
         Returns:
             The results, by rank.

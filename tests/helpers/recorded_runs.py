@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 DATA = Path(__file__).parents[1] / "data" / "recorded.pt"
 STEPS = 8
 BATCH = 12
-EARLY = 2  # steps that were refreshed each, and that waited for their solves
+EARLY = 2  # each of these first steps had a refresh, and its inverses
 ADAM: dict[str, Any] = {"base": torch.optim.Adam, "lr": 0.01}
 MOMENTUM: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 # An interval of three, a clip that binds at some steps and not at others.

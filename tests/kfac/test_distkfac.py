@@ -121,13 +121,6 @@ def test_an_inverse_is_never_older_than_max_staleness(staleness: int) -> None:
     assert_same_trajectory(trajectory, delayed(staleness))
 
 
-def test_a_step_waits_for_the_first_inverse_of_a_layer() -> None:
-    model = CASE.model()
-    with solving(Dawdle(0, 0.03)), distkfac(model, inv_update_steps=NEVER) as optimizer:
-        found = go(model, optimizer, CASE, BATCHES)
-    assert_same_trajectory(found, delayed(0, inv_update_steps=NEVER))
-
-
 def falling_damping(step: int) -> float:
     return 0.5 * 0.6**step
 

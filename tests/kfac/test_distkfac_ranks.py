@@ -45,13 +45,12 @@ def synchronous(
     for name, options in choices:
         case = ZOO[name]
         pair = []
-        for is_own in (False, True):
+        chosen = {**OPTIONS, "solver": "inverse", **options}
+        synchronous_options = {"precondition_norms": False, "max_staleness": 0}
+        for make in (KAISA, partial(distkfac, **synchronous_options)):
             model = case.model()
-            chosen = {**OPTIONS, "solver": "inverse", **options}
             with noted():
-                extra = {"precondition_norms": False, "max_staleness": 0}
-                optimizer: Any = distkfac(model, **chosen, **extra) if is_own else None
-                optimizer = optimizer or KAISA(model, **chosen)
+                optimizer: Any = make(model, **chosen)
             pair.append(go(model, optimizer, case, shards(case.batches(4, 12), rank, world_size)))
             optimizer.close()
         found.append((pair[0], pair[1]))

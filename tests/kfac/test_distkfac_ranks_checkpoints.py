@@ -9,10 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from distkfac_training import BATCHES, CASE, LAYERS, LONG, Gate, distkfac, solving
-from optimizer_cases import noted
-from ranks import agreed, assert_same_trajectory, go, vector
+from ranks import agreed, go, vector
 from stats_worker_training import (
-    SYNCHRONOUS,
     factors_here,
     loss_of,
     owned_by,
@@ -41,31 +39,6 @@ def saved(rank: int, world_size: int, options: dict[str, Any]) -> bytes:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save(state, buffer)
     return buffer.getvalue()
-
-
-def resumed(rank: int, world_size: int, data: bytes, options: dict[str, Any]) -> list[Tensor]:
-    state = torch.load(io.BytesIO(data))
-    model = CASE.model(seed=5)
-    with noted() as warned, distkfac(model, **options) as optimizer:
-        go(model, optimizer, CASE, shards(BATCHES[:1], rank, world_size))  # it is in use already
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        found = go(model, optimizer, CASE, shards(BATCHES[4:], rank, world_size))
-    assert warned == []
-    return found
-
-
-@pytest.mark.parametrize(("before", "sizes"), [(1, (4,)), (2, (1, 2, 4)), (4, (2,))])
-def test_a_checkpoint_resumes_on_any_number_of_processes(
-    world: World, before: int, sizes: tuple[int, ...]
-) -> None:
-    model = CASE.model()
-    with distkfac(model, **SYNCHRONOUS) as optimizer:
-        expected = go(model, optimizer, CASE, BATCHES)[4:]
-    data = world.run(saved, before, SYNCHRONOUS)[0]
-    for after in sizes:
-        found = agreed(world.run(resumed, after, data, SYNCHRONOUS))
-        assert_same_trajectory(found, expected, hint=f"from {before} to {after}")
 
 
 def in_flight(

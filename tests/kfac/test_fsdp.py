@@ -87,10 +87,10 @@ def with_outliers(rank: int, world_size: int, how: str) -> list[tuple[list[Tenso
     for System in (KAISA, DPKFAC, DistKFAC):
         model = narrow()
         trained: Any = model if how == "plain" else fsdp(model, how)
-        chosen = {**OPTIONS, "inv_update_steps": 3, **GRADIENT, "kl_clip": "auto", "lr": 0.01}
+        chosen = {"inv_update_steps": 3, **GRADIENT, "kl_clip": "auto", "lr": 0.01}
         trajectory = []
         clips = []
-        with System(trained, **chosen, **(AT_ONCE if System is DistKFAC else {})) as optimizer:
+        with System(trained, **{**options_of(System), **chosen}) as optimizer:
             for i, (x, y) in enumerate(shares(rank, world_size, 9)):
                 batch = (x, 100 * y) if i == 7 else (x, y)
                 trajectory += go_on(trained, optimizer, [batch])
@@ -146,13 +146,22 @@ def test_gradient_accumulation_works_with_and_without_gradient_sync(
         assert_same_trajectory(found, expected, rtol=TIGHT, hint=how)
 
 
+def options_of(System: Any) -> dict[str, Any]:
+    """Options with which inverses do not depend on threads."""
+    return {**OPTIONS, **(AT_ONCE if System is DistKFAC else {})}
+
+
 def traffic(
     rank: int, world_size: int, System: Any, bucket_bytes: int
 ) -> tuple[Counter[str], int, list[Tensor]]:
     """Collectives and elements of a step without statistics, and the trajectory."""
     model = fsdp(narrow())
-    options = {**OPTIONS, **MOMENTUM, "factor_update_steps": 2, "inv_update_steps": 2}
-    options |= AT_ONCE if System is DistKFAC else {}
+    options = {
+        **options_of(System),
+        **MOMENTUM,
+        "factor_update_steps": 2,
+        "inv_update_steps": 2,
+    }
     trajectory = []
     with (
         replaced(sharded_gradients, {"BUCKET_BYTES": bucket_bytes}),
@@ -343,8 +352,7 @@ def of_shards(rank: int, world_size: int, System: Any, sharded: bool) -> dict[st
     if sharded:
         fsdp(model)
         assert any(isinstance(p, DTensor) for p in model.parameters())
-    options = AT_ONCE if System is DistKFAC else {}
-    optimizer = System(model, **OPTIONS, **options)
+    optimizer = System(model, **options_of(System))
     with bytes_by_stage() as sent:
         go_on(model, optimizer, shares(rank, world_size))
     curvature = optimizer.curvature(dtype=torch.float64)

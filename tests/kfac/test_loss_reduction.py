@@ -155,15 +155,11 @@ class LossOutside(nn.Module):
         self.inner = MLP.model()
 
     def forward(self, x: Tensor, y: Tensor, **kwargs: Any) -> Tensor:
-        number = kwargs.get("num_items_in_batch")
-        if number is None:
-            return functional.cross_entropy(self.inner(x), y)
+        number = kwargs.get("num_items_in_batch", len(y))
         return functional.cross_entropy(self.inner(x), y, reduction="sum") / number
 
 
-def warnings_of(
-    System: Any, sizes: Sequence[int], number: int | None = N, **options: Any
-) -> tuple[Any, list[str]]:
+def warnings_of(System: Any, sizes: Sequence[int], **options: Any) -> tuple[Any, list[str]]:
     """The optimizer after some steps, and what it has warned of."""
     model = LossOutside()
     optimizer = make(System, model, **options)
@@ -173,8 +169,7 @@ def warnings_of(
             with torch.no_grad():
                 model(*batch)
             for x, y in pieces(batch, sizes):
-                more = {} if number is None else {"num_items_in_batch": torch.tensor(number)}
-                (model(x, y, **more) / (len(sizes) if number is None else 1)).backward()
+                model(x, y, num_items_in_batch=torch.tensor(N)).backward()
             optimizer.step()
     return optimizer, warned
 

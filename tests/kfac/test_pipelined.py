@@ -164,13 +164,17 @@ def in_ddp(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
     for step, batch in enumerate(BATCHES):
         x, y = shard(batch, rank, ranks)
         optimizer.zero_grad()
+        parts = 1
         if step in (1, 2):
+            parts = 2
             with trained.no_sync():
                 scaler.scale(cross_entropy(trained(x[:2]), y[:2]) / 2).backward()
             x = x[2:]
             y = y[2:]
-        loss = cross_entropy(trained(x), y) / (2 if step in (1, 2) else 1)
-        scaler.scale(loss * (torch.inf if step == 3 else 1.0)).backward()
+        loss = cross_entropy(trained(x), y) / parts
+        if step == 3:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         found.append(vector(model))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -25,14 +25,13 @@ from second_order.kronecker import statistics
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# a factor that is not finite at a step; sizes of factors
 STEPS = 10
-BAD = 6
-SIZES = 3
+BAD = 6  # the step of a fault
+SIZES = 3  # of factors
 DRIFT: dict[str, Any] = {"inv_update_steps": "auto"}
 EVERY: dict[str, Any] = {"inv_update_steps": 3, "factor_update_steps": 1}
 CASES: dict[str, dict[str, Any]] = {
-    "inverse by drift, sound": {"net": "sound", **DRIFT},
+    "inverse by drift, valid": {"net": "valid", **DRIFT},
     "inverse by drift, bad": {"net": "bad", **DRIFT},
     "inverse by drift, climbing": {"net": "climbing", **DRIFT},
     "inverse, dead": {"net": "dead", **EVERY},
@@ -42,7 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Net(nn.Module):
-    """Layers of three sizes of factors; a dead one has pairs, and no example."""
+    """Factors of three sizes. A dead layer has captured pairs, and no examples."""
 
     def __init__(self, dead: bool) -> None:
         super().__init__()
@@ -59,15 +58,28 @@ class Net(nn.Module):
 
 
 def first_fails(matrices: Tensor, native: Any = torch.linalg.cholesky_ex) -> Any:
-    """The first of a batch is not definite but in float64."""
+    """The first of a batch is definite only in float64."""
     factors, info = native(matrices)
     if matrices.dtype == torch.float32:
         info[:1] = 1
     return factors, info
 
 
+@contextmanager
+def fault(net: str, factor: Tensor) -> Iterator[None]:
+    """What goes wrong with a network: a factor that is not finite, or that needs a retry."""
+    copied = factor.clone()
+    if net == "bad":
+        factor.fill_(torch.inf)
+    native = torch.linalg.cholesky_ex
+    routine = {"climbing": first_fails}.get(net, native)
+    with patch.object(torch.linalg, "cholesky_ex", routine):
+        yield
+    factor.copy_(copied)
+
+
 def trained(device: str, net: str, **options: Any) -> Iterator[Any]:
-    """Pauses at the backward pass of each step until it is resumed, and returns its result."""
+    """Yields before and after each step, and then the results."""
     torch.manual_seed(0)
     model = Net(net == "dead")
     x = torch.randn(STEPS, 16, 6)
@@ -76,22 +88,13 @@ def trained(device: str, net: str, **options: Any) -> Iterator[Any]:
     base: dict[str, Any] = {"base": torch.optim.SGD, "momentum": 0.9, "foreach": True}
     optimizer = KAISA(model, lr=0.05, **base, **options)
     x = x.to(device)
-    climbs = BAD if net == "climbing" else -1
     plan = optimizer._curvature.plan  # type: ignore[attr-defined]
     for i in range(STEPS):
         optimizer.zero_grad()
         cross_entropy(model(x[i]), y[i]).backward()
-        factor = next(iter(plan)).stored("G") if i == BAD and net == "bad" else None
-        copied = None if factor is None else factor.clone()
-        if factor is not None:
-            factor.fill_(torch.inf)
         yield None
-        with (
-            patch.object(torch.linalg, "cholesky_ex", first_fails) if i == climbs else nullcontext()
-        ):
+        with fault(net, next(iter(plan)).stored("G")) if i == BAD else nullcontext():
             optimizer.step()
-        if factor is not None:
-            factor.copy_(copied)
         yield None
     drift = optimizer._curvature.drift  # type: ignore[attr-defined]
     yield (
@@ -109,7 +112,8 @@ def main() -> None:
         requests: list[int] = []
         with pretend_device() as seen:
             for i, there in enumerate(trained(NAME, **arguments)):  # noqa: B007
-                requests += [seen.syncs.total()] if i % 2 else []
+                if i % 2:
+                    requests.append(seen.syncs.total())
                 seen.clear()
         *_, here = trained("cpu", **arguments)
         found[name] = requests, there, here
@@ -150,7 +154,7 @@ def row_factors(device: str, net: Any, y: Tensor | None, options: dict[str, Any]
 
 
 def row_difference(net: Any, y: Tensor | None, options: dict[str, Any]) -> float:
-    """How far factors of a device are from the CPU's; also where pairs are added up early."""
+    """The largest difference from the CPU's factors, also if pairs are added early."""
     found = []
     for device, most in ((NAME, 2**26), (NAME, 2000), ("cpu", 0), ("cpu", 2**22)):
         there = pretend_device() if device == NAME else nullcontext()
@@ -170,7 +174,7 @@ def found() -> dict[str, Any]:
 
 
 def test_the_same_rows_count_on_a_device(found: dict[str, Any]) -> None:
-    """Until a pass ends no device is read, and pairs of many bytes are added up before."""
+    """The device is not read during a pass. Pairs of many bytes are added before it ends."""
     assert max(found[ROWS].values()) < 1e-12, found[ROWS]
 
 
@@ -192,7 +196,7 @@ def test_a_refresh_synchronizes_with_the_device_once(found: dict[str, Any], name
     requests = found[name][0]
     most = 1 + SIZES * name.startswith("eigen")
     fails = name.endswith(("bad", "climbing"))
-    if not name.endswith("dead"):  # whose pairs are looked at until they explain the gradient
+    if not name.endswith("dead"):  # whose pairs are compared until they reproduce the gradient
         assert max(n for i, n in enumerate(requests) if i > 1 and not (fails and i == BAD)) == most
     if fails:
         assert requests[BAD] > most

@@ -453,18 +453,3 @@ def test_the_state_does_not_keep_old_inverses_alive() -> None:
     index = [id(p) for p in model.parameters()].index(id(block.weight))
     shared = state[index]["curvature"]["inverse_A"]
     assert shared.data_ptr() == block.inverse.entries["inverse_A"].data_ptr()
-
-
-def test_a_resumed_run_continues_its_measurements() -> None:
-    run = Run(KAISA, "SGD", {"overhead": 0.5})
-    model = network()
-    optimizer, scheduler = run.make(model)
-    take(model, optimizer, scheduler, 0, 3)
-    model, other, scheduler = resumed(run, saved(model, optimizer, scheduler))
-    expected = optimizer._curvature.throttle.saved()
-    assert other._curvature.throttle.saved() == expected
-    assert other._curvature.throttle.refreshes == 2
-    take(model, other, scheduler, 3, 9)
-    assert other._curvature.throttle.refreshes == 5
-    _, last, _ = resumed(run, saved(model, other, scheduler))
-    assert last._curvature.throttle.summary_line == other._curvature.throttle.summary_line

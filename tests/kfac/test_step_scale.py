@@ -26,7 +26,6 @@ from second_order.kfac import step_scale as rule
 from second_order.kfac.step_scale import (
     ADAPTIVE_BOUNDS,
     PLAIN_BOUNDS,
-    SCALE_ENTRIES,
     ScaleBounds,
     StepScale,
 )
@@ -169,7 +168,8 @@ def test_noisy_slopes_raise_the_scale_only_while_the_rate_changes(
     for step in range(100):
         before = scale.factor
         scale.update((-1.0) ** step, rate(step), step)
-        longer += [step] if scale.factor > max(before, 1.1) else []
+        if scale.factor > max(before, 1.1):
+            longer.append(step)
         if step == 60:  # continues in another process
             saved = scale.saved()
             scale = StepScale(PLAIN_BOUNDS)
@@ -227,7 +227,7 @@ def test_the_slope_is_the_next_mean_gradient_along_the_scaled_step(
 def test_only_preconditioned_weights_are_scaled(System: Any, options: dict[str, Any]) -> None:
     ends = []
     states = []
-    for factor in (1.0, 0.5):
+    for factor in (1.0, 0.25):
         model = MLP.model()
         optimizer = make(System, model, **options, skip_layers=["2"])
         take(model, optimizer, BATCHES[0])
@@ -243,7 +243,7 @@ def test_only_preconditioned_weights_are_scaled(System: Any, options: dict[str, 
                 for p in model.parameters()
             ]
         )
-    scaled = [1.0 if name.startswith("2.") else 0.5 for name, _ in MLP.model().named_parameters()]
+    scaled = [1.0 if name.startswith("2.") else 0.25 for name, _ in MLP.model().named_parameters()]
     assert scaled.count(1.0) == 2
     for whole, part, factor in zip(*ends, scaled, strict=True):
         torch.testing.assert_close(part, factor * whole, rtol=1e-9, atol=1e-15)
@@ -265,29 +265,6 @@ def test_without_grafting_or_step_scale_steps_are_unchanged() -> None:
             take(model, optimizer, batch)
         assert optimizer.metrics()["step_scale"] == 1.0
         assert optimizer._curvature.step_scale is None
-
-
-@each_kronecker
-def test_a_resumed_run_has_the_same_step_scale(System: Any) -> None:
-    model = MLP.model()
-    optimizer = make(System, model, **FOLLOWS)
-    for batch in BATCHES[:5]:
-        take(model, optimizer, batch)
-    optimizer._curvature.step_scale.update(-1e3, optimizer.param_groups[0]["lr"], 5)
-    saved = copy.deepcopy(optimizer.state_dict())
-    resumed = make(System, model, **FOLLOWS)
-    resumed.load_state_dict(saved)
-    before, after = (o._curvature.step_scale.saved() for o in (optimizer, resumed))
-    assert after == before
-    assert after.keys() == set(SCALE_ENTRIES)
-    assert after["step_scale"] < 1.0
-    assert resumed._curvature.mean_curvature == optimizer._curvature.mean_curvature
-    twin = copy.deepcopy(model)
-    for each in (optimizer, resumed):
-        model.load_state_dict(twin.state_dict())
-        take(model, each, BATCHES[5])
-    before, after = (o._curvature.step_scale.saved() for o in (optimizer, resumed))
-    assert after == before, "the step before is not known"
 
 
 def dampings(rank: int, world_size: int, system: str, options: Any) -> list[dict[str, float]]:

@@ -102,23 +102,6 @@ def test_a_resumed_run_has_the_same_trajectory(System: Any, base: str) -> None:
     assert_both_continue_equally((model, optimizer), (twin, resumed), start=4)
 
 
-@each_system
-def test_a_checkpoint_contains_the_curvature(System: Any) -> None:
-    """A running average continues; a restart would give the next statistic weight 1."""
-    model = MLP.model()
-    optimizer = make(System, model)
-    train(model, optimizer)
-    twin = copy.deepcopy(model)
-    resumed = make(System, twin)
-    restarted = make(System, copy.deepcopy(model))
-    resumed.load_state_dict(optimizer.state_dict())
-    assert_same_curvature(curvature_of(resumed), curvature_of(optimizer))
-    for run in (optimizer, resumed):
-        train(model if run is optimizer else twin, run, 1, start=3)
-    assert_same_curvature(curvature_of(resumed), curvature_of(optimizer))
-    assert not curvature_of(restarted)
-
-
 @each_kronecker
 def test_a_checkpoint_contains_the_number_of_steps(System: Any) -> None:
     """Intervals and schedules of the step continue."""
