@@ -1047,7 +1047,7 @@ inverses on threads that are free although training uses the cores
     on_idle_host = is_distkfac and machine.device != "cpu"  =>  on_idle_host = is_distkfac
 factors that every rank keeps although their owners do
   <-  planning_cost::memory_of_factors_and_inverses
-    owners_keep = is_dpkfac or setting.owned_factors  =>  owners_keep = False
+    if is_dpkfac or setting.owned_factors:  =>  if False:
 
 == planning/plan.py
 plans of settings that do not fit  <-  planning_plan::memory_is_honored

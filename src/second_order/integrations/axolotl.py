@@ -18,18 +18,14 @@ import torch
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 
-import second_order.optimizers.distkfac
-import second_order.optimizers.dpkfac
-import second_order.optimizers.kaisa
 from second_order.integrations.transformers import MetricsCallback
+from second_order.optimizers.distkfac import DistKFAC
+from second_order.optimizers.dpkfac import DPKFAC
+from second_order.optimizers.kaisa import KAISA
 
 __all__ = ["SecondOrderArgs", "SecondOrderPlugin"]
 
-SYSTEMS = {
-    "KAISA": second_order.optimizers.kaisa.KAISA,
-    "DPKFAC": second_order.optimizers.dpkfac.DPKFAC,
-    "DistKFAC": second_order.optimizers.distkfac.DistKFAC,
-}
+SYSTEMS: dict[str, Any] = {"KAISA": KAISA, "DPKFAC": DPKFAC, "DistKFAC": DistKFAC}
 
 
 class SecondOrderArgs(BaseModel):

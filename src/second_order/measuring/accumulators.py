@@ -17,7 +17,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -69,6 +69,9 @@ class Accumulator:
         rows: By layer, the number of rows in the sum of A. For experts a tensor ``(experts,)`` of
             the numbers of each.
         failed: By layer, why it has no factors.
+        num_terms: The number of loss terms so far, or a tensor on the device; 0 without a backward
+            pass.
+        num_batches: The number of batches so far.
         batch: The current batch.
         counts: Whether the current batch counts.
     """
@@ -76,8 +79,9 @@ class Accumulator:
     batch: Batch
 
     def __init__(self, layers: Sequence[Layer], sums: Sums) -> None:
-        self.layers = list(layers)
         self.sums = sums
+        self.num_terms: int | Tensor = 0
+        self.num_batches = 0
         self.counts = True
         self.rows: dict[str, int | Tensor] = {}
         self.failed: dict[str, str] = {}
@@ -97,6 +101,11 @@ class Accumulator:
         self.batch = batch
         self.counts = counts
 
+    def count_batch(self, terms: int | Tensor) -> None:
+        """Count a batch and its loss terms."""
+        self.num_terms = self.num_terms + terms
+        self.num_batches += 1
+
     def end_batch(self) -> None:
         """End a batch. Collective with ``keep="owner"``."""
         self.sums.end_batch()
@@ -108,11 +117,9 @@ class Accumulator:
 class InputAccumulator(Accumulator):
     """Accumulates A of layers, from forward passes."""
 
-    @contextmanager
-    def capture(self, model: nn.Module, is_sharded: bool) -> Iterator[None]:
+    def capture(self, model: nn.Module, is_sharded: bool) -> AbstractContextManager[None]:
         """Capture the inputs of the layers within the block, without a backward pass."""
-        with capture_inputs(self._layers_of, self.receive):
-            yield None
+        return capture_inputs(self._layers_of, self.receive)
 
     def receive(self, module: nn.Module, x: Any) -> None:
         """Add the input of a call of a module."""
@@ -275,14 +282,16 @@ class EigenvalueAccumulator(PairAccumulator):
         # Pairs with the same examples belong together. Others are groups by themselves.
         batch_size = self.batch.size
         groups: list[ExampleGroup] = []
-        by_example = [pair for pair in pairs if self._num_examples(layer, pair) == batch_size]
-        if by_example:
-            groups.append(ExampleGroup(batch_size, by_example))
+        by_example: list[Pair] = []
         for pair in pairs:
             num_examples = self._num_examples(layer, pair)
-            if num_examples != batch_size:
+            if num_examples == batch_size:
+                by_example.append(pair)
+            else:
                 warnings.warn(ROWS_AS_EXAMPLES, SecondOrderWarning, stacklevel=2)
                 groups.append(ExampleGroup(num_examples, [pair]))
+        if by_example:
+            groups.append(ExampleGroup(batch_size, by_example))
 
         # If the layer is a Linear, rows are rotated, and otherwise gradients.
         basis = self._bases[layer.name]

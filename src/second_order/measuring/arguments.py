@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
 from second_order.measuring.batches import Likelihood
-from second_order.measuring.hooks import unwrap_model
 from second_order.measuring.sums import Keep
 from second_order.utils.checks import check_choice
+from second_order.utils.modules import unwrapping_chain
 
 __all__ = ["Factors", "check_arguments", "parse_patterns"]
 
@@ -76,7 +76,7 @@ def _check_ekfac(model: nn.Module, loader: Any) -> None:
             'the loader can be iterated over only once, but factors="ekfac" needs a second pass; '
             "pass a list of batches, or a DataLoader"
         )
-    for name, module in unwrap_model(model).named_modules():
+    for name, module in unwrapping_chain(model)[-1].named_modules():
         if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and not module.batch_first:
             raise ValueError(POSITIONS_FIRST.format(name=name))
 

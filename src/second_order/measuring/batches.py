@@ -332,10 +332,8 @@ class Rows:
         return self._selections[shape]
 
     def _select(self, shape: torch.Size) -> RowSelection:
-        if not self.masks:
-            return RowSelection(None, shape.numel())
         mask = _fit_mask(self.masks, shape)
-        if mask is None:
+        if mask is None and self.masks:
             message = NO_MASK_FITS.format(shape=tuple(shape))
             warnings.warn(message, SecondOrderWarning, stacklevel=2)
         if mask is None or bool(mask.all()):
@@ -366,10 +364,10 @@ class Rows:
     def token_mask(self, tokens: Tensor) -> Tensor:
         """Return a mask ``(tokens,)`` of the rows of ``(tokens, n)`` that count."""
         index = self.select(tokens.shape[:1]).index
-        if index is None:
-            return torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
-        mask = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-        return mask.index_fill_(0, index, True)
+        mask = torch.full((len(tokens),), index is None, device=tokens.device)
+        if index is not None:
+            mask.index_fill_(0, index, True)
+        return mask
 
 
 def _fit_mask(masks: Sequence[Tensor], shape: torch.Size) -> Tensor | None:

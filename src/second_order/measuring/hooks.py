@@ -31,7 +31,6 @@ __all__ = [
     "capture_pairs",
     "evaluation_mode",
     "set_requires_grad",
-    "unwrap_model",
 ]
 
 REENTRANT = (
@@ -39,17 +38,6 @@ REENTRANT = (
     "gradients of all weights in its backward pass; use checkpoint(..., use_reentrant=False), or "
     "no checkpoint"
 )
-
-
-def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the module inside of ``torch.compile`` and DistributedDataParallel wrappers."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
 
 
 @contextmanager
@@ -73,20 +61,18 @@ def evaluation_mode(model: nn.Module, device: torch.device) -> Iterator[None]:
     are restored.
     """
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
+    buffers = []
+    for module, _ in modes:
+        for name, buffer in module.named_buffers(recurse=False):
+            buffers.append((module, name, buffer, buffer.clone()))
     fastpath_enabled = torch.backends.mha.get_fastpath_enabled()
-    rng_devices = [] if device.type == "cpu" else [device]
-    rng_device_type = "cuda" if device.type == "cpu" else device.type
+    fork_rng = torch.random.fork_rng([])
+    if device.type != "cpu":
+        fork_rng = torch.random.fork_rng([device], device_type=device.type)
     try:
         with ExitStack() as stack:
-            stack.enter_context(
-                torch.inference_mode(False)
-            )  # inference tensors don't record a graph
-            stack.enter_context(torch.random.fork_rng(rng_devices, device_type=rng_device_type))
+            stack.enter_context(torch.inference_mode(False))  # for tensors that record a graph
+            stack.enter_context(fork_rng)
             stack.enter_context(set_requires_grad(model, False))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             torch.backends.mha.set_fastpath_enabled(False)  # the fast path does not call modules

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -122,30 +122,22 @@ def find_layers(
         layers: list[Layer] = []
         for block in blocks:
             module = block.modules[0]
-            kind = block.kinds.get(module)
             params = block.params[:1] if inputs_only else block.params
-            reason = ""
-            if patterns is not None and not _matches(block, patterns, modules):
-                reason = NOT_SELECTED
-            elif block.shape.gradient_factored or kind is None:
-                reason = TIED
-            elif isinstance(kind, Linear) and kind.assumed:
-                reason = LIKE_LINEAR
-            elif inputs_only and (module in never_called or not _has_input_rows(block)):
-                reason = NO_INPUT_ROWS
+            reason = NOT_SELECTED
+            if patterns is None or _matches(block, patterns, modules):
+                reason = _reason_to_skip(block, inputs_only, never_called)
             if reason:
                 size = sum(p.numel() for p in params)
                 skipped.append(LeftToBase(block.name, type(module).__name__, reason, size))
                 continue
-            assert kind is not None
-            layer = Layer(
-                block=block,
-                shape=kind.shape(module, False) if inputs_only else block.shape,
-                shapes={names[id(p)]: p.shape for p in params},
-                factors="A" if inputs_only else block.shape.factor_names,
-                owner=0,
-            )
-            layers.append(layer)
+
+            shape = block.shape
+            factors = shape.factor_names
+            if inputs_only:
+                shape = block.kinds[module].shape(module, False)
+                factors = "A"
+            shapes = {names[id(p)]: p.shape for p in params}
+            layers.append(Layer(block, shape, shapes, factors, owner=0))
     if not layers:
         reasons = "; ".join(f"{row.name}: {row.reason}" for row in skipped[:3])
         raise ValueError(f"no layer of the model can be measured ({reasons})")
@@ -163,6 +155,18 @@ def _matches(
     return any(first_match(patterns, modules, name) for name in block.names)
 
 
-def _has_input_rows(block: KroneckerBlock) -> bool:
-    """Return whether the layer multiplies rows by a matrix, or by one matrix for each expert."""
-    return block.shape.routed or block.kinds[block.modules[0]].multiplies_rows
+def _reason_to_skip(
+    block: KroneckerBlock, inputs_only: bool, never_called: Collection[nn.Module]
+) -> str:
+    """Return why a layer cannot be measured, or ""."""
+    module = block.modules[0]
+    kind = block.kinds.get(module)
+    if block.shape.gradient_factored or kind is None:
+        return TIED
+    if isinstance(kind, Linear) and kind.assumed:
+        return LIKE_LINEAR
+    # Experts multiply rows by one matrix each.
+    has_rows = block.shape.routed or kind.multiplies_rows
+    if inputs_only and (module in never_called or not has_rows):
+        return NO_INPUT_ROWS
+    return ""

@@ -46,10 +46,11 @@ from second_order.measuring.batches import (
     sample_loss_terms,
     sum_loss_terms,
 )
-from second_order.measuring.hooks import evaluation_mode, unwrap_model
+from second_order.measuring.hooks import evaluation_mode
 from second_order.measuring.layers import Layer, find_layers
 from second_order.measuring.report import Measurement, build_curvature, build_report
 from second_order.measuring.sums import Keep, Sums
+from second_order.utils.modules import unwrapping_chain
 
 __all__ = ["measure"]
 
@@ -146,7 +147,7 @@ def measure(
     """
     # Check the arguments, and find the layers and their owners.
     check_arguments(model, loader, factors, loss, likelihood, keep)
-    model = unwrap_model(model)
+    model = unwrapping_chain(model)[-1]
     world = World(process_group)
     selection = find_layers(
         model,
@@ -186,8 +187,8 @@ def measure(
             backward_order = selected[::-1]
             sums = make_sums(run, backward_order, Layer.stored_shapes)
             accumulator = PairAccumulator(selected, sums)
-        counts = accumulate(run, accumulator)
-        measurement = average(run, accumulator, counts)
+        accumulate(run, accumulator)
+        measurement = average(run, accumulator)
 
         # Accumulate the eigenvalues of F in the eigenbasis of A and G.
         if factors == "ekfac":
@@ -241,27 +242,14 @@ class Run:
     is_sharded: bool
 
 
-@dataclass(frozen=True)
-class PassCounts:
-    """The number of loss terms and of batches in a pass of this rank.
-
-    Without a backward pass there are no terms. ``terms`` may be a tensor on the device.
-    """
-
-    terms: int | Tensor
-    batches: int
-
-
 # ------------------------------------------------------------------------------------- one pass
 
 
-def accumulate(run: Run, accumulator: InputAccumulator | PairAccumulator) -> PassCounts:
+def accumulate(run: Run, accumulator: InputAccumulator | PairAccumulator) -> None:
     """Run the model on all batches of this rank once, while the accumulator captures its layers.
 
     Collective: every rank continues while any rank has a batch.
     """
-    terms: int | Tensor = 0
-    num_batches = 0
     loader = iterate_batches(run)
     last_batch = END
     failure: Exception | None = None
@@ -287,7 +275,7 @@ def accumulate(run: Run, accumulator: InputAccumulator | PairAccumulator) -> Pas
                 last_batch = batch
             if has_batch or run.is_sharded:
                 try:
-                    batch_terms = run_batch(
+                    terms = run_batch(
                         run,
                         accumulator,
                         last_batch,
@@ -296,8 +284,7 @@ def accumulate(run: Run, accumulator: InputAccumulator | PairAccumulator) -> Pas
                         backward=backward,
                     )
                     if has_batch:
-                        terms = terms + batch_terms
-                        num_batches += 1
+                        accumulator.count_batch(terms)
                 except Exception as error:
                     if run.is_sharded:  # the other ranks are inside of FSDP2's collectives
                         raise
@@ -307,7 +294,6 @@ def accumulate(run: Run, accumulator: InputAccumulator | PairAccumulator) -> Pas
             # ranks wait for it, and raises in the next round.
             accumulator.end_batch()
             index += 1
-    return PassCounts(terms, num_batches)
 
 
 def iterate_batches(run: Run) -> Iterator[Any]:
@@ -406,9 +392,7 @@ class RankCounts:
     failed: Mapping[str, str]
 
 
-def average(
-    run: Run, accumulator: InputAccumulator | PairAccumulator, counts: PassCounts
-) -> Measurement:
+def average(run: Run, accumulator: InputAccumulator | PairAccumulator) -> Measurement:
     """Divide the sums that this rank owns by the counts of all ranks. Collective."""
     # Reduce the sums to their owners.
     sums = accumulator.sums.finish()
@@ -420,8 +404,8 @@ def average(
     # Exchange the counts of all ranks, and add them up. fsum does not depend on the order of ranks.
     local_counts = RankCounts(
         rows={name: to_floats(count) for name, count in accumulator.rows.items()},
-        terms=to_floats(counts.terms)[0],
-        batches=counts.batches,
+        terms=to_floats(accumulator.num_terms)[0],
+        batches=accumulator.num_batches,
         failed=local_failed,
     )
     all_ranks: list[RankCounts] = run.control.all_gather_object(local_counts)

@@ -21,6 +21,7 @@ from second_order.distributed.fsdp import check_sharding, reshard
 from second_order.training.context import Training
 from second_order.training.groups import copy_group, group_params, named_trainable_params
 from second_order.utils.checks import brief, check_params
+from second_order.utils.modules import unwrapping_chain
 
 __all__ = [
     "Arguments",
@@ -83,16 +84,8 @@ def unwrap_model(model: nn.Module) -> FoundModel:
         TypeError: If FSDP1 has flattened the module's parameters.
         ValueError: If a parameter is not initialized.
     """
-    under_ddp = False
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-            under_ddp = True
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):  # torch.compile
-            model = cast(nn.Module, model._orig_mod)
-        else:
-            break
-
+    chain = unwrapping_chain(model)
+    model = chain[-1]
     class_names = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     has_flat_params = any(getattr(p, "_is_flat_param", False) for p in model.parameters())
     if has_flat_params or "FullyShardedDataParallel" in class_names:
@@ -107,6 +100,7 @@ def unwrap_model(model: nn.Module) -> FoundModel:
                 f"parameter {name!r} is not initialized yet; run one batch through the model "
                 f"before you make the optimizer"
             )
+    under_ddp = any(isinstance(module, DistributedDataParallel) for module in chain)
     return FoundModel(model, under_ddp)
 
 

@@ -225,12 +225,12 @@ def predict(
 
     # DistKFAC holds the inverses in use and the next ones.
     copies = 2 if is_distkfac else 1
-    owners_keep = is_dpkfac or setting.owned_factors
-    bytes_per_rank = [
-        (factor_bytes[each.a_inverse_rank] if owners_keep else all_factors)
-        + copies * inverse_bytes[each.row]
-        for each in places
-    ]
+    bytes_per_rank: list[int] = []
+    for place in places:
+        stored_factors = all_factors
+        if is_dpkfac or setting.owned_factors:
+            stored_factors = factor_bytes[place.a_inverse_rank]
+        bytes_per_rank.append(stored_factors + copies * inverse_bytes[place.row])
     pending = max(factor_bytes.values()) if is_dpkfac else all_factors
     return Costs(parts, sent, max(bytes_per_rank) + gradient_bytes, pending)
 
@@ -240,12 +240,10 @@ def assign(layers: Sequence[Layer], setting: Setting) -> list[LayerAssignment]:
 
     A row of the grid has a layer's gradient workers: one with DPKFAC, all with DistKFAC.
     """
-    dims = [
-        LayerDims(
-            layer.shape.groups, layer.shape.in_dim, layer.shape.out_dim, layer.shape.diagonal_a
-        )
-        for layer in layers
-    ]
+    dims = []
+    for layer in layers:
+        shape = layer.shape
+        dims.append(LayerDims(shape.groups, shape.in_dim, shape.out_dim, shape.diagonal_a))
     grid = Grid(setting.ranks // setting.workers, setting.workers)
     return assign_layers(dims, grid, cost="memory" if setting.system == "DPKFAC" else "compute")
 

@@ -100,14 +100,12 @@ class Summary:
 
 def aligned(table: Sequence[Sequence[str]], right: set[int]) -> list[str]:
     """The lines of a table, its header underlined; the columns in ``right`` end alike."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in table
-    ]
+    columns = []
+    for i, column in enumerate(zip(*table, strict=True)):
+        width = max(map(len, column))
+        pad = str.rjust if i in right else str.ljust
+        columns.append([pad(cell, width) for cell in column])
+    lines = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
 
 

@@ -1,4 +1,4 @@
-"""Match modules by shell-style patterns of their names and classes, and remove their hooks."""
+"""Unwrap modules, match them by patterns of names and classes, and remove their hooks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ from fnmatch import fnmatchcase
 from typing import cast
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["first_match", "plain_type", "remove_handles", "unmatched_patterns"]
+__all__ = [
+    "first_match",
+    "plain_type",
+    "remove_handles",
+    "unmatched_patterns",
+    "unwrapping_chain",
+]
 
 
 def first_match(
@@ -41,6 +48,21 @@ def unmatched_patterns(model: nn.Module, patterns: Iterable[str]) -> list[str]:
 
 def _matches(pattern: str, name: str, module: nn.Module) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(plain_type(module).__name__, pattern)
+
+
+def unwrapping_chain(model: nn.Module) -> list[nn.Module]:
+    """Return a model and what its wrappers contain, from the outside in.
+
+    The wrappers are DistributedDataParallel and ``torch.compile``.
+    """
+    chain = [model]
+    while True:
+        inner = getattr(chain[-1], "_orig_mod", None)  # of torch.compile
+        if isinstance(chain[-1], DistributedDataParallel):
+            inner = chain[-1].module
+        if not isinstance(inner, nn.Module):
+            return chain
+        chain.append(inner)
 
 
 def plain_type(module: nn.Module) -> type[nn.Module]:
