@@ -39,6 +39,8 @@ class Case:
         vocabulary: inputs are integers below it; 0 for real inputs.
         target_shape: of one target: of class numbers for `cross_entropy`, of reals otherwise.
         loss: (outputs, targets) -> mean over terms.
+        shared: whether a Linear sees several positions of an example: "expand" (a loss term each),
+            "reduce" (pooled into one), or None.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Case:
     target_shape: tuple[int, ...] = ()
     vocabulary: int = 0
     loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+    shared: str | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -336,9 +339,9 @@ _FACTORED = [
     Case("mlp", mlp, (5,)),
     Case("mlp_no_bias", partial(mlp, bias=False), (5,)),
     Case("deep_linear", deep_linear, (4,), (2,), loss=half_squared_error),
-    Case("sequence_linear", deep_linear, (3, 4), (3, 2), loss=half_squared_error),
-    Case("pooled_linear", pooled_linear, (3, 4), (2,), loss=half_squared_error),
-    Case("sequence_mlp", sequence_mlp, (3, 4), (3,)),
+    Case("sequence_linear", deep_linear, (3, 4), (3, 2), loss=half_squared_error, shared="expand"),
+    Case("pooled_linear", pooled_linear, (3, 4), (2,), loss=half_squared_error, shared="reduce"),
+    Case("sequence_mlp", sequence_mlp, (3, 4), (3,), shared="expand"),
     Case("inplace", inplace, (5,)),
     Case("shared_linear", shared_linear, (5,)),
     Case("shared_conv", shared_conv, (2, 4, 4)),
@@ -357,11 +360,11 @@ _OTHERS = [
     Case("lora", lora, (5,)),
     Case("norms", norms, (2, 4, 4)),
     Case("batch_norm", batch_norm, (2, 4, 4)),
-    Case("transformer", transformer, (3, 4)),
-    Case("attention", attention, (3, 4)),
-    Case("embedding", embedding, (3,), vocabulary=6),
-    Case("language_model", language_model, (3,), (3,), vocabulary=6),
-    Case("tied", Tied, (3,), (3,), vocabulary=CLASSES),
+    Case("transformer", transformer, (3, 4), shared="reduce"),
+    Case("attention", attention, (3, 4), shared="reduce"),
+    Case("embedding", embedding, (3,), vocabulary=6, shared="reduce"),
+    Case("language_model", language_model, (3,), (3,), vocabulary=6, shared="expand"),
+    Case("tied", Tied, (3,), (3,), vocabulary=CLASSES, shared="expand"),
 ]
 FACTORED: dict[str, Case] = {case.name: case for case in _FACTORED}
 ZOO: dict[str, Case] = FACTORED | {case.name: case for case in _OTHERS}
