@@ -273,7 +273,7 @@ class DifferentiableLoss:
         roots = self._roots or [evaluation.loss]
         self.gradients = derivatives(roots, params, self._cotangents or None, twice=True)
 
-    def product(self, directions: Sequence[Tensor], *, retain: bool) -> Derivatives:
+    def product(self, directions: Sequence[Tensor], *, retain: bool) -> Sequence[Tensor]:
         """Multiply the curvature by a vector.
 
         Args:
@@ -284,13 +284,11 @@ class DifferentiableLoss:
             return _vector_products(self.gradients, self._params, directions, retain=retain)
 
         # J v
-        products = _vector_products(self.gradients, self._cotangents, directions, retain=True)
-        pushed = _fill_zeros(products, self._roots)
+        pushed = _vector_products(self.gradients, self._cotangents, directions, retain=True)
 
         # H J v
         if self._leaves:
-            products = _vector_products(self._output_gradients, self._leaves, pushed, retain=True)
-            pushed = _fill_zeros(products, self._leaves)
+            pushed = _vector_products(self._output_gradients, self._leaves, pushed, retain=True)
         else:
             pushed = [u / len(u) for u in pushed]
 
@@ -300,7 +298,7 @@ class DifferentiableLoss:
 
 def _vector_products(
     functions: Derivatives, inputs: Sequence[Tensor], vectors: Sequence[Tensor], *, retain: bool
-) -> Derivatives:
+) -> Sequence[Tensor]:
     """Return the derivatives of Σ fᵢᵀvᵢ with respect to the inputs, where v is constant.
 
     Functions that are None or without a graph are constant as well, and are left out.
@@ -312,17 +310,11 @@ def _vector_products(
             outputs.append(function)
             grad_outputs.append(vector)
     if not outputs:
-        return [None] * len(inputs)
+        return [torch.zeros_like(x) for x in inputs]
     with explain_errors():
         return torch.autograd.grad(
-            outputs, inputs, grad_outputs, retain_graph=retain, allow_unused=True
+            outputs, inputs, grad_outputs, retain_graph=retain, materialize_grads=True
         )
-
-
-def _fill_zeros(parts: Derivatives, like: Sequence[Tensor]) -> list[Tensor]:
-    """Replace None by zeros."""
-    pairs = zip(parts, like, strict=True)
-    return [torch.zeros_like(z) if part is None else part for part, z in pairs]
 
 
 def derivatives(
