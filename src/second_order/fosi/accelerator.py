@@ -142,19 +142,13 @@ class AcceleratorCurvature(EpochCurvature):
         error: Exception | None = None
         try:
             result = work()
-        except Exception as caught:
+        except Exception as caught:  # raised below, once the other accelerators know
             error = caught
         try:
             all_succeeded = self.training.world.all_agree(error is None, self.training.device)
-        except Exception as caught:
+        finally:
             if error is not None:
-                raise error from None
-            raise SecondOrderError(
-                "Lost contact with the other accelerators: one of them exited, raised, or "
-                "exceeded the process-group timeout. See their logs."
-            ) from caught
-        if error is not None:
-            raise error
+                raise error
         if not all_succeeded:
             raise SecondOrderError("another accelerator has failed; see its log for the error")
         return result
