@@ -120,7 +120,7 @@ the schedule's largest learning rate is not looked up
 == training/context.py
 hooks that stay when their optimizer goes
   <-  sharding::hooks_are_removed_with_an_unreferenced_optimizer
-    weakref.finalize(self, remove_handles, self._check_handles).atexit = False  =>  pass
+    weakref.finalize(self, remove_handles, handles).atexit = False  =>  pass
 sharded gradients averaged twice  <-  fsdp::layers_that_fsdp_ignores_are_averaged_and_preconditioned
     self.trainable_params() if not is_dtensor(p)]  =>  self.trainable_params()]
 warnings again and again
@@ -332,6 +332,9 @@ statistics from before a load  <-  contract_state::statistics_captured_before_a_
   -
 
 == kfac/curvature.py
+factors forget by the update, not by the step
+  <-  distkfac::without_a_decay_all_statistics_have_equal_weight
+    return self.training.steps - self._schedule.updated_at  =>  return 1
 a factor that a checkpoint lacks is not lost
   <-  factor_exchange::a_layer_with_a_lost_factor_starts_its_averages_again
     if agreed[2 * i + 1]]  =>  if False]
@@ -344,14 +347,14 @@ messages forget since the beginning of a resumed run
     self._schedule.record_update(int(updated_at))  =>  pass
 statistics that leave in the passes as sums
   <-  loss_reduction::unequal_micro_batches_work_with_every_factor_exchange
-    if layers.reduction != "step_mean":  =>  if True:
+    if layers.losses.current() != "step_mean":  =>  if True:
 an instrument without the owners' clip
   <-  metrics::the_reported_clip_is_the_one_that_was_applied
     clip=result.clip,  =>  clip=None,
 a frozen layer keeps its inverse  <-  kaisa::a_frozen_layer_stores_no_inverse
     block.drop_inverse()  =>  pass
 ranks' losses not compared  <-  loss_reduction::ranks_with_different_reductions_raise
-  - ("loss reduction", self.layers.reduction),
+  - ("loss reduction", self.layers.losses.current()),
 messages forget since the beginning
   <-  stats_workers::factors_decay_between_messages_as_in_as_many_steps
   - self.layers.update_averages(sums, decay)
@@ -366,8 +369,8 @@ inverses that one rank lacks  <-  resume::inverses_that_no_rank_has_are_refreshe
 
 == kfac/feedback.py
 a floor by the arithmetic mean  <-  step_scale::the_damping_floor_uses_all_layers
-  - mean_curvature = (total.curvature_roots / total.num_curvatures) ** 2
-  + mean_curvature = total.curvature_roots / total.num_curvatures
+  - mean_curvature = (total.sum_of_roots / total.num_curvatures) ** 2
+  + mean_curvature = total.sum_of_roots / total.num_curvatures
 each rank's own cosines  <-  drift::cosines_equal_those_of_dense_preconditioning
     if is_reported else 0.0  =>  if True else 0.0
 
@@ -381,8 +384,8 @@ steps over adaptive bases that are earned under a schedule
 steps that are scaled by the base's side
   <-  step_scale::only_preconditioned_weights_are_scaled
   <-  step_scale::the_slope_is_the_next_mean_gradient_along_the_scaled_step
-  - torch._foreach_lerp_(after, before, 1.0 - self.factor)
-  + torch._foreach_lerp_(after, before, self.factor)
+  - torch._foreach_lerp_(after, before, 1.0 - scale)
+  + torch._foreach_lerp_(after, before, scale)
 
 == kfac/layers.py
 layers whose weight and bias differ
@@ -395,7 +398,7 @@ groups that are preconditioned all the same
 == kfac/layers.py
 a group's factor_decay that does nothing
   <-  group_options::a_groups_factor_decay_applies_to_its_layers
-    if own_decays.get(block, decay) == past]  =>  if past == decay]
+    if own_decays.get(block, decay) == value]  =>  if value == decay]
 zero_grad keeps statistics  <-  contract_steps::a_step_after_zero_grad_alone_adds_no_statistics
   - block.staged.clear()
   -         self.collector.step_passes.passes.clear()
@@ -405,7 +408,7 @@ a state of averages that are slices by now
     if tensors_after != tensors_before:  =>  if False:
 passes of a layer for those of a step
   <-  example_counts::a_layer_that_some_micro_batches_skip_is_counted
-    max([1, *(block.staged.micro_batches for block in blocks)])  =>  blocks[-1].staged.micro_batches
+    passes = max(passes, block.staged.micro_batches)  =>  passes = block.staged.micro_batches
 G of a step's losses without their number
   <-  loss_reduction::unequal_micro_batches_train_like_the_whole_batch
     shapes, share)  =>  shapes, 1.0)
@@ -439,7 +442,7 @@ gradients from the wrong row  <-  kaisa::layers_may_have_different_dtypes
     return self.workers[0] // len(self.workers)  =>  return 0
 owners' gradients balanced by number
   <-  dpkfac::parameters_without_a_layer_go_to_the_rank_that_sends_least
-    load[owner] += size  =>  load[owner] += 1
+    load[owner] += sizes[i]  =>  load[owner] += 1
 heads are not summed
   <-  distkfac_ranks::every_worker_has_the_weights_and_traces_of_all_layers
   <-  factor_exchange::ranks_are_weighted_by_their_examples
@@ -450,10 +453,10 @@ A kept by the solver of G, and G by that of A
   + self.inverse_ranks[factor == "A"]
 an owner's layers have statistics of all batches
   <-  dpkfac::a_layers_factors_come_from_its_owners_batches
-    source=owner,  =>  source=None,
+    batch_rank=owner,  =>  batch_rank=None,
 every gradient worker keeps an inverse of a sharded layer
   <-  fsdp::ranks_store_their_rows_and_their_layers_factors
-    workers=range(rank, rank + 1)))  =>  workers=layer.workers))
+    workers = range(rank, rank + 1)  =>  workers = layer_plan.workers
 
 == kfac/precondition.py
 a clip of a rank's own layers alone
@@ -473,25 +476,22 @@ a clip that stretches  <-  solvers::the_clip_bounds_what_it_measures
 
 == kfac/schedule.py
 factors that count updates  <-  defaults::the_memory_of_factors_in_steps_does_not_depend_on_the_interval
-    decay ** max(since, 1)  =>  decay
+    per_step ** max(age, 1)  =>  per_step
 a young training remembers as much as an old one
   <-  defaults::early_in_a_run_factors_remember_a_share_of_its_steps
-    decay = min(decay, 1 - 1 / max(2.0, past.share * step))  =>  pass
+    per_step = min(per_step, 1 - 1 / remembered)  =>  pass
 newcomers wait for the interval  <-  robustness::a_newly_trainable_layer_is_refreshed_when_it_has_statistics
   - if step == self._layers.newly_trainable_at:
   -             return layers
   + if False:
   +             return layers
-factors forget by the update, not by the step
-  <-  distkfac::without_a_decay_all_statistics_have_equal_weight
-    age = step - self.updated_at  =>  age = 1
 intervals that never fall  <-  drift::intervals_grow_without_drift_and_shrink_with_drift
     if cosine < bounds.halve_below:  =>  if False:
 intervals that grow after one refresh alike  <-  drift::drift_equals_a_computation_by_hand
     elif num_stable >= bounds.patience:  =>  elif num_stable >= 1:
 refreshes as often as the first layer wants
   <-  drift::layers_are_due_at_multiples_and_not_more_often_than_a_quarter_needs
-    of_solved[int(len(of_solved) * NEEDING_SHARE)]  =>  of_solved[0]
+    of_solved[int(len(of_solved) * TICK_QUANTILE)]  =>  of_solved[0]
 
 == kfac/sharded_gradients.py
 the clip of a bucket's own layers  <-  fsdp::a_bucket_takes_one_all_to_all_each_way

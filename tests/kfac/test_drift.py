@@ -25,7 +25,7 @@ from second_order.kfac.schedule import (
     Bounds,
     Drift,
     LayerDrift,
-    least_intervals,
+    cost_bounds,
 )
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def test_drift_equals_a_computation_by_hand(
     interval: int, num_stable: int, cosine: float, least: int, expected: tuple[int, int]
 ) -> None:
     bounds = Bounds(halve_below=0.95, double_above=0.985, patience=2)
-    found = LayerDrift(interval, num_stable=num_stable).updated(cosine, bounds, least)
+    found = LayerDrift(interval, num_stable=num_stable).after_refresh(cosine, bounds, least)
     assert (found.interval, found.num_stable) == expected
     assert found.cosine == cosine
 
@@ -70,7 +70,7 @@ COSTS = st.lists(st.floats(0.0, 1e13), min_size=1, max_size=20)
 @given(costs=COSTS, work=st.floats(1.0, 1e13))
 def test_minimum_intervals_bound_the_work_of_passes(costs: list[float], work: float) -> None:
     """Up to the rounding to powers of two, by which one may be the square root of 2 too short."""
-    found = least_intervals(costs, work)
+    found = cost_bounds(costs, work)
     assert all(every > 0 and every & (every - 1) == 0 for every in found)
     total = sum(map(math.sqrt, costs))
     if all(math.sqrt(cost) * total / (work + STEP_OVERHEAD) < 2**10 for cost in costs):

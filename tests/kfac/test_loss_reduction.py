@@ -190,9 +190,9 @@ def test_only_a_training_pass_detects_the_reduction() -> None:
     optimizer = make(KAISA, model)
     with torch.no_grad():
         model(*BATCHES[0], num_items_in_batch=N)
-    assert optimizer._curvature.layers.reduction == "mean"
+    assert optimizer._curvature.layers.losses.current() == "mean"
     model(*BATCHES[0], num_items_in_batch=N)
-    assert optimizer._curvature.layers.reduction == "step_mean"
+    assert optimizer._curvature.layers.losses.current() == "step_mean"
 
 
 def test_the_detection_hook_is_removed_with_the_optimizer() -> None:

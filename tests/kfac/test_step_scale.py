@@ -98,7 +98,7 @@ def test_the_scale_follows_from_the_slopes(
     at = [(s, every * i) for i, s in enumerate(slopes)]
     for s, step in at:
         scale.update(s, 0.1, step)
-        scales.append(scale.factor)
+        scales.append(scale.state.scale)
     assert scales == pytest.approx(expected_scales(at, bounds), rel=1e-12)
     assert all(bounds.low <= tau <= bounds.high for tau in scales)
 
@@ -117,7 +117,7 @@ def test_while_a_schedule_changes_the_rate_the_scale_needs_less_evidence(
     at = [(s, i + 1) for i, s in enumerate(signs)]
     for s, step in at:
         scale.update(s, 1.0 / (step + 1), step)
-        scales.append(scale.factor)
+        scales.append(scale.state.scale)
     assert scales == pytest.approx(expected_scales(at, PLAIN_BOUNDS, is_scheduled=True), rel=1e-12)
     assert max(scales) <= 2.0
 
@@ -131,12 +131,12 @@ def test_over_adaptive_bases_the_scale_is_two_while_the_rate_changes(
     scale.update(math.nan, 1.0, 0)
     for i, s in enumerate(slopes):
         scale.update(s, 1.0 / (i + 2), i + 1)
-        assert scale.factor == 2.0
+        assert scale.state.scale == 2.0
     for step in range(
         200, 240
     ):  # 10% of all steps after its last change, a rate counts as constant
         scale.update(-1.0, 1.0, step)
-    assert scale.factor < 2.0
+    assert scale.state.scale < 2.0
 
 
 def test_a_scheduled_rate_bounds_the_scale_even_if_the_last_step_is_unknown() -> None:
@@ -144,9 +144,9 @@ def test_a_scheduled_rate_bounds_the_scale_even_if_the_last_step_is_unknown() ->
     for step in range(40):
         scale.update(1.0, 0.1, step)
     scale.update(math.nan, 0.1, 40)
-    assert scale.factor == 5.0
+    assert scale.state.scale == 5.0
     scale.update(math.nan, 0.05, 41)
-    assert scale.factor == 2.0
+    assert scale.state.scale == 2.0
 
 
 @pytest.mark.parametrize(
@@ -166,9 +166,9 @@ def test_noisy_slopes_raise_the_scale_only_while_the_rate_changes(
     scale = StepScale(PLAIN_BOUNDS)
     longer = []
     for step in range(100):
-        before = scale.factor
+        before = scale.state.scale
         scale.update((-1.0) ** step, rate(step), step)
-        if scale.factor > max(before, 1.1):
+        if scale.state.scale > max(before, 1.1):
             longer.append(step)
         if step == 60:  # continues in another process
             saved = scale.saved()
@@ -232,7 +232,7 @@ def test_only_preconditioned_weights_are_scaled(System: Any, options: dict[str, 
         optimizer = make(System, model, **options, skip_layers=["2"])
         take(model, optimizer, BATCHES[0])
         scale = optimizer._curvature.step_scale
-        scale.state = replace(scale.state, step_scale=factor)
+        scale.state = replace(scale.state, scale=factor)
         before = [p.detach().clone() for p in model.parameters()]
         with replaced(scale, {"update": lambda *arguments: None}):
             take(model, optimizer, BATCHES[1])

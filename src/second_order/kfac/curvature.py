@@ -83,6 +83,7 @@ from second_order.kfac.state import (
 from second_order.kfac.step_scale import ADAPTIVE_BOUNDS, PLAIN_BOUNDS, StepScale
 from second_order.kfac.thor import TraceRefresh
 from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.kronecker.solvers import Inverse
 from second_order.kronecker.storage import DeviceRead
@@ -111,7 +112,10 @@ ASSUMED_INTERVAL = 10
 
 
 class Helpers(Protocol):
-    """A gradient worker's interface to the stats workers, ranks that only compute statistics."""
+    """The stats workers from the point of view of a gradient worker.
+
+    Stats workers are helper ranks, which only compute statistics and do not train.
+    """
 
     @property
     def own_passes(self) -> bool:
@@ -139,7 +143,10 @@ class Helpers(Protocol):
 
 
 class LayeredCurvature(Curvature):
-    """Base class of the curvatures that have K-FAC layers: gradient workers and stats workers."""
+    """Base class of the curvatures that have K-FAC layers.
+
+    They are :class:`KFAC` on ranks that train, and ``StatsWorker`` on stats workers.
+    """
 
     scaler_reason = "the gradients that it has captured are multiplied by the loss scale"
     saves_by_rank = True
@@ -161,17 +168,15 @@ class LayeredCurvature(Curvature):
 
 @dataclass(frozen=True)
 class StepInfo:
-    """The result of a step.
+    """What the end of a step, and :meth:`KFAC.metrics`, need from the step.
 
     Attributes:
         clip: ν, a scalar; None if nothing was clipped.
         refresh_due: Whether a refresh was due at this step.
-        may_refresh_next: Whether the next step may install new inverses.
     """
 
     clip: Scalar | None = None
     refresh_due: bool = False
-    may_refresh_next: bool = False
 
 
 def choose_num_workers(
@@ -199,6 +204,16 @@ def choose_num_workers(
     )
     # All ranks use rank 0's number, because hosts may round differently.
     return int(world.all_gather_object(workers)[0])
+
+
+def _largest_number_of_terms(sums: Iterable[StatisticsSums], device: torch.device) -> Tensor | None:
+    """Return the number of loss terms of the step; None without statistics.
+
+    The first number of a head is the number of terms that reached the layer. The layer that the
+    most terms have reached gives the number of the step's terms.
+    """
+    numbers = [layer_sums.head[0].to(device) for layer_sums in sums]
+    return torch.stack(numbers).max() if numbers else None
 
 
 class KFAC(LayeredCurvature):
@@ -229,8 +244,9 @@ class KFAC(LayeredCurvature):
         self.plan: Mapping[KroneckerBlock, LayerPlan] = {}  # layers that train now
         self.latest_plan: dict[KroneckerBlock, LayerPlan] = {}  # all layers that ever trained
         self._step_plan = StepPlan({}, World.alone(), World.alone())
+        self._measured_layers: Sequence[KroneckerBlock] = ()  # this rank reports their curvature
         self._buckets: list[Bucket] = []  # for FSDP2-sharded gradients
-        self._owners: dict[Tensor, int] | None = None  # owner of each averaged gradient
+        self._mean_receivers: dict[Tensor, int] | None = None  # None until they are needed
         self.num_workers = 0  # gradient workers per layer by the cost model; 0 if it is not used
 
         # Schedules and inverses.
@@ -348,6 +364,10 @@ class KFAC(LayeredCurvature):
     def precondition(self, pending: PendingAverage) -> None:
         """Replace each layer's ``p.grad`` by ν P. Collective.
 
+        This is the step from the statistics to ``p.grad``, in the order of the algorithm at the top
+        of the file. After a refresh, it also adapts the refresh intervals, the step scale and the
+        floor of γ.
+
         Args:
             pending: The average of the gradients over the ranks, which may still be under way.
         """
@@ -367,9 +387,10 @@ class KFAC(LayeredCurvature):
         if due or inverses.requested or inverses.pending:
             with stage("solve"):
                 read = DeviceRead()
-                if inverses.reads_once and pending is NO_AVERAGE:
-                    # One device read then returns both the refresh's results and the report.
-                    report = self._report_refresh(read, self._measured_layers())
+                if inverses.reads_once:
+                    # One process, whose gradients are the mean already. Report before the refresh,
+                    # so that one device read returns the numbers of both.
+                    report = self._report_refresh(read)
                 refresh = inverses.refresh(due, pending, self.mean_curvature, read)
 
         # Wait for the mean gradients.
@@ -379,10 +400,10 @@ class KFAC(LayeredCurvature):
         if self.helpers is not None:
             self.helpers.agree(self.training)
 
-        # Measure the loss's slope along the last step. This needs the plain mean gradients.
+        # Measure the loss's slope along the last step. This needs the plain mean gradients, which
+        # have only arrived now.
         if refresh.installed and report is None:
-            solved = [block for block in self._measured_layers() if block.solved]
-            report = self._report_refresh(DeviceRead(), solved)
+            report = self._report_refresh(DeviceRead())
 
         # Precondition on the gradient workers, exchange P, clip, and write p.grad.
         with stage("precondition"):
@@ -392,21 +413,18 @@ class KFAC(LayeredCurvature):
         if refresh.installed and report is not None:
             self._adapt(report, refresh.cosines, result.cosines)
 
-        # Copy the weights before the base's step, if τ or the next refresh needs that step.
-        next_due = self._schedule.layers_due(step + 1, ahead=True)
-        may_refresh_next = len(next_due) > 0 or len(inverses.pending) > 0
+        # Copy the weights before the base's step, if τ or the next refresh needs that step. Layers
+        # may also be requested before the next step, if layers or a checkpoint change. Nothing
+        # predicts that, and such a refresh does without the slope.
         if self.step_scale is not None:
+            may_refresh_next = self._schedule.refresh_may_be_due(step + 1) or bool(inverses.pending)
             self.step_scale.keep_weights(self._step_plan.layers, keep_step=may_refresh_next)
-        self._last = StepInfo(
-            clip=result.clip,
-            refresh_due=bool(due),
-            may_refresh_next=may_refresh_next,
-        )
+        self._last = StepInfo(clip=result.clip, refresh_due=bool(due))
 
     def finish_step(self) -> None:
         """Scale the base's step by τ, and send the parameters to stats workers that are ready."""
         if self.step_scale is not None:
-            self.step_scale.scale_step(keep_step=self._last.may_refresh_next)
+            self.step_scale.scale_step()
         if self.helpers is not None:
             self.helpers.send_snapshots(self.training, self.inverses.inverter.post)
         if self.throttle is not None:
@@ -418,7 +436,7 @@ class KFAC(LayeredCurvature):
         if self.helpers is not None and not self.helpers.own_passes:
             due = False
         if due or self.layers.is_capturing:
-            self.layers.set_capturing(due)
+            self.layers.begin_passes(capture=due)
         if due and self._pipeline is not None:
             self._pipeline.expect(self._statistics_dtype)
 
@@ -427,34 +445,38 @@ class KFAC(LayeredCurvature):
     def _update_factors(self, due: bool, pending: PendingAverage) -> None:
         """Update A and G, from this step's passes if ``due``, and from stats workers' messages."""
         helpers = self.helpers
-        schedule = self._schedule
-        age = self.training.steps - schedule.updated_at
+        gradient_factored = self._step_plan.gradient_factored
+        age = self._age_of_averages()  # now, because the first update below makes it 0
 
         # This step's passes. If there are stats workers, also check that the passes were captured:
         # the gate is open only if statistics were due when the passes ran.
         from_passes = due
         if helpers is not None:
             from_passes = due and helpers.own_passes and self.layers.capture.gate.open
-        terms: Tensor | None = None  # number of the step's loss terms, if known
+        num_terms: Tensor | None = None
         if from_passes:
-            decay = schedule.factor_decay()
+            decay = self._schedule.factor_decay(age)
             sums = self._sum_statistics()
-            if self._step_plan.gradient_factored and sums and helpers is None:
-                numbers = [each.head[0].to(self.training.device) for each in sums.values()]
-                terms = torch.stack(numbers).max()
+            if gradient_factored and helpers is None:
+                num_terms = _largest_number_of_terms(sums.values(), self.training.device)
             self._update_averages(sums, decay)
         elif self._pipeline is not None:
             self._pipeline.drain()
 
         # Messages of stats workers. Each contains statistics of batches that no other rank has.
         if helpers is not None:
-            owned = {block.name: block for block in self._layers_of_a()}
+            owned = {block.name: block for block in self._measured_layers}
             for sums in helpers.receive_statistics(owned, self.training):
-                self._update_averages(sums, schedule.factor_decay())
+                decay = self._schedule.factor_decay(self._age_of_averages())
+                self._update_averages(sums, decay)
 
         # Gradient-factored layers, whose factors come from the mean weight gradient.
-        if due and self._step_plan.gradient_factored:
-            self._update_from_gradients(pending, age, terms)
+        if due and gradient_factored:
+            self._update_from_gradients(pending, age, num_terms)
+
+    def _age_of_averages(self) -> int:
+        """Return the steps since the last update of the running averages."""
+        return self.training.steps - self._schedule.updated_at
 
     def _sum_statistics(self) -> Sums:
         """Return the statistics of this step's passes, summed over the ranks. Collective."""
@@ -475,11 +497,11 @@ class KFAC(LayeredCurvature):
                 with stage("statistics_exchange"):
                     exchange(sums, self._statistics_dtype)
 
-        if layers.reduction != "step_mean":
+        if layers.losses.current() != "step_mean":
             return sums
-        # Without owners, the sums contain the loss terms of all ranks. With owners, they contain
-        # those of the owner only, and the other ranks are assumed to have equally many.
-        share = 1.0 / world.size if self._system.owners is None else 1.0
+        # The sums of KAISA and DistKFAC contain the loss terms of all ranks. Those of DPKFAC have
+        # the owner's, and the other ranks are assumed to have equally many.
+        share = 1.0 if self._system.from_owner else 1.0 / world.size
         return layers.undo_step_mean(sums, share)
 
     def _update_averages(self, sums: Sums, decay: float) -> None:
@@ -493,23 +515,23 @@ class KFAC(LayeredCurvature):
         self._schedule.record_update(self.training.steps)
 
     def _update_from_gradients(
-        self, pending: PendingAverage, age: int, terms: Tensor | None
+        self, pending: PendingAverage, age: int, num_terms: Tensor | None
     ) -> None:
         """Update the factors of gradient-factored layers.
 
         Args:
             pending: The average of the gradients. This method waits for it.
-            age: Steps since the last update.
-            terms: The number of the step's loss terms; None if it is not known.
+            age: Steps since the last update, at an earlier step.
+            num_terms: The number of the step's loss terms; None if it is not known.
         """
         with stage("average_gradients"):
             pending.wait()
         gradient_factored = self._step_plan.gradient_factored
         sums = gradient_statistics(
             self.training,
-            terms,
+            num_terms,
             [block for block in gradient_factored if self._contributes(block)],
-            counts_own=self._system.owners is not None,
+            counts_own=self._system.from_owner,
             mean_loss=self._options.loss_reduction != "sum",
         )
         for block in gradient_factored:
@@ -533,27 +555,16 @@ class KFAC(LayeredCurvature):
             return precondition_rows(
                 self._buckets, self._step_plan, self.training, self.clip, self._dtype, previous
             )
-        owners = None
-        if self.training.averages_gradients and self.only_to_owners:
-            owners = self.owners()
-        return precondition_gradients(self._step_plan, self.clip, self._dtype, previous, owners)
+        receivers = None
+        if self.training.averages_gradients and self.has_mean_receivers:
+            receivers = self.mean_receivers()
+        return precondition_gradients(self._step_plan, self.clip, self._dtype, previous, receivers)
 
-    def _measured_layers(self) -> Sequence[KroneckerBlock]:
-        """Return the layers whose mean curvature this rank reports after a refresh."""
-        if self.helpers is None:
-            return self._step_plan.reporting
-        return self._layers_of_a()
+    def _report_refresh(self, read: DeviceRead) -> Report | None:
+        """Return this rank's report on a refresh; None if no option uses reports.
 
-    def _layers_of_a(self) -> list[KroneckerBlock]:
-        """Return the layers whose A this rank decomposes.
-
-        If there are stats workers, they send these layers' statistics to this rank.
+        This drops the last step, whose slope is measured.
         """
-        rank = self.training.world.rank
-        return [block for block, layer in self.plan.items() if layer.inverse_rank("A") == rank]
-
-    def _report_refresh(self, read: DeviceRead, layers: Sequence[KroneckerBlock]) -> Report | None:
-        """Measure this rank's report on a refresh; None if no option uses reports."""
         adapts = self.drift is not None or self.step_scale is not None
         if not adapts and self._options.floor == 0:
             return None
@@ -561,13 +572,13 @@ class KFAC(LayeredCurvature):
         if self.step_scale is not None:
             sharded = self.layers.sharded
             slopes = self.step_scale.measure_slope(self._step_plan, sharded, self.training.groups)
-        return report_refresh(self.training, self._step_plan, layers, slopes, read)
+        return report_refresh(self.training, self._step_plan, self._measured_layers, slopes, read)
 
     def _adapt(
         self,
         report: Report,
-        known: Mapping[KroneckerBlock, float],
-        cosines: Mapping[KroneckerBlock, Tensor],
+        host_cosines: Mapping[KroneckerBlock, float],
+        device_cosines: Mapping[KroneckerBlock, Tensor],
     ) -> None:
         """Adapt the floor of γ, the step scale and the refresh intervals. Collective.
 
@@ -575,12 +586,15 @@ class KFAC(LayeredCurvature):
 
         Args:
             report: What this rank measured.
-            known: Cosines between P by the old and by the new inverse, already on the host.
-            cosines: The same cosines of other layers, still on the device.
+            host_cosines: Cosines between P by the old and by the new inverse, if they are on the
+                host already.
+            device_cosines: The same cosines of other layers, which are still on the device.
         """
         step_plan = self._step_plan
         with stage("solve_exchange"):
-            feedback = share_feedback(self.training, step_plan, report, known, cosines)
+            feedback = share_feedback(
+                self.training, step_plan, report, host_cosines, device_cosines
+            )
         if self.step_scale is not None:
             self.step_scale.update(feedback.slope, feedback.learning_rate, self.training.steps)
         if feedback.mean_curvature is not None:
@@ -593,36 +607,39 @@ class KFAC(LayeredCurvature):
     @property
     def _step_scale(self) -> float:
         """The step scale τ; 1 if it is off."""
-        return 1.0 if self.step_scale is None else self.step_scale.factor
+        return 1.0 if self.step_scale is None else self.step_scale.state.scale
 
     # --------------------------------------------------------------------------------- assignment
 
-    def owners(self) -> dict[Tensor, int]:
-        """Return the owner of each averaged gradient, including parameters outside layers."""
-        params = self.training.averaged_params()
-        owners = self._owners
-        if owners is None or [id(p) for p in owners] != [id(p) for p in params]:
-            owners = assign_param_owners(self.plan, params, self.training.world.size)
-            self._owners = owners
-        return owners
-
     @property
-    def only_to_owners(self) -> bool:
-        """Whether only its owner receives each mean gradient."""
-        return self._system.owners == "owner" and not self.layers.sharded
+    def has_mean_receivers(self) -> bool:
+        """Whether only one rank receives the mean of each gradient, instead of all ranks."""
+        return self._system.means_to_owners and not self.layers.sharded
+
+    def mean_receivers(self) -> dict[Tensor, int]:
+        """Return the rank that receives the mean of each gradient.
+
+        For a layer it is the owner. Parameters outside of layers are spread over the ranks.
+        """
+        params = self.training.averaged_params()
+        receivers = self._mean_receivers
+        if receivers is None or [id(p) for p in receivers] != [id(p) for p in params]:
+            receivers = assign_param_owners(self.plan, params, self.training.world.size)
+            self._mean_receivers = receivers
+        return receivers
 
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
         """Return the gradients and the rank that receives each mean; None if all ranks do."""
-        if not self.only_to_owners:
+        if not self.has_mean_receivers:
             return None
-        return gradients, list(self.owners().values())
+        return gradients, list(self.mean_receivers().values())
 
     def _contributes(self, block: KroneckerBlock) -> bool:
         """Return whether this rank's batches contribute to a layer's factors."""
         # A layer that has never trained has no owner yet. All ranks capture it, so that its future
         # owner will have statistics.
         layer = self.latest_plan.get(block)
-        return layer is None or layer.source in (None, self.training.world.rank)
+        return layer is None or layer.batch_rank in (None, self.training.world.rank)
 
     def _assign_layers(self) -> None:
         """Assign the layers that train now to ranks, and move their factors. Collective."""
@@ -639,13 +656,13 @@ class KFAC(LayeredCurvature):
         latest = {**before, **self.plan}
         self.latest_plan = {block: latest[block] for block in layers.blocks if block in latest}
 
-        # If a layer is newly trainable, or its source rank has changed, the last passes captured no
-        # statistics for it. All layers are then due at the next step, unless a loaded checkpoint
+        # If a layer is newly trainable, or other batches enter its statistics, the last passes
+        # captured none for it. All layers are then due at the next step, unless a loaded checkpoint
         # was written with the same layers.
         is_new = steps > 0 and any(block.factors is None for block in layers.active)
         is_moved = False
         for block, layer in self.plan.items():
-            if before.get(block, layer).source != layer.source:
+            if before.get(block, layer).batch_rank != layer.batch_rank:
                 is_moved = True
         resumes = self._loaded is not None and not trainable_layers_changed(self._loaded, self.plan)
         if (is_new or is_moved) and not resumes:
@@ -654,7 +671,10 @@ class KFAC(LayeredCurvature):
         # Compile this rank's work per step.
         self._step_plan = compile_step(world, plan.grid, self.plan, self._system.exchange_dtype)
         self._buckets = make_buckets(self._step_plan, world) if self.layers.sharded else []
-        self._owners = None
+        self._mean_receivers = None
+        self._measured_layers = self._step_plan.reporting
+        if self.helpers is not None:
+            self._measured_layers = self._step_plan.decomposes_a
         if self._pipeline is not None:
             self._pipeline.follow(self._step_plan.contributing)
 
@@ -668,7 +688,8 @@ class KFAC(LayeredCurvature):
             self.drift.keep_only(layers.blocks)
         if self.helpers is not None:
             self.helpers.restart()
-        if self._loaded is not None:  # its inverses fit the old assignment
+        if self._loaded is not None:
+            # load() has installed inverses for the old assignment, which were dropped above.
             self._install_loaded(self._loaded)
         if steps > 0:
             self.training.publish()  # frees factors that other ranks store now
@@ -682,11 +703,12 @@ class KFAC(LayeredCurvature):
             ("layers to refresh at once", requested),
             ("step at which all layers are due", self.layers.newly_trainable_at),
             *scheduled(self._options, SCHEDULES, self.training.steps),
-            ("loss reduction", self.layers.reduction),
+            ("loss reduction", self.layers.losses.current()),
             ("step scale", self._step_scale),
         ]
         if self.drift is not None:
-            facts.append(("refresh intervals", self.drift.intervals(self.layers.active)))
+            intervals = self.drift.intervals(self.layers.active)
+            facts.append(("refresh intervals", intervals.by_layer))
         if self.num_workers:
             facts.append(("gradient workers", self.num_workers))
         if self.throttle is not None:
@@ -830,7 +852,7 @@ class KFAC(LayeredCurvature):
             self.layers.schedule_all_at(training.steps + 1)
             training.publish()  # without the lost factors
         if missing and self.drift is not None:
-            self.drift.keep_only(blocks)  # layers without an inverse change the intervals
+            self.drift.invalidate()  # only layers with an inverse decide the tick
 
     # ------------------------------------------------------------------- state of other ranks
 
@@ -893,8 +915,9 @@ class KFAC(LayeredCurvature):
         self.plan = {}
         self.latest_plan = {}
         self._step_plan = StepPlan({}, self._step_plan.row, self._step_plan.column)
+        self._measured_layers = ()
         self._buckets = []
-        self._owners = None
+        self._mean_receivers = None
         self._last = StepInfo()
         self._loaded = None
         self._missing = set()

@@ -2,17 +2,17 @@
 
 report    each rank adds its numbers to a read of the device: the slope of the loss along the last
           step, the mean curvatures of layers, and the learning rates
-share     the ranks sum them, with the cosines between P by the last and by the new inverse, and
-          the work of the passes
+share     the ranks sum slopes and curvatures, with the cosines between P by the previous and by the
+          new inverse, and the work of the passes. Learning rates are equal on all ranks.
 
 The step scale follows from the slope, the refresh intervals from cosines and work, and the floor of
-γ from the mean curvature of all layers.
+γ from the mean curvature of all layers. P is the preconditioned gradient, (A ⊗ G + γ)⁻¹ ∇.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,21 +31,23 @@ __all__ = ["Feedback", "Report", "report_refresh", "share_feedback"]
 
 @dataclass(frozen=True)
 class Report:
-    """What this rank reports of a refresh. The numbers may still be on the device.
+    """What this rank reports of a refresh.
 
     Attributes:
-        slopes: The slope s along the last step; no number if the step was not kept.
+        read: The device read to which the numbers below were added.
+        slopes: Returns the slope s along the last step; no number if the step was not kept.
         layers: The layers whose mean curvature this rank reports.
-        curvatures: The mean curvature of each of these layers.
-        rates: The learning rate of each parameter group that has layers.
-        read: The device read that returns these numbers.
+        curvatures: Returns the mean curvature of each of these layers.
+        host_rates: The learning rates of parameter groups with layers, if they are on the host.
+        device_rates: Returns those that are on the device.
     """
 
+    read: DeviceRead
     slopes: Numbers
     layers: Sequence[KroneckerBlock]
     curvatures: Numbers
-    rates: Numbers
-    read: DeviceRead
+    host_rates: Sequence[float]
+    device_rates: Numbers
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,10 @@ class Feedback:
         slope: The slope s along the last step; NaN if the step was not kept.
         learning_rate: The largest learning rate of the parameter groups that have layers.
         mean_curvature: The mean curvature of all layers; None if there is none.
-        work: Operations of the passes since the last step, of all ranks.
-        cosines: The cosine of P by the last and by the new inverse, of each layer; NaN if the layer
-            has no last inverse, or no gradient.
+        work: Operations of the passes of one step on one rank. Each layer is counted by the rank
+            that reports it.
+        cosines: The cosine of P by the previous and by the new inverse, of each layer; NaN if the
+            layer has no previous inverse, or no gradient.
     """
 
     slope: float
@@ -74,13 +77,13 @@ class _Sums(NamedTuple):
     num_slopes: float
     num_curvatures: float
     slope: float
-    curvature_roots: float
+    sum_of_roots: float  # of the square roots of the layers' curvatures
     work: float
 
 
 def report_refresh(
     training: Training,
-    step: StepPlan,
+    step_plan: StepPlan,
     layers: Sequence[KroneckerBlock],
     slopes: Sequence[Tensor],
     read: DeviceRead,
@@ -89,102 +92,107 @@ def report_refresh(
 
     Args:
         training: The parameter groups.
-        step: The layers of all ranks.
+        step_plan: The layers of all ranks.
         layers: The layers whose mean curvature this rank reports.
         slopes: The slope s along the last step, if the step was kept.
         read: The read of the device.
     """
+    # The mean curvature of a layer is the mean eigenvalue of A ⊗ G: the product of those of A and
+    # G, averaged over the groups of a grouped convolution.
     factors = {block: block.factors for block in layers if block.factors is not None}
     blocks: list[KroneckerBlock] = []
     curvatures: list[Tensor] = []
-    for same_shape, means in stack_means(factors):
+    for same_shape, means in stack_means(factors):  # (factors, layers, groups)
         blocks += same_shape
         curvatures.append(means.prod(0).mean(-1))
-    return Report(
-        slopes=read.add(slopes),
-        layers=blocks,
-        curvatures=read.add(curvatures),
-        rates=_learning_rates(training, step.layers, read),
-        read=read,
-    )
 
-
-def _learning_rates(
-    training: Training, layers: Iterable[KroneckerBlock], read: DeviceRead
-) -> Numbers:
-    """The learning rate of each parameter group that has layers."""
+    # The learning rates of parameter groups with layers.
     params: set[Tensor] = set()
-    for block in layers:
+    for block in step_plan.layers:
         params.update(block.params)
-    on_host: list[float] = []
-    on_device: list[Tensor] = []
+    host_rates: list[float] = []
+    device_rates: list[Tensor] = []
     for group in training.groups:
         if params.isdisjoint(group["params"]):
             continue
         rate = as_scalar(group["lr"])
         if isinstance(rate, Tensor):
-            on_device.append(rate)
+            device_rates.append(rate)
         else:
-            on_host.append(rate)
-    read_rates = read.add(on_device)
-    return lambda: on_host + read_rates()
+            host_rates.append(rate)
+    return Report(
+        read=read,
+        slopes=read.add(slopes),
+        layers=blocks,
+        curvatures=read.add(curvatures),
+        host_rates=host_rates,
+        device_rates=read.add(device_rates),
+    )
 
 
 def share_feedback(
     training: Training,
-    step: StepPlan,
+    step_plan: StepPlan,
     report: Report,
-    known: Mapping[KroneckerBlock, float],
-    cosines: Mapping[KroneckerBlock, Tensor],
+    host_cosines: Mapping[KroneckerBlock, float],
+    device_cosines: Mapping[KroneckerBlock, Tensor],
 ) -> Feedback:
     """Sum over the ranks what each of them reports after a refresh. Collective.
 
     Args:
         training: The ranks.
-        step: The layers of all ranks, and those that this rank reports.
+        step_plan: The layers of all ranks, and those that this rank reports.
         report: What this rank reports.
-        known: The cosine of P by the last and by the new inverse, of layers whose cosine is on the
-            host.
-        cosines: The cosines of other layers, on the device.
+        host_cosines: The cosine of P by the previous and by the new inverse, of layers whose cosine
+            is on the host.
+        device_cosines: The cosines of other layers, on the device.
     """
-    # Read all values that are still on the device in one transfer.
-    reporting = [block for block in step.reporting if block.solved]
-    compared = [block for block in reporting if block in cosines]
-    read_cosines = report.read.add([cosines[block] for block in compared])
-    local_cosines = dict(known)
-    local_cosines.update(zip(compared, read_cosines(), strict=True))
+    # Read the cosines. If the refresh has not used the report's read, this is its only transfer;
+    # otherwise it is a second one.
+    compared = [block for block in step_plan.reporting if block in device_cosines]
+    read_cosines = report.read.add([device_cosines[block] for block in compared])
+    cosines = dict(host_cosines)
+    cosines.update(zip(compared, read_cosines(), strict=True))
+
+    # Sum up what this rank reports, of layers that have an inverse.
     slopes = report.slopes()
-    roots: list[float] = []
+    num_curvatures = 0
+    sum_of_roots = 0.0
     for block, curvature in zip(report.layers, report.curvatures(), strict=True):
         if block.solved:
-            roots.append(math.sqrt(max(curvature, 0.0)))
-
-    # Sum over the ranks. Only one rank reports each layer; the others add 0 to its cosine.
+            num_curvatures += 1
+            sum_of_roots += math.sqrt(max(curvature, 0.0))
+    work = 0.0
+    for block in step_plan.reporting:
+        if block.solved:
+            work += block.work
     local = _Sums(
         num_slopes=float(len(slopes)),
-        num_curvatures=float(len(roots)),
+        num_curvatures=float(num_curvatures),
         slope=sum(slopes),
-        curvature_roots=sum(roots),
-        work=float(sum(block.work for block in reporting)),
+        sum_of_roots=sum_of_roots,
+        work=work,
     )
+
+    # Sum over the ranks. Only one rank reports each layer; the others add 0 to its cosine.
     numbers: list[float] = list(local)
-    reported = set(step.reporting)
-    for block in step.layers:
-        is_reported = block in reported
-        numbers.append(local_cosines.get(block, math.nan) if is_reported else 0.0)
+    reporting = set(step_plan.reporting)
+    for block in step_plan.layers:
+        is_reported = block in reporting
+        numbers.append(cosines.get(block, math.nan) if is_reported else 0.0)
     message = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     training.world.on_cpu().all_reduce([message]).wait()
     summed: list[float] = message.tolist()
     total = _Sums(*summed[: len(local)])
 
-    # The mean is that of square roots, so that one layer of huge curvature raises the floor of the
-    # others less.
+    # The mean is that of square roots, so that one layer of huge curvature raises the mean, and
+    # with it the floor of γ of the other layers, less.
     mean_curvature: float | None = None
-    if total.num_curvatures > 0 and math.isfinite(total.curvature_roots):
-        mean_curvature = (total.curvature_roots / total.num_curvatures) ** 2
+    if total.num_curvatures > 0 and math.isfinite(total.sum_of_roots):
+        mean_curvature = (total.sum_of_roots / total.num_curvatures) ** 2
     return Feedback(
         slope=total.slope if total.num_slopes > 0 else math.nan,
-        learning_rate=max(report.rates(), default=0.0),
+        learning_rate=max([*report.host_rates, *report.device_rates()], default=0.0),
         mean_curvature=mean_curvature,
         work=total.work,
         cosines=summed[len(local) :],

@@ -17,7 +17,7 @@ A parameter group may set options for its own layers:
 The first two are read from ``param_groups`` whenever they are used. So checkpoints contain them,
 ranks compare them at each step, and changes have an effect: a new damping at the next refresh, a
 new decay at the next update. ``precondition`` is read when layers are searched: at construction,
-and when a group is added.
+when a group is added, and after FSDP2 has sharded the model.
 """
 
 from __future__ import annotations
@@ -26,23 +26,16 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from second_order.distributed.fsdp import FSDPParams, is_dtensor, reshard
-from second_order.kfac.losses import (
-    ASSUMPTIONS,
-    ItemsHook,
-    hook_items,
-    loss_reduction,
-)
+from second_order.kfac.losses import ASSUMPTIONS, LossReduction
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.capture import Capture
 from second_order.kronecker.factors import (
-    Reduction,
     StagedStatistics,
     StatisticsSums,
     collect_sums,
@@ -117,6 +110,9 @@ class Layers:
     Attributes:
         blocks: All layers, including frozen ones.
         active: The layers that train now.
+        collector: Turns captured pairs into statistics. :meth:`start_capture` makes it.
+        capture: The hooks on the model. :meth:`start_capture` makes it.
+        losses: How the losses of the passes are reduced.
         left_to_base: The modules and parameters that only the base trains, and why.
         newly_trainable_at: The step at which all layers are due because some became trainable, or
             lost their factors. It is the first step whose passes have been captured for sure. -1 if
@@ -142,8 +138,11 @@ class Layers:
         self.newly_trainable_at = -1
         self.sharded = False
         self.is_capturing = True
+        self.collector: StatisticsCollector
+        self.capture: Capture
+        self.losses = LossReduction(training.model, options)
+        self._sampler: LabelSampler | None = None
         self._param_states: list[ParamState] | None = None  # at the last update_active()
-        self._items: ItemsHook | None = None
 
     # ------------------------------------------------------------------------------ which layers
 
@@ -228,13 +227,17 @@ class Layers:
         self._param_states = None
 
     def schedule_all_at(self, step: int) -> None:
-        """Update the factors and refresh all layers at a step; -1 for none."""
+        """Set the step at which statistics and the refreshes of all layers are due; -1 for none."""
         self.newly_trainable_at = step
 
     # --------------------------------------------------------------------------------- statistics
 
     def start_capture(self, on_new_statistics: Callable[[], None] | None = None) -> None:
         """Make the capture that turns the model's passes into statistics.
+
+        A later call, after the layers were searched again, replaces the collector and the capture.
+        The old capture's hooks leave the model with the last reference to it. The hook that
+        observes the loss stays.
 
         Args:
             on_new_statistics: Is called in a backward pass when statistics have grown.
@@ -254,21 +257,20 @@ class Layers:
                 f"the predictions, as in {training.name}(params, model=model, lr=...)"
             )
 
-        # Prepare the sampler, and the hooks that count the loss terms.
+        # Prepare the sampler, and the hook that observes how losses are reduced.
         likelihood = options.likelihood
         is_sampled = likelihood is not None
-        self._sampler: LabelSampler | None = None
+        self._sampler = None
         if likelihood is not None:
             self._sampler = LabelSampler(likelihood, training.world.rank)
-        if self._items is None:
-            self._items = hook_items(training.model, options, self)
+        self.losses.attach(training.model)
 
         # Collect pairs of inputs and gradients from the passes.
         fsdp = FSDPParams(training.model)
         self.collector = StatisticsCollector(
             options.kfac_approx,
             options.factor_dtype,
-            reduction=partial(loss_reduction, options, self._items),
+            reduction=self.losses.current,
             # The loss of sampled labels is not scaled.
             gradient_scale=GradientScale(None if is_sampled else training.scaler),
             conv_approximation=self._conv_approximation,
@@ -299,29 +301,25 @@ class Layers:
         modules = [module for block in hooked for module in block.hooked_modules]
         self.capture.attach(self._training.model, modules)
 
-    def set_capturing(self, due: bool) -> None:
-        """Capture statistics in the next passes only if they are due."""
-        self.is_capturing = due
-        self.capture.gate.set(due)
+    def begin_passes(self, capture: bool) -> None:
+        """Prepare for the passes of a step, and capture statistics in them only if ``capture``.
+
+        Sampled labels are those of this step from now on.
+        """
+        self.is_capturing = capture
+        self.capture.gate.set(capture)
         if self._sampler is not None:
             self._sampler.begin_step(self._training.steps)
-
-    @property
-    def reduction(self) -> Reduction:
-        """How the losses of this step's passes are reduced."""
-        return loss_reduction(self._options, self._items)
 
     @contextmanager
     def hooks_removed(self) -> Iterator[None]:
         """Remove all hooks from the model inside a ``with`` block."""
-        if self._items is not None:
-            self._items.remove()
+        self.losses.remove()
         try:
             with self.capture.unhooked():
                 yield
         finally:
-            if self._items is not None:
-                self._items.attach(self._training.model)
+            self.losses.attach(self._training.model)
 
     def drop_pending(self) -> None:
         """Drop the statistics of the backward passes since the last step."""
@@ -372,15 +370,20 @@ class Layers:
     def undo_step_mean(
         self, sums: Mapping[KroneckerBlock, StatisticsSums], share: float
     ) -> dict[KroneckerBlock, StatisticsSums]:
-        """Scale sums over all ranks so that G is that of one loss term.
+        """Return sums whose G is that of single loss terms, if losses are step means.
 
-        If losses are divided by the N terms of the whole step, a gradient d is 1 / N of a term's
-        gradient, times the number of ranks over which gradients are averaged.
+        Each pass then divides its loss by N, the number of loss terms of the whole step. Where
+        ranks average gradients, the user multiplies the loss by their number P as well. So the
+        output gradients of a pass are P / N times those of single terms, and their products are
+        (P / N)² times too large.
+
+        Example: Each of 2 ranks has 8 terms, so N = 16 and P = 2. If the sums are those of both
+        ranks, they count n = 16 terms, and ``share`` is N / (P n) = 16 / (2 · 16) = 1/2. If they
+        are those of one rank, n = 8 and ``share`` is 16 / (2 · 8) = 1.
 
         Args:
-            sums: The statistics, summed over the ranks.
-            share: N / (P n) for P ranks over which gradients are averaged, if the sums count n of
-                the N terms.
+            sums: The statistics, which count n of the N terms.
+            share: N / (P n) for P ranks over which gradients are averaged.
         """
         shapes = [block.shape for block in sums]
         scaled = scale_to_one_term(list(sums.values()), shapes, share)
@@ -398,9 +401,9 @@ class Layers:
 
         # Update all layers of one decay together.
         own_decays = values_by_layer(self._training.groups, sums, "factor_decay")
-        for past in {decay, *own_decays.values()}:
-            blocks = [block for block in sums if own_decays.get(block, decay) == past]
-            update_running_averages([averages[b] for b in blocks], [sums[b] for b in blocks], past)
+        for value in {decay, *own_decays.values()}:
+            blocks = [block for block in sums if own_decays.get(block, decay) == value]
+            update_running_averages([averages[b] for b in blocks], [sums[b] for b in blocks], value)
 
         # Factors that became slices of a stack leave tensors in ``state`` that nothing else uses.
         tensors_after = [id(x) for each in averages.values() for x in each.stored.values()]
@@ -408,14 +411,20 @@ class Layers:
             self._training.publish()
 
     def count_micro_batches(self, blocks: Sequence[KroneckerBlock]) -> int:
-        """Return the number of backward passes over which losses are averaged.
+        """Return the number of a step's backward passes, if the user averages their losses.
 
-        It is 1 unless ``loss_reduction="auto"`` and each pass's loss is a mean.
+        The losses of several passes are then divided by this number, and G has to be multiplied by
+        its square. Otherwise the result is 1: the losses are sums, the user has divided them by the
+        terms of all passes, or ``loss_reduction="pass_mean"`` says that nothing was divided. The
+        first time that ``loss_reduction="auto"`` decides, a warning says what it assumes.
         """
-        reduction = self.reduction
-        if self._options.loss_reduction in ("pass_mean", "step_mean") or reduction == "sum":
+        reduction = self.losses.current()
+        is_given = self._options.loss_reduction in ("pass_mean", "step_mean")
+        if is_given or reduction == "sum":
             return 1
-        passes = max([1, *(block.staged.micro_batches for block in blocks)])
+        passes = 1
+        for block in blocks:
+            passes = max(passes, block.staged.micro_batches)
         if passes > 1 and self._training.is_first_warning("micro-batches"):
             self._training.warn(f"{passes} backward passes in a step: {ASSUMPTIONS[reduction]}")
         return passes if reduction == "mean" else 1
@@ -452,7 +461,12 @@ class Layers:
         training.warn(message)
 
     def _trained_by_base(self) -> list[LeftToBase]:
-        """Return the modules and parameters that train now, by the base alone."""
+        """Return the rows of modules and parameters that train now, by the base alone.
+
+        The row of a module has the module's name; that of a parameter without a module, such as a
+        position embedding, has the parameter's name. The row "(model)" stands for the parameters of
+        the model itself, and "(no module)" for parameters that are not part of the model.
+        """
         covered = {id(p) for block in self.blocks for p in block.params}
         uncovered = {id(p) for p in self._training.trainable_params()} - covered
         names: set[str] = set()
@@ -471,7 +485,7 @@ class Layers:
         """Warn once of each layer that has never had statistics.
 
         Args:
-            agreed: The layers that were due at a refresh, on whose outcome all ranks agreed.
+            agreed: The layers that were due at a refresh, and whose outcome all ranks know.
         """
         without = [block for block in agreed if block.no_statistics]
         if without and len(without) == len(self.active):
@@ -585,13 +599,12 @@ class Layers:
     def close(self) -> None:
         """Remove all hooks from the model, and release its layers."""
         self.capture.detach()
-        if self._items is not None:
-            self._items.remove()
+        self.losses.remove()
         self.collector.set_blocks(())
         self.blocks = []
         self.active = []
         self.left_to_base = []
-        self._param_states = []
+        self._param_states = []  # so that update_active() reports no change: there are no layers
 
 
 def _any_sharded(blocks: Iterable[KroneckerBlock]) -> bool:
@@ -617,7 +630,11 @@ def _describe_factors(shape: FactorShape) -> str:
 
 
 def _name_exact_option(row: LeftToBase) -> LeftToBase:
-    """Name the option as the reason, if it would make an exact block of the parameters."""
+    """Name ``precondition_norms`` as the reason, if a row only lacks this option.
+
+    With the option, the parameters of a norm layer get an exact block: a matrix of all their
+    second moments instead of two Kronecker factors.
+    """
     if not row.exact_if_allowed:
         return row
     subject = "it" if row.kind == PARAMETER else row.kind
@@ -662,19 +679,23 @@ def gradient_statistics(
         counts_own: Whether ``terms`` counts only this rank's terms.
         mean_loss: Whether the gradient is a mean over the step's terms, and not their sum.
     """
-    size = training.world.size
-    examples = torch.zeros((), dtype=torch.float32, device=training.device)
+    # The number of the step's loss terms on all ranks.
+    num_ranks = training.world.size
+    own_terms = torch.zeros((), dtype=torch.float32, device=training.device)
     if terms is not None:
-        examples = terms.to(torch.float32)
-    ranks = 1
+        own_terms = terms.to(torch.float32)
+    counting_ranks = 1
     if counts_own:
-        ranks = size
-        training.world.all_reduce_max([examples]).wait()
-    examples = torch.where(examples > 0, examples, DEFAULT_EXAMPLES / ranks)
-    total = examples * ranks
-    # Averaging over ranks divides a sum over the terms by their number.
-    scale = total if mean_loss else size**2 / total
-    return gradient_sums(blocks, examples, scale)
+        counting_ranks = num_ranks
+        training.world.all_reduce_max([own_terms]).wait()
+    own_terms = torch.where(own_terms > 0, own_terms, DEFAULT_EXAMPLES / counting_ranks)
+    total = own_terms * counting_ranks
+
+    # The sum over N terms of their gradients' products is about N times the product of the mean
+    # gradient. If the loss is a sum instead, the ranks' average d is the sum of all gradients
+    # divided by the number of ranks R, so the mean is (R / N) d, and N (R / N)² = R² / N.
+    scale = total if mean_loss else num_ranks**2 / total
+    return gradient_sums(blocks, own_terms, scale)
 
 
 # ------------------------------------------------------------------------------- options of groups
@@ -692,7 +713,8 @@ def values_by_layer(
     for i, group in enumerate(groups):
         if option in group:
             value: Any = group[option]
-            LAYER_OPTIONS[option](f"{option!r} of parameter group {i}: {option}", value)
+            check_option = LAYER_OPTIONS[option]
+            check_option(f"{option!r} of parameter group {i}: {option}", value)
             values |= dict.fromkeys(map(id, group["params"]), value)
     if not values:
         return {}

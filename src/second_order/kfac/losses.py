@@ -19,7 +19,7 @@ from second_order.kronecker.factors import Reduction
 from second_order.optimizers.config import KFACOptions
 from second_order.utils.checks import AUTO
 
-__all__ = ["ASSUMPTIONS", "ItemsHook", "hook_items", "loss_reduction"]
+__all__ = ["ASSUMPTIONS", "LossReduction"]
 
 KEYWORD = "num_items_in_batch"
 
@@ -58,8 +58,9 @@ class ItemsHook:
             self.observed = True
 
     def attach(self, model: nn.Module) -> None:
-        """Register the hook on a model."""
-        self._handle = model.register_forward_hook(self, with_kwargs=True)
+        """Register the hook on a model, unless it is registered already."""
+        if self._handle is None:
+            self._handle = model.register_forward_hook(self, with_kwargs=True)
 
     def remove(self) -> None:
         """Remove the hook from its model."""
@@ -74,30 +75,50 @@ class ItemsHook:
         return ItemsHook, ()
 
 
-def hook_items(model: nn.Module, options: KFACOptions, owner: object) -> ItemsHook | None:
-    """Hook a model for as long as ``owner`` exists; None if its calls cannot show the reduction."""
-    if options.loss_reduction != AUTO:
-        return None
+def _accepts_items(model: nn.Module) -> bool:
+    """Return whether the forward of a model accepts the number of targets."""
     try:
         accepted = inspect.signature(model.forward).parameters.values()
     except ValueError:  # a model of TorchScript, which runs no hooks
-        return None
-    if not any(p.name == KEYWORD or p.kind == p.VAR_KEYWORD for p in accepted):
-        return None
-    hook = ItemsHook()
-    hook.attach(model)
-    weakref.finalize(owner, hook.remove).atexit = False
-    return hook
+        return False
+    return any(p.name == KEYWORD or p.kind == p.VAR_KEYWORD for p in accepted)
 
 
-def loss_reduction(options: KFACOptions, items: ItemsHook | None) -> Reduction:
-    """Return how the losses whose gradients are captured are reduced."""
-    if options.samples:
-        return "sum"
-    if options.loss_reduction == "pass_mean":
-        return "mean"
-    if options.loss_reduction != AUTO:
-        return cast(Reduction, options.loss_reduction)
-    if items is not None and items.observed:
-        return "step_mean"
-    return "mean"
+class LossReduction:
+    """How the losses whose gradients are captured are reduced.
+
+    If ``loss_reduction="auto"`` and the model's calls can show the reduction, :meth:`attach` hooks
+    the model. The hook leaves it with this object.
+    """
+
+    def __init__(self, model: nn.Module, options: KFACOptions) -> None:
+        self._options = options
+        self._hook: ItemsHook | None = None
+        if options.loss_reduction == AUTO and _accepts_items(model):
+            self._hook = ItemsHook()
+            weakref.finalize(self, self._hook.remove).atexit = False
+
+    def current(self) -> Reduction:
+        """Return how the losses of this step's passes are reduced.
+
+        "mean" is over the terms of a pass, "step_mean" over those of a whole step.
+        """
+        if self._options.fisher != "empirical":  # the loss of sampled labels is a sum
+            return "sum"
+        option = self._options.loss_reduction
+        if option == "pass_mean":
+            return "mean"
+        if option != AUTO:
+            return cast(Reduction, option)
+        is_step_mean = self._hook is not None and self._hook.observed
+        return "step_mean" if is_step_mean else "mean"
+
+    def attach(self, model: nn.Module) -> None:
+        """Register the hook on the model, if there is one."""
+        if self._hook is not None:
+            self._hook.attach(model)
+
+    def remove(self) -> None:
+        """Remove the hook from the model, if there is one."""
+        if self._hook is not None:
+            self._hook.remove()

@@ -1,6 +1,6 @@
-"""Plans: which rank does what for each layer, computed equally on every rank without messages.
+"""Plans: which rank does what for each layer.
 
-| system   | statistics from | factors owned by    | inverted by      | preconditioned by         |
+| system   | statistics from | factors stored by   | inverted by      | preconditioned by         |
 |----------|-----------------|---------------------|------------------|---------------------------|
 | KAISA    | every rank      | every rank, or the  | one rank, or one | a row of the grid of      |
 |          |                 | inverse rank        | for each factor  | ranks                     |
@@ -8,11 +8,14 @@
 | DistKFAC | every rank, or  | every rank, or the  | one rank, on     | every rank                |
 |          | stats workers   | inverse rank        | threads          |                           |
 
-    a planner       (layer dimensions, world size) -> Plan, a pure function
-    Plan            for each layer, a LayerPlan: its inverse ranks, gradient workers and owners
-    compile_step    Plan -> StepPlan: what this rank does, as data that the steps loop over
+    a planner         (layer dimensions, world size) -> Plan, a pure function: every rank computes
+                      the same plan without messages
+    Plan              for each layer a LayerPlan: its inverse ranks, gradient workers and owners
+    compile_step      Plan -> StepPlan: what this rank does, as data that the steps loop over
+    sum_statistics    adds statistics over the ranks, as the plan says
 
-Layers are planned when they change. A step executes the plan.
+Layers are planned when they change, and the plan is compiled once for the steps that follow.
+``compile_step`` and ``sum_statistics`` are collectives.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from second_order.distributed.assignment import (
     balance_costs,
     gradient_worker_count,
 )
-from second_order.distributed.world import World
+from second_order.distributed.world import PendingReduction, World
 from second_order.kronecker.block import KroneckerBlock, LayerBatch, batch_layers
 from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.gradient import GradientBlock
@@ -89,21 +92,22 @@ class LayerPlan:
     Attributes:
         inverse_ranks: The ranks that decompose A and G.
         workers: The gradient workers, which precondition the layer's gradient.
-        factors_everywhere: Whether all ranks own A and G; otherwise the inverse ranks do.
-        source: The only rank whose batches enter the statistics; None if all ranks' do.
+        factors_everywhere: Whether all ranks store A and G; otherwise the inverse ranks do.
+        batch_rank: The only rank whose batches enter the statistics; None if all ranks' do.
     """
 
     inverse_ranks: tuple[int, int]
     workers: range
     factors_everywhere: bool
-    source: int | None = None
+    batch_rank: int | None = None
 
     def inverse_rank(self, factor: str) -> int:
-        """Return the rank that decomposes a factor."""
-        return self.inverse_ranks[factor == "G"]
+        """Return the rank that decomposes a factor. That of A also decomposes a third factor L."""
+        a_rank, g_rank = self.inverse_ranks
+        return g_rank if factor == "G" else a_rank
 
     def factor_owner(self, factor: str) -> int | None:
-        """Return the rank that owns a factor; None if all do."""
+        """Return the rank that stores a factor; None if all do."""
         return None if self.factors_everywhere else self.inverse_rank(factor)
 
     @property
@@ -113,11 +117,11 @@ class LayerPlan:
 
     def contributors(self, ranks: int) -> int:
         """Return how many of the ranks contribute statistics."""
-        return ranks if self.source is None else 1
+        return ranks if self.batch_rank is None else 1
 
     def __str__(self) -> str:
-        if self.source is not None:
-            return f"owner {self.source}"
+        if self.batch_rank is not None:
+            return f"owner {self.batch_rank}"
         inverse_ranks = "+".join(map(str, dict.fromkeys(self.inverse_ranks)))
         workers = "+".join(map(str, self.workers))
         if len(self.workers) > 2:
@@ -178,7 +182,7 @@ def dpkfac_plan(layers: Sequence[LayerDims], ranks: int, *, assignment: OwnerAss
             inverse_ranks=(owner, owner),
             workers=range(owner, owner + 1),
             factors_everywhere=False,
-            source=owner,
+            batch_rank=owner,
         )
         plans.append(plan)
     return Plan(Grid(ranks, 1), plans)
@@ -203,11 +207,12 @@ def with_one_worker(plan: Plan) -> Plan:
     This suits sharded gradients. The rows of a gradient must be collected on one rank anyway, and
     the other ranks then need no inverse.
     """
-    layers = []
-    for layer in plan.layers:
-        rank = layer.inverse_rank("A")
-        layers.append(replace(layer, inverse_ranks=(rank, rank), workers=range(rank, rank + 1)))
-    return Plan(Grid(plan.grid.rows * plan.grid.columns, 1), layers)
+    plans = []
+    for layer_plan in plan.layers:
+        rank = layer_plan.inverse_rank("A")
+        workers = range(rank, rank + 1)
+        plans.append(replace(layer_plan, inverse_ranks=(rank, rank), workers=workers))
+    return Plan(Grid(plan.grid.rows * plan.grid.columns, 1), plans)
 
 
 def assign_gradient_owners(
@@ -222,16 +227,17 @@ def assign_gradient_owners(
         ranks: Number of ranks.
     """
     load = [0] * ranks
-    for size, owner in zip(sizes, owners, strict=True):
+    assigned: dict[int, int] = {}  # owner, by the gradient's index
+    for i, owner in enumerate(owners):
         if owner is not None:
-            load[owner] += size
-    assigned = list(owners)
+            assigned[i] = owner
+            load[owner] += sizes[i]
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        if assigned[i] is None:
+        if i not in assigned:
             rank = min(range(ranks), key=load.__getitem__)
-            load[rank] += sizes[i]
             assigned[i] = rank
-    return [owner for owner in assigned if owner is not None]
+            load[rank] += sizes[i]
+    return [assigned[i] for i in range(len(sizes))]
 
 
 def layer_dims(block: KroneckerBlock) -> LayerDims:
@@ -256,8 +262,9 @@ class System:
             ranks.
         rules: The rules that decide which modules become layers.
         description: The system's own options as text, which ranks compare.
-        owners: "owner" sends mean gradients to the layers' owners only; "all_reduce" sends them to
-            all ranks. None for systems without owners.
+        from_owner: Whether only the batches of a layer's owner enter its statistics (DPKFAC).
+        means_to_owners: Whether only the owner of a layer receives its mean gradient. Otherwise all
+            ranks do.
         conv_approximation: Replaces the option ``kfac_approx`` for convolutions.
         inverter: Makes an inverter that uses threads. None: the step computes the inverses.
         pipelined: Whether statistics are sent while backward still runs (SPD-KFAC).
@@ -269,7 +276,8 @@ class System:
     plan: Callable[..., Plan]
     rules: BlockRules
     description: str = ""
-    owners: str | None = None
+    from_owner: bool = False
+    means_to_owners: bool = False
     conv_approximation: Approximation | None = None
     inverter: Callable[..., Any] | None = None
     pipelined: bool = False
@@ -285,16 +293,18 @@ class StepPlan:
     """What this rank does at a step.
 
     Attributes:
-        layers: The plan of each layer that trains.
+        layers: The layers that train, with their plans.
         row: The ranks that precondition the same layers as this rank.
         column: The ranks that it exchanges preconditioned gradients with, one of each row.
         exchange_dtype: Communication dtype of decompositions; None for their own.
         contributing: Layers whose statistics this rank's passes contribute to.
         gradient_factored: Layers with factors computed from the weight gradient.
         reporting: Layers whose metrics this rank reports after a refresh.
+        decomposes_a: Layers whose A this rank decomposes. Stats workers send it their statistics.
         to_invert: The factors that this rank decomposes, by layer.
-        sources: For each factor that this row needs, the position in the row of the rank that
-            decomposes it.
+        sources: For each factor that this row preconditions with, the rank that decomposes it and
+            sends it to the row, by its position in the row. For example 1 for rank 3 in the row of
+            ranks 2 and 3.
         costs: The cost of each layer's inverse, as in :func:`layer_dims`.
         batches: The layers that this rank preconditions, in batches of equal shape.
     """
@@ -306,6 +316,7 @@ class StepPlan:
     contributing: Sequence[KroneckerBlock] = ()
     gradient_factored: Sequence[GradientBlock] = ()
     reporting: Sequence[KroneckerBlock] = ()
+    decomposes_a: Sequence[KroneckerBlock] = ()
     to_invert: Mapping[KroneckerBlock, Sequence[str]] = field(default_factory=dict)
     sources: Mapping[FactorKey, int] = field(default_factory=dict)
     costs: Mapping[KroneckerBlock, float] = field(default_factory=dict)
@@ -318,35 +329,46 @@ def compile_step(
     layers: Mapping[KroneckerBlock, LayerPlan],
     exchange_dtype: torch.dtype | None,
 ) -> StepPlan:
-    """List what this rank does. Collective: makes the groups of its row and its column."""
+    """List what this rank does. Collective: makes the groups of its row and its column.
+
+    For example, let four ranks form two rows of two columns. Ranks 2 and 3 are a row: both
+    precondition the layers of this row. Rank 1, in the other row, is in the column of rank 3, and
+    receives these layers' preconditioned gradients from it. ::
+
+        0  1
+        2  3
+    """
     rank = world.rank
-    # Gradient workers form a row. The ranks that get a layer's preconditioned gradient, a column.
     row = grid.row(grid.row_of(rank))
     contributing: list[KroneckerBlock] = []
     gradient_factored: list[GradientBlock] = []
     reporting: list[KroneckerBlock] = []
+    decomposes_a: list[KroneckerBlock] = []
     to_invert: dict[KroneckerBlock, list[str]] = {}
     sources: dict[FactorKey, int] = {}
     preconditioned: list[KroneckerBlock] = []
-    for block, layer in layers.items():
+    for block, layer_plan in layers.items():
         # Sort the layer into the work of this rank.
-        if block.hooked_modules and layer.source in (None, rank):
+        if block.hooked_modules and layer_plan.batch_rank in (None, rank):
             contributing.append(block)
         if isinstance(block, GradientBlock):
             gradient_factored.append(block)
-        if layer.workers[0] == rank:
+        if layer_plan.workers[0] == rank:
             reporting.append(block)
-        if rank in layer.workers:
+        if rank in layer_plan.workers:
             preconditioned.append(block)
-        if rank in layer.inverse_ranks:
+        if rank in layer_plan.inverse_ranks:
             to_invert[block] = []
+        if layer_plan.inverse_rank("A") == rank:
+            decomposes_a.append(block)
 
-        # A factor's inverse comes from the rank that computes it, within the row.
+        # A factor's inverse comes from the rank that computes it. All planners place the inverse
+        # ranks of a layer in the row of its gradient workers.
         for factor in block.shape.factor_names:
-            inverse_rank = layer.inverse_rank(factor)
+            inverse_rank = layer_plan.inverse_rank(factor)
             if inverse_rank == rank:
                 to_invert[block].append(factor)
-            if layer.workers == row:
+            if rank in layer_plan.workers:
                 sources[block, factor] = row.index(inverse_rank)
     return StepPlan(
         layers=layers,
@@ -356,6 +378,7 @@ def compile_step(
         contributing=contributing,
         gradient_factored=gradient_factored,
         reporting=reporting,
+        decomposes_a=decomposes_a,
         to_invert=to_invert,
         sources=sources,
         costs={block: layer_dims(block).cost for block in layers},
@@ -377,26 +400,29 @@ def sum_statistics(
         sums: The statistics of this rank.
         dtype: Communication dtype of the factors; None for their own.
     """
-    heads: list[Tensor] = []  # numbers of examples, and mean eigenvalues: all ranks need them
+    # The head of a layer has its number of examples and its mean eigenvalues, which all ranks need.
+    # A factor is needed by its owner, or by all ranks.
+    heads: list[Tensor] = []
     factors: list[Tensor] = []
-    owners: list[int | None] = []
+    owners: list[int | None] = []  # of each factor
     for block, layer_sums in sums.items():
-        layer = layers[block]
-        if layer.source is not None:
-            continue
+        layer_plan = layers[block]
+        if layer_plan.batch_rank is not None:
+            continue  # this rank's statistics are those of the only rank that contributes
         heads.append(layer_sums.head)
         for factor, tensor in layer_sums.factors.items():
             factors.append(tensor)
-            owners.append(layer.factor_owner(factor))
+            owners.append(layer_plan.factor_owner(factor))
 
-    # A narrow dtype would round the numbers of examples, so heads are sent by themselves.
-    pending = []
+    # A narrow dtype would round the numbers of examples, so heads are then sent by themselves.
+    pending: list[PendingReduction] = []
+    with_factors = heads
     if dtype is not None:
         pending.append(world.all_reduce(heads))
-        heads = []
-    tensors = [*heads, *factors]
+        with_factors = []
+    tensors = [*with_factors, *factors]
     if any(owner is not None for owner in owners):
-        everyone: list[int | None] = [None] * len(heads)
+        everyone: list[int | None] = [None] * len(with_factors)
         pending.append(world.reduce(tensors, [*everyone, *owners], dtype))
     else:
         pending.append(world.all_reduce(tensors, dtype=dtype))

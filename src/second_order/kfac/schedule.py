@@ -4,17 +4,19 @@ Refreshes by drift compare the old and the new inverse of a layer and adapt its 
 
     at a refresh   P₀ = (old inverse) ∇, P = (new inverse) ∇    of the step's mean gradient
                    c = cos(P₀, P)                               all ranks receive c
-    interval       halved if c is low, doubled if c is high; between 1 and 32 steps
-    due            at the multiples of the interval, and only as often as a quarter of the layers
-                   needs
+    interval       halved if c is low, doubled if c is high; between 1 and 32 steps, or more if the
+                   bounds below require it
+    tick           the lower quartile of the layers' intervals: no layer is refreshed more often
+    due            at the multiples of the interval and of the tick
 
 Intervals are powers of two and layers are due at their multiples, so that many layers are due at
 the same step and the inverse ranks work at the same time.
 
-On average, the refreshes of a layer cost at most as much as the passes through the model. Let k be
-the cost of a layer's refresh and W the work of a step's passes. The layer's least interval is
-sqrt(k) Σ sqrt(k) / W. With these intervals, Σ k / interval equals W, and no other intervals of the
-same total cost have a smaller sum.
+Two bounds make intervals longer. The throttle's bound is that of ``overhead=``. The cost bound
+limits the refreshes of all layers together, on average per step, to the cost of the passes through
+the model. Let k be the cost of a layer's refresh and W the work of a step's passes. The layer's
+bound is sqrt(k) Σ sqrt(k) / W. With these intervals, Σ k / interval equals W, and no other
+intervals of the same total cost have a smaller sum of intervals.
 """
 
 from __future__ import annotations
@@ -45,21 +47,21 @@ __all__ = [
     "Drift",
     "LayerDrift",
     "Schedule",
-    "least_intervals",
+    "cost_bounds",
     "per_step_decay",
 ]
 
 DRIFT = ("drift_interval", "drift_alike", "drift_least")
-"""Checkpoint entries of each layer: :attr:`LayerDrift.interval`, ``num_stable``, ``least``."""
+"""Checkpoint entries of each layer: interval, num_stable and cost_bound of its LayerDrift."""
 
 UPDATED_AT = "updated_at"
 """Checkpoint entry, equal for all layers: the step of the last update of the running averages."""
 
 MAX_INTERVAL = 32  # steps; longer only if the cost of a refresh or the throttle requires it
-MAX_LEAST_EXPONENT = 10  # least intervals are at most 2 ** 10 steps
-NEEDING_SHARE = 0.25  # of the layers; these decide how often any layer is refreshed
+MAX_COST_EXPONENT = 10  # cost bounds are at most 2 ** 10 steps
+TICK_QUANTILE = 0.25  # of the intervals: the tick, which is the shortest time between refreshes
 STEP_OVERHEAD = 5e8  # operations that take as long as everything in a step but its products
-TIMED_INTERVAL = 2  # steps between refreshes while the throttle times steps of both kinds
+TIMED_INTERVAL = 2  # while the throttle still times steps with and without a refresh
 
 
 # ------------------------------------------------------------------------------ drift of one layer
@@ -80,9 +82,10 @@ class Bounds:
     patience: int
 
 
-# Chosen on the tasks and seeds that benchmarks/progress/tuned_rivals.py tunes its rivals on. The
-# bounds over SGD are stricter because SGD does not rescale its steps. Its running averages also
-# remember more steps, and so change less between two refreshes.
+# Chosen on the tasks and seeds that benchmarks/progress/tuned_rivals.py tunes its rivals on. PLAIN
+# is for bases such as SGD, which do not rescale their steps. Its bounds are stricter than those of
+# ADAPTIVE, for Adam and others. The running averages over SGD also remember more steps, and so
+# change less between two refreshes.
 PLAIN = Bounds(halve_below=0.95, double_above=0.985, patience=2)
 ADAPTIVE = Bounds(halve_below=0.9, double_above=0.97, patience=1)
 
@@ -95,30 +98,36 @@ class LayerDrift:
         interval: Steps between two refreshes, by drift alone.
         cosine: Between P₀ and P; NaN before the second refresh.
         num_stable: Refreshes in a row whose cosine exceeded ``Bounds.double_above``.
-        least: The least interval that the cost of the layer's refresh allows.
+        cost_bound: The shortest interval that the cost of the layer's refresh allows.
     """
 
     interval: int = 1
     cosine: float = math.nan
     num_stable: int = 0
-    least: int = 1
+    cost_bound: int = 1
 
-    def updated(self, cosine: float, bounds: Bounds, least: int = 1) -> LayerDrift:
-        """Return the state after another refresh; the interval had been ``least`` or longer."""
-        interval = max(self.interval, least)
+    def after_refresh(self, cosine: float, bounds: Bounds, shortest: int = 1) -> LayerDrift:
+        """Return the state after another refresh.
+
+        Args:
+            cosine: Between P₀ and P.
+            bounds: The cosines at which the interval changes.
+            shortest: The shortest interval that the cost and the throttle allowed until now.
+        """
+        interval = max(self.interval, shortest)
         num_stable = 0
         if cosine > bounds.double_above:
             num_stable = self.num_stable + 1
         if cosine < bounds.halve_below:
             interval = max(interval // 2, 1)
         elif num_stable >= bounds.patience:
-            interval = min(2 * interval, max(MAX_INTERVAL, least))
+            interval = min(2 * interval, max(MAX_INTERVAL, shortest))
             num_stable = 0
         return replace(self, interval=interval, cosine=cosine, num_stable=num_stable)
 
 
-def least_intervals(costs: Sequence[float], work: float) -> list[int]:
-    """Return the least intervals, powers of two, that bound the cost of refreshes.
+def cost_bounds(costs: Sequence[float], work: float) -> list[int]:
+    """Return the shortest interval of each layer, a power of two, that bounds the refreshes' cost.
 
     Args:
         costs: Operations of each layer's refresh, on the rank with the largest share.
@@ -133,7 +142,7 @@ def least_intervals(costs: Sequence[float], work: float) -> list[int]:
         bound = math.sqrt(cost) * total / (work + STEP_OVERHEAD)
         exponent = 0
         if bound > 0:
-            exponent = min(max(round(math.log2(bound)), 0), MAX_LEAST_EXPONENT)
+            exponent = min(max(round(math.log2(bound)), 0), MAX_COST_EXPONENT)
         intervals.append(2**exponent)
     return intervals
 
@@ -143,47 +152,55 @@ def least_intervals(costs: Sequence[float], work: float) -> list[int]:
 
 @dataclass(frozen=True)
 class DriftIntervals:
-    """The intervals of all layers, until a refresh or the throttle changes them.
+    """The intervals of the layers that train, until a refresh or the throttle changes them.
 
     Attributes:
-        least: Steps between two refreshes that the throttle requires.
+        throttle_bound: The throttle's bound, which these intervals observe.
         tick: Steps between two refreshes of any layers.
         by_layer: The interval of each layer.
     """
 
-    least: int
+    throttle_bound: int
     tick: int
     by_layer: tuple[int, ...]
 
 
 class Drift:
-    """The refresh intervals of layers that are refreshed as they drift; equal on all ranks."""
+    """The refresh intervals of layers that are refreshed as they drift; equal on all ranks.
+
+    The intervals are stored from one change to the next, because every step needs them. If layers
+    are frozen or unfrozen, or lose their inverses, call :meth:`keep_only` or :meth:`invalidate`.
+    """
 
     def __init__(self, bounds: Bounds = PLAIN, throttle: Throttle | None = None) -> None:
         self._bounds = bounds
         self._throttle = throttle
         self.changes: dict[KroneckerBlock, LayerDrift] = {}
-        self._current: DriftIntervals | None = None  # None after a change
+        self._stored: DriftIntervals | None = None  # None after a change
 
-    @property
-    def least(self) -> int:
-        """The throttle's least interval, rounded up to a power of two."""
+    def invalidate(self) -> None:
+        """Compute the intervals again when they are needed, because layers have changed."""
+        self._stored = None
+
+    def _throttle_bound(self) -> int:
+        """Return the throttle's shortest interval, rounded up to a power of two."""
         if self._throttle is None:
             return 1
-        steps = self._throttle.interval or TIMED_INTERVAL
+        is_measuring = self._throttle.interval == 0
+        steps = TIMED_INTERVAL if is_measuring else self._throttle.interval
         return 1 << (steps - 1).bit_length()
 
     def interval(self, block: KroneckerBlock) -> int:
         """Return a layer's interval by drift, cost and throttle, in steps."""
         change = self.changes.get(block, LayerDrift())
-        return max(change.interval, change.least, self.least)
+        return max(change.interval, change.cost_bound, self._throttle_bound())
 
     def layers_due(self, blocks: Sequence[KroneckerBlock], step: int) -> list[KroneckerBlock]:
-        """Return the layers that are due at a step.
+        """Return the layers that are due at a step, of all layers that train.
 
         Layers without an inverse are due whenever any layer may be.
         """
-        intervals = self._current_intervals(blocks)
+        intervals = self.intervals(blocks)
         tick = intervals.tick
         if step % tick != 0:
             return []
@@ -193,24 +210,26 @@ class Drift:
                 due.append(block)
         return due
 
-    def _current_intervals(self, blocks: Sequence[KroneckerBlock]) -> DriftIntervals:
-        """Return the intervals of the layers, computed again if they have changed."""
-        current = self._current
-        if current is None or current.least != self.least:
-            by_layer: list[int] = []
-            of_solved: list[int] = []
-            for block in blocks:
-                interval = self.interval(block)
-                by_layer.append(interval)
-                if block.solved:
-                    of_solved.append(interval)
-            of_solved.sort()
-            tick = 1
-            if of_solved:
-                tick = of_solved[int(len(of_solved) * NEEDING_SHARE)]
-            current = DriftIntervals(self.least, tick, tuple(by_layer))
-            self._current = current
-        return current
+    def intervals(self, blocks: Sequence[KroneckerBlock]) -> DriftIntervals:
+        """Return the intervals of all layers that train. They are equal on all ranks."""
+        throttle_bound = self._throttle_bound()
+        if self._stored is not None and self._stored.throttle_bound == throttle_bound:
+            return self._stored
+
+        # Compute them again. Only layers with an inverse decide the tick.
+        by_layer: list[int] = []
+        of_solved: list[int] = []
+        for block in blocks:
+            interval = self.interval(block)
+            by_layer.append(interval)
+            if block.solved:
+                of_solved.append(interval)
+        of_solved.sort()
+        tick = 1
+        if of_solved:
+            tick = of_solved[int(len(of_solved) * TICK_QUANTILE)]
+        self._stored = DriftIntervals(throttle_bound, tick, tuple(by_layer))
+        return self._stored
 
     def record(
         self,
@@ -224,32 +243,31 @@ class Drift:
         Args:
             blocks: All layers that train.
             cosines: cos(P₀, P) of each layer; NaN if it was not refreshed.
-            work: Operations of a step's passes, as in :func:`least_intervals`.
-            costs: Operations of each layer's refresh, as in :func:`least_intervals`.
+            work: Operations of a step's passes, as in :func:`cost_bounds`.
+            costs: Operations of each layer's refresh, as in :func:`cost_bounds`.
         """
-        affordable = least_intervals(costs, work)
-        for block, cosine, least in zip(blocks, cosines, affordable, strict=True):
+        throttle_bound = self._throttle_bound()
+        new_bounds = cost_bounds(costs, work)
+        for block, cosine, new_bound in zip(blocks, cosines, new_bounds, strict=True):
             change = self.changes.get(block, LayerDrift())
             if math.isfinite(cosine):
-                bounded = max(min(cosine, 1.0), -1.0)
-                change = change.updated(bounded, self._bounds, max(change.least, self.least))
-            self.changes[block] = replace(change, least=least)
-        self._current = None
+                rounded = max(min(cosine, 1.0), -1.0)
+                shortest = max(change.cost_bound, throttle_bound)
+                change = change.after_refresh(rounded, self._bounds, shortest)
+            self.changes[block] = replace(change, cost_bound=new_bound)
+        self.invalidate()
 
     def keep_only(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Drop the drift of all other layers."""
         remaining = set(blocks)
         self.changes = {b: change for b, change in self.changes.items() if b in remaining}
-        self._current = None
-
-    def intervals(self, blocks: Sequence[KroneckerBlock]) -> tuple[int, ...]:
-        """Return the interval of each layer. They must be equal on all ranks."""
-        return self._current_intervals(blocks).by_layer
+        self.invalidate()
 
     def saved(self, block: KroneckerBlock) -> dict[str, Any]:
         """Return the checkpoint entries of a layer."""
         change = self.changes.get(block, LayerDrift())
-        return dict(zip(DRIFT, (change.interval, change.num_stable, change.least), strict=True))
+        values = (change.interval, change.num_stable, change.cost_bound)
+        return dict(zip(DRIFT, values, strict=True))
 
     def load(self, saved: Mapping[Tensor, SavedPart], blocks: Iterable[KroneckerBlock]) -> None:
         """Load the intervals of a checkpoint."""
@@ -258,9 +276,9 @@ class Drift:
             part = saved.get(block.weight)
             if part is None or not part.keys() >= set(DRIFT):
                 continue
-            interval, num_stable, least = (part.whole(name, 0) for name in DRIFT)
+            interval, num_stable, cost_bound = (part.whole(name, 0) for name in DRIFT)
             self.changes[block] = LayerDrift(
-                interval=max(interval, 1), num_stable=num_stable, least=max(least, 1)
+                interval=max(interval, 1), num_stable=num_stable, cost_bound=max(cost_bound, 1)
             )
 
     @property
@@ -296,12 +314,18 @@ def _median(values: Sequence[float]) -> float:
 # ---------------------------------------------------------------------------------------- schedule
 
 
-def per_step_decay(past: PerStep, since: int, step: int) -> float:
-    """Return the weight of the past in an update, ``since`` steps after the update before it."""
-    decay = past.decay
-    if past.share is not None:
-        decay = min(decay, 1 - 1 / max(2.0, past.share * step))
-    return float(decay ** max(since, 1))
+def per_step_decay(decay: PerStep, age: int, step: int) -> float:
+    """Return the weight of the past in an update at a step, ``age`` steps after the last update.
+
+    The averages of a ``PerStep`` remember 1 / (1 - decay) steps, but at most ``share`` of the steps
+    so far, and at least two. Per step the past is multiplied by ``decay``. For example,
+    ``PerStep(0.9)`` multiplies it by 0.9 ** 5 if the last update was five steps ago.
+    """
+    per_step = decay.decay
+    if decay.share is not None:
+        remembered = max(2.0, decay.share * step)
+        per_step = min(per_step, 1 - 1 / remembered)
+    return float(per_step ** max(age, 1))
 
 
 def interval_at(interval: Interval, step: int, name: str) -> int:
@@ -336,15 +360,8 @@ class Schedule:
         if options.by_drift:
             self.drift = Drift(ADAPTIVE if options.adaptive else PLAIN, self.throttle)
 
-    def layers_due(self, step: int, ahead: bool = False) -> Sequence[KroneckerBlock]:
-        """Return the layers whose inverses are recomputed at a step.
-
-        Args:
-            step: The number of the step.
-            ahead: The step has not begun yet. Then the layers are those that may be due. A
-                callable is not called before its step: if it raised on one rank, the other ranks
-                would block.
-        """
+    def layers_due(self, step: int) -> Sequence[KroneckerBlock]:
+        """Return the layers whose inverses are recomputed at a step."""
         layers = self._layers.active
         if step == self._layers.newly_trainable_at:
             return layers
@@ -352,8 +369,6 @@ class Schedule:
             return self.drift.layers_due(layers, step)
         interval = self._refresh_interval
         assert interval is not None
-        if ahead and callable(interval):
-            return layers
         return layers if step % interval_at(interval, step, "inv_update_steps") == 0 else ()
 
     def statistics_due(self, step: int) -> bool:
@@ -365,12 +380,19 @@ class Schedule:
             return True
         return step % interval_at(interval, step, "factor_update_steps") == 0
 
+    def refresh_may_be_due(self, step: int) -> bool:
+        """Return whether layers may be due at a step that has not begun yet.
+
+        A callable is not called before its step: if it raised on one rank, the other ranks would
+        block.
+        """
+        return callable(self._refresh_interval) or len(self.layers_due(step)) > 0
+
     def statistics_may_be_due(self, step: int) -> bool:
         """Return whether to capture the passes of a step that has not begun yet.
 
-        If a callable raises an exception, the answer is True. The step itself compares the ranks
-        before it calls the callable again, so that all ranks raise. If this method raised on one
-        rank, the others would block in their next step.
+        The passes come before the step, so a callable is called here. If it raises, the answer is
+        True: in the step itself, the ranks compare what the callable does, and all of them raise.
         """
         try:
             return self.statistics_due(step)
@@ -381,18 +403,16 @@ class Schedule:
         """Record the step of the last update of the running averages."""
         self.updated_at = step
 
-    def factor_decay(self, age: int | None = None) -> float:
+    def factor_decay(self, age: int) -> float:
         """Return the weight of the past in an update at this step.
 
         Args:
-            age: Steps since the last update; None: since :attr:`updated_at`.
+            age: Steps since the last update. Only a decay per step depends on it.
         """
-        past = self._factor_decay
+        decay = self._factor_decay
         step = self._training.steps
-        if age is None:
-            age = step - self.updated_at
-        if isinstance(past, PerStep):
-            return per_step_decay(past, age, step)
-        decay: float = value_at(past, step)
-        check_decay(decay)
-        return decay
+        if isinstance(decay, PerStep):
+            return per_step_decay(decay, age, step)
+        value: float = value_at(decay, step)
+        check_decay(value)
+        return value

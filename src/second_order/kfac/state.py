@@ -178,11 +178,11 @@ def inverse_entries(
 ) -> list[Entry]:
     """List the tensors of a layer's inverse, of its pending inverse, and its history of passes."""
     workers = None if layer is None else layer.workers
-    sources = None if layer is None or layer.source is None else [layer.source]
+    contributors = None if layer is None or layer.batch_rank is None else [layer.batch_rank]
     number_dtype = block.to_checkpoint_tensor(()).dtype
     entries = [
         Entry(INVERSE_DAMPING, (4,), number_dtype, workers),
-        Entry(PASS_HISTORY, (4,), number_dtype, sources),
+        Entry(PASS_HISTORY, (4,), number_dtype, contributors),
     ]
     for name, shape in inverses.solver.saved_shapes(block.shape).items():
         entries.append(Entry(name, shape, inverses.options.inv_dtype, workers))

@@ -252,7 +252,7 @@ class StatsWorker(LayeredCurvature):
         self.layers.start_capture()
         self.layers.update_active()
         self.layers.attach_hooks(lambda block: True)
-        self.layers.set_capturing(True)
+        self.layers.begin_passes(capture=True)
 
     def replan(self) -> None:
         """Find the layers that the workers optimize, because they may have added a group."""
@@ -331,7 +331,7 @@ class StatsWorker(LayeredCurvature):
         active = self.layers.active
         self.layers.verify_pairs(active)
         sums = self.layers.pop_sums([block for block in active if not block.staged.empty])
-        if self.layers.reduction == "step_mean":
+        if self.layers.losses.current() == "step_mean":
             sums = self.layers.undo_step_mean(sums, share=1.0)
 
         # Group them by the worker that inverts the layer.

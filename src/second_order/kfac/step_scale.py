@@ -5,26 +5,30 @@ The effect of the last step Δ decides how τ changes at a refresh:
 slope    s = -∇·Δ, with the mean gradient ∇ of the next step before it is preconditioned. The loss
          still falls along Δ if s > 0. It rises if s < 0, because the step was too long.
 S, Z     <- running averages of the sign of s and of |s|, debiased
-τ        <- τ exp(a (S - b)), and in the same step also τ exp(s / 2 Z) if -s > 2 Z
+τ        <- τ exp(c)
 w        <- w + (τ - 1) Δ₀, after the base's own step Δ₀, so that Δ = τ Δ₀
 
-If τ > 1, b is 0.3, because longer steps need more evidence. If τ <= 1, b is -0.3, because s is
-mostly noise when the loss falls slowly. While a schedule changes the learning rate, b is -0.3 for
-every τ, because the noise falls with the rate.
+c is a (S - b). The evidence S - b makes τ grow slowly (a = 0.2 per step since the last measured
+slope, for at most 4 steps) and fall fast (a = 1). If the loss has risen by far more than usual, so
+that -s > 2 Z with the Z before this step, s / (2 Z), at least -2, is added, and τ does not grow.
 
-τ is at most 5. Over a base that scales its steps itself, or while a schedule changes the rate, it
-is at most 2. If both hold, it is exactly 2.
+The threshold b depends on τ. If τ > 1, it is 0.3: τ grows further if at least 65% of the slopes are
+positive. If τ <= 1, it is -0.3: when the loss falls slowly, s is mostly noise and S is near 0, and
+τ falls only if more than 65% of the slopes are negative. While a schedule changes the learning
+rate, b is -0.3 for every τ, because a smaller rate also makes the noise of the steps smaller.
 
-S and τ are updated when layers are refreshed: at every step in the beginning, rarely later. If τ
-grows, a is multiplied by the steps since the last update, at most 4. While τ is 1, only the step
-before an update costs anything.
+τ is at most 5. Over a base that scales its steps itself, such as Adam, or while a schedule changes
+the rate, it is at most 2. If both hold, it is exactly 2.
+
+S and τ are updated when layers are refreshed: at every step in the beginning, rarely later. While τ
+is 1, only the step before an update costs anything.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -56,12 +60,10 @@ LAST_STEP_KNOWN = "last_step_known"
 DECAY = 0.9  # of the running averages S and Z
 GROWTH = 0.2  # a, per step, if τ grows
 SHRINKAGE = 1.0  # a, if τ falls
-MAX_GROWTH_STEPS = 4  # steps since the last update that count if τ grows
-EVIDENCE = 0.3  # |b|
+MAX_GROWTH_STEPS = 4  # steps since the last measured slope that count if τ grows
+THRESHOLD = 0.3  # |b|
 MAX_SCHEDULED_SCALE = 2.0  # upper bound of τ while a schedule changes the learning rate
-LARGE_RISE = (
-    2.0  # -s in units of Z, above which the loss has risen so much that τ falls immediately
-)
+LARGE_RISE = 2.0  # -s in units of Z, above which τ falls immediately
 MAX_RISE = 4.0  # -s in units of Z that count in the fall of τ
 RECENT = 0.1  # share of all steps; a learning rate that changed within it follows a schedule
 
@@ -69,7 +71,10 @@ PRODUCT_BYTES = 64 * 2**20  # gradients and steps whose products are computed to
 
 
 class ScaleBounds(NamedTuple):
-    """The bounds of τ. While a schedule changes the rate, MAX_SCHEDULED_SCALE is the upper one."""
+    """The bounds of τ.
+
+    While a schedule changes the rate, the bounds are ``low_scheduled`` and MAX_SCHEDULED_SCALE.
+    """
 
     low: float
     high: float
@@ -80,23 +85,31 @@ class ScaleBounds(NamedTuple):
 PLAIN_BOUNDS = ScaleBounds(low=0.02, high=5.0, low_scheduled=0.02)
 ADAPTIVE_BOUNDS = ScaleBounds(low=0.02, high=2.0, low_scheduled=2.0)
 
+SCALE_ENTRIES = (
+    "step_scale",
+    "step_sign",
+    "step_size",
+    "step_weight",
+    "step_measured_at",
+    "step_rate",
+    "step_rate_changed",
+)
+"""The entries of a checkpoint with the fields of :class:`ScaleState`, in the part of each layer."""
+
 
 @dataclass(frozen=True)
 class ScaleState:
-    """τ, and what its next value depends on.
+    """τ, and what its next value depends on. Steps are counted from 1; 0 means never."""
 
-    The names are those of the entries in a checkpoint. Steps are counted from 1; 0 means never.
-    """
+    scale: float = 1.0  # τ
+    mean_sign: float = 0.0  # S
+    mean_size: float = 0.0  # Z
+    weight: float = 0.0  # sum of the weights in S and Z
+    measured_at: float = 0.0  # the last step that updated S and Z
+    rate: float = 0.0  # the learning rate at the last refresh; 0 before the first
+    rate_changed_at: float = 0.0  # the last refresh with another learning rate than before
 
-    step_scale: float = 1.0  # τ
-    step_sign: float = 0.0  # S
-    step_size: float = 0.0  # Z
-    step_weight: float = 0.0  # sum of the weights in S and Z
-    step_measured_at: float = 0.0  # the last step that updated S and Z
-    step_rate: float = 0.0  # the learning rate at the last refresh
-    step_rate_changed: float = 0.0  # the last refresh with another learning rate than before
-
-    def update(self, slope: float, rate: float, step: int, bounds: ScaleBounds) -> ScaleState:
+    def next_state(self, slope: float, rate: float, step: int, bounds: ScaleBounds) -> ScaleState:
         """Return the state after a refresh.
 
         Args:
@@ -105,70 +118,68 @@ class ScaleState:
             step: The number of steps before this one.
             bounds: The bounds of τ.
         """
-        rate_changed = self.step_rate_changed
-        if self.step_rate not in (rate, 0.0):
-            rate_changed = step + 1.0
-        is_scheduled = rate_changed > 0 and step + 1 - rate_changed <= RECENT * step
-        state = replace(self, step_rate=rate, step_rate_changed=rate_changed)
+        now = step + 1.0
 
+        # Does a schedule change the learning rate?
+        rate_changed_at = self.rate_changed_at
+        has_last_rate = self.rate != 0.0
+        if has_last_rate and rate != self.rate:
+            rate_changed_at = now
+        is_scheduled = rate_changed_at > 0 and now - rate_changed_at <= RECENT * step
+        state = replace(self, rate=rate, rate_changed_at=rate_changed_at)
+
+        # Add s to the running averages S and Z.
         log_change = 0.0
         if math.isfinite(slope):
-            state = state._update_averages(slope, step)
-            log_change = state._log_change(slope, is_scheduled, previous=self)
+            weight = DECAY * self.weight + 1
+            sign = (slope > 0) - (slope < 0)
+            state = replace(
+                state,
+                mean_sign=self.mean_sign + (sign - self.mean_sign) / weight,
+                mean_size=self.mean_size + (abs(slope) - self.mean_size) / weight,
+                weight=weight,
+                measured_at=now,
+            )
+            log_change = self._log_change(slope, state.mean_sign, now, is_scheduled)
 
+        # Change τ within its bounds.
         low = bounds.low
         high = bounds.high
         if is_scheduled:
             low = bounds.low_scheduled
             high = MAX_SCHEDULED_SCALE
-        scale = min(max(self.step_scale * math.exp(log_change), low), high)
-        return replace(state, step_scale=scale)
+        scale = min(max(self.scale * math.exp(log_change), low), high)
+        return replace(state, scale=scale)
 
-    def _update_averages(self, slope: float, step: int) -> ScaleState:
-        """Add s to the running averages S and Z."""
-        weight = DECAY * self.step_weight + 1
-        sign = (slope > 0) - (slope < 0)
-        return replace(
-            self,
-            step_sign=self.step_sign + (sign - self.step_sign) / weight,
-            step_size=self.step_size + (abs(slope) - self.step_size) / weight,
-            step_weight=weight,
-            step_measured_at=step + 1.0,
-        )
-
-    def _log_change(self, slope: float, is_scheduled: bool, previous: ScaleState) -> float:
-        """The change of log τ. S is that of this state, Z that of the ``previous`` one."""
+    def _log_change(
+        self, slope: float, new_mean_sign: float, now: float, is_scheduled: bool
+    ) -> float:
+        """Return c, the change of log τ. S is ``new_mean_sign``, and Z that of the last refresh."""
         # Fall immediately if the loss has risen far more than usual.
-        has_risen = -slope > LARGE_RISE * previous.step_size > 0
+        has_risen = -slope > LARGE_RISE * self.mean_size > 0
         immediate = 0.0
         if has_risen:
-            immediate = max(slope / previous.step_size, -MAX_RISE) / 2
+            immediate = max(slope / self.mean_size, -MAX_RISE) / 2
 
-        # Average signs above the bound are evidence for longer steps.
-        b = EVIDENCE
-        if is_scheduled or self.step_scale <= 1.0:
-            b = -EVIDENCE
-        evidence = self.step_sign - b
+        # Fall by the evidence as well, or do not grow.
+        b = THRESHOLD
+        if is_scheduled or self.scale <= 1.0:
+            b = -THRESHOLD
+        evidence = new_mean_sign - b
         if evidence < 0:
             return immediate + SHRINKAGE * evidence
         if has_risen:
             return immediate
 
-        # Grow in proportion to the steps since the last measurement, up to a bound.
+        # Grow in proportion to the steps since the last measured slope, up to a bound.
         steps = 1.0
-        if previous.step_measured_at > 0:
-            steps = min(
-                max(self.step_measured_at - previous.step_measured_at, 1.0), MAX_GROWTH_STEPS
-            )
+        if self.measured_at > 0:
+            steps = min(max(now - self.measured_at, 1.0), MAX_GROWTH_STEPS)
         return GROWTH * evidence * steps
 
 
-SCALE_ENTRIES = tuple(entry.name for entry in fields(ScaleState))
-"""The entries of a checkpoint with the state, in the part of each layer."""
-
-
-class _Factors(NamedTuple):
-    """The two factors of a scalar product."""
+class _Product(NamedTuple):
+    """The two operands of a scalar product."""
 
     gradient: Tensor
     step: Tensor
@@ -177,26 +188,25 @@ class _Factors(NamedTuple):
 class StepScale:
     """Scales the steps of preconditioned weights by τ; the same on every rank.
 
-    At each step, ``keep_weights`` comes before the base's step and ``scale_step`` after it. At a
-    refresh, ``measure_slope`` comes before gradients are preconditioned, and ``update`` after the
-    ranks have summed the slopes.
+    At each step, :meth:`keep_weights` comes before the base's step and :meth:`scale_step` after it.
+    At a refresh, :meth:`measure_slope` comes before gradients are preconditioned, and
+    :meth:`update` after the ranks have summed the slopes.
+
+    Attributes:
+        state: τ, which is ``state.scale``, and what its next value depends on.
     """
 
     def __init__(self, bounds: ScaleBounds) -> None:
         self._bounds = bounds
         self.state = ScaleState()
-        self._weights: dict[Tensor, Tensor] = {}  # before the base's step
-        self._last_step: dict[Tensor, Tensor] = {}  # -Δ
-
-    @property
-    def factor(self) -> float:
-        """τ."""
-        return self.state.step_scale
+        self._weights: dict[Tensor, Tensor] = {}  # copies from before the base's step
+        self._keep_step = False  # whether the next refresh may measure the step
+        self._negative_step: dict[Tensor, Tensor] = {}  # -Δ of the last step, if it was kept
 
     def measure_slope(
         self, step_plan: StepPlan, sharded: bool, groups: Iterable[Mapping[str, Any]]
     ) -> list[Tensor]:
-        """Measure s of the parameters that this rank reports. The last step is dropped.
+        """Measure s = ∇·(-Δ) of the parameters that this rank reports. Then Δ is dropped.
 
         Args:
             step_plan: The layers, and those that this rank reports.
@@ -206,9 +216,9 @@ class StepScale:
         Returns:
             s, a scalar in a list; an empty list if the last step was not kept.
         """
-        last_step = self._last_step
-        self._last_step = {}
-        if not last_step:
+        negative_step = self._negative_step
+        self._negative_step = {}
+        if not negative_step:
             return []
 
         # With maximize=True, the direction of descent has the other sign.
@@ -218,55 +228,58 @@ class StepScale:
                 maximized.update(group["params"])
 
         reporting = set(step_plan.reporting)
-        products: list[_Factors] = []
+        products: list[_Product] = []
         for block in step_plan.layers:
             # Each parameter counts once over all ranks; of a sharded one, each rank has rows.
             is_reported = block in reporting or (sharded and is_dtensor(block.weight))
             if not is_reported or block.has_lost_factor or block.unverified:
                 continue
             for p in block.params:
-                if p.grad is None or p not in last_step:
+                if p.grad is None or p not in negative_step:
                     continue
                 gradient = local_tensor(p.grad)
                 if p in maximized:
                     gradient = -gradient
-                products.append(_Factors(gradient, last_step[p].to(p.device)))
+                products.append(_Product(gradient, negative_step[p].to(p.device)))
         return _sum_products(products)
 
     def keep_weights(self, blocks: Iterable[KroneckerBlock], keep_step: bool) -> None:
         """Copy the weights of layers with an inverse before the base's step.
 
-        Nothing is copied if τ is 1 and the next refresh will not measure the step. The step before
-        is dropped.
+        Nothing is copied if τ is 1 and the next refresh will not measure the step.
 
         Args:
             blocks: The layers.
             keep_step: Whether the next refresh may measure this step.
         """
-        self._last_step = {}
+        self._negative_step = {}  # of the step before, which no refresh has measured
         self._weights = {}
-        params = [p for block in blocks if block.solved for p in block.params]
-        if params and (keep_step or self.factor != 1.0):
+        self._keep_step = keep_step
+        if not keep_step and self.state.scale == 1.0:
+            return
+        params: list[Tensor] = []
+        for block in blocks:
+            if block.solved:
+                params += block.params
+        if params:
             copies = torch._foreach_mul([local_tensor(p).detach() for p in params], 1.0)
             self._weights = dict(zip(params, copies, strict=True))
 
-    def scale_step(self, keep_step: bool) -> None:
-        """Scale the base's step by τ.
-
-        Args:
-            keep_step: Whether the next refresh may measure this step.
-        """
+    def scale_step(self) -> None:
+        """Scale the base's step by τ, and keep it if the next refresh may measure it."""
         weights = self._weights
         self._weights = {}
         if not weights:
             return
         after = [local_tensor(p) for p in weights]
         before = list(weights.values())
-        if self.factor != 1.0:
-            torch._foreach_lerp_(after, before, 1.0 - self.factor)
-        if keep_step:
+        scale = self.state.scale
+        if scale != 1.0:
+            torch._foreach_lerp_(after, before, 1.0 - scale)
+        if self._keep_step:
+            # In place, so that the values of ``weights`` are now before - after = -Δ.
             torch._foreach_sub_(before, after)
-            self._last_step = weights
+            self._negative_step = weights
 
     def update(self, slope: float, rate: float, step: int) -> None:
         """Update τ at a refresh.
@@ -276,18 +289,18 @@ class StepScale:
             rate: The learning rate.
             step: The number of steps before this one.
         """
-        self.state = self.state.update(slope, rate, step, self._bounds)
+        self.state = self.state.next_state(slope, rate, step, self._bounds)
 
     def saved(self) -> dict[str, float]:
-        """The entries of a checkpoint in the part of each layer."""
-        return asdict(self.state)
+        """Return the entries of a checkpoint in the part of each layer."""
+        return dict(zip(SCALE_ENTRIES, astuple(self.state), strict=True))
 
     def saved_step(self, p: Tensor, fill: bool) -> dict[str, Any]:
-        """The entries of a checkpoint with the last step of a parameter, sharded as it is.
+        """Return the entries of a checkpoint with -Δ of a parameter, sharded as it is.
 
         If ``fill`` is true, a step that is not known is zeros.
         """
-        step = self._last_step.get(p)
+        step = self._negative_step.get(p)
         entries: dict[str, Any] = {LAST_STEP_KNOWN: int(step is not None)}
         if step is None and fill:
             step = torch.zeros_like(local_tensor(p))
@@ -297,33 +310,33 @@ class StepScale:
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Load the entries of a checkpoint. Without them, τ does not change."""
-        self._last_step = {}
+        self._negative_step = {}
         self._weights = {}
         names = set(SCALE_ENTRIES)
         part = next((part for part in saved.values() if part.keys() >= names), None)
         if part is None:
             return
-        state = ScaleState(**{name: part.number(name) for name in SCALE_ENTRIES})
-        scale = min(max(state.step_scale, self._bounds.low), self._bounds.high)
-        self.state = replace(state, step_scale=scale)
+        state = ScaleState(*[part.number(name) for name in SCALE_ENTRIES])
+        scale = min(max(state.scale, self._bounds.low), self._bounds.high)
+        self.state = replace(state, scale=scale)
         for p, part in saved.items():
             if part.get(LAST_STEP_KNOWN, 0) and LAST_STEP in part:
                 step = local_tensor(shard_like(p, part[LAST_STEP]))
-                self._last_step[p] = step.to(p.device, p.dtype, copy=True)
+                self._negative_step[p] = step.to(p.device, p.dtype, copy=True)
 
 
-def _sum_products(products: Iterable[_Factors]) -> list[Tensor]:
+def _sum_products(products: Iterable[_Product]) -> list[Tensor]:
     """Sum scalar products. Returns a float32 scalar in a list; an empty list without products."""
 
-    def nbytes(factors: _Factors) -> int:
+    def nbytes(product: _Product) -> int:
         # On the CPU a copy costs more than a call, so every product is a bucket of its own.
-        if factors.gradient.is_cpu:
+        if product.gradient.is_cpu:
             return PRODUCT_BYTES
-        return factors.gradient.nbytes + factors.step.nbytes
+        return product.gradient.nbytes + product.step.nbytes
 
     buckets = split_into_buckets(
         products,
-        kind=lambda factors: (factors.gradient.device, factors.gradient.dtype, factors.step.dtype),
+        kind=lambda product: (product.gradient.device, product.gradient.dtype, product.step.dtype),
         nbytes=nbytes,
         max_bytes=PRODUCT_BYTES,
     )
@@ -333,8 +346,8 @@ def _sum_products(products: Iterable[_Factors]) -> list[Tensor]:
             gradient = bucket[0].gradient.flatten()
             step = bucket[0].step.flatten()
         else:
-            gradient = flatten([factors.gradient for factors in bucket])
-            step = flatten([factors.step for factors in bucket])
-        product = torch.vdot(gradient, step.to(gradient.dtype)).float()
-        sums.append(product.to(sums[0].device) if sums else product)
+            gradient = flatten([product.gradient for product in bucket])
+            step = flatten([product.step for product in bucket])
+        result = torch.vdot(gradient, step.to(gradient.dtype)).float()
+        sums.append(result.to(sums[0].device) if sums else result)
     return [torch.stack(sums).sum()] if sums else []

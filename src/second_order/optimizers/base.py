@@ -2,10 +2,12 @@
 
 One step, as :meth:`SecondOrderOptimizer.step` takes it:
 
+    check                              that a step can be taken now
     loss = closure()                   if there is one, with gradients enabled
-    check                              that this step can be taken, and that all ranks take it
+    compare                            that all ranks are about to take the same step
     curvature.prepare()                assigns layers to ranks, or refreshes eigenpairs
-    gradients <- mean over ranks       unless DistributedDataParallel has averaged them
+    gradients <- mean over ranks       unless DistributedDataParallel or FSDP2 has averaged them, or
+                                       gradient_averaging=False
     curvature.precondition()           gradients <- curvature⁻¹ gradients, in place
     base.step()                        the base optimizer, on the same groups and state
     curvature.finish_step()            scales or corrects the step of the base
@@ -124,7 +126,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     Args:
         params: The model, or its parameters or parameter groups.
-        lr: Learning rate of the base. None: every parameter group has its own.
+        lr: Learning rate of the base. None: every parameter group has its own, and that of the
+            first group is the default for groups that are added later.
         common: The keywords that all optimizers share.
         base_kwargs: Arguments of the base optimizer.
         curvature: Builds the curvature of this training run.
@@ -256,6 +259,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._base_step = step_without_hooks(self._base)
 
     def _bind_base(self) -> None:
+        """Give the base this optimizer's list of groups, and its part of ``state``.
+
+        torch replaces both objects when it loads a checkpoint.
+        """
         self._base.param_groups = self.param_groups
         self._base.state = BaseState(self.state)  # type: ignore[assignment]
 
@@ -272,10 +279,13 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             if any(world.all_gather_object(is_sharded)):  # all ranks raise if one has shards
                 raise ValueError(sharding_error(training.name, helper_role))
 
-        # Assigning roles changes `averages_gradients`, but helpers need the parameters as well.
+        # `begin` assigns roles, after which `training` has only the ranks of one role.
         averages_gradients = training.averages_gradients
         self._constructed = True
         self._curvature.begin()
+
+        # Start from the parameters of rank 0 on all ranks, helpers included. If
+        # DistributedDataParallel or FSDP2 average gradients, they also take care of this.
         if averages_gradients:
             tensors = [t for t in training.model_tensors() if not is_dtensor(t)]
             with torch.no_grad():
@@ -289,7 +299,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             facts: Further names and values that must be equal on all ranks.
         """
         self._training.require_process_group(action)
-        if self._curvature.is_helper:  # workers compare what they do without the helpers
+        if self._curvature.is_helper:  # only the workers take part in the comparison
             return
         self._consistency.check(
             self._training, self._curvature, f"{action} of {type(self).__name__}", facts
@@ -333,6 +343,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if DTENSORS in sys.modules:
             self.adopt_shards()
         if curvature.is_helper:
+            # This blocks: it sends what the last passes gave, and serves the workers until they
+            # have taken their step.
             curvature.prepare()
             return loss
         self._drop_collected_state()
@@ -390,11 +402,12 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 f"the block before you continue training"
             )
 
-        # The statistics of an unknown GradScaler's passes are not unscaled. Factors would be too
-        # large by the square of the scale, and training would stall.
+        # A GradScaler calls step() from its method _maybe_opt_step. The statistics of an unknown
+        # GradScaler's passes are not unscaled. Factors would be too large by the square of the
+        # scale, and training would stall.
         reason = self._curvature.scaler_reason
-        may_be_scaled = training.steps == 0 and training.scaler is None and reason
-        if may_be_scaled and caller(function="_maybe_opt_step") is not None:
+        needs_scaler = training.scaler is None and reason != ""
+        if training.steps == 0 and needs_scaler and caller(function="_maybe_opt_step"):
             raise ValueError(
                 f"{name}.step() is called by a GradScaler that it does not know: {reason}; write "
                 f"{name}(..., grad_scaler=scaler)"
@@ -578,7 +591,12 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             warn_about_unowned(training, [group])
 
     def _add_checked_group(self, group: dict[str, Any]) -> None:
-        """Add a group to the list, and compare the outcome between ranks. Collective."""
+        """Add a group to the list, and compare the outcome between ranks. Collective.
+
+        If one rank refuses the group, the others must not add it. So the outcome, with the text of
+        an error, is what the ranks compare. If it differs, the comparison raises on every rank. If
+        all ranks refuse the group, each raises its own error.
+        """
         training = self._training
         names = training.param_names()
         added = [names.get(id(p), "not in the model") for p in group_params([group])]
@@ -628,6 +646,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         The state holds everything that determines the next steps, including the inverses.
         ``summary()`` prints how many bytes these take. Tensors are shared, not copied.
 
+        Collective only if ``torch.distributed.checkpoint`` calls it for the full state of a sharded
+        model: then it collects the state of other ranks.
+
         Raises:
             SecondOrderError: If other ranks store a part of the state. Call :meth:`consolidate`
                 first, or save with ``torch.distributed.checkpoint``.
@@ -643,8 +664,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if self.state:
             self._publish_state()
         state_dict = super().state_dict()
-        # Copy the entries, because close() removes the curvature from those of `state`. The parts
-        # have the same order on every rank, in which torch.distributed.checkpoint gathers DTensors.
+        # Copy the dictionaries of the parts. Those of `state` lose their factors in close(), and a
+        # checkpoint that the caller holds must not. The parts have the same order on every rank, in
+        # which torch.distributed.checkpoint gathers DTensors.
         for index, entry in state_dict["state"].items():
             parts = [part for part in (BASE, CURVATURE) if part in entry]
             state_dict["state"][index] = {part: entry[part] for part in parts}
@@ -676,12 +698,12 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             return
         check_is_state(state_dict)
         self.adopt_shards()
-        checkpoint = self._load_base_state(state_dict)
+        checkpoint = self._load_groups_and_base(state_dict)
 
         # The base alone does not save our entries of the groups.
         for group in self.param_groups:
             self._fill_defaults(group)
-        self._bind_base()
+        self._bind_base()  # torch has replaced `param_groups` and `state`
         if len(self._base.state):  # some bases fail if their state has no first entry
             self._base.__setstate__({"state": self._base.state, "param_groups": self.param_groups})
 
@@ -691,8 +713,12 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._curvature.load(checkpoint.curvature)
         self._publish_state()
 
-    def _load_base_state(self, state_dict: dict[str, Any]) -> Checkpoint:
-        """Check a checkpoint as a whole, and let torch load the groups and the base's state."""
+    def _load_groups_and_base(self, state_dict: dict[str, Any]) -> Checkpoint:
+        """Check a checkpoint as a whole, and let torch load the groups and the base's state.
+
+        The checks run in torch's pre-hook, after the pre-hooks that users registered. A pre-hook
+        returns to torch, so it leaves the checkpoint for us in a list.
+        """
         training = self._training
         names = training.param_names()
         groups = self.param_groups
@@ -705,7 +731,6 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             # torch casts what it loads to the parameter's dtype, so it must not see the curvature.
             return checkpoint.state_dict
 
-        # Registered last, so that it reads the result of the user's hooks.
         hook = self.register_load_state_dict_pre_hook(read)
         try:
             super().load_state_dict(state_dict)
@@ -770,7 +795,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         is_nested = self._hooks_are_removed
         self._hooks_are_removed = True
         try:
-            with self._curvature.hooks_removed(), self._training.forward_checks_removed():
+            with self._curvature.hooks_removed(), self._training.pre_hooks_removed():
                 yield
         finally:
             self._hooks_are_removed = is_nested

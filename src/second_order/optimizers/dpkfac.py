@@ -99,7 +99,8 @@ class DPKFAC(KroneckerOptimizer):
             partial(dpkfac_plan, assignment=assignment),
             block_rules(options),
             str(dpkfac_options),
-            owners=gradient_exchange,
+            from_owner=True,
+            means_to_owners=gradient_exchange == "owner",
         )
         super().__init__(
             params,

@@ -29,7 +29,12 @@ __all__ = ["Training", "base_class_names", "step_without_hooks", "warn"]
 
 
 def step_without_hooks(base: torch.optim.Optimizer) -> Callable[[], None]:
-    """Return the base's ``step`` without step hooks, which the wrapping optimizer already ran."""
+    """Return the base's ``step`` without the hooks of ``register_step_pre_hook`` and others.
+
+    torch replaces the ``step`` of every optimizer class by a function that runs these hooks, marks
+    it as ``hooked``, and keeps the original as ``__wrapped__``. Our own optimizer's ``step`` has
+    run the hooks already.
+    """
     step = type(base).step
     while getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
@@ -43,7 +48,7 @@ def base_class_names(base: torch.optim.Optimizer) -> str:
 
 
 def warn(message: str) -> None:
-    """Show a SecondOrderWarning."""
+    """Show a SecondOrderWarning at the line that calls the function with the warning."""
     warnings.warn(message, SecondOrderWarning, stacklevel=3)
 
 
@@ -54,9 +59,9 @@ class Training:
     name: str  # class name of the optimizer, for messages
     model: nn.Module  # the user's model, without wrappers
     owns_params: bool  # whether the optimized parameters belong to ``model``
-    outer_class: str  # class of a module around ``model``, if ``model`` was found by its params
+    outer_class: str  # class of a module around ``model`` that may change its outputs, or ""
     under_ddp: bool  # whether DistributedDataParallel wraps the model
-    world: World  # the ranks that train together; on a helper, the helper ranks
+    world: World  # the ranks of this rank's role: those that train together, or the helpers
     averages_gradients: bool  # whether the optimizer averages gradients over the ranks
     scaler: Any  # the GradScaler that scales the loss, or None
     base: torch.optim.Optimizer  # shares its groups and state with the optimizer
@@ -65,8 +70,8 @@ class Training:
     steps: int = 0  # number of steps taken
     close_callbacks: list[Callable[[], None]] = field(default_factory=list)
     warned: set[str] = field(default_factory=set)  # keys of warnings that have been shown
-    _forward_checks: list[Callable[..., None]] = field(default_factory=list, init=False)
-    _check_handles: list[RemovableHandle] = field(default_factory=list, init=False)
+    _pre_hooks: list[Callable[..., None]] = field(default_factory=list, init=False)
+    _pre_hook_handles: list[RemovableHandle] = field(default_factory=list, init=False)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -88,7 +93,7 @@ class Training:
         return torch.device("cpu")
 
     def trainable_params(self) -> list[Tensor]:
-        """List the parameters in the groups that require gradients."""
+        """List the parameters of the groups, without frozen ones."""
         return [p for group in self.groups for p in group["params"] if p.requires_grad]
 
     def averaged_params(self) -> list[Tensor]:
@@ -114,29 +119,34 @@ class Training:
         return {id(p): name for name, p in self.model.named_parameters()}
 
     def restrict_to(self, world: World) -> None:
-        """Train only with the ranks of ``world`` from now on, because the others are helpers."""
+        """Work only with the ranks of ``world`` from now on, which have the same role as this one.
+
+        There are two roles: workers, which train, and helpers.
+        """
         self.world = world
         self.averages_gradients = self.averages_gradients and world.size > 1
 
-    def add_forward_check(self, hook: Callable[..., None]) -> None:
-        """Register a forward pre-hook on the model until the optimizer is closed."""
-        self._forward_checks.append(hook)
-        self._check_handles.append(self.model.register_forward_pre_hook(hook))
-        if len(self._forward_checks) == 1:
-            self.close_callbacks.append(self._forward_checks.clear)
-            self.close_callbacks.append(partial(remove_handles, self._check_handles))
-            weakref.finalize(self, remove_handles, self._check_handles).atexit = False
+    def add_forward_pre_hook(self, hook: Callable[..., None]) -> None:
+        """Register a forward pre-hook on the model until the optimizer is closed or deleted."""
+        if not self._pre_hooks:
+            handles = self._pre_hook_handles
+            self.close_callbacks.append(self._pre_hooks.clear)
+            self.close_callbacks.append(partial(remove_handles, handles))
+            # At exit, the model is gone as well, so the finalizer does not run then.
+            weakref.finalize(self, remove_handles, handles).atexit = False
+        self._pre_hooks.append(hook)
+        self._pre_hook_handles.append(self.model.register_forward_pre_hook(hook))
 
     @contextmanager
-    def forward_checks_removed(self) -> Iterator[None]:
-        """Remove the hooks of :meth:`add_forward_check` inside a ``with`` block."""
-        remove_handles(self._check_handles)
+    def pre_hooks_removed(self) -> Iterator[None]:
+        """Remove the hooks of :meth:`add_forward_pre_hook` inside a ``with`` block."""
+        remove_handles(self._pre_hook_handles)
         try:
             yield
         finally:
-            remove_handles(self._check_handles)
-            for hook in self._forward_checks:
-                self._check_handles.append(self.model.register_forward_pre_hook(hook))
+            remove_handles(self._pre_hook_handles)
+            for hook in self._pre_hooks:
+                self._pre_hook_handles.append(self.model.register_forward_pre_hook(hook))
 
     def model_tensors(self) -> list[Tensor]:
         """List all parameters, including those outside of the model, and all buffers."""
@@ -154,7 +164,10 @@ class Training:
         warn(message)
 
     def summary_title(self, *details: str) -> str:
-        """Return the first line of a summary: optimizer, base, learning rate, ranks and step."""
+        """Return the first line of a summary: optimizer, base, learning rate, ranks and step.
+
+        The learning rate is that of the first group.
+        """
         rate = "no parameter groups"
         if self.groups:
             rate = f"lr {group_settings(self.groups[0])['lr']:.6g}"

@@ -42,7 +42,7 @@ def split_into_roles(training: Training, roles: Roles, timeout: float) -> list[H
         helpers = [global_ranks[rank] for rank in roles.helpers]
         option = f"{role_option(roles.helper_role)}={len(helpers)}"
         hook = partial(_refuse_ddp_with_helpers, workers, helpers, option)
-        training.add_forward_check(hook)
+        training.add_forward_pre_hook(hook)
     return links
 
 
