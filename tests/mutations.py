@@ -334,7 +334,7 @@ statistics from before a load  <-  contract_state::statistics_captured_before_a_
 == kfac/curvature.py
 factors forget by the update, not by the step
   <-  distkfac::without_a_decay_all_statistics_have_equal_weight
-    return self.training.steps - self._schedule.updated_at  =>  return 1
+    age = step - self._averaged_at  =>  age = 1
 a factor that a checkpoint lacks is not lost
   <-  factor_exchange::a_layer_with_a_lost_factor_starts_its_averages_again
     if agreed[2 * i + 1]]  =>  if False]
@@ -344,7 +344,7 @@ a chosen fraction that checkpoints forget
   + pass
 messages forget since the beginning of a resumed run
   <-  stats_workers::the_first_message_decays_factors_since_the_last_update
-    self._schedule.record_update(int(updated_at))  =>  pass
+    self._averaged_at = int(read_shared_number(saved, UPDATED_AT, self.training.steps))  =>  pass
 statistics that leave in the passes as sums
   <-  loss_reduction::unequal_micro_batches_work_with_every_factor_exchange
     if layers.losses.current() != "step_mean":  =>  if True:
@@ -358,7 +358,7 @@ ranks' losses not compared  <-  loss_reduction::ranks_with_different_reductions_
 messages forget since the beginning
   <-  stats_workers::factors_decay_between_messages_as_in_as_many_steps
   - self.layers.update_averages(sums, decay)
-  -         self._schedule.record_update(self.training.steps)
+  -         self._averaged_at = self.training.steps
   + self.layers.update_averages(sums, decay)
 a resumed run that forgets its intervals  <-  drift::a_resumed_run_has_the_same_intervals
     self.drift.load(saved, self.layers.blocks)  =>  pass

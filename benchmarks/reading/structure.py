@@ -1,11 +1,13 @@
 """The size of the code that you read to follow one step of each optimizer.
 
     python benchmarks/reading/structure.py --json benchmarks/results/structure.json
+    python benchmarks/reading/structure.py --list KAISA
 
 For each optimizer, the script takes a step with all refreshes due, in one process with two Linear
 layers. It counts the files and functions of the package that the step enters, the lines of all
 classes of the optimizer, and its attributes. For the whole package, it counts the lines of code,
-and accesses to private names of another file's classes.
+and accesses to private names of another file's classes. With ``--list``, it prints the names of the
+functions that the step of one optimizer enters.
 """
 
 from __future__ import annotations
@@ -189,11 +191,28 @@ def foreign_privates() -> Counter[str]:
     return +counts
 
 
+def list_functions(functions: Iterable[tuple[str, str]]) -> None:
+    """Print functions by file, the file with the most functions first."""
+    by_file: dict[str, list[str]] = {}
+    for file, name in functions:
+        by_file.setdefault(str(Path(file).relative_to(PACKAGE)), []).append(name)
+    for file in sorted(by_file, key=lambda file: -len(by_file[file])):
+        print(f"{file}: {len(by_file[file])}")
+        for name in sorted(by_file[file]):
+            print(f"    {name.replace('<locals>.', '')}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    names = [System.__name__ for System in DUE]
+    parser.add_argument("--list", choices=names, help="only list the functions of one optimizer")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", SecondOrderWarning)
+    if arguments.list:
+        (listed,) = (System for System in DUE if System.__name__ == arguments.list)
+        list_functions(stepped(listed)[1])
+        return
     figures: dict[str, Any] = {}
     for System in DUE:
         files, functions, attributes = stepped(System)

@@ -103,7 +103,7 @@ def until_fed(model: nn.Module, optimizer: Any) -> list[Tensor]:
     """Until all workers have stopped taking statistics from their own passes."""
     found: list[Tensor] = []
     end = time.monotonic() + LONG
-    while optimizer._curvature.helpers.own_passes:
+    while optimizer._curvature.stats_workers.own_passes:
         assert time.monotonic() < end, "no statistics have come"
         found += train_on(model, optimizer, BATCHES[:1])
         time.sleep(0.002)
@@ -123,7 +123,7 @@ def until_all_come(model: nn.Module, optimizer: Any) -> list[Tensor]:
     end = time.monotonic() + LONG
     while not everywhere(
         optimizer,
-        not optimizer._curvature.helpers.own_passes
+        not optimizer._curvature.stats_workers.own_passes
         and all(b.factors.weight != w for b, w in zip(owned, before, strict=True)),
     ):
         assert time.monotonic() < end, "nothing comes of some layers"

@@ -55,7 +55,7 @@ def watched_worker(model: nn.Module, optimizer: Any) -> dict[str, Any]:
             messages.append((link.peer, message.note["snapshots"] - 1))
         return message
 
-    links = optimizer._curvature.helpers.links
+    links = optimizer._curvature.stats_workers.links
     for link in links:
         link.receive = partial(receive, link, link.receive)
     peers = [link.peer for link in links]
@@ -135,7 +135,7 @@ def held_worker(model: nn.Module, optimizer: Any, sign: Path, wrap: bool) -> Any
     )
     with optimizer:
         found = train_on(wrapped, optimizer, BATCHES)
-        assert optimizer._curvature.helpers.own_passes
+        assert optimizer._curvature.stats_workers.own_passes
         optimizer._training.world.group and everywhere(optimizer, 0.0)
         sign.touch()
         until_fed(wrapped, optimizer)
@@ -310,7 +310,7 @@ class OutOfPaperError(Exception):
 def frozen_worker(model: nn.Module, optimizer: Any) -> tuple[int, Tensor]:
     """Everything is frozen for some steps, and trains again."""
     until_fed(model, optimizer)
-    (link,) = optimizer._curvature.helpers.links
+    (link,) = optimizer._curvature.stats_workers.links
     before = vector(model)
     fetched = link._num_fetched
     model.requires_grad_(False)
@@ -323,7 +323,7 @@ def frozen_worker(model: nn.Module, optimizer: Any) -> tuple[int, Tensor]:
     assert torch.equal(vector(model), before)
     model.requires_grad_(True)
     until_fed(model, optimizer)
-    active = len(optimizer._curvature.helpers.links)
+    active = len(optimizer._curvature.stats_workers.links)
     optimizer.close()
     return active, vector(model)
 
@@ -367,11 +367,11 @@ def fails_worker(model: nn.Module, optimizer: Any, how: str) -> Any:
     """The worker continues after the helper is gone, and its own passes count again."""
     with optimizer:
         end = time.monotonic() + LONG
-        while optimizer._curvature.helpers.links:
+        while optimizer._curvature.stats_workers.links:
             assert time.monotonic() < end, "the loss is not noticed"
             train_on(model, optimizer, BATCHES[:1])
             time.sleep(0.002)
-        assert optimizer._curvature.helpers.own_passes
+        assert optimizer._curvature.stats_workers.own_passes
         before = [block.factors.weight.clone() for block in optimizer._curvature.layers.blocks]
         trajectory = train_on(model, optimizer, BATCHES)
         assert not any(

@@ -62,7 +62,7 @@ def helped(optimizer: Any) -> FakeLink:
     link: Any = FakeLink()
     helpers = StatsWorkers(1, 1.0)
     helpers.links = [link]
-    optimizer._curvature.helpers = helpers
+    optimizer._curvature.stats_workers = helpers
     return link
 
 
@@ -139,7 +139,7 @@ def worker_with_link() -> tuple[nn.Module, Any, FakeLink, Any]:
 
 def test_workers_capture_again_when_no_valid_statistics_arrive() -> None:
     _, worker, link, sent = worker_with_link()
-    helpers = worker._curvature.helpers
+    helpers = worker._curvature.stats_workers
     own = []
     spoiled = [t * math.nan for t in sent[0]], sent[1]
     for content in (sent, spoiled, sent):
@@ -243,5 +243,5 @@ def test_after_a_change_workers_capture_until_newer_messages_arrive() -> None:
         loss_on(model).backward()
         captured.append(any(not b.staged.empty for b in worker._curvature.layers.blocks))
         deliver_statistics(worker, link, sent, version)
-        assert worker._curvature.helpers.own_passes == (i in (1, 2, 3))
+        assert worker._curvature.stats_workers.own_passes == (i in (1, 2, 3))
     assert captured[3:] == [True, True]

@@ -56,11 +56,10 @@ from second_order.kfac.plan import (
 )
 from second_order.kfac.precondition import (
     Clip,
-    PreconditionResult,
     assign_param_owners,
     precondition_gradients,
 )
-from second_order.kfac.schedule import UPDATED_AT, Schedule
+from second_order.kfac.schedule import Schedule
 from second_order.kfac.sharded_gradients import Bucket, make_buckets, precondition_rows
 from second_order.kfac.spd_kfac import Pipeline, Sums
 from second_order.kfac.state import (
@@ -68,6 +67,7 @@ from second_order.kfac.state import (
     DAMPING,
     MEAN_CURVATURE,
     NEWLY_TRAINABLE_AT,
+    UPDATED_AT,
     check_saved,
     factor_entries,
     inverse_entries,
@@ -85,7 +85,6 @@ from second_order.kfac.thor import TraceRefresh
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.model_curvature import KroneckerCurvature
-from second_order.kronecker.solvers import Inverse
 from second_order.kronecker.storage import DeviceRead
 from second_order.optimizers.config import SCHEDULES, KFACOptions
 from second_order.planning.cost import cheapest_workers
@@ -111,10 +110,11 @@ FULL_PRECISION_STEPS = 20
 ASSUMED_INTERVAL = 10
 
 
-class Helpers(Protocol):
+class StatsWorkersInterface(Protocol):
     """The stats workers from the point of view of a gradient worker.
 
-    Stats workers are helper ranks, which only compute statistics and do not train.
+    Stats workers are helper ranks, which only compute statistics and do not train. This interface
+    is that of ``second_order.kfac.stats_workers.StatsWorkers``, which imports this file.
     """
 
     @property
@@ -223,7 +223,7 @@ class KFAC(LayeredCurvature):
         training: The model, the parameter groups and the ranks.
         options: The options of all K-FAC optimizers.
         system: What distinguishes KAISA, DPKFAC and DistKFAC.
-        helpers: The stats workers, if there are any.
+        stats_workers: The helper ranks that only compute statistics, if there are any.
     """
 
     def __init__(
@@ -231,12 +231,12 @@ class KFAC(LayeredCurvature):
         training: Training,
         options: KFACOptions,
         system: System,
-        helpers: Helpers | None = None,
+        stats_workers: StatsWorkersInterface | None = None,
     ) -> None:
         super().__init__(training)
         self._options = options
         self._system = system
-        self.helpers = helpers
+        self.stats_workers = stats_workers
         self._dtype = options.inv_dtype
 
         # Layers, and the ranks that work on them.
@@ -251,9 +251,9 @@ class KFAC(LayeredCurvature):
 
         # Schedules and inverses.
         self._schedule = Schedule(training, options, self.layers)
-        self.throttle = self._schedule.throttle
-        self.drift = self._schedule.drift
-        self.traces: TraceRefresh | None = None
+        self.throttle = self._schedule.throttle  # of overhead=: bounds the time of refreshes
+        self.drift = self._schedule.drift  # sets the intervals if inv_update_steps is "auto"
+        self.traces: TraceRefresh | None = None  # THOR's rule: which due layers are refreshed
         if options.trace_rule is not None:
             self.traces = TraceRefresh(options.trace_rule.upper, options.trace_rule.lower)
         self.inverses = Inverses(
@@ -264,6 +264,7 @@ class KFAC(LayeredCurvature):
             rule=None if self.traces is None else self.traces.choose,
             inverter=system.inverter,
         )
+        self._averaged_at = 0  # the step of the last update of the running averages
         self.mean_curvature = 0.0  # mean eigenvalue over all layers, at the last refresh
 
         # Exchange, clip and step scale.
@@ -280,7 +281,8 @@ class KFAC(LayeredCurvature):
         self._last = StepInfo()
         self._closed = False
 
-        # State of the whole model. A checkpoint repeats it in every layer's entries.
+        # State of the whole model. A checkpoint repeats it in every layer's entries. The usual
+        # change of a step is what kl_clip="auto" compares with.
         usual = None if self.clip is None else self.clip.usual
         candidates: list[Any] = [self.throttle, self.step_scale, usual]
         self._common_state = [part for part in candidates if part is not None]
@@ -300,8 +302,8 @@ class KFAC(LayeredCurvature):
             ValueError: If the processes or devices do not support the options.
         """
         self._system.plan([], self.training.world.size)  # raises for an unsupported world size
-        if self.helpers is not None:
-            self.helpers.begin(self.training)
+        if self.stats_workers is not None:
+            self.stats_workers.begin(self.training)
         # If gradients are sharded, one rank per layer collects them, so there is nothing to choose.
         if self._system.auto_workers and not self.layers.sharded:
             workers = choose_num_workers(self.training, self._options, self.layers.blocks)
@@ -316,7 +318,7 @@ class KFAC(LayeredCurvature):
         """
         if self._closed:
             return
-        if self.helpers is not None:
+        if self.stats_workers is not None:
             raise ValueError(sharding_error(self.training.name, "stats"))
         self.layers.replace_params(others)
         # Gradient-factored layers need whole gradients, which no rank has any more.
@@ -377,7 +379,7 @@ class KFAC(LayeredCurvature):
 
         # Update A and G from this step's batches. Stats workers may also have sent statistics.
         statistics_due = self._schedule.statistics_due(step)
-        if statistics_due or self.helpers is not None or self._pipeline is not None:
+        if statistics_due or self.stats_workers is not None or self._pipeline is not None:
             with stage("statistics"):
                 self._update_factors(statistics_due, pending)
 
@@ -397,17 +399,34 @@ class KFAC(LayeredCurvature):
         if pending is not NO_AVERAGE:
             with stage("average_gradients"):
                 pending.wait()
-        if self.helpers is not None:
-            self.helpers.agree(self.training)
+        if self.stats_workers is not None:
+            self.stats_workers.agree(self.training)
 
         # Measure the loss's slope along the last step. This needs the plain mean gradients, which
         # have only arrived now.
         if refresh.installed and report is None:
             report = self._report_refresh(DeviceRead())
 
-        # Precondition on the gradient workers, exchange P, clip, and write p.grad.
+        # Precondition on the gradient workers, exchange P, clip, and write p.grad. If FSDP2 shards
+        # gradients, each rank has some of the rows.
         with stage("precondition"):
-            result = self._precondition_gradients(refresh.previous)
+            if self.layers.sharded:
+                result = precondition_rows(
+                    buckets=self._buckets,
+                    step=self._step_plan,
+                    training=self.training,
+                    clip=self.clip,
+                    dtype=self._dtype,
+                    previous=refresh.previous,
+                )
+            else:
+                result = precondition_gradients(
+                    step_plan=self._step_plan,
+                    clip=self.clip,
+                    dtype=self._dtype,
+                    previous=refresh.previous,
+                    owners=self.mean_receivers(),
+                )
 
         # Adapt the refresh intervals, the step scale and the floor of γ after a refresh.
         if refresh.installed and report is not None:
@@ -425,15 +444,15 @@ class KFAC(LayeredCurvature):
         """Scale the base's step by τ, and send the parameters to stats workers that are ready."""
         if self.step_scale is not None:
             self.step_scale.scale_step()
-        if self.helpers is not None:
-            self.helpers.send_snapshots(self.training, self.inverses.inverter.post)
+        if self.stats_workers is not None:
+            self.stats_workers.send_snapshots(self.training, self.inverses.inverter.post)
         if self.throttle is not None:
             self.throttle.end_step(refreshed=self._last.refresh_due)
 
     def watch(self) -> None:
         """Turn capture on for the next step's passes if statistics are due then; otherwise off."""
         due = self._schedule.statistics_may_be_due(self.training.steps)
-        if self.helpers is not None and not self.helpers.own_passes:
+        if self.stats_workers is not None and not self.stats_workers.own_passes:
             due = False
         if due or self.layers.is_capturing:
             self.layers.begin_passes(capture=due)
@@ -444,39 +463,36 @@ class KFAC(LayeredCurvature):
 
     def _update_factors(self, due: bool, pending: PendingAverage) -> None:
         """Update A and G, from this step's passes if ``due``, and from stats workers' messages."""
-        helpers = self.helpers
+        stats_workers = self.stats_workers
         gradient_factored = self._step_plan.gradient_factored
-        age = self._age_of_averages()  # now, because the first update below makes it 0
+        step = self.training.steps
+        age = step - self._averaged_at  # computed now, because the first update makes it 0
 
         # This step's passes. If there are stats workers, also check that the passes were captured:
         # the gate is open only if statistics were due when the passes ran.
         from_passes = due
-        if helpers is not None:
-            from_passes = due and helpers.own_passes and self.layers.capture.gate.open
+        if stats_workers is not None:
+            from_passes = due and stats_workers.own_passes and self.layers.capture.gate.open
         num_terms: Tensor | None = None
         if from_passes:
             decay = self._schedule.factor_decay(age)
             sums = self._sum_statistics()
-            if gradient_factored and helpers is None:
+            if gradient_factored and stats_workers is None:
                 num_terms = _largest_number_of_terms(sums.values(), self.training.device)
             self._update_averages(sums, decay)
         elif self._pipeline is not None:
             self._pipeline.drain()
 
         # Messages of stats workers. Each contains statistics of batches that no other rank has.
-        if helpers is not None:
+        if stats_workers is not None:
             owned = {block.name: block for block in self._measured_layers}
-            for sums in helpers.receive_statistics(owned, self.training):
-                decay = self._schedule.factor_decay(self._age_of_averages())
+            for sums in stats_workers.receive_statistics(owned, self.training):
+                decay = self._schedule.factor_decay(step - self._averaged_at)
                 self._update_averages(sums, decay)
 
         # Gradient-factored layers, whose factors come from the mean weight gradient.
         if due and gradient_factored:
             self._update_from_gradients(pending, age, num_terms)
-
-    def _age_of_averages(self) -> int:
-        """Return the steps since the last update of the running averages."""
-        return self.training.steps - self._schedule.updated_at
 
     def _sum_statistics(self) -> Sums:
         """Return the statistics of this step's passes, summed over the ranks. Collective."""
@@ -512,7 +528,7 @@ class KFAC(LayeredCurvature):
         if self.inverses.pending:
             self.inverses.snapshot_factors(sums)
         self.layers.update_averages(sums, decay)
-        self._schedule.record_update(self.training.steps)
+        self._averaged_at = self.training.steps
 
     def _update_from_gradients(
         self, pending: PendingAverage, age: int, num_terms: Tensor | None
@@ -546,19 +562,6 @@ class KFAC(LayeredCurvature):
         return self._system.exchange_dtype
 
     # ----------------------------------------------------------------- preconditioning and feedback
-
-    def _precondition_gradients(
-        self, previous: Mapping[KroneckerBlock, Inverse]
-    ) -> PreconditionResult:
-        """Precondition the mean gradients. If FSDP2 shards them, each rank has some of the rows."""
-        if self.layers.sharded:
-            return precondition_rows(
-                self._buckets, self._step_plan, self.training, self.clip, self._dtype, previous
-            )
-        receivers = None
-        if self.training.averages_gradients and self.has_mean_receivers:
-            receivers = self.mean_receivers()
-        return precondition_gradients(self._step_plan, self.clip, self._dtype, previous, receivers)
 
     def _report_refresh(self, read: DeviceRead) -> Report | None:
         """Return this rank's report on a refresh; None if no option uses reports.
@@ -611,16 +614,14 @@ class KFAC(LayeredCurvature):
 
     # --------------------------------------------------------------------------------- assignment
 
-    @property
-    def has_mean_receivers(self) -> bool:
-        """Whether only one rank receives the mean of each gradient, instead of all ranks."""
-        return self._system.means_to_owners and not self.layers.sharded
-
-    def mean_receivers(self) -> dict[Tensor, int]:
-        """Return the rank that receives the mean of each gradient.
+    def mean_receivers(self) -> dict[Tensor, int] | None:
+        """Return the rank that receives the mean of each gradient; None if all ranks do.
 
         For a layer it is the owner. Parameters outside of layers are spread over the ranks.
         """
+        is_averaged_here = self.training.averages_gradients and not self.layers.sharded
+        if not (self._system.means_to_owners and is_averaged_here):
+            return None
         params = self.training.averaged_params()
         receivers = self._mean_receivers
         if receivers is None or [id(p) for p in receivers] != [id(p) for p in params]:
@@ -630,9 +631,8 @@ class KFAC(LayeredCurvature):
 
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
         """Return the gradients and the rank that receives each mean; None if all ranks do."""
-        if not self.has_mean_receivers:
-            return None
-        return gradients, list(self.mean_receivers().values())
+        receivers = self.mean_receivers()
+        return None if receivers is None else (gradients, list(receivers.values()))
 
     def _contributes(self, block: KroneckerBlock) -> bool:
         """Return whether this rank's batches contribute to a layer's factors."""
@@ -673,7 +673,7 @@ class KFAC(LayeredCurvature):
         self._buckets = make_buckets(self._step_plan, world) if self.layers.sharded else []
         self._mean_receivers = None
         self._measured_layers = self._step_plan.reporting
-        if self.helpers is not None:
+        if self.stats_workers is not None:
             self._measured_layers = self._step_plan.decomposes_a
         if self._pipeline is not None:
             self._pipeline.follow(self._step_plan.contributing)
@@ -686,8 +686,8 @@ class KFAC(LayeredCurvature):
         self.inverses.restart(self._step_plan)
         if self.drift is not None:
             self.drift.keep_only(layers.blocks)
-        if self.helpers is not None:
-            self.helpers.restart()
+        if self.stats_workers is not None:
+            self.stats_workers.restart()
         if self._loaded is not None:
             # load() has installed inverses for the old assignment, which were dropped above.
             self._install_loaded(self._loaded)
@@ -718,13 +718,17 @@ class KFAC(LayeredCurvature):
     # ---------------------------------------------------------------------------------- checkpoints
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        """Return the factors that this rank stores, by weight. Tensors are not copied."""
+        """Return the factors that this rank stores, by weight, and the numbers of the whole model.
+
+        These entries are in ``optimizer.state`` all the time. Checkpoints also have those of
+        :meth:`state_to_save`. Tensors are not copied.
+        """
         # Entries that are equal for all layers.
         common: dict[str, Any] = {}
         for part in self._common_state:
             common |= part.saved()
         common[MEAN_CURVATURE] = self.mean_curvature
-        common[UPDATED_AT] = self._schedule.updated_at
+        common[UPDATED_AT] = self._averaged_at
         common[NEWLY_TRAINABLE_AT] = self.layers.newly_trainable_at
         if self._system.auto_workers:
             common |= zip(CHOSEN_WORKERS, (self.num_workers, self.training.world.size), strict=True)
@@ -747,9 +751,10 @@ class KFAC(LayeredCurvature):
         return state
 
     def state_to_save(self) -> dict[Tensor, dict[str, Any]]:
-        """Return what a resumed run needs until the next refresh: inverses and the last step.
+        """Return what only checkpoints have: inverses, and the last step of the parameters.
 
-        Tensors are not copied. This method waits for the inverses that threads compute.
+        A resumed run needs them until the next refresh. Tensors are not copied. This method waits
+        for the inverses that threads compute.
         """
         if self._closed:
             return {}
@@ -786,8 +791,7 @@ class KFAC(LayeredCurvature):
         for part in self._common_state:
             part.load(saved)
         self.mean_curvature = read_shared_number(saved, MEAN_CURVATURE, 0.0)
-        updated_at = read_shared_number(saved, UPDATED_AT, self.training.steps)
-        self._schedule.record_update(int(updated_at))
+        self._averaged_at = int(read_shared_number(saved, UPDATED_AT, self.training.steps))
         self.layers.schedule_all_at(int(read_shared_number(saved, NEWLY_TRAINABLE_AT, -1)))
 
         self._loaded = saved
@@ -811,6 +815,8 @@ class KFAC(LayeredCurvature):
         if self.traces is not None:
             self.traces.load(saved, self.layers.blocks)
         inverses.resubmit(loaded.snapshots)
+        # The ranks agree at the next step on what is missing. One rank alone knows it already. So
+        # summary() and metrics() do not count inverses that will be refreshed.
         self._missing = loaded.missing
         if self.training.world.size == 1:
             inverses.drop(self._missing)
@@ -899,8 +905,8 @@ class KFAC(LayeredCurvature):
 
     def close(self) -> None:
         """Stop threads and remove all hooks. All layers then fall back to the base optimizer."""
-        if self.helpers is not None:
-            self.helpers.close()
+        if self.stats_workers is not None:
+            self.stats_workers.close()
         self.inverses.close()
         self.layers.close()
         if self.drift is not None:
@@ -947,7 +953,7 @@ class KFAC(LayeredCurvature):
         metrics["step_scale"] = self._step_scale
         if last_step >= 0 and not self._closed:
             # A loaded checkpoint may have averages that are newer than its last step.
-            age = max(last_step - self._schedule.updated_at, 0)
+            age = max(last_step - self._averaged_at, 0)
             metrics["age/statistics"] = float(age)
             if self.drift is not None:
                 metrics |= self.drift.metrics

@@ -42,7 +42,6 @@ __all__ = [
     "DRIFT",
     "MAX_INTERVAL",
     "PLAIN",
-    "UPDATED_AT",
     "Bounds",
     "Drift",
     "LayerDrift",
@@ -53,9 +52,6 @@ __all__ = [
 
 DRIFT = ("drift_interval", "drift_alike", "drift_least")
 """Checkpoint entries of each layer: interval, num_stable and cost_bound of its LayerDrift."""
-
-UPDATED_AT = "updated_at"
-"""Checkpoint entry, equal for all layers: the step of the last update of the running averages."""
 
 MAX_INTERVAL = 32  # steps; longer only if the cost of a refresh or the throttle requires it
 MAX_COST_EXPONENT = 10  # cost bounds are at most 2 ** 10 steps
@@ -255,13 +251,13 @@ class Drift:
                 shortest = max(change.cost_bound, throttle_bound)
                 change = change.after_refresh(rounded, self._bounds, shortest)
             self.changes[block] = replace(change, cost_bound=new_bound)
-        self.invalidate()
+        self._stored = None
 
     def keep_only(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Drop the drift of all other layers."""
         remaining = set(blocks)
         self.changes = {b: change for b, change in self.changes.items() if b in remaining}
-        self.invalidate()
+        self._stored = None
 
     def saved(self, block: KroneckerBlock) -> dict[str, Any]:
         """Return the checkpoint entries of a layer."""
@@ -341,7 +337,6 @@ class Schedule:
     """When statistics and refreshes are due, and how much of the past an update keeps.
 
     Attributes:
-        updated_at: The step of the last update of the running averages.
         throttle: Bounds the cost of refreshes; None without ``overhead=``.
         drift: The layers' own intervals; None if the interval is a number or a callable.
     """
@@ -352,7 +347,6 @@ class Schedule:
         self._refresh_interval = options.refresh_interval  # None: by drift
         self._statistics_interval = options.statistics_interval  # None: at each refresh
         self._factor_decay = options.factor_decay
-        self.updated_at = 0
         self.throttle: Throttle | None = None
         if options.overhead is not None:
             self.throttle = Throttle(training, options.overhead, min_refreshes=TIMED_REFRESHES)
@@ -398,10 +392,6 @@ class Schedule:
             return self.statistics_due(step)
         except Exception:
             return True
-
-    def record_update(self, step: int) -> None:
-        """Record the step of the last update of the running averages."""
-        self.updated_at = step
 
     def factor_decay(self, age: int) -> float:
         """Return the weight of the past in an update at this step.

@@ -39,7 +39,7 @@ from second_order.distributed.world import World
 from second_order.kfac.inversion import Inverses, InverseState, LoadedInverse, PendingInverse
 from second_order.kfac.plan import LayerPlan
 from second_order.kfac.precondition import USUAL_CHANGE
-from second_order.kfac.schedule import DRIFT, UPDATED_AT
+from second_order.kfac.schedule import DRIFT
 from second_order.kfac.step_scale import LAST_STEP, LAST_STEP_KNOWN, SCALE_ENTRIES
 from second_order.kfac.thor import STOPPED
 from second_order.kronecker.block import (
@@ -60,6 +60,7 @@ __all__ = [
     "MEANS",
     "MEAN_CURVATURE",
     "NEWLY_TRAINABLE_AT",
+    "UPDATED_AT",
     "WEIGHT",
     "Entry",
     "Loaded",
@@ -94,6 +95,7 @@ SNAPSHOT_NUMBERS = ("snapshot_damping", "snapshot_mean_curvature")
 # The entries that are equal for all layers.
 CHOSEN_WORKERS = ("gradient_workers", "gradient_workers_of")
 MEAN_CURVATURE = "mean_curvature"
+UPDATED_AT = "updated_at"  # the step of the last update of the running averages
 NEWLY_TRAINABLE_AT = "newly_trainable_at"
 DAMPING = "damping"
 """The option γ at the last refresh, or -1 before the first."""

@@ -207,6 +207,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 layers=aux.layers,
             )
             own_groups = self._base.param_groups
+        # PEAK_LR is the largest learning rate of a group's schedule so far; a step updates it.
         defaults = {**self._base.defaults, PEAK_LR: 0.0}
         super().__init__([copy_group(group) for group in own_groups], defaults)
         self._share_groups_and_state()
@@ -347,9 +348,19 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             # have taken their step.
             curvature.prepare()
             return loss
-        self._drop_collected_state()
+        if self._collected is not None:
+            self._collected = None  # the state of consolidate() is outdated after this step
+            self._publish_state()
         self._frozen.warn_if_trained(training)
-        self._check_ranks_before_step()
+        if training.world.size > 1:
+            with stage("compare"):
+                self._consistency.check(
+                    training,
+                    curvature,
+                    action=f"take a step of {training.name}",
+                    facts=[("a checkpoint loaded since the last step", self._loaded_since_step)],
+                    with_params=True,
+                )
         update_peak_rates(self.param_groups)
 
         # Start the average of the gradients. Some ranks may not need those of every layer.
@@ -369,7 +380,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._loaded_since_step = False
         training.steps += 1
         if training.steps == 1:
-            self._create_curvature_entries()
+            # Checkpoints need an entry of each parameter, even if it is empty.
+            for p in group_params(self.param_groups):
+                self.state[p].setdefault(CURVATURE, {})
         curvature.watch()
         return loss
 
@@ -413,20 +426,6 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 f"{name}(..., grad_scaler=scaler)"
             )
 
-    def _check_ranks_before_step(self) -> None:
-        training = self._training
-        if training.world.size == 1:
-            return
-        with stage("compare"):
-            facts = [("a checkpoint loaded since the last step", self._loaded_since_step)]
-            self._consistency.check(
-                training,
-                self._curvature,
-                f"take a step of {training.name}",
-                facts,
-                with_params=True,
-            )
-
     def _create_base_state(self) -> None:
         """Create the state of the base for torch.distributed.checkpoint.
 
@@ -439,17 +438,6 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 p.grad = torch.zeros_like(p) if p.requires_grad else None
         self._publish_state()
         self._base_step()
-
-    def _create_curvature_entries(self) -> None:
-        """Give each parameter an entry in ``state``: checkpoints need one even if it is empty."""
-        for p in group_params(self.param_groups):
-            self.state[p].setdefault(CURVATURE, {})
-
-    def _drop_collected_state(self) -> None:
-        """Drop the state that consolidate() collected, because this step makes it outdated."""
-        if self._collected is not None:
-            self._collected = None
-            self._publish_state()
 
     def adopt_shards(self) -> bool:
         """Adopt the DTensor parameters that ``fully_shard`` created since the last call.
@@ -497,6 +485,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self.adopt_shards()
         super().zero_grad(set_to_none)
         self._curvature.drop_pending()
+
+    # Properties, so that an optimizer has no train() and eval() if its base has none. Frameworks
+    # look for these methods to recognize schedule-free optimizers.
 
     @property
     def train(self) -> Callable[[], None]:
