@@ -447,6 +447,7 @@ class KFAC(LayeredCurvature):
         if self.stats_workers is not None:
             self.stats_workers.send_snapshots(self.training, self.inverses.inverter.post)
         if self.throttle is not None:
+            # All ranks know what was due. They may not know which refreshes have succeeded.
             self.throttle.end_step(refreshed=self._last.refresh_due)
 
     def watch(self) -> None:

@@ -413,14 +413,14 @@ class Layers:
     def count_micro_batches(self, blocks: Sequence[KroneckerBlock]) -> int:
         """Return the number of a step's backward passes, if the user averages their losses.
 
-        The losses of several passes are then divided by this number, and G has to be multiplied by
-        its square. Otherwise the result is 1: the losses are sums, the user has divided them by the
+        The losses of several passes are then divided by this number, and G is multiplied by its
+        square. Otherwise the result is 1: the losses are sums, the user has divided them by the
         terms of all passes, or ``loss_reduction="pass_mean"`` says that nothing was divided. The
         first time that ``loss_reduction="auto"`` decides, a warning says what it assumes.
         """
         reduction = self.losses.current()
-        is_given = self._options.loss_reduction in ("pass_mean", "step_mean")
-        if is_given or reduction == "sum":
+        by_option = self._options.loss_reduction in ("pass_mean", "step_mean")
+        if by_option or reduction == "sum":
             return 1
         passes = 1
         for block in blocks:
@@ -604,7 +604,7 @@ class Layers:
         self.blocks = []
         self.active = []
         self.left_to_base = []
-        self._param_states = []  # so that update_active() reports no change: there are no layers
+        self._param_states = []  # those of no layers, so that update_active() reports no change
 
 
 def _any_sharded(blocks: Iterable[KroneckerBlock]) -> bool:

@@ -14,9 +14,10 @@ the same step and the inverse ranks work at the same time.
 
 Two bounds make intervals longer. The throttle's bound is that of ``overhead=``. The cost bound
 limits the refreshes of all layers together, on average per step, to the cost of the passes through
-the model. Let k be the cost of a layer's refresh and W the work of a step's passes. The layer's
-bound is sqrt(k) Σ sqrt(k) / W. With these intervals, Σ k / interval equals W, and no other
-intervals of the same total cost have a smaller sum of intervals.
+the model. Let k be the cost of a layer's refresh and W the work of a step's passes and its other
+operations. The layer's bound is sqrt(k) Σ sqrt(k) / W, rounded to a power of two. Without the
+rounding, Σ k / interval equals W, and no other intervals of the same total cost have a smaller sum
+of intervals.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class LayerDrift:
     """What the last refresh of a layer changed.
 
     Attributes:
-        interval: Steps between two refreshes, by drift alone.
+        interval: Steps between two refreshes. If the bounds were longer at the last refresh, the
+            drift has changed this longer interval.
         cosine: Between P₀ and P; NaN before the second refresh.
         num_stable: Refreshes in a row whose cosine exceeded ``Bounds.double_above``.
         cost_bound: The shortest interval that the cost of the layer's refresh allows.
