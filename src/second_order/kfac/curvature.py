@@ -31,6 +31,7 @@ from second_order.checkpoint.caller import is_checkpointing
 from second_order.checkpoint.saved import SavedPart
 from second_order.distributed.roles import sharding_error
 from second_order.distributed.world import World
+from second_order.kfac.coverage import summarize_layers, warn_of_uncovered
 from second_order.kfac.feedback import (
     Report,
     report_refresh,
@@ -338,7 +339,7 @@ class KFAC(LayeredCurvature):
         self.layers.start_capture(on_statistics)
         if self.layers.update_active():
             self._assign_layers()
-        self.layers.warn_of_uncovered()
+        warn_of_uncovered(self.training, self._options, self.layers)
         self.watch()
 
     def _set_num_workers(self, workers: int) -> None:
@@ -963,7 +964,7 @@ class KFAC(LayeredCurvature):
     def summary(self) -> Summary:
         """Return a table of all layers: their factors, and the ranks that work on them."""
         assignment = {block.name: str(layer) for block, layer in self.plan.items()}
-        table = self.layers.summary(assignment)
+        table = summarize_layers(self.training, self._options, self.layers, assignment)
         lines = [
             f"non-finite statistics dropped: {table.dropped}; "
             f"layers whose last refresh failed: {table.failed}"

@@ -50,11 +50,10 @@ from second_order.kronecker.rows import Terms
 from second_order.kronecker.statistics import GradientScale, StatisticsCollector
 from second_order.kronecker.verification import Verification, residuals
 from second_order.optimizers.config import KFACOptions
-from second_order.reporting.summary import LayerRow, Summary
 from second_order.training.context import Training, warn
 from second_order.training.groups import group_params, group_settings
 from second_order.utils.checks import AUTO, LAYER_OPTIONS
-from second_order.utils.modules import plain_type, unmatched_patterns
+from second_order.utils.modules import plain_type
 
 __all__ = [
     "NO_STATISTICS",
@@ -68,8 +67,6 @@ __all__ = [
 Groups: TypeAlias = Sequence[Mapping[str, Any]]
 
 DEFAULT_EXAMPLES = 64.0  # per step, if no layer has counted the examples
-
-MAX_NAMES = 10  # in a warning
 
 # Reasons in warnings and in the summary.
 NO_STATISTICS = "no statistics arrived: its forward is not called, or does not reach the loss"
@@ -88,10 +85,6 @@ UNVERIFIED = (
     "instance, or if its weight is used outside of the module, describe its class with "
     "register_layer(), or name it in skip_layers. If the loss contains derivatives, compute them "
     "in the forward pass, as docs/how-to/pinns.md shows, or use DHO2"
-)
-COVER_MORE = (
-    "precondition_norms=True, a larger max_factor_dim, fewer skip_layers, or register_layer() for "
-    "your own classes"
 )
 
 
@@ -429,57 +422,7 @@ class Layers:
             self._training.warn(f"{passes} backward passes in a step: {ASSUMPTIONS[reduction]}")
         return passes if reduction == "mean" else 1
 
-    # ----------------------------------------------------------------------------------- warnings
-
-    def warn_of_uncovered(self) -> None:
-        """Warn once of each pattern without a match and each module that only the base trains."""
-        training = self._training
-        for pattern in unmatched_patterns(training.model, self._options.skip_layers):
-            if training.is_first_warning(f"pattern:{pattern}"):
-                training.warn(
-                    f"skip_layers: the pattern {pattern!r} matches no module of the model"
-                )
-        rows = self._trained_by_base()
-        new = [row for row in rows if training.is_first_warning(f"left:{row}")]
-        if not new:
-            return
-
-        covered = 0
-        for block in self.blocks:
-            if block.trainable and not block.no_statistics:
-                covered += block.size
-        total = sum(p.numel() for p in training.trainable_params())
-        share = covered / max(total, 1)
-        message = (
-            f"{share:.1%} of the parameters preconditioned; trained by {training.base_name} "
-            f"alone, without curvature: {_list_modules(new)}; summary() gives the reasons"
-        )
-        if share < 0.5:
-            # With FSDP2 no rank has whole gradients, which 'gradient_factors' needs.
-            option = "" if self.sharded else "unsupported_layers='gradient_factors', "
-            message += f"; to precondition more, use {option}{COVER_MORE}"
-        training.warn(message)
-
-    def _trained_by_base(self) -> list[LeftToBase]:
-        """Return the rows of modules and parameters that train now, by the base alone.
-
-        The row of a module has the module's name; that of a parameter without a module, such as a
-        position embedding, has the parameter's name. The row "(model)" stands for the parameters of
-        the model itself, and "(no module)" for parameters that are not part of the model.
-        """
-        covered = {id(p) for block in self.blocks for p in block.params}
-        uncovered = {id(p) for p in self._training.trainable_params()} - covered
-        names: set[str] = set()
-        in_model: set[int] = set()
-        reshard(self._training.model)
-        for name, p in self._training.model.named_parameters(remove_duplicate=False):
-            if id(p) in uncovered:
-                module_name = name.rpartition(".")[0] or "(model)"
-                names.update((name, module_name))
-                in_model.add(id(p))
-        if in_model != uncovered:
-            names.add("(no module)")
-        return [row for row in self.left_to_base if row.name in names]
+    # -------------------------------------------------------------------------- missing statistics
 
     def warn_of_no_statistics(self, agreed: Sequence[KroneckerBlock]) -> None:
         """Warn once of each layer that has never had statistics.
@@ -494,7 +437,7 @@ class Layers:
         names: dict[str, list[str]] = {}  # by reason
         for block in without:
             if self._training.is_first_warning(f"no:{block.name}"):
-                names.setdefault(self._missing_reason(block), []).append(repr(block.name))
+                names.setdefault(self.missing_reason(block), []).append(repr(block.name))
         for reason, listed in names.items():
             prefix = "" if reason == UNVERIFIED else "no statistics arrived for "
             self._training.warn(
@@ -509,8 +452,8 @@ class Layers:
             return
         reason = NO_LAYER_CALLED
         for block in blocks:
-            if self._missing_reason(block):
-                reason = self._missing_reason(block)
+            if self.missing_reason(block):
+                reason = self.missing_reason(block)
                 break
         if self._options.samples:
             reason += f"; fisher={self._options.fisher!r} also requires that you call the model"
@@ -519,7 +462,7 @@ class Layers:
             f"{reason}"
         )
 
-    def _missing_reason(self, block: KroneckerBlock) -> str:
+    def missing_reason(self, block: KroneckerBlock) -> str:
         """Return why a layer has no statistics that can be used; "" if it is not known."""
         if block.unverified:
             return UNVERIFIED
@@ -556,46 +499,6 @@ class Layers:
             lines.append(f"module around the model: {self._training.outer_class or None}")
         return lines
 
-    def summary(self, assignment: Mapping[str, str]) -> Summary:
-        """Return a table of the layers, and of what only the base trains.
-
-        Args:
-            assignment: The ranks that work on each layer, as text, by the layer's name.
-        """
-        rows: list[LayerRow] = []
-        for block in self.blocks:
-            # A layer without statistics is trained by the base; the row says why.
-            status = "preconditioned" if block.trainable else "frozen"
-            detail = _describe_factors(block.shape)
-            if block.no_statistics:
-                status = "base" if block.trainable else "frozen"
-                detail = self._missing_reason(block) or NO_STATISTICS
-                if block.unverified:
-                    detail = f"{block.residual:.0%} of its gradient unexplained: {detail}"
-            row = LayerRow(
-                name=block.name,
-                kind=plain_type(block.modules[0]).__name__,
-                parameters=block.size,
-                status=status,
-                detail=detail,
-                computed_by=assignment.get(block.name, ""),
-                factor_bytes=block.factor_bytes,
-                inverse_bytes=block.inverse_bytes,
-            )
-            rows.append(row)
-
-        # Add the parameters without a layer.
-        trained_by_base = self._trained_by_base()
-        for left in self.left_to_base:
-            status = "base" if left in trained_by_base else "frozen"
-            rows.append(LayerRow(left.name, left.kind, left.parameters, status, left.reason))
-        return Summary(
-            self._training.summary_title(self._options.solver),
-            rows,
-            dropped=sum(int(block.staged.dropped) for block in self.blocks),
-            failed=sum(block.failures > 0 for block in self.blocks),
-        )
-
     def close(self) -> None:
         """Remove all hooks from the model, and release its layers."""
         self.capture.detach()
@@ -612,23 +515,6 @@ def _any_sharded(blocks: Iterable[KroneckerBlock]) -> bool:
     return any(is_dtensor(p) for block in blocks for p in (block.weight, *block.params))
 
 
-def _describe_factors(shape: FactorShape) -> str:
-    """Return the sizes of a layer's factors as text."""
-    if shape.exact:
-        size = shape.groups * shape.out_dim
-        return f"exact, diagonal {size}" if shape.groups > 1 else f"exact {size}²"
-    sizes: list[str] = []
-    for factor in shape.factor_names:
-        square = "" if factor in shape.diagonals else "²"
-        sizes.append(f"{factor} {shape.dims[factor]}{square}")
-    prefix = ""
-    if shape.gradient_factored:
-        prefix = "of gradients: "
-    elif shape.groups > 1:
-        prefix = f"{shape.groups} x "
-    return prefix + ", ".join(sizes)
-
-
 def _name_exact_option(row: LeftToBase) -> LeftToBase:
     """Name ``precondition_norms`` as the reason, if a row only lacks this option.
 
@@ -639,19 +525,6 @@ def _name_exact_option(row: LeftToBase) -> LeftToBase:
         return row
     subject = "it" if row.kind == PARAMETER else row.kind
     return replace(row, reason=f"{subject} needs precondition_norms=True")
-
-
-def _list_modules(rows: Sequence[LeftToBase]) -> str:
-    """Return the names of modules that only the base trains: the largest first, norms last."""
-    num_norms = sum(row.norm and not row.unexpected for row in rows)
-    others = [row for row in rows if not row.norm or row.unexpected]
-    others.sort(key=lambda row: -row.parameters)
-    names = [str(row) for row in others[:MAX_NAMES]]
-    if len(others) > MAX_NAMES:
-        names.append(f"{len(others) - MAX_NAMES} more")
-    if num_norms:
-        names.append(f"{num_norms} norm layer{'s' if num_norms > 1 else ''}")
-    return ", ".join(names)
 
 
 # ------------------------------------------------------------------------ gradient-factored layers

@@ -29,6 +29,7 @@ from second_order.distributed.helper_link import (
     pack_by_dtype,
 )
 from second_order.distributed.roles import Roles, assign_roles, cycle_batches, sharding_error
+from second_order.kfac.coverage import summarize_layers, warn_of_uncovered
 from second_order.kfac.curvature import KFAC, LayeredCurvature
 from second_order.kfac.layers import Layers
 from second_order.kfac.metrics import METRIC_NAMES
@@ -228,6 +229,7 @@ class StatsWorker(LayeredCurvature):
     ) -> None:
         super().__init__(training)
         self.layers = Layers(training, options, system.rules, system.conv_approximation)
+        self._options = options
         self._system = system
         self._count = count
         self._timeout = timeout
@@ -244,7 +246,7 @@ class StatsWorker(LayeredCurvature):
         (self.link,) = split_into_roles(self.training, roles, self._timeout)
         self.optimized = _are_optimized(self.training)
         self._observe_layers()
-        self.layers.warn_of_uncovered()
+        warn_of_uncovered(self.training, self._options, self.layers)
 
     def _observe_layers(self) -> None:
         """Capture statistics of all layers in all passes."""
@@ -362,7 +364,8 @@ class StatsWorker(LayeredCurvature):
 
     def summary(self) -> Summary:
         """Return a table of the observed layers."""
-        return replace(self.layers.summary({}), lines=["no inverses here"])
+        table = summarize_layers(self.training, self._options, self.layers, assignment={})
+        return replace(table, lines=["no inverses here"])
 
     def close(self) -> None:
         """Shut down the link to the workers, and release the model."""
