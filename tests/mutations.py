@@ -770,7 +770,7 @@ factors of gradients on the scale of their mean
 keys counted as queries are  <-  attention::factors_equal_those_of_separate_linears
     (counts[0] / count)  =>  1.0
 torch's own layers are registered anew  <-  kinds::rules_of_torchs_layers_cannot_be_replaced
-    if has_rule and kind.__module__.startswith("torch."):  =>  if False:
+    if has_rule and module_class.__module__.startswith("torch."):  =>  if False:
 sparse embeddings are preconditioned
   <-  layer_search::embeddings_with_sparse_gradients_fall_back_to_the_base
     if getattr(module, "sparse", False):  =>  if False:

@@ -756,11 +756,11 @@ class Inverses:
             damping: The value of ``damping=`` at the last refresh.
         """
         self.damping_option = damping
-        for block, each in loaded.items():
+        for block, loaded_inverse in loaded.items():
             block.mark_solved()
-            self.states[block] = each.state
-            if each.inverse is not None:
-                block.install_inverse(each.inverse)
+            self.states[block] = loaded_inverse.state
+            if loaded_inverse.inverse is not None:
+                block.install_inverse(loaded_inverse.inverse)
 
     def resubmit(self, loaded: Mapping[KroneckerBlock, PendingInverse]) -> None:
         """Compute the inverses that were pending when a checkpoint was written. Waits for them.

@@ -85,7 +85,7 @@ def kl_change(products: Sequence[Tensor], learning_rates: Sequence[Scalar]) -> T
         learning_rates: One rate per layer. This is faster if layers of one parameter group share
             the object.
     """
-    stack = torch.cat([each.to(products[0]) for each in products]).abs()
+    stack = torch.cat([product.to(products[0]) for product in products]).abs()
     # Square each distinct rate once. On a device, every square is a kernel launch.
     squares: dict[int, Tensor] = {}
     for rate in learning_rates:
@@ -174,20 +174,20 @@ class Clip:
         """Return Σ lr² |P·∇| over preconditioned layers; without lr if κ is not given."""
         if not batches:
             return torch.zeros((), dtype=torch.float32, device=self._training.device)
-        products: list[Tensor] = []
-        for each in batches:
-            product = each.products()
-            products.append(product.to(products[0]) if products else product)
+        products = [preconditioned.products() for preconditioned in batches]
         if self.usual is not None:
             # Inverses are positive definite, so only rounding can make P·∇ negative.
-            return torch.cat(products).nan_to_num(0.0, posinf=0.0, neginf=0.0).sum()
+            stack = torch.cat([product.to(products[0]) for product in products])
+            return stack.nan_to_num(0.0, posinf=0.0, neginf=0.0).sum()
 
         rates: dict[int, Scalar] = {}
         for group in self._training.groups:
             for p in group["params"]:
                 rates[id(p)] = group[self._rate]
-        blocks = [block for each in batches for block in each.batch.blocks]
-        return kl_change(products, [rates[id(block.weight)] for block in blocks])
+        layer_rates: list[Scalar] = []
+        for preconditioned in batches:
+            layer_rates += [rates[id(block.weight)] for block in preconditioned.batch.blocks]
+        return kl_change(products, layer_rates)
 
     def coefficient(self, change: Tensor, world: World) -> Tensor | None:
         """Return ν from the change of each rank's layers; None if this step is not clipped.
@@ -277,12 +277,10 @@ def precondition_batches(
                 ready.append(block)
         if not ready:
             continue
-        selected = batch
-        if len(ready) < len(batch.blocks):
-            selected = batch.select(ready)
-        gradient = selected.gradient(gradient_of)
-        result = selected.precondition(gradient, dtype)
-        preconditioned.append(PreconditionedBatch(selected, gradient, result))
+        ready_batch = batch.select(ready)
+        gradient = ready_batch.gradient(gradient_of)
+        result = ready_batch.precondition(gradient, dtype)
+        preconditioned.append(PreconditionedBatch(ready_batch, gradient, result))
     return preconditioned
 
 
@@ -296,32 +294,35 @@ def compare_inverses(
     It is NaN if the layer's gradient is zero.
 
     Args:
-        batches: Layers, preconditioned by their new inverses.
+        batches: The layers, preconditioned by their new inverses.
         previous: The previous inverses of some of them.
         dtype: Dtype of the inverses.
     """
     cosines: dict[KroneckerBlock, Tensor] = {}
-    for each in batches:
-        blocks = each.batch.blocks
+    for preconditioned in batches:
+        batch = preconditioned.batch
+        blocks = batch.blocks
         refreshed = [i for i, block in enumerate(blocks) if block in previous]
         if not refreshed:
             continue
 
         # P by the previous inverses, (refreshed layers, elements). The gradients of neighboring
         # layers are slices of one stack, which needs no copy.
-        gradients = each.batch.split_layers(each.gradient)
-        previous_batch = each.batch.select(
+        gradients = batch.split_layers(preconditioned.gradient)
+        previous_batch = batch.select(
             [blocks[i] for i in refreshed],
             [previous[blocks[i]] for i in refreshed],
         )
         stack = as_stack([gradients[i] for i in refreshed]).flatten(0, 1)
-        old = previous_batch.precondition(stack, dtype).view(len(refreshed), -1)
+        old_results = previous_batch.precondition(stack, dtype).view(len(refreshed), -1)
 
         # P by the new inverses, of the same shape, and the cosines.
-        results = each.batch.split_layers(each.result)
-        new = torch.stack([results[i] for i in refreshed]).flatten(1)
-        lengths = torch.linalg.vector_norm(old, dim=1) * torch.linalg.vector_norm(new, dim=1)
-        batch_cosines = (torch.linalg.vecdot(old, new) / lengths).unbind()
+        results = batch.split_layers(preconditioned.result)
+        new_results = torch.stack([results[i] for i in refreshed]).flatten(1)
+        old_lengths = torch.linalg.vector_norm(old_results, dim=1)
+        new_lengths = torch.linalg.vector_norm(new_results, dim=1)
+        products = torch.linalg.vecdot(old_results, new_results)
+        batch_cosines = (products / (old_lengths * new_lengths)).unbind()
         cosines.update(zip(previous_batch.blocks, batch_cosines, strict=True))
     return cosines
 
@@ -343,9 +344,10 @@ def write_gradients(
     """
     gradients: list[Tensor] = []
     values: list[Tensor] = []
-    for each in batches:
-        parts = each.batch.parameter_parts(each.result)
-        for p, part in zip(each.batch.params, parts, strict=True):
+    for preconditioned in batches:
+        batch = preconditioned.batch
+        parts = batch.parameter_parts(preconditioned.result)
+        for p, part in zip(batch.params, parts, strict=True):
             gradient = p.grad if gradient_of is None else gradient_of(p)
             if gradient is None:
                 continue
@@ -431,6 +433,6 @@ def assign_param_owners(
         for p in block.params:
             layer_owners[id(p)] = layer.workers[0]
     sizes = [p.numel() for p in params]
-    known = [layer_owners.get(id(p)) for p in params]
-    owners = assign_gradient_owners(sizes, known, num_ranks)
+    fixed_owners = [layer_owners.get(id(p)) for p in params]  # None outside of layers
+    owners = assign_gradient_owners(sizes, fixed_owners, num_ranks)
     return dict(zip(params, owners, strict=True))

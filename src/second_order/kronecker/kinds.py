@@ -211,10 +211,10 @@ def match(module: nn.Module) -> Match:
     if is_router(module):
         return Match(ASSUMED_LINEAR)
 
-    found = _find_kind(module)
-    if found is None:
+    registered = _find_kind(module)
+    if registered is None:
         return Match(None, f"{name} has no Kronecker factors")
-    cls, kind = found
+    cls, kind = registered
 
     # With its own forward, a Linear without layers of its own is assumed to be a Linear all the
     # same, and an embedding may scale its output. Nothing else may override the forward.
@@ -320,12 +320,13 @@ def register_layer(
         raise TypeError(
             f"register_layer: {kind!r} is not a class of modules; pass the class itself"
         )
+
     # GAINS has None for torch's norms without a rule. You may register these.
-    has_rule = kind in KINDS or GAINS.get(kind) is not None
-    if has_rule and kind.__module__.startswith("torch."):
+    has_rule = module_class in KINDS or GAINS.get(module_class) is not None
+    if has_rule and module_class.__module__.startswith("torch."):
         raise ValueError(
-            f"register_layer: torch's {kind.__name__} has a rule, which every optimizer of this "
-            f"process uses; register a class of your own, with a forward of its own"
+            f"register_layer: torch's {module_class.__name__} has a rule, which every optimizer of "
+            f"this process uses; register a class of your own, with a forward of its own"
         )
     if gain is not None and (rows is not None or transposed):
         raise ValueError(
@@ -333,10 +334,10 @@ def register_layer(
             "transposed= for one that multiplies it by a matrix; give one or the other"
         )
 
-    KINDS.pop(kind, None)
-    GAINS.pop(kind, None)
+    KINDS.pop(module_class, None)
+    GAINS.pop(module_class, None)
     if gain is not None:
         # Its input may have another shape than its output.
-        GAINS[kind] = Gain(gain, weight, bias, same_shape=False)
+        GAINS[module_class] = Gain(gain, weight, bias, same_shape=False)
         return
-    KINDS[kind] = Linear(weight, bias or "", transposed=transposed, rows=rows)
+    KINDS[module_class] = Linear(weight, bias or "", transposed=transposed, rows=rows)

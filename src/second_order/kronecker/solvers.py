@@ -42,11 +42,11 @@ __all__ = [
     "RESIDUAL_TOLERANCE",
     "SOLVERS",
     "Attempts",
+    "CholeskyInverse",
     "Damping",
     "Decompose",
     "Decomposition",
     "EigenInverse",
-    "FactoredInverse",
     "Inverse",
     "Problem",
     "Solver",
@@ -491,7 +491,8 @@ class Inverse:
             parts: The decompositions by factor, ``(layers x groups, ...)``.
             damping: γ, a scalar or ``(layers x groups,)``. A solver that has added it to the
                 factors ignores it here.
-            multiplier: The inverse is multiplied by this, a scalar or ``(layers x groups,)``.
+            multiplier: The inverse is multiplied by this, a scalar or ``(layers x groups,)``. With
+                grafting, it is the mean eigenvalue of A ⊗ G + γ.
         """
         raise NotImplementedError
 
@@ -612,7 +613,7 @@ class EigenInverse(Inverse):
         return torch.bmm(half, q_a.mT, out=scaled)
 
 
-class FactoredInverse(Inverse):
+class CholeskyInverse(Inverse):
     """P = (G + √γ/π I)⁻¹ ∇ (A + π √γ I)⁻¹ (Martens & Grosse 2015, section 6.3), by Cholesky.
 
     With L, the inverse on the inputs is that of A ⊗ L, where A and L are damped separately (Ba et
@@ -681,7 +682,7 @@ class FactoredInverse(Inverse):
         if multiplier is not None:
             g = entries["inverse_G"]  # of all factors, only A may be diagonal
             entries["inverse_G"] = (g * multiplier.view(-1, 1, 1)).to(g.dtype)
-        return FactoredInverse(entries)
+        return CholeskyInverse(entries)
 
     @staticmethod
     def saved_shapes(shape: FactorShape) -> dict[str, tuple[int, ...]]:
@@ -705,7 +706,7 @@ class FactoredInverse(Inverse):
         return torch.bmm(half, a)
 
 
-Solver: TypeAlias = type[EigenInverse] | type[FactoredInverse]
+Solver: TypeAlias = type[EigenInverse] | type[CholeskyInverse]
 """A class of inverses, with the methods that compute them."""
 
-SOLVERS: dict[str, Solver] = {"eigen": EigenInverse, "inverse": FactoredInverse}
+SOLVERS: dict[str, Solver] = {"eigen": EigenInverse, "inverse": CholeskyInverse}

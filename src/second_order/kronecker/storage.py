@@ -142,9 +142,9 @@ class DeviceRead:
         self._tensors.append(tensors)
 
         def numbers() -> list[float]:
-            known = len(self._numbers)
-            if index >= known:
-                self._numbers += read_numbers(*self._tensors[known:])
+            num_read = len(self._numbers)
+            if index >= num_read:
+                self._numbers += read_numbers(*self._tensors[num_read:])
             return self._numbers[index]
 
         return numbers
