@@ -329,7 +329,7 @@ def test_a_subclass_that_computes_something_else_falls_back(
     assert messages[0].startswith(
         "'1': the inputs and output gradients of its calls do not reproduce"
     )
-    assert "be replaced on the instance" in messages[0]
+    assert "is replaced on the instance" in messages[0]
     assert "register_layer()" in messages[0]
     rows = {row.name: row for row in optimizer.summary().rows}
     assert rows["1"].status == "base"
