@@ -2,17 +2,37 @@
 
     assign         layers to ranks, if layers were frozen, unfrozen or added
     statistics     A and G of this step's batches, summed over the ranks that contribute
-    averages       A, G <- running averages, every factor_update_steps
-    inverses       damped inverses of A ⊗ G, for each layer that is due, every inv_update_steps
-    precondition   P = (A ⊗ G + γ)⁻¹ ∇, on the layer's gradient workers
-    clip           ν = min(1, sqrt(κ / Σ lr² |P·∇|))
+    averages       A, G <- running averages
+    inverses       damped inverses of A ⊗ G, for each layer that is due
+    precondition   P = c (A ⊗ G + γ)⁻¹ ∇, on the layer's gradient workers
+    clip           ν <= 1 bounds the change of the model's predictions
     p.grad         <- ν P, on all ranks
+    feedback       refresh intervals, the step scale τ and the floor of γ adapt to the refresh
 
-∇ is the mean gradient, γ the damping and κ ``kl_clip``. The sum is over all layers.
+∇ is the mean gradient and γ the damping. By default, c is the mean eigenvalue of A ⊗ G + γ, which
+is part of the inverse (``grafting="gradient"``); with ``grafting="none"`` it is 1. By default, a
+layer is due when its inverse has drifted (:mod:`second_order.kfac.schedule`), and statistics are
+due together with inverses. Numbers for ``inv_update_steps`` and ``factor_update_steps`` replace
+this. ν is described in :mod:`second_order.kfac.precondition`.
 
 At each step, the optimizer calls :meth:`KFAC.prepare`, which assigns, and
 :meth:`KFAC.precondition`, which does the rest. The base optimizer then uses ``p.grad`` as its
 gradient, and :meth:`KFAC.finish_step` applies the step scale τ.
+
+The messages of a step with a refresh, in their order, if KAISA averages the gradients:
+
+    what                            collective            where it is sent
+    facts that ranks must share     all-reduce, maximum   ``consistency.py``
+    gradients                       all-reduce, sum       ``start_average``; awaited before P
+    sums of A and G                 all-reduce, sum       ``_sum_statistics``
+    outcomes of the inversions      all-reduce, maximum   ``Inverses.refresh``
+    inverses, to gradient workers   all-to-all            ``Inverses.refresh``
+    changes of the rows of ranks    all-reduce, sum       ``Clip``
+    ν P, to the other ranks         all-to-all            ``precondition_gradients``
+    slope, curvatures, cosines      all-reduce, sum       ``share_feedback``
+
+With ``grad_worker_fraction=1``, every rank preconditions every layer, so there are no messages of
+changes and of ν P. Without a refresh, only the first two remain, and these two.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ is 1, only the step before an update costs anything.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -36,9 +36,10 @@ from torch import Tensor
 
 from second_order.checkpoint.saved import SavedPart
 from second_order.distributed.fsdp import dtensor_from_rows, is_dtensor, local_tensor, shard_like
-from second_order.distributed.world import flatten, split_into_buckets
+from second_order.distributed.world import flatten
 from second_order.kfac.plan import StepPlan
 from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.storage import group_equal
 
 __all__ = [
     "ADAPTIVE_BOUNDS",
@@ -67,7 +68,10 @@ LARGE_RISE = 2.0  # -s in units of Z, above which τ falls immediately
 MAX_RISE = 4.0  # -s in units of Z that count in the fall of τ
 RECENT = 0.1  # share of all steps; a learning rate that changed within it follows a schedule
 
-PRODUCT_BYTES = 64 * 2**20  # gradients and steps whose products are computed together
+# Bytes of gradients and steps whose products are computed together. On a CPU, to copy larger ones
+# costs more than the calls that it saves.
+PRODUCT_BYTES = 64 * 2**20
+CPU_PRODUCT_BYTES = 2**17
 
 
 class ScaleBounds(NamedTuple):
@@ -325,29 +329,26 @@ class StepScale:
                 self._negative_step[p] = step.to(p.device, p.dtype, copy=True)
 
 
-def _sum_products(products: Iterable[_Product]) -> list[Tensor]:
+def _sum_products(products: Sequence[_Product]) -> list[Tensor]:
     """Sum scalar products. Returns a float32 scalar in a list; an empty list without products."""
+    # Products of small tensors are computed together.
+    kinds: list[Hashable] = []
+    sizes: list[float] = []  # in units of the largest group
+    for gradient, step in products:
+        kinds.append((gradient.device, gradient.dtype, step.dtype))
+        max_bytes = CPU_PRODUCT_BYTES if gradient.is_cpu else PRODUCT_BYTES
+        sizes.append((gradient.nbytes + step.nbytes) / max_bytes)
 
-    def nbytes(product: _Product) -> int:
-        # On the CPU a copy costs more than a call, so every product is a bucket of its own.
-        if product.gradient.is_cpu:
-            return PRODUCT_BYTES
-        return product.gradient.nbytes + product.step.nbytes
-
-    buckets = split_into_buckets(
-        products,
-        kind=lambda product: (product.gradient.device, product.gradient.dtype, product.step.dtype),
-        nbytes=nbytes,
-        max_bytes=PRODUCT_BYTES,
-    )
     sums: list[Tensor] = []
-    for bucket in buckets:
-        if len(bucket) == 1:
-            gradient = bucket[0].gradient.flatten()
-            step = bucket[0].step.flatten()
+    for group in group_equal(kinds, sizes, 1):
+        gradients = [products[i].gradient for i in group]
+        steps = [products[i].step for i in group]
+        if len(group) == 1:
+            gradient = gradients[0].flatten()
+            step = steps[0].flatten()
         else:
-            gradient = flatten([product.gradient for product in bucket])
-            step = flatten([product.step for product in bucket])
+            gradient = flatten(gradients)
+            step = flatten(steps)
         result = torch.vdot(gradient, step.to(gradient.dtype)).float()
         sums.append(result.to(sums[0].device) if sums else result)
     return [torch.stack(sums).sum()] if sums else []

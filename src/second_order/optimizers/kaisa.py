@@ -1,13 +1,16 @@
 """KAISA: K-FAC that trades memory for communication (Pauloski et al., 2022).
 
-every factor_update_steps:  each rank computes A and G of its batch; the ranks all-reduce them into
-                            running averages
-every inv_update_steps:     one rank decomposes each factor (assigned by longest processing time),
-                            and sends the result to the layer's gradient workers, max(1, f P) of
-                            the P ranks, where f is ``grad_worker_fraction``
-every step:                 the gradient workers precondition the layer's mean gradient
-                            each receiver gets the result from the worker in its grid column
-                            all ranks clip, and step the base
+statistics are due:     each rank computes A and G of its batch; the ranks all-reduce them into
+                        running averages
+inverses are due:       one rank decomposes each factor (assigned by longest processing time), and
+                        sends the result to the layer's gradient workers, max(1, f P) of the P
+                        ranks, where f is ``grad_worker_fraction``
+every step:             the gradient workers precondition the layer's mean gradient, and clip
+                        each receiver gets the result from the worker in its grid column
+                        all ranks step the base
+
+By default, a layer's statistics and inverses are due when its last inverse has drifted. Numbers for
+``factor_update_steps`` and ``inv_update_steps`` replace this by fixed intervals.
 """
 
 from __future__ import annotations
