@@ -72,7 +72,7 @@ INTRODUCTION = "If we refuse your combination, the error contains this text:"
 
 
 class Cell(NamedTuple):
-    """What a test says of a stack and an optimizer; the message of a refusal."""
+    """The outcome of a test for a stack and an optimizer; the message of a refusal."""
 
     stack: str
     optimizer: str
@@ -82,7 +82,7 @@ class Cell(NamedTuple):
 
 
 def cells_of(item: Any) -> Iterable[Cell]:
-    """What the marks of one test say; ValueError for a name that is not in the table."""
+    """The cells of one test's marks; ValueError for a name that is not in the table."""
     test = f"{item.path.name}::{getattr(item, 'originalname', None) or item.name}"
     for outcome in ("works", "refused"):
         for mark in item.iter_markers(outcome):
@@ -146,7 +146,7 @@ def page(cells: Iterable[Cell]) -> str:
 
 
 def _outcome(cells: list[Cell]) -> str:
-    """What a cell of the table says. What works comes first, and the general case before others."""
+    """The text of a cell: outcomes that work come first, and the general case before others."""
     found = {cell.outcome for cell in cells}
     ordered = sorted(found, key=lambda outcome: (outcome.startswith("refused"), len(outcome)))
     return ", ".join(ordered) or "not tested"

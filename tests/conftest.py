@@ -132,7 +132,7 @@ class TorchRunner(Protocol):
 
 
 def _path(script: str | Path, directory: Path) -> Path:
-    """Of a script given as a path, or as its text."""
+    """Return the path of a script that is given as a path or as its text."""
     if isinstance(script, Path):
         return script
     path = directory / "script.py"
@@ -142,7 +142,7 @@ def _path(script: str | Path, directory: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
-    """What the processes of `launch` are forked from."""
+    """The server that forks the processes of `launch`."""
     forks = Forks()
     yield forks
     forks.close()

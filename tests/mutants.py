@@ -55,7 +55,7 @@ ELSEWHERE = 99  # the exit code if the package was imported from another place
 
 @dataclass(frozen=True)
 class Outcome:
-    """What has become of a mutant."""
+    """The result of a mutant."""
 
     mutant: Mutant
     result: str
@@ -93,7 +93,7 @@ def nodes(mutant: Mutant) -> list[str]:
 
 
 def copy(into: Path) -> Path:
-    """What the tests need of the repository."""
+    """Copy the part of the repository that the tests need."""
     for name in COPIED:
         source = ROOT / name
         target = into / name

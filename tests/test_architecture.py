@@ -1,4 +1,4 @@
-"""The package's folders: nothing imports upwards, importing an optimizer loads only its own.
+"""The package's folders: nothing imports upwards, and an optimizer loads only its own folders.
 
     papers                                 the keywords that reproduce a paper
     integrations                           connections to frameworks, which only users import
@@ -108,7 +108,7 @@ MODULES = {module_name(path) for path in FILES}
 
 
 def upward(module: str, source: str) -> set[str]:
-    """What a module imports and may not."""
+    """Return the imports of a module that it must not have."""
     own_part = part(module)
     return {
         name

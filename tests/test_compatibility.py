@@ -21,7 +21,7 @@ NEEDED = (
 
 
 def test_the_page_is_what_the_marks_say(request: pytest.FixtureRequest) -> None:
-    """As they have been collected here, or, of a part of all tests, in a process of its own."""
+    """The marks are collected here or, if only some tests run, by another process."""
     cells = dict.fromkeys(cell for item in request.session.items for cell in cells_of(item))
     if page(cells) == PAGE.read_text("utf-8"):
         return
@@ -31,6 +31,6 @@ def test_the_page_is_what_the_marks_say(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize("stack", [*NEEDED, "AMP bfloat16", "AMP float16"])
-def test_no_cell_is_empty_of_what_people_use(stack: str) -> None:
+def test_common_stacks_are_tested_with_every_optimizer(stack: str) -> None:
     (row,) = [r for r in PAGE.read_text("utf-8").splitlines() if r.startswith(f"| {stack}: ")]
     assert "not tested" not in row

@@ -1,4 +1,4 @@
-"""On a CUDA device every optimizer does as on the CPU, and quiet steps wait for nothing."""
+"""On a CUDA device, every optimizer trains as on the CPU, and few steps synchronize."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_device_trains_as_the_cpu_does(name: str) -> None:
 
 @pytest.mark.parametrize("System", [KAISA, DPKFAC])
 @pytest.mark.parametrize("solver", ["inverse", "eigen"])
-def test_a_quiet_step_waits_for_nothing(System: Any, solver: str) -> None:
+def test_a_step_without_a_refresh_does_not_synchronize(System: Any, solver: str) -> None:
     model = network().cuda()
     x = torch.randn(8, 2, 6, 6, dtype=torch.float64).cuda()
     y = torch.randint(5, (8,)).cuda()
@@ -339,7 +339,7 @@ def test_a_step_is_refused_while_a_graph_is_recorded() -> None:
 @pytest.mark.parametrize("decompose", [eigh, cholesky_inverse])
 @pytest.mark.parametrize("dim", [3, 40, 700])
 def test_bad_members_of_a_batch_are_repaired_or_reported(decompose: Any, dim: int) -> None:
-    """Of rank one, nearly 0, huge, with equal eigenvalues, not finite: each next to a sound one."""
+    """The members have rank one, tiny, huge, equal or non-finite values, next to a valid one."""
     torch.manual_seed(0)
     root = torch.randn(dim, dim)
     positive = root @ root.mT + torch.eye(dim)

@@ -50,7 +50,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("files") / "step 20.pt"
 
 
-def test_a_training_goes_through_a_file(tmp_path: Path) -> None:
+def test_a_saved_state_is_loaded_unchanged(tmp_path: Path) -> None:
     model = MLP.model()
     optimizer = make(KAISA, model)
     train(model, optimizer)
@@ -97,7 +97,7 @@ def test_a_large_file_that_is_cut_short_is_refused_wherever_it_is_cut(path: Path
 
 @given(st.binary(max_size=200))
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-def test_bytes_that_are_no_checkpoint_are_refused(path: Path, content: bytes) -> None:
+def test_random_bytes_are_refused(path: Path, content: bytes) -> None:
     for start in (b"", b"PK\x03\x04", b"\x80\x02"):  # nothing, an archive, a pickle
         path.write_bytes(start + content)
         with pytest.raises(CheckpointError):
@@ -106,7 +106,7 @@ def test_bytes_that_are_no_checkpoint_are_refused(path: Path, content: bytes) ->
 
 @given(st.integers(0, len(SAVED) - 1), st.integers(0, 7))
 def test_a_changed_bit_raises_no_other_error(path: Path, place: int, bit: int) -> None:
-    """A bit of a number changes the number, which the file cannot tell."""
+    """A bit of a number changes the number, which no checksum of the file detects."""
     changed = bytearray(SAVED)
     changed[place] ^= 1 << bit
     path.write_bytes(bytes(changed))
@@ -134,16 +134,14 @@ def foreign() -> dict[str, tuple[bytes, str]]:
 
 
 @pytest.mark.parametrize("kind", foreign())
-def test_what_is_no_checkpoint_is_refused_by_name(path: Path, kind: str) -> None:
+def test_files_of_other_kinds_are_refused_with_a_reason(path: Path, kind: str) -> None:
     content, what = foreign()[kind]
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"step 20\.pt cannot be loaded: {what}"):
         load_checkpoint(path)
 
 
-def test_a_wrong_path_is_no_damaged_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_path_raises_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.pt"
     save_checkpoint(STATE, path)
     with pytest.raises(FileNotFoundError):
@@ -162,7 +160,7 @@ def test_a_wrong_path_is_no_damaged_checkpoint(
         load_checkpoint(path)
 
 
-def test_a_missing_device_is_no_damaged_checkpoint(tmp_path: Path) -> None:
+def test_a_missing_device_raises_its_own_error(tmp_path: Path) -> None:
     save_checkpoint(STATE, tmp_path / "a.pt")
     with pytest.raises(RuntimeError, match="nowhere") as caught:
         load_checkpoint(tmp_path / "a.pt", map_location="nowhere")
@@ -199,7 +197,7 @@ def test_after_one_ranks_damaged_file_all_ranks_raise(world: World, tmp_path: Pa
     assert "a checkpoint loaded since the last step" in first[0]
 
 
-def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     save_checkpoint(STATE, tmp_path / "a.pt")
     with pytest.raises(TypeError, match=r"a\.pt was not written: .*neither tensors nor"):
         save_checkpoint({"rng": torch.Generator}, tmp_path / "a.pt")

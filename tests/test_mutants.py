@@ -21,7 +21,7 @@ def stale(mutants: list[Mutant]) -> list[str]:
 
 
 def test_no_mutant_is_stale() -> None:
-    """Whoever changes a line that one is made of says in `mutations.py` what becomes of it."""
+    """If you change a line that a mutant replaces, update `mutations.py`."""
     assert stale(MUTANTS) == []
     assert stale([Mutant("none", "errors.py", "no such text", "", ())]) == ["none: errors.py"]
 

@@ -63,7 +63,7 @@ def state(rank: int, world_size: int) -> tuple[torch.Tensor, int, str]:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_names_its_rank_and_the_pool_goes_on(world: World, failing: int) -> None:
+def test_an_error_names_its_rank_and_the_pool_still_works(world: World, failing: int) -> None:
     pids = world.run(process_of, 2)
     with pytest.raises(WorkerError, match="no such layer") as caught:
         world.run(fails_on, 2, failing)
@@ -85,14 +85,14 @@ def test_each_run_starts_clean(world: World) -> None:
     assert before[0][1:] == (1, "1")
 
 
-def test_a_hang_is_killed_and_located(mortals: World) -> None:
+def test_a_hanging_rank_is_killed_and_its_stack_is_reported(mortals: World) -> None:
     pids = mortals.run(process_of, 2)
     with pytest.raises(PoolTimeoutError, match=r"(?s)ranks \[1\] of 2 did not finish.*hangs_on"):
         mortals.run(hangs_on, 2, 1, timeout=0.5)
     assert not set(pids) & set(mortals.run(process_of, 2))
 
 
-def test_a_death_is_reported(mortals: World) -> None:
+def test_the_exit_of_a_rank_is_reported(mortals: World) -> None:
     with pytest.raises(WorkerDiedError, match="rank 1 died with exit code 3"):
         mortals.run(dies_on, 2, 1)
     assert mortals.run(summed_ranks, 2) == [1.0, 1.0]

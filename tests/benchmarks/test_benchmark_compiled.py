@@ -1,4 +1,4 @@
-"""What hooks cost a compiled model: the script runs, and the page has the stored figures."""
+"""The cost of hooks in a compiled model: the script runs, and the page has the stored figures."""
 
 from __future__ import annotations
 

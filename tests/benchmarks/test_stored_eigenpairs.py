@@ -1,4 +1,4 @@
-"""What the pages of DHO2, MRDHO2 and Lanczos say of measurements: the stored runs say the same."""
+"""The measurements on the pages of DHO2, MRDHO2 and Lanczos are those of the stored runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GOALS = {
 }
 
 
-def test_trainings_that_are_thrown_away() -> None:
+def test_the_trust_region_prevents_diverged_runs() -> None:
     table = rows("docs/concepts/dho2.md", "task, eigenpairs", "training runs")
     assert sum(int(cells[0]) for cells in table.values()) == 50
     for label, cells in table.items():
@@ -34,7 +34,7 @@ def test_trainings_that_are_thrown_away() -> None:
         assert float(cells[3]) == pytest.approx(max(bounded), abs=0.051)
 
 
-def test_where_dho2_gains_seconds() -> None:
+def test_seconds_that_dho2_gains_by_task() -> None:
     runs = stored("fosi_gain")["runs"]
     table = rows("docs/concepts/dho2.md", "task, target", "seeds")
     assert {GOALS[label.partition(":")[0]] for label in table} == {run["name"] for run in runs}

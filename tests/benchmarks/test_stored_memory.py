@@ -38,7 +38,7 @@ def test_the_table_of_the_page() -> None:
         assert cells == [f"{row.per_parameter():.1f}" for row in found], label
 
 
-def test_what_the_page_says_of_the_memory() -> None:
+def test_the_order_of_optimizers_by_memory_is_as_stated() -> None:
     page = text_of(PAGE)
     record = measured()
     assert "KAISA stores less than SOAP and Shampoo, and more than AdamW" in page

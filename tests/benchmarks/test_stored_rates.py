@@ -1,4 +1,4 @@
-"""What the page says of the loss by learning rate is what the stored runs say."""
+"""The page states the losses by learning rate of the stored runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_table_of_the_page() -> None:
         assert cells == [f"{losses[best]:.3f}", f"{best:g}", spread, seconds]
 
 
-def test_what_the_page_says_of_the_curves() -> None:
+def test_the_sensitivity_to_the_learning_rate_is_as_stated() -> None:
     page = text_of(PAGE)
     widths = {}
     for name in NAMES.values():

@@ -123,7 +123,7 @@ def test_steps_of_kaisa() -> None:
 # ------------------------------------------------------------------------------- systems and speed
 
 
-def test_what_a_step_of_kaisa_costs() -> None:
+def test_the_cost_of_a_step_of_kaisa() -> None:
     record = stored("speed")
     of = {(row["workload"], row["variant"]): row for row in record["rows"]}
     table = rows(DEFAULTS, "network, batch size", "SGD's step, ms")
@@ -145,7 +145,7 @@ def test_what_a_step_of_kaisa_costs() -> None:
         ]
 
 
-def test_what_the_picture_of_the_demo_shows() -> None:
+def test_the_demo_reaches_the_loss_of_its_base_sooner() -> None:
     """KAISA reaches its base's last loss in fewer steps and seconds, and ends lower."""
     runs = {(run["task"], run["optimizer"]): run for run in stored("demo")["runs"]}
     for name, base in (("language model", "AdamW"), ("deep autoencoder", "Adam")):
@@ -261,7 +261,7 @@ def test_the_language_model(page: str, header: tuple[str, ...]) -> None:
             assert cells[-1] == f"{statistics.median(run['seconds'][-1] for run in of):.0f}"
 
 
-def test_what_the_language_model_gains_over_muon_and_soap() -> None:
+def test_gains_over_muon_and_soap_on_the_language_model() -> None:
     runs = by_name(stored("language")["runs"])
     page = text_of("docs/how-to/migrate.md")
     for kaisa_runs in "KAISA, twice AdamW's rate", "KAISA, defaults":
@@ -349,7 +349,7 @@ def test_seconds_of_the_other_tasks() -> None:
         assert_bold(shown, shares)
 
 
-def test_where_kaisa_loses() -> None:
+def test_the_page_names_the_tasks_on_which_kaisa_loses() -> None:
     record = other_tasks()
     slower = 0
     later = 0

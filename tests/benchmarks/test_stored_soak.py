@@ -17,7 +17,7 @@ def test_a_short_run_is_measured() -> None:
     assert all(window["threads"] >= 1 and window["milliseconds"] > 0 for window in windows)
 
 
-def test_what_grows_is_seen() -> None:
+def test_growing_memory_is_detected() -> None:
     growing_list: list[object] = []
     counts = []
     for _ in range(3):

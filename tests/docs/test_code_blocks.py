@@ -54,7 +54,7 @@ def test_every_page_that_another_test_runs_has_that_test() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_block_has_a_language_that_is_tested_or_is_no_code(page: str) -> None:
+def test_every_code_block_has_a_known_language(page: str) -> None:
     assert {language for language, _ in blocks(page)} <= LANGUAGES
 
 

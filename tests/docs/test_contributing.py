@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md says about the source is true."""
+"""CONTRIBUTING.md describes the folders and files of the source."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def run_script() -> tuple[list[float], dict[str, Any]]:
 
 
 @pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-def test_the_language_model() -> None:
+def test_the_script_reaches_the_loss_of_the_page_with_two_bases() -> None:
     """With Muon in float32, because a processor may emulate bfloat16."""
     with replaced(torch.optim, {"Muon": Muon}):
         losses, names = run_script()

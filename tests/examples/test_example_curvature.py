@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PNG = b"\x89PNG"
 
 
-def test_influence_foretells_what_training_without_a_group_does(
+def test_influence_predicts_the_effect_of_removing_a_group(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """And better than gradients without curvature do."""
@@ -42,8 +42,8 @@ def test_spearman_is_the_correlation_of_ranks() -> None:
     assert torch.allclose(influence.spearman(a, b), torch.stack(expected))
 
 
-def test_directions_are_those_of_least_change_of_outputs() -> None:
-    """Of all projections of some rank; as a dense least-squares bound says, of inputs in few."""
+def test_compressed_directions_change_the_outputs_least() -> None:
+    """No projection of this rank changes the outputs less, for inputs of low rank."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(6, 9, generator=generator)
     mixed = torch.randn(9, 4, generator=generator)
@@ -72,7 +72,7 @@ def test_compression_draws_its_figure(tmp_path: Path, capsys: pytest.CaptureFixt
     assert all(each[-1] == pytest.approx(whole, abs=0.02) for each in curves.values())
 
 
-def test_full_rank_is_the_model_itself() -> None:
+def test_compression_to_full_rank_changes_nothing() -> None:
     model = compression.train(seed=0, steps=2)
     name = "model.layers.0.mlp.down_proj"
     vectors = {name: compression.directions(model.get_parameter(f"{name}.weight").detach())}
@@ -85,7 +85,7 @@ def test_full_rank_is_the_model_itself() -> None:
     assert not torch.allclose(whole, less, rtol=1e-5)
 
 
-def test_penalties_keep_what_was_learned(
+def test_penalties_keep_the_accuracy_on_the_first_task(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(continual, "CHOOSING", (100,))
@@ -100,7 +100,7 @@ def test_penalties_keep_what_was_learned(
     assert {name: float(strength) for name, strength, _, _ in rows}["EK-FAC"] == 3e3
 
 
-def test_laplace_is_less_sure_of_what_it_does_not_know(
+def test_laplace_is_less_overconfident_on_distorted_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(laplace_digits, "SAMPLES", 50)
@@ -117,7 +117,7 @@ def test_laplace_is_less_sure_of_what_it_does_not_know(
 
 
 def test_predictions_are_those_of_the_dense_posterior(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of logits with the covariance of (N F + δ)⁻¹, as many samples know it."""
+    """The logits have the covariance (N F + δ)⁻¹, up to the error of the samples."""
     monkeypatch.setattr(laplace_digits, "SAMPLES", 4000)
     torch.manual_seed(0)
     last = torch.nn.Linear(4, 3)
@@ -144,7 +144,7 @@ def test_the_calibration_of_known_probabilities() -> None:
     assert loss == pytest.approx(float(cross_entropy(p.log(), torch.tensor([0, 1, 0]))))
 
 
-def test_turning_by_nothing_changes_nothing() -> None:
+def test_a_rotation_by_zero_degrees_changes_nothing() -> None:
     images = load_split().test_images[:5]
     assert torch.allclose(laplace_digits.distort(images, 0.0, 0.0), images, atol=1e-5)
     assert not torch.allclose(laplace_digits.distort(images, 45.0, 0.0), images, atol=0.1)

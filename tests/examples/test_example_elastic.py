@@ -68,7 +68,9 @@ def weights(folder: Path, steps: int) -> dict[str, torch.Tensor]:
     return dict(load_checkpoint(elastic.path_of(folder, steps))["model"])
 
 
-def test_it_goes_on_with_more_processes_from_the_newest_whole_checkpoint(trained: Path) -> None:
+def test_a_killed_run_resumes_on_more_processes_from_its_newest_valid_checkpoint(
+    trained: Path,
+) -> None:
     """And ends where it would have, up to rounding."""
     output = (trained / "killed.log").read_text()
     assert "SecondOrderError" in output

@@ -29,7 +29,7 @@ def trained(name: str) -> tuple[nn.Module, KroneckerCurvature]:
     return model, optimizer.curvature(dtype=torch.float64)
 
 
-def test_kronfluence_divides_and_has_the_factors(tmp_path: Path) -> None:
+def test_kronfluence_files_contain_the_factors_times_the_examples(tmp_path: Path) -> None:
     load_file = pytest.importorskip("safetensors.torch").load_file
     _, curvature = trained("norms")
     left = export_factors.write_kronfluence(curvature, tmp_path, N)
@@ -44,7 +44,7 @@ def test_kronfluence_divides_and_has_the_factors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mlp", "norms"])
-def test_laplace_gets_the_blocks_of_weights_and_of_biases(name: str) -> None:
+def test_laplace_receives_the_blocks_of_weights_and_of_biases(name: str) -> None:
     model, curvature = trained(name)
     state = export_factors.laplace_state(curvature, model, examples=N, outputs=3)
     assert torch.equal(state["mean"], nn.utils.parameters_to_vector(model.parameters()))

@@ -32,7 +32,7 @@ def under_torchrun(rank: int, world_size: int, *arguments: Any) -> tuple[str, bo
 
 
 def fresh(*arguments: Any) -> str:
-    """What a script prints that is the first to use Accelerate in its process."""
+    """Return what a script prints if it is the first to use Accelerate in its process."""
     from transformers_training import fresh_state
 
     with fresh_state():
@@ -53,7 +53,7 @@ def test_lightning_finds_a_rate_saves_and_resumes(tmp_path: Path, monkeypatch: A
 
 
 @pytest.mark.parametrize("model", ["llama", "bert", "gpt2"])
-def test_trainer(model: str, tmp_path: Path) -> None:
+def test_the_trainer_saves_and_resumes(model: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     arguments = ("trainer_language", *TINY, "--model", model, "--folder", tmp_path)
     assert "held-out loss" in fresh(*arguments, "--save-steps", 1)
@@ -73,7 +73,7 @@ def test_accelerate_saves_and_resumes(tmp_path: Path) -> None:
     assert "KAISA over SGD" in output
 
 
-def test_on_two_processes(world: World, tmp_path: Path) -> None:
+def test_frameworks_train_one_model_on_two_processes(world: World, tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     pytest.importorskip("transformers")
     ran = {

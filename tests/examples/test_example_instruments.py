@@ -34,7 +34,7 @@ class Writer:
 made: list[Writer] = []
 
 
-def test_statistics_are_logged(
+def test_metrics_are_logged(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stand_in: Any = ModuleType("torch.utils.tensorboard")

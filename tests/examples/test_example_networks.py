@@ -29,7 +29,9 @@ def under_torchrun(rank: int, world_size: int, *arguments: Any) -> str:
 @pytest.mark.parametrize(
     ("name", "arguments"), [("resnet", RESNET), ("unet", UNET), ("fine_tuning", TUNED)]
 )
-def test_one_process_and_two(world: World, name: str, arguments: Any) -> None:
+def test_an_example_trains_on_one_process_and_on_two(
+    world: World, name: str, arguments: Any
+) -> None:
     """Only the first process prints, and its numbers differ from those of the base alone."""
     alone = script(0, 1, name, *arguments)
     first, second = world.run(under_torchrun, 2, name, *arguments)
@@ -41,7 +43,7 @@ def test_one_process_and_two(world: World, name: str, arguments: Any) -> None:
     assert plain != alone
 
 
-def test_bert_on_two_processes(world: World) -> None:
+def test_bert_trains_on_two_processes(world: World) -> None:
     pytest.importorskip("transformers")
     first, second = world.run(under_torchrun, 2, "fine_tune_bert", *BERT, timeout=240)
     assert second == ""
@@ -49,7 +51,7 @@ def test_bert_on_two_processes(world: World) -> None:
     assert "held-out accuracy:" in first
 
 
-def test_the_pinn_comes_nearer_to_the_solution_and_otherwise_than_with_its_base() -> None:
+def test_the_pinn_approaches_the_solution_by_newton_steps() -> None:
     """The Laplacian is that of its network, and Newton steps begin after the warm-up."""
     import pinn
 

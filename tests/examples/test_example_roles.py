@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SCRIPT = Path(roles.__file__)
 
 
-def test_workers_train_and_helpers_help(launch: Launcher) -> None:
+def test_an_accelerator_computes_the_eigenpairs_of_a_worker(launch: Launcher) -> None:
     """In processes of their own, which end."""
     run = launch(SCRIPT, 2, "--epochs", 2)
     assert run.wait() == [0, 0], run.output(0) + run.output(1)
@@ -26,14 +26,14 @@ def test_workers_train_and_helpers_help(launch: Launcher) -> None:
     assert "eigenpairs of 2 epochs" in run.output(1)
 
 
-def test_stats_workers_serve(world: World) -> None:
+def test_a_stats_worker_computes_the_statistics_of_a_worker(world: World) -> None:
     output = "".join(world.run(script, 2, "roles", "--optimizer", "distkfac", "--epochs", 2))
     assert_helped(output)
     assert re.search(r"rank 1: statistics of [1-9][0-9]* batches", output), output
 
 
 @pytest.mark.parametrize("optimizer", ["mrdho2", "distkfac"])
-def test_the_usual_loop_does_too(world: World, optimizer: str) -> None:
+def test_the_usual_loop_trains_with_helpers(world: World, optimizer: str) -> None:
     arguments = ("--optimizer", optimizer, "--epochs", 2, "--usual-loop")
     output = "".join(world.run(script, 3, "roles", *arguments))
     assert_helped(output)

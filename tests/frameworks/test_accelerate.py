@@ -49,7 +49,7 @@ def loaded(batches: Any = BATCHES) -> DataLoader[Any]:
 
 @pytest.mark.works("Accelerate")
 @each_of_five
-def test_prepare_accumulate_and_clip(accelerate: Any, System: Any) -> None:
+def test_accelerate_prepares_accumulates_and_clips(accelerate: Any, System: Any) -> None:
     accelerator = accelerate(gradient_accumulation_steps=2)
     net = CASE.model()
     optimizer = optimizer_of(System, net, momentum=0.9)

@@ -74,7 +74,9 @@ def by_trainer(rank: int, world_size: int, System: Any, folder: Path) -> list[to
 
 @pytest.mark.works("Trainer DDP")
 @each_of_four
-def test_trainer(world: World, System: Any, tmp_path: Path) -> None:
+def test_the_trainer_on_two_processes_equals_the_usual_loop(
+    world: World, System: Any, tmp_path: Path
+) -> None:
     pytest.importorskip("transformers")
     assert_agreed(world.run(by_trainer, 2, System, tmp_path, timeout=240), rtol=1e-5)
 
@@ -101,10 +103,10 @@ def on_padded_text(rank: int, world_size: int, System: Any, folder: Path) -> Any
 
 
 @pytest.mark.parametrize("System", [KAISA, DistKFAC])
-def test_padded_text_with_unequal_shares_of_the_targets(
+def test_padded_text_with_unequal_shares_of_the_targets_equals_one_process(
     world: World, System: Any, tmp_path: Path
 ) -> None:
-    """As on one process, each step in one pass: the Trainer divides by the targets of all."""
+    """One process takes each step in one pass. The Trainer divides by the targets of all ranks."""
     pytest.importorskip("transformers")
     import transformers_training as hf
 
@@ -168,14 +170,16 @@ def by_accelerate(rank: int, world_size: int, System: Any, folder: Path) -> list
 
 @pytest.mark.works("Accelerate DDP")
 @each_of_four
-def test_accelerate(world: World, System: Any, tmp_path: Path) -> None:
+def test_accelerate_on_two_processes_equals_the_usual_loop(
+    world: World, System: Any, tmp_path: Path
+) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     assert_agreed(world.run(by_accelerate, 2, System, tmp_path, timeout=240), rtol=1e-10)
 
 
 def with_accelerators(rank: int, world_size: int, folder: Path) -> list[str]:
-    """What is said of MRDHO2 in the Trainer, and in Accelerate made before and after `prepare`."""
+    """The errors of MRDHO2 in the Trainer, and in Accelerate before and after `prepare`."""
     import transformers_training as hf
     from accelerate import Accelerator
 

@@ -55,7 +55,9 @@ def under_ddp(rank: int, world_size: int, System: Any, folder: Path) -> list[tor
 
 @pytest.mark.works("Lightning DDP")
 @pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC, DHO2])
-def test_ddp_and_its_checkpoints(world: World, System: Any, tmp_path: Path) -> None:
+def test_lightning_with_ddp_equals_the_usual_loop_and_resumes(
+    world: World, System: Any, tmp_path: Path
+) -> None:
     pytest.importorskip("lightning.pytorch")
     found = world.run(under_ddp, 2, System, tmp_path, timeout=240)
     for own_value, first in zip(found[1], found[0], strict=True):
@@ -92,7 +94,7 @@ def under_fsdp(rank: int, world_size: int, System: Any) -> list[torch.Tensor]:
 
 @pytest.mark.works("Lightning FSDP2")
 @pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC, DHO2])
-def test_fsdp2(world: World, System: Any) -> None:
+def test_lightning_with_fsdp2_equals_the_usual_loop(world: World, System: Any) -> None:
     pytest.importorskip("lightning.pytorch")
     for found, usual, alone in world.run(under_fsdp, 2, System, timeout=240):
         torch.testing.assert_close(found, usual, rtol=1e-9, atol=1e-11)
@@ -100,7 +102,7 @@ def test_fsdp2(world: World, System: Any) -> None:
 
 
 def with_helpers(rank: int, world_size: int, System: Any, sharded: bool) -> str:
-    """What the error says of a module whose optimizer would have helpers among the ranks."""
+    """Return the error of a module whose optimizer would have helpers among the ranks."""
     import lightning_training
     from lightning.pytorch.strategies import ModelParallelStrategy
 

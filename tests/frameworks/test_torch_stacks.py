@@ -1,4 +1,4 @@
-"""What torch itself puts around an optimizer: each leads where the plain run leads."""
+"""Torch's own tools around an optimizer: each run ends like the plain run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def assert_as_plain(System: Any, found: Tensor, rtol: float = 1e-10, **plain: An
 
 @pytest.mark.works("accumulation")
 @each_of_five
-def test_accumulation(System: Any) -> None:
+def test_accumulated_halves_equal_whole_batches(System: Any) -> None:
     """Halves of a batch are the batch; its size is found out."""
     halves = [shard(batch, half, 2) for batch in BATCHES for half in (0, 1)]
     assert_as_plain(System, trained(System, CASE.model(), halves, accumulate=2), 1e-9)
@@ -55,8 +55,8 @@ def test_accumulation(System: Any) -> None:
 
 @pytest.mark.works("gradient clipping")
 @each_of_five
-def test_clipping(System: Any) -> None:
-    """Of the gradient as it comes; what the curvature makes of it is as it was, scaled."""
+def test_gradients_are_clipped_before_they_are_preconditioned(System: Any) -> None:
+    """Clipping scales the gradient, and so the preconditioned gradient."""
     largest = 0.1
     model = CASE.model()
     alone = CASE.model()
@@ -90,15 +90,15 @@ class ByHand:
 
 @pytest.mark.works("schedulers")
 @each_of_five
-def test_schedulers(System: Any) -> None:
+def test_a_scheduler_equals_rates_that_are_set_by_hand(System: Any) -> None:
     found = trained(System, CASE.model(), schedule=lambda o: CosineAnnealingLR(o, 6))
     assert_as_plain(System, found, schedule=ByHand)
 
 
 @pytest.mark.works("checkpoint")
 @each_of_five
-def test_checkpoints(System: Any) -> None:
-    """Of a file, with torch's safe defaults, in a new model and a new optimizer."""
+def test_a_resumed_run_equals_the_whole_run(System: Any) -> None:
+    """A new model and a new optimizer load the file with torch's safe defaults."""
     options = {"base": torch.optim.Adam, "lr": 0.01}
     model = CASE.model()
     optimizer = optimizer_of(System, model, **options)
@@ -117,7 +117,7 @@ def test_checkpoints(System: Any) -> None:
 
 @pytest.mark.works("activation checkpointing")
 @each_of_five
-def test_activation_checkpointing(System: Any) -> None:
+def test_activation_checkpointing_changes_nothing(System: Any) -> None:
     found = trained(System, ZOO["checkpointed_nonreentrant"].model())
     assert_as_plain(System, found, build=ZOO["checkpointed_plain"].model)
 
@@ -168,7 +168,7 @@ def with_adapters(fixed: bool) -> nn.Module:
 
 @pytest.mark.works("frozen layers")
 @each_of_five
-def test_frozen_layers(System: Any) -> None:
+def test_a_frozen_layer_equals_a_layer_without_parameters(System: Any) -> None:
     model = with_frozen(fixed=False)
     found = trained(System, model)
     assert_as_plain(System, found, build=lambda: with_frozen(fixed=True))
@@ -181,7 +181,7 @@ def _second(*models: Any) -> list[Any]:
 
 @pytest.mark.works("LoRA")
 @each_of_five
-def test_adapters(System: Any) -> None:
+def test_adapters_train_beneath_frozen_layers(System: Any) -> None:
     found = trained(System, with_adapters(fixed=False))
     assert_as_plain(System, found, build=lambda: with_adapters(fixed=True))
 
@@ -192,7 +192,7 @@ def in_float32() -> nn.Module:
 
 @pytest.mark.works("AMP bfloat16")
 @each_of_five
-def test_bfloat16(System: Any) -> None:
+def test_bfloat16_autocast_stays_near_float32(System: Any) -> None:
     """Three digits of each product: the way is the plain one's to some per cent of its length."""
     found = trained(System, in_float32(), autocast=torch.bfloat16)
     usual = trained(System, in_float32())
@@ -204,7 +204,7 @@ def test_bfloat16(System: Any) -> None:
 
 @pytest.mark.works("AMP float16")
 @each_of_five
-def test_float16_with_a_scaler(System: Any) -> None:
+def test_a_grad_scaler_changes_nothing_under_float16_autocast(System: Any) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     model = in_float32()
     optimizer = optimizer_of(System, model, grad_scaler=scaler)
@@ -220,7 +220,7 @@ def test_float16_with_a_scaler(System: Any) -> None:
 
 @pytest.mark.works("compile")
 @pytest.mark.parametrize("System", [MRDHO2])  # for the others: test_contract_steps_compiled.py
-def test_compiled_model(System: Any) -> None:
+def test_a_compiled_model_trains_like_an_eager_one(System: Any) -> None:
     model = CASE.model()
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager")
@@ -241,7 +241,7 @@ def under_ddp(rank: int, world_size: int, System: Any) -> Tensor:
 
 @pytest.mark.works("DDP")
 @pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC, DHO2])
-def test_ddp(world: World, System: Any) -> None:
+def test_ddp_equals_one_process(world: World, System: Any) -> None:
     first, second = world.run(under_ddp, 2, System)
     assert torch.equal(first, second)
     assert_as_plain(System, first, 1e-9)

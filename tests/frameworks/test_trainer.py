@@ -59,7 +59,7 @@ def assert_like_the_loop(
 
 @pytest.mark.works("Trainer")
 @each_of_five
-def test_an_optimizer_handed_over(hf: Any, System: Any, tmp_path: Path) -> None:
+def test_the_trainer_accepts_an_optimizer(hf: Any, System: Any, tmp_path: Path) -> None:
     """`optimizers=(optimizer, None)`, with the Trainer's schedule and clipping."""
     model = hf.model_of("BERT")
     optimizer = made(hf, System, model, "BERT", momentum=0.9)
@@ -118,7 +118,9 @@ def test_padded_text_accumulated_trains_as_whole_batches(
 
 @each_of_five
 @pytest.mark.parametrize("groups", ["model", "factory", "Trainer"])
-def test_a_class_and_its_keywords(hf: Any, System: Any, groups: str, tmp_path: Path) -> None:
+def test_the_trainer_accepts_a_class_and_its_keywords(
+    hf: Any, System: Any, groups: str, tmp_path: Path
+) -> None:
     """`optimizer_cls_and_kwargs`: the class, or a factory.
 
     The Trainer gives a class its groups, or what `model` is among the keywords, and calls a

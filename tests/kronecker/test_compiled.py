@@ -101,7 +101,7 @@ class Block(nn.Module):
 
 
 def test_blocks_of_one_kind_share_a_graph() -> None:
-    """As where each layer is compiled by itself: one hook's number is not part of the graph."""
+    """Each layer is compiled by itself. The number of a hook is not part of the graph."""
     model = nn.Sequential(*(Block() for _ in range(12)))
     _capture, recorder = watched(model)
     torch._dynamo.utils.counters.clear()
@@ -113,7 +113,7 @@ def test_blocks_of_one_kind_share_a_graph() -> None:
 
 
 def test_captures_can_be_added_and_removed_after_compilation() -> None:
-    """By hooks that were there at the first run."""
+    """The hooks exist at the first run."""
     model = MLP.model()
     compiled = whole(model)
     recorder = Keeper()

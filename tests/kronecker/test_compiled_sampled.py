@@ -70,7 +70,7 @@ class Own(nn.Module):
 
 
 class Broken(Own):
-    """What no graph can have in the middle of it."""
+    """Breaks the graph in the middle."""
 
     def part(self, x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
@@ -119,7 +119,7 @@ def called(model: nn.Module, how: str = "model", backend: str = "aot_eager") -> 
 @pytest.mark.parametrize("kind", ["container", "own class", "broken"])
 @pytest.mark.parametrize("how", ["model", "inside"])
 def test_a_compiled_model_samples_the_labels_of_the_eager_model(kind: str, how: str) -> None:
-    """Of the same labels, in each of two passes, and the user's gradients are as ever."""
+    """Both have the same labels in each of two passes, and equal gradients of the weights."""
     model = built(kind)
     twin = built(kind)
     compiled = called(model, how)

@@ -192,7 +192,7 @@ def shared(rank: int, size: int) -> KroneckerCurvature:
 
 
 def results(curvature: KroneckerCurvature) -> dict[str, Any]:
-    """What whole vectors give, and each layer's tensors."""
+    """The results of all functions for whole vectors, and the tensors of each layer."""
     torch.manual_seed(1)
     sizes = {n: s for layer in drawn().values() for n, s in layer.shapes.items()}
     v = {n: torch.randn(s, dtype=torch.float64) for n, s in sizes.items()}

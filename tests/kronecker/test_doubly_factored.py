@@ -142,7 +142,7 @@ def test_18_the_factors_are_the_means_over_examples(
 
 
 def test_a_non_finite_input_makes_a_non_finite() -> None:
-    """As where its output is masked: what eigh gets instead of it must not count as an example."""
+    """The output of such an input may be masked. Its replacement in `eigh` must not count."""
     _, block = doubly_factored(network(2, 3), 2, 3, lr=0.0)
     x = torch.randn(4, 6, dtype=F64)
     d = torch.randn(4, block.shape.out_dim, dtype=F64)

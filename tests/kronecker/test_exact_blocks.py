@@ -93,7 +93,10 @@ def after_a_step(model: nn.Module, batch: Batch, **options: Any) -> Any:
 
 
 def coupled_fisher(model: nn.Sequential, batch: Batch) -> Tensor:
-    """Of a batch norm that trains: x̂ of the whole batch, an example's d of its own loss term."""
+    """The Fisher block of a batch norm in training mode.
+
+    x̂ depends on the whole batch, and the d of an example on its own loss term.
+    """
     x, y = batch
     module: Any = model[0]
     ((_, d),) = ref.captured(model, x, lambda outputs: cross_entropy(outputs, y), "0")["0"]
@@ -140,7 +143,7 @@ def test_an_exact_block_is_the_mean_outer_product_of_gradients(
     at = entries(model, part)
     keep_only(model, part)
     expected = ref.empirical_fisher(model, *batch, cross_entropy, "0")[at, at]
-    for approx in ("expand", "reduce"):  # equal if there are no positions
+    for approx in ("expand", "reduce"):  # both agree without positions
         near(curvature(after_a_step(model, batch, kfac_approx=approx)), expected)
 
 

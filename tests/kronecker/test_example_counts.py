@@ -1,4 +1,4 @@
-"""What counts as an example: passes that end in ``.grad``, each once; rows that have a gradient."""
+"""Passes that end in ``.grad`` count once each, and rows count if they have a gradient."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_gradients_of_other_quantities_add_no_examples(
 
 @each_kronecker
 def test_a_gradient_penalty_counts_in_the_pass_that_reaches_the_weights(System: Any) -> None:
-    """Of the three passes through the critic two end there: the loss and, through ∇ₓ, the penalty.
+    """Two of three passes reach the critic's weights: the loss and, through ∇ₓ, the penalty.
 
     The derivative's own pass, from ones, would multiply G.
     """
@@ -121,7 +121,7 @@ def test_a_gradient_penalty_counts_in_the_pass_that_reaches_the_weights(System: 
 @each_kronecker
 @pytest.mark.parametrize("zeroed_by", ["optimizer", "model"])
 def test_a_discriminator_counts_its_own_passes(System: Any, zeroed_by: str) -> None:
-    """What the generator's loss leaves in it goes with its gradients."""
+    """`zero_grad` also drops the statistics of the generator's loss."""
     model = MLP.model()
     (x, y) = MLP.batch()
     optimizer = make(System, model)
@@ -164,7 +164,7 @@ def test_passes_of_a_step_are_counted_with_one_warning(System: Any) -> None:
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_two_losses_of_one_forward_pass_are_not_micro_batches(reentrant: bool | None) -> None:
-    """Nor where a checkpoint repeats the forward for each. G is the sum of both, and a warning."""
+    """Also if a checkpoint repeats the forward pass. G is the sum of both, with a warning."""
     torch.manual_seed(0)
     model = Checkpointed(reentrant).double()
     (x, y) = MLP.batch()
@@ -288,7 +288,7 @@ def test_padding_does_not_change_the_factors(System: Any, approx: str) -> None:
 
 @given(seed=SEEDS, dead=st.sets(st.integers(0, 5), max_size=5))
 def test_rows_without_a_gradient_are_not_examples(seed: int, dead: set[int]) -> None:
-    """Of every kind of layer, as if they had never been there."""
+    """The factors of every kind of layer are those without these rows."""
     for module, x, d in pairs_of_all_kinds(seed):
         alive = [i for i in range(len(x)) if i not in dead]
         d[list(dead)] = 0
@@ -330,7 +330,7 @@ def pairs_of_all_kinds(seed: int) -> Sequence[tuple[nn.Module, Tensor, Tensor]]:
 @given(seed=SEEDS, dead=st.sets(st.integers(0, 5)))
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
 def test_masks_on_a_device_equal_selected_rows(approx: Any, seed: int, dead: set[int]) -> None:
-    """Where a question would wait, nothing is known of the mask."""
+    """On a device, the mask is used without a synchronization."""
     for module, x, d in pairs_of_all_kinds(seed):
         d[list(dead)] = 0
         options = {"approximation": approx, "dtype": F64}

@@ -181,7 +181,7 @@ def test_each_experts_factors_equal_those_computed_by_hand(System: Any, kind: An
 
 
 def test_experts_ignore_sequence_boundaries() -> None:
-    """Of the mean over so many tokens G would be as many times too large as a sequence has."""
+    """A mean over the tokens of a sequence would multiply G by their number."""
     with pytest.warns(UserWarning, match="experts.down_proj .kfac_approx='reduce' needs") as caught:
         optimizer = make(KAISA, mixture(has_bias=True), lr=0.0, kfac_approx="reduce")
     assert "experts.gate_up_proj (kfac_approx='reduce'" in str(caught[0].message)

@@ -69,7 +69,7 @@ def gradient_of(model: nn.Module, batch: Batch, name: str) -> Tensor:
     return found.reshape(matrix_shape(p.shape))
 
 
-# What it is.
+# Factors and steps.
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -128,7 +128,7 @@ def test_a_tensor_is_folded_to_the_smallest_factors(
     assert matrix_shape(shape) == expected
 
 
-# What it is for.
+# Layers that are excluded.
 
 
 @each_kronecker
@@ -155,7 +155,7 @@ def test_skipped_large_and_sparse_matrices_have_no_factors(System: Any) -> None:
 
 @each_kronecker
 def test_missing_zero_and_non_finite_gradients_leave_the_factors_unchanged(System: Any) -> None:
-    """Nor does one whose squares are so small that they lose their digits."""
+    """So do gradients whose squares are too small to be represented."""
     model = made(Recurrent)
     optimizer = make(System, model, **GRADIENT)
     x, y = batches((2, 3), 1)[0]
@@ -193,7 +193,7 @@ def on_ranks(rank: int, size: int, name: str, options: dict[str, Any]) -> list[T
     ],
 )
 def test_many_processes_train_like_one(world: World, name: str, options: dict[str, Any]) -> None:
-    """With the head left out, whose factors DPKFAC takes from its owner's batches alone."""
+    """DPKFAC skips the head, whose factors are those of its owner's batches alone."""
     chosen = {**options, **GRADIENT, **({"skip_layers": ["head"]} if name == "DPKFAC" else {})}
     found = agreed(world.run(on_ranks, 2, name, chosen))
     assert_same_trajectory(found, on_ranks(0, 1, name, chosen))
@@ -201,7 +201,7 @@ def test_many_processes_train_like_one(world: World, name: str, options: dict[st
     assert (found[-1] - without[-1]).norm() > 1e-4 * without[-1].norm()
 
 
-# What is said of it.
+# Warnings.
 
 
 def warned(rank: int, world_size: int, order: str) -> list[str]:

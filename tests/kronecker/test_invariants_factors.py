@@ -67,6 +67,7 @@ def test_1_one_example_is_exact(
 # 2. Deep linear network, squared loss, any batch: A ⊗ G = Fisher = GGN = the layer's Hessian.
 
 
+@settings(max_examples=12)
 @given(widths=WIDTHS, bias=st.booleans(), n=st.integers(1, 6), seed=SEEDS)
 def test_2_deep_linear_with_squared_loss_is_exact(
     widths: list[int], bias: bool, n: int, seed: int
@@ -250,7 +251,7 @@ def negative_log_likelihood(likelihood: Likelihood, labels: Tensor, outputs: Ten
 
 
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(n=st.integers(1, 2), seed=SEEDS)
 def test_14_expected_over_all_labels_is_the_models_own_covariance_pulled_back(
     likelihood: Likelihood, n: int, seed: int

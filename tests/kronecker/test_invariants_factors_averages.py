@@ -132,7 +132,7 @@ def staging(module: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]]) -> Staged
 
 
 def mean_of(staged: Sequence[StagedStatistics]) -> Factors:
-    """As ranks do it: sums added, then divided. Mean eigenvalues are those of the factors."""
+    """Add the sums and divide, as ranks do. The mean eigenvalues are those of the factors."""
     sums = collect_sums(staged)
     a, g = (sum(each.factors[letter] for each in sums) for letter in "AG")
     head = sum(each.head for each in sums)

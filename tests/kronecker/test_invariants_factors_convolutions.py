@@ -97,7 +97,7 @@ def conv_statistics(conv: Any, x: Tensor, d: Tensor, approx: Approx) -> Factors:
     return pair.factors["A"] / pair.num_examples, pair.factors["G"] * pair.num_examples
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(case=conv_cases())
 def test_6_every_convolution_has_the_factors_of_its_patches(case: ConvCase) -> None:
     conv = case.conv()
@@ -114,7 +114,7 @@ def test_6_every_convolution_has_the_factors_of_its_patches(case: ConvCase) -> N
 
 @given(case=conv_cases())
 def test_6_weight_times_patches_is_the_convolution(case: ConvCase) -> None:
-    """What the factors are factors of, checked without the reference."""
+    """This checks the patches without the reference."""
     conv = case.conv()
     x = laid_out(torch.randn(2, conv.in_channels, *case.shape, dtype=F64), case.layout)
     patches = extract_patches(x, conv).flatten(2, 2 + case.dims).flatten(3)  # (N, groups, in, T)
@@ -128,7 +128,7 @@ def test_6_weight_times_patches_is_the_convolution(case: ConvCase) -> None:
 # 8. Appendix-A convolution factors = reduce over locations.
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(case=conv_cases())
 def test_8_cheap_factors_are_those_of_a_linear_whose_positions_are_reduced(case: ConvCase) -> None:
     """Each group of the convolution is a Linear on its patches, with locations for positions."""

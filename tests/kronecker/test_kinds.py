@@ -308,7 +308,7 @@ def transposed(name: str, n: int = 4) -> tuple[nn.Module, Batch]:
 
 
 def transposed_factors(model: nn.Module, batch: Batch, approx: str) -> tuple[Tensor, Tensor]:
-    """By loops: each input location's patch of the output's gradient."""
+    """Compute the factors by loops over the patches of the output's gradient."""
     x, y = batch
     conv: Any = model[0]
     ((_, d),) = ref.captured(model, x, lambda outputs: cross_entropy(outputs, y), "0")["0"]
@@ -360,7 +360,7 @@ class ScaledEmbedding(nn.Embedding):
 
 
 class Positions(nn.Embedding):
-    """With something of its own."""
+    """Overrides the forward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.sin(super().forward(x))
@@ -407,7 +407,7 @@ def tied(bias: bool = True, padding: int | None = None, scale: float = 1.0) -> t
 
 
 def partial_traces(model: Tied, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Of the sum of both uses' blocks, by one gradient a token and use."""
+    """The partial traces of the sum of both uses' blocks, from one gradient per token and use."""
     untied = copy.deepcopy(model)
     untied.head.weight = nn.Parameter(model.embedding.weight.detach().clone())
     weights = [untied.embedding.weight, untied.head.weight]
@@ -494,7 +494,7 @@ def test_a_registered_layer_has_the_factors_of_its_product(System: Any, kind: ty
 
 @pytest.mark.parametrize("when", ["after the step", "before the step"])
 def test_pruned_weights_stay_pruned_if_masks_follow_the_step(when: str) -> None:
-    """As the page has it; masks of gradients alone do not do."""
+    """The page applies the masks after the step. Masks of gradients alone do not suffice."""
     page = (Path(__file__).parents[2] / "docs" / "reference/layers.md").read_text("utf-8")
     (example,) = re.findall(
         r"```python\n(.*?)```", page[page.index("## Pruned") : page.index("## Custom")], re.DOTALL

@@ -1,4 +1,4 @@
-"""Banks: what is done for equal layers together is what is done for each."""
+"""Layer batches: equal layers are processed together as each would be alone."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_batches_contain_layers_of_equal_shape_up_to_a_size() -> None:
 
 
 def test_training_in_batches_equals_training_layer_by_layer() -> None:
-    """With a layer that is skipped now and then, a frozen one, and a bias without a gradient."""
+    """One layer is skipped now and then, one is frozen, and one bias has no gradient."""
 
     def run() -> list[Tensor]:
         torch.manual_seed(0)

@@ -63,7 +63,7 @@ MIXED = ["norms", "batch_norm", "transformer", "attention", "embedding", "tied",
 
 @pytest.mark.parametrize("name", MIXED)
 def test_every_parameter_is_in_one_block_or_row(name: str) -> None:
-    """What `find` checks of the sizes; and no parameter is in two blocks."""
+    """`find` checks the sizes. No parameter is in two blocks."""
     model = ZOO[name].model()
     for rules in (None, EXACT, BlockRules(max_factor_dim=5, max_exact_dim=2)):
         blocks, _ = find(model, rules)
@@ -159,7 +159,7 @@ def test_skip_layers_selects_by_name_and_class(pattern: str, skipped: set[str]) 
 
 @pytest.mark.parametrize(("bound", "large"), [(37, set()), (36, {"4"}), (24, {"4", "8"})])
 def test_layers_above_max_factor_dim_fall_back_to_the_base(bound: int, large: set[str]) -> None:
-    """Of the conv, 4 channels of 3 x 3 and 1; of the Linear, 24 inputs and 1."""
+    """The convolution has 4 x 3 x 3 + 1 rows, and the Linear 24 + 1."""
     blocks, left = find(vgg(), BlockRules(max_factor_dim=bound, max_exact_dim=256))
     assert left.keys() == large
     assert not large & blocks.keys()

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning
 def captured(
     model: nn.Module, loss_of: Callable[[nn.Module], Tensor]
 ) -> dict[str, list[tuple[Tensor, Tensor]]]:
-    """By layer, inputs with a 1 appended and gradients of the loss, of each call."""
+    """Return inputs with a 1 appended and gradients of the loss of each call, by layer."""
     outputs: list[tuple[str, Tensor, Tensor]] = []
     handles = []
 
@@ -314,7 +314,7 @@ def test_padding_routed_to_experts_is_not_in_a() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"kfac_approx": "reduce"}, {"System": DPKFAC}])
 def test_micro_batches_with_unequal_padding_equal_one_batch(options: dict[str, Any]) -> None:
-    """Where the loss of each is divided by the terms of all."""
+    """The loss of each micro-batch is divided by the terms of all."""
     y = labels(3, 1)
     terms = int((y != -100).sum())
 
@@ -351,7 +351,7 @@ def test_losses_of_separate_layers_count_their_own_terms() -> None:
 
 
 def by_owners(rank: int, world_size: int) -> dict[str, Any]:
-    """What a rank has of padded text, of which it sees some sequences."""
+    """Return the factors of a rank that trains on some of the padded sequences."""
     model = seeded(Causal)
     y = labels(2, 1)
     some = slice(2 * rank, 2 * rank + 4)

@@ -83,7 +83,7 @@ def test_every_kind_of_layer_applies_its_dense_matrix(kind: str) -> None:
 
 @each_kronecker
 def test_solve_with_the_damping_of_training_equals_the_optimizers_step(System: Any) -> None:
-    """With "eigen" and without a clip, p.grad after a step is that of before it, solved."""
+    """With "eigen" and without a clip, a step replaces p.grad by its solution."""
     model = MLP.model()
     optimizer = make(System, model, relative_damping=True, damping=0.4)
     take(model, optimizer, MLP.batches(1)[0], MLP.loss)
@@ -164,7 +164,7 @@ def test_frozen_layers_keep_their_curvature(
 
 
 def gathered(rank: int, world_size: int, System: Any, options: dict[str, Any]) -> Any:
-    """What all have together, and what one has alone."""
+    """Return the factors of all layers, and the names of those that this rank stores."""
     model = MLP.model()
     optimizer = make(System, model, relative_damping=True, **options)
     for batch in MLP.batches(3, n=12):

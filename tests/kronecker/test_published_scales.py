@@ -1,8 +1,8 @@
-"""What `relative_damping=False` reproduces: the scales of the factors of two published codes.
+"""`relative_damping=False` reproduces the scales of the factors of two published codes.
 
 Both codes take the gradients of the mean loss at a layer's output, d / N. DP-KFAC multiplies them
-back by N, KAISA does not; for convolutions both divide patches and KAISA the gradients, too, by the
-T positions. Written here from the formulas of docs/concepts/distributed.md, in float64.
+back by N, KAISA does not; for convolutions, both divide patches, and KAISA also the gradients, by
+the T positions. Written here from the formulas of docs/concepts/distributed.md, in float64.
 """
 
 from __future__ import annotations

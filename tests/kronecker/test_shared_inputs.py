@@ -46,7 +46,7 @@ class InPlace(nn.Module):
 
 
 def test_an_input_changed_in_place_is_not_shared() -> None:
-    """As is legal under autocast, where layers work on copies."""
+    """This is legal under autocast, because layers work on copies."""
     model = InPlace()
     x = torch.randn(6, 4).bfloat16().float()
     optimizer = KAISA(model, lr=0.0)

@@ -31,7 +31,7 @@ each_solver = pytest.mark.parametrize("name", ["eigen", "inverse"])
 def test_any_finite_factor_can_be_decomposed(
     name: str, dim: int, rank: int, power: int, dtype: torch.dtype
 ) -> None:
-    """Of low rank, zero, tiny or huge, with the little damping that "inverse" has by then."""
+    """Factors of low rank, zero, tiny or huge; "inverse" gets them with a little damping."""
     matrix = factor(1, dim, rank) * 10.0**power
     if name == "inverse":
         matrix += 1e-6 * 10.0**power * torch.eye(dim, dtype=torch.float64)
@@ -59,7 +59,7 @@ def test_negative_eigenvalues_are_clamped() -> None:
     assert values.min() == 0
 
 
-# The ladder, each rung forced by injection.
+# Retries and fallbacks, each forced by injection.
 
 
 def raises(matrix: Tensor, result: Any) -> Any:
@@ -81,7 +81,7 @@ def inaccurate(matrix: Tensor, result: Any) -> Any:
 
 
 def not_orthogonal(matrix: Tensor, result: Any) -> Any:
-    """Where the eigenvalues vanish, Q Λ Qᵀ does not show it."""
+    """If the eigenvalues vanish, Q Λ Qᵀ does not show the fault."""
     values, vectors = result
     return values, torch.where(values.unsqueeze(-2) < 1e-6 * values.max(), 2 * vectors, vectors)
 
@@ -159,7 +159,7 @@ def test_the_first_attempt_works_at_any_scale(
 def test_eigenvectors_that_are_not_orthogonal_are_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where the eigenvalue is 0, a column twice makes the same matrix."""
+    """If the eigenvalue is 0, a repeated column makes the same matrix."""
 
     def twice(matrix: Tensor, result: Any) -> Any:
         values, vectors = result
@@ -176,7 +176,7 @@ def test_eigenvectors_that_are_not_orthogonal_are_rejected(
 def test_a_failed_factor_does_not_affect_its_batch(
     name: str, fault: Any, rungs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of four fails, in a batch and alone: in float32 only, or on every rung."""
+    """One of four fails, in a batch and alone: in float32 only, or in every attempt."""
     marked = sample(name)
     marked[0, 0, 0] = 64.0
     matrices = [sample(name), marked, sample(name), sample(name)]

@@ -1,4 +1,4 @@
-"""What hooks see explains the gradient, or the layer is the base's; operations in place.
+"""Captured pairs reproduce the gradient, or the layer falls back to the base; operations in place.
 
 Functions that take (rank, world_size, ...) run on the pool's ranks.
 """
@@ -458,7 +458,7 @@ def test_a_layer_that_one_rank_cannot_verify_falls_back_on_all_ranks(
 
 
 class InPlace(nn.Module):
-    """What a layer gives is changed in place, or not."""
+    """Changes the output of a layer in place, or a copy of it."""
 
     def __init__(self, how: str, leaves: bool, recomputes: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Doors to other packages: what they load of ours is what they would have computed themselves."""
+"""Exporters to other packages: they load the factors that they would have computed themselves."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_kronfluence_loads_factors_equal_to_its_own(
         analyzer.fit_all_factors("ours", data, **fit)  # finds all of them there
     else:
         fit = fit_options("ekfac")
-        for name in ("ours", "theirs"):  # goes on from them
+        for name in ("ours", "theirs"):  # continues from them
             more = f"more of {name}"
             analyzer.fit_lambda_matrices(more, data, load_from_factors_name=name, **fit)
         close(*(analyzer.load_lambda_matrices(f"more of {k}") for k in ("ours", "theirs")))
@@ -228,7 +228,7 @@ def test_names_below_a_prefix_are_written_without_it(tmp_path: Path) -> None:
 
 
 class Posterior:
-    """What `to_laplace` reads and sets of a KronLaplace."""
+    """The attributes of a KronLaplace that `to_laplace` reads and sets."""
 
     class Kron:
         def __init__(self, kfacs: list[list[Tensor]]) -> None:
@@ -302,7 +302,7 @@ def test_laplace_predicts_as_with_its_own_fit(last: bool, damping: bool) -> None
 
 @pytest.mark.parametrize("groups", [1, 10])
 def test_the_laplace_hessian_has_blocks_for_other_layers(groups: int) -> None:
-    """Of an embedding, of a weight that is (in, out), and of a normalisation."""
+    """The layers are an embedding, a weight of shape (in, out), and a normalization."""
     laplace = pytest.importorskip("laplace")
     torch.manual_seed(0)
     head = nn.Linear(5, CLASSES, bias=False)
@@ -392,7 +392,7 @@ def test_curvature_of_inputs_alone_raises_if_gradients_are_needed(
 
 
 def written(rank: int, ranks: int, folder: Path) -> list[Any]:
-    """What a process gets, of layers that two share."""
+    """Return what a process stores and writes of layers that two processes share."""
     case = Case(tokens=True)
     share = slice(rank, None, ranks)
     batches = [(case.x[share], case.y[share])]

@@ -95,7 +95,7 @@ def of_a_batch(seen: Seen, model: nn.Module, factors: Any, masked: bool) -> list
 
 
 def difference_of_narrow_products() -> float:
-    """Of A from the device, which adds products of bfloat16 up widely, and from the CPU."""
+    """The difference of A from the device, which accumulates in float32, and from the CPU."""
     model = model_of(1, torch.bfloat16, True)
     data = [batch_of(True) for _ in range(3)]
 
@@ -136,7 +136,7 @@ def of_two_devices() -> list[list[str]]:
 
 
 def cases() -> Iterator[tuple[str, Any]]:
-    """By name, launches beyond the floor, waits and uploads of a batch, at 2 and 4 blocks."""
+    """Yield launches above the floor, synchronizations and uploads, for 2 and 4 blocks."""
     torch.manual_seed(0)
     with pretend_device() as seen:
         yield "difference", difference_of_narrow_products()

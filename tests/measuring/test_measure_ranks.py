@@ -113,25 +113,45 @@ def test_a_layer_that_a_process_skips_does_not_block_the_others(world: World, fa
         close(together[key], factor, 1e-9)
 
 
-def failing(rank: int, ranks: int, keep: Any, factors: Any) -> str:
+def failing(rank: int, ranks: int, moment: str, keep: Any, factors: Any) -> str:
+    """The error of a rank, if the forward pass or the loader of rank 1 fails."""
+
     def call(model: nn.Module, batch: Tensor) -> Tensor:
-        if rank == 1 and len(batch) == 2:
+        if rank == 1 and moment == "forward pass" and len(batch) == 2:
             raise ArithmeticError("no such number")
         output: Tensor = model(batch)
         return output
 
+    class Loader:
+        def __iter__(self) -> Iterator[Tensor]:
+            for i, examples in enumerate((3, 2, 1, 1)):
+                if rank == 1 and moment == f"batch {i}":
+                    raise ArithmeticError("no such record")
+                yield torch.randn(examples, 3, dtype=F64)
+
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(F64)
-    loader = [torch.randn(n, 3, dtype=F64) for n in (3, 2, 1, 1)]
     with pytest.raises((SecondOrderError, ArithmeticError)) as caught:
-        measure(model, loader, call=call, keep=keep, factors=factors, progress=False)
+        measure(model, Loader(), call=call, keep=keep, factors=factors, progress=False)
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-@pytest.mark.parametrize("keep", ["device", "owner"])
-@pytest.mark.parametrize("factors", ["inputs", "kfac"])
-def test_a_failure_on_one_process_raises_on_all(world: World, keep: str, factors: str) -> None:
-    errors = world.run(failing, 3, keep, factors)
-    assert errors[1] == "ArithmeticError: no such number"
+@pytest.mark.parametrize(
+    ("moment", "keep", "factors"),
+    [
+        ("forward pass", "device", "inputs"),
+        ("forward pass", "device", "kfac"),
+        ("forward pass", "owner", "inputs"),
+        ("forward pass", "owner", "kfac"),
+        ("batch 0", "owner", "inputs"),
+        ("batch 1", "owner", "inputs"),
+    ],
+)
+def test_a_failure_on_one_process_raises_on_all(
+    world: World, moment: str, keep: str, factors: str
+) -> None:
+    errors = world.run(failing, 3, moment, keep, factors)
+    missing = "number" if moment == "forward pass" else "record"
+    assert errors[1] == f"ArithmeticError: no such {missing}"
     assert errors[0] == errors[2] == f"SecondOrderError: measure: rank 1 failed: {errors[1]}"
 
 
@@ -185,29 +205,6 @@ def test_under_fsdp_a_process_can_have_fewer_batches_but_not_none(world: World) 
         close(found["0", "A"][0], rows.mT @ rows / 12)
     errors = world.run(ended, 2, "before")
     assert all("has no batch" in each for each in errors)
-
-
-def without(rank: int, ranks: int, moment: str) -> str:
-    """A process whose loader fails at a moment."""
-
-    class Loader:
-        def __iter__(self) -> Iterator[Tensor]:
-            for i in range(3):
-                if rank == 1 and moment == f"batch {i}":
-                    raise ArithmeticError("no such record")
-                yield torch.ones(3, 3, dtype=F64)
-
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(F64)
-    with pytest.raises((SecondOrderError, ArithmeticError)) as caught:
-        measure(model, Loader(), keep="owner", progress=False)
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
-@pytest.mark.parametrize("moment", ["batch 0", "batch 1"])
-def test_a_failed_loader_raises_on_all_processes(world: World, moment: str) -> None:
-    errors = world.run(without, 2, moment)
-    assert errors[1] == "ArithmeticError: no such record"
-    assert errors[0] == f"SecondOrderError: measure: rank 1 failed: {errors[1]}"
 
 
 def idling(rank: int, ranks: int, keep: Any) -> tuple[int, float]:

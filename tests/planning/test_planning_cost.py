@@ -24,13 +24,13 @@ SQUARE = FactorShape(1, 10, 10)
 
 
 def setting(system: str, ranks: int, workers: int, **others: Any) -> Setting:
-    keywords_given = {
+    keywords = {
         "solver": "inverse",
         "factor_update_steps": 2,
         "inv_update_steps": 4,
         **others,
     }
-    return Setting(system, ranks=ranks, workers=workers, **keywords_given)
+    return Setting(system, ranks=ranks, workers=workers, **keywords)
 
 
 def test_the_parts_of_a_step_by_hand() -> None:

@@ -118,7 +118,7 @@ def one_rank_alone(rank: int, size: int) -> str:
 
 
 def test_ranks_that_differ_raise_an_error(world: World) -> None:
-    """Nobody waits for a measurement that the others do not take."""
+    """No rank waits for a measurement that the others do not take."""
     assert all("auto" in text for text in world.run(one_rank_alone, 2))
 
 
@@ -129,7 +129,7 @@ def test_one_process_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         KAISA(MLP.model(), lr=0.1, grad_worker_fraction="most")  # type: ignore[arg-type]
 
 
-def test_a_choice_that_makes_no_sense_is_refused() -> None:
+def test_an_invalid_saved_choice_is_refused() -> None:
     model = MLP.model()
     optimizer = KAISA(model, lr=0.1)
     take(model, optimizer, BATCHES[0], MLP.loss)
