@@ -52,7 +52,7 @@ def test_faults_that_are_reported_or_have_no_effect_are_clean() -> None:
     assert outcome(ended(caught=[OWN_ERROR]), ended(), expect="same") == "clean"
 
 
-def test_hangs_differences_and_silent_errors_are_not_clean() -> None:
+def test_hangs_differences_and_errors_without_a_message_are_not_clean() -> None:
     two = [ended(), ended()]
     raised = ended(status="raised", error=OWN_ERROR)
     puzzled = ended(status="raised", error=FOREIGN_ERROR)

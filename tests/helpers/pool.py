@@ -235,9 +235,15 @@ class _Rank:
 
 
 class World:
-    """Up to `MAX_WORLD_SIZE` persistent worker processes, started when first needed."""
+    """Up to `MAX_WORLD_SIZE` persistent worker processes, started when first needed.
 
-    def __init__(self) -> None:
+    Args:
+        has_other_seed: rank 1 has a hash seed of its own, so that the order of a set of names
+            differs. It takes longer to start.
+    """
+
+    def __init__(self, has_other_seed: bool = True) -> None:
+        self._spawned: set[int] = {1} if has_other_seed else set()
         self._ranks: list[_Rank] = []
         self._store: dist.TCPStore | None = None
         self._runs = 0
@@ -317,9 +323,9 @@ class World:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         new = range(len(self._ranks), world_size)
         for rank in new:
-            # Most are forked from one process that has imported torch. One that is not has a hash
-            # seed of its own, so that the order of a set of names is not the same everywhere.
-            context = multiprocessing.get_context("spawn" if rank == 1 else "forkserver")
+            # A fork of a process that has imported torch has the hash seed of that process.
+            method = "spawn" if rank in self._spawned else "forkserver"
+            context = multiprocessing.get_context(method)
             context.set_forkserver_preload(PRELOADED)
             parent_end, child_end = context.Pipe()
             stacks = Path(self._directory.name) / f"stacks{rank}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import ZOO
 from optimizer_cases import each_kronecker, make, take
@@ -183,6 +183,7 @@ def preconditioned(System: Any, name: str, scale: str, **options: Any) -> Any:
     return optimizer
 
 
+@settings(max_examples=10)
 @given(
     name=st.sampled_from(NAMES),
     solver=st.sampled_from(["eigen", "inverse"]),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 from models import ZOO
 from optimizer_cases import asking, make, noted
@@ -15,6 +14,8 @@ from torch import Tensor
 from second_order import DHO2, DPKFAC, KAISA, DistKFAC
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pool import World
 
 MLP = ZOO["mlp"]
@@ -30,6 +31,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "DHO2-column": (DHO2, {"layout": "column", "num_largest": 0, "num_smallest": 0}),
     "DHO2-row": (DHO2, {"momentum": 0.9}),
 }
+
+
+def each_case(rank: int, world_size: int, train: Callable[[int, int, str], Any]) -> dict[str, Any]:
+    return {name: train(rank, world_size, name) for name in CASES}
 
 
 def frozen_too_late(rank: int, world_size: int, name: str) -> list[Tensor]:
@@ -51,9 +56,10 @@ def frozen_too_late(rank: int, world_size: int, name: str) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_freezing_a_layer_after_backward_keeps_ranks_in_sync(world: World, name: str) -> None:
-    agreed(world.run(frozen_too_late, 2, name))
+def test_freezing_a_layer_after_backward_keeps_ranks_in_sync(world: World) -> None:
+    results = world.run(each_case, 2, frozen_too_late)
+    for name in CASES:
+        agreed([by_case[name] for by_case in results])
 
 
 def own_gradients(rank: int, world_size: int, name: str) -> tuple[list[Tensor], list[str]]:
@@ -77,15 +83,14 @@ def own_gradients(rank: int, world_size: int, name: str) -> tuple[list[Tensor], 
     return found, [line for line in warned if "frozen parameters" in line]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_that_no_rank_averaged_are_not_stepped_with_a_warning(
-    world: World, name: str
-) -> None:
-    results = world.run(own_gradients, 2, name)
-    agreed([found for found, _ in results])
+def test_gradients_that_no_rank_averaged_are_not_stepped_with_a_warning(world: World) -> None:
+    ranks = world.run(each_case, 2, own_gradients)
     size = sum(p.numel() for p in MLP.model()[0].parameters())
-    for found, messages in results:
-        assert all(torch.equal(each[:size], found[0][:size]) for each in found)
-        assert len(messages) == 1
-        assert "gradients, which the ranks do not average" in messages[0]
-        assert "'0.weight', '0.bias'; call zero_grad() after you freeze parameters" in messages[0]
+    for name in CASES:
+        results = [by_case[name] for by_case in ranks]
+        agreed([found for found, _ in results])
+        for found, messages in results:
+            assert all(torch.equal(each[:size], found[0][:size]) for each in found)
+            (message,) = messages
+            assert "gradients, which the ranks do not average" in message
+            assert "'0.weight', '0.bias'; call zero_grad() after you freeze parameters" in message

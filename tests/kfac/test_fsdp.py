@@ -337,7 +337,8 @@ def steps_of_muon(rank: int, world_size: int) -> list[list[tuple[Tensor, Tensor]
 def test_muon_receives_the_same_gradients_under_fsdp(world: World) -> None:
     """Muon orthogonalizes in bfloat16, and rounds products of shards differently."""
     sharded, by_ddp = world.run(steps_of_muon, 2)[0]
-    alone, alone_by_ddp = sharded[0], by_ddp[0]
+    alone = sharded[0]
+    alone_by_ddp = by_ddp[0]
     assert torch.equal(alone[0], alone_by_ddp[0])
     assert float((alone[1] - alone_by_ddp[1]).abs().max()) > 1e-5, "Muon's own rounding"
     for found, expected in zip(sharded[1:], by_ddp[1:], strict=True):

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    """Ranks for this file: a mesh of some of them is, to torch's caches, one of earlier runs."""
-    ranks = World()
+    """Ranks for this file, because torch caches meshes of process groups that are destroyed."""
+    ranks = World(has_other_seed=False)
     yield ranks
     ranks.close()
 
