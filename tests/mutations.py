@@ -464,6 +464,9 @@ a clip of a rank's own layers alone
     world.all_reduce([change]).wait()  =>  pass
 outliers that count in full  <-  change_clip::the_bound_is_four_times_the_running_average
     addcmul_(change, ratio, value  =>  addcmul_(change, torch.ones_like(ratio), value
+a change that rounding makes negative is clipped
+  <-  change_clip::a_change_below_zero_is_not_clipped
+    change.clamp_min(tiny)  =>  (change + tiny)
 steps without a preconditioned layer that count
   <-  change_clip::steps_without_preconditioned_layers_do_not_enter_the_average
     if clip is not None and solved:  =>  if clip is not None:
@@ -509,7 +512,7 @@ decompositions that their solver has not rounded
   <-  exchange_dtype::all_ranks_have_equal_parameters
     pack_message(decomposition, plan.exchange_dtype)  =>  pack_message(decomposition, None)
 a failed G is not told  <-  failures::a_failed_factor_is_reported
-    outcome = Outcome.FAILED  =>  outcome = Outcome.NO_STATISTICS
+    return Outcome.FAILED  =>  return Outcome.NO_STATISTICS
 verdicts are added up  <-  failures::a_failed_factor_is_reported
     all_reduce_max([message] if blocks  =>  all_reduce([message] if blocks
 a dead layer is called unused where it is called
@@ -547,7 +550,7 @@ a solve on a thread that is older than drift allows
   <-  drift::a_step_waits_for_threads_before_the_next_refresh
     if self._drift is not None and age >= self._drift.interval(block) - 1:  =>  if False:
 of a thread's decompositions one is enough  <-  distkfac::a_failed_factor_on_a_thread_is_reported
-    == len(self.step_plan.to_invert[block])  =>  > 0
+    len(result.parts) < len(self.step_plan.to_invert[block])  =>  not result.parts
 
 == kfac/inverter.py
 a dead layer solved with the others
@@ -771,6 +774,9 @@ keys counted as queries are  <-  attention::factors_equal_those_of_separate_line
     (counts[0] / count)  =>  1.0
 torch's own layers are registered anew  <-  kinds::rules_of_torchs_layers_cannot_be_replaced
     if has_rule and module_class.__module__.startswith("torch."):  =>  if False:
+a forward that another package's class does not have
+  <-  kinds::subclasses_of_linear_count_as_linears
+    elif not scales_output:  =>  elif False:
 sparse embeddings are preconditioned
   <-  layer_search::embeddings_with_sparse_gradients_fall_back_to_the_base
     if getattr(module, "sparse", False):  =>  if False:

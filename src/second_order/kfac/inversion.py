@@ -39,7 +39,7 @@ from torch import Tensor
 
 from second_order.distributed.world import Route, Shapes, send_tensors
 from second_order.errors import DecompositionError
-from second_order.kfac.inverter import Inverter, Job, SynchronousInverter, describe_error
+from second_order.kfac.inverter import Inverter, Job, Result, SynchronousInverter, describe_error
 from second_order.kfac.layers import Layers, values_by_layer
 from second_order.kfac.plan import FactorKey, StepPlan
 from second_order.kfac.precondition import compare_inverses, precondition_batches
@@ -133,18 +133,6 @@ class PendingInverse:
     damping_option: Damping  # the value of ``damping=`` at that step
     mean_curvature: float  # of all layers, known at that step
     factors: KroneckerFactors | None = None  # a copy, if a snapshot was needed
-
-
-@dataclass(frozen=True)
-class LayerResult:
-    """What this rank has computed of a pending inverse."""
-
-    outcome: Outcome
-    parts: Mapping[str, Decomposition] = field(default_factory=dict)  # by factor
-    error: str = ""
-
-
-PENDING_RESULT = LayerResult(Outcome.PENDING)
 
 
 @dataclass(frozen=True)
@@ -245,7 +233,7 @@ class Inverses:
         """Drop the inverses that were submitted and are not installed yet."""
         self.pending: dict[KroneckerBlock, PendingInverse] = {}
         self._dampings: dict[KroneckerBlock, LayerDamping] = {}  # on the gradient workers
-        self._results: dict[KroneckerBlock, LayerResult] = {}  # of those finished on this rank
+        self._results: dict[KroneckerBlock, Result] = {}  # of those finished on this rank
         self.inverter.clear()
 
     def close(self) -> None:
@@ -385,7 +373,7 @@ class Inverses:
         except Exception as error:  # all ranks must reach the all-reduce of outcomes
             for block in preconditioned:
                 if block in inverted or block not in self._dampings:
-                    self._results[block] = LayerResult(Outcome.FAILED, error=describe_error(error))
+                    self._results[block] = Result(block, error=describe_error(error))
 
     def _is_gradient_worker(self, block: KroneckerBlock) -> bool:
         """Whether this rank preconditions a layer. A layer's inverse ranks always do."""
@@ -486,16 +474,9 @@ class Inverses:
         """Record the results that the inverter has finished. Returns the layers that it retried."""
         retried: set[KroneckerBlock] = set()
         for result in self.inverter.collect(self._must_wait_for, read):
-            block = result.block
-            if not result.has_statistics:
-                outcome = Outcome.NO_STATISTICS
-            elif len(result.parts) == len(self.step_plan.to_invert[block]):
-                outcome = Outcome.VALID
-            else:
-                outcome = Outcome.FAILED
-            self._results[block] = LayerResult(outcome, result.parts, result.error)
+            self._results[result.block] = result
             if result.was_retried:
-                retried.add(block)
+                retried.add(result.block)
         return retried
 
     def _must_wait_for(self, block: KroneckerBlock) -> bool:
@@ -549,7 +530,14 @@ class Inverses:
         if is_elsewhere and self.training.world.backend == "fake":
             # torch's test backend plays the other ranks, which then report nothing.
             return Outcome.VALID
-        return self._results.get(block, PENDING_RESULT).outcome
+        result = self._results.get(block)
+        if result is None:
+            return Outcome.PENDING
+        if not result.has_statistics:
+            return Outcome.NO_STATISTICS
+        if result.error or len(result.parts) < len(self.step_plan.to_invert[block]):
+            return Outcome.FAILED
+        return Outcome.VALID
 
     # ------------------------------------------------------------------------------- exchange
 
@@ -602,7 +590,8 @@ class Inverses:
         routes: dict[FactorKey, Route] = {}
         local: dict[FactorKey, tuple[Tensor, ...]] = {}
         for block in blocks:
-            own_parts = self._results.get(block, PENDING_RESULT).parts
+            result = self._results.get(block)
+            own_parts = {} if result is None else result.parts
             for factor_name in block.shape.factor_names:
                 item = (block, factor_name)
                 shapes[item] = self.solver.message_shapes(block.shape, factor_name)
@@ -696,7 +685,8 @@ class Inverses:
 
     def _record_failure(self, block: KroneckerBlock, outcome: Outcome) -> None:
         """Record that a layer has no new inverse. Only a failed layer keeps its last one."""
-        error = self._results.get(block, PENDING_RESULT).error
+        result = self._results.get(block)
+        error = "" if result is None else result.error
         self._take_pending(block)
         if outcome is Outcome.FAILED:
             block.count_failed_refresh()

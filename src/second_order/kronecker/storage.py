@@ -225,8 +225,8 @@ def packed_length(dim: int) -> int:
 def pack_upper_triangular(matrix: Tensor) -> Tensor:
     """Pack symmetric matrices of shape ``(..., n, n)`` into ``(..., n (n + 1) / 2)``.
 
-    Of two equal elements, the one above the diagonal is read. Only block copies read X22 below the
-    diagonal. The two may differ in the last bit, because products such as xᵀ x are not symmetric to
+    The elements above the diagonal are read. Only block copies read X22 below the diagonal. Two
+    equal elements may differ in the last bit, because products such as xᵀ x are not symmetric to
     the last bit.
     """
     dim = matrix.shape[-1]
