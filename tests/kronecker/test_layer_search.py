@@ -30,7 +30,7 @@ def find(
     owned = {id(p): p.numel() for p in only}
     blocks, left = find_blocks(model, owned, skip, more.get("known", {}), torch.float32, rules)
     assert sum(row.parameters for row in left) + sum(
-        p.numel() for block in blocks for p in block.owned
+        p.numel() for block in blocks for p in block.all_params
     ) == sum(owned.values())
     assert len({block.name for block in blocks}) == len(blocks)
     return {block.name: block for block in blocks}, {row.name: row for row in left}
@@ -67,7 +67,7 @@ def test_every_parameter_is_in_one_block_or_row(name: str) -> None:
     model = ZOO[name].model()
     for rules in (None, EXACT, BlockRules(max_factor_dim=5, max_exact_dim=2)):
         blocks, _ = find(model, rules)
-        held = [id(p) for block in blocks.values() for p in block.owned]
+        held = [id(p) for block in blocks.values() for p in block.all_params]
         assert len(held) == len(set(held))
 
 

@@ -69,7 +69,7 @@ def collector(layers: Sequence[KroneckerBlock], **options: Any) -> StatisticsCol
         "reduction": lambda: "sum",
         "gradient_scale": lambda _: 1.0,
     }
-    made = StatisticsCollector(factor_dtype=F64, **{**arguments, **options})
+    made = StatisticsCollector(**{**arguments, **options})
     made.set_blocks(layers)
     return made
 

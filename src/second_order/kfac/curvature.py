@@ -32,7 +32,8 @@ The messages of a step with a refresh, in their order, if KAISA averages the gra
     slope, curvatures, cosines      all-reduce, sum       ``share_feedback``
 
 With ``grad_worker_fraction=1``, every rank preconditions every layer, so there are no messages of
-changes and of ν P. Without a refresh, only the first two remain, and these two.
+changes and of ν P. Without a refresh, only the first two remain, and those two. If
+``factor_update_steps`` is a number, there are also sums of A and G between refreshes.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ class Layers:
         """Return the state of all parameters. A pass may have changed the shape of a layer."""
         states: list[ParamState] = []
         for block in self.blocks:
-            for p in block.owned:
+            for p in block.all_params:
                 state = ParamState(p.requires_grad, p.device, p.shape, block.shape)
                 states.append(state)
         return states
@@ -262,7 +262,6 @@ class Layers:
         fsdp = FSDPParams(training.model)
         self.collector = StatisticsCollector(
             options.kfac_approx,
-            options.factor_dtype,
             reduction=self.losses.current,
             # The loss of sampled labels is not scaled.
             gradient_scale=GradientScale(None if is_sampled else training.scaler),
@@ -602,7 +601,7 @@ def _check_groups(groups: Groups, blocks: Iterable[KroneckerBlock]) -> None:
         options["precondition"] = group.get("precondition", True)
         settings |= dict.fromkeys(map(id, group["params"]), options)
     for block in blocks:
-        of_layer = [settings[id(p)] for p in block.owned if id(p) in settings]
+        of_layer = [settings[id(p)] for p in block.all_params if id(p) in settings]
         for option in LAYER_OPTIONS:
             values = [options[option] for options in of_layer]
             # A module with several layers, such as an attention or fused experts, is left to the

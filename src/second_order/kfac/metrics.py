@@ -199,8 +199,8 @@ def _reasons_of_base(training: Training, layers: Layers) -> dict[str, str]:
 def _params_of_factors(block: KroneckerBlock) -> list[nn.Parameter]:
     """Return the parameters that a layer's factors describe, including frozen ones."""
     size = math.prod(block.shape.gradient_shape)
-    if sum(p.numel() for p in block.owned) == size:
-        return block.owned
+    if sum(p.numel() for p in block.all_params) == size:
+        return block.all_params
     return block.params if isinstance(block, ExactBlock) else [block.weight]
 
 

@@ -66,8 +66,10 @@ AGREED_STATE = ("no_statistics", "statistics_due", "failures")
 class LayerStatus(Enum):
     """What this rank knows about a layer's statistics.
 
-    ``ensure_factors(statistics_due=True)`` turns WAITING into NOT_CAPTURED, and ``record_capture``
-    turns any status into CAPTURED. ``record_residual`` sets UNVERIFIED, and ends it.
+    ``ensure_factors(statistics_due=True)`` turns WAITING into NOT_CAPTURED, and the next captured
+    pair turns that into CAPTURED. A comparison with a large residual turns any status into
+    UNVERIFIED, in which pairs are not kept; a comparison with a small one then turns that into
+    NOT_CAPTURED. ``restart_averages`` turns NOT_CAPTURED into WAITING.
     """
 
     WAITING = 0  # none have been due
@@ -88,8 +90,8 @@ class KroneckerBlock:
         bias: The bias that goes with the weight, if any.
         factor_dtype: The dtype in which the factors are stored.
         kinds: The kind of each module.
-        owned: The parameters of the block, the weight first, if they are not the weight and bias of
-            the first module.
+        params: The parameters of the block, the weight first, if they are not the weight and bias
+            of the first module.
 
     :meth:`_reset` creates the attributes that depend on which parameters are trainable.
 
@@ -98,7 +100,7 @@ class KroneckerBlock:
         name: The layer's name in messages.
         kinds: The kind of each module that has one.
         hooked_modules: The modules whose hooks capture the layer's pairs.
-        owned: The weight, and the bias if the optimizer trains it.
+        all_params: The weight, and the bias if the optimizer trains it.
         shape: The sizes of the factors, for the parameters that are trainable now.
         trains_bias: Whether A has a last row and column for the bias.
         work_dtype: The dtype in which gradients are clipped and communicated: float32 at least.
@@ -122,7 +124,7 @@ class KroneckerBlock:
         bias: nn.Parameter | None,
         factor_dtype: torch.dtype,
         kinds: Sequence[LayerKind] = (),
-        owned: Sequence[nn.Parameter] = (),
+        params: Sequence[nn.Parameter] = (),
     ) -> None:
         # Modules and parameters.
         self.names = list(names)
@@ -130,12 +132,12 @@ class KroneckerBlock:
         self.name = " = ".join(name or "(model)" for name in names)
         self.hooked_modules = self.modules
         self.kinds = dict(zip(modules, kinds, strict=False))
-        self.owned = list(owned)
-        if not owned:
+        self.all_params = list(params)
+        if not params:
             first = self.modules[0]
-            self.owned.append(cast(nn.Parameter, getattr(first, self.kinds[first].weight)))
+            self.all_params.append(cast(nn.Parameter, getattr(first, self.kinds[first].weight)))
             if bias is not None:
-                self.owned.append(bias)
+                self.all_params.append(bias)
 
         # Curvature.
         self.factor_dtype = factor_dtype
@@ -166,17 +168,17 @@ class KroneckerBlock:
     @property
     def weight(self) -> nn.Parameter:
         """The weight, or the parameter that stands for the layer in a checkpoint."""
-        return self.owned[0]
+        return self.all_params[0]
 
     @property
     def bias(self) -> nn.Parameter | None:
         """The bias that goes with the weight, or None."""
-        return self.owned[1] if len(self.owned) > 1 else None
+        return self.all_params[1] if len(self.all_params) > 1 else None
 
     @property
     def training(self) -> tuple[bool, ...]:
         """Whether each parameter of the block is trainable now."""
-        return tuple(p.requires_grad for p in self.owned)
+        return tuple(p.requires_grad for p in self.all_params)
 
     @property
     def trainable(self) -> bool:
@@ -186,7 +188,7 @@ class KroneckerBlock:
     @property
     def params(self) -> list[nn.Parameter]:
         """The block's parameters that are trainable now."""
-        return [p for p in self.owned if p.requires_grad]
+        return [p for p in self.all_params if p.requires_grad]
 
     @property
     def has_gradient(self) -> bool:
@@ -210,7 +212,7 @@ class KroneckerBlock:
 
     def replace_params(self, replacements: Mapping[Tensor, Tensor]) -> None:
         """Replace some of the block's parameters by others of the same shapes."""
-        self.owned = [cast(nn.Parameter, replacements.get(p, p)) for p in self.owned]
+        self.all_params = [cast(nn.Parameter, replacements.get(p, p)) for p in self.all_params]
 
     def reset_if_changed(self) -> None:
         """Reset a trainable layer if its bias was frozen or unfrozen, or if its device changed."""
@@ -298,7 +300,7 @@ class KroneckerBlock:
 
     @property
     def unverified(self) -> bool:
-        """Whether the pairs do not reproduce the gradient. They are then not used."""
+        """Whether the last comparison failed. The pairs are then not used."""
         return self.status is LayerStatus.UNVERIFIED
 
     def record_residual(self, residual: float | None) -> None:

@@ -23,11 +23,11 @@ labels, which need the input in two passes).
 If the model is compiled with ``torch.compile``, the hooks are traced with it, and the backward of
 the compiled graph delivers the pairs (:mod:`second_order.kronecker.compiled_capture`).
 
-The sampled Fisher needs its own backward pass before the user's. A node's hook then fires twice:
-in the pass of the sampled labels, which :meth:`Capture.take` ignores, and in the user's pass, which
-delivers the pair with the gradient of the sampled labels. A compiled graph does not allow the
-additional pass. If statistics are due, the hooks break the graph before the model, and the model
-runs eagerly.
+The sampled Fisher needs its own backward pass before the user's. A node's hook then fires twice: in
+the pass of the sampled labels, which accumulates into no parameter and so does not count, and in
+the user's pass, which delivers the pair with the gradient of the sampled labels. A compiled graph
+does not allow the additional pass. If statistics are due, the hooks break the graph before the
+model, and the model runs eagerly.
 """
 
 from __future__ import annotations
@@ -440,7 +440,7 @@ class Capture:
 
     Attributes:
         gate: Whether pairs are captured in the passes that follow, in compiled graphs as well.
-        missed: By layer, why its last pair did not count, or why it may never have one.
+        missed: By layer, why a pair of it did not count, or why it may never have one.
         root_calls: How many calls of the model labels have been sampled for.
     """
 
@@ -661,7 +661,8 @@ class Capture:
     def _take_sampled(self, hook: _NodeHook, gradient: Tensor) -> None:
         """In the user's pass, deliver the pair that has the gradient of the sampled labels.
 
-        The user's own gradient serves to verify the layer.
+        The user's own gradient serves to verify the layer, unless this is one of several products
+        of an attention, whose pairs only come together.
         """
         sampled = hook.pop_sampled()
         if sampled is not None:

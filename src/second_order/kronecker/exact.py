@@ -135,7 +135,7 @@ class ExactBlock(KroneckerBlock):
     Args:
         name: Name of the module.
         module: The module.
-        owned: The parameters of the module that belong to the block, the gain first.
+        params: The parameters of the module that belong to the block, the gain first.
         max_dim: With more entries than this, only the diagonal is stored.
         factor_dtype: Dtype of the factors.
     """
@@ -144,7 +144,7 @@ class ExactBlock(KroneckerBlock):
         self,
         name: str,
         module: nn.Module,
-        owned: Sequence[nn.Parameter],
+        params: Sequence[nn.Parameter],
         max_dim: int,
         factor_dtype: torch.dtype,
     ) -> None:
@@ -152,14 +152,14 @@ class ExactBlock(KroneckerBlock):
         self.gain = gain_of(module)
         # Keep the names of the parameters, because FSDP2 replaces the objects during a pass.
         own = module._parameters.items()
-        self._param_names = [next(name for name, other in own if other is p) for p in owned]
-        super().__init__([name], [module], None, factor_dtype, owned=owned)
+        self._param_names = [next(name for name, other in own if other is p) for p in params]
+        super().__init__([name], [module], None, factor_dtype, params=params)
         if self.gain is None:  # the weight of the module has a block with the module's name
             self.name += ".bias"
 
     @property
     def bias(self) -> None:
-        """None, because all parameters of the block are in ``owned``."""
+        """None, because all parameters of the block are in ``all_params``."""
         return
 
     @property
@@ -197,7 +197,7 @@ class ExactBlock(KroneckerBlock):
         return x.shape == d.shape
 
     def _current_shape(self) -> FactorShape:
-        size = sum(p.numel() for p in self.params or self.owned)
+        size = sum(p.numel() for p in self.params or self.all_params)
         if size > self.max_dim:
             return FactorShape(groups=size, in_dim=1, out_dim=1, diagonal_a=True, exact=True)
         return FactorShape(groups=1, in_dim=1, out_dim=size, diagonal_a=True, exact=True)
@@ -225,7 +225,7 @@ class ExactBlock(KroneckerBlock):
         """The rows of a pair. If the layer has channels, a row is a whole example."""
         if isinstance(module, CHANNELS_SECOND):
             return image_rows(d, _is_batched(module, d))
-        num_leading = max(d.dim() - self.owned[0].dim(), 0)
+        num_leading = max(d.dim() - self.all_params[0].dim(), 0)
         return flatten_rows(d.shape[:num_leading], d)
 
     def _example_gradients(

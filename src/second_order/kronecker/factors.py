@@ -57,11 +57,15 @@ Reduction: TypeAlias = Literal["mean", "sum", "step_mean"]
 class StatisticsSums:
     """One step's statistics of a layer, in the form that the ranks add.
 
+    With two groups, the head of a layer without L is
+
+        [N | rows | means of A: group 0, group 1 | means of G: group 0, group 1]
+
     Attributes:
         factors: By factor name, the sum over examples, stored as the running average is.
-        head: N, the number of loss terms. Then the number of rows of A. Then the sums of the mean
-            eigenvalues: of A's groups, of G's, of L's. Then the number of rows of each group, if
-            the groups have examples of their own.
+        head: N, the number of loss terms. Then the number of data rows that A sums over. Then the
+            sums of the mean eigenvalues: of A's groups, of G's, of L's. Then the number of rows of
+            each group, if the groups have examples of their own.
     """
 
     factors: dict[str, Tensor]
@@ -74,7 +78,7 @@ class PassSums:
 
     Attributes:
         factors: By factor name, the sum over examples, stored as the running average is.
-        record: The head of :class:`StatisticsSums` without N.
+        record: The head of :class:`StatisticsSums` without N, which is known later.
     """
 
     factors: dict[str, Tensor]
@@ -251,10 +255,8 @@ def close_pass(
             sums, total = staged.end_sums(pass_id)
             if sums is None:
                 continue
-            groups = staged.shape.groups
             for name in _gradient_factors(staged.shape):
-                start = 1 + groups * staged.shape.factor_names.index(name)
-                mean_eigenvalues = sums.record[start : start + groups]
+                mean_eigenvalues = sums.record[_places_of_means(staged.shape, name)]
                 of_gradients += (sums.factors[name], mean_eigenvalues)
             if total is not None:
                 totals += total.tensors
@@ -310,10 +312,12 @@ def collect_sums(
         else:
             stacked_heads[:, 0] = merge_numbers([terms[i] for i in group], stack)
 
-        # Gradients of a loss that was divided by k are 1/k of the loss's own.
+        # Gradients of a loss that was divided by k are 1/k of the loss's own. The A of a
+        # gradient-factored layer is not scaled: the running average gives it the trace 1.
         if micro_batches > 1:
             square = float(micro_batches**2)
-            stacked_heads[:, _places_of_g(layers[group[0]].shape)].mul_(square)
+            places = _places_of_means(layers[group[0]].shape, "G", before=2)
+            stacked_heads[:, places].mul_(square)
             scaled = torch._foreach_mul([factors[i]["G"] for i in group], square)
             for i, g in zip(group, scaled, strict=True):
                 factors[i]["G"] = g
@@ -327,9 +331,16 @@ def collect_sums(
     return sums
 
 
-def _places_of_g(shape: FactorShape) -> slice:
-    """The places of G's mean eigenvalues in a head."""
-    return slice(2 + shape.groups, 2 + 2 * shape.groups)
+def _places_of_means(shape: FactorShape, factor_name: str, before: int = 1) -> slice:
+    """The places of a factor's mean eigenvalues in a record, or in a head.
+
+    Args:
+        shape: Sizes of the layer's factors.
+        factor_name: The name of the factor.
+        before: How many numbers precede all mean eigenvalues: 1 in a record, 2 in a head.
+    """
+    start = before + shape.groups * shape.factor_names.index(factor_name)
+    return slice(start, start + shape.groups)
 
 
 def scale_to_one_term(
@@ -348,7 +359,7 @@ def scale_to_one_term(
     for layer_sums, shape in zip(sums, shapes, strict=True):
         square = (layer_sums.head[0] * share) ** 2
         head = layer_sums.head.clone()
-        head[_places_of_g(shape)] *= square
+        head[_places_of_means(shape, "G", before=2)] *= square
         g = layer_sums.factors["G"]
         factors = {**layer_sums.factors, "G": g * square.to(g.dtype)}
         scaled.append(StatisticsSums(factors, head))

@@ -64,7 +64,7 @@ class GradientBlock(KroneckerBlock):
         factor_dtype: torch.dtype,
     ) -> None:
         self.max_dim = max_dim
-        super().__init__([name], [module], None, factor_dtype, owned=[parameter])
+        super().__init__([name], [module], None, factor_dtype, params=[parameter])
         self.hooked_modules = []
 
     def _current_shape(self) -> FactorShape:

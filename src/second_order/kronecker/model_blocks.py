@@ -400,11 +400,11 @@ class _BlockSearch:
 
         # Reuse the block of an earlier search if it has the same parameters.
         block = self._known.get(id(params[0]))
-        if not isinstance(block, ExactBlock) or block.owned != params:
+        if not isinstance(block, ExactBlock) or block.all_params != params:
             block = ExactBlock(
                 name=name,
                 module=module,
-                owned=params,
+                params=params,
                 max_dim=self._rules.max_exact_dim,
                 factor_dtype=self._factor_dtype,
             )

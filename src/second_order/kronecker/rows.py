@@ -17,9 +17,10 @@ Rows are of one of three types. The leading dimensions of the layers decide the 
     examples    Shape (B, ...) at a convolution, or B rows otherwise. All take part, even without a
                 gradient: the loss may be flat for an example (hinge, clipped ratios) and is still
                 a mean over the batch.
-    selected    n rows, where earlier pairs have positions and none of B, T and B T is n. These are
+    selected    n rows, where other pairs have positions and none of B, T and B T is n. These are
                 tokens that were picked, for example for an expert. A row takes part if it has a
-                gradient at this very layer.
+                gradient in its group. Once positions have been seen, each such pair is a group of
+                its own.
 
 The layer called last receives its gradient first. It shows the terms: its examples, or those of its
 positions that have a gradient. It may be called several times in one pass. The terms are those of
@@ -182,7 +183,7 @@ class BackwardPass:
         if has_positions or rows.family == ROUTED:
             self._position_counts.add(group.num_rows)
         if has_positions:
-            self._example_counts.update(rows.shape[:2])
+            self._example_counts.update(rows.shape[:2])  # (batch, positions), or the reverse
         if rows.examples:
             self._example_counts.add(group.num_rows)
         return group
@@ -253,10 +254,10 @@ class BackwardPass:
         known = all(group.all_take_part for group in self._groups.values())
         return bool(self._calls) and known
 
-    # ------------------------------------------------------------------------ when the pass is over
+    # ------------------------------------------------------------------------------ types of rows
 
     def _type_of(self, group: RowGroup) -> str:
-        """The type of a group's rows: "examples", "positions" or "selected"."""
+        """The type of a group's rows, as far as the pairs show it that have arrived so far."""
         if group.are_examples:
             return "examples"
         if len(group.shape) > 1 or group.family == ROUTED:
@@ -268,6 +269,8 @@ class BackwardPass:
         if group.are_selected or group.num_rows not in self._example_counts:
             return "selected"
         return "examples"
+
+    # ------------------------------------------------------------------------ when the pass is over
 
     def may_leave_out_rows(self, group: RowGroup) -> bool:
         """Whether some rows of a group may not take part."""
@@ -327,7 +330,8 @@ class BackwardPass:
 
         This holds if the calls' numbers of rows differ (sequences one by one), or add up to the
         rows of another layer (logits in chunks). Otherwise the same rows may go through the layer
-        several times, as in a recurrent network, so that only the last call shows the terms.
+        several times, as in a recurrent network. The last call, whose gradient comes first,
+        then shows the terms alone.
         """
         numbers = [call.group.num_rows for call in self._calls]
         if len(numbers) < 2:

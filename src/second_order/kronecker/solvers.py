@@ -14,7 +14,7 @@ A solver is a subclass of :class:`Inverse`. Its instances are the inverses that 
 
 A bad factor leaves the results of the other factors in its batch as they are. If the routine raises
 for a batch, it is a routine that stops at the first bad factor. Each factor of the batch is then
-decomposed alone.
+decomposed alone, in float64.
 """
 
 from __future__ import annotations

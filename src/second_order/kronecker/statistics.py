@@ -141,7 +141,10 @@ class Pair:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pair and of its sums. A slice keeps the memory of its whole tensor."""
+        """Bytes that the pair keeps, at least those of its sums in float32.
+
+        A slice keeps the memory of its whole tensor.
+        """
         tensors = _tensors_of(self.x, self.d)
         storage_bytes = sum([tensor.untyped_storage().nbytes() for tensor in tensors])
         return max(4 * self.size, storage_bytes)
@@ -179,7 +182,6 @@ class StatisticsCollector:
 
     Attributes:
         approximation: "expand" or "reduce", for dimensions that share a weight.
-        factor_dtype: The dtype of the statistics, or float32 if that is wider.
         reduction: Returns how the loss of a pass is reduced.
         gradient_scale: Returns a factor for captured gradients.
         conv_approximation: The same as ``approximation``, for convolutions. None: no difference.
@@ -194,7 +196,6 @@ class StatisticsCollector:
     """
 
     approximation: Approximation
-    factor_dtype: torch.dtype
     reduction: Callable[[], Reduction]
     gradient_scale: Callable[[Tensor], Tensor | float]
     conv_approximation: Approximation | None = None
@@ -494,8 +495,8 @@ class StatisticsCollector:
         batches = [[ready[i] for i in group] for group in groups]
         layers = [each.pair.staged for batch in batches for each in batch]
 
-        # The sums of equal layers are computed together. The columns of a record are the number of
-        # rows of A, the mean eigenvalues of each factor's groups, and the rows of routed groups.
+        # The sums of equal layers are computed together. A record has the number of data
+        # rows that A sums over, the mean eigenvalues, and the numbers of rows of routed groups.
         size = (len(layers), _record_length(first))
         records = torch.empty(size, dtype=first.dtype, device=first.device)
         record_parts = records.split([len(batch) for batch in batches])
@@ -562,7 +563,7 @@ class StatisticsCollector:
         pairs = [each.pair for each in ready]
         shape = pairs[0].staged.shape
 
-        # Sums of outer products, and the number of rows of A.
+        # Sums of outer products, and the number of data rows that A sums over.
         if self._is_multiplied_in_batch(pairs[0]):
             factors, examples = self._multiply_linears(pairs, ready[0].row_mask)
             records[:, 0] = examples
@@ -653,7 +654,7 @@ def _reshape_rows(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
 
 
 def _record_length(staged: StagedStatistics) -> int:
-    """Length of a layer's records: the rows of A, and the numbers of each group."""
+    """Length of a layer's records: a number of rows, and the numbers of each group."""
     return 1 + staged.shape.record_size * staged.shape.groups
 
 
