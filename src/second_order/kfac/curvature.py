@@ -287,7 +287,8 @@ class KFAC(LayeredCurvature):
             inverter=system.inverter,
         )
         self._averaged_at = 0  # the step of the last update of the running averages
-        self.mean_curvature = 0.0  # mean eigenvalue over all layers, at the last refresh
+        # The mean eigenvalue over all layers, at the last refresh. It sets the floor of γ.
+        self.mean_curvature = 0.0
 
         # Exchange, clip and step scale.
         self._pipeline: Pipeline | None = None
@@ -410,6 +411,7 @@ class KFAC(LayeredCurvature):
         report: Report | None = None
         if due or inverses.requested or inverses.pending:
             with stage("solve"):
+                # Tensors are added to a read, and its first use copies all of them to the host.
                 read = DeviceRead()
                 if inverses.reads_once:
                     # One process, whose gradients are the mean already. Report before the refresh,
@@ -624,7 +626,7 @@ class KFAC(LayeredCurvature):
         if self.step_scale is not None:
             self.step_scale.update(feedback.slope, feedback.learning_rate, self.training.steps)
         if feedback.mean_curvature is not None:
-            self.mean_curvature = feedback.mean_curvature
+            self.mean_curvature = feedback.mean_curvature  # the floor of γ at the next refresh
         if self.drift is not None:
             cost = INVERSION_COST[self._options.solver] / self.training.world.size
             costs = [cost * step_plan.costs[block] for block in step_plan.layers]
@@ -679,9 +681,10 @@ class KFAC(LayeredCurvature):
         latest = {**before, **self.plan}
         self.latest_plan = {block: latest[block] for block in layers.blocks if block in latest}
 
-        # If a layer is newly trainable, or other batches enter its statistics, the last passes
-        # captured none for it. All layers are then due at the next step, unless a loaded checkpoint
-        # was written with the same layers.
+        # If a layer is newly trainable, or the batches of another rank enter its statistics, the
+        # last passes captured none for it. All layers are then due at the next step (each inverse
+        # is dropped below, because its ranks may have changed), unless a loaded checkpoint was
+        # written with the same layers.
         is_new = steps > 0 and any(block.factors is None for block in layers.active)
         is_moved = False
         for block, layer in self.plan.items():
@@ -695,6 +698,8 @@ class KFAC(LayeredCurvature):
         self._step_plan = compile_step(world, plan.grid, self.plan, self._system.exchange_dtype)
         self._buckets = make_buckets(self._step_plan, world) if self.layers.sharded else []
         self._mean_receivers = None
+        # One rank reports the curvature of each layer. Stats workers send statistics to the rank
+        # that decomposes A, so no other rank then has the means of these.
         self._measured_layers = self._step_plan.reporting
         if self.stats_workers is not None:
             self._measured_layers = self._step_plan.decomposes_a
@@ -824,8 +829,10 @@ class KFAC(LayeredCurvature):
     def _install_loaded(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Install the inverses of a checkpoint, and restart those that were under way.
 
-        Load the factors first. The plan must match the layers that train. If a script freezes
-        layers after it loads, the first step installs the inverses again.
+        ``load`` calls this after it has loaded the factors, so that ``summary()`` shows the loaded
+        state. If layers are assigned again before the first step, because the script freezes some
+        after it loads, the assignment drops all inverses and calls this again. At the first step,
+        ``_agree_on_loaded`` compares with the other ranks what is missing.
         """
         inverses = self.inverses
         loaded = load_inverses(saved, self.plan, inverses)
@@ -864,11 +871,11 @@ class KFAC(LayeredCurvature):
         flags = torch.tensor(local_flags, dtype=torch.float32, device="cpu")
         training.world.on_cpu().all_reduce_max([flags]).wait()
         agreed = flags.tolist()
-        missing = {block for i, block in enumerate(blocks) if agreed[2 * i]}
+        missing_anywhere = {block for i, block in enumerate(blocks) if agreed[2 * i]}
         lost = [block for i, block in enumerate(blocks) if agreed[2 * i + 1]]
 
         # Request new inverses, and restart the averages of layers that lost a factor.
-        self.inverses.drop([*missing, *lost])
+        self.inverses.drop([*missing_anywhere, *lost])
         self._missing = set()
         for block in lost:
             training.warn(
@@ -880,7 +887,7 @@ class KFAC(LayeredCurvature):
         if lost:
             self.layers.schedule_all_at(training.steps + 1)
             training.publish()  # without the lost factors
-        if missing and self.drift is not None:
+        if (missing_anywhere or lost) and self.drift is not None:
             self.drift.invalidate()  # only layers with an inverse decide the tick
 
     # ------------------------------------------------------------------- state of other ranks

@@ -73,11 +73,14 @@ DAMPING_ENTRY = "damping"
 class Outcome(IntEnum):
     """The outcome of computing a layer's inverse. Ranks agree on the largest number.
 
-    Any other outcome exceeds PENDING, because ranks that decompose no factor of the layer report
-    PENDING. One rank may decompose A and another one G. FAILED exceeds VALID, because both factors
-    must be valid. NO_STATISTICS does not meet VALID, because all inverse ranks of a layer read the
-    same weight of its averages. PENDING does not mean that G is unfinished while A is valid:
-    only threads take several steps, and with threads one rank decomposes both factors.
+    A rank that decomposes no factor of the layer reports PENDING. If one rank decomposes A and
+    another one G, both report what became of their factor:
+
+        VALID and PENDING       VALID. With threads, which may take several steps, one rank
+                                decomposes both factors, so PENDING is that of another rank.
+        VALID and FAILED        FAILED, because both factors must be valid.
+        NO_STATISTICS           on both, because they read the same weight of the averages.
+        UNVERIFIED on any rank  UNVERIFIED.
     """
 
     PENDING = 0  # not finished yet, or not computed on this rank

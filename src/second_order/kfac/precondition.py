@@ -65,10 +65,10 @@ __all__ = [
 USUAL_CHANGE = ("usual_change_bound", "usual_change_steps")
 """Checkpoint entries, equal for all layers: ``UsualChange.bound`` and ``UsualChange.steps``."""
 
-MAX_RATIO = 4.0  # of a change to the running average: the step may be twice as long as usual
+MAX_RATIO = 4.0  # of the bound to the average change: a step may be twice as long as usual
 WINDOW = 20  # steps that the running average remembers
 WARMUP_STEPS = 5  # first steps, which are not clipped
-MIN_RATIO = 4e-4  # of the bound to a change: a step keeps at least 1/50 of its length
+MIN_RATIO = 4e-4  # of the bound to a change; its square root, 1/50, is the least ν
 
 
 # ---------------------------------------------------------------------------------------- the clip
@@ -103,14 +103,14 @@ def kl_clip_coefficient(change: Tensor, kl_clip: Scalar) -> Tensor:
 class UsualChange:
     """The running average of the changes Σ P·∇ of the steps, and the bound that it sets.
 
-    The bound is four times the average. With the weight w = 1/20 of a new step,
+    The bound is four times the average. With the weight w of a new step, which is 1/20 (and 1/n at
+    the n-th of the first 20 steps),
 
-        bound <- (1 - w) bound + 4 w min(change, bound)
+        bound <- (1 - w) bound + 4 w max(min(change, bound), change / 2500)
 
     A change above the bound counts as the bound, so that outliers move the average little. If
-    changes stay large, the bound grows by 0.95 + 0.2 = 1.15 per step until it has caught up. A
-    change of more than 2500 times the bound counts as 1/2500 of itself, because the step keeps 1/50
-    of its length. Otherwise an average of 0 could not grow.
+    changes stay large, the bound is multiplied by 0.95 + 0.2 = 1.15 per step until it has caught
+    up. The last term lets a bound of 0 grow: the step keeps at least 1/50 of its length.
 
     The bound is a scalar on the device of the changes. The host reads it only for checkpoints.
 

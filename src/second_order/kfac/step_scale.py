@@ -8,17 +8,22 @@ S, Z     <- running averages of the sign of s and of |s|, debiased
 τ        <- τ exp(c)
 w        <- w + (τ - 1) Δ₀, after the base's own step Δ₀, so that Δ = τ Δ₀
 
-c is a (S - b). The evidence S - b makes τ grow slowly (a = 0.2 per step since the last measured
-slope, for at most 4 steps) and fall fast (a = 1). If the loss has risen by far more than usual, so
-that -s > 2 Z with the Z before this step, s / (2 Z), at least -2, is added, and τ does not grow.
+c follows from the evidence S - b, for a threshold b, and from the slope itself:
+
+    S > b               c = 0.2 (S - b) k    τ grows slowly; k <= 4 steps since the last slope
+    S < b               c = S - b            τ falls fast
+    -s > 2 Z            c is also lowered by min(-s / Z, 4) / 2, and τ does not grow: the loss has
+                        risen by far more than usual (Z is that before this step)
 
 The threshold b depends on τ. If τ > 1, it is 0.3: τ grows further if at least 65% of the slopes are
 positive. If τ <= 1, it is -0.3: when the loss falls slowly, s is mostly noise and S is near 0, and
 τ falls only if more than 65% of the slopes are negative. While a schedule changes the learning
-rate, b is -0.3 for every τ, because a smaller rate also makes the noise of the steps smaller.
+rate, b is -0.3 for every τ: a smaller rate also makes the noise of the steps smaller, so τ falls
+only if the evidence is clear.
 
 τ is at most 5. Over a base that scales its steps itself, such as Adam, or while a schedule changes
-the rate, it is at most 2. If both hold, it is exactly 2.
+the rate, it is at most 2. If both hold, it is exactly 2. PLAIN_BOUNDS and ADAPTIVE_BOUNDS say where
+these numbers come from.
 
 S and τ are updated when layers are refreshed: at every step in the beginning, rarely later. While τ
 is 1, only the step before an update costs anything.
@@ -333,7 +338,7 @@ def _sum_products(products: Sequence[_Product]) -> list[Tensor]:
     """Sum scalar products. Returns a float32 scalar in a list; an empty list without products."""
     # Products of small tensors are computed together.
     kinds: list[Hashable] = []
-    sizes: list[float] = []  # in units of the largest group
+    sizes: list[float] = []  # shares of the largest group, whose sizes add up to 1 at most
     for gradient, step in products:
         kinds.append((gradient.device, gradient.dtype, step.dtype))
         max_bytes = CPU_PRODUCT_BYTES if gradient.is_cpu else PRODUCT_BYTES

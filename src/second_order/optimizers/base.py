@@ -5,7 +5,8 @@ One step, as :meth:`SecondOrderOptimizer.step` takes it:
     check                              that a step can be taken now
     loss = closure()                   if there is one, with gradients enabled
     compare                            that all ranks are about to take the same step
-    curvature.prepare()                assigns layers to ranks, or refreshes eigenpairs
+    curvature.prepare()                assigns layers to ranks, or refreshes eigenpairs; on a helper
+                                       rank, serves the workers until they have taken the step
     gradients <- mean over ranks       unless DistributedDataParallel or FSDP2 has averaged them, or
                                        gradient_averaging=False
     curvature.precondition()           gradients <- curvature⁻¹ gradients, in place
@@ -18,7 +19,9 @@ behave like any other ``torch.optim`` optimizer: groups, checkpoints, copies, ``
 ``eval()``.
 
 ``state[p]`` has two parts. The base sees ``state[p]["base"]`` as its whole state for p.
-``state_dict()`` writes the curvature's entries to ``state[p]["curvature"]``.
+``state[p]["curvature"]`` has the curvature's entries. ``state_dict()`` writes all of them. In
+between they are written only when tensors that they refer to have been replaced, so that no old one
+is kept alive: after a checkpoint is loaded, when layers move to other ranks, and at the end.
 """
 
 from __future__ import annotations
