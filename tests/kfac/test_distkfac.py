@@ -174,9 +174,9 @@ def test_deterministic_ranks_agree_only_when_a_step_waits_for_an_inverse() -> No
 
 
 def one_factor_failing(solve: Callable[[], Any]) -> Any:
-    found = solve()
-    del found["G"]
-    return found
+    result = solve()
+    del result.parts["G"]
+    return result
 
 
 def test_a_failed_factor_on_a_thread_is_reported() -> None:
