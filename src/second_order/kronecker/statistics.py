@@ -682,7 +682,7 @@ def find_rows_with_gradient(pairs: Sequence[Pair], pass_is_over: bool) -> None:
         for members in group_equal(keys, sizes, max_size):
             mask = as_stack([gradients[i] for i in members]).any(-1)
             has_gradient = mask[0] if len(members) == 1 else mask.any(0)
-            groups[members[0]].add(RowMask(has_gradient, 0))  # nobody reads the count
+            groups[members[0]].add(RowMask(has_gradient, 0))  # the count is not read
     if not pass_is_over:
         by_id = {id(pair.group): pair.group for pair in pairs}
         _read_complete_groups(by_id.values())

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
@@ -77,26 +76,20 @@ def group_equal(
         sizes: The size of each entry, for ``max_size``.
         max_size: The limit of a group's total size. An entry that is larger has its own group.
     """
-    groups: list[_Group] = []
-    newest_groups: dict[Hashable, _Group] = {}
+    groups: list[list[int]] = []
+    totals: list[float] = []  # the sizes of the groups
+    newest_group: dict[Hashable, int] = {}
     for i, key in enumerate(keys):
         size = 0.0 if sizes is None else sizes[i]
-        group = newest_groups.get(key)
-        if group is None or group.size + size > max_size:
-            group = _Group()
-            groups.append(group)
-            newest_groups[key] = group
-        group.indices.append(i)
-        group.size += size
-    return [group.indices for group in groups]
-
-
-@dataclass
-class _Group:
-    """The indices of a group's entries, and the sum of their sizes."""
-
-    indices: list[int] = field(default_factory=list)
-    size: float = 0.0
+        index = newest_group.get(key)
+        if index is None or totals[index] + size > max_size:
+            index = len(groups)
+            groups.append([])
+            totals.append(0.0)
+            newest_group[key] = index
+        groups[index].append(i)
+        totals[index] += size
+    return groups
 
 
 def read_numbers(*lists: Sequence[Tensor]) -> list[list[float]]:
