@@ -7,9 +7,6 @@ from collections import Counter
 import pytest
 from stored_runs import number, rows, stored, text_of
 
-MIB = 2**20
-
-
 KILLED = {
     "KAISA": "kaisa",
     "DPKFAC": "dpkfac",

@@ -19,9 +19,6 @@ from second_order import KAISA
 # examples, and positions of the convolution's output
 N = 6
 T = 16
-GAMMA = 3e-3
-KAPPA = 1e-3
-LR = 0.1
 
 
 @pytest.fixture
