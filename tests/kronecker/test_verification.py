@@ -148,6 +148,18 @@ def test_gradients_of_other_quantities_do_not_count() -> None:
     assert max(found.values()) < 1e-9
 
 
+@quiet
+def test_a_hook_on_a_weight_prevents_the_comparison() -> None:
+    """The hook may change the gradient, so a difference says nothing about the pairs."""
+    case = ZOO["mlp"]
+    model = case.model()
+    model[2].weight.register_hook(lambda gradient: 2 * gradient)
+    optimizer = make(KAISA, model)
+    for batch in case.batches(2):
+        take(model, optimizer, batch, case.loss)
+    assert {row.status for row in optimizer.summary().rows} == {"preconditioned"}
+
+
 def spread(rank: int, world_size: int, how: str) -> dict[str, float]:
     model: Any = fsdp(narrow(), "layers") if how == "FSDP2" else narrow()
     wrapped = DistributedDataParallel(model) if how == "DDP" else model

@@ -49,6 +49,16 @@ def test_every_setting_is_there_and_the_fastest_comes_first() -> None:
     assert [c.setting.mode for c in planned(1, systems=["KAISA"]).choices] == ["", ""]
 
 
+def test_a_choice_has_the_keywords_of_its_optimizer() -> None:
+    found = planned(systems=["DPKFAC"], inv_update_steps=40)
+    assert [choice.keywords["solver"] for choice in found.choices] == [
+        choice.setting.solver for choice in found.choices
+    ]
+    for choice in found.choices:
+        assert choice.keywords["inv_update_steps"] == 40
+        assert choice.keywords.keys() == {"solver", "factor_update_steps", "inv_update_steps"}
+
+
 def test_memory_is_honored() -> None:
     sizes = sorted(choice.memory for choice in planned().choices)
     bound = sizes[len(sizes) // 2]
