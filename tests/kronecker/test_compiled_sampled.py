@@ -206,10 +206,10 @@ def under_ddp(rank: int, world_size: int) -> list[float]:
     for compiles in ("nothing", "wrapper", "model"):
         model = built("own class")
         with replaced(dist, {"_DEFAULT_FIRST_BUCKET_BYTES": 1}):
-            inner: Any = called(model) if compiles == "model" else model
+            inner: Any = called(model, backend="eager") if compiles == "model" else model
             wrapped: Any = DistributedDataParallel(inner, bucket_cap_mb=1e-4)
             optimizer = make(KAISA, model, fisher="categorical")
-            forward = called(wrapped) if compiles == "wrapper" else wrapped
+            forward = called(wrapped, backend="eager") if compiles == "wrapper" else wrapped
             for x, y in BATCHES[:2]:
                 take(forward, optimizer, (x[rank::world_size], y[rank::world_size]))
         found.append(factors(optimizer))
