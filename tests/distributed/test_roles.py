@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from second_order.distributed import world as worlds
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 @given(st.integers(1, 40), st.integers(-1, 40))
+@example(1, 3)
 def test_the_last_ranks_are_helpers_and_at_least_one_trains(world_size: int, helpers: int) -> None:
     """A single process trains, whatever the number of helpers."""
     if helpers < 0 or helpers >= world_size > 1:
