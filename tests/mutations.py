@@ -721,7 +721,7 @@ padding tokens count
     added = added * (tokens != padding)  =>  pass
 a sum over positions for their mean  <-  invariants_factors::4_reduce_is_exact_with_pooled_positions
     return x.mean(1), d.sum(1)  =>  return x.sum(1), d.sum(1)
-padded rows in A  <-  example_counts::padding_does_not_change_the_factors
+padded rows in A  <-  example_counts::rows_without_a_gradient_are_not_examples
   - return LinearRows(row_mask.apply(x), d, row_mask)
   + return LinearRows(x, d, row_mask)
 
