@@ -313,6 +313,10 @@ class _SampledGradient(NamedTuple):
     model_call: int  # the number of the model's call that the labels were sampled for
 
 
+class _ChangedInputError(RuntimeError):
+    """A layer's input was changed in place before it was read."""
+
+
 class _NodeHook:
     """A hook on a product's autograd node: keeps the input, and receives the gradient.
 
@@ -362,8 +366,17 @@ class _NodeHook:
             self._read_input = autograd.read_product_input
 
     def pair(self, gradient: Tensor) -> tuple[Any, Tensor] | None:
-        """The pair of the layer's call. None if the pairs of q, k and v are not complete yet."""
-        x = self._read_input().detach()
+        """The pair of the layer's call. None if the pairs of q, k and v are not complete yet.
+
+        Raises:
+            _ChangedInputError: If the input has been changed in place.
+        """
+        try:
+            x = self._read_input().detach()
+        except RuntimeError as error:
+            if "inplace operation" not in str(error):
+                raise
+            raise _ChangedInputError from error
         d = gradient.detach()
         if self._assembly is not None:
             return self._assembly.add(self._qkv, x, d)
@@ -648,9 +661,7 @@ class Capture:
                 self._take_sampled(hook, gradient)
             else:
                 self._emit(module, hook.pair(gradient), hook.running_pass())
-        except RuntimeError as error:
-            if "inplace operation" not in str(error):
-                raise
+        except _ChangedInputError:
             # Autograd allows the change if the layer multiplied a copy, as of a transposed input.
             self.missed[module] = CHANGED
 
