@@ -65,7 +65,7 @@ def by_vmap(model: nn.Module) -> None:
 def test_function_transforms_raise_with_the_reason(System: Any, step: Any) -> None:
     (message,) = warnings_of(System, net(), step)
     assert "no layer gave statistics" in message
-    assert "torch.func transforms (vmap, grad) show a layer's hooks no gradients" in message
+    assert "torch.func transforms (vmap, grad) hide gradients from layers' hooks" in message
     assert "torch.compile" not in message
 
 

@@ -1,7 +1,7 @@
 """The step of FOSI (Sivan et al., FOSI, ICLR 2024) that DHO2 and MRDHO2 take.
 
     prepare        if a refresh is due:
-                   start vector <- V̂1 + 0.1 · random
+                   start vector <- Σᵢ V̂ᵢ + 0.1 · random
                    û, V̂ <- k largest and l smallest eigenpairs of the curvature batch's Hessian
     precondition   c = V̂ᵀg,  g₂ = g − V̂c,  mom <- β mom + gain · c
     step_base      d₂ = Base(g₂)
@@ -91,7 +91,7 @@ WARM_PRODUCTS = 20  # products that a warm start may take for any number of pair
 class RefreshCounts:
     """The step of the last refresh, and counts for :class:`CurvatureReport`."""
 
-    step: int = -1  # before the first refresh
+    step: int = -1  # -1 before the first refresh
     products: int = 0  # of the last refresh
     total_products: int = 0
     refreshes: int = 0
@@ -228,8 +228,8 @@ class FOSICurvature(Curvature):
                 values = flat_params.read(params)
                 base_step = values - pending.params_before
 
-                # V̂ᵀd₂. One element that is not finite makes all coefficients so, and would reach
-                # all parameters.
+                # V̂ᵀd₂. A single non-finite element makes all coefficients non-finite, and would
+                # reach all parameters.
                 c = self.subspace.basis.coefficients(base_step)
                 c = torch.nan_to_num(c, nan=0.0, posinf=0.0, neginf=0.0)
 
@@ -631,9 +631,10 @@ class FOSICurvature(Curvature):
 def max_products(options: FOSIOptions, size: int, *, warm: bool) -> int:
     """Return m, the most Hessian-vector products that a refresh takes for n parameters.
 
-    A ``warm`` start, from the last eigenvectors, takes half of them: between refreshes the steep
-    directions rotate further than the second half of the products would correct. The smallest
-    eigenvalues are close to many others and need all products.
+    With ``lanczos_iterations``, this is m. Otherwise, a ``warm`` start, from the last eigenvectors,
+    takes fewer: 2 (k + l), and at least WARM_PRODUCTS. Between refreshes the steep directions
+    rotate further than more products would correct. The smallest eigenvalues are close to many
+    others and need all products.
     """
     num_pairs = min(options.num_largest + options.num_smallest, size)
     if options.lanczos_iterations is not None:

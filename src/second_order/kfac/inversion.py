@@ -19,7 +19,7 @@ A layer has an inverse in use, a pending inverse, both or neither:
 
     pending            the inverse that was submitted; removed when all ranks know its outcome
     block.inverse      the inverse in use, on the layer's gradient workers
-    block.solved       whether they have one; equal on all ranks
+    block.solved       whether those workers have one; equal on all ranks
     states             when it was computed; all ranks have an entry for each solved layer
 
 See :mod:`second_order.kfac.inverter` for the inverters, and
@@ -76,10 +76,10 @@ class Outcome(IntEnum):
     A rank that decomposes no factor of the layer reports PENDING. If one rank decomposes A and
     another one G, both report what became of their factor:
 
-        VALID and PENDING       VALID. With threads, which may take several steps, one rank
-                                decomposes both factors, so PENDING is that of another rank.
+        VALID and PENDING       VALID. The PENDING rank decomposes no factor: with threads, which
+                                may take several steps, one rank decomposes both factors.
         VALID and FAILED        FAILED, because both factors must be valid.
-        NO_STATISTICS           on both, because they read the same weight of the averages.
+        NO_STATISTICS           never meets VALID: all ranks read the same weight of the averages.
         UNVERIFIED on any rank  UNVERIFIED.
     """
 
@@ -144,8 +144,8 @@ class Refresh:
 
     Attributes:
         installed: The layers that have a new inverse; the same on every rank.
-        cosines: The cosine between P with the last inverse and P with the new one. It has only
-            layers of this rank whose cosine the refresh itself has measured.
+        cosines: The cosine between P from the last inverse and P from the new one, only for
+            the layers of this rank whose cosine the refresh itself has measured.
         previous: The last inverses of this rank's other refreshed layers, from which the caller can
             compute the cosine. Empty unless refresh intervals follow drift.
     """
@@ -189,8 +189,8 @@ class Inverses:
     Attributes:
         step_plan: Which layers this rank inverts, preconditions and exchanges.
         is_synchronous: Whether the step itself decomposes, without threads.
-        waits_for_all: Whether each refresh finishes all layers that it submits. This is also so
-            with threads if their staleness is 0.
+        waits_for_all: Whether each refresh finishes all layers that it submits. This also
+            holds with threads if their staleness is 0.
         scaled: Whether inverses are multiplied by the mean eigenvalue of A ⊗ G + γ, so that P is
             about as long as the gradient.
         requested: Layers to refresh at the next step, whether or not they are due.

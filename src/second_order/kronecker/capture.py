@@ -93,7 +93,7 @@ MAX_NAMES = 10  # in a warning
 
 # Reasons in `Capture.missed`. The warning that shows one begins with the layer's name.
 TRANSFORMED = (
-    "torch.func transforms (vmap, grad) show a layer's hooks no gradients; call the model outside "
+    "torch.func transforms (vmap, grad) hide gradients from layers' hooks; call the model outside "
     "of the transform, and call backward() on its loss"
 )
 NOT_ACCUMULATED = (
@@ -110,8 +110,8 @@ CHECKPOINTED = (
     "attention's out_proj; use use_reentrant=True, or leave the attention out of the checkpoint"
 )
 COMPILED = (
-    "it is not called, or torch.compile hides its matrix products (as those of attention, fused "
-    "experts and their router); keep it out of the graph with "
+    "it is not called, or torch.compile hides its matrix products (such as those of attention, "
+    "fused experts and their router); keep it out of the graph with "
     "module.forward = torch.compiler.disable(module.forward), or name it in skip_layers"
 )
 
@@ -187,7 +187,7 @@ class LayerHook(CaptureHook):
     def __init__(self, capture: Capture | None = None, module: nn.Module | None = None) -> None:
         super().__init__(capture, module)
         self.sampled = capture is not None and capture.sampled
-        # Compiled graphs have this tensor as an input, by which they find the hook.
+        # Compiled graphs take this tensor as an input, and find the hook by it.
         self.anchor = compiled_capture.anchor_of(self)
 
     def __call__(
@@ -341,7 +341,7 @@ class _NodeHook:
         if self._outer_pass != autograd.NO_PASS:
             self._again = autograd.has_earlier_pass(self._outer_pass)
 
-        # How the input is read in the backward pass. Without an x, the node that runs has it.
+        # How the backward pass reads the input: without an x, from the node that is running.
         self._read_input: Callable[[], Any] = autograd.read_product_input
         self._is_freed = False
         x = product.x
@@ -453,8 +453,8 @@ class Capture:
 
     Attributes:
         gate: Whether pairs are captured in the passes that follow, in compiled graphs as well.
-        missed: By layer, why a pair of it did not count, or why it may never have one.
-        root_calls: How many calls of the model labels have been sampled for.
+        missed: For each layer, why one of its pairs did not count, or why it may never have one.
+        root_calls: The number of model calls for which labels have been sampled.
     """
 
     def __init__(
@@ -576,7 +576,7 @@ class Capture:
         if not layers or not torch.is_grad_enabled():
             return
         if self.sampled and not self._inside_model:
-            return  # no labels will be sampled for a layer that is called by itself
+            return  # no labels will be sampled for a layer that is called on its own
 
         # Hook the nodes of the products.
         if isinstance(output, tuple) and output:  # a router's logits, an attention's output
