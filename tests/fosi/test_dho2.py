@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,6 +23,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.lr_scheduler import LambdaLR
 
 from second_order import DHO2
+from second_order.lanczos.lanczos import Pairs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -364,3 +366,23 @@ def test_the_report_and_the_summary_agree_with_the_state() -> None:
     assert [row.name for row in summary.rows] == [name for name, _ in model.named_parameters()]
     for text in ("DHO2 over SGD", "4 largest and 1 smallest", "step 8", f"{values[0]:.3g}"):
         assert text in str(summary)
+
+
+def test_a_refresh_frees_the_old_eigenvectors_before_it_makes_new_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = CASE.model()
+    optimizer = dho2(model, curvature_interval=2)
+    go(model, optimizer, BATCHES[:3])
+    old = weakref.ref(optimizer._curvature.subspace.basis.vectors)
+    make_vectors = Pairs.vectors
+    are_freed: list[bool] = []
+
+    def vectors(pairs: Pairs) -> Tensor:
+        are_freed.append(old() is None)
+        return make_vectors(pairs)
+
+    monkeypatch.setattr(Pairs, "vectors", vectors)
+    go(model, optimizer, BATCHES[3:6])
+    assert are_freed
+    assert all(are_freed)

@@ -280,3 +280,38 @@ def test_a_layer_without_statistics_has_no_cosine() -> None:
     cosines = {block.name: change.cosine for block, change in changes.items()}
     assert math.isnan(cosines["1.unused"])
     assert optimizer.metrics()["drift/cosine/min"] > 0.1
+
+
+class Switchable(nn.Linear):
+    """A Linear whose pairs do not reproduce its gradient while it is switched."""
+
+    is_wrong = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        return output + nn.functional.linear(x.sin(), self.weight) if self.is_wrong else output
+
+
+def test_layers_are_due_at_once_after_all_of_them_have_lost_their_inverses() -> None:
+    torch.manual_seed(0)
+    model = Switchable(4, 3)
+    optimizer = KAISA(model, lr=1e-6, debug=True)
+    x = torch.randn(16, 4)
+    y = torch.randn(16, 3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    layer = optimizer._curvature.layers.blocks[0]
+    for _ in range(30):
+        step()
+    assert optimizer._curvature.drift.interval(layer) > 4
+    model.is_wrong = True
+    while layer.solved:
+        step()
+    model.is_wrong = False
+    step()
+    step()
+    assert layer.solved

@@ -6,7 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -38,9 +38,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from second_order import DHO2
-
-if TYPE_CHECKING:
-    pass
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 

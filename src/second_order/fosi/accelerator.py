@@ -146,9 +146,11 @@ class AcceleratorCurvature(EpochCurvature):
             error = caught
         try:
             all_succeeded = self.training.world.all_agree(error is None, self.training.device)
-        finally:
-            if error is not None:
-                raise error
+        except Exception:
+            if error is None:
+                raise
+        if error is not None:  # the cause, also of a lost contact
+            raise error
         if not all_succeeded:
             raise SecondOrderError("another accelerator has failed; see its log for the error")
         return result

@@ -134,7 +134,6 @@ class FOSICurvature(Curvature):
             self.throttle = Throttle(training, options.overhead, min_refreshes=1)
         self.closed = False
 
-        self._num_pairs = options.num_pairs
         self._expected_iterations = 0  # as many as the last refresh took
         self._batch_loss = math.inf  # of the curvature batch at the last refresh
         self._scale_bound = 1.0  # the bound on s from lr_scale_guard
@@ -226,7 +225,7 @@ class FOSICurvature(Curvature):
                 # w + d₂, and d₂
                 params = flat_params.local_params
                 values = flat_params.read(params)
-                base_step = values - pending.params_before
+                base_step = torch.sub(values, pending.params_before, out=pending.params_before)
 
                 # V̂ᵀd₂. A single non-finite element makes all coefficients non-finite, and would
                 # reach all parameters.
@@ -271,7 +270,7 @@ class FOSICurvature(Curvature):
     def is_due(self) -> bool:
         """Return whether a refresh of the eigenpairs is due at this step."""
         may_refresh = self.refreshes and not self.closed
-        if not may_refresh or self._num_pairs == 0 or not self.flat_params.params:
+        if not may_refresh or self.options.num_pairs == 0 or not self.flat_params.params:
             return False
         step = self.training.steps
         last_refresh = self.refresh_counts.step
@@ -330,11 +329,12 @@ class FOSICurvature(Curvature):
             self._gradient_share = None
 
             # Use them, or keep the last ones.
+            del last  # so that _use_pairs() can free its vectors
             if not failed:
                 self._use_pairs(pairs, loss)
             elif training.is_first_warning("refresh failed"):
                 outcome = "the last eigenpairs stay in use"
-                if last is None:
+                if self.subspace is None:
                     outcome = "there are no eigenpairs yet"
                 training.warn(
                     f"the refresh at step {training.steps} failed, because the curvature is not "
@@ -497,9 +497,9 @@ class FOSICurvature(Curvature):
         if self.subspace is not None:
             if self.training.world.size == 1:
                 pairs = gather_pairs(self.subspace, self.flat_params)
-        elif self._num_pairs > 0 and is_checkpointing(part=True):
+        elif self.options.num_pairs > 0 and is_checkpointing(part=True):
             # torch.distributed.checkpoint reads into existing tensors, so these must exist.
-            pairs = empty_pairs(self._num_pairs, self.flat_params)
+            pairs = empty_pairs(self.options.num_pairs, self.flat_params)
         if parts and pairs is not None:
             first = self.flat_params.params[0]
             parts[first] |= pairs.entries(first.device)
@@ -636,7 +636,7 @@ def max_products(options: FOSIOptions, size: int, *, warm: bool) -> int:
     rotate further than more products would correct. The smallest eigenvalues are close to many
     others and need all products.
     """
-    num_pairs = min(options.num_largest + options.num_smallest, size)
+    num_pairs = min(options.num_pairs, size)
     if options.lanczos_iterations is not None:
         return min(size, max(options.lanczos_iterations, num_pairs))
     products = default_iterations(size, num_pairs)

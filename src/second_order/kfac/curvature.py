@@ -62,7 +62,6 @@ from second_order.kfac.inversion import Inverses, Refresh
 from second_order.kfac.layers import (
     Layers,
     describe_group_options,
-    gradient_blocks,
     gradient_statistics,
 )
 from second_order.kfac.metrics import build_curvature, layer_metrics
@@ -106,6 +105,7 @@ from second_order.kfac.step_scale import ADAPTIVE_BOUNDS, PLAIN_BOUNDS, StepScal
 from second_order.kfac.thor import TraceRefresh
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
+from second_order.kronecker.gradient import GradientBlock
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.kronecker.storage import DeviceRead
 from second_order.optimizers.config import SCHEDULES, KFACOptions
@@ -122,7 +122,6 @@ __all__ = ["KFAC", "LayeredCurvature"]
 # Operations to invert an n × n factor, divided by n³.
 INVERSION_COST = {"inverse": 4.0, "eigen": 15.0}
 
-NO_REFRESH = Refresh()
 
 # During the first steps, statistics are sent in their own dtype. The running average then covers
 # few steps, so the rounding error of one step may exceed a small damping.
@@ -266,7 +265,6 @@ class KFAC(LayeredCurvature):
         self.plan: Mapping[KroneckerBlock, LayerPlan] = {}  # layers that train now
         self.latest_plan: dict[KroneckerBlock, LayerPlan] = {}  # all layers that ever trained
         self._step_plan = StepPlan({}, World.alone(), World.alone())
-        self._measured_layers: Sequence[KroneckerBlock] = ()  # this rank reports their curvature
         self._buckets: list[Bucket] = []  # for FSDP2-sharded gradients
         self._mean_receivers: dict[Tensor, int] | None = None  # None until they are needed
         self.num_workers = 0  # gradient workers per layer by the cost model; 0 if it is not used
@@ -345,7 +343,8 @@ class KFAC(LayeredCurvature):
             raise ValueError(sharding_error(self.training.name, "stats"))
         self.layers.replace_params(others)
         # Gradient-factored layers need whole gradients, which no rank has any more.
-        if self._options.unsupported_layers == AUTO and gradient_blocks(self.layers.blocks):
+        has_any = any(isinstance(block, GradientBlock) for block in self.layers.blocks)
+        if self._options.unsupported_layers == AUTO and has_any:
             self.replan()
 
     def replan(self) -> None:
@@ -407,7 +406,7 @@ class KFAC(LayeredCurvature):
                 self._update_factors(statistics_due, pending)
 
         # Recompute the inverses that are due, each on its inverse rank.
-        refresh = NO_REFRESH
+        refresh = Refresh()
         report: Report | None = None
         if due or inverses.requested or inverses.pending:
             with stage("solve"):
@@ -479,7 +478,7 @@ class KFAC(LayeredCurvature):
         due = self._schedule.statistics_may_be_due(self.training.steps)
         if self.stats_workers is not None and not self.stats_workers.own_passes:
             due = False
-        if due or self.layers.is_capturing:
+        if due or self.layers.capture.gate.open:
             self.layers.begin_passes(capture=due)
         if due and self._pipeline is not None:
             self._pipeline.expect(self._statistics_dtype)
@@ -598,9 +597,18 @@ class KFAC(LayeredCurvature):
             return None
         slopes: list[Tensor] = []
         if self.step_scale is not None:
-            sharded = self.layers.sharded
-            slopes = self.step_scale.measure_slope(self._step_plan, sharded, self.training.groups)
+            slopes = self.step_scale.measure_slope(self._step_plan, self.training.groups)
         return report_refresh(self.training, self._step_plan, self._measured_layers, slopes, read)
+
+    @property
+    def _measured_layers(self) -> Sequence[KroneckerBlock]:
+        """The layers whose curvature this rank reports, as one rank does for each layer.
+
+        Stats workers send statistics to the rank that decomposes A, so no other rank has them.
+        """
+        if self.stats_workers is None:
+            return self._step_plan.reporting
+        return self._step_plan.decomposes_a
 
     def _adapt(
         self,
@@ -698,11 +706,6 @@ class KFAC(LayeredCurvature):
         self._step_plan = compile_step(world, plan.grid, self.plan, self._system.exchange_dtype)
         self._buckets = make_buckets(self._step_plan, world) if self.layers.sharded else []
         self._mean_receivers = None
-        # One rank reports the curvature of each layer. Stats workers send statistics to the rank
-        # that decomposes A, so no other rank then has the means of these.
-        self._measured_layers = self._step_plan.reporting
-        if self.stats_workers is not None:
-            self._measured_layers = self._step_plan.decomposes_a
         if self._pipeline is not None:
             self._pipeline.follow(self._step_plan.contributing)
 
@@ -951,7 +954,6 @@ class KFAC(LayeredCurvature):
         self.plan = {}
         self.latest_plan = {}
         self._step_plan = StepPlan({}, self._step_plan.row, self._step_plan.column)
-        self._measured_layers = ()
         self._buckets = []
         self._mean_receivers = None
         self._last = StepInfo()
@@ -1007,7 +1009,7 @@ class KFAC(LayeredCurvature):
             settings.append(self.traces.summary_line)
         if self.drift is not None:
             settings.append(self.drift.summary_line)
-        if self.num_workers:
+        if self.num_workers and not self.layers.sharded:  # sharded layers have one worker
             ranks = self.training.world.size
             settings.append(
                 f"gradient workers chosen: {self.num_workers} of {ranks} for each layer"

@@ -701,6 +701,8 @@ class Inverses:
         # the optimizer warn. It is False for a layer whose hooks captured pairs without examples,
         # because that layer is in use.
         self.states.pop(block, None)
+        if self._drift is not None:
+            self._drift.invalidate()  # only layers with an inverse decide the tick
         if outcome is Outcome.NO_STATISTICS:
             block.drop_inverse_at_refresh(no_statistics=block.status is LayerStatus.NOT_CAPTURED)
             return

@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ from second_order.kronecker.factors import (
 )
 from second_order.kronecker.fisher import LabelSampler
 from second_order.kronecker.gradient import GradientBlock, gradient_sums
-from second_order.kronecker.layers import Approximation, FactorShape
+from second_order.kronecker.layers import Approximation
 from second_order.kronecker.model_blocks import PARAMETER, BlockRules, LeftToBase, find_blocks
 from second_order.kronecker.rows import Terms
 from second_order.kronecker.statistics import GradientScale, StatisticsCollector
@@ -59,7 +59,6 @@ __all__ = [
     "NO_STATISTICS",
     "Layers",
     "describe_group_options",
-    "gradient_blocks",
     "gradient_statistics",
     "values_by_layer",
 ]
@@ -88,15 +87,6 @@ UNVERIFIED = (
 )
 
 
-class ParamState(NamedTuple):
-    """What the assignment of layers to ranks depends on, for one parameter of a layer."""
-
-    requires_grad: bool
-    device: torch.device
-    size: torch.Size
-    layer_shape: FactorShape
-
-
 class Layers:
     """The layers of a model, and the capture of their statistics.
 
@@ -111,7 +101,6 @@ class Layers:
             lost their factors. It is the first step whose passes have been captured for sure. -1 if
             there is none.
         sharded: Whether FSDP2 has sharded a parameter of any layer.
-        is_capturing: Whether the hooks capture statistics in the next passes.
     """
 
     def __init__(
@@ -130,12 +119,11 @@ class Layers:
         self.left_to_base: list[LeftToBase] = []
         self.newly_trainable_at = -1
         self.sharded = False
-        self.is_capturing = True
         self.collector: StatisticsCollector
         self.capture: Capture
         self.losses = LossReduction(training.model, options)
         self._sampler: LabelSampler | None = None
-        self._param_states: list[ParamState] | None = None  # at the last update_active()
+        self._param_states: list[tuple[Any, ...]] | None = None  # at the last update_active()
 
     # ------------------------------------------------------------------------------ which layers
 
@@ -206,14 +194,16 @@ class Layers:
         self.active = [block for block in self.blocks if block.trainable]
         return True
 
-    def _read_param_states(self) -> list[ParamState]:
-        """Return the state of all parameters. A pass may have changed the shape of a layer."""
-        states: list[ParamState] = []
-        for block in self.blocks:
-            for p in block.all_params:
-                state = ParamState(p.requires_grad, p.device, p.shape, block.shape)
-                states.append(state)
-        return states
+    def _read_param_states(self) -> list[tuple[Any, ...]]:
+        """Return what the assignment of layers to ranks depends on, for each parameter.
+
+        A pass may have changed the shape of a layer.
+        """
+        return [
+            (p.requires_grad, p.device, p.shape, block.shape)
+            for block in self.blocks
+            for p in block.all_params
+        ]
 
     def mark_changed(self) -> None:
         """Let the next :meth:`update_active` report a change."""
@@ -274,7 +264,6 @@ class Layers:
             on_new_statistics=on_new_statistics,
         )
         self.collector.set_blocks(self.blocks)
-        self.is_capturing = True
         self.capture = Capture(self.collector, self._sampler, fsdp)
 
     def attach_hooks(self, contributes: Callable[[KroneckerBlock], bool]) -> None:
@@ -298,7 +287,6 @@ class Layers:
 
         Sampled labels are those of this step from now on.
         """
-        self.is_capturing = capture
         self.capture.gate.set(capture)
         if self._sampler is not None:
             self._sampler.begin_step(self._training.steps)
@@ -527,11 +515,6 @@ def _name_exact_option(row: LeftToBase) -> LeftToBase:
 
 
 # ------------------------------------------------------------------------ gradient-factored layers
-
-
-def gradient_blocks(blocks: Iterable[KroneckerBlock]) -> list[GradientBlock]:
-    """Return the layers with factors computed from the weight gradient."""
-    return [block for block in blocks if isinstance(block, GradientBlock)]
 
 
 def gradient_statistics(

@@ -213,13 +213,13 @@ class StepScale:
         self._negative_step: dict[Tensor, Tensor] = {}  # -Δ of the last step, if it was kept
 
     def measure_slope(
-        self, step_plan: StepPlan, sharded: bool, groups: Iterable[Mapping[str, Any]]
+        self, step_plan: StepPlan, groups: Iterable[Mapping[str, Any]]
     ) -> list[Tensor]:
         """Measure s = ∇·(-Δ) of the parameters that this rank reports. Then Δ is dropped.
 
         Args:
-            step_plan: The layers, and those that this rank reports.
-            sharded: Whether FSDP2 has sharded gradients. Each rank then reports its rows.
+            step_plan: The layers, and those that this rank reports. Of layers that FSDP2 shards,
+                each rank reports its rows.
             groups: The parameter groups. Some of them may have ``maximize=True``.
 
         Returns:
@@ -240,7 +240,7 @@ class StepScale:
         products: list[_Product] = []
         for block in step_plan.layers:
             # Each parameter counts once over all ranks; of a sharded one, each rank has rows.
-            is_reported = block in reporting or (sharded and is_dtensor(block.weight))
+            is_reported = block in reporting or is_dtensor(block.weight)
             if not is_reported or block.has_lost_factor or block.unverified:
                 continue
             for p in block.params:

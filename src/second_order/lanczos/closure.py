@@ -341,13 +341,15 @@ def derivatives(
         )
 
     # Some custom functions cannot be differentiated like this.
-    functions = _custom_functions(roots)
-    if twice:
-        # torch would silently return zeros for the second derivatives.
-        for function in functions:
-            _check_twice_differentiable(function)
-    if any(g is None for g in gradients) and CheckpointFunction in functions:
-        raise CurvatureError(_REENTRANT)
+    is_incomplete = any(gradient is None for gradient in gradients)
+    if twice or is_incomplete:
+        functions = _custom_functions(roots)
+        if twice:
+            # torch would silently return zeros for the second derivatives.
+            for function in functions:
+                _check_twice_differentiable(function)
+        if is_incomplete and CheckpointFunction in functions:
+            raise CurvatureError(_REENTRANT)
     return list(gradients)
 
 

@@ -415,7 +415,8 @@ def row_bounds(size: int, processes: int) -> list[int]:
 
 def row_slice(size: int, processes: int, rank: int) -> slice:
     """Return the slice of the rows that a process has."""
-    return slice(size * rank // processes, size * (rank + 1) // processes)
+    bounds = row_bounds(size, processes)
+    return slice(bounds[rank], bounds[rank + 1])
 
 
 def row_counts(size: int, processes: int) -> list[int]:

@@ -128,12 +128,11 @@ class Training:
 
     def add_forward_pre_hook(self, hook: Callable[..., None]) -> None:
         """Register a forward pre-hook on the model until the optimizer is closed or deleted."""
-        if not self._pre_hooks:
-            handles = self._pre_hook_handles
-            self.close_callbacks.append(self._pre_hooks.clear)
-            self.close_callbacks.append(partial(remove_handles, handles))
-            # At exit, the model is gone as well, so the finalizer does not run then.
-            weakref.finalize(self, remove_handles, handles).atexit = False
+        handles = self._pre_hook_handles
+        self.close_callbacks.append(self._pre_hooks.clear)
+        self.close_callbacks.append(partial(remove_handles, handles))
+        # At exit, the model is gone as well, so the finalizer does not run then.
+        weakref.finalize(self, remove_handles, handles).atexit = False
         self._pre_hooks.append(hook)
         self._pre_hook_handles.append(self.model.register_forward_pre_hook(hook))
 
