@@ -334,14 +334,16 @@ def write_gradients(
 ) -> None:
     """Write ν P into the gradients.
 
-    P is scaled before it is copied, so that a gradient of a narrow dtype is rounded once. On a GPU,
-    P itself is scaled, in place. Do not use the batches' results afterwards.
+    P is scaled before it is copied, so that a gradient of a narrow dtype is rounded once. It is
+    scaled in place: do not use the batches' results afterwards.
 
     Args:
         batches: The preconditioned layers.
         clip: ν; None for 1.
         gradient_of: Returns the gradient of a parameter; None for ``p.grad``.
     """
+    if clip is not None:
+        scale_tensors([preconditioned.result for preconditioned in batches], clip)
     gradients: list[Tensor] = []
     values: list[Tensor] = []
     for preconditioned in batches:
@@ -349,19 +351,10 @@ def write_gradients(
         parts = batch.parameter_parts(preconditioned.result)
         for p, part in zip(batch.params, parts, strict=True):
             gradient = p.grad if gradient_of is None else gradient_of(p)
-            if gradient is None:
-                continue
-            value = part.reshape(gradient.shape)
-            if clip is not None and gradient.device.type == "cpu":
-                # One pass over memory instead of two. ν may be on another layer's device.
-                factor = clip.to(value.device) if isinstance(clip, Tensor) else clip
-                torch.mul(value, factor, out=gradient)
-                continue
-            gradients.append(gradient)
-            values.append(value)
+            if gradient is not None:
+                gradients.append(gradient)
+                values.append(part.reshape(gradient.shape))
     if gradients:
-        if clip is not None:
-            scale_tensors(values, clip)
         torch._foreach_copy_(gradients, values)
 
 
