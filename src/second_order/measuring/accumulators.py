@@ -194,7 +194,7 @@ class PairAccumulator(Accumulator):
         return len(x) != self.batch.size and x.numel() not in batch_numels
 
     def _add_pair(self, layer: Layer, module: nn.Module, x: Any, d: Tensor) -> None:
-        if layer.is_linear(module):
+        if layer.kinds[module].multiplies_rows:
             rows = self.batch.rows.gather(x, homogeneous=layer.has_bias)
             self.rows[layer.name] += len(rows)
             self.sums.add_gram((layer.name, "A"), rows)
@@ -204,7 +204,7 @@ class PairAccumulator(Accumulator):
         # Other layers compute their statistics as they do in training. There, rows without a
         # gradient are padding.
         pair = Pair.widened(module, x, d)
-        kind = layer.kind(module)
+        kind = layer.kinds[module]
         live = nonzero_row_mask(kind.gradient_rows(module, pair.x, pair.d).gradient)
         form = PairOptions(has_bias=layer.has_bias, approximation="expand", row_mask=live)
         with ieee_matmul(d.device):
@@ -295,7 +295,7 @@ class EigenvalueAccumulator(PairAccumulator):
 
         # If the layer is a Linear, rows are rotated, and otherwise gradients.
         basis = self._bases[layer.name]
-        is_linear = all(layer.is_linear(pair.module) for pair in pairs)
+        is_linear = all(layer.kinds[pair.module].multiplies_rows for pair in pairs)
         compute_squares = _squares_of_rows if is_linear else _squares_of_gradients
         with torch.no_grad(), full_precision(pairs[0].d.device):
             for group in groups:
@@ -309,7 +309,7 @@ class EigenvalueAccumulator(PairAccumulator):
         batch_size = self.batch.size
         num_rows = pair.d.numel() // pair.d.shape[-1]
         size = pair.d.shape[_batch_dim(pair)]
-        has_rows = layer.is_linear(pair.module) or layer.shape.diagonal_a
+        has_rows = layer.kinds[pair.module].multiplies_rows or layer.shape.diagonal_a
         if has_rows and size == 1:
             size = num_rows
         if batch_size and size % batch_size == 0:
@@ -395,7 +395,7 @@ def _split_examples(pair: Pair, num_examples: int) -> list[Pair]:
 
 def _gradient(layer: Layer, pair: Pair) -> Tensor:
     """Return the gradient of a layer's parameters as a matrix ``(groups, out, in)``."""
-    gradients = [layer.kind(pair.module).weight_gradient(pair.module, pair.x, pair.d)]
+    gradients = [layer.kinds[pair.module].weight_gradient(pair.module, pair.x, pair.d)]
     if layer.has_bias:
         gradients.append(_bias_gradient(layer, pair))
     numels = [shape.numel() for shape in layer.shapes.values()]

@@ -12,8 +12,8 @@ refused.
 
 from __future__ import annotations
 
+import statistics
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -243,8 +243,11 @@ def find_batch_size(tensors: Mapping[Any, Tensor]) -> int:
     If two sizes are equally frequent, the larger one counts, because tensors such as positions of
     shape ``(1, positions)`` may be shared by all examples.
     """
-    frequencies = Counter(len(tensor) for tensor in tensors.values())
-    return max(frequencies, key=lambda size: (frequencies[size], size), default=0)
+    if not tensors:
+        return 0
+    # If several sizes are the most frequent ones, mode() returns the first of them.
+    largest_first = sorted(map(len, tensors.values()), reverse=True)
+    return statistics.mode(largest_first)
 
 
 def _label_mask(targets: Tensor | None) -> Tensor | None:
@@ -327,19 +330,18 @@ class Rows:
 
     def select(self, shape: torch.Size) -> RowSelection:
         """Return the rows that count among the rows of a shape, which is one of leading dims."""
-        if shape not in self._selections:
-            self._selections[shape] = self._select(shape)
-        return self._selections[shape]
-
-    def _select(self, shape: torch.Size) -> RowSelection:
+        if shape in self._selections:
+            return self._selections[shape]
         mask = _fit_mask(self.masks, shape)
         if mask is None and self.masks:
             message = NO_MASK_FITS.format(shape=tuple(shape))
             warnings.warn(message, SecondOrderWarning, stacklevel=2)
-        if mask is None or bool(mask.all()):
-            return RowSelection(None, shape.numel())
-        (index,) = mask.flatten().nonzero(as_tuple=True)
-        return RowSelection(index.to(self.device, non_blocking=True), len(index))
+        selection = RowSelection(None, shape.numel())
+        if mask is not None and not bool(mask.all()):
+            (index,) = mask.flatten().nonzero(as_tuple=True)
+            selection = RowSelection(index.to(self.device, non_blocking=True), len(index))
+        self._selections[shape] = selection
+        return selection
 
     def count_examples(self, shape: torch.Size) -> int:
         """Return how many examples, the first dimension of a shape, have a row that counts."""

@@ -36,41 +36,29 @@ class Layer:
     """A layer to measure.
 
     Attributes:
-        block: The modules of the layer and their kinds.
+        name: The name of the layer.
+        block: The modules of the layer.
+        kinds: By module, the rules for its kind.
         shape: Sizes of the factors. If only inputs are measured, they leave the bias out.
         shapes: Shapes of the measured parameters, by name; the weight first.
+        has_bias: Whether A has a last row for the bias.
         factors: Names of the factors to measure.
         owner: The rank that stores the factors.
     """
 
+    name: str
     block: KroneckerBlock
+    kinds: Mapping[nn.Module, LayerKind]
     shape: FactorShape
     shapes: Mapping[str, torch.Size]
+    has_bias: bool
     factors: Sequence[str]
     owner: int
 
     @property
-    def name(self) -> str:
-        """The name of the layer."""
-        return self.block.name
-
-    @property
     def weight_name(self) -> str:
         """The name of the weight within its module."""
-        return self.kind(self.block.modules[0]).weight
-
-    @property
-    def has_bias(self) -> bool:
-        """Whether A has a last row for the bias."""
-        return len(self.shapes) > 1
-
-    def kind(self, module: nn.Module) -> LayerKind:
-        """Return the rules for one of the layer's modules."""
-        return self.block.kinds[module]
-
-    def is_linear(self, module: nn.Module) -> bool:
-        """Return whether one of the layer's modules multiplies rows by a matrix."""
-        return self.kind(module).multiplies_rows
+        return self.kinds[self.block.modules[0]].weight
 
     def stored_shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the factors as stored, which are triangles or diagonals."""
@@ -136,8 +124,17 @@ def find_layers(
             if inputs_only:
                 shape = block.kinds[module].shape(module, False)
                 factors = "A"
-            shapes = {names[id(p)]: p.shape for p in params}
-            layers.append(Layer(block, shape, shapes, factors, owner=0))
+            layer = Layer(
+                name=block.name,
+                block=block,
+                kinds=block.kinds,
+                shape=shape,
+                shapes={names[id(p)]: p.shape for p in params},
+                has_bias=len(params) > 1,
+                factors=factors,
+                owner=0,
+            )
+            layers.append(layer)
     if not layers:
         reasons = "; ".join(f"{row.name}: {row.reason}" for row in skipped[:3])
         raise ValueError(f"no layer of the model can be measured ({reasons})")
