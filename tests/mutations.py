@@ -327,6 +327,10 @@ inverses of another scale than the run's  <-  resume::inverses_of_another_scale_
     if empty or scaled != inverses.scaled:  =>  if empty:
 a resumed run without the solves under way  <-  resume::a_resumed_run_equals_the_run
     loaded.snapshots[block] = PendingInverse(  =>  PendingInverse(
+a chosen fraction that checkpoints forget
+  <-  planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks
+  - entries |= zip(CHOSEN_WORKERS, (self.num_workers, world_size), strict=True)
+  + pass
 statistics from before a load  <-  contract_state::statistics_captured_before_a_load_are_dropped
   -         block.staged.clear()
   -
@@ -335,16 +339,9 @@ statistics from before a load  <-  contract_state::statistics_captured_before_a_
 factors forget by the update, not by the step
   <-  distkfac::without_a_decay_all_statistics_have_equal_weight
     age = step - self._averaged_at  =>  age = 1
-a factor that a checkpoint lacks is not lost
-  <-  factor_exchange::a_layer_with_a_lost_factor_starts_its_averages_again
-    if agreed[2 * i + 1]]  =>  if False]
-a chosen fraction that checkpoints forget
-  <-  planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks
-  - common |= zip(CHOSEN_WORKERS, (self.num_workers, self.training.world.size), strict=True)
-  + pass
 messages forget since the beginning of a resumed run
   <-  stats_workers::the_first_message_decays_factors_since_the_last_update
-    self._averaged_at = int(read_shared_number(saved, UPDATED_AT, self.training.steps))  =>  pass
+    self._averaged_at = numbers.averaged_at  =>  pass
 statistics that leave in the passes as sums
   <-  loss_reduction::unequal_micro_batches_work_with_every_factor_exchange
     if layers.losses.current() != "step_mean":  =>  if True:
@@ -360,12 +357,15 @@ messages forget since the beginning
   - self.layers.update_averages(sums, decay)
   -         self._averaged_at = self.training.steps
   + self.layers.update_averages(sums, decay)
+
+== kfac/checkpoints.py
+a factor that a checkpoint lacks is not lost
+  <-  factor_exchange::a_layer_with_a_lost_factor_starts_its_averages_again
+    lost.append(block)  =>  pass
 a resumed run that forgets its intervals  <-  drift::a_resumed_run_has_the_same_intervals
-    self.drift.load(saved, self.layers.blocks)  =>  pass
-a resumed run that refreshes all layers  <-  resume::a_resumed_run_equals_the_run
-    inverses.load(loaded.inverses,  =>  inverses.load({},
+    self._drift.load(saved, blocks)  =>  pass
 inverses that one rank lacks  <-  resume::inverses_that_no_rank_has_are_refreshed
-    training.world.on_cpu().all_reduce_max([flags]).wait()  =>  pass
+    all_reduce_max([inverse_flags, factor_flags]).wait()  =>  all_reduce_max([])
 
 == kfac/feedback.py
 a floor by the arithmetic mean  <-  step_scale::the_damping_floor_uses_all_layers
@@ -506,6 +506,8 @@ the damping of the landing  <-  distkfac::an_inverse_uses_the_damping_of_its_sna
 layers that are due when they land wait for the next interval
   <-  distkfac::a_layer_that_became_due_while_pending_is_submitted_again
     self._submit([block for block in finished if block.solved], mean_curvature)  =>  pass
+a resumed run that refreshes all layers  <-  resume::a_resumed_run_equals_the_run
+    in loaded.inverses.items():  =>  in ():
 layers under way are launched again  <-  distkfac::an_inverse_is_never_older_than_max_staleness
     [b for b in due if b not in pending_before]  =>  list(due)
 decompositions that their solver has not rounded

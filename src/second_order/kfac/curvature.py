@@ -34,11 +34,12 @@ The messages of a step with a refresh, in their order, if KAISA averages the gra
 With ``grad_worker_fraction=1``, every rank preconditions every layer, so there are no messages of
 changes and of ν P. Without a refresh, only the first two remain, and those two. If
 ``factor_update_steps`` is a number, there are also sums of A and G between refreshes.
+
+See :mod:`second_order.kfac.checkpoints` for how a run is saved and resumed.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -48,10 +49,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from second_order.checkpoint.caller import is_checkpointing
 from second_order.checkpoint.saved import SavedPart
 from second_order.distributed.roles import sharding_error
 from second_order.distributed.world import World
+from second_order.kfac.checkpoints import Checkpoints
 from second_order.kfac.coverage import summarize_layers, warn_of_uncovered
 from second_order.kfac.feedback import (
     Report,
@@ -71,6 +72,7 @@ from second_order.kfac.plan import (
     StepPlan,
     System,
     compile_step,
+    contributes,
     layer_dims,
     sum_statistics,
     with_one_worker,
@@ -83,24 +85,7 @@ from second_order.kfac.precondition import (
 from second_order.kfac.schedule import Schedule
 from second_order.kfac.sharded_gradients import Bucket, make_buckets, precondition_rows
 from second_order.kfac.spd_kfac import Pipeline, Sums
-from second_order.kfac.state import (
-    CHOSEN_WORKERS,
-    DAMPING,
-    MEAN_CURVATURE,
-    NEWLY_TRAINABLE_AT,
-    UPDATED_AT,
-    check_saved,
-    factor_entries,
-    inverse_entries,
-    inverse_state,
-    load_factors,
-    load_inverses,
-    move_factors,
-    read_num_gradient_workers,
-    read_shared_number,
-    send_entries,
-    trainable_layers_changed,
-)
+from second_order.kfac.state import SharedNumbers, move_factors
 from second_order.kfac.step_scale import ADAPTIVE_BOUNDS, PLAIN_BOUNDS, StepScale
 from second_order.kfac.thor import TraceRefresh
 from second_order.kronecker.block import KroneckerBlock
@@ -302,15 +287,16 @@ class KFAC(LayeredCurvature):
         self._last = StepInfo()
         self._closed = False
 
-        # State of the whole model. A checkpoint repeats it in every layer's entries. The usual
-        # change of a step is what kl_clip="auto" compares with.
-        usual = None if self.clip is None else self.clip.usual
-        candidates: list[Any] = [self.throttle, self.step_scale, usual]
-        self._common_state = [part for part in candidates if part is not None]
-        # These are set only between loading a checkpoint and the next step: the checkpoint, and the
-        # layers for which it lacks an entry that this rank needs.
-        self._loaded: Mapping[Tensor, SavedPart] | None = None
-        self._missing: set[KroneckerBlock] = set()
+        # What saves all of the above, and loads it.
+        self._checkpoints = Checkpoints(
+            training=training,
+            layers=self.layers,
+            inverses=self.inverses,
+            schedule=self._schedule,
+            traces=self.traces,
+            step_scale=self.step_scale,
+            clip=self.clip,
+        )
 
         self.layers.find()
 
@@ -381,9 +367,8 @@ class KFAC(LayeredCurvature):
             self.throttle.begin_step()
         if self.layers.update_active():
             self._assign_layers()
-        if self._loaded is not None:
-            self._agree_on_loaded(self._loaded)
-            self._loaded = None
+        if self._checkpoints.is_resuming:
+            self._checkpoints.agree(self.plan)
 
     def precondition(self, pending: PendingAverage) -> None:
         """Replace each layer's ``p.grad`` by ν P. Collective.
@@ -669,10 +654,7 @@ class KFAC(LayeredCurvature):
 
     def _contributes(self, block: KroneckerBlock) -> bool:
         """Return whether this rank's batches contribute to a layer's factors."""
-        # A layer that has never trained has no owner yet. All ranks capture it, so that its future
-        # owner will have statistics.
-        layer = self.latest_plan.get(block)
-        return layer is None or layer.batch_rank in (None, self.training.world.rank)
+        return contributes(self.latest_plan.get(block), self.training.world.rank)
 
     def _assign_layers(self) -> None:
         """Assign the layers that train now to ranks, and move their factors. Collective."""
@@ -698,8 +680,7 @@ class KFAC(LayeredCurvature):
         for block, layer in self.plan.items():
             if before.get(block, layer).batch_rank != layer.batch_rank:
                 is_moved = True
-        resumes = self._loaded is not None and not trainable_layers_changed(self._loaded, self.plan)
-        if (is_new or is_moved) and not resumes:
+        if (is_new or is_moved) and not self._checkpoints.has_same_layers(self.plan):
             layers.schedule_all_at(steps + 1)
 
         # Compile this rank's work per step.
@@ -719,9 +700,8 @@ class KFAC(LayeredCurvature):
             self.drift.keep_only(layers.blocks)
         if self.stats_workers is not None:
             self.stats_workers.restart()
-        if self._loaded is not None:
-            # load() has installed inverses for the old assignment, which were dropped above.
-            self._install_loaded(self._loaded)
+        # A checkpoint that was just loaded has installed inverses, which were dropped above.
+        self._checkpoints.install(self.plan)
         if steps > 0:
             self.training.publish()  # frees factors that other ranks store now
 
@@ -748,171 +728,52 @@ class KFAC(LayeredCurvature):
 
     # ---------------------------------------------------------------------------------- checkpoints
 
+    def _shared_numbers(self) -> SharedNumbers:
+        """Return the numbers of the whole model that checkpoints have."""
+        return SharedNumbers(
+            mean_curvature=self.mean_curvature,
+            averaged_at=self._averaged_at,
+            newly_trainable_at=self.layers.newly_trainable_at,
+            num_workers=self.num_workers if self._system.auto_workers else None,
+        )
+
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """Return the factors that this rank stores, by weight, and the numbers of the whole model.
 
-        These entries are in ``optimizer.state`` all the time. Checkpoints also have those of
-        :meth:`state_to_save`. Tensors are not copied.
+        These entries are in ``optimizer.state`` all the time. Tensors are not copied.
         """
-        # Entries that are equal for all layers.
-        common: dict[str, Any] = {}
-        for part in self._common_state:
-            common |= part.saved()
-        common[MEAN_CURVATURE] = self.mean_curvature
-        common[UPDATED_AT] = self._averaged_at
-        common[NEWLY_TRAINABLE_AT] = self.layers.newly_trainable_at
-        if self._system.auto_workers:
-            common |= zip(CHOSEN_WORKERS, (self.num_workers, self.training.world.size), strict=True)
-
-        # Before the first step, every rank has the same entries, because
-        # set_optimizer_state_dict(full_state_dict=True) fails for 0-d tensors that a rank lacks.
-        is_first = self.training.steps == 0
-        state: dict[Tensor, dict[str, Any]] = {}
-        for block in self.layers.blocks:
-            if block not in self.plan and block.factors is None:
-                continue
-            entries = {**common, **block.agreed_entries()}
-            if is_first or (block.factors is not None and self._contributes(block)):
-                entries |= block.saved_factors()
-            if self.traces is not None:
-                entries |= self.traces.saved(block)
-            if self.drift is not None:
-                entries |= self.drift.saved(block)
-            state[block.weight] = entries
-        return state
+        return self._checkpoints.state(self.plan, self.latest_plan, self._shared_numbers())
 
     def state_to_save(self) -> dict[Tensor, dict[str, Any]]:
-        """Return what only checkpoints have: inverses, and the last step of the parameters.
-
-        A resumed run needs them until the next refresh. Tensors are not copied. This method waits
-        for the inverses that threads compute.
-        """
-        if self._closed:
-            return {}
-        inverses = self.inverses
-        inverses.inverter.finish()
-        # torch.distributed.checkpoint loads into existing tensors, so add zeros for absent ones.
-        fill = is_checkpointing(part=True)
-        damping = float(inverses.damping_option)
-        state: dict[Tensor, dict[str, Any]] = {}
-        for block, layer in self.plan.items():
-            if self.step_scale is not None:
-                for p in block.params:
-                    state[p] = self.step_scale.saved_step(p, fill)
-            entries = inverse_state(block, layer, inverses, fill)
-            entries[DAMPING] = -1.0 if math.isnan(damping) else damping
-            state.setdefault(block.weight, {}).update(entries)
-        return state
+        """Return what only checkpoints have: inverses, and the last step of the parameters."""
+        return {} if self._closed else self._checkpoints.state_to_save(self.plan)
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Raise ValueError if a checkpoint does not fit the layers."""
-        check_saved(saved, self.layers.blocks, self.inverses)
+        self._checkpoints.check(saved)
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Load a checkpoint. The next step computes the inverses that the checkpoint lacks."""
-        load_factors(saved, self.layers.blocks, self.training)
-        self.inverses.restart(self._step_plan)
-        workers = read_num_gradient_workers(saved, self.training.world.size)
-        if self.num_workers and workers not in (0, self.num_workers):
-            self._set_num_workers(workers)
-
-        # Numbers that are equal for all layers.
-        if self.drift is not None:
-            self.drift.load(saved, self.layers.blocks)
-        for part in self._common_state:
-            part.load(saved)
-        self.mean_curvature = read_shared_number(saved, MEAN_CURVATURE, 0.0)
-        self._averaged_at = int(read_shared_number(saved, UPDATED_AT, self.training.steps))
-        self.layers.schedule_all_at(int(read_shared_number(saved, NEWLY_TRAINABLE_AT, -1)))
-
-        self._loaded = saved
-        self._install_loaded(saved)
+        numbers = self._checkpoints.load(saved, self._step_plan)
+        if self.num_workers and numbers.num_workers not in (None, self.num_workers):
+            self._set_num_workers(numbers.num_workers)
+        self.mean_curvature = numbers.mean_curvature
+        self._averaged_at = numbers.averaged_at
+        self.layers.schedule_all_at(numbers.newly_trainable_at)
         self.watch()
-
-    def _install_loaded(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Install the inverses of a checkpoint, and restart those that were under way.
-
-        ``load`` calls this after it has loaded the factors, so that ``summary()`` shows the loaded
-        state. If layers are assigned again before the first step, because the script freezes some
-        after it loads, the assignment drops all inverses and calls this again. At the first step,
-        ``_agree_on_loaded`` compares with the other ranks what is missing.
-        """
-        inverses = self.inverses
-        loaded = load_inverses(saved, self.plan, inverses)
-        inverses.requested.intersection_update(loaded.requested)
-        damping = read_shared_number(saved, DAMPING, -1.0)
-        inverses.load(loaded.inverses, damping if damping >= 0 else math.nan)
-        for block, layer in self.plan.items():
-            part: Mapping[str, Any] = saved.get(block.weight, {})
-            block.load_history(part, layer.contributors(self.training.world.size))
-        if self.traces is not None:
-            self.traces.load(saved, self.layers.blocks)
-        inverses.resubmit(loaded.snapshots)
-        # The ranks agree at the next step on what is missing. One rank alone knows it already. So
-        # summary() and metrics() do not count inverses that will be refreshed.
-        self._missing = loaded.missing
-        if self.training.world.size == 1:
-            inverses.drop(self._missing)
-
-    def _agree_on_loaded(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Refresh the layers for which the checkpoint lacks an entry on any rank. Collective.
-
-        If the layers that train have changed since the checkpoint was written, refresh all layers.
-        An uninterrupted run does the same when you freeze or unfreeze layers. If any rank has lost
-        a layer's factor, the layer starts again without statistics.
-        """
-        training = self.training
-        blocks = self.layers.blocks
-        missing = self._missing
-        if trainable_layers_changed(saved, self.plan):
-            missing = set(self.plan)
-
-        # There are two flags per layer: this rank lacks its inverse; this rank lost a factor.
-        local_flags: list[float] = []
-        for block in blocks:
-            local_flags += [float(block in missing), float(block.has_lost_factor)]
-        flags = torch.tensor(local_flags, dtype=torch.float32, device="cpu")
-        training.world.on_cpu().all_reduce_max([flags]).wait()
-        agreed = flags.tolist()
-        missing_anywhere = {block for i, block in enumerate(blocks) if agreed[2 * i]}
-        lost = [block for i, block in enumerate(blocks) if agreed[2 * i + 1]]
-
-        # Request new inverses, and restart the averages of layers that lost a factor.
-        self.inverses.drop([*missing_anywhere, *lost])
-        self._missing = set()
-        for block in lost:
-            training.warn(
-                f"a factor of layer {block.name!r} is lost: the process that should store it did "
-                f"not load it, perhaps because the checkpoint was written without consolidate(); "
-                f"the layer falls back to the base optimizer until it has new statistics"
-            )
-            block.restart_averages()
-        if lost:
-            self.layers.schedule_all_at(training.steps + 1)
-            training.publish()  # without the lost factors
-        if (missing_anywhere or lost) and self.drift is not None:
-            self.drift.invalidate()  # only layers with an inverse decide the tick
-
-    # ------------------------------------------------------------------- state of other ranks
 
     @property
     def factors_elsewhere(self) -> bool:
-        """Whether there are factors that only other ranks store.
-
-        This is false before the first step, because Accelerate reads each new optimizer's state.
-        """
-        distributed = not all(layer.factors_everywhere for layer in self.latest_plan.values())
-        return self.training.world.size > 1 and self.training.steps > 0 and distributed
+        """Whether there are factors that only other ranks store."""
+        return self._checkpoints.has_remote_factors(self.latest_plan)
 
     @property
     def remote_state(self) -> str:
         """A phrase for error messages that names the state on other ranks; "" if there is none."""
         if self.factors_elsewhere:
             return "the factors that other processes store"
-        size = self.training.world.size
-        for block, layer in self.plan.items():
-            if block.solved and len(layer.workers) < size:
-                return "the inverses that other processes store"
+        if self._checkpoints.has_remote_inverses(self.plan):
+            return "the inverses that other processes store"
         return ""
 
     @property
@@ -924,17 +785,10 @@ class KFAC(LayeredCurvature):
         """Send each of ``ranks`` the factors and inverses that it lacks. Collective."""
         if not self._closed and self.layers.update_active():
             self._assign_layers()
-        state = self.state()
-        to_save = self.state_to_save()
-        gathered: dict[Tensor, dict[str, dict[str, Any]]] = {}
-        for block, layer in self.latest_plan.items():
-            entries = factor_entries(block, layer)
-            if block in self.plan:
-                entries += inverse_entries(block, layer, self.inverses)
-            local = {**state.get(block.weight, {}), **to_save.get(block.weight, {})}
-            received = send_entries(self.training.world, block, entries, local, ranks)
-            gathered[block.weight] = {"curvature": received}
-        return gathered
+        numbers = self._shared_numbers()
+        return self._checkpoints.gather(ranks, self.plan, self.latest_plan, numbers)
+
+    # --------------------------------------------------------------------------------------- close
 
     def close(self) -> None:
         """Stop threads and remove all hooks. All layers then fall back to the base optimizer."""
@@ -957,8 +811,7 @@ class KFAC(LayeredCurvature):
         self._buckets = []
         self._mean_receivers = None
         self._last = StepInfo()
-        self._loaded = None
-        self._missing = set()
+        self._checkpoints.forget()
 
     # ------------------------------------------------------------------------------------ reporting
 

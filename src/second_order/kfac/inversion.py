@@ -58,6 +58,7 @@ __all__ = [
     "InverseState",
     "Inverses",
     "LoadedInverse",
+    "LoadedInverses",
     "Outcome",
     "PendingInverse",
     "Refresh",
@@ -110,6 +111,25 @@ class LoadedInverse:
 
     state: InverseState
     inverse: Inverse | None = None
+
+
+@dataclass(frozen=True)
+class LoadedInverses:
+    """The inverses in a checkpoint, as far as this rank needs them.
+
+    Attributes:
+        damping_option: The value of ``damping=`` at the last refresh; NaN before the first.
+        inverses: The inverses of layers that had one.
+        snapshots: The inverses that were pending.
+        missing: Layers without an entry that this rank needs.
+        requested: Layers to refresh at the next step even if they are not due.
+    """
+
+    damping_option: float
+    inverses: dict[KroneckerBlock, LoadedInverse] = field(default_factory=dict)
+    snapshots: dict[KroneckerBlock, PendingInverse] = field(default_factory=dict)
+    missing: set[KroneckerBlock] = field(default_factory=set)
+    requested: set[KroneckerBlock] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -734,7 +754,7 @@ class Inverses:
     def snapshot_factors(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Copy the factors of pending inverses. Call this before the running averages change.
 
-        Checkpoints contain the copies, so that :meth:`resubmit` can compute the same inverses.
+        Checkpoints contain the copies, so that :meth:`load` can compute the same inverses.
         Every rank copies them, because any rank may write a checkpoint.
         """
         for block in blocks:
@@ -743,27 +763,22 @@ class Inverses:
                 copies = block.read_factors(block.saved_factors())
                 self.pending[block] = replace(pending, factors=copies)
 
-    def load(self, loaded: Mapping[KroneckerBlock, LoadedInverse], damping: Damping) -> None:
-        """Install the inverses of a checkpoint.
+    def load(self, loaded: LoadedInverses) -> None:
+        """Install the inverses of a checkpoint, and compute those again that were pending.
 
-        Args:
-            loaded: The inverses, by layer.
-            damping: The value of ``damping=`` at the last refresh.
+        The layers have no inverses yet. Only an inverter with threads has pending inverses between
+        two steps. This waits for them.
         """
-        self.damping_option = damping
-        for block, loaded_inverse in loaded.items():
+        self.damping_option = loaded.damping_option
+        self.requested = set(loaded.requested)
+        for block, loaded_inverse in loaded.inverses.items():
             block.mark_solved()
             self.states[block] = loaded_inverse.state
             if loaded_inverse.inverse is not None:
                 block.install_inverse(loaded_inverse.inverse)
 
-    def resubmit(self, loaded: Mapping[KroneckerBlock, PendingInverse]) -> None:
-        """Compute the inverses that were pending when a checkpoint was written. Waits for them.
-
-        Only an inverter with threads has pending inverses between two steps.
-        """
-        assert not loaded or not self.is_synchronous
-        for block, pending in loaded.items():
+        assert not loaded.snapshots or not self.is_synchronous
+        for block, pending in loaded.snapshots.items():
             assert pending.factors is not None
             self.pending[block] = pending
             self._damp_and_submit({block: pending.factors})

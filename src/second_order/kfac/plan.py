@@ -54,6 +54,7 @@ __all__ = [
     "assign_gradient_owners",
     "block_rules",
     "compile_step",
+    "contributes",
     "distkfac_plan",
     "dpkfac_plan",
     "kaisa_plan",
@@ -127,6 +128,15 @@ class LayerPlan:
         if len(self.workers) > 2:
             workers = f"{self.workers[0]}-{self.workers[-1]}"
         return f"solve {inverse_ranks}, precondition {workers}"
+
+
+def contributes(layer_plan: LayerPlan | None, rank: int) -> bool:
+    """Return whether a rank's batches contribute to a layer's statistics.
+
+    A layer that has never trained has no plan yet. All ranks capture it, so that its future owner
+    will have statistics.
+    """
+    return layer_plan is None or layer_plan.batch_rank in (None, rank)
 
 
 @dataclass(frozen=True)
@@ -349,7 +359,7 @@ def compile_step(
     preconditioned: list[KroneckerBlock] = []
     for block, layer_plan in layers.items():
         # Sort the layer into the work of this rank.
-        if block.hooked_modules and layer_plan.batch_rank in (None, rank):
+        if block.hooked_modules and contributes(layer_plan, rank):
             contributing.append(block)
         if isinstance(block, GradientBlock):
             gradient_factored.append(block)

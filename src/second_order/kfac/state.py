@@ -27,6 +27,7 @@ calls them with the same layers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,7 +37,13 @@ from torch import Tensor
 
 from second_order.checkpoint.saved import HEADER, SavedPart
 from second_order.distributed.world import World
-from second_order.kfac.inversion import Inverses, InverseState, LoadedInverse, PendingInverse
+from second_order.kfac.inversion import (
+    Inverses,
+    InverseState,
+    LoadedInverse,
+    LoadedInverses,
+    PendingInverse,
+)
 from second_order.kfac.plan import LayerPlan
 from second_order.kfac.precondition import USUAL_CHANGE
 from second_order.kfac.schedule import DRIFT
@@ -54,16 +61,12 @@ from second_order.training.context import Training
 from second_order.training.throttle import THROTTLE_ENTRIES
 
 __all__ = [
-    "CHOSEN_WORKERS",
     "DAMPING",
     "EXAMPLES",
     "MEANS",
-    "MEAN_CURVATURE",
-    "NEWLY_TRAINABLE_AT",
-    "UPDATED_AT",
     "WEIGHT",
     "Entry",
-    "Loaded",
+    "SharedNumbers",
     "check_saved",
     "factor_entries",
     "inverse_entries",
@@ -71,8 +74,7 @@ __all__ = [
     "load_factors",
     "load_inverses",
     "move_factors",
-    "read_num_gradient_workers",
-    "read_shared_number",
+    "read_shared_numbers",
     "send_entries",
     "trainable_layers_changed",
 ]
@@ -252,6 +254,35 @@ def inverse_state(
     return entries
 
 
+@dataclass(frozen=True)
+class SharedNumbers:
+    """Numbers of the whole model. A checkpoint repeats them in the entries of every layer.
+
+    Attributes:
+        mean_curvature: The mean eigenvalue of A ⊗ G over all layers, at the last refresh.
+        averaged_at: The step of the last update of the running averages.
+        newly_trainable_at: The step at which all layers are due, as in
+            :class:`second_order.kfac.layers.Layers`; -1 if there is none.
+        num_workers: Gradient workers per layer, by the cost model; None if it does not choose them.
+    """
+
+    mean_curvature: float
+    averaged_at: int
+    newly_trainable_at: int
+    num_workers: int | None
+
+    def entries(self, world_size: int) -> dict[str, float]:
+        """Return the checkpoint entries. ``world_size`` goes with the number of workers."""
+        entries: dict[str, float] = {
+            MEAN_CURVATURE: self.mean_curvature,
+            UPDATED_AT: self.averaged_at,
+            NEWLY_TRAINABLE_AT: self.newly_trainable_at,
+        }
+        if self.num_workers is not None:
+            entries |= zip(CHOSEN_WORKERS, (self.num_workers, world_size), strict=True)
+        return entries
+
+
 # -------------------------------------------------------------------------------------- sending
 
 
@@ -366,23 +397,6 @@ def check_saved(
 # -------------------------------------------------------------------------------------- loading
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """The inverses in a checkpoint, as far as this rank needs them.
-
-    Attributes:
-        inverses: The inverses of layers that had one.
-        snapshots: The inverses that were pending.
-        missing: Layers without an entry that this rank needs.
-        requested: Layers to refresh at the next step even if they are not due.
-    """
-
-    inverses: dict[KroneckerBlock, LoadedInverse]
-    snapshots: dict[KroneckerBlock, PendingInverse]
-    missing: set[KroneckerBlock]
-    requested: set[KroneckerBlock]
-
-
 def read_shared_number(saved: Mapping[Tensor, SavedPart], key: str, default: float) -> float:
     """Return a number that is equal for all layers, or ``default`` if the checkpoint lacks it."""
     for part in saved.values():
@@ -391,16 +405,25 @@ def read_shared_number(saved: Mapping[Tensor, SavedPart], key: str, default: flo
     return default
 
 
-def read_num_gradient_workers(saved: Mapping[Tensor, SavedPart], world_size: int) -> int:
-    """Return the number of gradient workers per layer in a checkpoint.
+def read_shared_numbers(
+    saved: Mapping[Tensor, SavedPart], world_size: int, step: int
+) -> SharedNumbers:
+    """Return the numbers of the whole model in a checkpoint.
 
-    Returns 0 if the checkpoint has none, or was written with another world size.
+    The number of workers is None if the checkpoint has none, or was written with another number of
+    ranks than ``world_size``. Without a step of the last averages, ``step`` is assumed.
     """
-    num_workers = int(read_shared_number(saved, CHOSEN_WORKERS[0], 0.0))
+    saved_workers = int(read_shared_number(saved, CHOSEN_WORKERS[0], 0.0))
     saved_world_size = int(read_shared_number(saved, CHOSEN_WORKERS[1], 0.0))
-    if num_workers == 0 or saved_world_size != world_size or world_size % num_workers:
-        return 0
-    return num_workers
+    num_workers: int | None = None
+    if saved_workers and saved_world_size == world_size and world_size % saved_workers == 0:
+        num_workers = saved_workers
+    return SharedNumbers(
+        mean_curvature=read_shared_number(saved, MEAN_CURVATURE, 0.0),
+        averaged_at=int(read_shared_number(saved, UPDATED_AT, step)),
+        newly_trainable_at=int(read_shared_number(saved, NEWLY_TRAINABLE_AT, -1)),
+        num_workers=num_workers,
+    )
 
 
 def load_factors(
@@ -437,10 +460,11 @@ def load_inverses(
     saved: Mapping[Tensor, SavedPart],
     plan: Mapping[KroneckerBlock, LayerPlan],
     inverses: Inverses,
-) -> Loaded:
+) -> LoadedInverses:
     """Read the inverses of the trainable layers, and those that were pending."""
     rank = inverses.training.world.rank
-    loaded = Loaded(inverses={}, snapshots={}, missing=set(), requested=set())
+    damping = read_shared_number(saved, DAMPING, -1.0)
+    loaded = LoadedInverses(damping_option=damping if damping >= 0 else math.nan)
     for block, layer in plan.items():
         part = saved.get(block.weight)
         if part is None or STEP not in part:  # the layer was frozen
@@ -469,11 +493,10 @@ def load_inverses(
             if any(SNAPSHOT + name not in part for name in names):
                 loaded.missing.add(block)
                 continue
-            damping, mean_curvature = SNAPSHOT_NUMBERS
             loaded.snapshots[block] = PendingInverse(
                 step=int(part[SNAPSHOT_STEP]),
-                damping_option=float(part[damping]),
-                mean_curvature=float(part[mean_curvature]),
+                damping_option=float(part[SNAPSHOT_NUMBERS[0]]),
+                mean_curvature=float(part[SNAPSHOT_NUMBERS[1]]),
                 factors=block.read_factors({name: part[SNAPSHOT + name] for name in names}),
             )
     return loaded

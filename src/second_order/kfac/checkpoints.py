@@ -1,0 +1,334 @@
+"""Save the curvature of a K-FAC optimizer, and resume from a checkpoint.
+
+A checkpoint has the running averages, the inverses and the numbers that the next steps depend on.
+:mod:`second_order.kfac.state` lists the entries of a layer. A training run resumes in this order:
+
+    check      before anything is loaded: do the entries fit the layers?
+    load       loads the running averages and the shared numbers, and installs the inverses
+    install    installs the saved inverses, and computes those again that were pending
+    assign     may come next, before the first step: if the script freezes layers after it loads,
+               the optimizer assigns the layers to ranks again. This drops all inverses, so it
+               calls ``install`` again.
+    agree      at the first step: a layer is refreshed if any rank lacks an entry that it needs
+
+:class:`Checkpoints` holds the checkpoint from ``load`` to ``agree``. ``summary()`` and
+``metrics()`` show the loaded state in between, because ``load`` installs the inverses right away.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from second_order.checkpoint.caller import is_checkpointing
+from second_order.checkpoint.saved import SavedPart
+from second_order.kfac.inversion import Inverses
+from second_order.kfac.layers import Layers
+from second_order.kfac.plan import LayerPlan, StepPlan, contributes
+from second_order.kfac.precondition import Clip
+from second_order.kfac.schedule import Schedule
+from second_order.kfac.state import (
+    DAMPING,
+    SharedNumbers,
+    check_saved,
+    factor_entries,
+    inverse_entries,
+    inverse_state,
+    load_factors,
+    load_inverses,
+    read_shared_numbers,
+    send_entries,
+    trainable_layers_changed,
+)
+from second_order.kfac.step_scale import StepScale
+from second_order.kfac.thor import TraceRefresh
+from second_order.kronecker.block import KroneckerBlock
+from second_order.training.context import Training
+
+__all__ = ["Checkpoints"]
+
+
+class _SharedPart(Protocol):
+    """An object whose entries are equal for all layers."""
+
+    def saved(self) -> dict[str, float]:
+        """Return its entries."""
+
+    def load(self, saved: Mapping[Tensor, SavedPart], /) -> None:
+        """Load its entries from any layer's part of a checkpoint."""
+
+
+class Checkpoints:
+    """Saves the state of a K-FAC optimizer, and loads it.
+
+    Args:
+        training: The ranks and the step.
+        layers: The layers.
+        inverses: Their inverses.
+        schedule: The throttle and the drift, if they are on.
+        traces: THOR's rule, if it is on.
+        step_scale: The step scale, if it is on.
+        clip: The clip, if it is on.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        layers: Layers,
+        inverses: Inverses,
+        schedule: Schedule,
+        traces: TraceRefresh | None,
+        step_scale: StepScale | None,
+        clip: Clip | None,
+    ) -> None:
+        self._training = training
+        self._layers = layers
+        self._inverses = inverses
+        self._drift = schedule.drift
+        self._traces = traces
+        self._step_scale = step_scale
+        # The usual change of a step is what kl_clip="auto" compares with.
+        usual = None if clip is None else clip.usual
+        candidates: list[_SharedPart | None] = [schedule.throttle, step_scale, usual]
+        self._shared_parts = [part for part in candidates if part is not None]
+
+        # Both are set from load() to the next step: the checkpoint, and the layers for which it
+        # lacks an entry that this rank needs.
+        self._loaded: Mapping[Tensor, SavedPart] | None = None
+        self._missing: set[KroneckerBlock] = set()
+
+    # -------------------------------------------------------------------------------------- saving
+
+    def state(
+        self,
+        plan: Mapping[KroneckerBlock, LayerPlan],
+        latest_plan: Mapping[KroneckerBlock, LayerPlan],
+        numbers: SharedNumbers,
+    ) -> dict[Tensor, dict[str, Any]]:
+        """Return the factors that this rank stores, by weight, and the numbers of the whole model.
+
+        These entries are in ``optimizer.state`` all the time. Checkpoints also have those of
+        :meth:`state_to_save`. Tensors are not copied.
+
+        Args:
+            plan: The plans of the layers that train now.
+            latest_plan: The plans of all layers that ever trained.
+            numbers: The numbers of the whole model.
+        """
+        training = self._training
+        shared: dict[str, Any] = {}
+        for part in self._shared_parts:
+            shared |= part.saved()
+        shared |= numbers.entries(training.world.size)
+
+        # Before the first step, every rank has the same entries, because
+        # set_optimizer_state_dict(full_state_dict=True) fails for 0-d tensors that a rank lacks.
+        is_first = training.steps == 0
+        state: dict[Tensor, dict[str, Any]] = {}
+        for block in self._layers.blocks:
+            has_factors = block.factors is not None
+            if block not in plan and not has_factors:
+                continue
+            entries = {**shared, **block.agreed_entries()}
+            layer = latest_plan.get(block)
+            if is_first or (has_factors and contributes(layer, training.world.rank)):
+                entries |= block.saved_factors()
+            if self._traces is not None:
+                entries |= self._traces.saved(block)
+            if self._drift is not None:
+                entries |= self._drift.saved(block)
+            state[block.weight] = entries
+        return state
+
+    def state_to_save(
+        self, plan: Mapping[KroneckerBlock, LayerPlan]
+    ) -> dict[Tensor, dict[str, Any]]:
+        """Return what only checkpoints have: inverses, and the last step of the parameters.
+
+        A resumed run needs them until the next refresh. Tensors are not copied. This method waits
+        for the inverses that threads compute.
+
+        Args:
+            plan: The plans of the layers that train now.
+        """
+        inverses = self._inverses
+        inverses.inverter.finish()
+        # torch.distributed.checkpoint loads into existing tensors, so add zeros for absent ones.
+        fill = is_checkpointing(part=True)
+        damping = float(inverses.damping_option)
+        if math.isnan(damping):
+            damping = -1.0
+        state: dict[Tensor, dict[str, Any]] = {}
+        for block, layer in plan.items():
+            if self._step_scale is not None:
+                for p in block.params:
+                    state[p] = self._step_scale.saved_step(p, fill)
+            entries = inverse_state(block, layer, inverses, fill)
+            entries[DAMPING] = damping
+            state.setdefault(block.weight, {}).update(entries)
+        return state
+
+    def gather(
+        self,
+        ranks: Sequence[int],
+        plan: Mapping[KroneckerBlock, LayerPlan],
+        latest_plan: Mapping[KroneckerBlock, LayerPlan],
+        numbers: SharedNumbers,
+    ) -> dict[Tensor, dict[str, dict[str, Any]]]:
+        """Send each of ``ranks`` the factors and inverses that it lacks. Collective.
+
+        The other arguments are those of :meth:`state`.
+        """
+        state = self.state(plan, latest_plan, numbers)
+        to_save = self.state_to_save(plan)
+        gathered: dict[Tensor, dict[str, dict[str, Any]]] = {}
+        for block, layer in latest_plan.items():
+            entries = factor_entries(block, layer)
+            if block in plan:
+                entries += inverse_entries(block, layer, self._inverses)
+            local = {**state.get(block.weight, {}), **to_save.get(block.weight, {})}
+            received = send_entries(self._training.world, block, entries, local, ranks)
+            gathered[block.weight] = {"curvature": received}
+        return gathered
+
+    # ------------------------------------------------------------------------------------- loading
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether a checkpoint was loaded, and no step has begun since."""
+        return self._loaded is not None
+
+    def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
+        """Raise ValueError if a checkpoint does not fit the layers."""
+        check_saved(saved, self._layers.blocks, self._inverses)
+
+    def load(self, saved: Mapping[Tensor, SavedPart], step_plan: StepPlan) -> SharedNumbers:
+        """Load a checkpoint. Returns the numbers of the whole model.
+
+        Args:
+            saved: The checkpoint.
+            step_plan: The current plan. The layers start without inverses, as after an assignment.
+        """
+        training = self._training
+        blocks = self._layers.blocks
+        load_factors(saved, blocks, training)
+        if self._drift is not None:
+            self._drift.load(saved, blocks)
+        for part in self._shared_parts:
+            part.load(saved)
+        self._inverses.restart(step_plan)
+        self._loaded = saved
+        self.install(step_plan.layers)
+        return read_shared_numbers(saved, training.world.size, training.steps)
+
+    def install(self, plan: Mapping[KroneckerBlock, LayerPlan]) -> None:
+        """Install the inverses of the loaded checkpoint, and compute those that were pending.
+
+        The layers have no inverses yet. Without a loaded checkpoint, this does nothing.
+
+        Args:
+            plan: The plans of the layers that train now.
+        """
+        saved = self._loaded
+        if saved is None:
+            return
+        loaded = load_inverses(saved, plan, self._inverses)
+        self._inverses.load(loaded)
+        for block, layer in plan.items():
+            part: Mapping[str, Any] = saved.get(block.weight, {})
+            block.load_history(part, layer.contributors(self._training.world.size))
+        if self._traces is not None:
+            self._traces.load(saved, self._layers.blocks)
+
+        # The ranks agree at the next step on what is missing. One rank alone knows it already. So
+        # summary() and metrics() do not count inverses that will be refreshed.
+        self._missing = loaded.missing
+        if self._training.world.size == 1:
+            self._inverses.drop(self._missing)
+
+    def has_same_layers(self, plan: Mapping[KroneckerBlock, LayerPlan]) -> bool:
+        """Return whether a checkpoint was loaded that was written with the same trainable layers.
+
+        Args:
+            plan: The plans of the layers that train now.
+        """
+        return self._loaded is not None and not trainable_layers_changed(self._loaded, plan)
+
+    def agree(self, plan: Mapping[KroneckerBlock, LayerPlan]) -> None:
+        """Refresh the layers for which the checkpoint lacks an entry on any rank. Collective.
+
+        If the layers that train have changed since the checkpoint was written, refresh all layers.
+        An uninterrupted run does the same when you freeze or unfreeze layers. If any rank has lost
+        a layer's factor, the layer starts again without statistics.
+
+        Args:
+            plan: The plans of the layers that train now.
+        """
+        training = self._training
+        blocks = self._layers.blocks
+        missing = self._missing
+        if not self.has_same_layers(plan):
+            missing = set(plan)
+
+        # Does any rank lack the inverse of a layer, or has it lost a factor?
+        lacks_inverse = [float(block in missing) for block in blocks]
+        lacks_factor = [float(block.has_lost_factor) for block in blocks]
+        inverse_flags = torch.tensor(lacks_inverse, dtype=torch.float32, device="cpu")
+        factor_flags = torch.tensor(lacks_factor, dtype=torch.float32, device="cpu")
+        training.world.on_cpu().all_reduce_max([inverse_flags, factor_flags]).wait()
+        missing_anywhere: list[KroneckerBlock] = []
+        for block, flag in zip(blocks, inverse_flags.tolist(), strict=True):
+            if flag:
+                missing_anywhere.append(block)
+        lost: list[KroneckerBlock] = []
+        for block, flag in zip(blocks, factor_flags.tolist(), strict=True):
+            if flag:
+                lost.append(block)
+
+        # Request new inverses, and restart the averages of layers that lost a factor.
+        self._inverses.drop([*missing_anywhere, *lost])
+        self.forget()
+        for block in lost:
+            training.warn(
+                f"a factor of layer {block.name!r} is lost: the process that should store it did "
+                f"not load it, perhaps because the checkpoint was written without consolidate(); "
+                f"the layer falls back to the base optimizer until it has new statistics"
+            )
+            block.restart_averages()
+        if lost:
+            self._layers.schedule_all_at(training.steps + 1)
+            training.publish()  # without the lost factors
+        if (missing_anywhere or lost) and self._drift is not None:
+            self._drift.invalidate()  # only layers with an inverse decide the tick
+
+    def forget(self) -> None:
+        """Release the loaded checkpoint."""
+        self._loaded = None
+        self._missing = set()
+
+    # ---------------------------------------------------------------------- state of other ranks
+
+    def has_remote_factors(self, latest_plan: Mapping[KroneckerBlock, LayerPlan]) -> bool:
+        """Return whether there are factors that only other ranks store.
+
+        This is false before the first step, because Accelerate reads each new optimizer's state.
+
+        Args:
+            latest_plan: The plans of all layers that ever trained.
+        """
+        if self._training.world.size == 1 or self._training.steps == 0:
+            return False
+        return not all(layer.factors_everywhere for layer in latest_plan.values())
+
+    def has_remote_inverses(self, plan: Mapping[KroneckerBlock, LayerPlan]) -> bool:
+        """Return whether there are inverses that only other ranks store.
+
+        Args:
+            plan: The plans of the layers that train now.
+        """
+        size = self._training.world.size
+        return any(block.solved and len(layer.workers) < size for block, layer in plan.items())
