@@ -244,7 +244,7 @@ a Newton step that does not follow the schedule
   <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
     alpha = alpha * (as_scalar(group["lr"]) / larger(peak, 1e-30))  =>  pass
 uphill is downhill  <-  dho2_state::maximizing_the_negative_loss_equals_minimizing_the_loss
-    -alpha_at_peak if group.get("maximize") else alpha_at_peak  =>  alpha_at_peak
+    alpha = -alpha  =>  pass
 the base moves inside the subspace  <-  dho2::the_base_does_not_move_inside_the_subspace
     -alpha * newton - s * c  =>  -alpha * newton
 one element that is not finite reaches all parameters
@@ -893,7 +893,7 @@ the steep directions' diagonal counts them twice
 == lanczos/hvp.py
 differences as wide as the parameters' dtype
   <-  mrdho2_fsdp::finite_differences_work_with_low_precision_passes
-    self._dtypes |= compute_dtypes(self._model)  =>  pass
+    dtypes |= compute_dtypes(self._model)  =>  pass
 micro-batches' losses weigh the same
   <-  lanczos::the_loss_of_micro_batches_is_weighted_by_their_examples
     examples * evaluation.loss.detach()  =>  evaluation.loss.detach()

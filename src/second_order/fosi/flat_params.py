@@ -180,8 +180,7 @@ class FlatParams:
             Whether parameters have changed.
         """
         trainable = self._training.trainable_params()
-        same_length = len(trainable) == len(self.params)
-        if same_length and all(p is q for p, q in zip(trainable, self.params, strict=True)):
+        if list(map(id, trainable)) == list(map(id, self.params)):
             return False
 
         # Gather the base's state, which is cut to the rows of the old layout.
@@ -240,14 +239,11 @@ class FlatParams:
         if not self.row_sharded:
             return rows
         vectors = rows.new_empty((*rows.shape[:-1], self.size))
-        parts_by_rank = all_gather_on_cpu(self._training.world, self._split_rows(rows))
+        sizes = [piece.size for piece in self.local_pieces]
+        parts_by_rank = all_gather_on_cpu(self._training.world, rows.split(sizes, -1))
         for piece, part in zip(self.pieces, chain(*parts_by_rank), strict=True):
             vectors[..., piece.offset : piece.offset + piece.size] = part
         return vectors
-
-    def _split_rows(self, rows: Tensor) -> list[Tensor]:
-        """Split local rows ``(..., rows)`` into the local pieces."""
-        return list(rows.split([piece.size for piece in self.local_pieces], -1))
 
     def read(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Copy the local pieces of tensors to a buffer, which the next read overwrites.
@@ -287,9 +283,9 @@ class FlatParams:
         """Return the buffer. It is allocated at first use, and if the device changes."""
         device = self._training.device
         if self._buffer is None or self._buffer.flat.device != device:
-            size = sum(piece.size for piece in self.local_pieces)
-            flat = torch.empty(size, dtype=self.dtype, device=device)
-            views = self._split_rows(flat)
+            sizes = [piece.size for piece in self.local_pieces]
+            flat = torch.empty(sum(sizes), dtype=self.dtype, device=device)
+            views = list(flat.split(sizes))
             for i, piece in enumerate(self.local_pieces):
                 if piece.is_complete:
                     views[i] = views[i].view(piece.param.shape)

@@ -679,14 +679,17 @@ def group_alphas(option: Schedule, training: Training) -> list[float | Tensor]:
             with the learning rate. A callable's value is α.
         training: The context of the optimizer.
     """
-    value = value_at(option, training.steps)
-    if callable(option):  # the constructor has checked numbers
+    if callable(option):
+        value = option(training.steps)
         check_newton_scale(value)
-    alpha_at_peak = float(value)
+    else:
+        value = option  # the constructor has checked it
 
     alphas = []
     for group in training.groups:
-        alpha: float | Tensor = -alpha_at_peak if group.get("maximize") else alpha_at_peak
+        alpha: float | Tensor = float(value)
+        if group.get("maximize"):
+            alpha = -alpha
         if not callable(option):
             peak = as_scalar(group[PEAK_LR])
             alpha = alpha * (as_scalar(group["lr"]) / larger(peak, 1e-30))

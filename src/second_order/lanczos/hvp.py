@@ -206,7 +206,6 @@ class Hessian:
         self._curvature = curvature
 
         self.params = list(params)
-        self._dtypes = {p.dtype for p in self.params}
         self._device = self.params[0].device if self.params else torch.device("cpu")
         self._autocast_enabled = torch.is_autocast_enabled(self._device.type)
         self._autocast_dtype = torch.get_autocast_dtype(self._device.type)
@@ -218,7 +217,6 @@ class Hessian:
         self.products = 0
         self.constant: bool | None = None
         self._retained: list[DifferentiableLoss] = []
-        self._world = World.alone()  # the processes that have shards of the parameters
         self._rewind: Callable[[], None]
         self._stack = ExitStack()
 
@@ -316,23 +314,26 @@ class Hessian:
 
     def _step_size(self, directions: Sequence[Tensor]) -> float:
         """Return ε for a direction, and 0 if the direction is zero."""
-        direction_norm = self._norm(directions)
-        params_norm = self._norm([local_tensor(p).detach() for p in self.params])
+        direction_norm = math.sqrt(self._squared_norm(directions))
+        params = [local_tensor(p).detach() for p in self.params]
+        params_norm = math.sqrt(self._squared_norm(params))
         if direction_norm == 0.0:
             return 0.0
         # For central differences the cube root of eps balances rounding against the change of the
         # curvature itself. An element of the direction has a size of its norm over √n.
-        eps = max(torch.finfo(dtype).eps for dtype in self._dtypes)
+        eps = max(torch.finfo(dtype).eps for dtype in self._dtypes())
         scale = 1.0 + params_norm / math.sqrt(self.size)
         epsilon: float = 0.25 * eps ** (1 / 3) * scale / direction_norm
         return epsilon
 
-    def _norm(self, parts: Sequence[Tensor]) -> float:
-        """Return the norm of a vector from this process's parts of it."""
+    def _dtypes(self) -> set[torch.dtype]:
+        """Return the dtypes in which gradients are computed."""
+        return {p.dtype for p in self.params}
+
+    def _squared_norm(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the squared norm of a vector, given its part for each parameter."""
         norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
-        squared_norm = torch.stack(norms).square().sum()
-        self._world.all_reduce([squared_norm]).wait()
-        return math.sqrt(float(squared_norm))
+        return torch.stack(norms).square().sum()
 
     def evaluate(self) -> None:
         """Evaluate the loss without derivatives, into :attr:`loss` and :attr:`examples`."""
@@ -381,11 +382,18 @@ class ShardedHessian(Hessian):
         super().__init__(loss_fns, params, mode="differences", model=model)
         self._world = world
 
-    def __enter__(self) -> ShardedHessian:
+    def _dtypes(self) -> set[torch.dtype]:
+        """Return the dtypes in which gradients are computed, also by mixed precision."""
+        dtypes = super()._dtypes()
         if self._model is not None:
-            self._dtypes |= compute_dtypes(self._model)
-        super().__enter__()
-        return self
+            dtypes |= compute_dtypes(self._model)
+        return dtypes
+
+    def _squared_norm(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the squared norm of a vector, given all processes' shards of it. Collective."""
+        squared_norm = super()._squared_norm(parts)
+        self._world.all_reduce([squared_norm]).wait()
+        return squared_norm
 
     def _add_gradients(self, total: Tensor | None, factor: float, dtype: torch.dtype) -> Tensor:
         """Return total + factor · the mean gradient over all processes' examples. Collective."""
@@ -533,7 +541,7 @@ class RowSpace:
         return total[:-1] / total[-1]
 
     def read(self, numbers: Sequence[Tensor]) -> list[float]:
-        """Return the values of small tensors. On a device this synchronizes once.
+        """Return the values of flat tensors in float64. On a device this synchronizes once.
 
         The loss of a device is read in the same copy, because a refresh needs it next.
         """
@@ -541,7 +549,7 @@ class RowSpace:
         on_device = self.device.type != "cpu"
         if on_device:
             tensors.append(self._sum_losses())
-        values: list[float] = torch.cat([x.reshape(-1).double() for x in tensors]).tolist()
+        values: list[float] = torch.cat(tensors).tolist()
         if on_device:
             self._loss_sums = values[-2:]
             values = values[:-2]

@@ -284,11 +284,11 @@ class Pairs:
 
     def vectors(self) -> Tensor:
         """Return V̂ transposed, ``(r, rows)``: this process's rows of the orthonormal vectors."""
+        vectors = self.basis.new_empty((self.combination.shape[1], self.basis.shape[1]))
         # One matrix-vector product each, because a GPU may round a matrix product to TF32.
-        vectors = [self.basis.t().mv(column) for column in self.combination.t()]
-        if not vectors:
-            return self.basis.new_empty((0, self.basis.shape[1]))
-        return torch.stack(vectors)
+        for vector, column in zip(vectors, self.combination.t(), strict=True):
+            torch.mv(self.basis.t(), column, out=vector)
+        return vectors
 
 
 def default_iterations(size: int, num_pairs: int) -> int:
