@@ -378,3 +378,17 @@ def opinions(rank: int, world_size: int) -> list[bool]:
 
 def test_ranks_agree_only_if_all_agree(world: pool.World) -> None:
     assert world.run(opinions, 3) == [[True, False, False]] * 3
+
+
+def unequal_owners(rank: int, world_size: int) -> list[float]:
+    world = World()
+    tensors = [torch.tensor([rank + 1.0]) for _ in range(2)]
+    for send in (world.reduce, world.broadcast):
+        with pytest.raises(ValueError, match="shorter"):
+            send(tensors, [0])
+    return torch.cat(tensors).tolist()
+
+
+def test_each_tensor_needs_an_owner(world: pool.World) -> None:
+    for rank, tensors in enumerate(world.run(unequal_owners, 2)):
+        assert tensors == [rank + 1.0] * 2

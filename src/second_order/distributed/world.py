@@ -111,7 +111,7 @@ class OwnedTensor(NamedTuple):
     """A tensor and the rank that owns it, or None if every rank does."""
 
     tensor: Tensor
-    owner: int | None = None
+    owner: int | None
 
 
 def split_into_buckets(
@@ -175,10 +175,26 @@ def unflatten_into(flat: Tensor, targets: Sequence[Tensor]) -> None:
         target.copy_(segment.view(target.shape))
 
 
-def _buckets(tensors: Iterable[OwnedTensor]) -> list[list[OwnedTensor]]:
+def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Split tensors into buckets of one dtype and device."""
     return split_into_buckets(
         tensors,
+        kind=lambda tensor: (tensor.dtype, tensor.device),
+        nbytes=lambda tensor: tensor.nbytes,
+        max_bytes=BUCKET_BYTES,
+    )
+
+
+def _owned_buckets(
+    tensors: Iterable[Tensor], owners: Iterable[int | None]
+) -> list[list[OwnedTensor]]:
+    """Split tensors with their owners into buckets of one dtype and device.
+
+    Raises:
+        ValueError: If there is not one owner for each tensor.
+    """
+    return split_into_buckets(
+        [OwnedTensor(tensor, owner) for tensor, owner in zip(tensors, owners, strict=True)],
         kind=lambda owned: (owned.tensor.dtype, owned.tensor.device),
         nbytes=lambda owned: owned.tensor.nbytes,
         max_bytes=BUCKET_BYTES,
@@ -322,14 +338,18 @@ class World:
         """Return the world of some of these ranks. All of its members must call this.
 
         Members of several subgroups must make these calls in the same order. Groups are made once
-        and reused. If the subgroup has all ranks, this world itself is returned.
+        and reused. If the subgroup has all ranks and no other timeout, this world itself is
+        returned.
 
         Args:
             ranks: The ranks of the subgroup, as this world numbers them.
             needs_group: Whether a single rank gets a process group as well.
             timeout: Timeout of a new group's collectives, if not that of this world.
         """
-        if len(ranks) == self.size:
+        if self.group is None:
+            return self
+        same_timeout = timeout is None or timeout == self.timeout
+        if len(ranks) == self.size and same_timeout:
             return self
         if len(ranks) == 1 and not needs_group:
             return World.alone()
@@ -419,11 +439,10 @@ class World:
         pending = PendingReduction()
         if self.size == 1:
             return pending
-        for bucket in _buckets(map(OwnedTensor, tensors)):
-            targets = [tensor for tensor, _ in bucket]
-            flat = self._stage(flatten(targets), dtype)
+        for bucket in _buckets(tensors):
+            flat = self._stage(flatten(bucket), dtype)
             work = self._all_reduce(flat, op)
-            finish = partial(unflatten_into, flat, targets)
+            finish = partial(unflatten_into, flat, bucket)
             pending.collectives.append(PendingCollective(work, finish))
         return pending
 
@@ -451,37 +470,54 @@ class World:
         """
         pending = PendingReduction()
         if self.size > 1:
-            for bucket in _buckets(map(OwnedTensor, tensors, owners)):
+            for bucket in _owned_buckets(tensors, owners):
                 pending.collectives.append(self._reduce_bucket(bucket, dtype))
         return pending
 
     def _reduce_bucket(
         self, bucket: Sequence[OwnedTensor], dtype: torch.dtype | None
     ) -> PendingCollective:
-        """Start to sum a bucket."""
+        """Start to sum a bucket, by the collective that sends less."""
         parts: list[list[Tensor]] = [[] for _ in range(self.size)]  # what each rank receives
         for tensor, owner in bucket:
-            for rank in range(self.size) if owner is None else [owner]:
-                parts[rank].append(tensor)
-        tensors = [tensor for tensor, _ in bucket]
+            if owner is None:
+                for part in parts:
+                    part.append(tensor)
+            else:
+                parts[owner].append(tensor)
         sizes = [count_elements(part) for part in parts]
+        total = count_elements(tensor for tensor, _ in bucket)
+        if self._is_uneven(sizes, total):
+            return self._reduce_by_all_reduce(bucket, dtype)
+        return self._reduce_by_all_to_all(parts, sizes, dtype)
 
-        # If a few ranks own most of the bucket: all-reduce it, and copy the own sums out of it.
-        if self._is_uneven(sizes, count_elements(tensors)):
-            # Addends are rounded to the communication dtype, as in the other case, and added in
-            # float32 at least.
-            staged = self._stage(flatten(tensors), dtype)
-            whole = staged.to(accumulation_dtype(staged.dtype))
+    def _reduce_by_all_reduce(
+        self, bucket: Sequence[OwnedTensor], dtype: torch.dtype | None
+    ) -> PendingCollective:
+        """Start to all-reduce a bucket, and copy this rank's own sums out of it at the end."""
+        # Addends are rounded to the communication dtype, as in an all-to-all, and added in float32
+        # at least.
+        staged = self._stage(flatten([tensor for tensor, _ in bucket]), dtype)
+        whole = staged.to(accumulation_dtype(staged.dtype))
 
-            def copy_own_sums() -> None:
-                segments = whole.split([tensor.numel() for tensor in tensors])
-                for (tensor, owner), segment in zip(bucket, segments, strict=True):
-                    if owner is None or owner == self.rank:
-                        tensor.copy_(segment.view(tensor.shape))
+        def copy_own_sums() -> None:
+            segments = whole.split([tensor.numel() for tensor, _ in bucket])
+            for (tensor, owner), segment in zip(bucket, segments, strict=True):
+                if owner is None or owner == self.rank:
+                    tensor.copy_(segment.view(tensor.shape))
 
-            return PendingCollective(self._all_reduce(whole), copy_own_sums)
+        return PendingCollective(self._all_reduce(whole), copy_own_sums)
 
-        # Otherwise: receive every rank's addends, and add them here.
+    def _reduce_by_all_to_all(
+        self, parts: Sequence[Sequence[Tensor]], sizes: list[int], dtype: torch.dtype | None
+    ) -> PendingCollective:
+        """Start to send each rank the addends of its sums, and add the received ones at the end.
+
+        Args:
+            parts: The tensors whose sums each rank receives.
+            sizes: The number of elements of each part.
+            dtype: The communication dtype, if it is not that of the tensors.
+        """
         flat = self._stage(flatten([tensor for part in parts for tensor in part]), dtype)
         own_size = sizes[self.rank]
         addends = flat.new_empty(self.size, own_size)
@@ -513,7 +549,7 @@ class World:
         """
         if self.size == 1:
             return
-        for bucket in _buckets(map(OwnedTensor, tensors, owners)):
+        for bucket in _owned_buckets(tensors, owners):
             parts: list[list[Tensor]] = [[] for _ in range(self.size)]
             for tensor, owner in bucket:
                 assert owner is not None
@@ -556,11 +592,10 @@ class World:
         """Broadcast tensors from the first rank, in place, in buckets."""
         if self.size == 1:
             return
-        for bucket in _buckets(map(OwnedTensor, tensors)):
-            targets = [tensor for tensor, _ in bucket]
-            flat = self._stage(flatten(targets))
+        for bucket in _buckets(tensors):
+            flat = self._stage(flatten(bucket))
             dist.broadcast(flat, group=self.group, group_src=0)
-            unflatten_into(flat, targets)
+            unflatten_into(flat, bucket)
 
     @translate_backend_errors()
     def all_to_all(
