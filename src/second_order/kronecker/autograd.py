@@ -14,6 +14,7 @@ G of q, of k and of v.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -91,6 +92,13 @@ def is_reached(p: Tensor) -> bool:
         return bool(will_execute(get_gradient_edge(p).node))
     except RuntimeError:  # raised for the inputs of torch.autograd.grad, which does not accumulate
         return False
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context manager that disables autocast. It is slow to enter, so only if needed."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 # ---------------------------------------------------------------------------------- saved inputs

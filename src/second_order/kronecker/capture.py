@@ -35,7 +35,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
@@ -408,13 +408,6 @@ class _NodeHook:
         return sampled
 
 
-def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context manager that disables autocast. It is slow to enter, so only if needed."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
-
-
 def _edge_of(output: Tensor) -> GradientEdge:
     """The graph edge of the value that a layer returned, which in-place operations do not replace.
 
@@ -680,7 +673,7 @@ class Capture:
             pair = hook.pair(sampled.gradient)
             self._emit(hook.module, pair, _Pass(sampled.model_call, again=False))
         if hook.is_only_product:
-            with torch.no_grad(), _without_autocast(gradient.device):
+            with torch.no_grad(), autograd.without_autocast(gradient.device):
                 x, d = cast(tuple[Any, Tensor], hook.pair(gradient))
                 self._consumer.verify(hook.module, x, d)
 
@@ -723,7 +716,7 @@ class Capture:
             return
         x, d = pair
         number, again = backward_pass
-        with torch.no_grad(), _without_autocast(d.device):
+        with torch.no_grad(), autograd.without_autocast(d.device):
             self._consumer.consume(module, x, d.detach(), number, again=again)
 
     # ---------------------------------------------------------------------------- sampled labels

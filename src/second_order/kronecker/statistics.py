@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -482,8 +482,7 @@ class StatisticsCollector:
             keys = [(staged.device, _record_length(staged)) for staged in layers]
             for group in group_equal(keys):
                 device = layers[group[0]].device
-                no_autocast = torch.autocast(device.type, enabled=False)
-                with no_autocast, ieee_matmul(device):
+                with autograd.without_autocast(device), ieee_matmul(device):
                     self._add_together([pairs[i] for i in group])
 
     def _add_together(self, ready: Sequence[ReadyPair]) -> None:
@@ -493,39 +492,38 @@ class StatisticsCollector:
         max_size = max_stacked_elements(first.device)
         groups = group_equal([self._batch_key(each) for each in ready], sizes, max_size)
         batches = [[ready[i] for i in group] for group in groups]
-        layers = [each.pair.staged for batch in batches for each in batch]
+        lengths = [len(batch) for batch in batches]
+        in_order = [each.pair for batch in batches for each in batch]
+        layers = [pair.staged for pair in in_order]
 
         # The sums of equal layers are computed together. A record has the number of data
         # rows that A sums over, the mean eigenvalues, and the numbers of rows of routed groups.
         size = (len(layers), _record_length(first))
         records = torch.empty(size, dtype=first.dtype, device=first.device)
-        record_parts = records.split([len(batch) for batch in batches])
         sums: list[dict[str, Tensor]] = []
-        for batch, part in zip(batches, record_parts, strict=True):
+        for batch, part in zip(batches, records.split(lengths), strict=True):
             sums.append(self._sum_batch(batch, part))
 
         # Non-finite sums are dropped: they count as zeros. A sum of outer products with a number
         # that is not finite has a mean eigenvalue that is not finite, and 0 ∞ and 0 NaN are NaN.
         bad = records.sum(1) * 0.0 != 0.0
-        records.masked_fill_(bad.unsqueeze(1), 0.0)
-        count_dropped(layers, bad)
-        bad_parts = bad.split([len(batch) for batch in batches])
-        for stacks, dropped in zip(sums, bad_parts, strict=True):
-            # Reading a CPU costs less than a pass over the sums. A device is not read.
-            if dropped.device.type != "cpu" or dropped.any():
+        # Reading a CPU costs less than a pass over the sums. A device is not read.
+        if bad.device.type != "cpu" or bad.any():
+            records.masked_fill_(bad.unsqueeze(1), 0.0)
+            count_dropped(layers, bad)
+            for stacks, dropped in zip(sums, bad.split(lengths), strict=True):
                 for stack in stacks.values():
                     mask = dropped.view(-1, *[1] * (stack.dim() - 1))
                     stack.masked_fill_(mask, 0.0)
 
-        # Add each layer's slice of the stacks.
+        # Add each layer's slices of the stacks.
+        factors: list[dict[str, Tensor]] = []
+        for stacks in sums:
+            factors += _split_by_layer(stacks)
         added: list[PairSums] = []
-        for batch, stacks, part in zip(batches, sums, record_parts, strict=True):
-            slices = {name: stack.unbind() for name, stack in stacks.items()}
-            for i, each in enumerate(batch):
-                factors = {name: layer_sums[i] for name, layer_sums in slices.items()}
-                number = each.pair.backward_pass.number
-                sums_of_pair = PassSums(factors, part[i])
-                added.append(PairSums(each.pair.staged, number, sums_of_pair))
+        for pair, own_factors, record in zip(in_order, factors, records.unbind(), strict=True):
+            sums_of_pair = PassSums(own_factors, record)
+            added.append(PairSums(pair.staged, pair.backward_pass.number, sums_of_pair))
         add_pairs(added)
 
     def _batch_key(self, ready: ReadyPair) -> Hashable:
@@ -533,9 +531,8 @@ class StatisticsCollector:
         pair = ready.pair
         sizes: Hashable = None
         if self._is_multiplied_in_batch(pair):
-            dims = (pair.x.shape[-1], pair.d.shape[-1])
             dtypes = (pair.x.dtype, pair.d.dtype)
-            sizes = (self._row_sizes(pair), dims, dtypes, pair.block.trains_bias)
+            sizes = (pair.x.shape, pair.d.shape, dtypes, pair.block.trains_bias)
         return sizes, pair.staged.shape, id(ready.row_mask.mask)
 
     def _is_multiplied_in_batch(self, pair: Pair) -> bool:
@@ -548,12 +545,6 @@ class StatisticsCollector:
             return False
         is_small = pair.size <= max_stacked_elements(pair.d.device)
         return kind.multiplies_rows and (is_small or pair.d.device.type != "cpu")
-
-    def _row_sizes(self, pair: Pair) -> tuple[int, ...]:
-        """Number of rows; or, to be reduced, number of examples and of the positions of each."""
-        if self.approximation == "reduce" and pair.x.dim() > 2:
-            return len(pair.d), pair.d.shape[1:-1].numel()
-        return (pair.d.shape[:-1].numel(),)
 
     def _sum_batch(self, ready: Sequence[ReadyPair], records: Tensor) -> dict[str, Tensor]:
         """Compute the sums of pairs with one :meth:`_batch_key`.
@@ -619,38 +610,44 @@ class StatisticsCollector:
         """
         first = pairs[0]
         dtype = first.staged.dtype
-        sizes = self._row_sizes(first)
-        is_reduced = len(sizes) > 1
-        is_narrow_x = first.x.dtype.itemsize == 2 and not is_reduced
-        is_narrow_d = first.d.dtype.itemsize == 2 and not is_reduced
-        x = as_stack([_reshape_rows(pair.x, sizes) for pair in pairs]).to(dtype)
-        d = as_stack([_reshape_rows(pair.d, sizes) for pair in pairs]).to(dtype)
+        is_reduced = self.approximation == "reduce" and first.x.dim() > 2
+        is_narrow = first.x.dtype.itemsize == first.d.dtype.itemsize == 2 and not is_reduced
+        x = as_stack([pair.x for pair in pairs]).to(dtype)
+        d = as_stack([pair.d for pair in pairs]).to(dtype)
 
         # With "reduce", a row is an example's mean input and the sum of its gradients.
         if is_reduced:
+            num_examples = len(first.d)
+            sizes = (len(pairs) * num_examples, first.d.shape[1:-1].numel())
             repeated_mask = row_mask
             if row_mask.mask is not None:
                 repeated_mask = RowMask(row_mask.mask.repeat(len(pairs)), 0)
-            x, d = reduce_positions(x.flatten(0, 1), d.flatten(0, 1), repeated_mask)
-            x = x.unflatten(0, (len(pairs), -1))
-            d = d.unflatten(0, (len(pairs), -1))
-            row_mask = row_mask.to_examples(sizes[0])
+            x = x.reshape(*sizes, x.shape[-1])
+            d = d.reshape(*sizes, d.shape[-1])
+            x, d = reduce_positions(x, d, repeated_mask)
+            row_mask = row_mask.to_examples(num_examples)
+            num_rows = num_examples
+        else:
+            num_rows = first.d.shape[:-1].numel()
+        x = x.reshape(len(pairs), num_rows, x.shape[-1])
+        d = d.reshape(len(pairs), num_rows, d.shape[-1])
 
         # Rows that do not take part are zero in A. In G they are zero already.
         if first.block.trains_bias:
             x = nn.functional.pad(x, (0, 1), value=1.0)
         if row_mask.mask is not None:
             x = x * row_mask.mask.to(x.device).unsqueeze(-1)
-        with ieee_matmul(x.device, dtype, narrow=is_narrow_x):
-            a = x.mT @ x
-        with ieee_matmul(d.device, dtype, narrow=is_narrow_d):
-            g = d.mT @ d
+        with ieee_matmul(x.device, dtype, narrow=is_narrow):
+            a = torch.bmm(x.mT, x)  # `@` would add views
+            g = torch.bmm(d.mT, d)
         return {"A": a.unsqueeze(1), "G": g.unsqueeze(1)}, row_mask.count
 
 
-def _reshape_rows(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Reshape the leading dimensions of a tensor of rows."""
-    return tensor.reshape((*sizes, tensor.shape[-1]))
+def _split_by_layer(stacks: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Split the stacks of a batch's factors, by name, into the factors of each layer."""
+    slices = {name: stack.unbind() for name, stack in stacks.items()}
+    num_layers = len(stacks["G"])
+    return [{name: parts[i] for name, parts in slices.items()} for i in range(num_layers)]
 
 
 def _record_length(staged: StagedStatistics) -> int:
