@@ -284,7 +284,7 @@ an update where the loss falls at all  <-  mrdho2::a_final_update_must_reach_hal
 a final update without the way back to c  <-  mrdho2::equation_17_on_a_quadratic_equals_its_closed_form
     before - self.sums.start,  =>  0 * before,
 eigenvectors of the accelerators in another order
-  <-  mrdho2::final_updates_equal_those_of_dense_hessians
+  <-  mrdho2::equation_17_on_a_quadratic_equals_its_closed_form
     for message in messages]  =>  for message in messages[::-1]]
 no warm-up with accelerators  <-  mrdho2::the_base_steps_alone_during_warm_up
     if not self.links or self._is_warming_up:  =>  if not self.links:
@@ -295,7 +295,7 @@ packed parameters that are not written back  <-  dho2::steps_equal_dense_algebra
   -         for piece, view, tensor in zip(self.local_pieces, views, tensors, strict=True):
   + for piece, view, tensor in ():
 parts of gradients that are not contiguous
-  <-  dho2_processes::channels_last_changes_nothing_on_many_processes
+  <-  dho2_processes::memory_formats_change_nothing_on_many_processes
     p.grad = gradient.contiguous()  =>  pass
 
 == fosi/subspace.py
@@ -321,8 +321,9 @@ what cannot be compiled is an error
     except Exception:  =>  except ImportError:
 
 == kfac/state.py
-a lost factor arrives as zeros  <-  factor_exchange::a_layer_with_a_lost_factor_starts_its_averages_again
-    value = saved.get(entry.name) if has else None  =>  value = saved.get(entry.name)
+a lost factor arrives as zeros
+  <-  factor_exchange::a_lost_factor_is_also_missing_from_the_next_checkpoint
+    and not has and bool(present):  =>  and not has:
 inverses of another scale than the run's  <-  resume::inverses_of_another_scale_are_refreshed
     if empty or scaled != inverses.scaled:  =>  if empty:
 a resumed run without the solves under way  <-  resume::a_resumed_run_equals_the_run
@@ -599,8 +600,8 @@ a schedule of the damping that wakes no layer
 == kronecker/autograd.py
 values taken for queries  <-  attention::factors_equal_those_of_separate_linears
     (0, 1, 2)[piece : piece + count]  =>  (0, 1, 2)[:count]
-layers in groups of their own without statistics
-  <-  fsdp::an_optimizer_created_before_fully_shard_adopts_the_shards
+an attention in a group of its own without statistics
+  <-  attention::an_attention_that_fully_shard_shards_by_itself_has_the_same_factors
     if fsdp is not None:  =>  if False:
 
 == kronecker/block.py
@@ -625,8 +626,8 @@ a Linear with an activation behind it taken for one
 loaded factors weigh nothing
   <-  contract_state::a_resumed_run_has_the_same_trajectory
     entry.copy_(torch.as_tensor(saved[name], device=entry.device))  =>  entry.fill_(1.0)
-a checkpoint of any shape is accepted
-  <-  checkpoint_checks::invalid_shapes_and_numbers_raise_before_anything_changes
+a frozen layer's factors of another size are loaded
+  <-  checkpoint_checks::factors_of_a_frozen_layer_with_another_size_are_not_loaded
     tuple(saved[name].shape) != shape:  =>  False:
 
 == kronecker/capture.py
@@ -729,7 +730,7 @@ padded rows in A  <-  example_counts::rows_without_a_gradient_are_not_examples
 
 == kronecker/factors.py
 sums of narrow factors that travel as they were added up
-  <-  pipelined::sums_are_rounded_to_the_communication_dtype_before_sending
+  <-  invariants_factors::13_bfloat16_factors_are_divided_by_the_exact_number_of_examples
     factor.to(dtype) for  =>  factor for
 the mean eigenvalue of G of modules used twice
   <-  invariants_factors::9_the_mean_eigenvalues_of_a_module_used_twice_are_those_of_its_factors

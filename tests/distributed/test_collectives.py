@@ -88,9 +88,14 @@ LARGE = {torch.bfloat16: 256.0, torch.float16: 2048.0}
 
 
 def half_precision(rank: int, world_size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """1 is half of a spacing there: what is added in float32 rounds once, at the end."""
+    """1 is half of a spacing there: what is added in float32 rounds once, at the end.
+
+    Each rank has the large addend of some element, because gloo may add in any order.
+    """
     world = World()
-    total = torch.tensor([LARGE[dtype] if rank == 0 else 1.0, rank], dtype=dtype)
+    total = torch.ones(world_size + 1, dtype=dtype)
+    total[rank] = LARGE[dtype]
+    total[-1] = rank
     for_all = total.clone()
     for_third = total.clone()
     world.reduce([for_all, for_third], [None, 2]).wait()
@@ -107,7 +112,7 @@ def test_gloo_sends_half_precision(world: pool.World, dtype: torch.dtype) -> Non
     for rank, received in enumerate(world.run(half_precision, 4, dtype)):
         total, for_all, for_third, first, last, sent = received
         assert {each.dtype for each in received} == {dtype}
-        assert torch.equal(total, torch.tensor([LARGE[dtype] + 3.0, 6.0]).to(dtype))
+        assert torch.equal(total, torch.tensor([*[LARGE[dtype] + 3.0] * 4, 6.0]).to(dtype))
         assert torch.equal(for_all, total)
         assert torch.equal(for_third, total) == (rank == 2)
         assert torch.equal(first, torch.tensor([0.5]).to(dtype))

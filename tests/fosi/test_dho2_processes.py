@@ -98,12 +98,22 @@ def test_learning_rate_schedules_reach_the_base_in_every_layout(world: World, la
     assert 0.0 < share < 1.0
 
 
+def transpose_gradient(p: Tensor) -> None:
+    """Give a gradient other strides than its parameter, whose elements stay the same."""
+    assert p.grad is not None
+    p.grad = p.grad.transpose(0, -1).contiguous().transpose(0, -1)
+
+
 def images(rank: int, world_size: int, channels_last: bool) -> list[Tensor]:
+    """The parameters after each step. Where they are contiguous, their gradients are not."""
     case = ZOO["conv"]
     model = case.model()
     curved = shard(case.batch(12, seed=9), rank, world_size)
     form = torch.channels_last if channels_last else torch.contiguous_format
     model.to(memory_format=form)
+    if not channels_last:
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(transpose_gradient)
     optimizer = DHO2(
         model,
         lr=0.05,
@@ -119,9 +129,12 @@ def images(rank: int, world_size: int, channels_last: bool) -> list[Tensor]:
     return go(model, optimizer, [(x.to(memory_format=form), y) for x, y in batches])
 
 
-def test_channels_last_changes_nothing_on_many_processes(world: World) -> None:
+def test_memory_formats_change_nothing_on_many_processes(world: World) -> None:
+    """Two ranks cut no parameter, and three ranks cut two of them."""
     expected = images(0, 1, False)
-    assert_same_trajectory(agreed(world.run(images, 2, True)), expected, rtol=1e-6)
+    for ranks, channels_last in ((2, True), (3, False)):
+        found = agreed(world.run(images, ranks, channels_last))
+        assert_same_trajectory(found, expected, rtol=1e-6)
 
 
 # Parameters that not all ranks, or not all steps, train.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import reference as ref
@@ -12,10 +12,14 @@ from models import CLASSES, Pool
 from optimizer_cases import assert_same_factors, each_kronecker, factors, make, take
 from reference import cross_entropy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from second_order import KAISA
+
+if TYPE_CHECKING:
+    from pool import World
 
 F64 = torch.float64
 WIDTH = 4
@@ -242,6 +246,23 @@ def test_an_attention_outside_of_the_compiled_graph_has_the_same_factors() -> No
         take(run, optimizer, batch_of(model))
         found.append(factors(optimizer))
     assert_same_factors(*found)
+
+
+def factors_after_step(rank: int, ranks: int, sharded: bool) -> dict[str, ref.Factors]:
+    model, _ = pair("keys and values")
+    batch = batch_of(model)
+    if sharded:
+        fully_shard(model.attention)
+        fully_shard(model)
+    optimizer = make(KAISA, model)
+    take(model, optimizer, batch)
+    return factors(optimizer)
+
+
+def test_an_attention_that_fully_shard_shards_by_itself_has_the_same_factors(world: World) -> None:
+    """FSDP2 shards it again before the hook that looks for its products."""
+    (found,) = world.run(factors_after_step, 1, True)
+    assert_same_factors(found, factors_after_step(0, 1, False))
 
 
 def test_subclasses_with_their_own_forward_and_unequal_widths_are_reported() -> None:

@@ -356,7 +356,9 @@ def test_an_incomplete_folder_is_refused(tmp_path: Path) -> None:
         index.write_text(json.dumps(contents | wrong), "utf-8")
         with pytest.raises(CheckpointError, match=message):
             KroneckerCurvature.load(tmp_path)
-    index.unlink()
+    (tmp_path / "x.1.safetensors").mkdir()  # so that it cannot be written
+    with pytest.raises(IsADirectoryError):
+        drawn().save(tmp_path)
     with pytest.raises(CheckpointError, match=r"has no curvature.json: .* writing has not ended"):
         KroneckerCurvature.load(tmp_path)
 

@@ -5,6 +5,7 @@ The numbers in names are those of the invariants.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from second_order.kronecker.factors import (
     collect_sums,
     update_running_averages,
 )
+from second_order.kronecker.layers import PairStatistics
 from second_order.kronecker.storage import pack_upper_triangular
 
 if TYPE_CHECKING:
@@ -286,12 +288,26 @@ def test_13_a_step_without_examples_leaves_the_average_bit_for_bit() -> None:
         assert torch.equal(a, b)
 
 
-def test_13_bfloat16_factors_are_divided_by_the_exact_number_of_examples() -> None:
-    """259 of them, which bfloat16 does not have: the mean alone is rounded."""
-    kronecker = KroneckerFactors(factor_shape(nn.Linear(20, 30), True), CPU, torch.bfloat16)
-    sums = summed(kronecker, symmetric(1, 21, 21), symmetric(1, 30, 30), 259)
-    sums.head = sums.head.float()
-    expected = [(total.float() / 259).bfloat16() for total in sums.factors.values()]
+@pytest.mark.parametrize("gradient_factored", [False, True])
+def test_13_bfloat16_factors_are_divided_by_the_exact_number_of_examples(
+    gradient_factored: bool,
+) -> None:
+    """259 of them, which bfloat16 does not have. Sums and means are rounded, once each."""
+    shape = replace(factor_shape(nn.Linear(20, 30), True), gradient_factored=gradient_factored)
+    staged = StagedStatistics(shape, CPU, torch.bfloat16)
+    totals = {"A": symmetric(1, 21, 21).float() + 20, "G": symmetric(1, 30, 30).float() + 20}
+    staged.record_pair(0)
+    bring(staged, PairStatistics(totals, 259), 1.0, 0)
+    (sums,) = collect_sums([staged])
+    scales = {"A": torch.ones(1), "G": torch.ones(1)}
+    if gradient_factored:  # A has the trace 1
+        scales["A"] = 259 / (21 * mean_eigenvalue(totals["A"]))
+    kronecker = KroneckerFactors(shape, CPU, torch.bfloat16)
+    expected = {}
+    for name, total in totals.items():
+        rounded = pack_upper_triangular(total).bfloat16()
+        assert torch.equal(sums.factors[name], rounded)
+        expected[name] = (rounded.float() * scales[name] / 259).bfloat16()
     update_running_averages([kronecker], [sums], 0.95)
-    assert torch.equal(kronecker.stored["A"], expected[0])
-    assert torch.equal(kronecker.stored["G"], expected[1])
+    for name, mean in expected.items():
+        assert torch.equal(kronecker.stored[name], mean)

@@ -218,8 +218,10 @@ def test_a_non_finite_factor_fails_without_the_others(
     assert all(seen) or name == "inverse"
 
 
-def test_an_indefinite_factor_fails_the_inverse() -> None:
-    indefinite = torch.tensor([[[1.0, 2.0], [2.0, 1.0]]])
+@pytest.mark.parametrize("smallest", [-1.0, -1e-6])
+def test_an_indefinite_factor_fails_the_inverse(smallest: float) -> None:
+    """Where the negative eigenvalue is tiny, the residual of a wrong inverse is small as well."""
+    indefinite = torch.diag(torch.tensor([1.0, smallest]))[None]
     failed, fine = decompose("inverse", indefinite, torch.eye(2)[None])
     assert failed is None
     assert torch.equal(fine[0], torch.eye(2)[None])

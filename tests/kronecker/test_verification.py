@@ -135,11 +135,22 @@ def test_a_weight_penalty_does_not_hide_missing_pairs() -> None:
 
 @quiet
 def test_gradients_of_other_quantities_do_not_count() -> None:
-    case = ZOO["mlp"]
-    model = case.model()
+    """Before, after and within the backward pass, there between the pairs of two uses."""
+    case = ZOO["shared_linear"]
+    model: Any = case.model()
+    weight = model.shared.weight
     (x, y) = case.batch()
+
+    def differentiate_other(_: Tensor) -> None:
+        with torch.enable_grad():
+            torch.autograd.grad(weight.exp().sum(), weight)
+
+    def watch_output(_module: nn.Module, _args: Any, output: Tensor) -> None:
+        output.register_hook(differentiate_other)
+
     with judged() as found:
         optimizer = make(KAISA, model)
+        model.shared.register_forward_hook(watch_output)
         loss = cross_entropy(model(x), y)
         torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
         loss.backward()

@@ -186,8 +186,8 @@ class FSDPParams:
     def unsharded_params(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the parameters of a module that are leaves of the running pass, by name.
 
-        If FSDP2 shards the module as a group of its own, it may put the unsharded parameters into
-        the module only after our hooks have run. They are read from FSDP2's records instead.
+        If FSDP2 shards the module as a group of its own, it may have put the sharded parameters
+        back before our hook runs. The unsharded ones are read from FSDP2's records then.
         """
         params: dict[str, Tensor] = {}
         for name, p in module._parameters.items():

@@ -374,7 +374,7 @@ def check_saved(
         # The shapes that are known.
         shapes: dict[str, tuple[int, ...]] = {LAST_STEP: tuple(p.shape)}
         block = block_of.get(p)
-        if block is not None and (block.trainable or not block.size_mismatch(part)):
+        if block is not None and (block.trainable or block.has_sizes_of(part)):
             if part.keys() & {*FACTOR_NAMES, MEANS, EXAMPLES}:
                 part.require([WEIGHT, MEANS])
             for entry in (*factor_entries(block, None), *inverse_entries(block, None, inverses)):
@@ -436,7 +436,7 @@ def load_factors(
         block.restart_averages()
         if training.steps == 0:
             continue
-        if block.size_mismatch(part):
+        if not block.has_sizes_of(part):
             training.warn(
                 f"the factors of the frozen layer {block.name!r} are not loaded, because they "
                 f"were saved with another size, perhaps with its bias; if you unfreeze the layer, "

@@ -453,16 +453,12 @@ class KroneckerBlock:
             else:
                 factors.entries.pop(name, None)
 
-    def size_mismatch(self, saved: Mapping[str, Any]) -> str:
-        """A message if saved factors do not have this layer's sizes; "" if they do."""
+    def has_sizes_of(self, saved: Mapping[str, Any]) -> bool:
+        """Whether the factors among saved entries have this layer's sizes."""
         for name, shape in self.stored_shapes.items():
             if name in saved and tuple(saved[name].shape) != shape:
-                return (
-                    f"the checkpoint's factor {name} of layer {self.name!r} has shape "
-                    f"{tuple(saved[name].shape)}, but the model needs {shape}; load the checkpoint "
-                    f"into the model that it was saved from"
-                )
-        return ""
+                return False
+        return True
 
     # ------------------------------------------------------------------------------------ inverse
 

@@ -539,7 +539,7 @@ def _update(
                 continue
             average = stack_in_place(entries[run], name)
             total = as_stack([layer_sums.factors[name] for layer_sums in sums[run]])
-            mean = total.to(counts.dtype)  # so that counts are not rounded to the factors' dtype
+            mean = total.to(counts.dtype)  # so that a narrow mean is rounded only once, at the end
             steps = step[run]
             if unit_trace is not None and name == "A":
                 mean.mul_(_expand_to(unit_trace[run], mean))
