@@ -192,6 +192,7 @@ def owners_with_a_norm(rank: int, world_size: int) -> list[int]:
     model = nn.Sequential(nn.Linear(9, 10), norm, nn.Linear(2, 3), nn.Linear(2, 3))
     optimizer = dpkfac(model)
     params = optimizer._training.averaged_params()
+    optimizer._curvature.prepare()
     _, ranks = optimizer._curvature.route(params, params)
     owners = dict(zip(params, ranks, strict=True))
     return [owners[layer.weight] for layer in model]

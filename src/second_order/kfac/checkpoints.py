@@ -11,14 +11,16 @@ A checkpoint has the running averages, the inverses and the numbers that the nex
                calls ``install`` again.
     agree      at the first step: a layer is refreshed if any rank lacks an entry that it needs
 
-:class:`Checkpoints` holds the checkpoint from ``load`` to ``agree``. ``summary()`` and
-``metrics()`` show the loaded state in between, because ``load`` installs the inverses right away.
+``load`` and ``install`` return a :class:`Resumption`, which the optimizer keeps until ``agree``.
+``summary()`` and ``metrics()`` show the loaded state in between, because ``load`` installs the
+inverses right away.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -49,7 +51,7 @@ from second_order.kfac.thor import TraceRefresh
 from second_order.kronecker.block import KroneckerBlock
 from second_order.training.context import Training
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "Resumption"]
 
 
 class _SharedPart(Protocol):
@@ -60,6 +62,29 @@ class _SharedPart(Protocol):
 
     def load(self, saved: Mapping[Tensor, SavedPart], /) -> None:
         """Load its entries from any layer's part of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A checkpoint that was loaded since the last step.
+
+    Attributes:
+        saved: The checkpoint.
+        numbers: The numbers of the whole model in it.
+        missing: The layers for which it lacks an entry that this rank needs.
+    """
+
+    saved: Mapping[Tensor, SavedPart]
+    numbers: SharedNumbers
+    missing: Set[KroneckerBlock] = frozenset()
+
+    def has_same_layers(self, plan: Mapping[KroneckerBlock, LayerPlan]) -> bool:
+        """Return whether the layers that train now were trainable when it was written.
+
+        Args:
+            plan: The plans of the layers that train now.
+        """
+        return not trainable_layers_changed(self.saved, plan)
 
 
 class Checkpoints:
@@ -91,15 +116,10 @@ class Checkpoints:
         self._drift = schedule.drift
         self._traces = traces
         self._step_scale = step_scale
-        # The usual change of a step is what kl_clip="auto" compares with.
-        usual = None if clip is None else clip.usual
-        candidates: list[_SharedPart | None] = [schedule.throttle, step_scale, usual]
+        candidates: list[_SharedPart | None] = [schedule.throttle, step_scale]
+        if clip is not None:
+            candidates.append(clip.usual)
         self._shared_parts = [part for part in candidates if part is not None]
-
-        # Both are set from load() to the next step: the checkpoint, and the layers for which it
-        # lacks an entry that this rank needs.
-        self._loaded: Mapping[Tensor, SavedPart] | None = None
-        self._missing: set[KroneckerBlock] = set()
 
     # -------------------------------------------------------------------------------------- saving
 
@@ -197,17 +217,12 @@ class Checkpoints:
 
     # ------------------------------------------------------------------------------------- loading
 
-    @property
-    def is_resuming(self) -> bool:
-        """Whether a checkpoint was loaded, and no step has begun since."""
-        return self._loaded is not None
-
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Raise ValueError if a checkpoint does not fit the layers."""
         check_saved(saved, self._layers.blocks, self._inverses)
 
-    def load(self, saved: Mapping[Tensor, SavedPart], step_plan: StepPlan) -> SharedNumbers:
-        """Load a checkpoint. Returns the numbers of the whole model.
+    def load(self, saved: Mapping[Tensor, SavedPart], step_plan: StepPlan) -> Resumption:
+        """Load a checkpoint. The caller uses the numbers of the whole model in the result.
 
         Args:
             saved: The checkpoint.
@@ -221,21 +236,24 @@ class Checkpoints:
         for part in self._shared_parts:
             part.load(saved)
         self._inverses.restart(step_plan)
-        self._loaded = saved
-        self.install(step_plan.layers)
-        return read_shared_numbers(saved, training.world.size, training.steps)
+        numbers = read_shared_numbers(saved, training.world.size, training.steps)
+        return self.install(Resumption(saved, numbers), step_plan.layers)
 
-    def install(self, plan: Mapping[KroneckerBlock, LayerPlan]) -> None:
-        """Install the inverses of the loaded checkpoint, and compute those that were pending.
+    def install(
+        self, resumption: Resumption, plan: Mapping[KroneckerBlock, LayerPlan]
+    ) -> Resumption:
+        """Install the inverses of a checkpoint, and compute those that were pending.
 
-        The layers have no inverses yet. Without a loaded checkpoint, this does nothing.
+        The layers have no inverses yet.
 
         Args:
+            resumption: The checkpoint.
             plan: The plans of the layers that train now.
+
+        Returns:
+            The checkpoint, with the layers that ``plan`` finds to be missing.
         """
-        saved = self._loaded
-        if saved is None:
-            return
+        saved = resumption.saved
         loaded = load_inverses(saved, plan, self._inverses)
         self._inverses.load(loaded)
         for block, layer in plan.items():
@@ -246,19 +264,11 @@ class Checkpoints:
 
         # The ranks agree at the next step on what is missing. One rank alone knows it already. So
         # summary() and metrics() do not count inverses that will be refreshed.
-        self._missing = loaded.missing
         if self._training.world.size == 1:
-            self._inverses.drop(self._missing)
+            self._inverses.drop(loaded.missing)
+        return replace(resumption, missing=loaded.missing)
 
-    def has_same_layers(self, plan: Mapping[KroneckerBlock, LayerPlan]) -> bool:
-        """Return whether a checkpoint was loaded that was written with the same trainable layers.
-
-        Args:
-            plan: The plans of the layers that train now.
-        """
-        return self._loaded is not None and not trainable_layers_changed(self._loaded, plan)
-
-    def agree(self, plan: Mapping[KroneckerBlock, LayerPlan]) -> None:
+    def agree(self, resumption: Resumption, plan: Mapping[KroneckerBlock, LayerPlan]) -> None:
         """Refresh the layers for which the checkpoint lacks an entry on any rank. Collective.
 
         If the layers that train have changed since the checkpoint was written, refresh all layers.
@@ -266,13 +276,14 @@ class Checkpoints:
         a layer's factor, the layer starts again without statistics.
 
         Args:
+            resumption: The checkpoint.
             plan: The plans of the layers that train now.
         """
         training = self._training
         blocks = self._layers.blocks
-        missing = self._missing
-        if not self.has_same_layers(plan):
-            missing = set(plan)
+        missing = resumption.missing
+        if not resumption.has_same_layers(plan):
+            missing = plan.keys()
 
         # Does any rank lack the inverse of a layer, or has it lost a factor?
         lacks_inverse = [float(block in missing) for block in blocks]
@@ -291,7 +302,6 @@ class Checkpoints:
 
         # Request new inverses, and restart the averages of layers that lost a factor.
         self._inverses.drop([*missing_anywhere, *lost])
-        self.forget()
         for block in lost:
             training.warn(
                 f"a factor of layer {block.name!r} is lost: the process that should store it did "
@@ -304,11 +314,6 @@ class Checkpoints:
             training.publish()  # without the lost factors
         if (missing_anywhere or lost) and self._drift is not None:
             self._drift.invalidate()  # only layers with an inverse decide the tick
-
-    def forget(self) -> None:
-        """Release the loaded checkpoint."""
-        self._loaded = None
-        self._missing = set()
 
     # ---------------------------------------------------------------------- state of other ranks
 

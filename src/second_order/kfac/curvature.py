@@ -52,14 +52,14 @@ from torch import Tensor
 from second_order.checkpoint.saved import SavedPart
 from second_order.distributed.roles import sharding_error
 from second_order.distributed.world import World
-from second_order.kfac.checkpoints import Checkpoints
+from second_order.kfac.checkpoints import Checkpoints, Resumption
 from second_order.kfac.coverage import summarize_layers, warn_of_uncovered
 from second_order.kfac.feedback import (
     Report,
     report_refresh,
     share_feedback,
 )
-from second_order.kfac.inversion import Inverses, Refresh
+from second_order.kfac.inversion import Inverses, Refresh, SelectionRule
 from second_order.kfac.layers import (
     Layers,
     describe_group_options,
@@ -219,7 +219,9 @@ def _largest_number_of_terms(sums: Iterable[StatisticsSums], device: torch.devic
     most terms have reached gives the number of the step's terms.
     """
     numbers = [layer_sums.head[0].to(device) for layer_sums in sums]
-    return torch.stack(numbers).max() if numbers else None
+    if not numbers:
+        return None
+    return torch.stack(numbers).max()
 
 
 class KFAC(LayeredCurvature):
@@ -251,7 +253,8 @@ class KFAC(LayeredCurvature):
         self.latest_plan: dict[KroneckerBlock, LayerPlan] = {}  # all layers that ever trained
         self._step_plan = StepPlan({}, World.alone(), World.alone())
         self._buckets: list[Bucket] = []  # for FSDP2-sharded gradients
-        self._mean_receivers: dict[Tensor, int] | None = None  # None until they are needed
+        # The rank that receives the mean of each gradient at this step; None if all ranks do.
+        self._mean_receivers: dict[Tensor, int] | None = None
         self.num_workers = 0  # gradient workers per layer by the cost model; 0 if it is not used
 
         # Schedules and inverses.
@@ -259,14 +262,16 @@ class KFAC(LayeredCurvature):
         self.throttle = self._schedule.throttle  # of overhead=: bounds the time of refreshes
         self.drift = self._schedule.drift  # sets the intervals if inv_update_steps is "auto"
         self.traces: TraceRefresh | None = None  # THOR's rule: which due layers are refreshed
+        rule: SelectionRule | None = None
         if options.trace_rule is not None:
             self.traces = TraceRefresh(options.trace_rule.upper, options.trace_rule.lower)
+            rule = self.traces.choose
         self.inverses = Inverses(
             training,
             options,
             self.layers,
             drift=self.drift,
-            rule=None if self.traces is None else self.traces.choose,
+            rule=rule,
             inverter=system.inverter,
         )
         self._averaged_at = 0  # the step of the last update of the running averages
@@ -284,10 +289,13 @@ class KFAC(LayeredCurvature):
         if options.follows_steps:
             bounds = ADAPTIVE_BOUNDS if options.adaptive else PLAIN_BOUNDS
             self.step_scale = StepScale(bounds)
+        adapts = self.drift is not None or self.step_scale is not None
+        self._uses_reports = adapts or options.floor != 0
         self._last = StepInfo()
         self._closed = False
 
-        # What saves all of the above, and loads it.
+        # What saves all of the above and loads it, and a checkpoint since the last step.
+        self._resumption: Resumption | None = None
         self._checkpoints = Checkpoints(
             training=training,
             layers=self.layers,
@@ -342,8 +350,10 @@ class KFAC(LayeredCurvature):
     def _start_capture(self) -> None:
         """Assign the layers to ranks, and capture their statistics from now on. Collective."""
         self.layers.mark_changed()
-        on_statistics = None if self._pipeline is None else self._pipeline.send_complete
-        self.layers.start_capture(on_statistics)
+        if self._pipeline is None:
+            self.layers.start_capture()
+        else:
+            self.layers.start_capture(on_new_statistics=self._pipeline.send_complete)
         if self.layers.update_active():
             self._assign_layers()
         warn_of_uncovered(self.training, self._options, self.layers)
@@ -367,8 +377,11 @@ class KFAC(LayeredCurvature):
             self.throttle.begin_step()
         if self.layers.update_active():
             self._assign_layers()
-        if self._checkpoints.is_resuming:
-            self._checkpoints.agree(self.plan)
+        if self._resumption is not None:
+            self._checkpoints.agree(self._resumption, self.plan)
+            self._resumption = None
+        if self._system.means_to_owners:
+            self._update_mean_receivers()
 
     def precondition(self, pending: PendingAverage) -> None:
         """Replace each layer's ``p.grad`` by ν P. Collective.
@@ -385,7 +398,7 @@ class KFAC(LayeredCurvature):
         due = self._schedule.layers_due(step)
 
         # Update A and G from this step's batches. Stats workers may also have sent statistics.
-        statistics_due = self._schedule.statistics_due(step)
+        statistics_due = self._schedule.statistics_due(step, due)
         if statistics_due or self.stats_workers is not None or self._pipeline is not None:
             with stage("statistics"):
                 self._update_factors(statistics_due, pending)
@@ -433,7 +446,7 @@ class KFAC(LayeredCurvature):
                     clip=self.clip,
                     dtype=self._dtype,
                     previous=refresh.previous,
-                    owners=self.mean_receivers(),
+                    owners=self._mean_receivers,
                 )
 
         # Adapt the refresh intervals, the step scale and the floor of γ after a refresh.
@@ -494,7 +507,7 @@ class KFAC(LayeredCurvature):
 
         # Messages of stats workers. Each contains statistics of batches that no other rank has.
         if stats_workers is not None:
-            owned = {block.name: block for block in self._measured_layers}
+            owned = {block.name: block for block in self._step_plan.measured}
             for sums in stats_workers.receive_statistics(owned, self.training):
                 decay = self._schedule.factor_decay(step - self._averaged_at)
                 self._update_averages(sums, decay)
@@ -526,8 +539,8 @@ class KFAC(LayeredCurvature):
             return sums
         # The sums of KAISA and DistKFAC contain the loss terms of all ranks. Those of DPKFAC have
         # the owner's, and the other ranks are assumed to have equally many.
-        share = 1.0 if self._system.from_owner else 1.0 / world.size
-        return layers.undo_step_mean(sums, share)
+        num_counted = 1 if self._system.from_owner else world.size
+        return layers.undo_step_mean(sums, share=1.0 / num_counted)
 
     def _update_averages(self, sums: Sums, decay: float) -> None:
         """Update the running averages.
@@ -577,23 +590,12 @@ class KFAC(LayeredCurvature):
 
         This drops the last step, whose slope is measured.
         """
-        adapts = self.drift is not None or self.step_scale is not None
-        if not adapts and self._options.floor == 0:
+        if not self._uses_reports:
             return None
         slopes: list[Tensor] = []
         if self.step_scale is not None:
             slopes = self.step_scale.measure_slope(self._step_plan, self.training.groups)
-        return report_refresh(self.training, self._step_plan, self._measured_layers, slopes, read)
-
-    @property
-    def _measured_layers(self) -> Sequence[KroneckerBlock]:
-        """The layers whose curvature this rank reports, as one rank does for each layer.
-
-        Stats workers send statistics to the rank that decomposes A, so no other rank has them.
-        """
-        if self.stats_workers is None:
-            return self._step_plan.reporting
-        return self._step_plan.decomposes_a
+        return report_refresh(self.training, self._step_plan, slopes, read)
 
     def _adapt(
         self,
@@ -628,29 +630,31 @@ class KFAC(LayeredCurvature):
     @property
     def _step_scale(self) -> float:
         """The step scale τ; 1 if it is off."""
-        return 1.0 if self.step_scale is None else self.step_scale.state.scale
+        if self.step_scale is None:
+            return 1.0
+        return self.step_scale.state.scale
 
     # --------------------------------------------------------------------------------- assignment
 
-    def mean_receivers(self) -> dict[Tensor, int] | None:
-        """Return the rank that receives the mean of each gradient; None if all ranks do.
+    def _update_mean_receivers(self) -> None:
+        """Assign the gradients of this step to the ranks that receive their means.
 
-        For a layer it is the owner. Parameters outside of layers are spread over the ranks.
+        The owner of a layer receives those of its parameters. Parameters outside of layers are
+        spread over the ranks.
         """
-        is_averaged_here = self.training.averages_gradients and not self.layers.sharded
-        if not (self._system.means_to_owners and is_averaged_here):
-            return None
+        if not self.training.averages_gradients or self.layers.sharded:
+            self._mean_receivers = None
+            return
         params = self.training.averaged_params()
         receivers = self._mean_receivers
         if receivers is None or [id(p) for p in receivers] != [id(p) for p in params]:
-            receivers = assign_param_owners(self.plan, params, self.training.world.size)
-            self._mean_receivers = receivers
-        return receivers
+            self._mean_receivers = assign_param_owners(self.plan, params, self.training.world.size)
 
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
         """Return the gradients and the rank that receives each mean; None if all ranks do."""
-        receivers = self.mean_receivers()
-        return None if receivers is None else (gradients, list(receivers.values()))
+        if self._mean_receivers is None:
+            return None
+        return gradients, list(self._mean_receivers.values())
 
     def _contributes(self, block: KroneckerBlock) -> bool:
         """Return whether this rank's batches contribute to a layer's factors."""
@@ -664,7 +668,7 @@ class KFAC(LayeredCurvature):
 
         # Assign the layers to ranks.
         plan: Plan = self._system.plan([layer_dims(block) for block in layers.active], world.size)
-        if self.layers.sharded:
+        if layers.sharded:
             plan = with_one_worker(plan)
         before = self.latest_plan
         self.plan = dict(zip(layers.active, plan.layers, strict=True))
@@ -680,12 +684,22 @@ class KFAC(LayeredCurvature):
         for block, layer in self.plan.items():
             if before.get(block, layer).batch_rank != layer.batch_rank:
                 is_moved = True
-        if (is_new or is_moved) and not self._checkpoints.has_same_layers(self.plan):
+        resumption = self._resumption
+        resumes = resumption is not None and resumption.has_same_layers(self.plan)
+        if (is_new or is_moved) and not resumes:
             layers.schedule_all_at(steps + 1)
 
         # Compile this rank's work per step.
-        self._step_plan = compile_step(world, plan.grid, self.plan, self._system.exchange_dtype)
-        self._buckets = make_buckets(self._step_plan, world) if self.layers.sharded else []
+        self._step_plan = compile_step(
+            world=world,
+            grid=plan.grid,
+            layers=self.plan,
+            exchange_dtype=self._system.exchange_dtype,
+            has_stats_workers=self.stats_workers is not None,
+        )
+        self._buckets = []
+        if layers.sharded:
+            self._buckets = make_buckets(self._step_plan, world)
         self._mean_receivers = None
         if self._pipeline is not None:
             self._pipeline.follow(self._step_plan.contributing)
@@ -700,8 +714,9 @@ class KFAC(LayeredCurvature):
             self.drift.keep_only(layers.blocks)
         if self.stats_workers is not None:
             self.stats_workers.restart()
-        # A checkpoint that was just loaded has installed inverses, which were dropped above.
-        self._checkpoints.install(self.plan)
+        if resumption is not None:
+            # load() has installed inverses for the old assignment, which were dropped above.
+            self._resumption = self._checkpoints.install(resumption, self.plan)
         if steps > 0:
             self.training.publish()  # frees factors that other ranks store now
 
@@ -730,11 +745,14 @@ class KFAC(LayeredCurvature):
 
     def _shared_numbers(self) -> SharedNumbers:
         """Return the numbers of the whole model that checkpoints have."""
+        num_workers: int | None = None
+        if self._system.auto_workers:
+            num_workers = self.num_workers
         return SharedNumbers(
             mean_curvature=self.mean_curvature,
             averaged_at=self._averaged_at,
             newly_trainable_at=self.layers.newly_trainable_at,
-            num_workers=self.num_workers if self._system.auto_workers else None,
+            num_workers=num_workers,
         )
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
@@ -746,7 +764,9 @@ class KFAC(LayeredCurvature):
 
     def state_to_save(self) -> dict[Tensor, dict[str, Any]]:
         """Return what only checkpoints have: inverses, and the last step of the parameters."""
-        return {} if self._closed else self._checkpoints.state_to_save(self.plan)
+        if self._closed:
+            return {}
+        return self._checkpoints.state_to_save(self.plan)
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Raise ValueError if a checkpoint does not fit the layers."""
@@ -754,7 +774,8 @@ class KFAC(LayeredCurvature):
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Load a checkpoint. The next step computes the inverses that the checkpoint lacks."""
-        numbers = self._checkpoints.load(saved, self._step_plan)
+        self._resumption = self._checkpoints.load(saved, self._step_plan)
+        numbers = self._resumption.numbers
         if self.num_workers and numbers.num_workers not in (None, self.num_workers):
             self._set_num_workers(numbers.num_workers)
         self.mean_curvature = numbers.mean_curvature
@@ -811,7 +832,7 @@ class KFAC(LayeredCurvature):
         self._buckets = []
         self._mean_receivers = None
         self._last = StepInfo()
-        self._checkpoints.forget()
+        self._resumption = None
 
     # ------------------------------------------------------------------------------------ reporting
 
@@ -833,8 +854,9 @@ class KFAC(LayeredCurvature):
         """Return numbers to log: clip, damping, step scale, ages, intervals, drift, failures."""
         last_step = self.training.steps - 1
         metrics = layer_metrics(self.layers, self.plan, self.inverses, last_step)
-        clip = self._last.clip
-        metrics["clip"] = 1.0 if clip is None else float(clip)
+        metrics["clip"] = 1.0
+        if self._last.clip is not None:
+            metrics["clip"] = float(self._last.clip)
         metrics["step_scale"] = self._step_scale
         if last_step >= 0 and not self._closed:
             # A loaded checkpoint may have averages that are newer than its last step.

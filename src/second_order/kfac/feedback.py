@@ -22,6 +22,7 @@ from torch import Tensor
 from second_order.kfac.inversion import stack_means
 from second_order.kfac.plan import StepPlan
 from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.storage import DeviceRead, Numbers
 from second_order.training.context import Training
 from second_order.utils.checks import as_scalar
@@ -84,7 +85,6 @@ class _Sums(NamedTuple):
 def report_refresh(
     training: Training,
     step_plan: StepPlan,
-    layers: Sequence[KroneckerBlock],
     slopes: Sequence[Tensor],
     read: DeviceRead,
 ) -> Report:
@@ -92,14 +92,16 @@ def report_refresh(
 
     Args:
         training: The parameter groups.
-        step_plan: The layers of all ranks.
-        layers: The layers whose mean curvature this rank reports.
+        step_plan: The layers of all ranks, and those whose mean curvature this rank reports.
         slopes: The slope s along the last step, if the step was kept.
         read: The read of the device.
     """
     # The mean curvature of a layer is the mean eigenvalue of A ⊗ G: the product of those of A and
     # G, averaged over the groups of a grouped convolution.
-    factors = {block: block.factors for block in layers if block.factors is not None}
+    factors: dict[KroneckerBlock, KroneckerFactors] = {}
+    for block in step_plan.measured:
+        if block.factors is not None:
+            factors[block] = block.factors
     blocks: list[KroneckerBlock] = []
     curvatures: list[Tensor] = []
     for same_shape, means in stack_means(factors):  # (factors, layers, groups)

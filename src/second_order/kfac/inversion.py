@@ -62,6 +62,7 @@ __all__ = [
     "Outcome",
     "PendingInverse",
     "Refresh",
+    "SelectionRule",
     "stack_means",
 ]
 
@@ -241,6 +242,7 @@ class Inverses:
         self.is_synchronous = inverter is None
         self.waits_for_all = self.inverter.staleness == 0
         self.scaled = options.grafting == "gradient"
+        self._floor = options.floor
         self.damping_option: Damping = math.nan
         self.num_failures = 0
         self.restart(StepPlan(layers={}, row=training.world, column=training.world))
@@ -387,7 +389,7 @@ class Inverses:
 
     def _damp_and_submit(self, factors: Mapping[KroneckerBlock, KroneckerFactors]) -> None:
         """Compute γ of this rank's layers, and submit the factors that this rank decomposes."""
-        preconditioned = [block for block in factors if self._is_gradient_worker(block)]
+        preconditioned = [block for block in factors if block in self.step_plan.preconditioned]
         inverted = [block for block in factors if block in self.step_plan.to_invert]
         try:
             pending = {block: self.pending[block] for block in preconditioned}
@@ -397,10 +399,6 @@ class Inverses:
             for block in preconditioned:
                 if block in inverted or block not in self._dampings:
                     self._results[block] = Result(block, error=describe_error(error))
-
-    def _is_gradient_worker(self, block: KroneckerBlock) -> bool:
-        """Whether this rank preconditions a layer. A layer's inverse ranks always do."""
-        return self.training.world.rank in self.step_plan.layers[block].workers
 
     def compute_dampings(
         self,
@@ -425,7 +423,7 @@ class Inverses:
             if self.options.relative_damping:
                 # All of these layers were submitted at one step, so they have one floor. The
                 # pending inverses of a checkpoint come here one by one.
-                floor = self.options.floor * pending[blocks[0]].mean_curvature
+                floor = self._floor * pending[blocks[0]].mean_curvature
                 # If a layer's gradients vanish, its curvature is 0. It then counts as 1, because
                 # the floor may be 0 as well.
                 positive = curvature.masked_fill(~(curvature > 0), 1.0)
@@ -571,7 +569,7 @@ class Inverses:
 
         Returns the decompositions of the layers that this rank preconditions, by factor.
         """
-        blocks = [block for block in valid if self._is_gradient_worker(block)]
+        blocks = [block for block in valid if block in self.step_plan.preconditioned]
         parts: dict[KroneckerBlock, dict[str, Decomposition]] = {}
         if self.step_plan.row.size == 1 or not valid:
             for block in blocks:
@@ -703,7 +701,9 @@ class Inverses:
             mean_eigenvalues.append(layer_damping.mean_eigenvalue)
         like = stacked["G"][-1]
         damping = per_group(dampings, shape.groups, like)
-        scale = per_group(mean_eigenvalues, shape.groups, like) if self.scaled else None
+        scale: Tensor | None = None
+        if self.scaled:
+            scale = per_group(mean_eigenvalues, shape.groups, like)
         return self.solver.combine(stacked, damping, scale)
 
     def _record_failure(self, block: KroneckerBlock, outcome: Outcome) -> None:

@@ -20,7 +20,7 @@ Layers are planned when they change, and the plan is compiled once for the steps
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -74,10 +74,13 @@ def block_rules(
     options: KFACOptions, doubly_factored: Mapping[str, tuple[int, int]] | str | None = None
 ) -> BlockRules:
     """Return the rules that decide which modules become layers."""
+    max_exact_dim: int | None = None
+    if options.precondition_norms:
+        max_exact_dim = MAX_EXACT_DIM
     return BlockRules(
         max_factor_dim=options.max_factor_dim,
-        doubly_factored={} if doubly_factored is None else doubly_factored,
-        max_exact_dim=MAX_EXACT_DIM if options.precondition_norms else None,
+        doubly_factored=doubly_factored or {},
+        max_exact_dim=max_exact_dim,
         unsupported_layers=options.unsupported_layers,
         approximation=options.kfac_approx,
     )
@@ -310,7 +313,9 @@ class StepPlan:
         contributing: Layers whose statistics this rank's passes contribute to.
         gradient_factored: Layers with factors computed from the weight gradient.
         reporting: Layers whose metrics this rank reports after a refresh.
-        decomposes_a: Layers whose A this rank decomposes. Stats workers send it their statistics.
+        measured: Layers whose mean curvature this rank reports after a refresh, as one rank does
+            for each layer. That rank must have the layer's running averages.
+        preconditioned: Layers that this rank preconditions. A layer's inverse ranks always do.
         to_invert: The factors that this rank decomposes, by layer.
         sources: For each factor that this row preconditions with, the rank that decomposes it and
             sends it to the row, by its position in the row. For example 1 for rank 3 in the row of
@@ -326,7 +331,8 @@ class StepPlan:
     contributing: Sequence[KroneckerBlock] = ()
     gradient_factored: Sequence[GradientBlock] = ()
     reporting: Sequence[KroneckerBlock] = ()
-    decomposes_a: Sequence[KroneckerBlock] = ()
+    measured: Sequence[KroneckerBlock] = ()
+    preconditioned: Set[KroneckerBlock] = frozenset()
     to_invert: Mapping[KroneckerBlock, Sequence[str]] = field(default_factory=dict)
     sources: Mapping[FactorKey, int] = field(default_factory=dict)
     costs: Mapping[KroneckerBlock, float] = field(default_factory=dict)
@@ -338,8 +344,11 @@ def compile_step(
     grid: Grid,
     layers: Mapping[KroneckerBlock, LayerPlan],
     exchange_dtype: torch.dtype | None,
+    has_stats_workers: bool,
 ) -> StepPlan:
     """List what this rank does. Collective: makes the groups of its row and its column.
+
+    Stats workers send the statistics of a layer only to the rank that decomposes its A.
 
     For example, let four ranks form two rows of two columns. Ranks 2 and 3 are a row: both
     precondition the layers of this row. Rank 1, in the other row, is in the column of rank 3, and
@@ -353,7 +362,7 @@ def compile_step(
     contributing: list[KroneckerBlock] = []
     gradient_factored: list[GradientBlock] = []
     reporting: list[KroneckerBlock] = []
-    decomposes_a: list[KroneckerBlock] = []
+    measured: list[KroneckerBlock] = []
     to_invert: dict[KroneckerBlock, list[str]] = {}
     sources: dict[FactorKey, int] = {}
     preconditioned: list[KroneckerBlock] = []
@@ -363,14 +372,18 @@ def compile_step(
             contributing.append(block)
         if isinstance(block, GradientBlock):
             gradient_factored.append(block)
-        if layer_plan.workers[0] == rank:
+        reporting_rank = layer_plan.workers[0]
+        if reporting_rank == rank:
             reporting.append(block)
+        measuring_rank = reporting_rank
+        if has_stats_workers:
+            measuring_rank = layer_plan.inverse_rank("A")
+        if measuring_rank == rank:
+            measured.append(block)
         if rank in layer_plan.workers:
             preconditioned.append(block)
         if rank in layer_plan.inverse_ranks:
             to_invert[block] = []
-        if layer_plan.inverse_rank("A") == rank:
-            decomposes_a.append(block)
 
         # A factor's inverse comes from the rank that computes it. All planners place the inverse
         # ranks of a layer in the row of its gradient workers.
@@ -388,7 +401,8 @@ def compile_step(
         contributing=contributing,
         gradient_factored=gradient_factored,
         reporting=reporting,
-        decomposes_a=decomposes_a,
+        measured=measured,
+        preconditioned=set(preconditioned),
         to_invert=to_invert,
         sources=sources,
         costs={block: layer_dims(block).cost for block in layers},

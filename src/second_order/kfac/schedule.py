@@ -184,8 +184,9 @@ class Drift:
         """Return the throttle's shortest interval, rounded up to a power of two."""
         if self._throttle is None:
             return 1
-        is_measuring = self._throttle.interval == 0
-        steps = TIMED_INTERVAL if is_measuring else self._throttle.interval
+        steps = self._throttle.interval
+        if steps == 0:  # the throttle still measures
+            steps = TIMED_INTERVAL
         return 1 << (steps - 1).bit_length()
 
     def interval(self, block: KroneckerBlock) -> int:
@@ -306,7 +307,9 @@ class Drift:
 
 def _median(values: Sequence[float]) -> float:
     """Return the median; NaN without values."""
-    return float(statistics.median(values)) if values else math.nan
+    if not values:
+        return math.nan
+    return float(statistics.median(values))
 
 
 # ---------------------------------------------------------------------------------------- schedule
@@ -354,7 +357,8 @@ class Schedule:
             self.throttle = Throttle(training, options.overhead, min_refreshes=TIMED_REFRESHES)
         self.drift: Drift | None = None
         if options.by_drift:
-            self.drift = Drift(ADAPTIVE if options.adaptive else PLAIN, self.throttle)
+            bounds = ADAPTIVE if options.adaptive else PLAIN
+            self.drift = Drift(bounds, self.throttle)
 
     def layers_due(self, step: int) -> Sequence[KroneckerBlock]:
         """Return the layers whose inverses are recomputed at a step."""
@@ -365,13 +369,20 @@ class Schedule:
             return self.drift.layers_due(layers, step)
         interval = self._refresh_interval
         assert interval is not None
-        return layers if step % interval_at(interval, step, "inv_update_steps") == 0 else ()
+        if step % interval_at(interval, step, "inv_update_steps") == 0:
+            return layers
+        return ()
 
-    def statistics_due(self, step: int) -> bool:
-        """Return whether A and G are updated from a step's batches."""
+    def statistics_due(self, step: int, layers_due: Sequence[KroneckerBlock]) -> bool:
+        """Return whether A and G are updated from a step's batches.
+
+        Args:
+            step: The step.
+            layers_due: As :meth:`layers_due` returned them for this step.
+        """
         interval = self._statistics_interval
         if interval is None:
-            return len(self.layers_due(step)) > 0
+            return len(layers_due) > 0
         if step == self._layers.newly_trainable_at:
             return True
         return step % interval_at(interval, step, "factor_update_steps") == 0
@@ -391,7 +402,7 @@ class Schedule:
         True: in the step itself, the ranks compare what the callable does, and all of them raise.
         """
         try:
-            return self.statistics_due(step)
+            return self.statistics_due(step, self.layers_due(step))
         except Exception:
             return True
 
