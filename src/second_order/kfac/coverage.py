@@ -49,7 +49,9 @@ def warn_of_uncovered(training: Training, options: KFACOptions, layers: Layers) 
     )
     if share < 0.5:
         # With FSDP2 no rank has whole gradients, which 'gradient_factors' needs.
-        option = "" if layers.sharded else "unsupported_layers='gradient_factors', "
+        option = "unsupported_layers='gradient_factors', "
+        if layers.sharded:
+            option = ""
         message += f"; to precondition more, use {option}{COVER_MORE}"
     training.warn(message)
 
@@ -103,13 +105,15 @@ def summarize_layers(
     rows: list[LayerRow] = []
     for block in layers.blocks:
         # A layer without statistics is trained by the base; the row says why.
-        status = "preconditioned" if block.trainable else "frozen"
+        status = "preconditioned"
         detail = _describe_factors(block.shape)
         if block.no_statistics:
-            status = "base" if block.trainable else "frozen"
+            status = "base"
             detail = layers.missing_reason(block) or NO_STATISTICS
             if block.unverified:
                 detail = f"{block.residual:.0%} of its gradient unexplained: {detail}"
+        if not block.trainable:
+            status = "frozen"
         row = LayerRow(
             name=block.name,
             kind=plain_type(block.modules[0]).__name__,

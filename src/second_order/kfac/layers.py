@@ -137,7 +137,9 @@ class Layers:
             ValueError: If the parameters of a layer are in groups with different options.
         """
         groups = self._training.groups
-        params = list(group_params(groups) if optimized is None else optimized)
+        if optimized is None:
+            optimized = group_params(groups)
+        params = list(optimized)
         reshard(self._training.model)
 
         # Groups that only the base trains.
@@ -199,11 +201,12 @@ class Layers:
 
         A pass may have changed the shape of a layer.
         """
-        return [
-            (p.requires_grad, p.device, p.shape, block.shape)
-            for block in self.blocks
-            for p in block.all_params
-        ]
+        states: list[tuple[Any, ...]] = []
+        for block in self.blocks:
+            for p in block.all_params:
+                state = (p.requires_grad, p.device, p.shape, block.shape)
+                states.append(state)
+        return states
 
     def mark_changed(self) -> None:
         """Let the next :meth:`update_active` report a change."""
@@ -407,7 +410,9 @@ class Layers:
             passes = max(passes, block.staged.micro_batches)
         if passes > 1 and self._training.is_first_warning("micro-batches"):
             self._training.warn(f"{passes} backward passes in a step: {ASSUMPTIONS[reduction]}")
-        return passes if reduction == "mean" else 1
+        if reduction == "step_mean":
+            return 1
+        return passes
 
     # -------------------------------------------------------------------------- missing statistics
 
@@ -426,10 +431,12 @@ class Layers:
             if self._training.is_first_warning(f"no:{block.name}"):
                 names.setdefault(self.missing_reason(block), []).append(repr(block.name))
         for reason, listed in names.items():
-            prefix = "" if reason == UNVERIFIED else "no statistics arrived for "
+            subject = ", ".join(listed)
+            if reason != UNVERIFIED:
+                subject = f"no statistics arrived for {subject}"
             self._training.warn(
-                f"{prefix}{', '.join(listed)}: {reason or NOT_CALLED}; only the base optimizer "
-                f"trains them until this changes"
+                f"{subject}: {reason or NOT_CALLED}; only the base optimizer trains them until "
+                f"this changes"
             )
 
     def _warn_of_no_layer(self, blocks: Sequence[KroneckerBlock]) -> None:
@@ -592,7 +599,9 @@ def _check_groups(groups: Groups, blocks: Iterable[KroneckerBlock]) -> None:
             differs = any(value != values[0] for value in values)
             is_divided = option == "precondition" and False in values
             if differs or is_divided:
-                parts = "its weight and its bias" if differs else "the parameters of its module"
+                parts = "the parameters of its module"
+                if differs:
+                    parts = "its weight and its bias"
                 raise ValueError(
                     f"layer {block.name!r} has {parts} in parameter groups with different "
                     f"{option!r}, but they have one curvature; set {option!r} to the same value "

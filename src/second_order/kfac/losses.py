@@ -110,8 +110,9 @@ class LossReduction:
             return "mean"
         if option != AUTO:
             return cast(Reduction, option)
-        is_step_mean = self._hook is not None and self._hook.observed
-        return "step_mean" if is_step_mean else "mean"
+        if self._hook is not None and self._hook.observed:
+            return "step_mean"
+        return "mean"
 
     def attach(self, model: nn.Module) -> None:
         """Register the hook on the model, if there is one."""

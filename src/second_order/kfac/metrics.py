@@ -115,10 +115,18 @@ def build_curvature(
     uncovered = _reasons_of_base(training, layers)
     covered: dict[str, LayerCurvature] = {}
     owners: dict[str, int] = {}
-    for block in layers.blocks if training.steps > 0 else ():
+    blocks = layers.blocks
+    if training.steps == 0:  # there are no averages yet
+        blocks = []
+    for block in blocks:
         layer = plan.get(block)
-        owner = 0 if layer is None else layer.inverse_rank("A")
-        averages = _send_averages(training, block, layer, range(world.size) if gather else [owner])
+        owner = 0
+        if layer is not None:
+            owner = layer.inverse_rank("A")
+        receivers: Sequence[int] = [owner]
+        if gather:
+            receivers = range(world.size)
+        averages = _send_averages(training, block, layer, receivers)
 
         # Leave out layers whose factors do not describe their parameters.
         params = _params_of_factors(block)
@@ -170,8 +178,9 @@ def _send_averages(
         saved = block.saved_factors()
     averages: dict[str, Tensor] = {}
     for entry in factor_entries(block, layer):
-        is_factor = entry.name in block.shape.factor_names
-        receivers = ranks if is_factor else range(world.size)
+        receivers: Sequence[int] = range(world.size)
+        if entry.name in block.shape.factor_names:
+            receivers = ranks
         averages |= send_entries(world, block, [entry], saved, receivers)
     return averages
 
@@ -201,7 +210,9 @@ def _params_of_factors(block: KroneckerBlock) -> list[nn.Parameter]:
     size = math.prod(block.shape.gradient_shape)
     if sum(p.numel() for p in block.all_params) == size:
         return block.all_params
-    return block.params if isinstance(block, ExactBlock) else [block.weight]
+    if isinstance(block, ExactBlock):
+        return block.params
+    return [block.weight]
 
 
 def _reason_without_curvature(

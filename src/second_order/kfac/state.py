@@ -162,8 +162,9 @@ def factor_entries(block: KroneckerBlock, layer: LayerPlan | None) -> list[Entry
     """
     owners: dict[str, Sequence[int] | None] = {}
     for name in block.shape.factor_names:
-        owner = None if layer is None else layer.factor_owner(name)
-        owners[name] = None if owner is None else [owner]
+        owners[name] = None
+        if layer is not None and not layer.factors_everywhere:
+            owners[name] = [layer.inverse_rank(name)]
 
     number_dtype = torch.promote_types(block.factor_dtype, torch.float32)
     means_shape = (block.shape.record_size, block.shape.groups)
@@ -181,8 +182,12 @@ def inverse_entries(
     block: KroneckerBlock, layer: LayerPlan | None, inverses: Inverses
 ) -> list[Entry]:
     """List the tensors of a layer's inverse, of its pending inverse, and its history of passes."""
-    workers = None if layer is None else layer.workers
-    contributors = None if layer is None or layer.batch_rank is None else [layer.batch_rank]
+    workers: Sequence[int] | None = None
+    contributors: Sequence[int] | None = None
+    if layer is not None:
+        workers = layer.workers
+        if layer.batch_rank is not None:
+            contributors = [layer.batch_rank]
     number_dtype = block.to_checkpoint_tensor(()).dtype
     entries = [
         Entry(INVERSE_DAMPING, (4,), number_dtype, workers),
@@ -335,11 +340,15 @@ def move_factors(
         prev_layer = prev_plan.get(block, layer)
         received: dict[str, Tensor | None] = {}
         if not layer.factors_everywhere and prev_layer.inverse_ranks != layer.inverse_ranks:
-            saved = {} if block.factors is None else block.saved_factors()
+            saved: dict[str, Tensor] = {}
+            if block.factors is not None:
+                saved = block.saved_factors()
             for entry in factor_entries(block, prev_layer):
                 # A factor goes to its owner, the other entries to the owners of A and of G.
                 is_factor = entry.name in block.shape.factor_names
-                receivers = [layer.inverse_rank(entry.name)] if is_factor else layer.inverse_ranks
+                receivers: Sequence[int] = layer.inverse_ranks
+                if is_factor:
+                    receivers = [layer.inverse_rank(entry.name)]
                 local = send_entries(world, block, [entry], saved, receivers)
                 if world.rank in receivers and (is_factor or entry.name in local):
                     received[entry.name] = local.get(entry.name)  # None if the factor is lost
@@ -464,7 +473,9 @@ def load_inverses(
     """Read the inverses of the trainable layers, and those that were pending."""
     rank = inverses.training.world.rank
     damping = read_shared_number(saved, DAMPING, -1.0)
-    loaded = LoadedInverses(damping_option=damping if damping >= 0 else math.nan)
+    if damping < 0:  # there has been no refresh
+        damping = math.nan
+    loaded = LoadedInverses(damping)
     for block, layer in plan.items():
         part = saved.get(block.weight)
         if part is None or STEP not in part:  # the layer was frozen
