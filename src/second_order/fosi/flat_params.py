@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from second_order.distributed.fsdp import is_dtensor, local_tensor, reshard, shard_layout
 from second_order.distributed.world import World
-from second_order.lanczos.closure import LossFn
+from second_order.lanczos.closure import Closures
 from second_order.lanczos.hvp import Hessian, RowSpace, ShardedHessian, row_bounds
 from second_order.lanczos.spectrum import check_one_device, lanczos_dtype
 from second_order.optimizers.config import FOSIOptions
@@ -213,7 +213,7 @@ class FlatParams:
         """The sign of the loss: −1 if it is maximized, else 1."""
         return -1.0 if self._training.groups[0].get("maximize") else 1.0
 
-    def hessian(self, loss_fn: LossFn | Sequence[LossFn]) -> RowSpace:
+    def hessian(self, loss_fn: Closures) -> RowSpace:
         """Return the Hessian of a loss on all processes' batches, as a context manager."""
         world = self._training.world
         options = self._options

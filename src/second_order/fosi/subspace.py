@@ -347,13 +347,13 @@ def propose_step(
 def bound_step(
     products: Tensor, proposal: Proposal, previous: NewtonStep, alpha: Number, limit: float
 ) -> tuple[NewtonStep, Flag]:
-    """Return the Newton step that the trust region allows, and whether it reverts the last one.
+    """Return the Newton step in the trust region, and whether it reverts the previous one.
 
     Args:
         products: The products of the proposal, ``(3,)``, summed over all vectors. They are not
             finite if V̂ᵀg is not finite on any process.
         proposal: The step to bound.
-        previous: The last step.
+        previous: The previous step.
         alpha: The largest |α| of the groups.
         limit: The limit of stability. Infinite: no trust region.
     """
@@ -374,7 +374,7 @@ def bound_step(
     ratio = state.scale * observed / select(predicted > 0.0, predicted, math.inf)
     last_length = state.tau * state.alpha
     exploded = non_finite | (ratio > EXPLOSION)
-    reject_last = exploded & (last_length > 0.0) & (alpha > 0.0)
+    reject_previous = exploded & (last_length > 0.0) & (alpha > 0.0)
 
     # Bound τ by that curvature.
     grown = smaller(state.scale * GROWTH, 1.0)
@@ -409,8 +409,8 @@ def bound_step(
     trust = state_after_rejection.to_tensor(previous.trust)
     way_back = -last_length / select(alpha > 0.0, alpha, 1.0) * previous.full_step
     reverted = NewtonStep(way_back, zeros, zeros, zeros, trust)
-    newton = _select_step(reject_last, reverted, _select_step(non_finite, no_step, accepted))
-    return newton, reject_last
+    newton = _select_step(reject_previous, reverted, _select_step(non_finite, no_step, accepted))
+    return newton, reject_previous
 
 
 def _select_step(condition: Flag, step: NewtonStep, other: NewtonStep) -> NewtonStep:
@@ -477,7 +477,8 @@ class Subspace:
             bounded: Whether the trust region bounds the step.
 
         Returns:
-            Whether the last step is rejected, and the new one reverts it.
+            Whether the previous step is rejected, and the new one reverts it: a bool on the CPU, a
+            tensor on a device.
         """
         # The trust region bounds the step of the group with the largest α.
         largest_alpha: Any = abs(alphas[0])
@@ -490,11 +491,11 @@ class Subspace:
         proposal = propose_step(c, self.newton, self.inverse_eigenvalues, rule)
         products = self.basis.sum_over_vectors(proposal.products)
         limit = rule.stability_limit if bounded else math.inf
-        self.newton, last_is_rejected = bound_step(
+        self.newton, reverts_previous = bound_step(
             products, proposal, self.newton, largest_alpha, limit
         )
         self.outside_decay *= rule.decay
-        return last_is_rejected
+        return reverts_previous
 
     def momentum_vector(self) -> Tensor:
         """Return the momentum in R^n, at the local elements."""

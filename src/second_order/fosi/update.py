@@ -198,15 +198,17 @@ class FOSICurvature(Curvature):
             # Make the Newton step from c with momentum.
             rule = momentum_rule(self.options.subspace_momentum, self.training.groups[0])
             alphas = group_alphas(self.options.newton_scale, self.training)
-            last_is_rejected = subspace.take_newton_step(
+            reverts_previous = subspace.take_newton_step(
                 c, rule, alphas, bounded=self.options.trust_region
             )
 
-            # Leave g₂ to the base. A gradient at the end of a rejected step is of no use.
+            # Leave g₂ to the base, or nothing if the Newton step reverts the previous one: the
+            # gradient at the end of a rejected step is of no use.
             subspace.basis.add_combination(gradient, [subspace.newton.gradient_change])
-            if last_is_rejected is not False:
-                mask = torch.as_tensor(last_is_rejected, device=gradient.device)
-                gradient.masked_fill_(mask, 0.0)
+            if isinstance(reverts_previous, Tensor):  # on a device, where the host does not read it
+                gradient.masked_fill_(reverts_previous, 0.0)
+            elif reverts_previous:
+                gradient.zero_()
             flat_params.write(gradients)
             params_before = flat_params.read(params).clone()
             self._pending = PendingCorrection(alphas, params_before)

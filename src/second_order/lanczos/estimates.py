@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from second_order.errors import CurvatureError
-from second_order.lanczos.closure import CurvatureKind, LossFn
+from second_order.lanczos.closure import Closures, CurvatureKind
 from second_order.lanczos.hvp import ProductMode, RowSpace
 from second_order.lanczos.lanczos import UNDECOMPOSED, agreed_ritz_pairs, tridiagonalize
 from second_order.lanczos.spectrum import ParamsOrModel, curvature_space
@@ -66,7 +66,7 @@ class Trace:
 
 
 def trace(
-    loss_fn: LossFn | Sequence[LossFn],
+    loss_fn: Closures,
     params: ParamsOrModel,
     *,
     products: int = 48,
@@ -144,7 +144,7 @@ class Diagonal:
 
 
 def diagonal(
-    loss_fn: LossFn | Sequence[LossFn],
+    loss_fn: Closures,
     params: ParamsOrModel,
     *,
     products: int = 96,
@@ -228,11 +228,11 @@ class _SteepDirections:
     def __init__(self, space: RowSpace, count: int, seed: int) -> None:
         self._space = space
         self._seed = seed + count  # of the probes
-        like = space.random(seed, 1.0)  # shows the shape and dtype, also if count is 0
         candidates = [space.apply(space.random(seed + i, 1.0)) for i in range(count)]
 
         # Gram-Schmidt. A vector that is zero, or depends on the others, is left out.
-        Q = like.new_empty((count, len(like)))
+        num_rows = space.rows.stop - space.rows.start
+        Q = torch.empty((count, num_rows), dtype=space.dtype, device=space.device)
         self.Q = Q[:0]
         largest_norm = 0.0
         for v in candidates:
@@ -325,7 +325,7 @@ class SpectralDensity:
 
 
 def spectral_density(
-    loss_fn: LossFn | Sequence[LossFn],
+    loss_fn: Closures,
     params: ParamsOrModel,
     *,
     probes: int = 4,

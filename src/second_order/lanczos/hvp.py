@@ -34,6 +34,7 @@ from second_order.distributed.fsdp import compute_dtypes, local_tensor
 from second_order.distributed.world import World
 from second_order.errors import CurvatureError
 from second_order.lanczos.closure import (
+    Closures,
     CurvatureKind,
     Derivatives,
     DifferentiableLoss,
@@ -189,7 +190,7 @@ class Hessian:
 
     def __init__(
         self,
-        loss_fns: LossFn | Sequence[LossFn],
+        loss_fns: Closures,
         params: Sequence[Tensor],
         *,
         mode: ProductMode = "auto",
@@ -374,7 +375,7 @@ class ShardedHessian(Hessian):
 
     def __init__(
         self,
-        loss_fns: LossFn | Sequence[LossFn],
+        loss_fns: Closures,
         params: Sequence[Tensor],
         world: World,
         model: nn.Module | None = None,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from second_order.distributed.world import World
 from second_order.errors import CurvatureError
-from second_order.lanczos.closure import CurvatureKind, LossFn
+from second_order.lanczos.closure import Closures, CurvatureKind
 from second_order.lanczos.hvp import Hessian, ProductMode, RowSpace
 from second_order.lanczos.lanczos import default_iterations, extreme_pairs
 from second_order.utils.checks import check_number, check_seed, check_whole
@@ -62,7 +62,7 @@ class Eigenpairs:
 
 
 def eigenpairs(
-    loss_fn: LossFn | Sequence[LossFn],
+    loss_fn: Closures,
     params: ParamsOrModel,
     *,
     largest: int = 5,
@@ -164,7 +164,7 @@ def eigenpairs(
 
 
 def mean_loss(
-    loss_fn: LossFn | Sequence[LossFn],
+    loss_fn: Closures,
     params: Sequence[Tensor],
     world: World,
     model: nn.Module | None,
@@ -190,7 +190,7 @@ def lanczos_dtype(params: Sequence[Tensor]) -> torch.dtype:
 
 
 def curvature_space(
-    loss_fn: LossFn | Sequence[LossFn],
+    loss_fn: Closures,
     params: ParamsOrModel,
     curvature: CurvatureKind,
     hvp: ProductMode,
