@@ -576,7 +576,7 @@ a stats worker's losses of a step as sums
   <-  stats_workers::a_stats_worker_counts_micro_batches
     sums = self.layers.undo_step_mean(sums, share=1.0)  =>  pass
 a stats worker's gradients pile up  <-  stats_workers::a_stats_workers_gradients_do_not_accumulate
-    p.grad = None  =>  pass
+    self.training.model.zero_grad()  =>  pass
 statistics to the first worker, whoever owns the layer
   <-  distkfac_ranks::stats_workers_compute_statistics_of_their_batches_at_the_received_weights
     owned[layer.inverse_rank("A")].append(block)  =>  owned[0].append(block)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -332,3 +333,21 @@ def test_the_placement_options_place_layers(world: World) -> None:
     ]
     assert expected[0] != expected[1]
     assert world.run(placed_as, 2, choices) == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("option", "num_calls"), [("inv_update_steps", 1), ("factor_update_steps", 2)]
+)
+def test_a_step_evaluates_an_interval_once(option: str, num_calls: int) -> None:
+    """The passes before the step also evaluate when statistics are due."""
+    calls: Counter[int] = Counter()
+
+    def interval(step: int) -> int:
+        calls[step] += 1
+        return 2
+
+    model = MLP.model()
+    optimizer = kaisa(model, **{option: interval})
+    for batch in BATCHES:
+        take(model, optimizer, batch)
+    assert [calls[step] for step in range(len(BATCHES))] == [num_calls] * len(BATCHES)

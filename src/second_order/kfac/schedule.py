@@ -401,8 +401,11 @@ class Schedule:
         The passes come before the step, so a callable is called here. If it raises, the answer is
         True: in the step itself, the ranks compare what the callable does, and all of them raise.
         """
+        layers_due: Sequence[KroneckerBlock] = ()
+        if self._statistics_interval is None:  # refreshes are then by drift, not by a callable
+            layers_due = self.layers_due(step)
         try:
-            return self.statistics_due(step, self.layers_due(step))
+            return self.statistics_due(step, layers_due)
         except Exception:
             return True
 

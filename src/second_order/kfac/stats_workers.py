@@ -294,12 +294,12 @@ class StatsWorker(LayeredCurvature):
                 # because worker 0 sends the next snapshot only after one.
                 if any(p.requires_grad for p in self.training.model.parameters()):
                     with torch.enable_grad():
-                        result = loss_fn(batch)
-                        loss = result[0] if isinstance(result, tuple) else result
+                        loss = loss_fn(batch)
+                        if isinstance(loss, tuple):
+                            loss = loss[0]
                         loss.backward()
                 self._send_statistics()
-                for p in self.training.model.parameters():
-                    p.grad = None
+                self.training.model.zero_grad()
                 self.drop_pending()
                 sent += 1
         except BaseException:
