@@ -227,9 +227,6 @@ maximize is forgotten where updates are judged  <-  mrdho2::maximizing_the_negat
     losses.append(flat_params.sign * loss)  =>  losses.append(loss)
 vectors that are not finite are sent  <-  mrdho2_use::non_finite_eigenpairs_are_not_sent
     finite=not pairs.trouble  =>  finite=True
-vectors are rounded under autocast
-  <-  mrdho2_accelerator::autocast_around_serve_does_not_round_the_vectors
-    with self.flat_params.without_autocast():  =>  if True:
 
 == fosi/state.py
 room for eigenpairs taken for eigenpairs

@@ -193,8 +193,7 @@ class AcceleratorCurvature(EpochCurvature):
         """Send the eigenvalues to each worker, and this accelerator's rows of its vectors."""
         (link,) = self.links
         workers = self.roles.workers
-        with self.flat_params.without_autocast():
-            vectors = pairs.vectors()
+        vectors = pairs.vectors()
         for worker in workers:
             worker_vectors = vectors[row_slice(len(vectors), len(workers), worker)]
             link.send(

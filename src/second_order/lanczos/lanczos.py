@@ -285,7 +285,8 @@ class Pairs:
     def vectors(self) -> Tensor:
         """Return V̂ transposed, ``(r, rows)``: this process's rows of the orthonormal vectors."""
         vectors = self.basis.new_empty((self.combination.shape[1], self.basis.shape[1]))
-        # One matrix-vector product each, because a GPU may round a matrix product to TF32.
+        # One matrix-vector product each, because a GPU may round a matrix product to TF32. Autocast
+        # does not round operands if ``out`` is given.
         for vector, column in zip(vectors, self.combination.t(), strict=True):
             torch.mv(self.basis.t(), column, out=vector)
         return vectors
