@@ -148,7 +148,7 @@ two bases: a loaded state is nobody's
 
 == distributed/assignment.py
 cost of computation as that of memory  <-  assignment::costs_follow_from_the_dimensions
-    dim ** (3 if cost == "compute" else 2)  =>  dim**2
+    power = 3  =>  pass
 smallest layers placed first  <-  assignment::computation_and_memory_are_balanced_differently
     key=lambda i: (-(a_costs[i] + g_costs[i]), i)  =>  key=lambda i: (a_costs[i] + g_costs[i], i)
 owners balanced by number instead of cost
@@ -167,7 +167,7 @@ a helper that keeps a model of its own
 a stop of all processes is a silence  <-  helper_link::suspending_all_processes_loses_no_peer
     min(now - self._checked_at, self._limit / 4)  =>  now - self._checked_at
 a store listens everywhere  <-  helper_link::a_store_listens_on_loopback_unless_machines_differ
-    place = "127.0.0.1" if len(set(machines)) == 1 else _own_address()  =>  place = "0.0.0.0"
+    place = "127.0.0.1"  =>  place = "0.0.0.0"
 
 == distributed/roles.py
 one process alone has helpers  <-  roles::the_last_ranks_are_helpers_and_at_least_one_trains
@@ -305,7 +305,7 @@ Newton steps up negative curvature  <-  dho2::one_newton_step_finds_the_minimum_
     magnitudes = values.abs()  =>  magnitudes = values
 all groups step by the Newton scale of the first
   <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
-    self.group_spans if len(coefficients) > 1 else [slice(None)]  =>  [slice(None)]
+    spans = self.group_spans  =>  pass
 Newton steps are never cut  <-  trust_region::steps_converge_for_any_curvature
     select(ratio > NEAR_LIMIT, state.scale * TARGET / larger(ratio, NEAR_LIMIT), grown)  =>  grown
 a Newton step of any length  <-  trust_region::a_step_is_at_most_ten_times_the_usual_length
@@ -1050,7 +1050,7 @@ two bases: special keywords without effect
 == planning/cost.py
 inverses on threads that are free although training uses the cores
   <-  planning_cost::inverses_on_threads_cost_nothing_if_training_runs_on_a_device
-    on_idle_host = is_distkfac and machine.device != "cpu"  =>  on_idle_host = is_distkfac
+    if is_distkfac and machine.device != "cpu":  =>  if is_distkfac:
 factors that every rank keeps although their owners do
   <-  planning_cost::memory_of_factors_and_inverses
     if is_dpkfac or setting.owned_factors:  =>  if False:

@@ -117,7 +117,10 @@ def gradient_worker_count(world_size: int, fraction: float) -> int:
 
 def factor_cost(groups: int, dim: int, cost: AssignmentCost) -> float:
     """Return the cost of a factor: groups · n³ for computation, groups · n² for memory."""
-    return float(groups * dim ** (3 if cost == "compute" else 2))
+    power = 2
+    if cost == "compute":
+        power = 3
+    return float(groups * dim**power)
 
 
 def assign_layers(

@@ -157,9 +157,9 @@ class HelperLink:
         self._thread = threading.Thread(target=self._run, name="second_order link", daemon=True)
         self._thread.start()
         _open.add(self)
-        self._owner = (
-            None if owner is None else weakref.ref(owner, lambda _: self.request_shutdown())
-        )
+        self._owner: weakref.ref[Any] | None = None
+        if owner is not None:
+            self._owner = weakref.ref(owner, lambda _: self.request_shutdown())
 
     def send(self, tensors: Sequence[Tensor], to: int | None = None, **note: Any) -> None:
         """Queue a message; the link's thread sends it.
@@ -172,11 +172,15 @@ class HelperLink:
         """
         if self._thread.is_alive():
             copies = [tensor.detach().cpu() for tensor in tensors]
-            self._outgoing.put((self.peer if to is None else to, Message(copies, note)))
+            if to is None:
+                to = self.peer
+            self._outgoing.put((to, Message(copies, note)))
 
     def receive(self) -> Message | None:
         """Return the peer's next message, or None if none has arrived."""
-        return self._incoming.popleft() if self._incoming else None
+        if not self._incoming:
+            return None
+        return self._incoming.popleft()
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> Message | None:
         """Wait for the peer's next message.
@@ -198,7 +202,9 @@ class HelperLink:
     @property
     def reason(self) -> str:
         """Why the store has failed, in parentheses; "" if it has not."""
-        return f" ({self.failure})" if self.failure else ""
+        if not self.failure:
+            return ""
+        return f" ({self.failure})"
 
     def request_shutdown(self) -> None:
         """Shut down after the queued messages, without waiting. Call :meth:`close` as well."""
@@ -351,7 +357,9 @@ def connect_helpers(
     error = ""
     if rank in roles.helpers:
         try:
-            place = "127.0.0.1" if len(set(machines)) == 1 else _own_address()
+            place = "127.0.0.1"
+            if len(set(machines)) > 1:
+                place = _own_address()
             store = _open_store(place)
             address = place, store.port
         except (OSError, RuntimeError) as caught:  # raised on all ranks next

@@ -652,12 +652,13 @@ class World:
         gloo sends from the CPU, and adds in the dtype that it sends. Half-precision tensors are
         therefore sent as float32, unless the caller has chosen a narrow dtype.
         """
-        if self.backend != "gloo":
-            return flat if dtype is None else flat.to(dtype)
         if dtype is None:
-            is_half = flat.dtype in (torch.bfloat16, torch.float16)
-            dtype = torch.float32 if is_half else flat.dtype
-        return flat.to("cpu", dtype)
+            dtype = flat.dtype
+            if self.backend == "gloo" and dtype in (torch.bfloat16, torch.float16):
+                dtype = torch.float32
+        if self.backend == "gloo":
+            return flat.to("cpu", dtype)
+        return flat.to(dtype)
 
     # -------------------------------------------------------------------------------- agreement
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,15 +90,25 @@ def to_laplace(
     laplace.model.eval()
     laplace.mean = parameters_to_vector(params).detach()
     laplace.n_data = len(train_loader.dataset)
-    _set_loss(laplace, train_loader, params[0].device)
+    fit = _evaluate_loss(laplace, train_loader, params[0].device)
+    laplace.loss = fit.loss
+    laplace.n_outputs = fit.num_outputs
+    laplace.model.output_size = fit.num_outputs
     kron = importlib.import_module("laplace.utils.matrix").Kron
     laplace.H_facs = kron(factors)
     laplace.H = laplace.H_facs.decompose(damping=laplace.damping)
 
 
-def _set_loss(laplace: Any, train_loader: Any, device: torch.device) -> None:
-    """Set the loss of a posterior over the training data, and its number of outputs."""
-    laplace.loss = 0.0
+class TrainingLoss(NamedTuple):
+    """The loss of a posterior over the training data, and the model's number of outputs."""
+
+    loss: Any
+    num_outputs: int
+
+
+def _evaluate_loss(laplace: Any, train_loader: Any, device: torch.device) -> TrainingLoss:
+    """Evaluate the loss of a posterior over the training data, as ``laplace.fit`` does."""
+    total: Any = 0.0
     with torch.no_grad():
         for data in train_loader:
             if isinstance(data, Mapping):
@@ -110,9 +120,8 @@ def _set_loss(laplace: Any, train_loader: Any, device: torch.device) -> None:
                 x = x.to(device)
             output = laplace.model(x)
             loss = laplace.backend.lossfunc(output, y.to(device))
-            laplace.loss += laplace.backend.factor * loss
-    laplace.n_outputs = output.shape[-1]
-    laplace.model.output_size = output.shape[-1]
+            total += laplace.backend.factor * loss
+    return TrainingLoss(total, output.shape[-1])
 
 
 def _layer_blocks(layer: LayerCurvature, examples: float | None) -> dict[str, list[Tensor]]:
@@ -144,6 +153,9 @@ def _exact_blocks(layer: LayerCurvature, g: Tensor) -> dict[str, list[Tensor]]:
     start = 0
     for name, size in layer.shapes.items():
         end = start + size.numel()
-        blocks[name] = [f[start:end, start:end] if f.dim() == 2 else f[start:end]]
+        block = f[start:end]
+        if f.dim() == 2:
+            block = block[:, start:end]
+        blocks[name] = [block]
         start = end
     return blocks

@@ -143,7 +143,10 @@ class FlatParams:
     def _cut_params(self, groups: Sequence[Sequence[Tensor]]) -> list[ParamPiece]:
         """Cut the parameters into the pieces of all processes, ordered by rank."""
         world = self._training.world
-        bounds = row_bounds(self.size, world.size if self.row_sharded else 1)
+        num_ranks = 1
+        if self.row_sharded:
+            num_ranks = world.size
+        bounds = row_bounds(self.size, num_ranks)
         pieces: list[ParamPiece] = []
         offset = 0  # of the parameter in the vector
         for index, group in enumerate(groups):

@@ -116,7 +116,9 @@ class Basis:
 
         ``coefficients`` has one c for all parameter groups, or one for each.
         """
-        spans = self.group_spans if len(coefficients) > 1 else [slice(None)]
+        spans: Sequence[slice] = [slice(None)]
+        if len(coefficients) > 1:
+            spans = self.group_spans
         if self.by_rows:
             for span, c in zip(spans, coefficients, strict=True):
                 x[span].addmv_(self.vectors[:, span].t(), c)

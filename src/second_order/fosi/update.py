@@ -19,7 +19,8 @@ Accelerators (`accelerator.py`) compute their eigenpairs with the same :func:`co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -145,6 +146,16 @@ class FOSICurvature(Curvature):
         if closure is not None:
             check_closure(closure)
         self.closure = closure
+
+    @contextmanager
+    def replaced_closure(self, closure: Closures) -> Iterator[None]:
+        """Use another curvature closure within the block, without a check."""
+        own_closure = self.closure
+        self.closure = closure
+        try:
+            yield
+        finally:
+            self.closure = own_closure
 
     def required_closure(self) -> Closures:
         """Return the curvature closure, or a function that raises CurvatureError if there is none.

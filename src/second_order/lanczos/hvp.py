@@ -200,9 +200,9 @@ class Hessian:
         check_curvature(curvature, mode)
         check_choice("hvp", mode, get_args(ProductMode))
         self._loss_fns = list(loss_fns) if isinstance(loss_fns, Sequence) else [loss_fns]
-        if mode == "auto":
-            mode = "retained" if len(self._loss_fns) == 1 else "recomputed"
         self._mode = mode
+        if mode == "auto":
+            self._mode = "retained" if len(self._loss_fns) == 1 else "recomputed"
         self._model = model
         self._curvature = curvature
 

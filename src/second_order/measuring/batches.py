@@ -172,7 +172,9 @@ def read_batch(batch: Any, model: nn.Module, mask: Mask | None, device: torch.de
     """Read the size, masks and labels of a batch that is still on the host."""
     # Find the masks and the number of examples.
     tensors = batch_tensors(batch)
-    targets = tensors.get("labels" if isinstance(batch, Mapping) else 1)
+    targets = tensors.get(1)
+    if isinstance(batch, Mapping):
+        targets = tensors.get("labels")
     label_mask = _label_mask(targets)
     if mask is None:
         masks = _batch_masks(tensors, label_mask, model)

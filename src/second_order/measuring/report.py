@@ -201,15 +201,18 @@ def build_report(
 
 def _report_row(layer: Layer, measurement: Measurement) -> ReportRow:
     shape = layer.shape
-    sizes = ", ".join(f"{factor} {shape.dims[factor]}" for factor in layer.factors)
+    factors = ", ".join(f"{factor} {shape.dims[factor]}" for factor in layer.factors)
     if shape.groups > 1:
-        sizes = f"{shape.groups} x {sizes}"
-    reason = measurement.failed.get(layer.name)
+        factors = f"{shape.groups} x {factors}"
+    owner: int | None = layer.owner
+    if layer.name in measurement.failed:
+        factors = measurement.failed[layer.name]
+        owner = None
     return ReportRow(
         name=layer.name,
         kind=type(layer.block.modules[0]).__name__,
         parameters=sum(size.numel() for size in layer.shapes.values()),
-        factors=sizes if reason is None else reason,
+        factors=factors,
         rows=measurement.num_rows[layer.name],
-        owner=layer.owner if reason is None else None,
+        owner=owner,
     )

@@ -81,12 +81,8 @@ class EigenpairOptimizer(SecondOrderOptimizer):
             return super().step(closure)
         if self.training.world.size == 1:
             check_closure(curvature_closure)  # several ranks check it together, when it is due
-        own_closure = self._curvature.closure
-        self._curvature.closure = curvature_closure
-        try:
+        with self._curvature.replaced_closure(curvature_closure):
             return super().step(closure)
-        finally:
-            self._curvature.closure = own_closure
 
     @property
     def curvature(self) -> CurvatureReport:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from second_order.distributed.assignment import (
+    AssignmentCost,
     Grid,
     LayerAssignment,
     LayerDims,
@@ -79,8 +80,9 @@ class Setting:
     @property
     def name(self) -> str:
         """The system, the mode and the solver in words."""
-        system = f"{self.system} {self.mode}" if self.mode else self.system
-        return f"{system}, {self.solver}"
+        if not self.mode:
+            return f"{self.system}, {self.solver}"
+        return f"{self.system} {self.mode}, {self.solver}"
 
     @property
     def mode(self) -> str:
@@ -92,7 +94,9 @@ class Setting:
             mode = "COMM-OPT"
         elif self.workers == 1:
             mode = "MEM-OPT"
-        return f"{mode}, reduce" if self.owned_factors else mode
+        if self.owned_factors:
+            mode += ", reduce"
+        return mode
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -161,7 +165,9 @@ def layer_costs(layer: Layer, solver: str, machine: Machine) -> LayerCosts:
         statistics += machine.product_seconds(layer.rows * n**2 * shape.groups)
         inverses += shape.groups * machine.decomposition_seconds(solver, n)
         product = machine.product_seconds(2 * n * gradient_size)
-        precondition += 2 * product if solver == "eigen" else product
+        if solver == "eigen":
+            product *= 2  # into the eigenbasis, and back
+        precondition += product
     return LayerCosts(
         statistics=statistics,
         inverses=inverses,
@@ -201,11 +207,15 @@ def predict(
     # threads. They cost nothing if training leaves the host idle.
     updates = setting.factor_update_steps
     refreshes = setting.inv_update_steps
-    summed = max(statistics.values()) if is_dpkfac else sum(statistics.values())
-    on_idle_host = is_distkfac and machine.device != "cpu"
+    summed = sum(statistics.values())
+    if is_dpkfac:
+        summed = max(statistics.values())
+    slowest = max(inverses.values())
+    if is_distkfac and machine.device != "cpu":
+        slowest = 0.0
     parts = {
         "statistics": summed / updates,
-        "inverses": 0.0 if on_idle_host else max(inverses.values()) / refreshes,
+        "inverses": slowest / refreshes,
         "precondition": max(precondition.values()),
     }
 
@@ -231,7 +241,9 @@ def predict(
         if is_dpkfac or setting.owned_factors:
             stored_factors = factor_bytes[place.a_inverse_rank]
         bytes_per_rank.append(stored_factors + copies * inverse_bytes[place.row])
-    pending = max(factor_bytes.values()) if is_dpkfac else all_factors
+    pending = all_factors
+    if is_dpkfac:
+        pending = max(factor_bytes.values())
     return Costs(parts, sent, max(bytes_per_rank) + gradient_bytes, pending)
 
 
@@ -245,7 +257,10 @@ def assign(layers: Sequence[Layer], setting: Setting) -> list[LayerAssignment]:
         shape = layer.shape
         dims.append(LayerDims(shape.groups, shape.in_dim, shape.out_dim, shape.diagonal_a))
     grid = Grid(setting.ranks // setting.workers, setting.workers)
-    return assign_layers(dims, grid, cost="memory" if setting.system == "DPKFAC" else "compute")
+    cost: AssignmentCost = "compute"
+    if setting.system == "DPKFAC":
+        cost = "memory"
+    return assign_layers(dims, grid, cost=cost)
 
 
 def worker_counts(ranks: int) -> list[int]:

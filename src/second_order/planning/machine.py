@@ -52,7 +52,9 @@ class Machine:
 
     def decomposition_seconds(self, solver: str, n: int) -> float:
         """Seconds to decompose one factor of size n with the "eigen" or "inverse" solver."""
-        return interpolate(self.eigh if solver == "eigen" else self.inverse, n)
+        if solver == "eigen":
+            return interpolate(self.eigh, n)
+        return interpolate(self.inverse, n)
 
 
 def interpolate(seconds: Mapping[int, float], n: float) -> float:

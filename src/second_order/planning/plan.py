@@ -99,14 +99,18 @@ class Plan:
             setting = choice.setting
             seconds = [choice.costs.parts[name] for name in columns]
             seconds.append(choice.costs.seconds - sum(seconds))
-            note = "" if choice.fits else "does not fit"
+            note = ""
+            if choice is self.recommended:
+                note = "recommended"
+            elif not choice.fits:
+                note = "does not fit"
             table.append(
                 [
                     *(setting.system, setting.mode, setting.solver),
                     *(_in_ms(choice.seconds), f"{choice.seconds / self.base - 1:+.0%}"),
                     *map(_in_ms, seconds),
                     *(_in_words(choice.memory), _in_words(choice.sent)),
-                    "recommended" if choice is self.recommended else note,
+                    note,
                 ]
             )
         # The base's own time comes first, the reason of the recommendation last.
@@ -192,10 +196,14 @@ def plan(
         machine, assumed = calibrate(device)
         network = network or assumed
     network = network or ASSUMED_NETWORKS[machine.device]
-    allowed = machine.memory if memory is None else memory
+    allowed = memory
+    if allowed is None:
+        allowed = machine.memory
 
     # The base optimizer alone: the passes, and the average of all gradients.
-    passes = machine.product_seconds(found.flops) if found.seconds is None else found.seconds
+    passes = found.seconds
+    if passes is None:
+        passes = machine.product_seconds(found.flops)
     gather = network.gather_seconds(found.trained_bytes, world_size)
     base = passes + 2 * gather
     first_order_bytes = (
@@ -274,7 +282,10 @@ def run_model(
     handles = [module.register_forward_hook(count_rows) for module in block_of]
     counter = FlopCounterMode(display=False)
     hooks = torch.autograd.graph.saved_tensors_hooks(note_saved, lambda tensor: tensor)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    cuda_devices = []
+    if device.type == "cuda":
+        cuda_devices = [device]
+    with torch.random.fork_rng(cuda_devices):
         with counter, hooks:
             try:
                 output = _forward(twin, batch)
@@ -305,7 +316,9 @@ def _forward(model: nn.Module, batch: Any) -> Any:
     """Run a model on the batch."""
     if isinstance(batch, Mapping):
         return model(**batch)
-    return model(*batch) if isinstance(batch, list | tuple) else model(batch)
+    if isinstance(batch, list | tuple):
+        return model(*batch)
+    return model(batch)
 
 
 def _mean_square(output: Any) -> Tensor:
