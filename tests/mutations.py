@@ -611,12 +611,9 @@ inverses of some layers of a batch are others'
 == kronecker/block.py
 a slice that keeps its stack  <-  queued_statistics::the_state_refers_to_the_stacks
     self.factors.entries[name] = factor.clone()  =>  pass
-micro-batches that FSDP2 has yet to average dropped
-  <-  fsdp::gradient_accumulation_works_with_and_without_gradient_sync
-    self.has_gradient or unreduced)  =>  self.has_gradient)
 gradients set to None by the model kept as statistics
   <-  example_counts::a_discriminator_counts_its_own_passes
-    (self.staged.empty or self.has_gradient or  =>  (True or
+    return not self.staged.empty and not self.has_gradient  =>  return False
 a Linear with an activation behind it taken for one
   <-  verification::a_subclass_that_computes_something_else_falls_back
     if residual > TOLERANCE:  =>  if False:
@@ -650,17 +647,13 @@ gradients beside the loss as examples, in a graph
   +             self.missed[module] = NOT_ACCUMULATED
 steps without statistics have the operators in their graph
   <-  compiled::a_disabled_capture_adds_nothing_to_the_graph
-  -         if not self.gate.open:
-  -             return None
-  -
+    if is_exporting() or not self.gate.open:  =>  if is_exporting():
 a graph's pairs of the data's labels beside those of drawn ones
   <-  compiled_sampled::unsupported_models_raise_when_compiled
   -             _refuse_compiled_part()
   +             pass
 exports with hooks  <-  compiled::exported_and_traced_models_contain_no_hooks
-  -         if is_exporting():
-  -             return None
-  -
+    if is_exporting() or not self.gate.open:  =>  if not self.gate.open:
 
 == kronecker/convolutions.py
 a convolution's G without the number of locations
@@ -811,6 +804,9 @@ an index that is there before its layers
     remove_index(folder)  =>  pass
 
 == kronecker/statistics.py
+micro-batches that FSDP2 has yet to average dropped
+  <-  fsdp::gradient_accumulation_works_with_and_without_gradient_sync
+    if lacks_gradient and not self._has_unreduced_gradients(module):  =>  if lacks_gradient:
 no scale of the loss  <-  invariants_factors::11_a_grad_scaler_changes_nothing
   - return 1.0 / scale
   + return 1.0 / torch.ones_like(scale)

@@ -231,24 +231,23 @@ class KroneckerBlock:
 
     # --------------------------------------------------------------------------------- statistics
 
-    def begin_pass(self, running_pass: int, pass_id: int, unreduced: bool) -> None:
-        """At the first pair of a pass, drop statistics whose gradients the user has dropped.
+    def begin_pass(self, running_pass: int, pass_id: int) -> bool:
+        """Begin a pass at its first pair, and ignore its other pairs.
 
         Args:
             running_pass: The number of the backward pass that autograd is running.
             pass_id: The number that its pairs have. With sampled labels the two differ.
-            unreduced: Whether FSDP2 has not averaged the gradients of earlier passes yet.
+
+        Returns:
+            Whether the parameters have no gradients although the layer has statistics. The user
+            has then set the gradients to None, unless FSDP2 has not averaged them yet.
         """
         is_first = self._last_backward != running_pass and not self.staged.has_pass(pass_id)
         self._last_backward = running_pass
-        if is_first:
-            self.reset_if_changed()
-            if self._gradients_were_dropped(unreduced):
-                self.staged.clear()
-
-    def _gradients_were_dropped(self, unreduced: bool) -> bool:
-        """Whether the gradients of the staged statistics have been set to None since."""
-        return not (self.staged.empty or self.has_gradient or unreduced)
+        if not is_first:
+            return False
+        self.reset_if_changed()
+        return not self.staged.empty and not self.has_gradient
 
     def statistics(
         self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions

@@ -194,7 +194,7 @@ class LayerHook(CaptureHook):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         """Observe a call. Inside a graph, return an output whose backward delivers the pair."""
-        if is_exporting():
+        if is_exporting() or not self.gate.open:
             return None
         if not torch.compiler.is_dynamo_compiling():
             capture = self.capture_ref()
@@ -203,8 +203,6 @@ class LayerHook(CaptureHook):
             return None
 
         # From here on, Dynamo traces this hook into a graph.
-        if not self.gate.open:
-            return None
         if hides_products(module):
             # torch.compiler.disable(module.forward) sets an attribute of the instance. Such a
             # module runs outside of the graph, where its products can be observed.
@@ -380,7 +378,7 @@ class _NodeHook:
         d = gradient.detach()
         if self._assembly is not None:
             return self._assembly.add(self._qkv, x, d)
-        if self._shape is not None:
+        if self._shape is not None and d.shape != self._shape:
             d = d.reshape(self._shape)
         return x, d
 
@@ -554,7 +552,7 @@ class Capture:
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
     ) -> None:
         """Observe a call of a layer. In training passes, hook the nodes of its products."""
-        if not self.gate.open or cast(Any, torch.jit).is_tracing():
+        if cast(Any, torch.jit).is_tracing():
             return
 
         # The layers whose pairs this call can give.
@@ -706,7 +704,7 @@ class Capture:
         number = autograd.current_pass()
         with stage("statistics"):
             backward_pass = _Pass(number, autograd.has_earlier_pass(number))
-            self._emit(module, (x.clone(), gradient.clone()), backward_pass)
+            self._emit(module, (x.clone(), gradient.detach().clone()), backward_pass)
 
     def _emit(
         self, module: nn.Module, pair: tuple[Any, Tensor] | None, backward_pass: _Pass
@@ -717,7 +715,7 @@ class Capture:
         x, d = pair
         number, again = backward_pass
         with torch.no_grad(), autograd.without_autocast(d.device):
-            self._consumer.consume(module, x, d.detach(), number, again=again)
+            self._consumer.consume(module, x, d, number, again=again)
 
     # ---------------------------------------------------------------------------- sampled labels
 

@@ -326,14 +326,20 @@ class PairRows(NamedTuple):
     Attributes:
         family: "", or one of the families above.
         shape: Leading dimensions of the pair, whose product is the number of rows.
-        gradient: d as a matrix, ``(rows, out)``.
+        d: The gradient of the output.
         examples: Each row is a whole example, as in a convolution. Then all rows take part.
     """
 
     family: str
     shape: tuple[int, ...]
-    gradient: Tensor
+    d: Tensor
     examples: bool = False
+
+    @property
+    def gradient(self) -> Tensor:
+        """The gradient as a matrix, ``(rows, out)``."""
+        num_rows = math.prod(self.shape)
+        return self.d.reshape(num_rows, self.d.numel() // max(num_rows, 1))
 
 
 def flatten_rows(leading: Sequence[int], d: Tensor, family: str = "") -> PairRows:
@@ -341,16 +347,14 @@ def flatten_rows(leading: Sequence[int], d: Tensor, family: str = "") -> PairRow
     # A gradient (B, 1, ...) has the examples of (B, ...).
     while len(leading) > 1 and leading[-1] == 1:
         leading = leading[:-1]
-    num_rows = math.prod(leading)
-    width = d.numel() // max(num_rows, 1)
-    return PairRows(family, tuple(leading) or (1,), d.reshape(num_rows, width))
+    return PairRows(family, tuple(leading) or (1,), d)
 
 
 def image_rows(d: Tensor, batched: bool = True) -> PairRows:
     """The rows of gradients ``(N, channels, ...)``: one row per example."""
     if not batched:
         d = d.unsqueeze(0)
-    return PairRows("", (len(d),), d.flatten(1), examples=True)
+    return PairRows("", (len(d),), d, examples=True)
 
 
 class LinearRows(NamedTuple):

@@ -213,8 +213,11 @@ class BackwardPass:
 
         # The rows of this pair that have a gradient, if anything depends on them.
         is_undecided = read_gradient and not group.all_take_part
-        row_mask = full_row_mask(group.num_rows)
-        if (is_last_called or is_undecided) and not group.are_examples:
+        if not is_last_called and not is_undecided:
+            return
+        if group.are_examples:
+            row_mask = full_row_mask(group.num_rows)
+        else:
             row_mask = nonzero_row_mask(rows.gradient)
 
         if is_undecided:

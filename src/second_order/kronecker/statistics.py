@@ -103,7 +103,7 @@ class GradientScale:
 # ------------------------------------------------------------------------------------ kept pairs
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Pair:
     """A captured pair of a layer, kept until it is summed.
 
@@ -248,10 +248,13 @@ class StatisticsCollector:
     def verify(self, module: nn.Module, x: Tensor, d: Tensor) -> None:
         """Add a pair of the user's own loss to the comparison with the gradient, if it is due."""
         for block in self._trainable_blocks(module):
-            is_due = self.always_verify or block.needs_verification
-            if is_due and block.fits_pair(module, x, d):
-                with ieee_matmul(d.device):
-                    block.verify_pair(module, x, d, self.fsdp)
+            if block.fits_pair(module, x, d):
+                self._verify(block, module, x, d)
+
+    def _verify(self, block: KroneckerBlock, module: nn.Module, x: Tensor, d: Tensor) -> None:
+        if self.always_verify or block.needs_verification:
+            with ieee_matmul(d.device):
+                block.verify_pair(module, x, d, self.fsdp)
 
     def consume(
         self,
@@ -273,11 +276,12 @@ class StatisticsCollector:
             again: Whether an earlier backward pass came through this call of the module.
         """
         blocks = self._begin_pass(module, pass_id)
-        if not self.sampled:
-            self.verify(module, x, d)
         blocks = self._select_fitting(blocks, module, x, d)
         if not blocks:
             return
+        if not self.sampled:
+            for block in blocks:
+                self._verify(block, module, x, d)
         backward_pass = self._find_pass(pass_id)
         if again:
             self._mark_repeated(backward_pass, blocks)
@@ -337,10 +341,15 @@ class StatisticsCollector:
         blocks = self._trainable_blocks(module)
         # With sampled labels, one backward pass delivers the pairs of several calls of the model.
         running_pass = autograd.current_pass() if self.sampled else pass_id
-        unreduced = self.fsdp is not None and self.fsdp.has_unreduced_gradients(module)
         for block in blocks:
-            block.begin_pass(running_pass, pass_id, unreduced)
+            lacks_gradient = block.begin_pass(running_pass, pass_id)
+            if lacks_gradient and not self._has_unreduced_gradients(module):
+                block.staged.clear()
         return blocks
+
+    def _has_unreduced_gradients(self, module: nn.Module) -> bool:
+        """Whether FSDP2 has not averaged the gradients of earlier passes yet."""
+        return self.fsdp is not None and self.fsdp.has_unreduced_gradients(module)
 
     def _select_fitting(
         self, blocks: Iterable[KroneckerBlock], module: nn.Module, x: Any, d: Tensor
