@@ -380,7 +380,8 @@ class KFAC(LayeredCurvature):
         if self._resumption is not None:
             self._checkpoints.agree(self._resumption, self.plan)
             self._resumption = None
-        if self._system.means_to_owners:
+        averages_here = self.training.averages_gradients and not self.layers.sharded
+        if self._system.means_to_owners and averages_here:
             self._update_mean_receivers()
 
     def precondition(self, pending: PendingAverage) -> None:
@@ -637,14 +638,11 @@ class KFAC(LayeredCurvature):
     # --------------------------------------------------------------------------------- assignment
 
     def _update_mean_receivers(self) -> None:
-        """Assign the gradients of this step to the ranks that receive their means.
+        """Assign each gradient to the rank that receives its mean, if parameters have changed.
 
         The owner of a layer receives those of its parameters. Parameters outside of layers are
         spread over the ranks.
         """
-        if not self.training.averages_gradients or self.layers.sharded:
-            self._mean_receivers = None
-            return
         params = self.training.averaged_params()
         receivers = self._mean_receivers
         if receivers is None or [id(p) for p in receivers] != [id(p) for p in params]:
