@@ -470,9 +470,9 @@ steps without a preconditioned layer that count
     if clip is not None and solved:  =>  if clip is not None:
 a resumed run with another usual change  <-  resume::a_resumed_run_equals_the_run
     self.steps = int(part.number(steps_name))  =>  pass
-a clip in lr, not lr²  <-  solvers::the_clip_takes_each_layers_own_learning_rate
+a clip in lr, not lr²  <-  invariants_steps::19_the_clip_uses_each_groups_learning_rate
     stack.new_ones(()) * rate**2  =>  stack.new_ones(()) * rate
-a clip that stretches  <-  solvers::the_clip_bounds_what_it_measures
+a clip that stretches  <-  invariants_steps::19_the_clip_bounds_the_whole_step
     torch.sqrt(kl_clip / change).clamp(max=1.0)  =>  torch.sqrt(kl_clip / change)
 
 == kfac/schedule.py
@@ -617,8 +617,7 @@ gradients set to None by the model kept as statistics
 a Linear with an activation behind it taken for one
   <-  verification::a_subclass_that_computes_something_else_falls_back
     if residual > TOLERANCE:  =>  if False:
-loaded factors weigh nothing
-  <-  contract_state::a_resumed_run_has_the_same_trajectory
+loaded factors weigh nothing  <-  contract_state::a_dcp_round_trip_continues_the_trajectory
     entry.copy_(torch.as_tensor(saved[name], device=entry.device))  =>  entry.fill_(1.0)
 a frozen layer's factors of another size are loaded
   <-  checkpoint_checks::factors_of_a_frozen_layer_with_another_size_are_not_loaded
@@ -862,7 +861,7 @@ tensors out of order taken for a stack
   <-  queued_statistics::a_stack_of_contiguous_tensors_is_a_view
     and part.storage_offset() == offset  =>  and True
 a transposed slice taken for the next
-  <-  queued_statistics::a_transposed_slice_is_not_taken_for_the_next_slice
+  <-  queued_statistics::a_stack_of_contiguous_tensors_is_a_view
     or not part.is_contiguous()  =>  or False
 
 == kronecker/storage.py
@@ -977,9 +976,7 @@ collected factors stay  <-  factor_exchange::gathered_factors_are_dropped_at_the
 a first zero step taken for a checkpoint's
   <-  contract_state::a_first_step_with_zero_gradients_counts
     not self.state and is_checkpointing()  =>  not self.state
-the step count is not loaded
-  <-  contract_state::a_checkpoint_contains_the_number_of_steps
-  <-  contract_state::a_resumed_run_has_the_same_trajectory
+the step count is not loaded  <-  contract_state::a_checkpoint_contains_the_number_of_steps
     self._training.steps = checkpoint.steps  =>  pass
 an optimizer that holds itself  <-  contract_state::an_unreferenced_optimizer_is_deleted
     partial(_publish_state_of, weakref.ref(self))  =>  partial(_publish_state_of, lambda: self)

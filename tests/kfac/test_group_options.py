@@ -70,28 +70,6 @@ def test_a_groups_damping_applies_to_its_layers(System: Any, options: Any) -> No
         assert [found[name].damping for name in found] == [0.7, 0.7, 0.1]
 
 
-@pytest.mark.parametrize("relative", [False, True])
-def test_inverses_use_the_damping_of_the_group(relative: bool) -> None:
-    """Compared with a dense solve."""
-    model = MLP.model()
-    before = MLP.model()
-    x, y = BATCHES[0]
-    MLP.loss(before(x), y).backward()
-    optimizer = make(KAISA, groups_of(model, damping=0.7), relative_damping=relative)
-    take(model, optimizer, BATCHES[0])
-    for name, damping in (("0", 0.7), ("4", 0.1)):
-        a, g = factors(optimizer)[name]
-        dense = torch.kron(g[0], a[0])
-        gamma = damping * (dense.diagonal().mean() if relative else 1.0)
-        layer = model.get_submodule(name)
-        plain = before.get_submodule(name)
-        gradient = torch.cat([plain.weight.grad, plain.bias.grad[:, None]], 1).flatten()
-        damped = dense + gamma * torch.eye(len(dense), dtype=dense.dtype)
-        expected = torch.linalg.solve(damped, gradient)
-        found = torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1).flatten()
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-
-
 @each_kronecker
 def test_a_groups_factor_decay_applies_to_its_layers(System: Any) -> None:
     _, mixed = stepped(System, {"factor_decay": 0.5, "lr": 0.0}, 3, lr=0.0)

@@ -92,29 +92,18 @@ def direction(layers: dict[str, Tensor]) -> Tensor:
 @each_solver
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=5)
-@given(log_c=st.floats(-5, 5), damping=DAMPINGS, seed=SEEDS)
+@given(log_c=st.floats(-5, 5), damping=DAMPINGS, relative=st.booleans(), seed=SEEDS)
 def test_12_scaling_loss_and_damping_together_changes_nothing(
-    name: str, solver: str, log_c: float, damping: float, seed: int
+    name: str, solver: str, log_c: float, damping: float, relative: bool, seed: int
 ) -> None:
     case = ZOO[name]
     c = math.exp(log_c)
     batch = case.batch(4, seed=seed)
-    P = preconditioned(case, batch, damping=damping, solver=solver)
-    scaled = preconditioned(case, batch, c, damping=damping * c**2, solver=solver)
+    options: dict[str, Any] = {"relative_damping": relative, "solver": solver}
+    P = preconditioned(case, batch, damping=damping, **options)
+    follows = 1.0 if relative else c**2
+    scaled = preconditioned(case, batch, c, damping=damping * follows, **options)
     close([c * joined(scaled)], [joined(P)])
-    close([direction(scaled)], [direction(P)])
-
-
-@each_solver
-@settings(max_examples=10)
-@given(log_c=st.floats(-5, 5), damping=DAMPINGS, seed=SEEDS)
-def test_12_a_relative_damping_follows_the_loss(
-    solver: str, log_c: float, damping: float, seed: int
-) -> None:
-    c = math.exp(log_c)
-    batch = MLP.batch(4, seed=seed)
-    options: dict[str, Any] = {"damping": damping, "relative_damping": True, "solver": solver}
-    P, scaled = (preconditioned(MLP, batch, scale, **options) for scale in (1.0, c))
     close([direction(scaled)], [direction(P)])
 
 
@@ -383,16 +372,6 @@ def test_20_infinite_damping_equals_the_base(name: str, solver: str) -> None:
     close(
         [parameters_to_vector(model.parameters())], [parameters_to_vector(twin.parameters())], rtol
     )
-
-
-@each_solver
-@pytest.mark.parametrize("name", KINDS)
-def test_20_finite_damping_differs_from_the_base(name: str, solver: str) -> None:
-    case = ZOO[name]
-    batch = case.batch()
-    P = preconditioned(case, batch, damping=1e-2, solver=solver)
-    gradients = plain(case, batch)
-    assert error(direction(P), direction(gradients)) > 0.05
 
 
 @pytest.mark.parametrize(

@@ -299,26 +299,6 @@ def test_inverses_of_another_scale_are_refreshed(System: Any, scales: tuple[str,
         optimizer.close()
 
 
-@pytest.mark.parametrize("solver", ["inverse", "eigen"])
-def test_an_invalid_inverse_is_refused(solver: str) -> None:
-    """Before anything changes, with the layer's name."""
-    run = Run(KAISA, "SGD", {"solver": solver})
-    data, _ = start_run(0, 1, run, 3)
-    _, optimizer, _ = resumed(run, data)
-    before = copy.deepcopy(optimizer.state_dict())
-    name = "inverse_G" if solver == "inverse" else "eigenvectors_G"
-    good = before["state"][5]["curvature"][name]
-    for bad, why in (
-        (good[:, 1:, 1:], "shape"),
-        (good * torch.nan, "finite"),
-    ):
-        state = copy.deepcopy(before)
-        state["state"][5]["curvature"][name] = bad
-        with pytest.raises(CheckpointError, match=rf"{name}'\], of parameter '5.weight'.*{why}"):
-            optimizer.load_state_dict(state)
-        assert differences(optimizer.state_dict(), before) == []
-
-
 def test_a_layer_status_that_does_not_exist_is_refused() -> None:
     run = Run(KAISA, "SGD")
     data, _ = start_run(0, 1, run, 3)

@@ -26,7 +26,7 @@ from second_order.kronecker.factors import (
 from second_order.kronecker.layers import FactorShape, full_row_mask, to_row_mask
 from second_order.kronecker.rows import BackwardPass
 from second_order.kronecker.statistics import Pair, StatisticsCollector
-from second_order.kronecker.storage import as_stack, group_equal, stack_in_place
+from second_order.kronecker.storage import as_stack, stack_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -250,16 +250,17 @@ def test_a_stack_of_contiguous_tensors_is_a_view() -> None:
         stack = as_stack(parts)
         assert torch.equal(stack, torch.stack(parts))
         assert stack.data_ptr() == parts[0].data_ptr()
-    for parts in (rows[::-1], [rows[0], rows[1], rows[3]], [rows[0]] * 2, [rows[0], base[1] + 0]):
+    square = torch.arange(8.0).view(2, 2, 2)
+    for parts in (
+        rows[::-1],
+        [rows[0], rows[1], rows[3]],
+        [rows[0]] * 2,
+        [rows[0], base[1] + 0],
+        [square[0], square[1].mT],
+    ):
         stack = as_stack(parts)
         assert torch.equal(stack, torch.stack(parts))
         assert stack.data_ptr() != parts[0].data_ptr()
-
-
-def test_a_transposed_slice_is_not_taken_for_the_next_slice() -> None:
-    base = torch.arange(8.0).view(2, 2, 2)
-    parts = [base[0], base[1].mT]
-    assert torch.equal(as_stack(parts), torch.stack(parts))
 
 
 def test_owners_receive_slices_of_the_stack() -> None:
@@ -268,11 +269,6 @@ def test_owners_receive_slices_of_the_stack() -> None:
     whole += 1
     assert [each["x"].tolist() for each in owners] == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
     assert stack_in_place(owners, "x").data_ptr() == whole.data_ptr()
-
-
-def test_equal_shapes_are_batched_up_to_a_size() -> None:
-    assert group_equal("abacab") == [[0, 2, 4], [1, 5], [3]]
-    assert group_equal("aaabb", [1, 1, 1, 9, 1], 2) == [[0, 1], [2], [3], [4]]
 
 
 def test_the_state_refers_to_the_stacks() -> None:

@@ -1,4 +1,4 @@
-"""Damped solves against dense ones, by shape and as triangles, and the clip."""
+"""Damped solves against dense ones, by shape and as triangles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import clip_factor, damped_dense_solve, damped_factored_solve
+from reference import damped_dense_solve, damped_factored_solve
 from solver_problems import (
     assert_solved,
     decompose,
@@ -131,51 +131,15 @@ def test_inverses_are_sent_as_triangles(groups: int, dim: int, rounded: bool) ->
         assert torch.equal(solver.unpack_message(sent, dim)[0], expected)
 
 
-# The clip.
-
-
-def clip(
-    P: list[Tensor], gradients: list[Tensor], rates: list[float | Tensor], kappa: float
-) -> Tensor:
-    products = [(p * g).sum().unsqueeze(0) for p, g in zip(P, gradients, strict=True)]
-    nu = kl_clip_coefficient(kl_change(products, rates), kappa)
-    return torch.as_tensor(nu, dtype=torch.float64)
-
-
-@given(
-    shapes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4),
-    lr=st.floats(1e-4, 10.0),
-    kappa=st.floats(1e-6, 10.0),
-)
-def test_the_clip_bounds_what_it_measures(
-    shapes: list[tuple[int, int]], lr: float, kappa: float
-) -> None:
-    """Invariant 19: lr² ν² Σ|P·∇| = min(κ, lr² Σ|P·∇|)."""
-    pairs = [
-        (torch.randn(s, dtype=torch.float64), torch.randn(s, dtype=torch.float64)) for s in shapes
-    ]
-    P, gradients = ([*column] for column in zip(*pairs, strict=True))
-    nu = clip(P, gradients, [lr] * len(pairs), kappa)
-    change = lr**2 * sum(float((p * g).sum().abs()) for p, g in pairs)
-    assert nu.shape == ()
-    assert float(nu) == pytest.approx(clip_factor(pairs, lr, kappa), rel=1e-12)
-    assert float(nu) ** 2 * change == pytest.approx(min(kappa, change), rel=1e-12)
-
-
-def test_the_clip_takes_each_layers_own_learning_rate() -> None:
-    """|P·∇| = 4 and 9, rates 1/2 and 1/3: 1 + 1 = 2, and κ = 1/2 gives ν = 1/2."""
-    P = [torch.tensor([2.0]), torch.tensor([-3.0])]
-    gradients = [torch.tensor([2.0]), torch.tensor([3.0])]
-    nu = clip(P, gradients, [0.5, torch.tensor(1 / 3)], 0.5)
-    assert float(nu) == pytest.approx(0.5)
+# Numbers that are not finite, or large.
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_non_finite_layer_does_not_count_in_the_clip(bad: float) -> None:
-    P = [torch.tensor([2.0, 0.0]), torch.tensor([bad, 1.0])]
-    gradients = [torch.tensor([2.0, 1.0]), torch.tensor([1.0, 1.0])]
-    assert float(clip(P, gradients, [1.0, 1.0], 1.0)) == 0.5
-    assert float(clip(P[1:], gradients[1:], [1.0], 1.0)) == 1.0
+    """The others' lr² |P·∇| is 4, by which κ = 1 gives ν = 1/2."""
+    products = [torch.tensor([4.0]), torch.tensor([bad])]
+    assert float(kl_clip_coefficient(kl_change(products, [1.0, 1.0]), 1.0)) == 0.5
+    assert float(kl_clip_coefficient(kl_change(products[1:], [1.0]), 1.0)) == 1.0
 
 
 @each_solver

@@ -86,19 +86,6 @@ def test_every_base_receives_the_preconditioned_gradient(System: Any, base: str)
         twin.load_state_dict(model.state_dict())
 
 
-@each_system
-@each_base
-def test_a_resumed_run_has_the_same_trajectory(System: Any, base: str) -> None:
-    Base, options = BASES[base]
-    model = MLP.model()
-    optimizer = make(System, model, base=Base, **options)
-    train(model, optimizer, 4)
-    twin = copy.deepcopy(model)
-    resumed = make(System, twin, base=Base, **options)
-    resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-    assert_both_continue_equally((model, optimizer), (twin, resumed), start=4)
-
-
 @each_kronecker
 def test_a_checkpoint_contains_the_number_of_steps(System: Any) -> None:
     """Intervals and schedules of the step continue."""

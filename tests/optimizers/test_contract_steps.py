@@ -131,20 +131,6 @@ def test_a_step_after_zero_grad_alone_adds_no_statistics(System: Any) -> None:
     assert all(not pair[0].any() for pair in factors(optimizer).values())
 
 
-@each_kronecker
-def test_zero_grad_drops_the_statistics_of_completed_passes_only(System: Any) -> None:
-    """As it drops their gradients."""
-    model = MLP.model()
-    expected = reference(model, BATCHES[1])
-    optimizer = make(System, model)
-    first, second = (cross_entropy(model(x), y) for x, y in BATCHES[:2])
-    first.backward()
-    optimizer.zero_grad()
-    second.backward()
-    optimizer.step()
-    assert_same_factors(factors(optimizer), expected)
-
-
 class TiedLinears(nn.Module):
     """Two modules with one weight and one bias, or without a bias."""
 

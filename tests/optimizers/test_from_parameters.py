@@ -247,13 +247,6 @@ def test_either_of_two_models_with_the_same_parameters_can_run() -> None:
         assert same(models[0], twin)
 
 
-def test_a_single_layer_is_found_next_to_lists_of_its_parameters() -> None:
-    layer = nn.Linear(3, 2)
-    holders = [nn.ParameterList(layer.parameters()), nn.ParameterList(layer.parameters())]
-    assert found(layer.parameters()) is layer
-    del holders
-
-
 def test_a_tied_weight_belongs_to_the_model_with_all_of_its_owners() -> None:
     body = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3))
     head = nn.Linear(3, 5, bias=False)
