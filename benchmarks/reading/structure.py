@@ -2,12 +2,13 @@
 
     python benchmarks/reading/structure.py --json benchmarks/results/structure.json
     python benchmarks/reading/structure.py --list KAISA
+    python benchmarks/reading/structure.py --list measure
 
 For each optimizer, the script takes a step with all refreshes due, in one process with two Linear
 layers. It counts the files and functions of the package that the step enters, the lines of all
 classes of the optimizer, and its attributes. For the whole package, it counts the lines of code,
 and accesses to private names of another file's classes. With ``--list``, it prints the names of the
-functions that the step of one optimizer enters.
+functions that the step of one optimizer, or a pass of ``measure``, enters.
 """
 
 from __future__ import annotations
@@ -205,10 +206,17 @@ def list_functions(functions: Iterable[tuple[str, str]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     names = [System.__name__ for System in DUE]
-    parser.add_argument("--list", choices=names, help="only list the functions of one optimizer")
+    parser.add_argument(
+        "--list",
+        choices=[*names, "measure"],
+        help="only list the functions of one optimizer, or of a pass of measure",
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", SecondOrderWarning)
+    if arguments.list == "measure":
+        list_functions(measured()[1])
+        return
     if arguments.list:
         (listed,) = (System for System in DUE if System.__name__ == arguments.list)
         list_functions(stepped(listed)[1])

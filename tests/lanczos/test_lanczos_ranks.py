@@ -21,7 +21,7 @@ from torch.nn import functional
 from second_order.distributed.world import World as Processes
 from second_order.errors import CurvatureError
 from second_order.lanczos import Eigenpairs, Outputs, SpectralDensity, eigenpairs, spectral_density
-from second_order.lanczos.hvp import row_bounds
+from second_order.lanczos.hvp import row_counts
 from second_order.lanczos.spectrum import mean_loss
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def test_there_can_be_fewer_parameters_than_processes(world: World, size: int) -
     mean = (1 + 4 + 9) / (1 + 2 + 3)
     expected = mean * torch.arange(size, 0, -1.0).double()
     torch.testing.assert_close(found.eigenvalues, expected)
-    assert row_bounds(size, 3) == {1: [0, 0, 0, 1], 2: [0, 0, 1, 2], 4: [0, 1, 2, 4]}[size]
+    assert row_counts(size, 3) == {1: [0, 0, 1], 2: [0, 1, 1], 4: [1, 1, 2]}[size]
 
 
 def with_other_rounding(rank: int, world_size: int) -> Eigenpairs:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from second_order.distributed.fsdp import is_dtensor, local_tensor, reshard, shard_layout
 from second_order.distributed.world import World
 from second_order.lanczos.closure import Closures
-from second_order.lanczos.hvp import Hessian, RowSpace, ShardedHessian, row_bounds
+from second_order.lanczos.hvp import Hessian, RowSpace, ShardedHessian, row_slice
 from second_order.lanczos.spectrum import check_one_device, lanczos_dtype
 from second_order.optimizers.config import FOSIOptions
 from second_order.training.context import Training
@@ -146,16 +146,16 @@ class FlatParams:
         num_ranks = 1
         if self.row_sharded:
             num_ranks = world.size
-        bounds = row_bounds(self.size, num_ranks)
         pieces: list[ParamPiece] = []
         offset = 0  # of the parameter in the vector
         for index, group in enumerate(groups):
             for p in group:
                 shards = shard_layout(p, world) if self.fsdp_sharded else None
-                for rank, (first, last) in enumerate(pairwise(bounds)):
+                for rank in range(num_ranks):
                     if shards is None:
-                        start = max(first - offset, 0)
-                        size = min(last - offset, p.numel()) - start
+                        rows = row_slice(self.size, num_ranks, rank)
+                        start = max(rows.start - offset, 0)
+                        size = min(rows.stop - offset, p.numel()) - start
                     else:
                         start = shards.bounds(rank)[0] * shards.width
                         size = shards.size(rank)

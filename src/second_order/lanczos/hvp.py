@@ -21,7 +21,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -53,7 +52,6 @@ __all__ = [
     "ProductMode",
     "RowSpace",
     "ShardedHessian",
-    "row_bounds",
     "row_counts",
     "row_slice",
 ]
@@ -417,20 +415,18 @@ class ShardedHessian(Hessian):
 # ---------------------------------------------------------------------- vectors on many processes
 
 
-def row_bounds(size: int, processes: int) -> list[int]:
-    """Return the index of each process's first row, and n. Counts differ by at most one row."""
-    return [size * p // processes for p in range(processes + 1)]
-
-
 def row_slice(size: int, processes: int, rank: int) -> slice:
-    """Return the slice of the rows that a process has."""
-    bounds = row_bounds(size, processes)
-    return slice(bounds[rank], bounds[rank + 1])
+    """Return the slice of the rows that a process has. Counts differ by at most one row."""
+    return slice(size * rank // processes, size * (rank + 1) // processes)
 
 
 def row_counts(size: int, processes: int) -> list[int]:
     """Return the number of rows of each process."""
-    return [stop - start for start, stop in pairwise(row_bounds(size, processes))]
+    counts = []
+    for rank in range(processes):
+        rows = row_slice(size, processes, rank)
+        counts.append(rows.stop - rows.start)
+    return counts
 
 
 class RowSpace:
