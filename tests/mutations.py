@@ -463,7 +463,7 @@ a clip of a rank's own layers alone
 outliers that count in full  <-  change_clip::the_bound_is_four_times_the_running_average
     addcmul_(change, ratio, value  =>  addcmul_(change, torch.ones_like(ratio), value
 a change that rounding makes negative is clipped
-  <-  change_clip::a_change_below_zero_is_not_clipped
+  <-  change_clip::the_bound_is_four_times_the_running_average
     change.clamp_min(tiny)  =>  (change + tiny)
 steps without a preconditioned layer that count
   <-  change_clip::steps_without_preconditioned_layers_do_not_enter_the_average
@@ -668,12 +668,12 @@ one end of the window counts twice  <-  autocorrelation::autocorrelations_equal_
 eigenvectors of factors that are not scaled  <-  solvers::the_first_attempt_works_at_any_scale
     scaled = matrix / size  =>  scaled = matrix / torch.ones_like(size)
 large finite factors are given up
-  <-  solvers::large_factors_do_not_overflow
+  <-  solvers::any_finite_factor_can_be_decomposed
     not bool(stored.isfinite().all())  =>  not bool(_norm(stored).isfinite().all())
 a retry without the damping that float32 rounds away
   <-  solvers_failures::a_retry_adds_the_damping_in_float64
     _build_matrices([moved], torch.float64)  =>  _build_matrices([moved], problem.dtype).double()
-eigenvectors need not be orthogonal  <-  solvers::eigenvectors_that_are_not_orthogonal_are_rejected
+eigenvectors need not be orthogonal  <-  solvers::a_failed_factor_does_not_affect_its_batch
     errors.amax(-1)  =>  errors[:, 0]
 negative eigenvalues  <-  solvers::negative_eigenvalues_are_clamped
     values.clamp_min(0) * size.squeeze(-1)  =>  values * size.squeeze(-1)
@@ -685,7 +685,8 @@ a best rank one of another scale  <-  doubly_factored::18_rank_one_in_float32_fa
     root = (sigma * size).sqrt()  =>  root = sigma.sqrt()
 
 == kronecker/exact.py
-a LayerNorm's own eps is ignored  <-  exact_blocks::a_gain_multiplies_the_normalized_input
+a LayerNorm's own eps is ignored
+  <-  exact_blocks::an_exact_block_is_the_mean_outer_product_of_gradients
   - return layer_norm(x, module.normalized_shape, eps=module.eps)
   + return layer_norm(x, module.normalized_shape)
 parts of one example averaged  <-  exact_blocks::positions_are_expanded_or_reduced

@@ -53,29 +53,14 @@ def nu(usual: UsualChange, change: float) -> float:
 
 
 @example([0.0] * 8)
+@example([*[1.0] * 20, 400.0, 1.0, *[100.0] * 30])
+@example([*[1.0] * 20, -1e-12])
 @given(CHANGES)
 def test_the_bound_is_four_times_the_running_average(changes: list[float]) -> None:
+    """Rounding can make a change slightly negative. It is then not a large change."""
     usual = UsualChange()
     found = [nu(usual, change) for change in changes]
     assert found == pytest.approx(coefficients(changes), rel=1e-9)
-
-
-def test_an_outlier_is_clipped_and_a_lasting_rise_is_not() -> None:
-    usual = UsualChange()
-    assert [nu(usual, 1.0) for _ in range(20)] == [1.0] * 20
-    assert nu(usual, 400.0) == pytest.approx(0.1)
-    assert nu(UsualChange(), 0.0) == 1.0
-    assert nu(usual, 1.0) == 1.0
-    lasting = [nu(usual, 100.0) for _ in range(100)]
-    assert lasting[0] < 0.25
-    assert lasting[-1] == 1.0
-
-
-def test_a_change_below_zero_is_not_clipped() -> None:
-    """Rounding can make it slightly negative. It is then not a large change."""
-    usual = UsualChange()
-    assert [nu(usual, 1.0) for _ in range(20)] == [1.0] * 20
-    assert nu(usual, -1e-12) == 1.0
 
 
 def trained(rank: int, world_size: int, system: str, options: Any) -> tuple[Any, list[float]]:

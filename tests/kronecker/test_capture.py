@@ -53,19 +53,6 @@ def test_a_pair_is_the_input_and_the_output_gradient() -> None:
 # When there is a pair.
 
 
-def test_a_forward_pass_without_backward_gives_no_pair() -> None:
-    model = MLP.model()
-    _capture, recorder = watched(model)
-    loss = model(MLP.batch()[0]).sum()
-    assert not recorder.pairs
-    with torch.no_grad():
-        model(MLP.batch()[0])
-    with torch.inference_mode():
-        model(MLP.batch()[0])
-    loss.backward()
-    assert len(recorder.pairs) == 3  # of the first forward
-
-
 @pytest.mark.parametrize("sampler", [None, summed])
 def test_enabled_is_read_in_the_forward_pass(sampler: Any) -> None:
     model = MLP.model()

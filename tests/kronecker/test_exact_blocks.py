@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from second_order import DistKFAC
 from second_order.kfac import plan
-from second_order.kronecker.exact import ExactBlock, gain_of
+from second_order.kronecker.exact import ExactBlock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -158,19 +158,6 @@ def test_batch_norm_in_training_mode_has_an_exact_block(
     expected = coupled_fisher(model, batch)[at, at]
     keep_only(model, part)
     near(curvature(after_a_step(model, batch)), expected)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_gain_multiplies_the_normalized_input(name: str) -> None:
-    model, (x, _) = network(name, 3)
-    module: Any = model[0]
-    shape = [1, -1] + [1] * (x.dim() - 2) if name in BATCHED or "Group" in name else [*x.shape[1:]]
-    gain = module.weight.view(shape)
-    bias = getattr(module, "bias", None)
-    expected = module(x) if bias is None else module(x) - bias.view(shape)
-    rule = gain_of(module)
-    assert rule is not None
-    near(rule.factor(module, x) * gain, expected.detach())
 
 
 # Positions of a sequence.

@@ -23,12 +23,11 @@ EXACT = BlockRules(max_exact_dim=256)
 
 
 def find(
-    model: nn.Module, rules: BlockRules | None = EXACT, *, skip: tuple[str, ...] = (), **more: Any
+    model: nn.Module, rules: BlockRules | None = EXACT, only: list[Any] | None = None
 ) -> tuple[dict[str, KroneckerBlock], dict[str, LeftToBase]]:
     """Blocks and what is left to the base, by name; of all parameters, or of those in `only`."""
-    only = more.get("only", list(model.parameters()))
-    owned = {id(p): p.numel() for p in only}
-    blocks, left = find_blocks(model, owned, skip, more.get("known", {}), torch.float32, rules)
+    owned = {id(p): p.numel() for p in only or model.parameters()}
+    blocks, left = find_blocks(model, owned, (), {}, torch.float32, rules)
     assert sum(row.parameters for row in left) + sum(
         p.numel() for block in blocks for p in block.all_params
     ) == sum(owned.values())
@@ -137,24 +136,7 @@ def test_embeddings_with_sparse_gradients_fall_back_to_the_base() -> None:
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
-# skip_layers, max_factor_dim.
-
-
-@pytest.mark.parametrize(
-    ("pattern", "skipped"),
-    [
-        ("1", {"1"}),
-        ("BatchNorm*", {"1"}),
-        ("Conv2d", {"0", "4"}),
-        ("*", {"0", "1", "4", "8", "11"}),
-        ("1*", {"1", "11"}),
-    ],
-)
-def test_skip_layers_selects_by_name_and_class(pattern: str, skipped: set[str]) -> None:
-    blocks, left = find(vgg(), skip=(pattern,))
-    assert left.keys() == skipped
-    assert blocks.keys() == {"0", "1", "4", "8", "11"} - skipped
-    assert all(row.reason == f"skip_layers: {pattern!r}" for row in left.values())
+# max_factor_dim.
 
 
 @pytest.mark.parametrize(("bound", "large"), [(37, set()), (36, {"4"}), (24, {"4", "8"})])

@@ -26,7 +26,7 @@ from second_order.kronecker.factors import (
 from second_order.kronecker.layers import FactorShape, full_row_mask, to_row_mask
 from second_order.kronecker.rows import BackwardPass
 from second_order.kronecker.statistics import Pair, StatisticsCollector
-from second_order.kronecker.storage import as_stack, stack_in_place
+from second_order.kronecker.storage import as_stack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -261,14 +261,6 @@ def test_a_stack_of_contiguous_tensors_is_a_view() -> None:
         stack = as_stack(parts)
         assert torch.equal(stack, torch.stack(parts))
         assert stack.data_ptr() != parts[0].data_ptr()
-
-
-def test_owners_receive_slices_of_the_stack() -> None:
-    owners = [{"x": torch.full((2,), float(i))} for i in range(3)]
-    whole = stack_in_place(owners, "x")
-    whole += 1
-    assert [each["x"].tolist() for each in owners] == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
-    assert stack_in_place(owners, "x").data_ptr() == whole.data_ptr()
 
 
 def test_the_state_refers_to_the_stacks() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from solver_problems import assert_solved, decompose, factor, injected, restored, solve
 from torch import Tensor
@@ -22,6 +22,7 @@ each_solver = pytest.mark.parametrize("name", ["eigen", "inverse"])
 
 
 @each_solver
+@example(dim=3, rank=3, power=25, dtype=torch.float32)
 @given(
     dim=st.integers(1, 24),
     rank=st.integers(0, 3),
@@ -154,21 +155,6 @@ def test_the_first_attempt_works_at_any_scale(
     (found,) = decompose("eigen", sample("eigen") * scale)
     assert found is not None
     assert attempts == [(torch.float32, 1)]
-
-
-def test_eigenvectors_that_are_not_orthogonal_are_rejected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """If the eigenvalue is 0, a repeated column makes the same matrix."""
-
-    def twice(matrix: Tensor, result: Any) -> Any:
-        values, vectors = result
-        vectors = vectors.clone()
-        vectors[..., 0] = vectors[..., 1]
-        return values, vectors
-
-    injected(monkeypatch, "eigen", twice)
-    assert decompose("eigen", torch.diag(torch.tensor([0.0, 0.0, 1.0]))[None]) == [None]
 
 
 @each_fault

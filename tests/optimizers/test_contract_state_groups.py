@@ -105,16 +105,6 @@ def test_without_curvature_scheduled_training_equals_the_base_bit_for_bit(
     assert len(rates) > 1
 
 
-@each_system
-def test_with_curvature_training_differs_from_the_base(System: Any) -> None:
-    """The control of the test above."""
-    model = MLP.model()
-    twin = MLP.model()
-    train(model, make(System, model))
-    train(twin, torch.optim.SGD(twin.parameters(), lr=0.05))
-    assert not same(model, twin)
-
-
 SWITCHES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD foreach": (torch.optim.SGD, {"momentum": 0.9, "foreach": True}),
     "SGD fused": (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
