@@ -321,6 +321,9 @@ what cannot be compiled is an error
 a lost factor arrives as zeros
   <-  factor_exchange::a_lost_factor_is_also_missing_from_the_next_checkpoint
     and not has and bool(present):  =>  and not has:
+averages that another rank owns are sent on
+  <-  factor_exchange::a_lost_factor_is_also_missing_from_the_next_checkpoint
+    value = saved.get(entry.name) if has else None  =>  value = saved.get(entry.name)
 inverses of another scale than the run's  <-  resume::inverses_of_another_scale_are_refreshed
     if empty or scaled != inverses.scaled:  =>  if empty:
 a resumed run without the solves under way  <-  resume::a_resumed_run_equals_the_run
