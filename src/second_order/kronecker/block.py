@@ -193,7 +193,7 @@ class KroneckerBlock:
     @property
     def has_gradient(self) -> bool:
         """Whether any of the parameters has a gradient."""
-        return any(p.grad is not None for p in self.params)
+        return any(p.requires_grad and p.grad is not None for p in self.all_params)
 
     @property
     def size(self) -> int:
@@ -539,8 +539,7 @@ def split_by_parameter(matrices: Tensor, layout: Layout, layers: int = 1) -> Seq
     stacked = matrices.mT if layout.transposed else matrices
     if len(layout.views[0]) > 2:
         stacked = stacked.unflatten(0, (layers, -1))
-    sizes = [view[layout.axis] for view in layout.views]
-    parts: Sequence[Tensor] = stacked.split_with_sizes(sizes, layout.axis + 1)
+    parts: Sequence[Tensor] = stacked.split_with_sizes(layout.sizes, layout.axis + 1)
     return parts
 
 
@@ -562,11 +561,10 @@ class LayerBatch:
         self._dtype = self.blocks[0].work_dtype
         self._layout = self.blocks[0].layout
         self._inverse = inverse
-        # The layers' inverses that `_inverse` was made of. Inverses are compared by identity.
-        self._layer_inverses = None if inverse is None else self._collect_inverses()
-
-    def _collect_inverses(self) -> list[Inverse]:
-        return [block.inverse for block in self.blocks if block.inverse is not None]
+        # The layers' inverses that `_inverse` replaces. They are compared by identity.
+        self._layer_inverses: list[Inverse | None] = []
+        if inverse is not None:
+            self._layer_inverses = [block.inverse for block in self.blocks]
 
     @property
     def inverse(self) -> Inverse:
@@ -574,12 +572,13 @@ class LayerBatch:
 
         All layers must have an inverse.
         """
-        inverses = self._collect_inverses()
-        if self._inverse is None or inverses != self._layer_inverses:
+        layer_inverses = [block.inverse for block in self.blocks]
+        if self._inverse is None or layer_inverses != self._layer_inverses:
+            inverses = [inverse for inverse in layer_inverses if inverse is not None]
             entries = [inverse.entries for inverse in inverses]
             stacks = [stack_in_place(entries, name).flatten(0, 1) for name in entries[0]]
             self._inverse = inverses[0].with_tensors(stacks)
-            self._layer_inverses = inverses
+            self._layer_inverses = layer_inverses
         return self._inverse
 
     def select(
@@ -633,7 +632,7 @@ class LayerBatch:
         if results.device.type != "cpu":
             stacks = [stack.contiguous() for stack in stacks]
         parts: list[Tensor] = []
-        for layer_parts in zip(*(stack.unbind() for stack in stacks), strict=True):
+        for layer_parts in zip(*map(torch.unbind, stacks), strict=True):
             parts += layer_parts
         return parts
 

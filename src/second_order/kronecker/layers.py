@@ -601,7 +601,8 @@ KINDS: dict[type[nn.Module], LayerKind] = {nn.Linear: LINEAR, nn.Embedding: EMBE
 # ---------------------------------------------------------------------------- gradients as matrices
 
 
-class Layout(NamedTuple):
+@dataclass(frozen=True)
+class Layout:
     """How the gradients of a layer's parameters form a matrix ``(groups, out, in)``.
 
     Attributes:
@@ -620,6 +621,11 @@ class Layout(NamedTuple):
     axis: int
     views: tuple[tuple[int, ...], ...]
     transposed: bool = False
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The size of each gradient along the axis."""
+        return [view[self.axis] for view in self.views]
 
 
 def matrix_layout(shape: FactorShape, sizes: Iterable[int]) -> Layout:

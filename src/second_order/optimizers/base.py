@@ -236,7 +236,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         )
         self._training = training
         self._param_locations = ParamLocations(arguments.model, params_in_groups)
-        self._frozen = FrozenParams(params.parameters() if isinstance(params, nn.Module) else ())
+        # Given a model, the groups leave out the parameters that are frozen now.
+        self._frozen: FrozenParams | None = None
+        if isinstance(params, nn.Module) and not all(p.requires_grad for p in params.parameters()):
+            self._frozen = FrozenParams(params.parameters())
         warn_if_no_process_group(training)
         check_model_owns_params(training, params_in_groups)
         if needs_model:
@@ -354,7 +357,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if self._collected is not None:
             self._collected = None  # the state of consolidate() is outdated after this step
             self._publish_state()
-        self._frozen.warn_if_trained(training)
+        if self._frozen is not None:
+            self._frozen.warn_if_trained(training)
         if training.world.size > 1:
             with stage("compare"):
                 self._consistency.check(
