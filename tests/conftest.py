@@ -117,6 +117,14 @@ def world() -> Iterator[World]:
     world.close()
 
 
+@pytest.fixture
+def dynamo() -> Iterator[None]:
+    """Forget compiled graphs: after a number of them, torch.compile makes no more."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 class Launcher(Protocol):
     """`launch(script, nproc, *args)`."""
 

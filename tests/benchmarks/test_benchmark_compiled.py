@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
-import torch
 from stored_runs import stored, text_of
 from torch import nn
 
 import compiled
 from workloads import Workload
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 def net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 10))
 
 
-@pytest.fixture(autouse=True)
-def dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
+@pytest.mark.usefixtures("dynamo")
 @pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 def test_every_case_is_measured() -> None:
     found = compiled.measure(Workload("tiny", net, (4, 6)), "eager", turns=2, repeats=1)

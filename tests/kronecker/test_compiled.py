@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import capture_recorders
 import pytest
@@ -14,24 +14,17 @@ from torch import Tensor, nn
 
 from second_order.kronecker.capture import Capture
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 MLP = ZOO["mlp"]  # Linear layers "0", "2", "4"
 X = MLP.batch()[0]
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("dynamo"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+]
 each_backend = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 
 
 def watched(model: nn.Module) -> tuple[Capture, Keeper]:
     return capture_recorders.watched(model, recorder=Keeper())
-
-
-@pytest.fixture(autouse=True)
-def dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def whole(model: nn.Module, backend: str = "aot_eager") -> Any:

@@ -35,21 +35,15 @@ from second_order.kronecker.capture import Capture
 from second_order.kronecker.fisher import LabelSampler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from pool import World
 
-pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+pytestmark = [
+    pytest.mark.usefixtures("dynamo"),
+    pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning"),
+]
 MLP = ZOO["mlp"]
 X, Y = MLP.batch()
 BATCHES = MLP.batches(4)
-
-
-@pytest.fixture(autouse=True)
-def dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Own(nn.Module):

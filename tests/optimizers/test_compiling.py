@@ -27,17 +27,12 @@ if TYPE_CHECKING:
     pass
 
 pytestmark = [
+    pytest.mark.usefixtures("dynamo"),
     pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
 ]
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(5)
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled() -> None:
-    """Whole graphs of other tests are not counted: past a number of them none is made."""
-    torch._dynamo.reset()
 
 
 @each_system

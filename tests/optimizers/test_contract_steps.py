@@ -41,7 +41,7 @@ from torch.optim.swa_utils import AveragedModel
 from second_order import DHO2, CurvatureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from reference import Batch
 
@@ -185,13 +185,6 @@ def test_a_layer_without_statistics_is_named_in_one_warning(
             take(model, optimizer, batch)
     assert sum("'never'" in text for text in warned) == 1
     assert sum("'late'" in text for text in warned) == 1
-
-
-@pytest.fixture
-def dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.works("compile")
