@@ -361,7 +361,6 @@ class FlatParams:
             step()
         finally:
             for p, data, gradient in complete:
-                p.grad = None
                 p.data = data
                 p.grad = gradient
 

@@ -85,7 +85,7 @@ class _SavedBuffer:
 
 @contextmanager
 def preserved_state(
-    params: Sequence[Tensor], model: nn.Module | None = None
+    params: Sequence[Tensor], device: torch.device, model: nn.Module | None = None
 ) -> Iterator[Callable[[], None]]:
     """Evaluate and differentiate inside, and restore the state of the model and of torch at exit.
 
@@ -98,14 +98,15 @@ def preserved_state(
         A function that sets random state and buffers back to those of the first evaluation.
     """
     cpu_random_state = torch.get_rng_state()
-    cuda_random_states = {p.device: torch.cuda.get_rng_state(p.device) for p in params if p.is_cuda}
+    if device.type == "cuda":
+        cuda_random_state = torch.cuda.get_rng_state(device)
     seen_modules: set[nn.Module] = set()
     saved_buffers: list[_SavedBuffer] = []
 
     def rewind() -> None:
         torch.set_rng_state(cpu_random_state)
-        for device, state in cuda_random_states.items():
-            torch.cuda.set_rng_state(state, device)
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(cuda_random_state, device)
         for saved in saved_buffers:
             saved.restore()
 
@@ -140,9 +141,8 @@ def preserved_state(
         # The settings inside.
         stack.enter_context(torch.enable_grad())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        for kind in {p.device.type for p in params}:
-            # Autocast's cache of cast weights would outlive the changes that differences make.
-            stack.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
+        # Autocast's cache of cast weights would outlive the changes that differences make.
+        stack.enter_context(torch.autocast(device.type, enabled=False, cache_enabled=False))
         if model is not None:  # compiled code may call it without hooks
             save_modules(model)
         stack.callback(register_module_forward_pre_hook(save_modules).remove)
@@ -222,7 +222,9 @@ class Hessian:
     def __enter__(self) -> Hessian:
         check_closure(self._loss_fns)  # here, so that all processes raise together
         with ExitStack() as stack:
-            self._rewind = stack.enter_context(preserved_state(self.params, self._model))
+            self._rewind = stack.enter_context(
+                preserved_state(self.params, self._device, self._model)
+            )
             self.examples = 0.0
             self.loss = 0.0
             if self._mode == "retained":
