@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -401,21 +401,41 @@ class StepPasses:
 
     passes: dict[int, BackwardPass] = field(default_factory=dict)
 
-    def passes_of(self, staged: LayerStatistics) -> list[BackwardPass]:
+    def count_terms(self, layers: Iterable[LayerStatistics]) -> list[Terms]:
+        """N of the step's passes, for each layer's staged statistics."""
+        # Layers for which the same passes come into question have the same terms.
+        by_candidates: dict[tuple[tuple[int, ...], tuple[int, ...]], Terms] = {}
+        terms: list[Terms] = []
+        for staged in layers:
+            reaching = [number for number in self.passes if staged.has_pass(number)]
+            later = [n for n, each in self.passes.items() if each.serial > staged.cleared_at]
+            key = (tuple(reaching), tuple(later))
+            if key not in by_candidates:
+                passes = self._select_passes(reaching, later)
+                number = _sum([each.count_terms() for each in passes])
+                by_candidates[key] = Terms(number, tuple([each.serial for each in passes]))
+            terms.append(by_candidates[key])
+        return terms
+
+    def _select_passes(
+        self, reaching: Collection[int], later: Collection[int]
+    ) -> list[BackwardPass]:
         """The passes whose terms count for a layer, including passes that do not reach it.
 
         Passes that have a layer in common have parts of one loss. A pass that goes through the
         same calls again has terms that were counted before. It is left out unless there is no
         other pass.
+
+        Args:
+            reaching: The numbers of the passes that reach the layer.
+            later: The numbers of the passes that began after its statistics were cleared.
         """
-        # The passes that reach the layer, or that began after its statistics were cleared.
-        layers: set[int] = set()
         candidates: list[BackwardPass] = []
-        for backward_pass in self.passes.values():
-            reaches = staged.has_pass(backward_pass.number)
-            if reaches:
+        layers: set[int] = set()  # the layers of the passes that reach this one
+        for number, backward_pass in self.passes.items():
+            if number in reaching:
                 layers |= backward_pass.layers.keys()
-            if reaches or backward_pass.serial > staged.cleared_at:
+            if number in reaching or number in later:
                 candidates.append(backward_pass)
 
         # Among these, the passes of the same loss.
@@ -423,16 +443,3 @@ class StepPasses:
             candidates = [each for each in candidates if not layers.isdisjoint(each.layers)]
         first_passes = [each for each in candidates if not each.again]
         return first_passes or candidates[:1]
-
-    def count_terms(self, layers: Iterable[LayerStatistics]) -> list[Terms]:
-        """N of the step's passes, for each layer's staged statistics."""
-        totals: dict[tuple[int, ...], Terms] = {}
-        terms: list[Terms] = []
-        for staged in layers:
-            passes = self.passes_of(staged)
-            serials = tuple([each.serial for each in passes])
-            if serials not in totals:
-                number = _sum([each.count_terms() for each in passes])
-                totals[serials] = Terms(number, serials)
-            terms.append(totals[serials])
-        return terms
