@@ -529,25 +529,29 @@ def _update(
         steps[:, 0] = routed.step
     average.lerp_(new_means, steps)
 
-    # The factors.
-    start = 0
-    for length in run_lengths:
-        run = slice(start, start + length)
-        start += length
-        for column, name in enumerate(shape.factor_names):
-            if name not in entries[0]:
-                continue
+    # The factors, (layers, groups, elements) each.
+    for column, name in enumerate(shape.factor_names):
+        if name not in entries[0]:
+            continue
+        counts_of_factor = counts[:, column].view(-1, 1, 1)
+        steps = step.view(-1, 1, 1)
+        if shape.routed and name == "A":
+            steps = routed.step.unsqueeze(-1)
+        steps = steps.to(averages[0].dtype)
+
+        start = 0
+        for length in run_lengths:
+            run = slice(start, start + length)
+            start += length
             average = stack_in_place(entries[run], name)
             total = as_stack([layer_sums.factors[name] for layer_sums in sums[run]])
             mean = total.to(counts.dtype)  # so that a narrow mean is rounded only once, at the end
-            steps = step[run]
             if unit_trace is not None and name == "A":
                 mean.mul_(_expand_to(unit_trace[run], mean))
-            mean.div_(_expand_to(counts[run, column], mean))
+            mean.div_(counts_of_factor[run])
             if shape.routed and name == "A":
                 mean.mul_(_expand_to(routed.scale[run], mean))
-                steps = routed.step[run]
-            average.lerp_(mean.to(average.dtype), _expand_to(steps.to(average.dtype), average))
+            average.lerp_(mean.to(average.dtype), steps[run])
 
 
 def _expand_to(numbers: Tensor, stack: Tensor) -> Tensor:
