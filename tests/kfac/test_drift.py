@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import ZOO
 from optimizer_cases import KRONECKER, each_kronecker, make, matrices, take
-from ranks import shard
+from ranks import shard, vector
 from reference import block as dense_block
 from reference import to_matrix
 from torch import Tensor, nn
@@ -214,6 +214,34 @@ def test_intervals_grow_without_drift_and_shrink_with_drift(world: World, system
         for name in names:
             assert step % intervals[step - 1][LAYERS.index(name)] == 0
     assert 12 < sum(map(bool, solved[:128])) < 40
+
+
+def train_wide(rank: int, world_size: int) -> tuple[list[list[int]], list[Tensor]]:
+    """Train with default settings, and return each step's intervals and parameters.
+
+    To refresh the first layer costs more than a step, so that its cost bounds its interval.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(700, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    optimizer = KAISA(model, lr=0.05, momentum=0.9, factor_dtype=torch.float64)
+    curvature = optimizer._curvature
+    intervals = []
+    params = []
+    for _ in range(8):
+        batch = (torch.randn(12, 700, dtype=torch.float64), torch.randint(3, (12,)))
+        take(model, optimizer, shard(batch, rank, world_size))
+        intervals.append([curvature.drift.interval(b) for b in curvature.layers.blocks])
+        params.append(vector(model))
+    return intervals, params
+
+
+def test_intervals_do_not_depend_on_the_number_of_ranks_that_share_a_batch(world: World) -> None:
+    """Neither do parameters, but for rounding."""
+    intervals, params = train_wide(0, 1)
+    assert max(intervals[-1]) > 1
+    for found_intervals, found_params in world.run(train_wide, 2):
+        assert found_intervals == intervals
+        torch.testing.assert_close(found_params, params, rtol=1e-9, atol=1e-12)
 
 
 @each_kronecker

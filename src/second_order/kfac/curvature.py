@@ -624,9 +624,11 @@ class KFAC(LayeredCurvature):
         if feedback.mean_curvature is not None:
             self.mean_curvature = feedback.mean_curvature  # the floor of γ at the next refresh
         if self.drift is not None:
-            cost = INVERSION_COST[self._options.solver] / self.training.world.size
+            cost = INVERSION_COST[self._options.solver]
             costs = [cost * step_plan.costs[block] for block in step_plan.layers]
-            self.drift.record(list(step_plan.layers), feedback.cosines, feedback.work, costs)
+            # Each layer's work is that of one rank's passes, and all ranks have as many.
+            work = feedback.work * self.training.world.size
+            self.drift.record(list(step_plan.layers), feedback.cosines, work, costs)
 
     @property
     def _step_scale(self) -> float:

@@ -17,7 +17,8 @@ limits the refreshes of all layers together, on average per step, to the cost of
 the model. Let k be the cost of a layer's refresh and W the work of a step's passes and its other
 operations. The layer's bound is sqrt(k) Σ sqrt(k) / W, rounded to a power of two. Without the
 rounding, Σ k / interval equals W, and no other intervals of the same total cost have a smaller sum
-of intervals.
+of intervals. k and W are those of all ranks together, so the bounds do not depend on the number of
+ranks that share a batch.
 """
 
 from __future__ import annotations
@@ -128,9 +129,9 @@ def cost_bounds(costs: Sequence[float], work: float) -> list[int]:
     """Return the shortest interval of each layer, a power of two, that bounds the refreshes' cost.
 
     Args:
-        costs: Operations of each layer's refresh, on the rank with the largest share.
-        work: Operations of a step's passes on a rank. If it is 0, it is unknown, and nothing is
-            bounded.
+        costs: Operations of each layer's refresh.
+        work: Operations of a step's passes on all ranks together. If it is 0, it is unknown, and
+            nothing is bounded.
     """
     if not work:
         return [1] * len(costs)
