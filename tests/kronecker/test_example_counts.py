@@ -162,6 +162,16 @@ def test_passes_of_a_step_are_counted_with_one_warning(System: Any) -> None:
     assert "loss_reduction='pass_mean'" in line
 
 
+@each_kronecker
+def test_an_explicit_loss_reduction_has_no_warning(System: Any) -> None:
+    model = MLP.model()
+    optimizer = make(System, model, loss_reduction="mean")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SecondOrderWarning)
+        accumulate(model, MLP.batch(), 2, 2)
+        optimizer.step()
+
+
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_two_losses_of_one_forward_pass_are_not_micro_batches(reentrant: bool | None) -> None:
     """Also if a checkpoint repeats the forward pass. G is the sum of both, with a warning."""

@@ -408,7 +408,8 @@ class Layers:
         passes = 1
         for block in blocks:
             passes = max(passes, block.staged.micro_batches)
-        if passes > 1 and self._training.is_first_warning("micro-batches"):
+        by_default = self._options.loss_reduction == AUTO
+        if by_default and passes > 1 and self._training.is_first_warning("micro-batches"):
             self._training.warn(f"{passes} backward passes in a step: {ASSUMPTIONS[reduction]}")
         if reduction == "step_mean":
             return 1
