@@ -12,7 +12,7 @@ from models import ZOO
 from optimizer_cases import each_kronecker, make, take
 from torch import Tensor, nn
 
-from second_order import DPKFAC, LayerRow, SecondOrderWarning, register_layer
+from second_order import DPKFAC, KAISA, LayerRow, SecondOrderWarning, register_layer
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 
@@ -150,6 +150,14 @@ def share_in(message: str) -> float:
     found = re.match(r"(\d+\.\d)% of the parameters preconditioned; ", message)
     assert found, message
     return float(found[1]) / 100
+
+
+def test_the_share_is_100_percent_only_if_nothing_is_left_out() -> None:
+    message, optimizer = message_and_summary(KAISA, nn.Sequential(nn.Linear(200, 200), nn.PReLU()))
+    assert message.startswith("99.9% of the parameters preconditioned; ")
+    assert "\n99.9% of the parameters preconditioned; " in str(optimizer.summary())
+    optimizer = make(KAISA, nn.Linear(200, 200))
+    assert "\n100.0% of the parameters preconditioned; " in str(optimizer.summary())
 
 
 def share_of(model: nn.Module, *names: str) -> float:

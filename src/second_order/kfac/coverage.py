@@ -13,7 +13,7 @@ from second_order.kfac.layers import NO_STATISTICS, Layers
 from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.model_blocks import LeftToBase
 from second_order.optimizers.config import KFACOptions
-from second_order.reporting.summary import LayerRow, Summary
+from second_order.reporting.summary import LayerRow, Summary, describe_share
 from second_order.training.context import Training
 from second_order.utils.modules import plain_type, unmatched_patterns
 
@@ -44,8 +44,8 @@ def warn_of_uncovered(training: Training, options: KFACOptions, layers: Layers) 
     total = sum(p.numel() for p in training.trainable_params())
     share = covered / max(total, 1)
     message = (
-        f"{share:.1%} of the parameters preconditioned; trained by {training.base_name} "
-        f"alone, without curvature: {_list_modules(new)}; summary() gives the reasons"
+        f"{describe_share(share)}; trained by {training.base_name} alone, without curvature: "
+        f"{_list_modules(new)}; summary() gives the reasons"
     )
     if share < 0.5:
         # With FSDP2 no rank has whole gradients, which 'gradient_factors' needs.

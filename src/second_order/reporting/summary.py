@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["CurvatureReport", "EpochReport", "LayerRow", "Summary"]
+__all__ = ["CurvatureReport", "EpochReport", "LayerRow", "Summary", "describe_share"]
+
+
+def describe_share(share: float) -> str:
+    """Return the share of the parameters that are preconditioned as text: 100.0% only for all."""
+    if share < 1.0:
+        share = min(share, 0.999)
+    return f"{share:.1%} of the parameters preconditioned"
 
 
 @dataclass(frozen=True)
@@ -92,8 +99,8 @@ class Summary:
         if self.steps == 0 and self.total_bytes == 0:
             memory = "not known before the first step"
         share = (
-            f"{self.preconditioned_share:.1%} of the parameters preconditioned; second-order state "
-            f"of this process: {memory}"
+            f"{describe_share(self.preconditioned_share)}; second-order state of this process: "
+            f"{memory}"
         )
         return "\n".join([self.title, share, *aligned(table, {2, 6}), *self.lines])
 
