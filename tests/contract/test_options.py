@@ -57,6 +57,12 @@ def test_an_unknown_keyword_suggests_the_closest_one(
 
 
 @each_system
+def test_a_keyword_of_adamw_suggests_it_as_the_base(System: Any) -> None:
+    with pytest.raises(TypeError, match=r"'betas'.*one of SGD; .*pass base=torch\.optim\.AdamW$"):
+        System(mlp(), lr=0.1, betas=(0.9, 0.999))
+
+
+@each_system
 def test_our_options_are_keyword_only_and_differ_from_the_bases(System: Any) -> None:
     """A name of both would be taken from the base without a word."""
     _, first, second, *others = inspect.signature(System.__init__).parameters.values()

@@ -170,9 +170,11 @@ def split_base_keywords(
             known = list(own_keywords)
             for each_class in classes:
                 known += inspect.signature(each_class).parameters
+            hint = closest(name, known)
+            if _takes(torch.optim.AdamW, name):  # such as `betas`, which is not a misspelling
+                hint = "; AdamW has it: pass base=torch.optim.AdamW"
             raise TypeError(
-                f"unknown keyword {name!r}: neither an option here nor one of {class_names}"
-                f"{closest(name, known)}"
+                f"unknown keyword {name!r}: neither an option here nor one of {class_names}{hint}"
             )
     for name in aux_kwargs:
         if not _takes(aux_class, name):
