@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -158,6 +159,24 @@ def test_the_share_is_100_percent_only_if_nothing_is_left_out() -> None:
     assert "\n99.9% of the parameters preconditioned; " in str(optimizer.summary())
     optimizer = make(KAISA, nn.Linear(200, 200))
     assert "\n100.0% of the parameters preconditioned; " in str(optimizer.summary())
+
+
+@each_kronecker
+def test_modules_that_the_user_left_out_are_not_named(System: Any) -> None:
+    """By skip_layers, or by their parameter group. The summary has them."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3), nn.PReLU())
+    message, _ = message_and_summary(System, model, skip_layers=["1"])
+    names = "2 (PReLU), and the modules that you left out"
+    assert f"trained by SGD alone, without curvature: {names}; summary()" in message
+
+    groups = [
+        {"params": model[0].parameters()},
+        {"params": model[1].parameters(), "precondition": False},
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SecondOrderWarning)
+        optimizers = [make(System, model[:2], skip_layers=["1"]), make(System, groups, model=model)]
+    assert all(by_name(optimizer)["1"].status == "base" for optimizer in optimizers)
 
 
 def share_of(model: nn.Module, *names: str) -> float:

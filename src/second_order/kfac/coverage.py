@@ -28,14 +28,21 @@ COVER_MORE = (
 
 
 def warn_of_uncovered(training: Training, options: KFACOptions, layers: Layers) -> None:
-    """Warn once of each pattern without a match and each module that only the base trains."""
+    """Warn once of each pattern without a match and each module that only the base trains.
+
+    Modules that the user left out, by ``skip_layers`` or ``precondition=False``, are not named.
+    """
     for pattern in unmatched_patterns(training.model, options.skip_layers):
         if training.is_first_warning(f"pattern:{pattern}"):
             training.warn(f"skip_layers: the pattern {pattern!r} matches no module of the model")
     rows = _trained_by_base(training, layers)
-    new = [row for row in rows if training.is_first_warning(f"left:{row}")]
+    others = [row for row in rows if not row.by_option]
+    new = [row for row in others if training.is_first_warning(f"left:{row}")]
     if not new:
         return
+    names = _list_modules(new)
+    if len(others) < len(rows):
+        names += ", and the modules that you left out"
 
     covered = 0
     for block in layers.blocks:
@@ -45,7 +52,7 @@ def warn_of_uncovered(training: Training, options: KFACOptions, layers: Layers) 
     share = covered / max(total, 1)
     message = (
         f"{describe_share(share)}; trained by {training.base_name} alone, without curvature: "
-        f"{_list_modules(new)}; summary() gives the reasons"
+        f"{names}; summary() gives the reasons"
     )
     if share < 0.5:
         # With FSDP2 no rank has whole gradients, which 'gradient_factors' needs.

@@ -64,6 +64,7 @@ class LeftToBase:
         in_part: The matrices of the module have gradient-factored blocks, and only its vectors are
             left.
         exact_if_allowed: It would have an exact block if ``max_exact_dim`` were not None.
+        by_option: The user left it out, by ``skip_layers`` or ``precondition=False``.
     """
 
     name: str
@@ -74,6 +75,7 @@ class LeftToBase:
     norm: bool = False
     in_part: bool = False
     exact_if_allowed: bool = False
+    by_option: bool = False
 
     def __str__(self) -> str:
         details = []
@@ -278,7 +280,7 @@ class _BlockSearch:
     def exclude(self, name: str, module: nn.Module, reason: str) -> None:
         """Leave a module to the base, as an option says."""
         self._excluded.update(id(p) for p in module.parameters(recurse=False))
-        self._skip(name, module, reason)
+        self._skip(name, module, reason, by_option=True)
         self._add_use_of_weight(name, module)
 
     def add(self, name: str, module: nn.Module, input_channels: int | None) -> None:
@@ -536,6 +538,7 @@ class _BlockSearch:
         *,
         unexpected: bool = False,
         exact_if_allowed: bool = False,
+        by_option: bool = False,
     ) -> None:
         """Leave the parameters of a module to the base."""
         row = LeftToBase(
@@ -546,6 +549,7 @@ class _BlockSearch:
             unexpected=unexpected,
             norm=_is_norm(module),
             exact_if_allowed=exact_if_allowed,
+            by_option=by_option,
         )
         self._rows.append(_Row(row, [id(p) for p in module.parameters(recurse=False)]))
         self._skipped.add(module)
