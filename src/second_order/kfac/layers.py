@@ -65,6 +65,7 @@ __all__ = [
 
 Groups: TypeAlias = Sequence[Mapping[str, Any]]
 
+MAX_NAMES = 3  # of layers, in the warning that none has statistics
 DEFAULT_EXAMPLES = 64.0  # per step, if no layer has counted the examples
 
 # Reasons in warnings and in the summary.
@@ -445,16 +446,19 @@ class Layers:
         training = self._training
         if not training.is_first_warning("no statistics"):
             return
+        names = ", ".join(repr(block.name) for block in blocks[:MAX_NAMES])
+        if len(blocks) > MAX_NAMES:
+            names += f" and {len(blocks) - MAX_NAMES} more"
         reason = NO_LAYER_CALLED
         for block in blocks:
             if self.missing_reason(block):
-                reason = self.missing_reason(block)
+                reason = f"for example, {block.name!r}: {self.missing_reason(block)}"
                 break
         if self._options.samples:
             reason += f"; fisher={self._options.fisher!r} also requires that you call the model"
         training.warn(
-            f"no layer gave statistics: {training.name} now trains like {training.base_name}; "
-            f"{reason}"
+            f"no layer gave statistics ({names}): {training.name} now trains like "
+            f"{training.base_name}; {reason}"
         )
 
     def missing_reason(self, block: KroneckerBlock) -> str:
