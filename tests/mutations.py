@@ -815,7 +815,7 @@ no scale of the loss  <-  invariants_factors::11_a_grad_scaler_changes_nothing
   + return 1.0 / torch.ones_like(scale)
 a pair that is kept over zero_grad
   <-  queued_statistics::a_queued_pair_belongs_to_the_step_that_captured_it
-    if pair.cleared_at == pair.staged.cleared_at]  =>  ]
+    if pair.is_valid]  =>  ]
 a slice that counts by its own size
   <-  queued_statistics::pairs_are_queued_until_the_pass_ends_or_a_size_is_reached
     max(4 * self.size, storage_bytes)  =>  4 * self.size

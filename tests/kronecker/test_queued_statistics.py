@@ -87,9 +87,6 @@ def keep(
         backward_pass=rows,
         group=rows.find_group(seen),
         gradient=seen.gradient,
-        size=x.numel() + d.numel() + block.staged.shape.elements,
-        cleared_at=block.staged.cleared_at,
-        versions=(x._version, d._version),
     )
     block.staged.record_pair(rows.number)
     made._pairs.append(pair)

@@ -116,10 +116,13 @@ class Pair:
         group: The group of the pair's rows in that pass.
         gradient: ``(rows, out)``, nonzero in the rows with a gradient. None once these rows are
             recorded in the group.
-        size: Number of elements of the pair and of its sums.
-        cleared_at: ``staged.cleared_at`` when the pair arrived.
-        versions: The version counters of the pair's tensors when it arrived.
         index: Indices of the group's rows that the pair has. None for all.
+        size: Number of elements of the pair and of its sums.
+        nbytes: Bytes that the pair keeps, at least those of its sums in float32. A slice keeps the
+            memory of its whole tensor.
+        cleared_at: ``staged.cleared_at`` when the pair arrived.
+        versions: The version counters of the pair's tensors when it arrived, which in-place
+            operations increase.
     """
 
     block: KroneckerBlock
@@ -129,10 +132,22 @@ class Pair:
     backward_pass: BackwardPass
     group: RowGroup
     gradient: Tensor | None
-    size: int
-    cleared_at: int
-    versions: tuple[int, ...]
     index: Tensor | None = None
+    size: int = field(init=False)
+    nbytes: int = field(init=False)
+    cleared_at: int = field(init=False)
+    versions: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cleared_at = self.staged.cleared_at
+        self.size = self.staged.shape.elements
+        storage_bytes = 0
+        tensors = _tensors_of(self.x, self.d)
+        for tensor in tensors:
+            self.size += tensor.numel()
+            storage_bytes += tensor.untyped_storage().nbytes()
+        self.nbytes = max(4 * self.size, storage_bytes)
+        self.versions = tuple([tensor._version for tensor in tensors])
 
     @property
     def staged(self) -> StagedStatistics:
@@ -140,14 +155,14 @@ class Pair:
         return self.block.staged
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that the pair keeps, at least those of its sums in float32.
+    def is_valid(self) -> bool:
+        """Whether the layer's statistics have not been cleared since the pair arrived."""
+        return self.cleared_at == self.staged.cleared_at
 
-        A slice keeps the memory of its whole tensor.
-        """
-        tensors = _tensors_of(self.x, self.d)
-        storage_bytes = sum([tensor.untyped_storage().nbytes() for tensor in tensors])
-        return max(4 * self.size, storage_bytes)
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether no tensor of the pair has been changed in place since the pair arrived."""
+        return self.versions == tuple([t._version for t in _tensors_of(self.x, self.d)])
 
 
 class ReadyPair(NamedTuple):
@@ -161,16 +176,6 @@ def _tensors_of(x: Any, d: Tensor) -> tuple[Tensor, ...]:
     if isinstance(x, Routed):
         return x.hidden, x.index, x.weights, d
     return x, d
-
-
-def _size_of(staged: StagedStatistics, x: Any, d: Tensor) -> int:
-    """Number of elements of a pair and of its sums."""
-    return sum([tensor.numel() for tensor in _tensors_of(x, d)]) + staged.shape.elements
-
-
-def _versions_of(x: Any, d: Tensor) -> tuple[int, ...]:
-    """The version counters of a pair's tensors, which in-place operations increase."""
-    return tuple([tensor._version for tensor in _tensors_of(x, d)])
 
 
 # ------------------------------------------------------------------------------------ collector
@@ -310,9 +315,6 @@ class StatisticsCollector:
                 backward_pass=backward_pass,
                 group=group,
                 gradient=None if read_gradient else rows.gradient,
-                size=_size_of(block.staged, x, d),
-                cleared_at=block.staged.cleared_at,
-                versions=_versions_of(x, d),
             )
             self._keep(pair, again)
 
@@ -446,11 +448,10 @@ class StatisticsCollector:
         pairs = self._pairs
         self._pairs = []
         self._bytes = 0
-        # The statistics of a layer may have been cleared since the pair arrived.
-        pairs = [pair for pair in pairs if pair.cleared_at == pair.staged.cleared_at]
+        pairs = [pair for pair in pairs if pair.is_valid]
         unchanged: list[Pair] = []
         for pair in pairs:
-            if pair.versions == _versions_of(pair.x, pair.d):
+            if pair.is_unchanged:
                 unchanged.append(pair)
             else:
                 self.warn(CHANGED_IN_PLACE.format(pair.block.name))
@@ -730,13 +731,4 @@ def split_pair(pair: Pair) -> tuple[ReadyPair, list[Pair]]:
     x = pair.x.reshape(group.num_rows, *pair.x.shape[leading:])[index]
     # No layer has given these rows a gradient so far, this one included.
     d = pair.d.new_zeros(()).expand(len(index), *pair.d.shape[leading:])
-    rest = replace(
-        pair,
-        x=x,
-        d=d,
-        index=index,
-        gradient=None,
-        size=_size_of(pair.staged, x, d),
-        versions=_versions_of(x, d),
-    )
-    return ready, [rest]
+    return ready, [replace(pair, x=x, d=d, index=index, gradient=None)]
