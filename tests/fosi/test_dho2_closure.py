@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from dho2_training import BATCHES, CASE, CURVED, QUICK, closure_of, dho2, go, vector
-from optimizer_cases import same
+from optimizer_cases import noted, same
 from reference import cross_entropy
 from saved_states import are_equal
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from second_order import CurvatureError, SecondOrderWarning
+from second_order import DHO2, MRDHO2, CurvatureError, SecondOrderWarning
 
 
 def test_the_curvature_closure_can_be_passed_in_three_ways() -> None:
@@ -37,6 +37,23 @@ def test_the_curvature_closure_can_be_passed_in_three_ways() -> None:
             trajectories[-1].append(vector(model))
     for trajectory in trajectories[1:]:
         assert same(trajectory, trajectories[0])
+
+
+@pytest.mark.filterwarnings("ignore:MRDHO2 with 1 process")
+@pytest.mark.parametrize(("System", "step"), [(DHO2, 200), (MRDHO2, 100)])
+def test_a_missing_closure_is_reported_at_the_first_step(System: Any, step: int) -> None:
+    """Once, with the step that needs it. Not if nothing needs one."""
+    messages = []
+    for options in ({}, {"curvature_closure": lambda: None}, {"num_largest": 0}):
+        model = CASE.model()
+        optimizer = System(model, lr=0.1, **options)
+        with noted() as warned:
+            go(model, optimizer, BATCHES[:2])
+        messages.append(warned)
+    ((message,), *others) = messages
+    assert "no curvature closure yet" in message
+    assert f"at step {step}, requires one; pass " in message
+    assert others == [[], []]
 
 
 class Once(torch.autograd.Function):

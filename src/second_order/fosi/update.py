@@ -87,6 +87,12 @@ VANISHED = 1e-6
 RANDOM_SHARE = 0.1  # length of the random part of a start vector; that of the last pairs has 1
 WARM_PRODUCTS = 20  # products that a warm start may take for any number of pairs
 
+CLOSURE_REMEDY = (
+    "pass {name}(..., curvature_closure=f), assign optimizer.curvature_closure = f, or call "
+    "step(curvature_closure=f), where f returns the loss on the curvature batch without calling "
+    "backward()"
+)
+
 
 @dataclass(frozen=True)
 class RefreshCounts:
@@ -186,8 +192,17 @@ class FOSICurvature(Curvature):
         self.adopt_params()
         if self.throttle is not None:
             self.throttle.begin_step()
-        if self.is_due():
+        refresh_step = self.next_refresh()
+        if refresh_step is None:
+            return
+        if self.training.steps >= refresh_step:
             self.refresh(self.required_closure())
+        elif self.closure is None and self.training.is_first_warning("closure"):
+            name = self.training.name
+            self.training.warn(
+                f"{name} has no curvature closure yet, and the next refresh of the eigenpairs, at "
+                f"step {refresh_step}, requires one; {CLOSURE_REMEDY.format(name=name)}"
+            )
 
     def precondition(self, pending: PendingAverage) -> None:
         """Replace ``p.grad`` by g₂, make the Newton step from g₁, and copy w."""
@@ -280,18 +295,17 @@ class FOSICurvature(Curvature):
 
     # -------------------------------------------------------------------------------- a refresh
 
-    def is_due(self) -> bool:
-        """Return whether a refresh of the eigenpairs is due at this step."""
+    def next_refresh(self) -> int | None:
+        """Return the step from which a refresh of the eigenpairs is due; None for no refreshes."""
         may_refresh = self.refreshes and not self.closed
         if not may_refresh or self.options.num_pairs == 0 or not self.flat_params.params:
-            return False
-        step = self.training.steps
+            return None
         last_refresh = self.refresh_counts.step
         if last_refresh >= 0:
-            return step - last_refresh >= self.interval(step)
+            return last_refresh + self.interval(self.training.steps)
         if self.options.warmup_steps is not None:
-            return step >= self.options.warmup_steps
-        return step >= self.interval(0)
+            return self.options.warmup_steps
+        return self.interval(0)
 
     def interval(self, step: int) -> int:
         """Return the number of steps from a refresh to the next one."""
@@ -713,7 +727,5 @@ def group_alphas(option: Schedule, training: Training) -> list[float | Tensor]:
 def _raise_no_closure(name: str, step: int) -> Any:
     raise CurvatureError(
         f"a refresh of the eigenpairs is due at step {step}, but there is no curvature closure; "
-        f"pass {name}(..., curvature_closure=f), assign optimizer.curvature_closure = f, or call "
-        f"step(curvature_closure=f), where f returns the loss on the curvature batch without "
-        f"calling backward()"
+        f"{CLOSURE_REMEDY.format(name=name)}"
     )
