@@ -265,10 +265,16 @@ def close_pass(
         # Scale G and its mean eigenvalues by N², and add. The first pass has no total to be added
         # to: its sums, scaled in place, are the total.
         if of_gradients and terms is not None:
-            number = terms
-            if isinstance(number, Tensor):
-                number = number.to(device, of_gradients[0].dtype)
-            torch._foreach_mul_(of_gradients, number**2)
+            square: Tensor | float
+            dtype = of_gradients[0].dtype
+            if isinstance(terms, Tensor):
+                square = terms.to(device, dtype) ** 2
+            elif device.type == "cpu":
+                # A CPU takes a third of the time if the number is a tensor of the same dtype.
+                square = torch.tensor(float(terms) ** 2, dtype=dtype, device=device)
+            else:
+                square = float(terms) ** 2
+            torch._foreach_mul_(of_gradients, square)
         if totals:
             torch._foreach_add_(totals, added)
 
@@ -507,7 +513,7 @@ def _update(
 
     # W. A layer of which no row has ever had a gradient has no curvature to average.
     weight = stack_in_place(entries, "average_weight")
-    present = (examples > 0) & ((means[:, 1] != 0).any(1) | (weight > 0))
+    present = (examples > 0) & torch.logical_or(means[:, 1].any(1), weight)
     torch.where(present, weight * decay + 1.0, weight, out=weight)
 
     # X + step (x - X). A step of 0 leaves X bit for bit.

@@ -186,7 +186,7 @@ def to_row_mask(mask: Tensor) -> RowMask:
     """Count the rows of a mask, ``(rows,)``. On the CPU, drop a mask that is True everywhere."""
     if mask.device.type != "cpu":
         return RowMask(mask, mask.sum())
-    count = int(mask.sum())
+    count = int(mask.count_nonzero())
     if count == len(mask):
         return RowMask(None, count)
     return RowMask(mask, count)
