@@ -492,7 +492,7 @@ class StatisticsCollector:
             keys = [(staged.device, _record_length(staged)) for staged in layers]
             for group in group_equal(keys):
                 device = layers[group[0]].device
-                with autograd.without_autocast(device), ieee_matmul(device):
+                with autograd.without_autocast(device):
                     self._add_together([pairs[i] for i in group])
 
     def _add_together(self, ready: Sequence[ReadyPair]) -> None:
@@ -567,9 +567,10 @@ class StatisticsCollector:
         # Sums of outer products, and the number of data rows that A sums over.
         if self._is_multiplied_in_batch(pairs[0]):
             factors, examples = self._multiply_linears(pairs, ready[0].row_mask)
-            records[:, 0] = examples
+            records.select(1, 0).fill_(examples)
         else:
-            formed = [self._form_statistics(each.pair, each.row_mask) for each in ready]
+            with ieee_matmul(records.device):
+                formed = [self._form_statistics(each.pair, each.row_mask) for each in ready]
             factors = {}
             for name in formed[0].factors:
                 factors[name] = as_stack([each.factors[name] for each in formed])
@@ -590,7 +591,7 @@ class StatisticsCollector:
         for name, factor in factors.items():
             is_matrix = name not in shape.diagonals
             diagonal = factor.diagonal(dim1=-2, dim2=-1) if is_matrix else factor
-            torch.mean(diagonal, -1, out=records[:, column : column + shape.groups])
+            torch.mean(diagonal, -1, out=records.narrow(1, column, shape.groups))
             column += shape.groups
             if is_matrix:
                 factors[name] = pack_upper_triangular(factor)
