@@ -227,38 +227,24 @@ README_ROWS = {
 OLDER = {"KAISA", "KAISA, its default scale"}  # tuned, before step lengths and drift
 
 
-@pytest.mark.parametrize(
-    ("page", "header"),
-    [
-        ("README.md", ("optimizer", "held-out loss")),
-        (DEFAULTS, ("optimizer", "held-out loss")),
-        ("docs/how-to/migrate.md", ("optimizer", "setting", "held-out loss")),
-    ],
-)
-def test_the_language_model(page: str, header: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("page", ["README.md", DEFAULTS])
+def test_the_language_model(page: str) -> None:
     runs = by_name(stored("language")["runs"])
-    table = rows(page, *header)
-    if "setting" in header:
-        assert set(table) == set(runs.keys() - OLDER)
-    else:
-        assert set(table) == README_ROWS.keys() - (
-            {"SGD, lr 0.1"} if page == "README.md" else set()
-        )
+    assert set(README_ROWS.values()) == runs.keys() - OLDER
+    table = rows(page, "optimizer", "held-out loss")
+    assert set(table) == README_ROWS.keys() - ({"SGD, lr 0.1"} if page == "README.md" else set())
     for label, cells in table.items():
-        of = runs[README_ROWS.get(label, label)]
-        loss, *shares = cells[len(header) - 2 :][:3]
+        of = runs[README_ROWS[label]]
+        loss, *shares = cells[:3]
         mean = statistics.mean(run["losses"][-1] for run in of)
         assert float(loss) == pytest.approx(mean, abs=0.00051)
         for cell, key in zip(shares, ("steps", "seconds"), strict=True):
             share = share_of(of, runs["AdamW"], key)
             printed = math.inf if cell == "never" else float(cell.removesuffix(" ×"))
             assert printed == share or printed == pytest.approx(share, abs=0.0051), (label, key)
-        if label in README_ROWS:
-            assert float(label.rpartition("lr ")[2]) == of[0]["job"]["lr"]
+        assert float(label.rpartition("lr ")[2]) == of[0]["job"]["lr"]
         if page == DEFAULTS:
             assert cells[-1] == f"{statistics.median(run['seconds'][-1] for run in of):.1f}"
-        if "setting" in header:
-            assert cells[-1] == f"{statistics.median(run['seconds'][-1] for run in of):.0f}"
 
 
 def test_gains_over_muon_and_soap_on_the_language_model() -> None:
