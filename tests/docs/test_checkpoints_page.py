@@ -63,7 +63,7 @@ ON_ONE_PROCESS: dict[str, Callable[[Any, Path], object]] = {
         lambda optimizer, path: save_checkpoint({"generator": torch.Generator()}, path)
     ),
     "a tensor has another shape or a NaN": load_with_nan,
-    "another optimizer of this package saved it": (
+    "a K-FAC optimizer saved it, and DHO2 or MRDHO2 loads it, or the reverse": (
         lambda optimizer, path: optimizer.load_state_dict(trained(DHO2)[1].state_dict())
     ),
     "the base optimizer was another": (

@@ -44,7 +44,11 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
     """The Fisher information F of a model, with a Kronecker product for each layer.
 
         curvature = second_order.measure(model, loader, factors="kfac")  # or optimizer.curvature()
-        gradient = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        gradient = {
+            name: p.grad
+            for name, p in model.named_parameters()
+            if p.grad is not None and name not in curvature.uncovered
+        }
         natural_gradient = curvature.solve(gradient, damping=0.1, relative=True)
         curvature["model.layers.0.mlp.down_proj"].A  # a layer's factor
         curvature.save("curvature")
