@@ -187,6 +187,48 @@ def test_a_layer_without_statistics_is_named_in_one_warning(
     assert sum("'late'" in text for text in warned) == 1
 
 
+@each_kronecker
+def test_a_layer_that_is_not_called_at_one_step_is_not_named(System: Any) -> None:
+    """As in models with stochastic depth. A layer that is never called is named."""
+
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.skipped = nn.Linear(5, 5)
+            self.never = nn.Linear(5, 5)
+            self.head = nn.Linear(5, 3)
+            self.steps = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps += 1
+            return self.head(x if self.steps == 1 else self.skipped(x))
+
+    model = Skipping().double()
+    with noted() as warned:
+        optimizer = make(System, model)
+        for batch in BATCHES:
+            take(model, optimizer, batch)
+    (message,) = warned
+    assert message.startswith("no statistics arrived for 'never': at two refreshes, the forward")
+
+
+@each_kronecker
+@pytest.mark.parametrize("frozen", [(0,), (0, 2, 4)])
+def test_layers_that_become_trainable_do_not_warn(System: Any, frozen: tuple[int, ...]) -> None:
+    """Some of them, or all. Their first passes may run before they are captured."""
+    model = nn.Sequential(*MLP.model(), nn.PReLU().double())
+    for index in frozen:
+        model[index].requires_grad_(False)
+    optimizer = System(model.parameters(), model=model, lr=LR)
+    with noted() as warned:
+        for step, batch in enumerate([BATCHES[0]] * 8):
+            if step == 5:
+                model.requires_grad_(True)
+            take(model, optimizer, batch)
+    assert warned == []
+    assert optimizer.metrics()["layers/solved"] == 3
+
+
 @pytest.mark.works("compile")
 @each_variant
 @pytest.mark.usefixtures("dynamo")

@@ -69,10 +69,10 @@ MAX_NAMES = 3  # of layers, in the warning that none has statistics
 DEFAULT_EXAMPLES = 64.0  # per step, if no layer has counted the examples
 
 # Reasons in warnings and in the summary.
-NO_STATISTICS = "no statistics arrived: its forward is not called, or does not reach the loss"
+NO_STATISTICS = "no statistics arrived: its forward was not called, or did not reach the loss"
 NOT_CALLED = (
-    "the forward does not call these modules, or their outputs do not reach the loss; use them in "
-    "the forward, or name them in skip_layers"
+    "at two refreshes, the forward did not call these modules, or their outputs did not reach the "
+    "loss; if the model never uses them, name them in skip_layers"
 )
 NO_LAYER_CALLED = (
     "train the model that you passed to the optimizer, not a copy or an export of it; if that "
@@ -125,6 +125,7 @@ class Layers:
         self.losses = LossReduction(training.model, options)
         self._sampler: LabelSampler | None = None
         self._param_states: list[tuple[Any, ...]] | None = None  # at the last update_active()
+        self._once_without: set[str] = set()  # layers that had no statistics at a refresh
 
     # ------------------------------------------------------------------------------ which layers
 
@@ -421,17 +422,25 @@ class Layers:
     def warn_of_no_statistics(self, agreed: Sequence[KroneckerBlock]) -> None:
         """Warn once of each layer that has never had statistics.
 
+        If the reason is not known, the warning waits for the layer's second refresh without
+        statistics, because models with stochastic depth do not call all layers at each step.
+
         Args:
             agreed: The layers that were due at a refresh, and whose outcome all ranks know.
         """
+        if self._training.steps < self.newly_trainable_at:
+            return  # layers became trainable after the forward passes, which had no hooks for them
         without = [block for block in agreed if block.no_statistics]
         if without and len(without) == len(self.active):
             self._warn_of_no_layer(without)
             return
         names: dict[str, list[str]] = {}  # by reason
         for block in without:
-            if self._training.is_first_warning(f"no:{block.name}"):
-                names.setdefault(self.missing_reason(block), []).append(repr(block.name))
+            reason = self.missing_reason(block)
+            waits = not reason and block.name not in self._once_without
+            self._once_without.add(block.name)
+            if not waits and self._training.is_first_warning(f"no:{block.name}"):
+                names.setdefault(reason, []).append(repr(block.name))
         for reason, listed in names.items():
             subject = ", ".join(listed)
             if reason != UNVERIFIED:
