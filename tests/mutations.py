@@ -546,7 +546,7 @@ an instrument without the failures  <-  metrics::failures_are_counted
   -             self.num_failures += 1
   -
 damping without a floor  <-  step_scale::the_damping_floor_uses_all_layers
-    self._floor * pending[blocks[0]].mean_curvature  =>  0.0
+    self.options.floor * pending[blocks[0]].mean_curvature  =>  0.0
 a step staler than allowed  <-  distkfac::with_deterministic_staleness_steps_use_inverses_of_that_age
     staleness is not None and age >= staleness  =>  staleness is not None and age > staleness
 a solve on a thread that is older than drift allows
@@ -576,7 +576,7 @@ a stats worker's losses of a step as sums
   <-  stats_workers::a_stats_worker_counts_micro_batches
     sums = self.layers.undo_step_mean(sums, share=1.0)  =>  pass
 a stats worker's gradients pile up  <-  stats_workers::a_stats_workers_gradients_do_not_accumulate
-    self.training.model.zero_grad()  =>  pass
+    nn.Module.zero_grad(self.training.model)  =>  pass
 statistics to the first worker, whoever owns the layer
   <-  distkfac_ranks::stats_workers_compute_statistics_of_their_batches_at_the_received_weights
     owned[layer.inverse_rank("A")].append(block)  =>  owned[0].append(block)

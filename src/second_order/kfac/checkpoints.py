@@ -4,7 +4,8 @@ A checkpoint has the running averages, the inverses and the numbers that the nex
 :mod:`second_order.kfac.state` lists the entries of a layer. A training run resumes in this order:
 
     check      before anything is loaded: do the entries fit the layers?
-    load       loads the running averages and the shared numbers, and installs the inverses
+    load       loads the running averages and the state of throttle, drift, step scale and clip,
+               reads the numbers of the whole model, and installs the inverses
     install    installs the saved inverses, and computes those again that were pending
     assign     may come next, before the first step: if the script freezes layers after it loads,
                the optimizer assigns the layers to ranks again. This drops all inverses, so it
@@ -35,6 +36,7 @@ from second_order.kfac.precondition import Clip
 from second_order.kfac.schedule import Schedule
 from second_order.kfac.state import (
     DAMPING,
+    STEP,
     SharedNumbers,
     check_saved,
     factor_entries,
@@ -44,7 +46,6 @@ from second_order.kfac.state import (
     load_inverses,
     read_shared_numbers,
     send_entries,
-    trainable_layers_changed,
 )
 from second_order.kfac.step_scale import StepScale
 from second_order.kfac.thor import TraceRefresh
@@ -84,7 +85,8 @@ class Resumption:
         Args:
             plan: The plans of the layers that train now.
         """
-        return not trainable_layers_changed(self.saved, plan)
+        trained = {weight for weight, part in self.saved.items() if STEP in part}
+        return trained == {block.weight for block in plan}
 
 
 class Checkpoints:

@@ -294,7 +294,8 @@ class KFAC(LayeredCurvature):
         self._last = StepInfo()
         self._closed = False
 
-        # What saves all of the above and loads it, and a checkpoint since the last step.
+        # A checkpoint that was loaded since the last step; and the object that saves and loads the
+        # state above.
         self._resumption: Resumption | None = None
         self._checkpoints = Checkpoints(
             training=training,
@@ -652,9 +653,8 @@ class KFAC(LayeredCurvature):
 
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
         """Return the gradients and the rank that receives each mean; None if all ranks do."""
-        if self._mean_receivers is None:
-            return None
-        return gradients, list(self._mean_receivers.values())
+        receivers = self._mean_receivers
+        return None if receivers is None else (gradients, [receivers[p] for p in params])
 
     def _contributes(self, block: KroneckerBlock) -> bool:
         """Return whether this rank's batches contribute to a layer's factors."""
@@ -764,8 +764,6 @@ class KFAC(LayeredCurvature):
 
     def state_to_save(self) -> dict[Tensor, dict[str, Any]]:
         """Return what only checkpoints have: inverses, and the last step of the parameters."""
-        if self._closed:
-            return {}
         return self._checkpoints.state_to_save(self.plan)
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:

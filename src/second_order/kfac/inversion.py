@@ -242,7 +242,6 @@ class Inverses:
         self.is_synchronous = inverter is None
         self.waits_for_all = self.inverter.staleness == 0
         self.scaled = options.grafting == "gradient"
-        self._floor = options.floor
         self.damping_option: Damping = math.nan
         self.num_failures = 0
         self.restart(StepPlan(layers={}, row=training.world, column=training.world))
@@ -423,7 +422,7 @@ class Inverses:
             if self.options.relative_damping:
                 # All of these layers were submitted at one step, so they have one floor. The
                 # pending inverses of a checkpoint come here one by one.
-                floor = self._floor * pending[blocks[0]].mean_curvature
+                floor = self.options.floor * pending[blocks[0]].mean_curvature
                 # If a layer's gradients vanish, its curvature is 0. It then counts as 1, because
                 # the floor may be 0 as well.
                 positive = curvature.masked_fill(~(curvature > 0), 1.0)

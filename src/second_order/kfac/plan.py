@@ -313,8 +313,8 @@ class StepPlan:
         contributing: Layers whose statistics this rank's passes contribute to.
         gradient_factored: Layers with factors computed from the weight gradient.
         reporting: Layers whose metrics this rank reports after a refresh.
-        measured: Layers whose mean curvature this rank reports after a refresh, as one rank does
-            for each layer. That rank must have the layer's running averages.
+        measured: Layers whose running averages this rank has, if one rank is chosen for each
+            layer. It reports their mean curvature, and receives the statistics of stats workers.
         preconditioned: Layers that this rank preconditions. A layer's inverse ranks always do.
         to_invert: The factors that this rank decomposes, by layer.
         sources: For each factor that this row preconditions with, the rank that decomposes it and

@@ -17,8 +17,9 @@ limits the refreshes of all layers together, on average per step, to the cost of
 the model. Let k be the cost of a layer's refresh and W the work of a step's passes and its other
 operations. The layer's bound is sqrt(k) Σ sqrt(k) / W, rounded to a power of two. Without the
 rounding, Σ k / interval equals W, and no other intervals of the same total cost have a smaller sum
-of intervals. k and W are those of all ranks together, so the bounds do not depend on the number of
-ranks that share a batch.
+of intervals. The costs and the work of all ranks are added up, but the other operations of a step
+count once, as if one rank took it. So the bounds do not depend on the number of ranks that share a
+batch, and refreshes on many ranks cost less than the passes.
 """
 
 from __future__ import annotations

@@ -76,7 +76,6 @@ __all__ = [
     "move_factors",
     "read_shared_numbers",
     "send_entries",
-    "trainable_layers_changed",
 ]
 
 # The entries of a layer.
@@ -268,7 +267,8 @@ class SharedNumbers:
         averaged_at: The step of the last update of the running averages.
         newly_trainable_at: The step at which all layers are due, as in
             :class:`second_order.kfac.layers.Layers`; -1 if there is none.
-        num_workers: Gradient workers per layer, by the cost model; None if it does not choose them.
+        num_workers: Gradient workers per layer, by the cost model. None if it does not choose them,
+            or if it chose them for another number of ranks; 0 before it has chosen them.
     """
 
     mean_curvature: float
@@ -406,7 +406,7 @@ def check_saved(
 # -------------------------------------------------------------------------------------- loading
 
 
-def read_shared_number(saved: Mapping[Tensor, SavedPart], key: str, default: float) -> float:
+def _read_shared_number(saved: Mapping[Tensor, SavedPart], key: str, default: float) -> float:
     """Return a number that is equal for all layers, or ``default`` if the checkpoint lacks it."""
     for part in saved.values():
         if key in part:
@@ -422,15 +422,15 @@ def read_shared_numbers(
     The number of workers is None if the checkpoint has none, or was written with another number of
     ranks than ``world_size``. Without a step of the last averages, ``step`` is assumed.
     """
-    saved_workers = int(read_shared_number(saved, CHOSEN_WORKERS[0], 0.0))
-    saved_world_size = int(read_shared_number(saved, CHOSEN_WORKERS[1], 0.0))
+    saved_workers = int(_read_shared_number(saved, CHOSEN_WORKERS[0], 0.0))
+    saved_world_size = int(_read_shared_number(saved, CHOSEN_WORKERS[1], 0.0))
     num_workers: int | None = None
     if saved_workers and saved_world_size == world_size and world_size % saved_workers == 0:
         num_workers = saved_workers
     return SharedNumbers(
-        mean_curvature=read_shared_number(saved, MEAN_CURVATURE, 0.0),
-        averaged_at=int(read_shared_number(saved, UPDATED_AT, step)),
-        newly_trainable_at=int(read_shared_number(saved, NEWLY_TRAINABLE_AT, -1)),
+        mean_curvature=_read_shared_number(saved, MEAN_CURVATURE, 0.0),
+        averaged_at=int(_read_shared_number(saved, UPDATED_AT, step)),
+        newly_trainable_at=int(_read_shared_number(saved, NEWLY_TRAINABLE_AT, -1)),
         num_workers=num_workers,
     )
 
@@ -457,14 +457,6 @@ def load_factors(
             block.load_factors(part)
 
 
-def trainable_layers_changed(
-    saved: Mapping[Tensor, SavedPart], plan: Mapping[KroneckerBlock, LayerPlan]
-) -> bool:
-    """Return whether a checkpoint was written while other layers were trainable."""
-    trained = {weight for weight, part in saved.items() if STEP in part}
-    return trained != {block.weight for block in plan}
-
-
 def load_inverses(
     saved: Mapping[Tensor, SavedPart],
     plan: Mapping[KroneckerBlock, LayerPlan],
@@ -472,7 +464,7 @@ def load_inverses(
 ) -> LoadedInverses:
     """Read the inverses of the trainable layers, and those that were pending."""
     rank = inverses.training.world.rank
-    damping = read_shared_number(saved, DAMPING, -1.0)
+    damping = _read_shared_number(saved, DAMPING, -1.0)
     if damping < 0:  # there has been no refresh
         damping = math.nan
     loaded = LoadedInverses(damping)

@@ -299,7 +299,7 @@ class StatsWorker(LayeredCurvature):
                             loss = loss[0]
                         loss.backward()
                 self._send_statistics()
-                self.training.model.zero_grad()
+                nn.Module.zero_grad(self.training.model)  # the user's class may override it
                 self.drop_pending()
                 sent += 1
         except BaseException:
