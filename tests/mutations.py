@@ -917,6 +917,10 @@ each process has signs of its own  <-  lanczos_ranks::one_process_decides
     packed = space.broadcast_from_first(packed)  =>  pass
 it stops before all pairs have converged  <-  lanczos::iterations_stop_when_all_pairs_are_within_tol
     tol * ritz.values[indices].abs()).all())  =>  tol * ritz.values[indices].abs()).any())
+vectors are rounded under autocast
+  <-  mrdho2_accelerator::autocast_around_serve_does_not_round_the_vectors
+  - torch.mv(self.basis.t(), column, out=vector)
+  + vector.copy_((self.basis.t() @ column[:, None])[:, 0])
 a smallest eigenvalue for a largest  <-  lanczos::a_full_run_finds_both_ends
     *range(smallest)]  =>  *range(1, smallest + 1)]
 

@@ -22,6 +22,7 @@ from torch.nn.utils import parameters_to_vector
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, measure
 from second_order.kronecker.solvers import Problem, attempt_all, cholesky_inverse, eigh
 from second_order.kronecker.storage import unpack_upper_triangular
+from second_order.lanczos.lanczos import Pairs
 
 pytestmark = [
     pytest.mark.cuda,
@@ -394,3 +395,19 @@ def test_statistics_lose_nothing_by_tf32(narrow: bool) -> None:
     exact = rows.mT @ rows / len(rows)
     found = unpack_upper_triangular(packed, 300)[0].double().cpu()
     assert (found - exact).norm() < 1e-5 * exact.norm()
+
+
+def test_autocast_does_not_round_eigenvectors() -> None:
+    torch.manual_seed(0)
+    pairs = Pairs(
+        values=torch.zeros(3, dtype=torch.float64),
+        residuals=torch.zeros(3, dtype=torch.float64),
+        bounds=torch.zeros(3, dtype=torch.float64),
+        num_largest=3,
+        iterations=5,
+        basis=torch.randn(5, 300).cuda(),
+        combination=torch.randn(5, 3).cuda(),
+    )
+    expected = pairs.vectors()
+    with torch.autocast("cuda", torch.bfloat16):
+        assert torch.equal(pairs.vectors(), expected)
