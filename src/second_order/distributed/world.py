@@ -338,18 +338,17 @@ class World:
         """Return the world of some of these ranks. All of its members must call this.
 
         Members of several subgroups must make these calls in the same order. Groups are made once
-        and reused. If the subgroup has all ranks and no other timeout, this world itself is
-        returned.
+        and reused. If the subgroup has all ranks, this world itself is returned.
 
         Args:
             ranks: The ranks of the subgroup, as this world numbers them.
             needs_group: Whether a single rank gets a process group as well.
-            timeout: Timeout of a new group's collectives, if not that of this world.
+            timeout: Timeout of the collectives of a new group, if not that of this world. It does
+                not apply if this world itself is returned.
         """
         if self.group is None:
             return self
-        same_timeout = timeout is None or timeout == self.timeout
-        if len(ranks) == self.size and same_timeout:
+        if len(ranks) == self.size:
             return self
         if len(ranks) == 1 and not needs_group:
             return World.alone()
@@ -467,6 +466,9 @@ class World:
             owners: For each tensor the rank that receives the sum, or None if every rank does.
                 Tensors with other owners keep their values.
             dtype: The communication dtype, if it is not that of the tensors.
+
+        Raises:
+            ValueError: If there are several ranks, and not one owner for each tensor.
         """
         pending = PendingReduction()
         if self.size > 1:
@@ -546,6 +548,9 @@ class World:
             tensors: The tensors. Every rank passes the same shapes and dtypes in the same order.
             owners: The rank that sends each tensor. Unlike ``dist.broadcast``, one call has many.
             dtype: The communication dtype, if it is not that of the tensors.
+
+        Raises:
+            ValueError: If there are several ranks, and not one owner for each tensor.
         """
         if self.size == 1:
             return

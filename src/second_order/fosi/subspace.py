@@ -11,7 +11,7 @@ The trust region of DHO2 bounds steps that the eigenpairs predict wrongly:
 
     predicted decrease   q = nᵀ|û|⁻¹n, the squared length of a full Newton step, in units of loss
     radius               τ <= Δ / √q, where Δ² is a hundred times the typical q of the taken steps
-    curvature            α κ = Σ τ nᵀ|û|⁻¹(c − c₊) / Σ τ² q, summed over the last steps
+    curvature            α κ = Σ τ nᵀ|û|⁻¹(c − c₊) / Σ τ² q, summed over the previous steps
     scale                if α τ κ comes near the limit of stability, τ is cut to half of that limit;
                          otherwise it grows again
 
@@ -245,8 +245,8 @@ class TrustState(NamedTuple):
     scale: Number = 1.0  # bound on τ from the curvature along the steps
     observed: Number = 0.0  # the numerator of α κ; the next step subtracts its part with c₊
     predicted: Number = 0.0  # the denominator of α κ
-    tau: Number = 0.0  # τ of the last step
-    alpha: Number = 0.0  # α of the last step
+    tau: Number = 0.0  # τ of the previous step
+    alpha: Number = 0.0  # α of the previous step
     rejected: Number = 0.0  # number of rejected steps
 
     def to_tensor(self, like: Tensor) -> Tensor:
@@ -272,7 +272,7 @@ class Proposal(NamedTuple):
     c: Tensor  # (r,) V̂ᵀg
     momentum: Tensor  # (r,) updated with c
     full_step: Tensor  # (r,) |û|⁻¹n
-    products: Tensor  # (3,) the full step times n, the full step times c, the last one times c
+    products: Tensor  # (3,) the full step times n, the full step times c, the previous one times c
 
 
 # -------------------------------------------------------------------------------- single numbers
@@ -359,8 +359,8 @@ def bound_step(
         alpha: The largest |α| of the groups.
         limit: The limit of stability. Infinite: no trust region.
     """
-    predicted_decrease, along_c, last_along_c = to_numbers(products)
-    total = predicted_decrease + along_c + last_along_c
+    predicted_decrease, along_c, previous_along_c = to_numbers(products)
+    total = predicted_decrease + along_c + previous_along_c
     non_finite = total - total != 0.0  # infinite or NaN
     c, momentum, full_step, _ = proposal
     zeros = torch.zeros_like(full_step)
@@ -369,14 +369,14 @@ def bound_step(
         accepted = NewtonStep(full_step, -c, momentum, full_step, previous.trust)
         return _select_step(non_finite, no_step, accepted), False
 
-    # Compare the curvature along the last steps with the limit of stability.
+    # Compare the curvature along the previous steps with the limit of stability.
     state = TrustState(*to_numbers(previous.trust))
-    observed = state.observed - state.tau * last_along_c
+    observed = state.observed - state.tau * previous_along_c
     predicted = state.predicted * limit
     ratio = state.scale * observed / select(predicted > 0.0, predicted, math.inf)
-    last_length = state.tau * state.alpha
+    previous_length = state.tau * state.alpha
     exploded = non_finite | (ratio > EXPLOSION)
-    reject_previous = exploded & (last_length > 0.0) & (alpha > 0.0)
+    reject_previous = exploded & (previous_length > 0.0) & (alpha > 0.0)
 
     # Bound τ by that curvature.
     grown = smaller(state.scale * GROWTH, 1.0)
@@ -402,14 +402,14 @@ def bound_step(
     trust = state_after_step.to_tensor(previous.trust)
     accepted = NewtonStep(full_step * tau, -c, momentum, full_step, trust)
 
-    # or revert the last one, or take no step at all.
+    # or revert the previous one, or take no step at all.
     state_after_rejection = TrustState(
         typical_decrease=state.typical_decrease * CUT_AFTER_REJECTION**2,
         scale=state.scale * CUT_AFTER_REJECTION,
         rejected=state.rejected + 1.0,
     )
     trust = state_after_rejection.to_tensor(previous.trust)
-    way_back = -last_length / select(alpha > 0.0, alpha, 1.0) * previous.full_step
+    way_back = -previous_length / select(alpha > 0.0, alpha, 1.0) * previous.full_step
     reverted = NewtonStep(way_back, zeros, zeros, zeros, trust)
     newton = _select_step(reject_previous, reverted, _select_step(non_finite, no_step, accepted))
     return newton, reject_previous
@@ -479,8 +479,8 @@ class Subspace:
             bounded: Whether the trust region bounds the step.
 
         Returns:
-            Whether the previous step is rejected, and the new one reverts it: a bool on the CPU, a
-            tensor on a device.
+            Whether the previous step is rejected, and the new one reverts it. A tensor on a device
+            if the trust region bounds the step, else a bool.
         """
         # The trust region bounds the step of the group with the largest α.
         largest_alpha: Any = abs(alphas[0])
@@ -505,7 +505,7 @@ class Subspace:
         return self.basis.add_combination(outside, [self.newton.momentum])
 
     def inherit(self, momentum: Tensor | None, trust: Tensor) -> None:
-        """Continue with the momentum in R^n and the trust state of the last subspace.
+        """Continue with the momentum in R^n and the trust state of the previous subspace.
 
         The momentum is split into its part in the new span and the rest. None: no momentum.
         """
@@ -524,7 +524,7 @@ class Subspace:
         outside_momentum: Tensor,
         outside_decay: float,
     ) -> None:
-        """Load the last step of a checkpoint. Momentum and step are ``(r,)``, of all vectors."""
+        """Load a checkpoint's previous step. Momentum and step are ``(r,)``, of all vectors."""
         like = self.inverse_eigenvalues
         local = self.basis.local_slice
         self.newton = self.newton._replace(

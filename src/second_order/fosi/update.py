@@ -711,10 +711,11 @@ def group_alphas(option: Schedule, training: Training) -> list[float | Tensor]:
         check_newton_scale(value)
     else:
         value = option  # the constructor has checked it
+    newton_scale = float(value)
 
     alphas = []
     for group in training.groups:
-        alpha: float | Tensor = float(value)
+        alpha: float | Tensor = newton_scale
         if group.get("maximize"):
             alpha = -alpha
         if not callable(option):

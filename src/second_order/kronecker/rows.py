@@ -407,18 +407,20 @@ class StepPasses:
         by_candidates: dict[tuple[tuple[int, ...], tuple[int, ...]], Terms] = {}
         terms: list[Terms] = []
         for staged in layers:
-            reaching = [number for number in self.passes if staged.has_pass(number)]
-            later = [n for n, each in self.passes.items() if each.serial > staged.cleared_at]
-            key = (tuple(reaching), tuple(later))
+            pass_numbers = [number for number in self.passes if staged.has_pass(number)]
+            passes_since_clear = [
+                number for number, each in self.passes.items() if each.serial > staged.cleared_at
+            ]
+            key = (tuple(pass_numbers), tuple(passes_since_clear))
             if key not in by_candidates:
-                passes = self._select_passes(reaching, later)
+                passes = self._select_passes(pass_numbers, passes_since_clear)
                 number = _sum([each.count_terms() for each in passes])
                 by_candidates[key] = Terms(number, tuple([each.serial for each in passes]))
             terms.append(by_candidates[key])
         return terms
 
     def _select_passes(
-        self, reaching: Collection[int], later: Collection[int]
+        self, pass_numbers: Collection[int], passes_since_clear: Collection[int]
     ) -> list[BackwardPass]:
         """The passes whose terms count for a layer, including passes that do not reach it.
 
@@ -427,15 +429,16 @@ class StepPasses:
         other pass.
 
         Args:
-            reaching: The numbers of the passes that reach the layer.
-            later: The numbers of the passes that began after its statistics were cleared.
+            pass_numbers: The numbers of the passes that reach the layer.
+            passes_since_clear: The numbers of the passes that began after its statistics were
+                cleared.
         """
         candidates: list[BackwardPass] = []
         layers: set[int] = set()  # the layers of the passes that reach this one
         for number, backward_pass in self.passes.items():
-            if number in reaching:
+            if number in pass_numbers:
                 layers |= backward_pass.layers.keys()
-            if number in reaching or number in later:
+            if number in pass_numbers or number in passes_since_clear:
                 candidates.append(backward_pass)
 
         # Among these, the passes of the same loss.

@@ -120,9 +120,9 @@ class Pair:
         size: Number of elements of the pair and of its sums.
         nbytes: Bytes that the pair keeps, at least those of its sums in float32. A slice keeps the
             memory of its whole tensor.
-        cleared_at: ``staged.cleared_at`` when the pair arrived.
-        versions: The version counters of the pair's tensors when it arrived, which in-place
-            operations increase.
+        cleared_at: ``staged.cleared_at`` when this object was made, also by ``replace``.
+        versions: The version counters of the pair's tensors when this object was made. In-place
+            operations increase them.
     """
 
     block: KroneckerBlock
@@ -156,12 +156,12 @@ class Pair:
 
     @property
     def is_valid(self) -> bool:
-        """Whether the layer's statistics have not been cleared since the pair arrived."""
+        """Whether the layer's statistics have not been cleared since this object was made."""
         return self.cleared_at == self.staged.cleared_at
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether no tensor of the pair has been changed in place since the pair arrived."""
+        """Whether no tensor of the pair has been changed in place since this object was made."""
         return self.versions == tuple([t._version for t in _tensors_of(self.x, self.d)])
 
 

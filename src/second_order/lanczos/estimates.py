@@ -231,6 +231,7 @@ class _SteepDirections:
         candidates = [space.apply(space.random(seed + i, 1.0)) for i in range(count)]
 
         # Gram-Schmidt. A vector that is zero, or depends on the others, is left out.
+        # Estimates do not support FSDP2, which would have other rows than ``space.rows``.
         num_rows = space.rows.stop - space.rows.start
         Q = torch.empty((count, num_rows), dtype=space.dtype, device=space.device)
         self.Q = Q[:0]

@@ -94,10 +94,16 @@ def preserved_state(
     the model's modules. Inside, autocast is off, and attention runs without fused kernels, which
     have no second derivative.
 
+    Args:
+        params: The parameters whose ``.grad`` is restored.
+        device: The one device of all parameters.
+        model: The model whose modules' ``training`` is restored, if there is one.
+
     Yields:
         A function that sets random state and buffers back to those of the first evaluation.
     """
     cpu_random_state = torch.get_rng_state()
+    cuda_random_state: Tensor | None = None
     if device.type == "cuda":
         cuda_random_state = torch.cuda.get_rng_state(device)
     seen_modules: set[nn.Module] = set()
@@ -105,7 +111,7 @@ def preserved_state(
 
     def rewind() -> None:
         torch.set_rng_state(cpu_random_state)
-        if device.type == "cuda":
+        if cuda_random_state is not None:
             torch.cuda.set_rng_state(cuda_random_state, device)
         for saved in saved_buffers:
             saved.restore()
