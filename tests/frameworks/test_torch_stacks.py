@@ -219,13 +219,12 @@ def test_a_grad_scaler_changes_nothing_under_float16_autocast(System: Any) -> No
 
 
 @pytest.mark.works("compile")
+@pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize("System", [MRDHO2])  # for the others: test_contract_steps_compiled.py
 def test_a_compiled_model_trains_like_an_eager_one(System: Any) -> None:
     model = CASE.model()
-    torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager")
     usual_loop(compiled, optimizer_of(System, model), BATCHES)
-    torch._dynamo.reset()
     assert_as_plain(System, trainable(model), 1e-9)
 
 

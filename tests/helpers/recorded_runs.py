@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from models import ZOO
@@ -22,9 +22,6 @@ from reference import cross_entropy
 from torch import Tensor, nn
 
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
-
-if TYPE_CHECKING:
-    pass
 
 DATA = Path(__file__).parents[1] / "data" / "recorded.pt"
 STEPS = 8

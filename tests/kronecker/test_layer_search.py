@@ -26,7 +26,8 @@ def find(
     model: nn.Module, rules: BlockRules | None = EXACT, only: list[Any] | None = None
 ) -> tuple[dict[str, KroneckerBlock], dict[str, LeftToBase]]:
     """Blocks and what is left to the base, by name; of all parameters, or of those in `only`."""
-    owned = {id(p): p.numel() for p in only or model.parameters()}
+    params = model.parameters() if only is None else only
+    owned = {id(p): p.numel() for p in params}
     blocks, left = find_blocks(model, owned, (), {}, torch.float32, rules)
     assert sum(row.parameters for row in left) + sum(
         p.numel() for block in blocks for p in block.all_params

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +22,6 @@ from reference import cross_entropy
 from step_reference import assert_near
 from torch._dynamo.testing import CompileCounter
 from torch.optim.lr_scheduler import OneCycleLR
-
-if TYPE_CHECKING:
-    pass
 
 pytestmark = [
     pytest.mark.usefixtures("dynamo"),
