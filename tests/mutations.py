@@ -985,7 +985,7 @@ a first zero step taken for a checkpoint's
   <-  contract_state::a_first_step_with_zero_gradients_counts
     not self.state and is_checkpointing()  =>  not self.state
 the step count is not loaded  <-  contract_state::a_checkpoint_contains_the_number_of_steps
-    self._training.steps = checkpoint.steps  =>  pass
+    self._training.resume_at(checkpoint.steps)  =>  pass
 an optimizer that holds itself  <-  contract_state::an_unreferenced_optimizer_is_deleted
     partial(_publish_state_of, weakref.ref(self))  =>  partial(_publish_state_of, lambda: self)
 one kind of processes alone hears of wrong shards

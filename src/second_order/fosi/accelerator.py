@@ -79,7 +79,7 @@ class AcceleratorCurvature(EpochCurvature):
 
     def prepare(self) -> None:
         """Answer requests until the workers have taken a step, instead of taking one."""
-        self.training.steps += 1
+        self.training.count_step()
         self._prepare_calls += 1
         closure = self.required_closure()
         self._answer_requests(

@@ -13,8 +13,8 @@ G of q, of k and of v.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -99,19 +99,6 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
-
-
-def without_grad_and_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context manager that disables autograd and autocast, as far as they are enabled."""
-    if torch.is_grad_enabled():
-        return _without_grad_and_autocast(device)
-    return without_autocast(device)
-
-
-@contextmanager
-def _without_grad_and_autocast(device: torch.device) -> Iterator[None]:
-    with torch.no_grad(), without_autocast(device):
-        yield
 
 
 # ---------------------------------------------------------------------------------- saved inputs

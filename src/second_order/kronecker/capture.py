@@ -671,7 +671,7 @@ class Capture:
             pair = hook.pair(sampled.gradient)
             self._emit(hook.module, pair, _Pass(sampled.model_call, again=False))
         if hook.is_only_product:
-            with autograd.without_grad_and_autocast(gradient.device):
+            with torch.no_grad(), autograd.without_autocast(gradient.device):
                 x, d = cast(tuple[Any, Tensor], hook.pair(gradient))
                 self._consumer.verify(hook.module, x, d)
 
@@ -714,7 +714,7 @@ class Capture:
             return
         x, d = pair
         number, again = backward_pass
-        with autograd.without_grad_and_autocast(d.device):
+        with torch.no_grad(), autograd.without_autocast(d.device):
             self._consumer.consume(module, x, d, number, again=again)
 
     # ---------------------------------------------------------------------------- sampled labels

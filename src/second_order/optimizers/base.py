@@ -385,7 +385,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
         # Count the step, and prepare the capture of the next passes.
         self._loaded_since_step = False
-        training.steps += 1
+        training.count_step()
         if training.steps == 1:
             # Checkpoints need an entry of each parameter, even if it is empty.
             for p in group_params(self.param_groups):
@@ -705,7 +705,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if len(self._base.state):  # some bases fail if their state has no first entry
             self._base.__setstate__({"state": self._base.state, "param_groups": self.param_groups})
 
-        self._training.steps = checkpoint.steps
+        self._training.resume_at(checkpoint.steps)
         self._collected = None
         self._loaded_since_step = True
         self._curvature.load(checkpoint.curvature)

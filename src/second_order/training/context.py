@@ -92,6 +92,14 @@ class Training:
                 return device
         return torch.device("cpu")
 
+    def count_step(self) -> None:
+        """Add a step to those that have been taken."""
+        self.steps += 1
+
+    def resume_at(self, steps: int) -> None:
+        """Continue after ``steps`` steps, as many as a checkpoint has."""
+        self.steps = steps
+
     def trainable_params(self) -> list[Tensor]:
         """List the parameters of the groups, without frozen ones."""
         return [p for group in self.groups for p in group["params"] if p.requires_grad]
