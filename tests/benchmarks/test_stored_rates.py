@@ -64,6 +64,43 @@ def test_the_sensitivity_to_the_learning_rate_is_as_stated() -> None:
     assert f"At AdamW's best rate, it ends {above:.0%}".replace("%", " %") in page
 
 
+def test_the_first_steps_at_small_rates_are_as_stated() -> None:
+    page = text_of("docs/how-to/tune.md")
+
+    def mean_losses(name: str, lr: float, *steps: int) -> list[str]:
+        runs = [
+            run["losses"]
+            for run in stored("rates")["runs"]
+            if run["job"]["optimizer"] == name and run["job"]["lr"] == lr
+        ]
+        every = NEW[rates.TASK]().every
+        return [f"{statistics.mean(of[n // every - 1] for of in runs):.2f}" for n in steps]
+
+    first, second, third = mean_losses("AdamW", 0.001, 10, 30, 60)
+    assert f"AdamW's loss is {first}, {second} and {third} after 10, 30 and 60 steps" in page
+    first, second, third = mean_losses("KAISA, AdamW", 0.001, 10, 30, 60)
+    assert f"KAISA's is {first}, {second} and {third}." in page
+    first, second = mean_losses("AdamW", 0.004, 10, 20)
+    assert f"AdamW's is {first} and {second} after 10 and 20 steps" in page
+    first, second = mean_losses("KAISA, AdamW", 0.004, 10, 20)
+    assert f"KAISA's is {first} and {second}." in page
+
+
+def test_the_first_steps_by_damping_are_as_stated() -> None:
+    losses: dict[float, list[float]] = {}
+    for run in stored("defaults")["tried"]:
+        job = run["job"]
+        options = job["options"]
+        is_named = (job["task"], job["optimizer"]) == ("digits MLP", "KAISA, Adam")
+        by_inverse = options.keys() <= {"damping", "solver"} and options.get("solver") != "eigen"
+        if is_named and job["lr"] == 0.01 and by_inverse:
+            index = 15 // TASKS["digits MLP"]().every - 1
+            losses.setdefault(options.get("damping", 0.1), []).append(run["losses"][index])
+    large, default = (statistics.mean(losses[damping]) for damping in (1.0, 0.1))
+    page = text_of("docs/how-to/tune.md")
+    assert f"is {large:.2f} with `damping=1.0`, and {default:.2f} with 0.1" in page
+
+
 def test_each_optimizer_has_seven_rates_around_its_best() -> None:
     for name in NAMES.values():
         losses = losses_of(name)
