@@ -1,19 +1,20 @@
 """Save the curvature of a K-FAC optimizer, and resume from a checkpoint.
 
-A checkpoint has the running averages, the inverses and the numbers that the next steps depend on.
+A checkpoint contains the running averages, the inverses, and the numbers that later steps need.
 :mod:`second_order.kfac.state` lists the entries of a layer. A training run resumes in this order:
 
-    check      before anything is loaded: do the entries fit the layers?
+    check      raises an error if the entries do not fit the layers, before anything is loaded
     load       loads the running averages and the state of throttle, drift, step scale and clip,
                reads the numbers of the whole model, and installs the inverses
-    install    installs the saved inverses, and computes those again that were pending
-    assign     may come next, before the first step: if the script freezes layers after it loads,
-               the optimizer assigns the layers to ranks again. This drops all inverses, so it
-               calls ``install`` again.
-    agree      at the first step: a layer is refreshed if any rank lacks an entry that it needs
+    install    installs the saved inverses, and computes again those that were pending
+    assign     may come next, before the first step: if the script freezes layers after loading, the
+               optimizer assigns the layers to ranks again. This drops all inverses, so the
+               optimizer calls ``install`` again.
+    agree      at the first step, requests a refresh of each layer if any rank lacks an entry that
+               it needs for this layer
 
 ``load`` and ``install`` return a :class:`Resumption`, which the optimizer keeps until ``agree``.
-``summary()`` and ``metrics()`` show the loaded state in between, because ``load`` installs the
+Until then, ``summary()`` and ``metrics()`` show the loaded state, because ``load`` installs the
 inverses right away.
 """
 
@@ -56,7 +57,7 @@ __all__ = ["Checkpoints", "Resumption"]
 
 
 class _SharedPart(Protocol):
-    """An object whose entries are equal for all layers."""
+    """A part of the optimizer that saves the same entries for every layer."""
 
     def saved(self) -> dict[str, float]:
         """Return its entries."""
@@ -80,7 +81,7 @@ class Resumption:
     missing: Set[KroneckerBlock] = frozenset()
 
     def has_same_layers(self, plan: Mapping[KroneckerBlock, LayerPlan]) -> bool:
-        """Return whether the layers that train now were trainable when it was written.
+        """Return whether the layers that train now are those that trained when it was written.
 
         Args:
             plan: The plans of the layers that train now.
@@ -169,7 +170,7 @@ class Checkpoints:
     def state_to_save(
         self, plan: Mapping[KroneckerBlock, LayerPlan]
     ) -> dict[Tensor, dict[str, Any]]:
-        """Return what only checkpoints have: inverses, and the last step of the parameters.
+        """Return the entries that only checkpoints have: inverses and the parameters' last step.
 
         A resumed run needs them until the next refresh. Tensors are not copied. This method waits
         for the inverses that threads compute.
@@ -179,10 +180,10 @@ class Checkpoints:
         """
         inverses = self._inverses
         inverses.inverter.finish()
-        # torch.distributed.checkpoint loads into existing tensors, so add zeros for absent ones.
+        # torch.distributed.checkpoint loads into existing tensors, so zeros replace absent ones.
         fill = is_checkpointing(part=True)
         damping = float(inverses.damping_option)
-        if math.isnan(damping):
+        if math.isnan(damping):  # there has been no refresh
             damping = -1.0
         state: dict[Tensor, dict[str, Any]] = {}
         for block, layer in plan.items():
@@ -224,7 +225,9 @@ class Checkpoints:
         check_saved(saved, self._layers.blocks, self._inverses)
 
     def load(self, saved: Mapping[Tensor, SavedPart], step_plan: StepPlan) -> Resumption:
-        """Load a checkpoint. The caller uses the numbers of the whole model in the result.
+        """Load a checkpoint, except for the numbers of the whole model.
+
+        The caller sets these numbers from the result.
 
         Args:
             saved: The checkpoint.
@@ -244,16 +247,16 @@ class Checkpoints:
     def install(
         self, resumption: Resumption, plan: Mapping[KroneckerBlock, LayerPlan]
     ) -> Resumption:
-        """Install the inverses of a checkpoint, and compute those that were pending.
+        """Install the inverses of a checkpoint, and compute again those that were pending.
 
-        The layers have no inverses yet.
+        Call this while the layers are still without inverses.
 
         Args:
             resumption: The checkpoint.
             plan: The plans of the layers that train now.
 
         Returns:
-            The checkpoint, with the layers that ``plan`` finds to be missing.
+            The checkpoint, with the layers for which it lacks an entry that this rank needs.
         """
         saved = resumption.saved
         loaded = load_inverses(saved, plan, self._inverses)
@@ -264,8 +267,8 @@ class Checkpoints:
         if self._traces is not None:
             self._traces.load(saved, self._layers.blocks)
 
-        # The ranks agree at the next step on what is missing. One rank alone knows it already. So
-        # summary() and metrics() do not count inverses that will be refreshed.
+        # Several ranks agree at the next step on the inverses to drop. A single rank drops them
+        # now, so that summary() and metrics() do not count inverses that will be refreshed.
         if self._training.world.size == 1:
             self._inverses.drop(loaded.missing)
         return replace(resumption, missing=loaded.missing)
@@ -315,14 +318,14 @@ class Checkpoints:
             self._layers.schedule_all_at(training.steps + 1)
             training.publish()  # without the lost factors
         if (missing_anywhere or lost) and self._drift is not None:
-            self._drift.invalidate()  # only layers with an inverse decide the tick
+            self._drift.invalidate()  # its tick depends on which layers have inverses
 
     # ---------------------------------------------------------------------- state of other ranks
 
     def has_remote_factors(self, latest_plan: Mapping[KroneckerBlock, LayerPlan]) -> bool:
         """Return whether there are factors that only other ranks store.
 
-        This is false before the first step, because Accelerate reads each new optimizer's state.
+        Before the first step, this is false, so that Accelerate can read a new optimizer's state.
 
         Args:
             latest_plan: The plans of all layers that ever trained.

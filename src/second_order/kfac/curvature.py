@@ -5,35 +5,35 @@
     averages       A, G <- running averages
     inverses       damped inverses of A ⊗ G, for each layer that is due
     precondition   P = c (A ⊗ G + γ)⁻¹ ∇, on the layer's gradient workers
-    clip           ν <= 1 bounds the change of the model's predictions
+    clip           a factor ν <= 1 bounds the change of the model's predictions
     p.grad         <- ν P, on all ranks
-    feedback       refresh intervals, the step scale τ and the floor of γ adapt to the refresh
+    feedback       after a refresh, the intervals, the step scale τ and the floor of γ adapt
 
 ∇ is the mean gradient and γ the damping. By default, c is the mean eigenvalue of A ⊗ G + γ, which
 is part of the inverse (``grafting="gradient"``); with ``grafting="none"`` it is 1. By default, a
 layer is due when its inverse has drifted (:mod:`second_order.kfac.schedule`), and statistics are
-due together with inverses. Numbers for ``inv_update_steps`` and ``factor_update_steps`` replace
-this. ν is described in :mod:`second_order.kfac.precondition`.
+due together with inverses. If ``inv_update_steps`` or ``factor_update_steps`` is a number, that
+number decides instead. ν is described in :mod:`second_order.kfac.precondition`.
 
-At each step, the optimizer calls :meth:`KFAC.prepare`, which assigns, and
+At each step, the optimizer calls :meth:`KFAC.prepare`, which assigns layers, and
 :meth:`KFAC.precondition`, which does the rest. The base optimizer then uses ``p.grad`` as its
 gradient, and :meth:`KFAC.finish_step` applies the step scale τ.
 
-The messages of a step with a refresh, in their order, if KAISA averages the gradients:
+If KAISA averages the gradients, a step with a refresh sends these messages, in this order:
 
-    what                            collective            where it is sent
-    facts that ranks must share     all-reduce, maximum   ``consistency.py``
+    content                         collective            sent by
+    values equal on all ranks       all-reduce, maximum   ``consistency.py``
     gradients                       all-reduce, sum       ``start_average``; awaited before P
     sums of A and G                 all-reduce, sum       ``_sum_statistics``
     outcomes of the inversions      all-reduce, maximum   ``Inverses.refresh``
     inverses, to gradient workers   all-to-all            ``Inverses.refresh``
-    changes of the rows of ranks    all-reduce, sum       ``Clip``
+    change of all layers, for ν     all-reduce, sum       ``Clip``
     ν P, to the other ranks         all-to-all            ``precondition_gradients``
     slope, curvatures, cosines      all-reduce, sum       ``share_feedback``
 
-With ``grad_worker_fraction=1``, every rank preconditions every layer, so there are no messages of
-changes and of ν P. Without a refresh, only the first two remain, and those two. If
-``factor_update_steps`` is a number, there are also sums of A and G between refreshes.
+With ``grad_worker_fraction=1``, every rank preconditions every layer, so the change and ν P are
+not sent. A step without a refresh only sends the first two messages, the change and ν P. If
+``factor_update_steps`` is a number, sums of A and G are also sent between refreshes.
 
 See :mod:`second_order.kfac.checkpoints` for how a run is saved and resumed.
 """
@@ -117,10 +117,11 @@ ASSUMED_INTERVAL = 10
 
 
 class StatsWorkersInterface(Protocol):
-    """The stats workers from the point of view of a gradient worker.
+    """The stats workers, as a gradient worker sees them.
 
-    Stats workers are helper ranks, which only compute statistics and do not train. This interface
-    is that of ``second_order.kfac.stats_workers.StatsWorkers``, which imports this file.
+    Stats workers are helper ranks, which only compute statistics and do not train.
+    ``second_order.kfac.stats_workers.StatsWorkers`` implements this interface. It imports this
+    file, so this file cannot import it.
     """
 
     @property
@@ -142,7 +143,7 @@ class StatsWorkersInterface(Protocol):
         """Use this rank's own passes until statistics for the new assignment arrive."""
 
     def agree(self, training: Training, /) -> None:
-        """Agree with the gradient workers on :attr:`own_passes` and lost links. Collective."""
+        """Agree with the other workers on :attr:`own_passes` and lost links. Collective."""
 
     def close(self) -> None:
         """Shut down the links."""
@@ -174,7 +175,7 @@ class LayeredCurvature(Curvature):
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What the end of a step, and :meth:`KFAC.metrics`, need from the step.
+    """Values of a step that its end and :meth:`KFAC.metrics` need.
 
     Attributes:
         clip: ν, a scalar; None if nothing was clipped.
@@ -188,7 +189,7 @@ class StepInfo:
 def choose_num_workers(
     training: Training, options: KFACOptions, blocks: Sequence[KroneckerBlock]
 ) -> int:
-    """Return the number of gradient workers per layer for the fastest step. Collective.
+    """Return the number of gradient workers per layer that makes steps fastest. Collective.
 
     The cost model predicts the time per step from measurements of this machine and network.
     """
@@ -215,8 +216,8 @@ def choose_num_workers(
 def _largest_number_of_terms(sums: Iterable[StatisticsSums], device: torch.device) -> Tensor | None:
     """Return the number of loss terms of the step; None without statistics.
 
-    The first number of a head is the number of terms that reached the layer. The layer that the
-    most terms have reached gives the number of the step's terms.
+    ``head[0]`` is the number of loss terms that reached a layer. The largest of these numbers is
+    that of the step.
     """
     numbers = [layer_sums.head[0].to(device) for layer_sums in sums]
     if not numbers:
@@ -230,7 +231,7 @@ class KFAC(LayeredCurvature):
     Args:
         training: The model, the parameter groups and the ranks.
         options: The options of all K-FAC optimizers.
-        system: What distinguishes KAISA, DPKFAC and DistKFAC.
+        system: The settings that distinguish KAISA, DPKFAC and DistKFAC.
         stats_workers: The helper ranks that only compute statistics, if there are any.
     """
 
@@ -259,7 +260,7 @@ class KFAC(LayeredCurvature):
 
         # Schedules and inverses.
         self._schedule = Schedule(training, options, self.layers)
-        self.throttle = self._schedule.throttle  # of overhead=: bounds the time of refreshes
+        self.throttle = self._schedule.throttle  # bounds the time of refreshes, by overhead=
         self.drift = self._schedule.drift  # sets the intervals if inv_update_steps is "auto"
         self.traces: TraceRefresh | None = None  # THOR's rule: which due layers are refreshed
         rule: SelectionRule | None = None
@@ -388,9 +389,8 @@ class KFAC(LayeredCurvature):
     def precondition(self, pending: PendingAverage) -> None:
         """Replace each layer's ``p.grad`` by ν P. Collective.
 
-        This is the step from the statistics to ``p.grad``, in the order of the algorithm at the top
-        of the file. After a refresh, it also adapts the refresh intervals, the step scale and the
-        floor of γ.
+        This does all work from the statistics to ``p.grad``, in the order at the top of the file.
+        After a refresh, it also adapts the refresh intervals, the step scale and the floor of γ.
 
         Args:
             pending: The average of the gradients over the ranks, which may still be under way.
@@ -410,7 +410,7 @@ class KFAC(LayeredCurvature):
         report: Report | None = None
         if due or inverses.requested or inverses.pending:
             with stage("solve"):
-                # Tensors are added to a read, and its first use copies all of them to the host.
+                # This collects tensors. Its first use copies the numbers of all to the host.
                 read = DeviceRead()
                 if inverses.reads_once:
                     # One process, whose gradients are the mean already. Report before the refresh,
@@ -426,7 +426,7 @@ class KFAC(LayeredCurvature):
             self.stats_workers.agree(self.training)
 
         # Measure the loss's slope along the last step. This needs the plain mean gradients, which
-        # have only arrived now.
+        # have only just arrived.
         if refresh.installed and report is None:
             report = self._report_refresh(DeviceRead())
 
@@ -455,9 +455,9 @@ class KFAC(LayeredCurvature):
         if refresh.installed and report is not None:
             self._adapt(report, refresh.cosines, result.cosines)
 
-        # Copy the weights before the base's step, if τ or the next refresh needs that step. Layers
-        # may also be requested before the next step, if layers or a checkpoint change. Nothing
-        # predicts that, and such a refresh does without the slope.
+        # Copy the weights before the base's step, if τ or the next refresh needs that step. If
+        # layers change or a checkpoint is loaded, there may also be a refresh that cannot be
+        # predicted here. Such a refresh does without the slope.
         if self.step_scale is not None:
             may_refresh_next = self._schedule.refresh_may_be_due(step + 1) or bool(inverses.pending)
             self.step_scale.keep_weights(self._step_plan.layers, keep_step=may_refresh_next)
@@ -470,11 +470,11 @@ class KFAC(LayeredCurvature):
         if self.stats_workers is not None:
             self.stats_workers.send_snapshots(self.training, self.inverses.inverter.post)
         if self.throttle is not None:
-            # All ranks know what was due. They may not know which refreshes have succeeded.
+            # All ranks know whether a refresh was due, but perhaps not whether it has succeeded.
             self.throttle.end_step(refreshed=self._last.refresh_due)
 
     def watch(self) -> None:
-        """Turn capture on for the next step's passes if statistics are due then; otherwise off."""
+        """Turn capture on for the next step's passes if statistics are due then, else off."""
         due = self._schedule.statistics_may_be_due(self.training.steps)
         if self.stats_workers is not None and not self.stats_workers.own_passes:
             due = False
@@ -490,7 +490,7 @@ class KFAC(LayeredCurvature):
         stats_workers = self.stats_workers
         gradient_factored = self._step_plan.gradient_factored
         step = self.training.steps
-        age = step - self._averaged_at  # computed now, because the first update makes it 0
+        age = step - self._averaged_at  # computed here, before an update makes it 0
 
         # This step's passes. If there are stats workers, also check that the passes were captured:
         # the gate is open only if statistics were due when the passes ran.
@@ -539,15 +539,15 @@ class KFAC(LayeredCurvature):
 
         if layers.losses.current() != "step_mean":
             return sums
-        # The sums of KAISA and DistKFAC contain the loss terms of all ranks. Those of DPKFAC have
-        # the owner's, and the other ranks are assumed to have equally many.
+        # The sums of KAISA and DistKFAC contain the loss terms of all ranks. Those of DPKFAC only
+        # contain the owner's, and the other ranks are assumed to have the same number.
         num_counted = 1 if self._system.from_owner else world.size
         return layers.undo_step_mean(sums, share=1.0 / num_counted)
 
     def _update_averages(self, sums: Sums, decay: float) -> None:
         """Update the running averages.
 
-        Inverses that are under way still need the old factors for checkpoints, so copy these first.
+        A checkpoint needs the factors from which a pending inverse is computed, so copy them first.
         """
         if self.inverses.pending:
             self.inverses.snapshot_factors(sums)
@@ -561,7 +561,7 @@ class KFAC(LayeredCurvature):
 
         Args:
             pending: The average of the gradients. This method waits for it.
-            age: Steps since the last update, at an earlier step.
+            age: Steps since the last update before this step.
             num_terms: The number of the step's loss terms; None if it is not known.
         """
         with stage("average_gradients"):
@@ -590,7 +590,7 @@ class KFAC(LayeredCurvature):
     def _report_refresh(self, read: DeviceRead) -> Report | None:
         """Return this rank's report on a refresh; None if no option uses reports.
 
-        This drops the last step, whose slope is measured.
+        If the step scale is on, this measures the slope along the last step, and drops that step.
         """
         if not self._uses_reports:
             return None
@@ -610,7 +610,7 @@ class KFAC(LayeredCurvature):
         The new values are equal on all ranks.
 
         Args:
-            report: What this rank measured.
+            report: The numbers that this rank measured.
             host_cosines: Cosines between P by the old and by the new inverse, if they are on the
                 host already.
             device_cosines: The same cosines of other layers, which are still on the device.
@@ -627,7 +627,7 @@ class KFAC(LayeredCurvature):
         if self.drift is not None:
             cost = INVERSION_COST[self._options.solver]
             costs = [cost * step_plan.costs[block] for block in step_plan.layers]
-            # Each layer's work is that of one rank's passes, and all ranks have as many.
+            # A layer's work counts the passes of one rank. All ranks run the same number.
             work = feedback.work * self.training.world.size
             self.drift.record(list(step_plan.layers), feedback.cosines, work, costs)
 
@@ -643,7 +643,7 @@ class KFAC(LayeredCurvature):
     def _update_mean_receivers(self) -> None:
         """Assign each gradient to the rank that receives its mean, if parameters have changed.
 
-        The owner of a layer receives those of its parameters. Parameters outside of layers are
+        The owner of a layer receives the means for its parameters. Parameters outside of layers are
         spread over the ranks.
         """
         params = self.training.averaged_params()
@@ -675,10 +675,10 @@ class KFAC(LayeredCurvature):
         latest = {**before, **self.plan}
         self.latest_plan = {block: latest[block] for block in layers.blocks if block in latest}
 
-        # If a layer is newly trainable, or the batches of another rank enter its statistics, the
-        # last passes captured none for it. All layers are then due at the next step (each inverse
-        # is dropped below, because its ranks may have changed), unless a loaded checkpoint was
-        # written with the same layers.
+        # If a layer is newly trainable, or its statistics now come from another rank's batches, the
+        # last passes captured none for it. All layers are then due at the next step (all
+        # inverses are dropped below, because their ranks may have changed), unless a checkpoint
+        # with the same layers was loaded.
         is_new = steps > 0 and any(block.factors is None for block in layers.active)
         is_moved = False
         for block, layer in self.plan.items():
@@ -744,7 +744,7 @@ class KFAC(LayeredCurvature):
     # ---------------------------------------------------------------------------------- checkpoints
 
     def _shared_numbers(self) -> SharedNumbers:
-        """Return the numbers of the whole model that checkpoints have."""
+        """Return the numbers of the whole model that checkpoints contain."""
         num_workers: int | None = None
         if self._system.auto_workers:
             num_workers = self.num_workers
@@ -763,7 +763,7 @@ class KFAC(LayeredCurvature):
         return self._checkpoints.state(self.plan, self.latest_plan, self._shared_numbers())
 
     def state_to_save(self) -> dict[Tensor, dict[str, Any]]:
-        """Return what only checkpoints have: inverses, and the last step of the parameters."""
+        """Return the entries that only checkpoints have: inverses and the parameters' last step."""
         return self._checkpoints.state_to_save(self.plan)
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
@@ -788,7 +788,7 @@ class KFAC(LayeredCurvature):
 
     @property
     def remote_state(self) -> str:
-        """A phrase for error messages that names the state on other ranks; "" if there is none."""
+        """A phrase for error messages that names state that only other ranks store, or ""."""
         if self.factors_elsewhere:
             return "the factors that other processes store"
         if self._checkpoints.has_remote_inverses(self.plan):

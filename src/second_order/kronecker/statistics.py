@@ -1,6 +1,7 @@
 """Form the statistics of a step from the pairs that the hooks capture.
 
-For each pair of a backward pass, ``StatisticsCollector.consume``:
+A pair is the input of a module's call and the gradient of the call's output. For each pair of a
+backward pass, ``StatisticsCollector.consume``:
 
 1. drops the layer's statistics if the user has dropped the gradients that belong to them;
 2. adds the pair to the comparison with the weight's gradient, if that is due;
@@ -9,12 +10,12 @@ For each pair of a backward pass, ``StatisticsCollector.consume``:
 At the end of the pass, or when the kept pairs exceed a number of bytes,
 ``StatisticsCollector.sum_pairs``:
 
-4. decides which rows take part, that is, count in A. A padding token must not, and is known by a
-   gradient of zero at every layer (:mod:`second_order.kronecker.rows`). While the pass is running,
-   a row without a gradient may still get one at another layer. Such rows are kept until the end of
-   the pass;
-5. computes the sums of the pairs. A GPU spends more time on launches than on a small layer's
-   products, so the pairs of equal Linears are multiplied in one batch;
+4. decides which rows take part, that is, count in A. Padding tokens must not. They are recognized
+   by gradients of zero at every layer (:mod:`second_order.kronecker.rows`). While the pass is
+   running, a row without a gradient may still get one at another layer. Such rows are kept until
+   the pass ends;
+5. computes the sums of the pairs. A GPU spends more time on kernel launches than on a small
+   layer's products, so the pairs of equal Linears are multiplied in one batch;
 6. adds the sums to the staged statistics of all layers with one call.
 """
 
@@ -74,13 +75,13 @@ SEVERAL_LOSSES = (
 )
 CHANGED_IN_PLACE = (
     "an operation of the backward pass changes the input of layer {!r}, or the gradient of its "
-    "output, in place: its statistics lack this pass; let the operation work on a copy, or name "
-    "the layer in skip_layers"
+    "output, in place: the layer's statistics lack this pass; let the operation work on a copy, or "
+    "name the layer in skip_layers"
 )
 
 
 def max_queued_bytes(device: torch.device) -> int:
-    """Bytes up to which pairs are kept. A larger pair keeps a device busy by itself."""
+    """Bytes of pairs to keep before they are summed. A larger pair keeps a device busy alone."""
     return 2**22 if device.type == "cpu" else 2**26
 
 
@@ -118,9 +119,9 @@ class Pair:
             recorded in the group.
         index: Indices of the group's rows that the pair has. None for all.
         size: Number of elements of the pair and of its sums.
-        nbytes: Bytes that the pair keeps, at least those of its sums in float32. A slice keeps the
+        nbytes: Bytes that the pair keeps, but at least 4 per element in ``size``. A slice keeps the
             memory of its whole tensor.
-        cleared_at: ``staged.cleared_at`` when this object was made, also by ``replace``.
+        cleared_at: ``staged.cleared_at`` when this object was made. ``replace`` reads it again.
         versions: The version counters of the pair's tensors when this object was made. In-place
             operations increase them.
     """
@@ -166,7 +167,7 @@ class Pair:
 
 
 class ReadyPair(NamedTuple):
-    """A pair, and its rows that take part."""
+    """A pair, and the mask of its rows that take part."""
 
     pair: Pair
     row_mask: RowMask
@@ -189,7 +190,7 @@ class StatisticsCollector:
         approximation: "expand" or "reduce", for dimensions that share a weight.
         reduction: Returns how the loss of a pass is reduced.
         gradient_scale: Returns a factor for captured gradients.
-        conv_approximation: The same as ``approximation``, for convolutions. None: no difference.
+        conv_approximation: Replaces ``approximation`` for convolutions. None to keep it.
         warn: Shows a warning.
         fsdp: The parameters of a model that FSDP2 shards.
         on_new_statistics: Called when statistics of layers have grown. If it is set, the host reads
@@ -230,8 +231,8 @@ class StatisticsCollector:
 
         Args:
             blocks: The blocks, in the order of the model.
-            rows_only: The one among them whose statistics another process computes. Only its rows
-                are recorded, because they show the terms of the loss.
+            rows_only: The one among them, if any, whose statistics another process computes. This
+                process records only its rows, because they show the terms of the loss.
         """
         self._rows_only = rows_only
         self._blocks.clear()
@@ -276,9 +277,9 @@ class StatisticsCollector:
             x: Its input.
             d: The gradient of its output.
             pass_id: A number that all pairs of one backward pass share. With sampled labels, all
-                pairs of one call of the model, because the user's backward pass may go through
-                several calls.
-            again: Whether an earlier backward pass came through this call of the module.
+                pairs of one call of the model share it, because the user's backward pass may go
+                through several calls.
+            again: Whether an earlier backward pass went through this call of the module.
         """
         blocks = self._begin_pass(module, pass_id)
         blocks = self._select_fitting(blocks, module, x, d)
@@ -291,7 +292,7 @@ class StatisticsCollector:
         if again:
             self._mark_repeated(backward_pass, blocks)
 
-        # The rows of the pair. Reading the CPU's memory costs no synchronization.
+        # Record the pair's rows. On a CPU, reading the gradient needs no synchronization.
         rows = blocks[0].gradient_rows(module, x, d)
         group = backward_pass.find_group(rows)
         read_gradient = d.device.type == "cpu" or self.on_new_statistics is not None
@@ -318,7 +319,7 @@ class StatisticsCollector:
             )
             self._keep(pair, again)
 
-        # Experts' products need their weights, which FSDP2 will shard again.
+        # Do not wait with experts: their sums need the weights, which FSDP2 will shard again.
         if self._bytes > max_queued_bytes(d.device) or isinstance(x, Routed):
             self.sum_pairs(pass_is_over=False)
         if self.on_new_statistics is not None and backward_pass.all_take_part:
@@ -329,7 +330,7 @@ class StatisticsCollector:
         block = pair.block
         pair.backward_pass.layers[id(block.staged)] = block.staged
         inputs = 1 if block.shape.diagonal_a else block.shape.in_dim
-        work = 6 * pair.d.numel() * inputs  # of the forward and the backward of the layer
+        work = 6 * pair.d.numel() * inputs  # in the layer's forward and backward
         block.staged.record_pair(pair.backward_pass.number, again=again, work=work)
         if block is self._rows_only:
             return
@@ -339,7 +340,7 @@ class StatisticsCollector:
             self._bytes += pair.nbytes
 
     def _begin_pass(self, module: nn.Module, pass_id: int) -> list[KroneckerBlock]:
-        """The trainable blocks of a module, without statistics whose gradients were dropped."""
+        """Return a module's trainable blocks. Clear statistics whose gradients were dropped."""
         blocks = self._trainable_blocks(module)
         # With sampled labels, one backward pass delivers the pairs of several calls of the model.
         running_pass = autograd.current_pass() if self.sampled else pass_id
@@ -356,7 +357,7 @@ class StatisticsCollector:
     def _select_fitting(
         self, blocks: Iterable[KroneckerBlock], module: nn.Module, x: Any, d: Tensor
     ) -> list[KroneckerBlock]:
-        """The blocks whose sizes a pair fits. The others do not have this module's curvature."""
+        """Return the blocks whose sizes the pair fits. The others fail their verification."""
         fitting: list[KroneckerBlock] = []
         for block in blocks:
             if block.fits_pair(module, x, d):
@@ -366,7 +367,7 @@ class StatisticsCollector:
         return fitting
 
     def _mark_repeated(self, backward_pass: BackwardPass, blocks: Iterable[KroneckerBlock]) -> None:
-        """Mark a pass through a forward that an earlier pass went through; warn of it once."""
+        """Mark a pass that goes through the same forward as an earlier one, and warn once."""
         number = backward_pass.number
         is_other_loss = any(block.staged.has_other_pass(number) for block in blocks)
         if is_other_loss and backward_pass.mark_repeated() and not self._warned_of_losses:
@@ -376,7 +377,7 @@ class StatisticsCollector:
     # --------------------------------------------------------------------- passes begin and end
 
     def _find_pass(self, pass_id: int) -> BackwardPass:
-        """The pass of a number. If it is new, schedule its end."""
+        """Return the pass with this number. If it is new, schedule its end."""
         passes = self.step_passes.passes
         if pass_id not in passes:
             passes[pass_id] = BackwardPass(pass_id, reduce=self.approximation == "reduce")
@@ -388,7 +389,7 @@ class StatisticsCollector:
         return backward_pass
 
     def _end_pass(self, backward_pass: BackwardPass) -> None:
-        """Finish a pass when autograd ends it: it has delivered all its pairs."""
+        """Finish a pass. Autograd calls this when the pass has delivered all its pairs."""
         self._finish_pass(backward_pass)
         if self.on_new_statistics is not None:
             self.on_new_statistics()
@@ -410,7 +411,7 @@ class StatisticsCollector:
                 self._finish_pass(backward_pass)
 
     def count_terms(self, layers: Iterable[StagedStatistics]) -> list[Terms]:
-        """N of the passes since the last step, for each layer."""
+        """Return N, the number of loss terms since the last step, for each layer."""
         self.finish_passes()
         return self.step_passes.count_terms(layers)
 
@@ -439,12 +440,12 @@ class StatisticsCollector:
                     ready.append(first)
                     self._pairs += rest
                 else:
-                    # Not counted in `_bytes`, or each new pair would try to sum these again.
+                    # `_bytes` does not count it, or each new pair would try to sum it again.
                     self._pairs.append(replace(pair, gradient=None))
             self._add(ready)
 
     def _take_pairs(self) -> list[Pair]:
-        """Take the kept pairs that are still valid; the others are dropped."""
+        """Take the kept pairs that are still valid, and drop the others."""
         pairs = self._pairs
         self._pairs = []
         self._bytes = 0
@@ -459,8 +460,8 @@ class StatisticsCollector:
 
     def _can_split(self, pair: Pair) -> bool:
         """Whether the layer can sum some rows of a pair now and the others later."""
-        # Whether selected rows take part depends on their gradients at this layer alone, so those
-        # without a gradient need not be kept.
+        # Selected rows take part if they have a gradient at this layer. No other call has these
+        # rows, so those without a gradient need not be kept.
         if pair.group.are_selected:
             return True
         kind = pair.block.kinds.get(pair.module)
@@ -496,7 +497,7 @@ class StatisticsCollector:
                     self._add_together([pairs[i] for i in group])
 
     def _add_together(self, ready: Sequence[ReadyPair]) -> None:
-        """Add pairs of different layers on one device, with records of one length."""
+        """Add pairs of different layers on one device, with equally long records."""
         first = ready[0].pair.staged
         sizes = [each.pair.size for each in ready]
         max_size = max_stacked_elements(first.device)
@@ -514,10 +515,10 @@ class StatisticsCollector:
         for batch, part in zip(batches, records.split(lengths), strict=True):
             sums.append(self._sum_batch(batch, part))
 
-        # Non-finite sums are dropped: they count as zeros. A sum of outer products with a number
-        # that is not finite has a mean eigenvalue that is not finite, and 0 ∞ and 0 NaN are NaN.
+        # Non-finite sums are dropped: they count as zeros. If a sum of outer products has a
+        # non-finite element, its mean eigenvalue is not finite either, and 0 times that is NaN.
         bad = records.sum(1) * 0.0 != 0.0
-        # Reading a CPU costs less than a pass over the sums. A device is not read.
+        # On a CPU, reading `bad` costs less than a pass over the sums. Devices are not read.
         if bad.device.type != "cpu" or bad.any():
             records.masked_fill_(bad.unsqueeze(1), 0.0)
             count_dropped(layers, bad)
@@ -546,9 +547,9 @@ class StatisticsCollector:
         return sizes, pair.staged.shape, id(ready.row_mask.mask)
 
     def _is_multiplied_in_batch(self, pair: Pair) -> bool:
-        """Whether the pair is a Linear's that is multiplied in one batch with equal ones.
+        """Whether the pair is a Linear's, and is multiplied in one batch with equal pairs.
 
-        A CPU multiplies a large pair faster by strips of a triangle.
+        A CPU multiplies a large pair faster in strips of a triangle.
         """
         kind = pair.block.kinds.get(pair.module)
         if type(pair.block) is not KroneckerBlock or kind is None:
@@ -579,7 +580,7 @@ class StatisticsCollector:
                 counts = [cast(Tensor, each.examples_per_group) for each in formed]
                 records[:, -shape.groups :] = torch.stack(counts)
 
-        # Undo the scale of the gradients. If the layer is gradient-factored, A has them as well.
+        # Undo the scale of the gradients. In gradient-factored layers, A has it as well.
         scale = self.gradient_scale(factors["G"])
         if isinstance(scale, Tensor) or scale != 1:
             factors["G"].mul_(scale**2)
@@ -670,7 +671,7 @@ def _record_length(staged: StagedStatistics) -> int:
 
 
 def find_rows_with_gradient(pairs: Sequence[Pair], pass_is_over: bool) -> None:
-    """Record in the pairs' groups which rows have a gradient, where this may decide anything."""
+    """Record in the pairs' groups which rows have a gradient, where this may matter."""
     groups: list[RowGroup] = []
     gradients: list[Tensor] = []
     for pair in pairs:
@@ -697,7 +698,7 @@ def find_rows_with_gradient(pairs: Sequence[Pair], pass_is_over: bool) -> None:
 
 
 def _read_complete_groups(groups: Iterable[RowGroup]) -> None:
-    """Read from the device, once, which groups have a gradient in each row by now."""
+    """Find, in one device read, the groups that have a gradient in every row by now."""
     unknown: list[RowGroup] = []
     masks: list[Tensor] = []
     for group in groups:
@@ -714,7 +715,7 @@ def _read_complete_groups(groups: Iterable[RowGroup]) -> None:
 
 
 def select_rows(row_mask: RowMask, index: Tensor | None) -> RowMask:
-    """The row mask of the group's rows in an index. None stands for all rows."""
+    """Return the mask of the rows in ``index``, from the group's mask. None: all rows."""
     if index is None:
         return row_mask
     return full_row_mask(len(index)) if row_mask.mask is None else to_row_mask(row_mask.mask[index])
@@ -730,6 +731,6 @@ def split_pair(pair: Pair) -> tuple[ReadyPair, list[Pair]]:
     index = (~row_mask.mask).nonzero().squeeze(1)
     leading = len(group.shape)
     x = pair.x.reshape(group.num_rows, *pair.x.shape[leading:])[index]
-    # No layer has given these rows a gradient so far, this one included.
+    # So far, the gradient of these rows is zero at all layers, including this one.
     d = pair.d.new_zeros(()).expand(len(index), *pair.d.shape[leading:])
     return ready, [replace(pair, x=x, d=d, index=index, gradient=None)]
