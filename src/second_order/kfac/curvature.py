@@ -16,8 +16,8 @@ due together with inverses. If ``inv_update_steps`` or ``factor_update_steps`` i
 number decides instead. ν is described in :mod:`second_order.kfac.precondition`.
 
 At each step, the optimizer calls :meth:`KFAC.prepare`, which assigns layers, and
-:meth:`KFAC.precondition`, which does the rest. The base optimizer then uses ``p.grad`` as its
-gradient, and :meth:`KFAC.finish_step` applies the step scale τ.
+:meth:`KFAC.precondition`, which does the rest. :meth:`KFAC.step_base` then runs the base optimizer,
+which uses ``p.grad`` as its gradient, and applies the step scale τ.
 
 If KAISA averages the gradients, a step with a refresh sends these messages, in this order:
 
@@ -455,18 +455,25 @@ class KFAC(LayeredCurvature):
         if refresh.installed and report is not None:
             self._adapt(report, refresh.cosines, result.cosines)
 
-        # Copy the weights before the base's step, if τ or the next refresh needs that step. If
-        # layers change or a checkpoint is loaded, there may also be a refresh that cannot be
-        # predicted here. Such a refresh does without the slope.
-        if self.step_scale is not None:
-            may_refresh_next = self._schedule.refresh_may_be_due(step + 1) or bool(inverses.pending)
-            self.step_scale.keep_weights(self._step_plan.layers, keep_step=may_refresh_next)
         self._last = StepInfo(clip=result.clip, refresh_due=bool(due))
 
+    def step_base(self, step: Callable[[], None]) -> None:
+        """Run ``step``, the base optimizer's step, and scale it by τ."""
+        step_scale = self.step_scale
+        if step_scale is None:
+            step()
+            return
+        # Copy the weights if τ or the next refresh needs this step. If layers change or a
+        # checkpoint is loaded, there may also be a refresh that cannot be predicted here. Such a
+        # refresh does without the slope.
+        refresh_may_follow = self._schedule.refresh_may_be_due(self.training.steps + 1)
+        keep_step = refresh_may_follow or bool(self.inverses.pending)
+        step_scale.keep_weights(self._step_plan.layers, keep_step)
+        step()
+        step_scale.scale_step()
+
     def finish_step(self) -> None:
-        """Scale the base's step by τ, and send the parameters to stats workers that are ready."""
-        if self.step_scale is not None:
-            self.step_scale.scale_step()
+        """Send the parameters to stats workers that are ready, and record the time of the step."""
         if self.stats_workers is not None:
             self.stats_workers.send_snapshots(self.training, self.inverses.inverter.post)
         if self.throttle is not None:

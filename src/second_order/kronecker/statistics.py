@@ -404,15 +404,14 @@ class StatisticsCollector:
             close_pass(layers, backward_pass.number, terms if is_mean else None)
         backward_pass.close()
 
-    def finish_passes(self) -> None:
-        """Finish the passes that are still running, or that autograd did not end."""
+    def count_terms(self, layers: Iterable[StagedStatistics]) -> list[Terms]:
+        """Return N, the number of loss terms since the last step, for each layer.
+
+        This finishes the passes that are still running, or that autograd did not end.
+        """
         for backward_pass in list(self.step_passes.passes.values()):
             if backward_pass.is_open:
                 self._finish_pass(backward_pass)
-
-    def count_terms(self, layers: Iterable[StagedStatistics]) -> list[Terms]:
-        """Return N, the number of loss terms since the last step, for each layer."""
-        self.finish_passes()
         return self.step_passes.count_terms(layers)
 
     # ---------------------------------------------------------------------- rows that take part

@@ -10,8 +10,9 @@ One step, as :meth:`SecondOrderOptimizer.step` takes it:
     gradients <- mean over ranks       unless DistributedDataParallel or FSDP2 has averaged them, or
                                        gradient_averaging=False
     curvature.precondition()           gradients <- curvature⁻¹ gradients, in place
-    base.step()                        the base optimizer, on the same groups and state
-    curvature.finish_step()            scales or corrects the step of the base
+    curvature.step_base()              base.step(), the base optimizer, on the same groups and
+                                       state; K-FAC scales the step
+    curvature.finish_step()            FOSI corrects the step; helper ranks receive parameters
     curvature.watch()                  registers the hooks that the next passes need
 
 The curvature and the base do the numerical work. This file connects them, and makes the result

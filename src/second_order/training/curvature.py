@@ -4,8 +4,8 @@ A step of the optimizer calls, in this order:
 
     prepare         before gradients are averaged: assign layers to ranks, or refresh eigenpairs
     precondition    replace p.grad by the preconditioned gradient
-    step_base       run the step of the base optimizer
-    finish_step     rescale the step or add to it
+    step_base       run the step of the base optimizer, and perhaps scale it
+    finish_step     add to the step, or send the new parameters to helper ranks
     watch           turn capture on or off for the passes of the next step
 
 :func:`start_average` averages the gradients between ``prepare`` and ``precondition``.
@@ -105,11 +105,11 @@ class Curvature:
         pending.wait()
 
     def step_base(self, step: Callable[[], None]) -> None:
-        """Run ``step``, the base optimizer's step."""
+        """Run ``step``, the base optimizer's step. A curvature may scale what it changes."""
         step()
 
     def finish_step(self) -> None:
-        """Rescale the base optimizer's step, or add to it."""
+        """Add to the base optimizer's step, or send the new parameters to helper ranks."""
 
     def watch(self) -> None:
         """Turn capture on or off for the passes of the next step."""
