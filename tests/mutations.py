@@ -546,7 +546,7 @@ an instrument without the failures  <-  metrics::failures_are_counted
   -             self.num_failures += 1
   -
 damping without a floor  <-  step_scale::the_damping_floor_uses_all_layers
-    self.options.floor * pending[blocks[0]].mean_curvature  =>  0.0
+    self._damping_floor * pending[blocks[0]].mean_curvature  =>  0.0
 a step staler than allowed  <-  distkfac::with_deterministic_staleness_steps_use_inverses_of_that_age
     staleness is not None and age >= staleness  =>  staleness is not None and age > staleness
 a solve on a thread that is older than drift allows

@@ -37,6 +37,8 @@ from stats_worker_training import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from second_order.kronecker.factors import layer_mean_curvature
+
 if TYPE_CHECKING:
     from pool import World
     from reference import Batch
@@ -429,7 +431,11 @@ def curvature_worker(model: nn.Module, optimizer: Any) -> tuple[float, list[floa
         until_fed(model, optimizer)
         train_on(model, optimizer, BATCHES[:3])
         found = optimizer._curvature.mean_curvature
-        return found, [float(b.factors.mean_curvature()) for b in owned_here(optimizer)]
+        owned = [
+            float(layer_mean_curvature(block.factors.factor_means))
+            for block in owned_here(optimizer)
+        ]
+        return found, owned
 
 
 def curvature_stats(model: nn.Module, optimizer: Any) -> int:

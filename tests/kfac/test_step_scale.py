@@ -29,6 +29,7 @@ from second_order.kfac.step_scale import (
     ScaleBounds,
     StepScale,
 )
+from second_order.kronecker.factors import layer_mean_curvature
 from second_order.optimizers.config import DAMPING, DAMPING_FLOOR
 
 if TYPE_CHECKING:
@@ -280,7 +281,10 @@ def dampings(rank: int, world_size: int, system: str, options: Any) -> list[dict
         take(model, optimizer, shard(batch, rank, world_size))
     states = curvature.inverses.states
     found = {b.name: float(states[b].damping) for b in states if b.inverse is not None}
-    own = {block.name: float(block.ensure_factors().mean_curvature()) for block in curvature.plan}
+    own = {
+        block.name: float(layer_mean_curvature(block.ensure_factors().factor_means))
+        for block in curvature.plan
+    }
     return [found, own, {"mean": mean, "mean afterwards": curvature.mean_curvature}]
 
 

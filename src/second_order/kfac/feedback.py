@@ -22,7 +22,7 @@ from torch import Tensor
 from second_order.kfac.inversion import stack_means
 from second_order.kfac.plan import StepPlan
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.factors import KroneckerFactors
+from second_order.kronecker.factors import KroneckerFactors, layer_mean_curvature
 from second_order.kronecker.storage import DeviceRead, Numbers
 from second_order.training.context import Training
 from second_order.utils.checks import as_scalar
@@ -96,8 +96,7 @@ def report_refresh(
         slopes: The slope s along the last step, if the step was kept.
         read: The read of the device.
     """
-    # The mean curvature of a layer is the mean eigenvalue of A ⊗ G: the product of those of A and
-    # G, averaged over the groups of a grouped convolution.
+    # The mean curvature of each layer that this rank reports.
     factors: dict[KroneckerBlock, KroneckerFactors] = {}
     for block in step_plan.measured:
         if block.factors is not None:
@@ -106,7 +105,7 @@ def report_refresh(
     curvatures: list[Tensor] = []
     for same_shape, means in stack_means(factors):  # (factors, layers, groups)
         blocks += same_shape
-        curvatures.append(means.prod(0).mean(-1))
+        curvatures.append(layer_mean_curvature(means))
 
     # The learning rates of parameter groups with layers.
     params: set[Tensor] = set()

@@ -45,7 +45,7 @@ from second_order.kfac.plan import FactorKey, StepPlan
 from second_order.kfac.precondition import compare_inverses, precondition_batches
 from second_order.kfac.schedule import Drift
 from second_order.kronecker.block import KroneckerBlock, LayerBatch, LayerStatus, per_group
-from second_order.kronecker.factors import KroneckerFactors
+from second_order.kronecker.factors import KroneckerFactors, layer_mean_curvature
 from second_order.kronecker.solvers import SOLVERS, Damping, Decomposition, Inverse, Problem
 from second_order.kronecker.storage import DeviceRead, as_stack, merge_numbers
 from second_order.optimizers.config import KFACOptions, check_damping
@@ -235,6 +235,7 @@ class Inverses:
         self.layers = layers
         self.solver = SOLVERS[options.solver]
         self._dtype = options.inv_dtype
+        self._damping_floor = options.floor  # as a share of the mean curvature of all layers
         self._drift = drift
         self._rule = rule
         make_inverter: Callable[..., Inverter] = inverter or SynchronousInverter
@@ -412,8 +413,7 @@ class Inverses:
         """
         dampings: dict[KroneckerBlock, LayerDamping] = {}
         for blocks, means in stack_means({block: factors[block] for block in pending}):
-            # The mean eigenvalue of A ⊗ G, (layers, 1).
-            curvature = means.prod(0).mean(-1, keepdim=True)
+            curvature = layer_mean_curvature(means).unsqueeze(-1)  # (layers, 1)
 
             # γ: a number; or a tensor, (1, 1) if all layers share it, and (layers, 1) otherwise.
             damping: Any = merge_numbers([pending[b].damping_option for b in blocks], curvature)
@@ -422,7 +422,7 @@ class Inverses:
             if self.options.relative_damping:
                 # All of these layers were submitted at one step, so they have one floor. The
                 # pending inverses of a checkpoint come here one by one.
-                floor = self.options.floor * pending[blocks[0]].mean_curvature
+                floor = self._damping_floor * pending[blocks[0]].mean_curvature
                 # If a layer's gradients vanish, its curvature is 0. It then counts as 1, because
                 # the floor may be 0 as well.
                 positive = curvature.masked_fill(~(curvature > 0), 1.0)

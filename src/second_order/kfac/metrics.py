@@ -19,6 +19,7 @@ from second_order.kfac.plan import LayerPlan
 from second_order.kfac.state import EXAMPLES, MEANS, WEIGHT, factor_entries, send_entries
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.exact import ExactBlock
+from second_order.kronecker.factors import layer_mean_curvature
 from second_order.kronecker.layer_curvature import LayerCurvature
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.optimizers.config import KFACOptions
@@ -147,7 +148,7 @@ def build_curvature(
                 stored[factor] = averages[factor].to(dtype, copy=True)
         gamma = own_dampings.get(block, damping)
         if options.relative_damping:
-            gamma *= _mean_curvature(block, averages)
+            gamma *= _positive_mean_curvature(block, averages)
         covered[block.name] = LayerCurvature(
             name=block.name,
             modules=tuple(block.names),
@@ -185,10 +186,10 @@ def _send_averages(
     return averages
 
 
-def _mean_curvature(block: KroneckerBlock, averages: Mapping[str, Tensor]) -> float:
-    """Return the mean eigenvalue of A ⊗ G, in whose units γ is given; 1 if it is 0."""
+def _positive_mean_curvature(block: KroneckerBlock, averages: Mapping[str, Tensor]) -> float:
+    """Return the mean curvature of a layer, in whose units γ is given; 1 if it is 0."""
     num_factors = len(block.shape.factor_names)
-    curvature = float(averages[MEANS][:num_factors].prod(0).mean())
+    curvature = float(layer_mean_curvature(averages[MEANS][:num_factors]))
     return curvature if curvature > 0 else 1.0
 
 

@@ -45,6 +45,7 @@ __all__ = [
     "close_pass",
     "collect_sums",
     "count_dropped",
+    "layer_mean_curvature",
     "scale_to_one_term",
     "update_running_averages",
 ]
@@ -450,9 +451,21 @@ class KroneckerFactors:
         """The mean eigenvalues of the factors alone, ``(2 or 3, groups)``."""
         return self.means[: len(self.shape.factor_names)]
 
-    def mean_curvature(self) -> Tensor:
-        """The mean eigenvalue of A ⊗ G, or of A ⊗ L ⊗ G, over all groups; a scalar."""
-        return self.factor_means.prod(0).mean()
+
+def layer_mean_curvature(factor_means: Tensor) -> Tensor:
+    """The mean curvature of layers: the mean eigenvalue of A ⊗ G, or of A ⊗ L ⊗ G.
+
+    The eigenvalues of a Kronecker product are the products of those of its factors, so the mean is
+    the product of the factors' means. A grouped convolution has one product per group, and this is
+    their average.
+
+    Args:
+        factor_means: The mean eigenvalues of each factor, ``(factors, ..., groups)``.
+
+    Returns:
+        The mean curvature of each layer, ``(...)``.
+    """
+    return factor_means.prod(0).mean(-1)
 
 
 def update_running_averages(
