@@ -327,7 +327,7 @@ averages that another rank owns are sent on
 inverses of another scale than the run's  <-  resume::inverses_of_another_scale_are_refreshed
     if empty or scaled != inverses.scaled:  =>  if empty:
 a resumed run without the solves under way  <-  resume::a_resumed_run_equals_the_run
-    loaded.snapshots[block] = PendingInverse(  =>  PendingInverse(
+    loaded.pending[block] = PendingInverse(  =>  PendingInverse(
 a chosen fraction that checkpoints forget
   <-  planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks
   - entries |= zip(CHOSEN_WORKERS, (self.num_workers, world_size), strict=True)

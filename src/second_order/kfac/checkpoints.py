@@ -1,11 +1,12 @@
 """Save the curvature of a K-FAC optimizer, and resume from a checkpoint.
 
 A checkpoint contains the running averages, the inverses, and the numbers that later steps need.
-:mod:`second_order.kfac.state` lists the entries of a layer. A training run resumes in this order:
+:mod:`second_order.kfac.state` lists the entries of a layer, and says what shared numbers are. A
+training run resumes in this order:
 
     check      raises an error if the entries do not fit the layers, before anything is loaded
     load       loads the running averages and the state of throttle, drift, step scale and clip,
-               reads the numbers of the whole model, and installs the inverses
+               reads the remaining shared numbers, and installs the inverses
     install    installs the saved inverses, and computes again those that were pending
     assign     may come next, before the first step: if the script freezes layers after loading, the
                optimizer assigns the layers to ranks again. This drops all inverses, so the
@@ -57,13 +58,13 @@ __all__ = ["Checkpoints", "Resumption"]
 
 
 class _SharedPart(Protocol):
-    """A part of the optimizer that saves the same entries for every layer."""
+    """A part of the optimizer that saves shared numbers."""
 
     def saved(self) -> dict[str, float]:
-        """Return its entries."""
+        """Return its shared numbers, by the names of their entries."""
 
     def load(self, saved: Mapping[Tensor, SavedPart], /) -> None:
-        """Load its entries from any layer's part of a checkpoint."""
+        """Load its shared numbers from any layer's part of a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Resumption:
 
     Attributes:
         saved: The checkpoint.
-        numbers: The numbers of the whole model in it.
+        numbers: Its shared numbers.
         missing: The layers for which it lacks an entry that this rank needs.
     """
 
@@ -132,7 +133,7 @@ class Checkpoints:
         latest_plan: Mapping[KroneckerBlock, LayerPlan],
         numbers: SharedNumbers,
     ) -> dict[Tensor, dict[str, Any]]:
-        """Return the factors that this rank stores, by weight, and the numbers of the whole model.
+        """Return the factors that this rank stores, by weight, and the shared numbers.
 
         These entries are in ``optimizer.state`` all the time. Checkpoints also have those of
         :meth:`state_to_save`. Tensors are not copied.
@@ -140,7 +141,7 @@ class Checkpoints:
         Args:
             plan: The plans of the layers that train now.
             latest_plan: The plans of all layers that ever trained.
-            numbers: The numbers of the whole model.
+            numbers: The shared numbers of the curvature.
         """
         training = self._training
         shared: dict[str, Any] = {}
@@ -225,9 +226,7 @@ class Checkpoints:
         check_saved(saved, self._layers.blocks, self._inverses)
 
     def load(self, saved: Mapping[Tensor, SavedPart], step_plan: StepPlan) -> Resumption:
-        """Load a checkpoint, except for the numbers of the whole model.
-
-        The caller sets these numbers from the result.
+        """Load a checkpoint. The caller sets the shared numbers that the result has.
 
         Args:
             saved: The checkpoint.

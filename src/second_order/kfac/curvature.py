@@ -751,7 +751,7 @@ class KFAC(LayeredCurvature):
     # ---------------------------------------------------------------------------------- checkpoints
 
     def _shared_numbers(self) -> SharedNumbers:
-        """Return the numbers of the whole model that checkpoints contain."""
+        """Return the shared numbers that checkpoints contain."""
         num_workers: int | None = None
         if self._system.auto_workers:
             num_workers = self.num_workers
@@ -763,7 +763,7 @@ class KFAC(LayeredCurvature):
         )
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        """Return the factors that this rank stores, by weight, and the numbers of the whole model.
+        """Return the factors that this rank stores, by weight, and the shared numbers.
 
         These entries are in ``optimizer.state`` all the time. Tensors are not copied.
         """

@@ -121,14 +121,14 @@ class LoadedInverses:
     Attributes:
         damping_option: The value of ``damping=`` at the last refresh; NaN before the first.
         inverses: The inverses of layers that had one.
-        snapshots: The inverses that were pending.
+        pending: The inverses that were pending.
         missing: Layers without an entry that this rank needs.
         requested: Layers to refresh at the next step even if they are not due.
     """
 
     damping_option: float
     inverses: dict[KroneckerBlock, LoadedInverse] = field(default_factory=dict)
-    snapshots: dict[KroneckerBlock, PendingInverse] = field(default_factory=dict)
+    pending: dict[KroneckerBlock, PendingInverse] = field(default_factory=dict)
     missing: set[KroneckerBlock] = field(default_factory=set)
     requested: set[KroneckerBlock] = field(default_factory=set)
 
@@ -776,8 +776,8 @@ class Inverses:
             if loaded_inverse.inverse is not None:
                 block.install_inverse(loaded_inverse.inverse)
 
-        assert not loaded.snapshots or not self.is_synchronous
-        for block, pending in loaded.snapshots.items():
+        assert not loaded.pending or not self.is_synchronous
+        for block, pending in loaded.pending.items():
             assert pending.factors is not None
             self.pending[block] = pending
             self._damp_and_submit({block: pending.factors})

@@ -63,7 +63,7 @@ __all__ = [
 ]
 
 USUAL_CHANGE = ("usual_change_bound", "usual_change_steps")
-"""Checkpoint entries, equal for all layers: ``UsualChange.bound`` and ``UsualChange.steps``."""
+"""Checkpoint entries, two shared numbers: ``UsualChange.bound`` and ``UsualChange.steps``."""
 
 MAX_RATIO = 4.0  # of the bound to the average change: a step may be twice as long as usual
 WINDOW = 20  # steps that the running average remembers
@@ -140,7 +140,7 @@ class UsualChange:
         return torch.sqrt(ratio)
 
     def saved(self) -> dict[str, float]:
-        """Return the checkpoint entries."""
+        """Return the shared numbers of a checkpoint."""
         return dict(zip(USUAL_CHANGE, (float(self.bound), float(self.steps)), strict=True))
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:

@@ -20,6 +20,9 @@ inverse_damping                  four numbers, saved with these tensors: the lay
 snapshot_step                    the step of the factors of a pending inverse; -1 if none is pending
 snapshot_A, snapshot_G, ...      these factors
 
+Shared numbers describe the whole model and not one layer, for example the step scale. A checkpoint
+only has parts of parameters, so the parts of all layers repeat the shared numbers.
+
 :func:`factor_entries` and :func:`inverse_entries` list the tensors and the ranks that have them.
 Saving, checking and sending use these lists. The functions that send are collectives: every rank
 calls them with the same layers.
@@ -93,7 +96,7 @@ SNAPSHOT = "snapshot_"
 SNAPSHOT_STEP = "snapshot_step"
 SNAPSHOT_NUMBERS = ("snapshot_damping", "snapshot_mean_curvature")
 
-# The entries that are equal for all layers.
+# Shared numbers.
 CHOSEN_WORKERS = ("gradient_workers", "gradient_workers_of")
 MEAN_CURVATURE = "mean_curvature"
 UPDATED_AT = "updated_at"  # the step of the last update of the running averages
@@ -122,7 +125,7 @@ ALL_ENTRIES = (
     SNAPSHOT_STEP,
     *SNAPSHOT_NUMBERS,
     *(SNAPSHOT + name for name in (*FACTOR_NAMES, *AVERAGE_ENTRIES)),
-    # Numbers that are equal for all layers.
+    # Shared numbers.
     MEAN_CURVATURE,
     UPDATED_AT,
     NEWLY_TRAINABLE_AT,
@@ -131,6 +134,7 @@ ALL_ENTRIES = (
     *SCALE_ENTRIES,
     *USUAL_CHANGE,
     *THROTTLE_ENTRIES,
+    # The drift of a layer, and the last step of a parameter.
     *DRIFT,
     LAST_STEP,
     LAST_STEP_KNOWN,
@@ -260,7 +264,7 @@ def inverse_state(
 
 @dataclass(frozen=True)
 class SharedNumbers:
-    """Numbers of the whole model. A checkpoint repeats them in the entries of every layer.
+    """The shared numbers, without those of the throttle, the step scale and the clip.
 
     Attributes:
         mean_curvature: The mean eigenvalue of A ⊗ G over all layers, at the last refresh.
@@ -407,7 +411,7 @@ def check_saved(
 
 
 def _read_shared_number(saved: Mapping[Tensor, SavedPart], key: str, default: float) -> float:
-    """Return a number that is equal for all layers, or ``default`` if the checkpoint lacks it."""
+    """Return a shared number, or ``default`` if the checkpoint lacks it."""
     for part in saved.values():
         if key in part:
             return part.number(key)
@@ -417,7 +421,7 @@ def _read_shared_number(saved: Mapping[Tensor, SavedPart], key: str, default: fl
 def read_shared_numbers(
     saved: Mapping[Tensor, SavedPart], world_size: int, step: int
 ) -> SharedNumbers:
-    """Return the numbers of the whole model in a checkpoint.
+    """Return the shared numbers of a checkpoint.
 
     The number of workers is None if the checkpoint has none, or was written with another number of
     ranks than ``world_size``. Without a step of the last averages, ``step`` is assumed.
@@ -496,7 +500,7 @@ def load_inverses(
             if any(SNAPSHOT + name not in part for name in names):
                 loaded.missing.add(block)
                 continue
-            loaded.snapshots[block] = PendingInverse(
+            loaded.pending[block] = PendingInverse(
                 step=int(part[SNAPSHOT_STEP]),
                 damping_option=float(part[SNAPSHOT_NUMBERS[0]]),
                 mean_curvature=float(part[SNAPSHOT_NUMBERS[1]]),

@@ -36,7 +36,6 @@ from second_order.kfac.metrics import METRIC_NAMES
 from second_order.kfac.plan import System, distkfac_plan, layer_dims
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
-from second_order.kronecker.statistics import GradientScale
 from second_order.optimizers.config import DistKFACOptions, KFACOptions
 from second_order.reporting.summary import Summary
 from second_order.training.context import Training
@@ -289,7 +288,7 @@ class StatsWorker(LayeredCurvature):
             for batch in cycle_batches(batches):
                 if not self._load_snapshot():
                     break
-                self.layers.collector.gradient_scale = GradientScale(None)
+                self.layers.collector.expect_unscaled_losses()
                 # If every parameter is frozen, send messages without statistics all the same,
                 # because worker 0 sends the next snapshot only after one.
                 if any(p.requires_grad for p in self.training.model.parameters()):

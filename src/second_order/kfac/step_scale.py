@@ -103,7 +103,7 @@ SCALE_ENTRIES = (
     "step_rate",
     "step_rate_changed",
 )
-"""The entries of a checkpoint with the fields of :class:`ScaleState`, in the part of each layer."""
+"""The entries of a checkpoint with the fields of :class:`ScaleState`, which are shared numbers."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ class StepScale:
         self.state = self.state.next_state(slope, rate, step, self._bounds)
 
     def saved(self) -> dict[str, float]:
-        """Return the entries of a checkpoint in the part of each layer."""
+        """Return the shared numbers of a checkpoint."""
         return dict(zip(SCALE_ENTRIES, astuple(self.state), strict=True))
 
     def saved_step(self, p: Tensor, fill: bool) -> dict[str, Any]:

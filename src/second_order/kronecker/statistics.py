@@ -242,6 +242,10 @@ class StatisticsCollector:
             for module in block.hooked_modules:
                 self._blocks.setdefault(module, []).append(block)
 
+    def expect_unscaled_losses(self) -> None:
+        """Use captured gradients as they are from now on, because no GradScaler scales the loss."""
+        self.gradient_scale = GradientScale(None)
+
     def _trainable_blocks(self, module: nn.Module) -> list[KroneckerBlock]:
         return [block for block in self._blocks.get(module, ()) if block.trainable]
 
