@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
+
+import torch
+
 __all__ = [
     "CheckpointError",
     "CurvatureError",
@@ -9,7 +17,11 @@ __all__ = [
     "RankMismatchError",
     "SecondOrderError",
     "SecondOrderWarning",
+    "warn",
 ]
+
+# A warning shows the line of the first caller outside of these folders.
+INTERNAL_FOLDERS = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
 
 
 class SecondOrderError(RuntimeError):
@@ -47,3 +59,19 @@ class RankMismatchError(SecondOrderError):
 
 class SecondOrderWarning(UserWarning):
     """A layer falls back to the base optimizer, data is ignored, or a fallback is used."""
+
+
+def warn(message: str) -> None:
+    """Show a SecondOrderWarning at the line of the user's code that the package runs for.
+
+    A hook may run in a thread of autograd, which no line of the user's code has called. The warning
+    then shows the line of the package.
+    """
+    stacklevel = 1
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(INTERNAL_FOLDERS):
+        frame = frame.f_back
+        stacklevel += 1
+    if frame is None:
+        stacklevel = 2  # the caller of this function
+    warnings.warn(message, SecondOrderWarning, stacklevel=stacklevel)

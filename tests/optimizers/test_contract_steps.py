@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import warnings
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +40,7 @@ from step_reference import assert_near, reference, weights
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from second_order import DHO2, CurvatureError
+from second_order import DHO2, KAISA, CurvatureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -206,6 +208,21 @@ def test_training_a_copy_of_the_model_names_the_first_layers(System: Any) -> Non
     names = "('0', '1', '2' and 1 more)"
     assert message.startswith(f"no layer gave statistics {names}: {System.__name__} now trains")
     assert "not a copy or an export of it" in message
+
+
+def test_warnings_show_the_line_of_the_users_code() -> None:
+    """The line that makes the optimizer, calls step() or calls backward()."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first = sys._getframe().f_lineno
+        optimizer = KAISA(model, lr=LR, skip_layers=["none"])
+        optimizer.step()
+        loss = model(torch.ones(2, 5)).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    lines = [first + 1, first + 2, first + 5]
+    assert [(w.filename, w.lineno) for w in caught] == [(__file__, line) for line in lines]
 
 
 @each_kronecker

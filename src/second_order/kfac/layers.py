@@ -50,7 +50,7 @@ from second_order.kronecker.rows import Terms
 from second_order.kronecker.statistics import GradientScale, StatisticsCollector
 from second_order.kronecker.verification import Verification, residuals
 from second_order.optimizers.config import KFACOptions
-from second_order.training.context import Training, warn
+from second_order.training.context import Training
 from second_order.training.groups import group_params, group_settings
 from second_order.utils.checks import AUTO, LAYER_OPTIONS
 from second_order.utils.modules import plain_type
@@ -261,7 +261,6 @@ class Layers:
             # The loss of sampled labels is not scaled.
             gradient_scale=GradientScale(None if is_sampled else training.scaler),
             conv_approximation=self._conv_approximation,
-            warn=warn,
             fsdp=fsdp,
             always_verify=training.debug,
             sampled=is_sampled,

@@ -32,7 +32,6 @@ model, and the model runs eagerly.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,7 +45,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from second_order.distributed.fsdp import FSDPParams
-from second_order.errors import SecondOrderError, SecondOrderWarning
+from second_order.errors import SecondOrderError, warn
 from second_order.kronecker import autograd, compiled_capture
 from second_order.kronecker.autograd import Assembly, find_projections, is_attention
 from second_order.kronecker.compiled_capture import hides_products, is_exporting
@@ -691,8 +690,7 @@ class Capture:
         for name, module in root.named_modules():
             if module in self._differentiated:
                 names.append(repr(name or "(model)"))
-        message = DERIVATIVES.format(names=", ".join(names[:MAX_NAMES]))
-        warnings.warn(message, SecondOrderWarning, stacklevel=2)
+        warn(DERIVATIVES.format(names=", ".join(names[:MAX_NAMES])))
 
     def receive(self, module: nn.Module, x: Tensor, gradient: Tensor) -> None:
         """Receive a pair from the backward of a compiled graph, which will reuse its memory."""
@@ -728,7 +726,7 @@ class Capture:
             # If the forward raises, Dynamo restores its callback itself.
             self._compiler = autograd.set_eval_frame(None)
             if self._compiler:
-                warnings.warn(RUNS_EAGERLY, SecondOrderWarning, stacklevel=2)
+                warn(RUNS_EAGERLY)
 
     def leave_model(self, model: nn.Module, output: Any) -> None:
         """End a call of the model: sample labels, and compute the gradients of their loss."""

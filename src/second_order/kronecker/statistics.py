@@ -22,7 +22,6 @@ At the end of the pass, or when the kept pairs exceed a number of bytes,
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from second_order.distributed.fsdp import FSDPParams
+from second_order.errors import warn
 from second_order.kronecker import autograd
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.experts import Routed
@@ -191,7 +191,6 @@ class StatisticsCollector:
         reduction: Returns how the loss of a pass is reduced.
         gradient_scale: Returns a factor for captured gradients.
         conv_approximation: Replaces ``approximation`` for convolutions. None to keep it.
-        warn: Shows a warning.
         fsdp: The parameters of a model that FSDP2 shards.
         on_new_statistics: Called when statistics of layers have grown. If it is set, the host reads
             during the pass which rows have a gradient, and so synchronizes with the device.
@@ -205,7 +204,6 @@ class StatisticsCollector:
     reduction: Callable[[], Reduction]
     gradient_scale: Callable[[Tensor], Tensor | float]
     conv_approximation: Approximation | None = None
-    warn: Callable[[str], None] = warnings.warn
     fsdp: FSDPParams | None = None
     on_new_statistics: Callable[[], None] | None = None
     always_verify: bool = False
@@ -376,7 +374,7 @@ class StatisticsCollector:
         is_other_loss = any(block.staged.has_other_pass(number) for block in blocks)
         if is_other_loss and backward_pass.mark_repeated() and not self._warned_of_losses:
             self._warned_of_losses = True
-            self.warn(SEVERAL_LOSSES)
+            warn(SEVERAL_LOSSES)
 
     # --------------------------------------------------------------------- passes begin and end
 
@@ -458,7 +456,7 @@ class StatisticsCollector:
             if pair.is_unchanged:
                 unchanged.append(pair)
             else:
-                self.warn(CHANGED_IN_PLACE.format(pair.block.name))
+                warn(CHANGED_IN_PLACE.format(pair.block.name))
         return unchanged
 
     def _can_split(self, pair: Pair) -> bool:

@@ -14,7 +14,6 @@ the layers call ``receive`` or ``consume`` in between.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -24,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from second_order.errors import SecondOrderError, SecondOrderWarning
+from second_order.errors import SecondOrderError, warn
 from second_order.kronecker.autograd import to_compute_dtype
 from second_order.kronecker.block import to_matrices
 from second_order.kronecker.experts import Routed
@@ -288,7 +287,7 @@ class EigenvalueAccumulator(PairAccumulator):
             if num_examples == batch_size:
                 by_example.append(pair)
             else:
-                warnings.warn(ROWS_AS_EXAMPLES, SecondOrderWarning, stacklevel=2)
+                warn(ROWS_AS_EXAMPLES)
                 groups.append(ExampleGroup(num_examples, [pair]))
         if by_example:
             groups.append(ExampleGroup(batch_size, by_example))

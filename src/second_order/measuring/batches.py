@@ -13,7 +13,6 @@ refused.
 from __future__ import annotations
 
 import statistics
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -21,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from second_order.errors import SecondOrderWarning
+from second_order.errors import warn
 from second_order.kronecker.fisher import logits_of, sampled_loss
 
 __all__ = [
@@ -336,8 +335,7 @@ class Rows:
             return self._selections[shape]
         mask = _fit_mask(self.masks, shape)
         if mask is None and self.masks:
-            message = NO_MASK_FITS.format(shape=tuple(shape))
-            warnings.warn(message, SecondOrderWarning, stacklevel=2)
+            warn(NO_MASK_FITS.format(shape=tuple(shape)))
         selection = RowSelection(None, shape.numel())
         if mask is not None and not bool(mask.all()):
             (index,) = mask.flatten().nonzero(as_tuple=True)

@@ -17,7 +17,6 @@ import importlib.util
 import math
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 
 from second_order.distributed.fsdp import sharded_params
 from second_order.distributed.world import World, translate_backend_errors
-from second_order.errors import SecondOrderError, SecondOrderWarning
+from second_order.errors import SecondOrderError, warn
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.measuring.accumulators import (
     EigenvalueAccumulator,
@@ -198,7 +197,7 @@ def measure(
     # Report what the curvature covers.
     failed = measurement.failed
     for name, reason in failed.items():
-        warnings.warn(f"measure: layer {name!r}: {reason}", SecondOrderWarning, stacklevel=2)
+        warn(f"measure: layer {name!r}: {reason}")
     if len(failed) == len(selected):
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(failed.items())[:3])
         raise SecondOrderError(f"measure: no layer has factors ({reasons})")

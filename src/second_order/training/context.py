@@ -7,7 +7,6 @@ parameters, the step count and the ranks from it, and warns through it.
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,11 +20,11 @@ from torch.utils.hooks import RemovableHandle
 
 from second_order.distributed.fsdp import is_dtensor, reshard
 from second_order.distributed.world import World
-from second_order.errors import SecondOrderWarning
+from second_order.errors import warn
 from second_order.training.groups import group_params, group_settings
 from second_order.utils.modules import remove_handles
 
-__all__ = ["Training", "base_class_names", "step_without_hooks", "warn"]
+__all__ = ["Training", "base_class_names", "step_without_hooks"]
 
 
 def step_without_hooks(base: torch.optim.Optimizer) -> Callable[[], None]:
@@ -45,11 +44,6 @@ def base_class_names(base: torch.optim.Optimizer) -> str:
     """Return the class name of a base optimizer, or both names of two combined bases."""
     parts = getattr(base, "parts", (base,))
     return " and ".join(type(part).__name__ for part in parts)
-
-
-def warn(message: str) -> None:
-    """Show a SecondOrderWarning at the line that calls the function with the warning."""
-    warnings.warn(message, SecondOrderWarning, stacklevel=3)
 
 
 @dataclass
