@@ -8,9 +8,13 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pool import Fork, Forks, Launch
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(
@@ -46,8 +50,16 @@ def scripts(page: str) -> list[tuple[str, str]]:
     return found
 
 
-def run_script(code: str, folder: Path, arguments: list[str] | None = None) -> str:
-    """Run a complete script in a folder by its command, and return what it prints."""
+def run_script(code: str, folder: Path, forks: Forks | None, arguments: Sequence[str] = ()) -> str:
+    """Run a complete script in a folder, and return what it prints.
+
+    Args:
+        code: The script.
+        folder: The folder.
+        forks: The server of processes that have imported torch, which takes a new process two
+            seconds. None: run the command that the script states.
+        arguments: Further arguments of the script.
+    """
     for module in OPTIONAL_MODULES:
         if re.search(rf"^(import|from) {module}\b", code, re.M):
             pytest.importorskip(module)
@@ -55,11 +67,16 @@ def run_script(code: str, folder: Path, arguments: list[str] | None = None) -> s
     assert match is not None
     program, *words = shlex.split(match["command"])
     file = next(word for word in words if word.endswith(".py"))
-    (folder / file).write_text(code, "utf-8")
+    script = folder / file
+    script.write_text(code, "utf-8")
+    if forks is not None:
+        arguments = [*words[words.index(file) + 1 :], *arguments]
+        (num_ranks,) = re.findall(r"--nproc-per-node=(\d+)", match["command"]) or ["0"]
+        return run_fork(script, arguments, forks, int(num_ranks))
     launcher = ["-m", "torch.distributed.run"] if program == "torchrun" else []
 
     run = subprocess.run(
-        [sys.executable, *launcher, *words, *(arguments or [])],
+        [sys.executable, *launcher, *words, *arguments],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -69,6 +86,45 @@ def run_script(code: str, folder: Path, arguments: list[str] | None = None) -> s
     )
     assert run.returncode == 0, run.stderr[-3000:]
     return run.stdout
+
+
+def run_fork(script: Path, arguments: Sequence[str], forks: Forks, num_ranks: int) -> str:
+    """Run a script in its folder, and return what it prints, rank after rank.
+
+    Args:
+        script: The script.
+        arguments: Its arguments.
+        forks: The server of the processes.
+        num_ranks: Number of ranks that `torchrun` would start; 0 for one process without it.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        errors = directory / "errors"
+        options: dict[str, Any] = {
+            "errors": errors,
+            "folder": script.parent,
+            "path": [str(script.parent), str(ROOT / "src"), *paths_of_packages()],
+        }
+        if num_ranks == 0:
+            output = directory / "output"
+            process = Fork(forks, script, arguments, environment={}, output=output, **options)
+            try:
+                codes = [process.wait(timeout=480)]
+            finally:
+                process.kill()
+            printed = output.read_text()
+        else:
+            run = Launch(forks, script, num_ranks, *arguments, directory=directory, **options)
+            codes = run.wait(timeout=480)
+            printed = "".join(run.output(rank) for rank in range(num_ranks))
+        assert codes == [0] * len(codes), errors.read_text()[-3000:]
+    return printed
+
+
+def paths_of_packages() -> list[str]:
+    """Where modules are found, without the folders of this repository that users do not have."""
+    own = [ROOT / name for name in ("benchmarks", "examples", "tests")]
+    return [path for path in sys.path if not any(Path(path).is_relative_to(f) for f in own)]
 
 
 def assert_prints(output: str, expected: str, rel: float = 0.1) -> None:

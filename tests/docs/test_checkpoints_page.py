@@ -19,7 +19,7 @@ from second_order import DHO2, DPKFAC, KAISA, load_checkpoint, save_checkpoint
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pool import World
+    from pool import Forks, World
 
 PAGE = "docs/how-to/checkpoints.md"
 ROWS = dict(
@@ -29,9 +29,9 @@ ROWS = dict(
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 
 
-def test_a_resumed_run_prints_the_losses_of_the_whole_run(tmp_path: Path) -> None:
+def test_a_resumed_run_prints_the_losses_of_the_whole_run(tmp_path: Path, forks: Forks) -> None:
     ((code, shown),) = scripts(PAGE)
-    printed = run_script(code, tmp_path)
+    printed = run_script(code, tmp_path, forks)
     assert_prints(printed, shown)
     for line in (*printed.splitlines(), *shown.splitlines()):
         whole, resumed = re.findall(r"\d\.\d+", line)

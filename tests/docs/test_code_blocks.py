@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from page_scripts import COMMAND, ROOT, assert_prints, blocks, python_blocks, run_script, scripts
+from pool import Forks
 
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").rglob("*.md")))]
 # Pages whose blocks another test runs.
@@ -74,6 +75,8 @@ def test_the_blocks_of_a_page_run(
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if scripts(page) and page not in SCRIPTS_TESTED_ELSEWHERE]
 )
-def test_a_complete_script_prints_what_its_page_shows(page: str, tmp_path: Path) -> None:
+def test_a_complete_script_prints_what_its_page_shows(
+    page: str, tmp_path: Path, forks: Forks
+) -> None:
     for code, shown in scripts(page):
-        assert_prints(run_script(code, tmp_path), shown, rel=0.0 if page in EXACT else 0.1)
+        assert_prints(run_script(code, tmp_path, forks), shown, rel=0.0 if page in EXACT else 0.1)

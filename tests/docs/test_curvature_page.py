@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from page_scripts import ROOT, python_blocks, run_script, scripts
+from pool import Forks
 from torch import nn
 
 from second_order import measure
@@ -26,11 +27,11 @@ def without_numbers(text: str) -> str:
     return SECONDS.sub("pass(es);", text)
 
 
-def test_the_script_prints_what_the_page_shows(tmp_path: Path) -> None:
+def test_the_script_prints_what_the_page_shows(tmp_path: Path, forks: Forks) -> None:
     """The true changes may differ by a tenth, because their training runs differ by rounding."""
     pytest.importorskip("safetensors")
     ((_, expected),) = scripts(PAGE)
-    output = run_script("\n".join(python_blocks(PAGE)), tmp_path)
+    output = run_script("\n".join(python_blocks(PAGE)), tmp_path, forks)
     assert without_numbers(output).startswith(without_numbers(expected))
     for found, shown in zip(changes(output), changes(expected), strict=True):
         assert found == pytest.approx(shown, rel=0.1)

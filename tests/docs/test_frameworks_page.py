@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from second_order import DPKFAC, KAISA
 
 if TYPE_CHECKING:
-    from pool import World
+    from pool import Forks, World
 
 PAGE = "docs/how-to/frameworks.md"
 CASE = ZOO["mlp"]
@@ -194,9 +194,11 @@ def assert_resumed_losses_agree(printed: str, steps: int) -> None:
         assert resumed_loss == loss
 
 
-def test_the_resumed_trainer_repeats_the_losses_of_the_whole_run(tmp_path: Path) -> None:
+def test_the_resumed_trainer_repeats_the_losses_of_the_whole_run(
+    tmp_path: Path, forks: Forks
+) -> None:
     ((code, shown),) = scripts(PAGE)
-    printed = run_script(code, tmp_path)
+    printed = run_script(code, tmp_path, forks)
     assert_prints(printed, shown)
     assert_resumed_losses_agree(printed, steps=3)
 

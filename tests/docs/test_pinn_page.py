@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from page_scripts import NUMBER, python_blocks, run_script, scripts
+from pool import Forks
 from torch.nn.functional import mse_loss
 
 from second_order import KAISA, SecondOrderWarning
@@ -22,10 +23,12 @@ def errors_of(printed: str) -> dict[str, float]:
     return {name: float(error) for name, error in found}
 
 
-def test_the_script_prints_the_lines_and_the_order_of_the_page(tmp_path: Path) -> None:
+def test_the_script_prints_the_lines_and_the_order_of_the_page(
+    tmp_path: Path, forks: Forks
+) -> None:
     """A thousand steps amplify rounding, so that errors differ between machines."""
     ((code, shown),) = scripts(PAGE)
-    printed = run_script(code, tmp_path)
+    printed = run_script(code, tmp_path, forks)
     assert NUMBER.sub("#", printed) == NUMBER.sub("#", shown)
     for text in (printed, shown):
         errors = errors_of(text)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from page_scripts import ROOT, blocks, run_script, scripts
+from pool import Forks
 
 PAGE = "docs/start/quickstart.md"
 TEXT = " ".join((ROOT / PAGE).read_text("utf-8").split())
@@ -32,10 +33,12 @@ def apply_diff(script: str, diff: str) -> str:
     return script
 
 
-def test_the_script_prints_the_summary_and_the_loss_of_the_page(tmp_path: Path) -> None:
+def test_the_script_prints_the_summary_and_the_loss_of_the_page(
+    tmp_path: Path, forks: Forks
+) -> None:
     """The page can show other refresh intervals, which depend on rounding."""
     assert SCRIPT.count(EPOCHS) == 1
-    output = run_script(FIVE_EPOCHS, tmp_path)
+    output = run_script(FIVE_EPOCHS, tmp_path, forks)
     summary = output[: output.index("epoch 1:")]
     assert INTERVALS.sub("", summary) == INTERVALS.sub("", SUMMARY)
 
@@ -50,7 +53,7 @@ def test_the_table_explains_each_column_of_the_summary() -> None:
     assert ", ".join(rows).split(", ") == header.split()
 
 
-def test_the_script_reads_the_batches_of_cifar10(tmp_path: Path) -> None:
+def test_the_script_reads_the_batches_of_cifar10(tmp_path: Path, forks: Forks) -> None:
     generator = np.random.default_rng(0)
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
@@ -58,7 +61,7 @@ def test_the_script_reads_the_batches_of_cifar10(tmp_path: Path) -> None:
         images = generator.integers(256, size=(32, 3 * 32 * 32), dtype=np.uint8)
         batch = {b"data": images, b"labels": generator.integers(10, size=32).tolist()}
         (folder / name).write_bytes(pickle.dumps(batch))
-    printed = run_script(ONE_EPOCH, tmp_path, [folder.name])
+    printed = run_script(ONE_EPOCH, tmp_path, forks, [folder.name])
     assert "step 2\n" in printed  # 160 images, 64 in a batch
     assert "epoch 1: loss" in printed
 
@@ -66,7 +69,7 @@ def test_the_script_reads_the_batches_of_cifar10(tmp_path: Path) -> None:
 def test_with_ddp_the_script_prints_the_same_summary_once(tmp_path: Path) -> None:
     command = "torchrun --standalone --nproc-per-node=2 train.py"
     script = apply_diff(ONE_EPOCH, DIFF).replace("python train.py", command)
-    title, share, *rest = run_script(script, tmp_path).splitlines()
+    title, share, *rest = run_script(script, tmp_path, forks=None).splitlines()
     shown_title, shown_share, *_ = SUMMARY.splitlines()
     assert title == shown_title.replace("1 process", "2 processes")
     assert share == shown_share

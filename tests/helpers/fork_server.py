@@ -20,19 +20,30 @@ import hypothesis  # noqa: F401 - what scripts import
 import pytest  # noqa: F401
 import torch  # noqa: F401
 
-import second_order  # noqa: F401
+from second_order import KAISA  # noqa: F401 - second_order imports its optimizers when asked
 
 
-def become(script: str, arguments: list[str], environment: dict[str, str], output: str) -> None:
-    """What `python script` does, with its output in a file."""
-    file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+def become(
+    script: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    output: str,
+    errors: str,
+    folder: str,
+    path: list[str],
+) -> None:
+    """What `python script` does, in a folder, with its output and its errors in files."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(file, 1), os.dup2(file, 2)
+    for descriptor, name in ((1, output), (2, errors)):
+        os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_APPEND), descriptor)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
     os.environ.clear()
     os.environ.update(environment)
+    os.chdir(folder)
+    sys.path[:] = path
     sys.argv = [script, *arguments]
     main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__file__ = script
     exec(compile(Path(script).read_text(), script, "exec"), main.__dict__)
 
 

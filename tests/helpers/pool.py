@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from multiprocessing.process import BaseProcess
 
 MAX_WORLD_SIZE = 8
@@ -412,9 +412,40 @@ class World:
 
 
 class Fork:
-    """A process of `Forks`, with the methods of `subprocess.Popen`."""
+    """A process of `Forks` that runs a script, with the methods of `subprocess.Popen`.
 
-    def __init__(self, forks: Forks, report: dict[str, Any]) -> None:
+    Args:
+        forks: the server.
+        script: the script.
+        arguments: those of the script.
+        environment: the variables that it has beside those of this process.
+        output: the file of what it prints.
+        errors: the file of its errors; None: `output`.
+        folder: the folder in which it runs; None: that of this process.
+        path: where it finds modules; None: where this process does.
+    """
+
+    def __init__(
+        self,
+        forks: Forks,
+        script: Path,
+        arguments: Sequence[object],
+        *,
+        environment: Mapping[str, str],
+        output: Path,
+        errors: Path | None = None,
+        folder: Path | None = None,
+        path: Sequence[str] | None = None,
+    ) -> None:
+        report = {
+            "script": str(script),
+            "arguments": [str(argument) for argument in arguments],
+            "environment": {**os.environ, **RANK_ENVIRONMENT, **environment},
+            "output": str(output),
+            "errors": str(errors or output),
+            "folder": str(folder or Path.cwd()),
+            "path": sys.path if path is None else path,
+        }
         self._forks = forks
         self.pid: int = forks.ask(report)
         self.returncode: int | None = None
@@ -469,7 +500,7 @@ class Launch:
 
     Each has torchrun's variables (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), so that
     `init_process_group("gloo")` finds the others. The store is held by the test's process: it
-    outlives every rank, rank 0 included.
+    outlives every rank, rank 0 included. `options` are those of each `Fork`.
     """
 
     def __init__(
@@ -479,6 +510,7 @@ class Launch:
         nproc: int,
         *args: object,
         directory: Path,
+        **options: Any,
     ) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         shared = {
@@ -492,14 +524,11 @@ class Launch:
         self.processes = []
         for rank, output in enumerate(self._outputs):
             output.touch()
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            report = {
-                "script": str(script),
-                "arguments": [str(arg) for arg in args],
-                "environment": {**os.environ, **RANK_ENVIRONMENT, **shared, **own},
-                "output": str(output),
-            }
-            self.processes.append(Fork(forks, report))
+            environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            rank_process = Fork(
+                forks, script, args, environment=environment, output=output, **options
+            )
+            self.processes.append(rank_process)
 
     def output(self, rank: int) -> str:
         """What `rank` printed so far, errors included."""
