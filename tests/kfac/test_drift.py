@@ -259,6 +259,82 @@ def test_a_resumed_run_has_the_same_intervals(System: Any) -> None:
         assert [curvature.drift.interval(b) for b in curvature.layers.blocks] == intervals[-1]
 
 
+class Returning(nn.Module):
+    """An MLP whose last layers, from ``rest_from`` on, are only called from some step on."""
+
+    def __init__(self, called_from: int, rest_from: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = MLP.model()
+        self.called_from = called_from
+        self.rest_from = rest_from
+        self.step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_called = self.step >= self.called_from
+        self.step += 1
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer, nn.Linear) and i >= self.rest_from and not is_called:
+                x = nn.functional.linear(x, layer.weight, layer.bias)
+            else:
+                x = layer(x)
+        return x
+
+
+def train_returning(
+    rank: int, world_size: int, system: str, rest_from: int, resume_at: int = -1
+) -> tuple[list[list[str]], list[bool], Tensor]:
+    """The layers that were tried at each step, whether its passes were captured, and the result."""
+    model = Returning(called_from=100, rest_from=rest_from)
+    optimizer = make(SYSTEMS[system], model, lr=1e-3, **BY_DRIFT)
+    tried: list[list[str]] = []
+    captured: list[bool] = []
+    for step in range(170):
+        if step == resume_at:
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = make(SYSTEMS[system], model, lr=1e-3, **BY_DRIFT)
+            optimizer.load_state_dict(saved)
+        curvature = optimizer._curvature
+        tried.append([block.name for block in curvature._schedule.layers_due(step)])
+        captured.append(curvature.layers.capture.gate.open)
+        take(model, optimizer, shard(BATCHES[step % 3], rank, world_size))
+    assert optimizer.metrics()["layers/solved"] == 3
+    return tried, captured, vector(model)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_capture_rests_if_no_layer_has_statistics(world: World, system: str) -> None:
+    """All ranks find the layers again at the same step, after 64 steps at most."""
+    results = world.run(train_returning, 2, system, 0)
+    tried, captured, vectors = results[0]
+    for others_tried, others_captured, others_vectors in results[1:]:
+        assert others_tried == tried
+        assert others_captured == captured
+        assert torch.equal(others_vectors, vectors)
+    steps = [step for step, names in enumerate(tried) if names]
+    assert [step for step, is_captured in enumerate(captured) if is_captured] == steps
+    assert [step for step in steps if step < 100] == [*range(8), 8, 12, 16, 32, 64]
+    assert [step for step in steps if step >= 100][:3] == [128, 129, 130]
+
+
+@each_kronecker
+def test_a_layer_without_statistics_rests_while_others_are_refreshed(System: Any) -> None:
+    tried, _, _ = train_returning(0, 1, System.__name__, 4)
+    late = [step for step, names in enumerate(tried) if "layers.4" in names]
+    others = [step for step, names in enumerate(tried) if "layers.0" in names]
+    assert len([step for step in late if step < 100]) <= 13
+    assert others[:8] == late[:8]
+    assert min(step for step in late if step >= 100) <= 164
+
+
+@pytest.mark.parametrize("rest_from", [0, 4])
+def test_a_resumed_run_tries_layers_without_statistics_at_the_same_steps(rest_from: int) -> None:
+    tried, captured, vectors = train_returning(0, 1, "KAISA", rest_from)
+    resumed = train_returning(0, 1, "KAISA", rest_from, resume_at=90)
+    assert resumed[:2] == (tried, captured)
+    assert torch.equal(resumed[2], vectors)
+
+
 @each_kronecker
 def test_a_numeric_interval_ignores_drift(System: Any) -> None:
     model = MLP.model()

@@ -417,6 +417,8 @@ class KFAC(LayeredCurvature):
                     # so that one device read returns the numbers of both.
                     report = self._report_refresh(read)
                 refresh = inverses.refresh(due, pending, self.mean_curvature, read)
+                if self.drift is not None:
+                    self.drift.count_missing(due)
 
         # Wait for the mean gradients.
         if pending is not NO_AVERAGE:

@@ -9,6 +9,11 @@ Refreshes by drift compare the old and the new inverse of a layer and adapt its 
     tick           the lower quartile of the layers' intervals: no layer is refreshed more often
     due            at the multiples of the interval and of the tick
 
+A layer without an inverse is due at each tick. After eight such refreshes in a row it rests: it is
+due less and less often, down to every 64 steps, because it may never have statistics. If no layer
+has an inverse, the shortest of these intervals is the tick. A layer that has statistics again
+therefore has an inverse after 64 steps at most, or at the next tick if the tick is longer.
+
 Intervals are powers of two and layers are due at their multiples, so that many layers are due at
 the same step and the inverse ranks work at the same time.
 
@@ -53,11 +58,14 @@ __all__ = [
     "per_step_decay",
 ]
 
-DRIFT = ("drift_interval", "drift_alike", "drift_least")
-"""Checkpoint entries of each layer: interval, num_stable and cost_bound of its LayerDrift."""
+DRIFT = ("drift_interval", "drift_alike", "drift_least", "drift_missing")
+"""Checkpoint entries of each layer: interval, num_stable, cost_bound and num_missing of its
+LayerDrift. Older checkpoints lack the last one."""
 
 MAX_INTERVAL = 32  # steps; longer only if the cost of a refresh or the throttle requires it
 MAX_COST_EXPONENT = 10  # cost bounds are at most 2 ** 10 steps
+MAX_RETRIES = 8  # refreshes in a row without an inverse before a layer rests
+MAX_REST_EXPONENT = 6  # a layer rests for at most 2 ** 6 steps
 TICK_QUANTILE = 0.25  # of the intervals: the tick, which is the shortest time between refreshes
 STEP_OVERHEAD = 5e8  # operations that take as long as everything in a step but its products
 TIMED_INTERVAL = 2  # while the throttle still times steps with and without a refresh
@@ -99,12 +107,20 @@ class LayerDrift:
         cosine: Between P₀ and P; NaN before the second refresh.
         num_stable: Refreshes in a row whose cosine exceeded ``Bounds.double_above``.
         cost_bound: The shortest interval that the cost of the layer's refresh allows.
+        num_missing: Refreshes in a row that left the layer without an inverse.
     """
 
     interval: int = 1
     cosine: float = math.nan
     num_stable: int = 0
     cost_bound: int = 1
+    num_missing: int = 0
+
+    @property
+    def rest(self) -> int:
+        """Steps between two refreshes while the layer has no inverse."""
+        exponent = self.num_missing - MAX_RETRIES + 1
+        return 1 << min(max(exponent, 0), MAX_REST_EXPONENT)
 
     def after_refresh(self, cosine: float, bounds: Bounds, shortest: int = 1) -> LayerDrift:
         """Return the state after another refresh.
@@ -192,22 +208,24 @@ class Drift:
         return 1 << (steps - 1).bit_length()
 
     def interval(self, block: KroneckerBlock) -> int:
-        """Return a layer's interval by drift, cost and throttle, in steps."""
+        """Return a layer's interval by drift, cost and throttle, in steps.
+
+        Without an inverse, only the number of refreshes that found no statistics decides it.
+        """
         change = self.changes.get(block, LayerDrift())
+        if not block.solved:
+            return change.rest
         return max(change.interval, change.cost_bound, self._throttle_bound())
 
     def layers_due(self, blocks: Sequence[KroneckerBlock], step: int) -> list[KroneckerBlock]:
-        """Return the layers that are due at a step, of all layers that train.
-
-        Layers without an inverse are due whenever any layer may be.
-        """
+        """Return the layers that are due at a step, of all layers that train."""
         intervals = self.intervals(blocks)
         tick = intervals.tick
         if step % tick != 0:
             return []
         due: list[KroneckerBlock] = []
         for block, interval in zip(blocks, intervals.by_layer, strict=True):
-            if not block.solved or step % max(interval, tick) == 0:
+            if step % max(interval, tick) == 0:
                 due.append(block)
         return due
 
@@ -217,7 +235,7 @@ class Drift:
         if self._stored is not None and self._stored.throttle_bound == throttle_bound:
             return self._stored
 
-        # Compute them again. Only layers with an inverse decide the tick.
+        # Compute them again. Only layers with an inverse decide the tick, if there are any.
         by_layer: list[int] = []
         of_solved: list[int] = []
         for block in blocks:
@@ -226,11 +244,24 @@ class Drift:
             if block.solved:
                 of_solved.append(interval)
         of_solved.sort()
-        tick = 1
+        tick = min(by_layer, default=1)
         if of_solved:
             tick = of_solved[int(len(of_solved) * TICK_QUANTILE)]
         self._stored = DriftIntervals(throttle_bound, tick, tuple(by_layer))
         return self._stored
+
+    def count_missing(self, due: Iterable[KroneckerBlock]) -> None:
+        """Count the refreshes in a row that left layers without an inverse.
+
+        Args:
+            due: The layers that a refresh has just tried. All ranks know which have an inverse.
+        """
+        for block in due:
+            change = self.changes.get(block, LayerDrift())
+            num_missing = 0 if block.solved else change.num_missing + 1
+            if num_missing != change.num_missing:
+                self.changes[block] = replace(change, num_missing=num_missing)
+                self._stored = None
 
     def record(
         self,
@@ -267,7 +298,7 @@ class Drift:
     def saved(self, block: KroneckerBlock) -> dict[str, Any]:
         """Return the checkpoint entries of a layer."""
         change = self.changes.get(block, LayerDrift())
-        values = (change.interval, change.num_stable, change.cost_bound)
+        values = (change.interval, change.num_stable, change.cost_bound, change.num_missing)
         return dict(zip(DRIFT, values, strict=True))
 
     def load(self, saved: Mapping[Tensor, SavedPart], blocks: Iterable[KroneckerBlock]) -> None:
@@ -275,11 +306,15 @@ class Drift:
         self.keep_only(())
         for block in blocks:
             part = saved.get(block.weight)
-            if part is None or not part.keys() >= set(DRIFT):
+            if part is None or not part.keys() >= set(DRIFT[:-1]):
                 continue
-            interval, num_stable, cost_bound = (part.whole(name, 0) for name in DRIFT)
+            counts = [part.whole(name, 0) for name in DRIFT if name in part]
+            interval, num_stable, cost_bound = counts[:3]
             self.changes[block] = LayerDrift(
-                interval=max(interval, 1), num_stable=num_stable, cost_bound=max(cost_bound, 1)
+                interval=max(interval, 1),
+                num_stable=num_stable,
+                cost_bound=max(cost_bound, 1),
+                num_missing=sum(counts[3:]),
             )
 
     @property
