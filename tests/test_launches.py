@@ -81,7 +81,7 @@ BOUNDS = [
     ("KAISA inverse", "waits", 1, 1, 1),
     ("KAISA eigen", "waits", 6, 6, 6),  # one, and one for each size of a factor
     ("DistKFAC inverse", "waits", 2, None, 1),
-    ("DHO2", "waits", 1, None, 1),
+    ("DHO2", "waits", 2, None, 1),  # the coefficients, and whether the eigenvectors are finite
     ("DHO2", "iteration", 12, None, 12),
 ]
 # Launches that one more block adds to a quiet step: 0 in all other cases.

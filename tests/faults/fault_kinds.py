@@ -439,7 +439,7 @@ def with_pairs(run: Run, change: Callable[[Any], Any]) -> None:
     SOLVES,
     suits=newton,
     moments=("refresh",),
-    expect="any",
+    expect="reported",
 )
 def _(run: Run) -> None:
     def damaged(found: Any) -> Any:

@@ -81,7 +81,7 @@ INVERSE = {**KFAC, "solver": "inverse"}
 ONE = {**KFAC, "grad_worker_fraction": 0.0, "factor_exchange": "reduce"}
 HALF = {**KFAC, "grad_worker_fraction": 0.5, "colocate_factors": False}
 PIPELINED = {**KFAC, "factor_exchange": "pipelined", "debug": 2}
-TRACE = {**KFAC, "inv_update_steps": TraceRule(1e-9, 0.0), "debug": 1}
+TRACE = {**KFAC, "inv_update_steps": TraceRule(1e-9, 0.0, every=3), "debug": 1}
 REPEATED = {**KFAC, "max_staleness": 1, "deterministic": True, "inverse_threads": 1}
 STATS = {**KFAC, "stats_workers": 1, "helper_timeout": PATIENCE}
 

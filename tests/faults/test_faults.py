@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import faults
-from fault_kinds import FAULTS, Fault
-from fault_scenes import SYSTEMS
+from fault_kinds import FAULTS, Fault, helped, solving
+from fault_scenes import SYSTEMS, Run, System
 from faults import Case, Rank, judge
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +80,29 @@ def test_every_fault_finds_a_system_and_a_moment() -> None:
     assert {case.fault.name for case in some} == {fault.name for fault in FAULTS}
     assert len({case.name for case in every}) == len(every)
     assert len(faults.cases("^DPKFAC 2 / solves", every=True)) > 3
+
+
+@pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+@pytest.mark.parametrize(
+    "system",
+    [system for system in SYSTEMS if not helped(system) and not system.sharded],
+    ids=lambda system: system.name,
+)
+def test_every_system_refreshes_at_the_moment_of_that_name(system: System, tmp_path: Path) -> None:
+    """Otherwise its faulty refreshes would be no test. On one process, with the same options."""
+    run = Run(system, rank=0, size=1, moment=system.moments["refresh"], phase=0, directory=tmp_path)
+    calls: list[int] = []
+
+    def counted(native: Any) -> Any:
+        def routine(*matrices: Any) -> Any:
+            calls.append(run.step)
+            return native(*matrices)
+
+        return routine
+
+    solving(run, counted)
+    run.go({})
+    assert calls
 
 
 ENDS = "ends by an error"

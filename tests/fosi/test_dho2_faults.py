@@ -17,6 +17,7 @@ from ranks import agreed, replaced
 from torch import Tensor
 
 from second_order import SecondOrderWarning
+from second_order.lanczos.lanczos import Pairs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,9 +29,11 @@ NAN = float("nan")
 STEPS = 11
 REFRESH = 6
 EIGH = torch.linalg.eigh
+VECTORS = Pairs.vectors
 NOT_FINITE = "the refresh at step 6 failed, because the curvature is not finite"
 FAULTS: dict[str, tuple[int, str]] = {  # the step before which it happens, and what is said
     "eigh": (REFRESH, NOT_FINITE),
+    "eigenvectors": (REFRESH, NOT_FINITE),
 }
 
 
@@ -39,7 +42,12 @@ def fault(optimizer: Any, name: str) -> Iterator[None]:
     """During one step, on this rank."""
     # Finite numbers: a Newton step along these vectors would be 1e6 times too long.
     spoilt = lambda matrix: tuple(part * 1e3 for part in EIGH(matrix))  # noqa: E731
-    with replaced(torch.linalg, {"eigh": spoilt}):
+    nan_vectors = lambda pairs: VECTORS(pairs) * NAN  # noqa: E731
+    if name == "eigh":
+        replacement = replaced(torch.linalg, {"eigh": spoilt})
+    else:
+        replacement = replaced(Pairs, {"vectors": nan_vectors})
+    with replacement:
         yield
 
 
@@ -92,6 +100,12 @@ def test_non_finite_values_on_one_rank_do_not_reach_the_parameters(
         _undisturbed[layout] = world.run(spoilt, 2, name, 0, options, False)[0][0]
     on = 0 if name == "eigh" else 1  # all ranks have the first rank's pairs
     judge(world.run(spoilt, 2, name, on, options), name, _undisturbed[layout])
+
+
+def test_non_finite_eigenvectors_do_not_reach_the_parameters_of_one_process() -> None:
+    options = {"layout": "row", "momentum": 0.9}
+    undisturbed = spoilt(0, 1, "eigenvectors", 0, options, faulty=False)[0]
+    judge([spoilt(0, 1, "eigenvectors", 0, options)], "eigenvectors", undisturbed)
 
 
 # MRDHO2.

@@ -293,6 +293,47 @@ def test_statistics_that_are_non_finite_everywhere_leave_the_averages_unchanged(
             assert all(torch.equal(a, b) for a, b in zip(before[name], after[name], strict=True))
 
 
+def with_huge_loss(
+    rank: int, world_size: int, System: Any, factor: float
+) -> tuple[list[Tensor], list[str]]:
+    """The parameters and the warnings, if the loss of the first step is much larger, in float32."""
+    model = MLP.model().float()
+    optimizer = make(System, model, momentum=0.0, factor_dtype=torch.float32)
+    trajectory = []
+    with noted() as warned:
+        for step, (x, y) in enumerate(BATCHES[:5]):
+            optimizer.param_groups[0]["lr"] = 0.1 if step else 0.0
+            scale = 1.0 if step else factor
+            batch = shard((x.float(), y), rank, world_size)
+            take(model, optimizer, batch, lambda x, y, by=scale: by * cross_entropy(x, y))
+            for block in optimizer._curvature.layers.blocks:
+                assert all(bool(each.isfinite().all()) for each in block.factors.entries.values())
+            trajectory.append(vector(model))
+    assert all(block.solved for block in optimizer._curvature.layers.blocks)
+    return trajectory, [line for line in warned if "statistics of layer" in line]
+
+
+def with_huge_losses(rank: int, world_size: int, System: Any) -> list[Any]:
+    return [with_huge_loss(rank, world_size, System, 10.0**e) for e in range(16, 23)]
+
+
+@each_kronecker
+def test_running_averages_stay_finite_whatever_the_size_of_gradients(
+    world: World, System: Any
+) -> None:
+    """Sums that overflow only when they are scaled or added are dropped, with a warning."""
+    results = world.run(with_huge_losses, 2, System)
+    named: set[str] = set()
+    for by_rank in zip(*results, strict=True):
+        agreed([trajectory for trajectory, _ in by_rank])
+        for _, warned in by_rank:
+            assert len(warned) == len(set(warned))
+            named |= set(warned)
+    text = "the statistics of layer {!r} are not finite at step 0; the layer falls back to the base"
+    for layer in LAYERS:
+        assert any(text.format(layer) in line for line in named)
+
+
 EACH_SECOND = {"inv_update_steps": 2, "factor_update_steps": 1}
 
 

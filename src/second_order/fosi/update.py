@@ -352,17 +352,17 @@ class FOSICurvature(Curvature):
             if last is not None and len(pairs.values):
                 last_largest = last.values.abs().max()
                 failed = failed or bool(pairs.values.abs().max() < VANISHED * last_largest)
-            self.count_refresh(training.steps, pairs.iterations, failed=failed)
-            self._gradient_share = None
 
             # Use them, or keep the last ones.
             del last  # so that _use_pairs() can free its vectors
             if not failed:
-                self._use_pairs(pairs, loss)
-            elif training.is_first_warning("refresh failed"):
+                failed = not self._use_pairs(pairs, loss)
+            self.count_refresh(training.steps, pairs.iterations, failed=failed)
+            self._gradient_share = None
+            if failed and training.is_first_warning("refresh failed"):
                 outcome = "the last eigenpairs stay in use"
                 if self.subspace is None:
-                    outcome = "there are no eigenpairs yet"
+                    outcome = "there are no eigenpairs"
                 training.warn(
                     f"the refresh at step {training.steps} failed, because the curvature is not "
                     f"finite, has vanished, or was decomposed wrongly: {outcome}; later failures "
@@ -380,11 +380,17 @@ class FOSICurvature(Curvature):
             failures=counts.failures + failed,
         )
 
-    def _use_pairs(self, pairs: Pairs, loss: float) -> None:
+    def _use_pairs(self, pairs: Pairs, loss: float) -> bool:
         """Replace the eigenpairs, and keep the momentum and the trust region. Collective.
 
-        ``loss`` is the loss of the batch that the pairs were computed from, at the same parameters.
-        While it does not rise from refresh to refresh, s and the Newton steps may grow.
+        Args:
+            pairs: The new eigenpairs.
+            loss: The loss of the batch that they were computed from, at the same parameters. While
+                it does not rise from refresh to refresh, s and the Newton steps may grow.
+
+        Returns:
+            Whether the new eigenvectors are finite on all ranks. If not, there are no eigenpairs
+            until the next refresh, because the last ones were freed before.
         """
         training = self.training
         flat_params = self.flat_params
@@ -410,16 +416,23 @@ class FOSICurvature(Curvature):
             self.subspace = None
             training.publish()
 
-            # Make the new subspace.
+            # Compute the new vectors. Non-finite ones would reach all parameters, even with c = 0.
             vectors = pairs.vectors()
             if not flat_params.by_rows:
                 vectors = exchange_rows_for_vectors(vectors, flat_params.size, training.world)
+            total = vectors.sum().reshape(1)
+            training.world.all_reduce([total]).wait()
+            if not math.isfinite(float(total)):
+                return False
+
+            # Make the new subspace.
             self.subspace = self._make_subspace(
                 vectors, pairs.values, residuals=pairs.bounds, num_largest=pairs.num_largest
             )
             if trust is not None:
                 self.subspace.inherit(momentum, trust)
         training.publish()
+        return True
 
     def _make_subspace(
         self, vectors: Tensor, values: Tensor, *, residuals: Tensor, num_largest: int

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from second_order.distributed.fsdp import FSDPParams, is_dtensor, reshard
 from second_order.kfac.losses import ASSUMPTIONS, LossReduction
-from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.block import KroneckerBlock, LayerStatus
 from second_order.kronecker.capture import Capture
 from second_order.kronecker.factors import (
     StagedStatistics,
@@ -387,7 +387,12 @@ class Layers:
         own_decays = values_by_layer(self._training.groups, sums, "factor_decay")
         for value in {decay, *own_decays.values()}:
             blocks = [block for block in sums if own_decays.get(block, decay) == value]
-            update_running_averages([averages[b] for b in blocks], [sums[b] for b in blocks], value)
+            if not blocks:
+                continue
+            dropped = update_running_averages(
+                [averages[b] for b in blocks], [sums[b] for b in blocks], value
+            )
+            torch._foreach_add_([block.staged.dropped for block in blocks], dropped)
 
         # Factors that became slices of a stack leave tensors in ``state`` that nothing else uses.
         tensors_after = [id(x) for each in averages.values() for x in each.stored.values()]
@@ -468,6 +473,17 @@ class Layers:
             f"no layer gave statistics ({names}): {training.name} now trains like "
             f"{training.base_name}; {reason}"
         )
+
+    def warn_of_dropped_statistics(self, block: KroneckerBlock) -> None:
+        """Warn once of a layer whose statistics have all been dropped on this rank."""
+        if block.status is not LayerStatus.CAPTURED or not int(block.staged.dropped):
+            return
+        if self._training.is_first_warning(f"dropped:{block.name}"):
+            self._training.warn(
+                f"the statistics of layer {block.name!r} are not finite at step "
+                f"{self._training.steps}; the layer falls back to the base optimizer until a "
+                f"refresh has finite ones"
+            )
 
     def missing_reason(self, block: KroneckerBlock) -> str:
         """Return why a layer has no statistics that can be used; "" if it is not known."""
