@@ -21,6 +21,7 @@ import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -395,7 +396,7 @@ def type_aliases(module: types.ModuleType, names: Sequence[str]) -> dict[str, st
 
 def find_alias(module: types.ModuleType, name: str) -> tuple[str | None, types.ModuleType]:
     """The definition of a type alias in a module, or in the one that it imports the alias from."""
-    for node in ast.walk(ast.parse(inspect.getsource(module))):
+    for node in assignments_and_imports(module):
         is_alias = isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias"
         if is_alias and ast.unparse(node.target) == name:
             return ast.unparse(node.value).replace("'", '"'), module
@@ -404,6 +405,13 @@ def find_alias(module: types.ModuleType, name: str) -> tuple[str | None, types.M
         if name in {alias.name for alias in node.names}:
             return find_alias(importlib.import_module(node.module), name)
     return None, module
+
+
+@cache
+def assignments_and_imports(module: types.ModuleType) -> list[ast.AnnAssign | ast.ImportFrom]:
+    """The nodes of a module's source in which it defines or imports type aliases."""
+    nodes = ast.walk(ast.parse(inspect.getsource(module)))
+    return [node for node in nodes if isinstance(node, ast.AnnAssign | ast.ImportFrom)]
 
 
 # ------------------------------------------------------------------------------------- options.md
