@@ -234,6 +234,9 @@ room for eigenpairs taken for eigenpairs
     if part is None or part["num_largest"] < 0:  =>  if part is None:
 
 == fosi/update.py
+eigenvectors that need not be finite
+  <-  dho2_faults::non_finite_eigenvectors_do_not_reach_the_parameters_of_one_process
+    if not math.isfinite(float(total)):  =>  if False:
 groups' own learning rates in the final update
   <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
     alpha * (as_scalar(group["lr"])  =>  alpha * (as_scalar(training.groups[0]["lr"])
@@ -722,6 +725,9 @@ padded rows in A  <-  example_counts::rows_without_a_gradient_are_not_examples
   + return LinearRows(x, d, row_mask)
 
 == kronecker/factors.py
+statistics that overflow in the running averages
+  <-  failures::running_averages_stay_finite_whatever_the_size_of_gradients
+    ~(heads.sum(1) < limit)  =>  heads.sum(1) < 0.0
 sums of narrow factors that travel as they were added up
   <-  invariants_factors::13_bfloat16_factors_are_divided_by_the_exact_number_of_examples
     factor.to(dtype) for  =>  factor for
