@@ -382,6 +382,45 @@ def test_a_weight_used_outside_of_its_module_falls_back(System: Any) -> None:
     assert rows == {"words": "base", "hidden": "preconditioned"}
 
 
+class Decoder(OutsideToo):
+    """A head, and next to it a share of the embedding's weight, which training may increase."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 6)
+        self.share = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.hidden(self.words(x)))
+        return self.head(h) + self.share * linear(h, self.words.weight)
+
+
+@each_kronecker
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_weight_used_outside_of_its_module_is_also_found_later(System: Any, share: float) -> None:
+    torch.manual_seed(0)
+    model = Decoder().double()
+    tokens = torch.randint(6, (5, 3))
+    statuses = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = make(System, model, lr=0.001, inv_update_steps="auto")
+        for step in range(140):
+            model.share = share * (step > 20)
+            take(model, optimizer, (tokens, tokens.roll(1, 1)))
+            rows = {row.name: row.status for row in optimizer.summary().rows}
+            assert rows["hidden"] == rows["head"] == "preconditioned"
+            statuses.append(rows["words"])
+    assert set(statuses[:100]) == {"preconditioned"}
+    messages = [str(w.message) for w in caught if "output gradients" in str(w.message)]
+    assert len(messages) == share
+    if share:
+        assert statuses[-1] == "base"
+        assert messages[0].startswith("'words': the inputs and output gradients of its calls")
+    else:
+        assert statuses[-1] == "preconditioned"
+
+
 @each_kronecker
 def test_layers_with_derivatives_inside_the_loss_fall_back(System: Any) -> None:
     """Hooks see one part of the gradient of a double backward."""

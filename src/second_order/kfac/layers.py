@@ -26,6 +26,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -48,7 +49,7 @@ from second_order.kronecker.layers import Approximation
 from second_order.kronecker.model_blocks import PARAMETER, BlockRules, LeftToBase, find_blocks
 from second_order.kronecker.rows import Terms
 from second_order.kronecker.statistics import GradientScale, StatisticsCollector
-from second_order.kronecker.verification import Verification, residuals
+from second_order.kronecker.verification import Verification, num_verified, residuals
 from second_order.optimizers.config import KFACOptions
 from second_order.training.context import Training
 from second_order.training.groups import group_params, group_settings
@@ -83,8 +84,9 @@ UNVERIFIED = (
     "the inputs and output gradients of its calls do not reproduce its weight's gradient, so its "
     "factors would not be its curvature. If its forward scales or masks, or is replaced on the "
     "instance, or if its weight is used outside of the module, describe its class with "
-    "register_layer(), or name it in skip_layers. If the loss contains derivatives, compute them "
-    "in the forward pass, as docs/how-to/pinns.md shows, or use DHO2"
+    "register_layer(), or name it in skip_layers. If the loss has a penalty on weights, use the "
+    "base's weight decay instead. If the loss contains derivatives, compute them in the forward "
+    "pass, as docs/how-to/pinns.md shows, or use DHO2"
 )
 
 
@@ -262,7 +264,7 @@ class Layers:
             gradient_scale=GradientScale(None if is_sampled else training.scaler),
             conv_approximation=self._conv_approximation,
             fsdp=fsdp,
-            always_verify=training.debug,
+            num_verified=partial(_num_verified, training),
             sampled=is_sampled,
             label_per_row=is_sampled and not callable(likelihood),
             on_new_statistics=on_new_statistics,
@@ -531,6 +533,13 @@ class Layers:
         self.active = []
         self.left_to_base = []
         self._param_states = []  # those of no layers, so that update_active() reports no change
+
+
+def _num_verified(training: Training) -> float:
+    """Return the number of steps at which a layer is verified, up to the current step."""
+    if training.debug:
+        return math.inf
+    return num_verified(training.steps)
 
 
 def _any_sharded(blocks: Iterable[KroneckerBlock]) -> bool:

@@ -54,9 +54,6 @@ __all__ = [
     "to_matrices",
 ]
 
-# Steps with statistics at which a layer's pairs are compared with its weight's gradient.
-VERIFIED_STEPS = 2
-
 # Checkpoint entries of a layer's state. The first has four numbers, on the ranks whose passes give
 # the layer's statistics. The others are integers, equal on all ranks.
 PASS_HISTORY = "pass_history"
@@ -264,11 +261,6 @@ class KroneckerBlock:
         return self.kinds[module].fits_pair(module, x, d)
 
     # ------------------------------------------------------------------------------- verification
-
-    @property
-    def needs_verification(self) -> bool:
-        """Whether the pairs of the next step with statistics are compared with the gradient."""
-        return self.comparisons < VERIFIED_STEPS
 
     def verified_parameter(self, module: nn.Module) -> str:
         """The name, in a module, of the parameter whose gradient is compared."""

@@ -63,6 +63,7 @@ from second_order.kronecker.storage import (
     merge_numbers,
     pack_upper_triangular,
 )
+from second_order.kronecker.verification import VERIFIED_STEPS
 from second_order.utils.stages import stage
 
 __all__ = ["GradientScale", "StatisticsCollector"]
@@ -194,7 +195,8 @@ class StatisticsCollector:
         fsdp: The parameters of a model that FSDP2 shards.
         on_new_statistics: Called when statistics of layers have grown. If it is set, the host reads
             during the pass which rows have a gradient, and so synchronizes with the device.
-        always_verify: Whether the pairs of every step are compared with the gradient.
+        num_verified: Returns the number of steps at which the pairs of a layer are compared with
+            the gradient, up to the current step.
         sampled: Whether the pairs are those of sampled labels, which do not add up to the gradient.
         label_per_row: Whether a label is sampled for each row of the layer called last.
         step_passes: The passes since the last step.
@@ -206,7 +208,7 @@ class StatisticsCollector:
     conv_approximation: Approximation | None = None
     fsdp: FSDPParams | None = None
     on_new_statistics: Callable[[], None] | None = None
-    always_verify: bool = False
+    num_verified: Callable[[], float] = lambda: VERIFIED_STEPS
     sampled: bool = False
     label_per_row: bool = False
     step_passes: StepPasses = field(default_factory=StepPasses)
@@ -260,7 +262,7 @@ class StatisticsCollector:
                 self._verify(block, module, x, d)
 
     def _verify(self, block: KroneckerBlock, module: nn.Module, x: Tensor, d: Tensor) -> None:
-        if self.always_verify or block.needs_verification:
+        if block.comparisons < self.num_verified():
             with ieee_matmul(d.device):
                 block.verify_pair(module, x, d, self.fsdp)
 

@@ -15,6 +15,9 @@ c allows for a penalty on the norm of the weight in the loss. No layer has the c
     forward, backward   ``Verification.add`` adds E of each pair.
     gradient            A hook on the weight calls ``Verification.add_gradient``, which adds Γ.
     step                ``residuals`` returns r of all layers, with one device read.
+
+The share of the gradient that is missing may grow during training, as that of a decoder that uses
+the weight of an embedding. So a layer is verified at the start of training and again later.
 """
 
 from __future__ import annotations
@@ -30,10 +33,15 @@ from torch.utils.hooks import RemovableHandle
 from second_order.kronecker.autograd import is_reached
 from second_order.kronecker.storage import group_equal, read_numbers
 
-__all__ = ["TOLERANCE", "Verification", "residuals"]
+__all__ = ["TOLERANCE", "Verification", "num_verified", "residuals"]
 
 # The largest r of a verified layer. Rounding in bfloat16 gives up to 0.04.
 TOLERANCE = 0.1
+
+# A layer is verified at its first two steps with statistics, and twice more from each of the
+# other steps on. If it fails at the first of two, the second may find it correct again.
+VERIFIED_FROM = (0, 100, 1000)
+VERIFIED_STEPS = 2
 
 # Columns of R.
 NUM_VECTORS = 8
@@ -129,6 +137,11 @@ class Verification:
         self.gradient = sketch if self.gradient is None else self.gradient + sketch
         if self.weight is None and weight.dim() > 1:
             self.weight = _sketch(weight.detach().to(dtype))
+
+
+def num_verified(step: int) -> int:
+    """Return the number of steps at which a layer is verified, up to a step."""
+    return VERIFIED_STEPS * sum(step >= first for first in VERIFIED_FROM)
 
 
 def residuals(verifications: Sequence[Verification]) -> list[float]:

@@ -60,7 +60,7 @@ class Training:
     scaler: Any  # the GradScaler that scales the loss, or None
     base: torch.optim.Optimizer  # shares its groups and state with the optimizer
     publish: Callable[[], None]  # writes counters and curvature to the optimizer's ``state``
-    debug: bool = False  # verify every layer at every step, not only at the first refreshes
+    debug: bool = False  # verify every layer at every step with statistics, not only at a few
     steps: int = 0  # number of steps taken
     close_callbacks: list[Callable[[], None]] = field(default_factory=list)
     warned: set[str] = field(default_factory=set)  # keys of warnings that have been shown
