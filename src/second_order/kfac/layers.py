@@ -389,12 +389,7 @@ class Layers:
         own_decays = values_by_layer(self._training.groups, sums, "factor_decay")
         for value in {decay, *own_decays.values()}:
             blocks = [block for block in sums if own_decays.get(block, decay) == value]
-            if not blocks:
-                continue
-            dropped = update_running_averages(
-                [averages[b] for b in blocks], [sums[b] for b in blocks], value
-            )
-            torch._foreach_add_([block.staged.dropped for block in blocks], dropped)
+            update_running_averages([averages[b] for b in blocks], [sums[b] for b in blocks], value)
 
         # Factors that became slices of a stack leave tensors in ``state`` that nothing else uses.
         tensors_after = [id(x) for each in averages.values() for x in each.stored.values()]

@@ -60,7 +60,7 @@ __all__ = [
 
 DRIFT = ("drift_interval", "drift_alike", "drift_least", "drift_missing")
 """Checkpoint entries of each layer: interval, num_stable, cost_bound and num_missing of its
-LayerDrift. Older checkpoints lack the last one."""
+LayerDrift."""
 
 MAX_INTERVAL = 32  # steps; longer only if the cost of a refresh or the throttle requires it
 MAX_COST_EXPONENT = 10  # cost bounds are at most 2 ** 10 steps
@@ -306,15 +306,14 @@ class Drift:
         self.keep_only(())
         for block in blocks:
             part = saved.get(block.weight)
-            if part is None or not part.keys() >= set(DRIFT[:-1]):
+            if part is None or not part.keys() >= set(DRIFT):
                 continue
-            counts = [part.whole(name, 0) for name in DRIFT if name in part]
-            interval, num_stable, cost_bound = counts[:3]
+            interval, num_stable, cost_bound, num_missing = (part.whole(name, 0) for name in DRIFT)
             self.changes[block] = LayerDrift(
                 interval=max(interval, 1),
                 num_stable=num_stable,
                 cost_bound=max(cost_bound, 1),
-                num_missing=sum(counts[3:]),
+                num_missing=num_missing,
             )
 
     @property

@@ -9,10 +9,6 @@
 With ``W <- beta W + 1`` and then ``X <- X + (x - X) / W``, X is the exponential moving average
 divided by 1 - beta^t: after the first update it is the first statistic, and a constant stays
 constant. Every decision is a tensor operation, so that no update synchronizes with the device.
-
-Finite sums of pairs can overflow later, when they are scaled by N² or added over passes and ranks.
-``update_running_averages`` therefore checks what it averages, and drops a layer's sums of a step if
-they overflow.
 """
 
 from __future__ import annotations
@@ -51,12 +47,13 @@ __all__ = [
     "count_dropped",
     "layer_mean_curvature",
     "scale_to_one_term",
+    "stay_finite",
     "update_running_averages",
 ]
 
-# Upper bound on the n of factors. No element exceeds n times the mean eigenvalue, so a factor is
-# finite if this many times its mean eigenvalue is.
-LARGEST_DIM = 2.0**20
+# By how much statistics may grow before they are averaged: N² for 2 ** 20 loss terms, the n of a
+# factor of as many columns, and 16 passes or ranks.
+MAX_GROWTH = 2.0**64
 
 Reduction: TypeAlias = Literal["mean", "sum", "step_mean"]
 """How a loss is reduced: mean or sum over its pass's terms, or divided by the terms of the step."""
@@ -218,6 +215,15 @@ class PairSums(NamedTuple):
     staged: StagedStatistics
     pass_id: int
     sums: PassSums
+
+
+def stay_finite(numbers: Tensor) -> Tensor:
+    """Return which counts and mean eigenvalues of new statistics are finite and will stay so.
+
+    They must be far from the largest number of their dtype, because later they are multiplied by up
+    to N² and n, and added over passes and ranks.
+    """
+    return numbers < torch.finfo(numbers.dtype).max / MAX_GROWTH  # False for NaN
 
 
 def count_dropped(layers: Sequence[StagedStatistics], dropped: Tensor) -> None:
@@ -478,16 +484,13 @@ def layer_mean_curvature(factor_means: Tensor) -> Tensor:
 
 def update_running_averages(
     averages: Sequence[KroneckerFactors], sums: Sequence[StatisticsSums], decay: float
-) -> list[Tensor]:
+) -> None:
     """Update running averages with the sums of one step.
 
     Args:
         averages: The averages of each layer.
         sums: The sums of each layer over all ranks. Their tensors may be overwritten.
         decay: β, the weight of the average relative to that of the next update.
-
-    Returns:
-        For each layer, 1 if its sums were dropped, because they overflow, otherwise 0.
     """
     # Layers whose small tensors have one shape are updated together.
     keys: list[object] = []
@@ -498,21 +501,18 @@ def update_running_averages(
         names = frozenset(layer.entries)
         keys.append((layer.weight.device, layer.dtype, columns, names, sizes))
 
-    dropped: dict[int, Tensor] = {}  # by the index of a layer
     for group in group_equal(keys):
         # Among these, the factors of layers of equal shape are updated as one stack.
         shapes = [averages[i].shape for i in group]
         max_size = max_stacked_elements(averages[group[0]].weight.device)
         runs = group_equal(shapes, [shape.elements for shape in shapes], max_size)
         order = [group[i] for run in runs for i in run]
-        dropped_here = _update(
+        _update(
             [averages[i] for i in order],
             [sums[i] for i in order],
             run_lengths=[len(run) for run in runs],
             decay=decay,
         )
-        dropped.update(zip(order, dropped_here.to(torch.int64).unbind(), strict=True))
-    return [dropped[i] for i in range(len(averages))]
 
 
 def _update(
@@ -520,23 +520,11 @@ def _update(
     sums: Sequence[StatisticsSums],
     run_lengths: Sequence[int],
     decay: float,
-) -> Tensor:
-    """Update the averages of layers with one key, in which equal shapes form consecutive runs.
-
-    Returns whether the sums of each layer were dropped, ``(layers,)``.
-    """
+) -> None:
+    """Update the averages of layers with one key, in which equal shapes form consecutive runs."""
     shape = averages[0].shape
     entries = [layer.entries for layer in averages]
     heads = as_stack([layer_sums.head for layer_sums in sums])
-
-    # Drop the sums of layers that overflow: they count as zeros.
-    limit = torch.finfo(heads.dtype).max / LARGEST_DIM
-    dropped = ~(heads.sum(1) < limit)  # also if NaN
-    # On a CPU, reading `dropped` costs less than a pass over the sums. Devices are not read.
-    any_dropped = dropped.device.type != "cpu" or bool(dropped.any())
-    if any_dropped:
-        heads = heads.masked_fill(dropped.unsqueeze(1), 0.0)
-
     terms = heads[:, 0]
     examples = heads[:, 1]
     means = heads[:, 2:].unflatten(1, (shape.record_size, -1))
@@ -590,8 +578,6 @@ def _update(
             start += length
             average = stack_in_place(entries[run], name)
             total = as_stack([layer_sums.factors[name] for layer_sums in sums[run]])
-            if any_dropped:
-                total.masked_fill_(dropped[run].view(-1, 1, 1), 0.0)
             mean = total.to(counts.dtype)  # so that a narrow mean is rounded only once, at the end
             if unit_trace is not None and name == "A":
                 mean.mul_(_expand_to(unit_trace[run], mean))
@@ -599,7 +585,6 @@ def _update(
             if shape.routed and name == "A":
                 mean.mul_(_expand_to(routed.scale[run], mean))
             average.lerp_(mean.to(average.dtype), steps[run])
-    return dropped
 
 
 def _expand_to(numbers: Tensor, stack: Tensor) -> Tensor:

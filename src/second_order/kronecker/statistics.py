@@ -43,6 +43,7 @@ from second_order.kronecker.factors import (
     add_pairs,
     close_pass,
     count_dropped,
+    stay_finite,
 )
 from second_order.kronecker.layers import (
     CONVOLUTIONS,
@@ -518,9 +519,9 @@ class StatisticsCollector:
         for batch, part in zip(batches, records.split(lengths), strict=True):
             sums.append(self._sum_batch(batch, part))
 
-        # Non-finite sums are dropped: they count as zeros. If a sum of outer products has a
-        # non-finite element, its mean eigenvalue is not finite either, and 0 times that is NaN.
-        bad = records.sum(1) * 0.0 != 0.0
+        # Sums that are not finite, or may not stay so, are dropped: they count as zeros. If a sum
+        # of outer products has a non-finite element, its mean eigenvalue is not finite either.
+        bad = ~stay_finite(records.sum(1))
         # On a CPU, reading `bad` costs less than a pass over the sums. Devices are not read.
         if bad.device.type != "cpu" or bad.any():
             records.masked_fill_(bad.unsqueeze(1), 0.0)
