@@ -725,9 +725,9 @@ padded rows in A  <-  example_counts::rows_without_a_gradient_are_not_examples
   + return LinearRows(x, d, row_mask)
 
 == kronecker/factors.py
-statistics that overflow in the running averages
+statistics that overflow later
   <-  failures::running_averages_stay_finite_whatever_the_size_of_gradients
-    ~(heads.sum(1) < limit)  =>  heads.sum(1) < 0.0
+    numbers < torch.finfo(numbers.dtype).max / MAX_GROWTH  =>  numbers.isfinite()
 sums of narrow factors that travel as they were added up
   <-  invariants_factors::13_bfloat16_factors_are_divided_by_the_exact_number_of_examples
     factor.to(dtype) for  =>  factor for
