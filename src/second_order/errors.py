@@ -36,24 +36,25 @@ class CheckpointError(SecondOrderError, ValueError):
 
 
 class DecompositionError(SecondOrderError):
-    """The decomposition of a layer's factors failed at three refreshes in a row.
+    """The decomposition of a layer's factors failed.
 
-    Every rank raises this at the same step.
+    An optimizer raises this on every rank, if a layer fails at three refreshes in a row.
     """
 
 
 class CurvatureError(SecondOrderError):
-    """The loss of a curvature batch raised an exception, or cannot be differentiated twice.
+    """The curvature closure is missing, or its loss is not valid, finite or twice differentiable.
 
-    Every rank raises this. The message names the rank that failed.
+    If the closure raises an exception on one rank, that rank raises it. The other ranks raise this
+    error, which names the rank.
     """
 
 
 class RankMismatchError(SecondOrderError):
     """The ranks of a process group are out of sync: models, options or calls differ.
 
-    Every rank raises this before anything changes, when you make the optimizer or at the first step
-    at which the ranks differ, or which a rank does not reach.
+    The constructor, every step and other collective calls check this before they change anything.
+    Every rank that reaches the check raises the error.
     """
 
 
@@ -62,10 +63,10 @@ class SecondOrderWarning(UserWarning):
 
 
 def warn(message: str) -> None:
-    """Show a SecondOrderWarning at the line of the user's code that the package runs for.
+    """Show a SecondOrderWarning at the line of the user's code that called the package.
 
-    A hook may run in a thread of autograd, which no line of the user's code has called. The warning
-    then shows the line of the package.
+    If a hook runs in a thread of autograd, no user code is on the stack. The warning then shows the
+    line of the package.
     """
     stacklevel = 1
     frame: FrameType | None = sys._getframe()

@@ -2,29 +2,27 @@
 
 Refreshes by drift compare the old and the new inverse of a layer and adapt its interval:
 
-    at a refresh   P₀ = (old inverse) ∇, P = (new inverse) ∇    of the step's mean gradient
+    at a refresh   P₀ = (old inverse) ∇, P = (new inverse) ∇    ∇ is the step's mean gradient
                    c = cos(P₀, P)                               all ranks receive c
     interval       halved if c is low, doubled if c is high; between 1 and 32 steps, or more if the
                    bounds below require it
     tick           the lower quartile of the layers' intervals: no layer is refreshed more often
     due            at the multiples of the interval and of the tick
 
-A layer without an inverse is due at each tick. After eight such refreshes in a row it rests: it is
-due less and less often, down to every 64 steps, because it may never have statistics. If no layer
-has an inverse, the shortest of these intervals is the tick. A layer that has statistics again
-therefore has an inverse after 64 steps at most, or at the next tick if the tick is longer.
+A layer without an inverse is due at each tick. From the eighth refresh in a row that computes
+none, each doubles its interval, up to 64 steps, because the layer may never have statistics. If
+no layer has an inverse, the shortest of these intervals is the tick. When a layer has statistics
+again, it therefore gets an inverse within 64 steps, or within one tick if the tick is longer.
 
 Intervals are powers of two and layers are due at their multiples, so that many layers are due at
 the same step and the inverse ranks work at the same time.
 
-Two bounds make intervals longer. The throttle's bound is that of ``overhead=``. The cost bound
-limits the refreshes of all layers together, on average per step, to the cost of the passes through
-the model. Let k be the cost of a layer's refresh and W the work of a step's passes and its other
-operations. The layer's bound is sqrt(k) Σ sqrt(k) / W, rounded to a power of two. Without the
-rounding, Σ k / interval equals W, and no other intervals of the same total cost have a smaller sum
-of intervals. The costs and the work of all ranks are added up, but the other operations of a step
-count once, as if one rank took it. So the bounds do not depend on the number of ranks that share a
-batch, and refreshes on many ranks cost less than the passes.
+Two bounds make intervals longer. The throttle's bound follows from ``overhead=``. The cost bound
+limits the average cost of all refreshes per step to W: the operations of the passes on all ranks,
+plus ``STEP_OVERHEAD`` for everything else in a step. If the refresh of a layer costs k operations,
+its bound is sqrt(k) Σ sqrt(k) / W, rounded to a power of two. Without the rounding, Σ k / interval
+equals W, and no other intervals of the same total cost have a smaller sum. ``STEP_OVERHEAD`` counts
+once for all ranks, so the bounds do not depend on the number of ranks that share a batch.
 """
 
 from __future__ import annotations
@@ -64,11 +62,11 @@ LayerDrift."""
 
 MAX_INTERVAL = 32  # steps; longer only if the cost of a refresh or the throttle requires it
 MAX_COST_EXPONENT = 10  # cost bounds are at most 2 ** 10 steps
-MAX_RETRIES = 8  # refreshes in a row without an inverse before a layer rests
-MAX_REST_EXPONENT = 6  # a layer rests for at most 2 ** 6 steps
-TICK_QUANTILE = 0.25  # of the intervals: the tick, which is the shortest time between refreshes
-STEP_OVERHEAD = 5e8  # operations that take as long as everything in a step but its products
-TIMED_INTERVAL = 2  # while the throttle still times steps with and without a refresh
+MAX_RETRIES = 8  # refreshes in a row without an inverse, after which the interval doubles
+MAX_REST_EXPONENT = 6  # it doubles up to 2 ** 6 steps
+TICK_QUANTILE = 0.25  # the tick is this quantile of the intervals of layers with an inverse
+STEP_OVERHEAD = 5e8  # operations in the time that a step spends outside of matrix products
+TIMED_INTERVAL = 2  # until the throttle has one: it must time steps with and without a refresh
 
 
 # ------------------------------------------------------------------------------ drift of one layer
@@ -99,11 +97,11 @@ ADAPTIVE = Bounds(halve_below=0.9, double_above=0.97, patience=1)
 
 @dataclass(frozen=True)
 class LayerDrift:
-    """What the last refresh of a layer changed.
+    """The refresh interval of a layer by its drift, and what it was adapted from.
 
     Attributes:
-        interval: Steps between two refreshes. If the bounds were longer at the last refresh, the
-            drift has changed this longer interval.
+        interval: Steps between two refreshes. Each refresh adapts the interval that was in use,
+            which is longer if a bound was.
         cosine: Between P₀ and P; NaN before the second refresh.
         num_stable: Refreshes in a row whose cosine exceeded ``Bounds.double_above``.
         cost_bound: The shortest interval that the cost of the layer's refresh allows.
@@ -168,12 +166,12 @@ def cost_bounds(costs: Sequence[float], work: float) -> list[int]:
 
 @dataclass(frozen=True)
 class DriftIntervals:
-    """The intervals of the layers that train, until a refresh or the throttle changes them.
+    """The intervals of all layers that train.
 
     Attributes:
-        throttle_bound: The throttle's bound, which these intervals observe.
-        tick: Steps between two refreshes of any layers.
-        by_layer: The interval of each layer.
+        throttle_bound: The throttle's bound when they were computed. If it changes, they do too.
+        tick: Smallest number of steps between two refreshes.
+        by_layer: The interval of each layer. If a layer has no inverse, the bounds do not apply.
     """
 
     throttle_bound: int
@@ -182,10 +180,10 @@ class DriftIntervals:
 
 
 class Drift:
-    """The refresh intervals of layers that are refreshed as they drift; equal on all ranks.
+    """The refresh intervals of layers that are refreshed by drift; equal on all ranks.
 
-    The intervals are stored from one change to the next, because every step needs them. If layers
-    are frozen or unfrozen, or lose their inverses, call :meth:`keep_only` or :meth:`invalidate`.
+    Every step needs the intervals, so they are stored until they change. Call :meth:`keep_only` if
+    the layers that train change, and :meth:`invalidate` if layers lose their inverses.
     """
 
     def __init__(self, bounds: Bounds = PLAIN, throttle: Throttle | None = None) -> None:

@@ -6,9 +6,9 @@
     step    ``collect_sums`` returns the sums of the step, which the ranks then all-reduce.
             ``update_running_averages`` adds them to the running averages.
 
-With ``W <- beta W + 1`` and then ``X <- X + (x - X) / W``, X is the exponential moving average
-divided by 1 - beta^t: after the first update it is the first statistic, and a constant stays
-constant. Every decision is a tensor operation, so that no update synchronizes with the device.
+With W = 0 at first, a statistic x updates its average X by ``W <- β W + 1`` and then
+``X <- X + (x - X) / W``. X is the exponential moving average divided by 1 - βᵗ, as in Adam. Every
+decision is a tensor operation, so that no update synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class StagedStatistics:
         device: The device of the sums.
         factor_dtype: The dtype in which :func:`collect_sums` returns the factors.
         dtype: The dtype of the sums: float32 at least.
-        dropped: Number of pairs that were dropped because a statistic was non-finite.
+        dropped: Number of pairs dropped so far: a statistic was non-finite or might overflow later.
         pairs: Number of pairs since the last :meth:`clear`.
         work: Number of operations of the layer in their passes.
         verification: The comparison of the pairs with the weight's gradient, if there is one.
@@ -183,11 +183,11 @@ class StagedStatistics:
         return self._open.setdefault(pass_id, first)
 
     def end_sums(self, pass_id: int) -> tuple[PassSums | None, PassSums | None]:
-        """Move the sums of a pass to those of the step.
+        """End a pass. The sums of the first pass become those of the step.
 
         Returns:
-            The sums of the pass, and those of the step to which the caller adds them. The latter
-            are None for the first pass, whose sums become those of the step.
+            The sums of the pass; None if it has none. Then the sums of the step, to which the
+            caller adds them; None if this is the first pass with sums.
         """
         sums = self._open.pop(pass_id, None)
         if self._total is None:
@@ -490,7 +490,7 @@ def update_running_averages(
     Args:
         averages: The averages of each layer.
         sums: The sums of each layer over all ranks. Their tensors may be overwritten.
-        decay: β, the weight of the average relative to that of the next update.
+        decay: β, which multiplies the weight W of all earlier updates. This update has weight 1.
     """
     # Layers whose small tensors have one shape are updated together.
     keys: list[object] = []
@@ -529,16 +529,15 @@ def _update(
     examples = heads[:, 1]
     means = heads[:, 2:].unflatten(1, (shape.record_size, -1))
 
-    # If a layer is gradient-factored, both factors have the trace of the curvature, and their
-    # product shall have it once. The trace of A's mean is scaled to 1, that of its sum to the
-    # number of examples.
+    # If a layer is gradient-factored, A and G both have the trace of the curvature, but A ⊗ G must
+    # have it only once. So A's sum is scaled to the trace `examples`, and its mean to the trace 1.
     unit_trace: Tensor | None = None
     if shape.gradient_factored:
         trace = means[:, 0, 0] * shape.dims["A"]
         unit_trace = torch.where(trace > 0, examples / trace.where(trace > 0, 1.0), 0.0)
         means[:, 0, 0] *= unit_trace
 
-    # W. A layer of which no row has ever had a gradient has no curvature to average.
+    # Update W, unless the step has no examples or every G so far is zero.
     weight = stack_in_place(entries, "average_weight")
     present = (examples > 0) & torch.logical_or(means[:, 1].any(1), weight)
     torch.where(present, weight * decay + 1.0, weight, out=weight)
@@ -602,12 +601,12 @@ class _Routed(NamedTuple):
 def _average_routed(shares: Tensor, new_shares: Tensor, step: Tensor) -> _Routed:
     """Return the scale and the step of the average of each expert's A.
 
-    The average of an expert's sums, divided by the average of its share s of the examples, is a
-    mean over its own examples. With the step t of both averages, and the new share s', it becomes A
-    + (t s' / s_after) (a - A), where a is the mean over the new examples.
+    A is the running average of an expert's sums, divided by that of its share s of the examples. If
+    both averages take a step t, A becomes A + (t s' / s_after) (a - A). Here s' is the share of the
+    new examples, s_after the new average of s, and a the mean over the expert's new examples.
 
     Args:
-        shares: Each expert's share of all examples so far, ``(layers, groups)``.
+        shares: Running average of each expert's share of the examples, ``(layers, groups)``.
         new_shares: Its share of this step's examples.
         step: The step of the average of shares, ``(layers, 1)``.
     """

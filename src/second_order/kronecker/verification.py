@@ -1,23 +1,24 @@
-"""Verify that the pairs of a layer's hooks reproduce the gradient of its weight.
+"""Verify that the captured pairs of a layer reproduce the gradient of its weight.
 
-If the hooks capture all calls of a layer, the sum of dᵀ x over the passes (x may also be patches or
-one-hot rows) is the gradient of its weight, whatever the loss is. If it is not, A and G are not the
-layer's curvature: the forward computes something else, the weight is used outside of the layer, or
-the loss contains derivatives. Both are compared by their products with a few random vectors R:
+A pair is an input x and the gradient d of the output. If the hooks capture all calls of a layer,
+the sum of dᵀ x over the passes (x may also be patches or one-hot rows) is the gradient ∇ of its
+weight W, whatever the loss is. If the two differ, A and G are not the layer's curvature: the
+forward computes something else, W is used outside of the layer, or the loss contains derivatives
+of the model. We compare the two by their products with random vectors, the columns of R:
 
     E = Σ dᵀ x R          from the pairs
     Γ = Σ ∇ R             from the gradient that arrives at the weight, before any averaging or
                           clipping
     r = min over c of ‖Γ - E - c W R‖ / max(‖Γ‖, ‖E‖)
 
-c allows for a penalty on the norm of the weight in the loss. No layer has the curvature of that.
+The term c W R allows for an L2 penalty in the loss, whose gradient c W is in no pair.
 
     forward, backward   ``Verification.add`` adds E of each pair.
     gradient            A hook on the weight calls ``Verification.add_gradient``, which adds Γ.
     step                ``residuals`` returns r of all layers, with one device read.
 
-The share of the gradient that is missing may grow during training, as that of a decoder that uses
-the weight of an embedding. So a layer is verified at the start of training and again later.
+The missing share of the gradient may grow during training, for example if a decoder also uses an
+embedding's weight. So a layer is verified at the start of training and again later.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ __all__ = ["TOLERANCE", "Verification", "num_verified", "residuals"]
 # The largest r of a verified layer. Rounding in bfloat16 gives up to 0.04.
 TOLERANCE = 0.1
 
-# A layer is verified at its first two steps with statistics, and twice more from each of the
-# other steps on. If it fails at the first of two, the second may find it correct again.
+# From each of these steps on, a layer is verified at its next two steps with statistics. If it
+# fails at the first of them, it can still pass at the second.
 VERIFIED_FROM = (0, 100, 1000)
 VERIFIED_STEPS = 2
 
@@ -59,16 +60,16 @@ _norm = torch.linalg.vector_norm
 class PairSketch(NamedTuple):
     """The contribution of a captured pair."""
 
-    product: Tensor  # to E; if the weight is a vector, to its gradient
-    x_norm: Tensor
+    product: Tensor  # its part of E; if the weight is a vector, of the gradient itself
+    x_norm: Tensor  # ‖x‖ ‖d‖ bounds the rounding error of dᵀ x
     d_norm: Tensor
 
 
 class Verification:
     """E and Γ of a layer, summed over the passes of a step.
 
-    A pair registers a hook on the weight. The hook removes itself when the gradient arrives in the
-    same pass.
+    The first pair of a pass registers a hook on the weight. The hook adds the gradient of the pass
+    to Γ and removes itself.
 
     Attributes:
         pairs: The captured pairs.
@@ -158,20 +159,20 @@ def residuals(verifications: Sequence[Verification]) -> list[float]:
 
 
 def _residuals(layers: Sequence[Verification]) -> Tensor:
-    """R of layers with one :attr:`Verification.key`, less the part of rounding, ``(layers,)``."""
+    """Return r, ``(layers,)``, of layers with one key, less the part that rounding may cause."""
     first = layers[0]
     sketches = [pair for layer in layers for pair in layer.pairs]
     products = torch.stack([pair.product for pair in sketches])
     products = products.unflatten(0, (len(layers), -1)).flatten(2)  # (layers, pairs, elements)
-    explained = products.sum(1)
+    reproduced = products.sum(1)
     gradient = torch.stack([cast(Tensor, layer.gradient) for layer in layers]).flatten(1)
 
     # Γ - E, without its component along the weight.
-    rest = gradient - explained
+    missing = gradient - reproduced
     if first.weight is not None:
         weight = torch.stack([cast(Tensor, layer.weight) for layer in layers]).flatten(1)
-        c = (rest * weight).sum(1) / weight.square().sum(1).clamp_min(1e-30)
-        rest = rest - c.unsqueeze(1) * weight
+        c = (missing * weight).sum(1) / weight.square().sum(1).clamp_min(1e-30)
+        missing = missing - c.unsqueeze(1) * weight
 
     # What rounding may cause: in the products, in their sums, and by underflow.
     dtype_info = torch.finfo(first.dtype)
@@ -182,8 +183,8 @@ def _residuals(layers: Sequence[Verification]) -> Tensor:
     noise = noise + _norm(products, dim=-1).sum(1) * dtype_info.eps
     noise = noise + dtype_info.smallest_normal * dtype_info.eps * first.elements**0.5
 
-    largest = torch.maximum(_norm(gradient, dim=-1), _norm(explained, dim=-1))
-    result: Tensor = (_norm(rest, dim=-1) - noise).clamp_min(0.0) / largest
+    largest = torch.maximum(_norm(gradient, dim=-1), _norm(reproduced, dim=-1))
+    result: Tensor = (_norm(missing, dim=-1) - noise).clamp_min(0.0) / largest
     return result
 
 
@@ -196,8 +197,8 @@ def _norm_of(tensor: Tensor) -> Tensor:
 def _sketch(tensor: Tensor) -> Tensor:
     """Multiply a tensor, as a matrix, by R. Vectors are copied.
 
-    The rows of the matrix are those of the first dimension. If these have too many entries, as for
-    fused experts, the rows are those of the last dimension.
+    All dimensions but the first become columns. If these are too many, as for fused experts, only
+    the last dimension becomes columns.
     """
     if tensor.dim() < 2:
         return tensor.clone()
