@@ -392,6 +392,9 @@ steps that are scaled by the base's side
   + torch._foreach_lerp_(after, before, scale)
 
 == kfac/layers.py
+dropped statistics without a warning
+  <-  failures::running_averages_stay_finite_whatever_the_size_of_gradients
+    if num_dropped and training.is_first_warning(key):  =>  if False:
 layers whose weight and bias differ
   <-  group_options::a_layer_in_two_groups_raises_with_its_name
     any(value != values[0] for value in values)  =>  False
@@ -482,6 +485,12 @@ a clip that stretches  <-  invariants_steps::19_the_clip_bounds_the_whole_step
     torch.sqrt(kl_clip / change).clamp(max=1.0)  =>  torch.sqrt(kl_clip / change)
 
 == kfac/schedule.py
+layers without an inverse that are tried at every tick
+  <-  drift::a_layer_without_an_inverse_is_tried_at_doubling_intervals
+    return change.retry_interval  =>  return 1
+frozen layers in the reported intervals
+  <-  drift::reported_intervals_are_those_of_layers_with_an_inverse
+    for block in solved or self.changes  =>  for block in self.changes
 factors that count updates  <-  defaults::the_memory_of_factors_in_steps_does_not_depend_on_the_interval
     per_step ** max(age, 1)  =>  per_step
 a young training remembers as much as an old one
@@ -707,6 +716,9 @@ gradients of experts without the weights of their tokens
     (d[inputs.tokens] * weights)  =>  (d[inputs.tokens])
 
 == kronecker/verification.py
+layers that are verified only at the start
+  <-  verification::a_weight_used_outside_of_its_module_is_also_found_later
+    sum(step >= first for first in VERIFIED_FROM)  =>  1
 a penalty on the weight's length counted as unexplained
   <-  verification::a_weight_penalty_does_not_hide_missing_pairs
     if first.weight is not None:  =>  if False:
@@ -813,6 +825,9 @@ an index that is there before its layers
     remove_index(folder)  =>  pass
 
 == kronecker/statistics.py
+layers that failed a comparison and are never compared again
+  <-  verification::a_layer_that_failed_is_compared_until_it_passes
+    if block.unverified or block.comparisons <  =>  if block.comparisons <
 micro-batches that FSDP2 has yet to average dropped
   <-  fsdp::gradient_accumulation_works_with_and_without_gradient_sync
     if lacks_gradient and not self._has_unreduced_gradients(module):  =>  if lacks_gradient:

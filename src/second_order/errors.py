@@ -63,10 +63,10 @@ class SecondOrderWarning(UserWarning):
 
 
 def warn(message: str) -> None:
-    """Show a SecondOrderWarning at the line of the user's code that called the package.
+    """Show a SecondOrderWarning that points at the first line outside of this package and of torch.
 
-    If a hook runs in a thread of autograd, no user code is on the stack. The warning then shows the
-    line of the package.
+    If a hook runs in a thread of autograd, its stack has no such line. The warning then points at
+    the package's own line.
     """
     stacklevel = 1
     frame: FrameType | None = sys._getframe()

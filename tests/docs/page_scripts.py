@@ -56,8 +56,8 @@ def run_script(code: str, folder: Path, forks: Forks | None, arguments: Sequence
     Args:
         code: The script.
         folder: The folder.
-        forks: The server of processes that have imported torch, which takes a new process two
-            seconds. None: run the command that the script states.
+        forks: A server that forks processes in which torch is already imported. The import takes
+            two seconds. None: run the command that the script states.
         arguments: Further arguments of the script.
     """
     for module in OPTIONAL_MODULES:
@@ -72,6 +72,8 @@ def run_script(code: str, folder: Path, forks: Forks | None, arguments: Sequence
     if forks is not None:
         arguments = [*words[words.index(file) + 1 :], *arguments]
         (num_ranks,) = re.findall(r"--nproc-per-node=(\d+)", match["command"]) or ["0"]
+        options = words[: words.index(file)]
+        assert set(options) <= {"--standalone", f"--nproc-per-node={num_ranks}"}, options
         return run_fork(script, arguments, forks, int(num_ranks))
     launcher = ["-m", "torch.distributed.run"] if program == "torchrun" else []
 

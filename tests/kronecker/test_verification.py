@@ -421,6 +421,23 @@ def test_a_weight_used_outside_of_its_module_is_also_found_later(System: Any, sh
         assert statuses[-1] == "preconditioned"
 
 
+def test_a_layer_that_failed_is_compared_until_it_passes() -> None:
+    torch.manual_seed(0)
+    model = Decoder().double()
+    tokens = torch.randint(6, (5, 3))
+    statuses = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = make(KAISA, model, lr=0.001, inv_update_steps="auto")
+        for step in range(280):
+            model.share = float(20 < step < 150)
+            take(model, optimizer, (tokens, tokens.roll(1, 1)))
+            rows = {row.name: row.status for row in optimizer.summary().rows}
+            statuses.append(rows["words"])
+    assert statuses[149] == "base"
+    assert statuses[-1] == "preconditioned"
+
+
 @each_kronecker
 def test_layers_with_derivatives_inside_the_loss_fall_back(System: Any) -> None:
     """Hooks see one part of the gradient of a double backward."""

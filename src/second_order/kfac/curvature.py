@@ -180,10 +180,12 @@ class StepInfo:
     Attributes:
         clip: ν, a scalar; None if nothing was clipped.
         refresh_due: Whether a refresh was due at this step.
+        refreshed: Whether a layer that was due has an inverse.
     """
 
     clip: Scalar | None = None
     refresh_due: bool = False
+    refreshed: bool = False
 
 
 def choose_num_workers(
@@ -457,7 +459,11 @@ class KFAC(LayeredCurvature):
         if refresh.installed and report is not None:
             self._adapt(report, refresh.cosines, result.cosines)
 
-        self._last = StepInfo(clip=result.clip, refresh_due=bool(due))
+        self._last = StepInfo(
+            clip=result.clip,
+            refresh_due=bool(due),
+            refreshed=any(block.solved for block in due),
+        )
 
     def step_base(self, step: Callable[[], None]) -> None:
         """Run ``step``, the base optimizer's step, and scale it by τ."""
@@ -475,12 +481,15 @@ class KFAC(LayeredCurvature):
         step_scale.scale_step()
 
     def finish_step(self) -> None:
-        """Send the parameters to stats workers that are ready, and record the time of the step."""
+        """Send the parameters to stats workers, record the time of the step, and warn."""
         if self.stats_workers is not None:
             self.stats_workers.send_snapshots(self.training, self.inverses.inverter.post)
         if self.throttle is not None:
-            # All ranks know whether a refresh was due, but perhaps not whether it has succeeded.
-            self.throttle.end_step(refreshed=self._last.refresh_due)
+            # All ranks know which of the due layers have an inverse. If none has one, nothing was
+            # computed that the throttle could time.
+            self.throttle.end_step(refreshed=self._last.refreshed)
+        if self._last.refresh_due:
+            self.layers.warn_of_dropped_statistics()
 
     def watch(self) -> None:
         """Turn capture on for the next step's passes if statistics are due then, else off."""

@@ -723,7 +723,6 @@ class Inverses:
         if self._drift is not None:
             self._drift.invalidate()  # only layers with an inverse decide the tick
         if outcome is Outcome.NO_STATISTICS:
-            self.layers.warn_of_dropped_statistics(block)
             block.drop_inverse_at_refresh(no_statistics=block.status is LayerStatus.NOT_CAPTURED)
             return
 

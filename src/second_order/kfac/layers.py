@@ -49,7 +49,7 @@ from second_order.kronecker.layers import Approximation
 from second_order.kronecker.model_blocks import PARAMETER, BlockRules, LeftToBase, find_blocks
 from second_order.kronecker.rows import Terms
 from second_order.kronecker.statistics import GradientScale, StatisticsCollector
-from second_order.kronecker.verification import Verification, num_verified, residuals
+from second_order.kronecker.verification import Verification, comparisons_due, residuals
 from second_order.optimizers.config import KFACOptions
 from second_order.training.context import Training
 from second_order.training.groups import group_params, group_settings
@@ -84,9 +84,9 @@ UNVERIFIED = (
     "the inputs and output gradients of its calls do not reproduce its weight's gradient, so its "
     "factors would not be its curvature. If its forward scales or masks, or is replaced on the "
     "instance, or if its weight is used outside of the module, describe its class with "
-    "register_layer(), or name it in skip_layers. If the loss has a penalty on weights, use the "
-    "base's weight decay instead. If the loss contains derivatives, compute them in the forward "
-    "pass, as docs/how-to/pinns.md shows, or use DHO2"
+    "register_layer(), or name it in skip_layers. If the loss has a penalty on weights other than "
+    "on their norm, use the base's weight decay instead. If the loss contains derivatives, compute "
+    "them in the forward pass, as docs/how-to/pinns.md shows, or use DHO2"
 )
 
 
@@ -264,7 +264,7 @@ class Layers:
             gradient_scale=GradientScale(None if is_sampled else training.scaler),
             conv_approximation=self._conv_approximation,
             fsdp=fsdp,
-            num_verified=partial(_num_verified, training),
+            comparisons_due=partial(_comparisons_due, training),
             sampled=is_sampled,
             label_per_row=is_sampled and not callable(likelihood),
             on_new_statistics=on_new_statistics,
@@ -440,7 +440,8 @@ class Layers:
             reason = self.missing_reason(block)
             waits = not reason and block.name not in self._once_without
             self._once_without.add(block.name)
-            if not waits and self._training.is_first_warning(f"no:{block.name}"):
+            key = f"unverified:{block.name}" if block.unverified else f"no:{block.name}"
+            if not waits and self._training.is_first_warning(key):
                 names.setdefault(reason, []).append(repr(block.name))
         for reason, listed in names.items():
             subject = ", ".join(listed)
@@ -471,16 +472,24 @@ class Layers:
             f"{training.base_name}; {reason}"
         )
 
-    def warn_of_dropped_statistics(self, block: KroneckerBlock) -> None:
-        """Warn once of a layer whose statistics have all been dropped on this rank."""
-        if block.status is not LayerStatus.CAPTURED or not int(block.staged.dropped):
-            return
-        if self._training.is_first_warning(f"dropped:{block.name}"):
-            self._training.warn(
-                f"the statistics of layer {block.name!r} are not finite at step "
-                f"{self._training.steps}; the layer falls back to the base optimizer until a "
-                f"refresh has finite ones"
-            )
+    def warn_of_dropped_statistics(self) -> None:
+        """Warn once of each layer without an inverse, if this rank has dropped pairs of it.
+
+        Call this after the last collective of a step, because a user may turn warnings into errors.
+        """
+        training = self._training
+        for block in self.active:
+            key = f"dropped:{block.name}"
+            if block.solved or block.status is not LayerStatus.CAPTURED or key in training.warned:
+                continue
+            num_dropped = int(block.staged.dropped)
+            if num_dropped and training.is_first_warning(key):
+                training.warn(
+                    f"layer {block.name!r} has no usable statistics at step {training.steps}, and "
+                    f"{num_dropped} of its captured pairs were dropped, because they were not "
+                    f"finite or too large; it falls back to the base optimizer until a refresh has "
+                    f"usable ones"
+                )
 
     def missing_reason(self, block: KroneckerBlock) -> str:
         """Return why a layer has no statistics that can be used; "" if it is not known."""
@@ -530,11 +539,11 @@ class Layers:
         self._param_states = []  # those of no layers, so that update_active() reports no change
 
 
-def _num_verified(training: Training) -> float:
-    """Return the number of steps at which a layer is verified, up to the current step."""
+def _comparisons_due(training: Training) -> float:
+    """Return how many comparisons a layer should have had by the current step."""
     if training.debug:
         return math.inf
-    return num_verified(training.steps)
+    return comparisons_due(training.steps)
 
 
 def _any_sharded(blocks: Iterable[KroneckerBlock]) -> bool:

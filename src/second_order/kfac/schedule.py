@@ -12,7 +12,7 @@ Refreshes by drift compare the old and the new inverse of a layer and adapt its 
 A layer without an inverse is due at each tick. From the eighth refresh in a row that computes
 none, each doubles its interval, up to 64 steps, because the layer may never have statistics. If
 no layer has an inverse, the shortest of these intervals is the tick. When a layer has statistics
-again, it therefore gets an inverse within 64 steps, or within one tick if the tick is longer.
+at each step again, it gets an inverse within 64 steps, or within one tick if the tick is longer.
 
 Intervals are powers of two and layers are due at their multiples, so that many layers are due at
 the same step and the inverse ranks work at the same time.
@@ -62,8 +62,8 @@ LayerDrift."""
 
 MAX_INTERVAL = 32  # steps; longer only if the cost of a refresh or the throttle requires it
 MAX_COST_EXPONENT = 10  # cost bounds are at most 2 ** 10 steps
-MAX_RETRIES = 8  # refreshes in a row without an inverse, after which the interval doubles
-MAX_REST_EXPONENT = 6  # it doubles up to 2 ** 6 steps
+NUM_FREQUENT_TRIES = 8  # refreshes in a row without an inverse, after which the interval doubles
+MAX_RETRY_EXPONENT = 6  # it doubles up to 2 ** 6 steps
 TICK_QUANTILE = 0.25  # the tick is this quantile of the intervals of layers with an inverse
 STEP_OVERHEAD = 5e8  # operations in the time that a step spends outside of matrix products
 TIMED_INTERVAL = 2  # until the throttle has one: it must time steps with and without a refresh
@@ -115,10 +115,10 @@ class LayerDrift:
     num_missing: int = 0
 
     @property
-    def rest(self) -> int:
+    def retry_interval(self) -> int:
         """Steps between two refreshes while the layer has no inverse."""
-        exponent = self.num_missing - MAX_RETRIES + 1
-        return 1 << min(max(exponent, 0), MAX_REST_EXPONENT)
+        exponent = self.num_missing - NUM_FREQUENT_TRIES + 1
+        return 1 << min(max(exponent, 0), MAX_RETRY_EXPONENT)
 
     def after_refresh(self, cosine: float, bounds: Bounds, shortest: int = 1) -> LayerDrift:
         """Return the state after another refresh.
@@ -208,11 +208,11 @@ class Drift:
     def interval(self, block: KroneckerBlock) -> int:
         """Return a layer's interval by drift, cost and throttle, in steps.
 
-        Without an inverse, only the number of refreshes that found no statistics decides it.
+        If the layer has no inverse, this is the interval of its retries.
         """
         change = self.changes.get(block, LayerDrift())
         if not block.solved:
-            return change.rest
+            return change.retry_interval
         return max(change.interval, change.cost_bound, self._throttle_bound())
 
     def layers_due(self, blocks: Sequence[KroneckerBlock], step: int) -> list[KroneckerBlock]:
@@ -314,12 +314,17 @@ class Drift:
                 num_missing=num_missing,
             )
 
+    def _reported_intervals(self) -> list[int]:
+        """Return the intervals of the layers with an inverse; of all layers if none has one."""
+        solved = [block for block in self.changes if block.solved]
+        return [self.interval(block) for block in solved or self.changes]
+
     @property
     def summary_line(self) -> str:
         """A part of a line of the summary; "" before the first refresh."""
         if not self.changes:
             return ""
-        intervals = [self.interval(block) for block in self.changes]
+        intervals = self._reported_intervals()
         shortest = min(intervals)
         longest = max(intervals)
         if longest == 1:
@@ -333,7 +338,7 @@ class Drift:
         """The cosines and intervals of the layers' last refreshes."""
         cosines = [c.cosine for c in self.changes.values() if not math.isnan(c.cosine)]
         return {
-            "drift/interval": _median([self.interval(block) for block in self.changes]),
+            "drift/interval": _median(self._reported_intervals()),
             "drift/cosine": _median(cosines),
             "drift/cosine/min": min(cosines, default=math.nan),
         }

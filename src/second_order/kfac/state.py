@@ -264,7 +264,7 @@ def inverse_state(
 
 @dataclass(frozen=True)
 class SharedNumbers:
-    """The shared numbers, without those of the throttle, the step scale and the clip.
+    """The shared numbers, without ``damping`` and those of the throttle, step scale and clip.
 
     Attributes:
         mean_curvature: The mean eigenvalue of A ⊗ G over all layers, at the last refresh.
@@ -392,6 +392,9 @@ def check_saved(
                 part.require([WEIGHT, MEANS])
             for entry in (*factor_entries(block, None), *inverse_entries(block, None, inverses)):
                 shapes[entry.name] = entry.shape
+
+        if part.keys() & set(DRIFT):
+            part.require(DRIFT)
 
         # The values.
         for key, value in part.items():

@@ -45,14 +45,14 @@ __all__ = [
     "close_pass",
     "collect_sums",
     "count_dropped",
+    "is_far_from_overflow",
     "layer_mean_curvature",
     "scale_to_one_term",
-    "stay_finite",
     "update_running_averages",
 ]
 
-# By how much statistics may grow before they are averaged: N² for 2 ** 20 loss terms, the n of a
-# factor of as many columns, and 16 passes or ranks.
+# Bound on the growth of statistics before they are averaged: N² for N = 2 ** 20 loss terms, n for
+# the largest element of a factor of n = 2 ** 20 columns, and 16 passes or ranks.
 MAX_GROWTH = 2.0**64
 
 Reduction: TypeAlias = Literal["mean", "sum", "step_mean"]
@@ -111,7 +111,7 @@ class StagedStatistics:
         device: The device of the sums.
         factor_dtype: The dtype in which :func:`collect_sums` returns the factors.
         dtype: The dtype of the sums: float32 at least.
-        dropped: Number of pairs dropped so far: a statistic was non-finite or might overflow later.
+        dropped: Number of pairs dropped so far: a statistic was non-finite or close to overflow.
         pairs: Number of pairs since the last :meth:`clear`.
         work: Number of operations of the layer in their passes.
         verification: The comparison of the pairs with the weight's gradient, if there is one.
@@ -217,11 +217,10 @@ class PairSums(NamedTuple):
     sums: PassSums
 
 
-def stay_finite(numbers: Tensor) -> Tensor:
-    """Return which counts and mean eigenvalues of new statistics are finite and will stay so.
+def is_far_from_overflow(numbers: Tensor) -> Tensor:
+    """Return which numbers of new statistics are finite and far from the largest of their dtype.
 
-    They must be far from the largest number of their dtype, because later they are multiplied by up
-    to N² and n, and added over passes and ranks.
+    Later they are multiplied by up to N² and n, and added over passes and ranks.
     """
     return numbers < torch.finfo(numbers.dtype).max / MAX_GROWTH  # False for NaN
 

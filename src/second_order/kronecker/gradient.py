@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from second_order.kronecker.block import KroneckerBlock, to_matrices
-from second_order.kronecker.factors import StatisticsSums, count_dropped, stay_finite
+from second_order.kronecker.factors import StatisticsSums, count_dropped, is_far_from_overflow
 from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.storage import pack_upper_triangular
 
@@ -90,7 +90,7 @@ def gradient_sums(
     """Compute the statistics of all blocks that have a gradient.
 
     A gradient counts as no example if it is zero, or so small that its squares lose precision. A
-    gradient whose products overflow counts as no example either, and as dropped statistics.
+    gradient whose products could overflow counts as no example either, and as dropped statistics.
 
     Args:
         blocks: The blocks.
@@ -114,9 +114,9 @@ def _block_sums(block: GradientBlock, examples: Tensor, scale: Tensor) -> Statis
     matrix = to_matrices([cast(Tensor, block.weight.grad)], block.layout).to(dtype)
     square_norm = matrix.square().sum()
 
-    # Zero the gradient if its products overflow or lose precision, without reading it on the host.
+    # Zero the gradient if its products could overflow or lose precision. The host does not read it.
     limits = torch.finfo(dtype)
-    is_finite = stay_finite(square_norm * scale)
+    is_finite = is_far_from_overflow(square_norm * scale)
     count_dropped([block.staged], ~is_finite.view(1))
     is_valid = is_finite & (square_norm > limits.tiny / limits.eps)
     matrix = matrix.masked_fill(~is_valid, 0.0)

@@ -43,7 +43,7 @@ from second_order.kronecker.factors import (
     add_pairs,
     close_pass,
     count_dropped,
-    stay_finite,
+    is_far_from_overflow,
 )
 from second_order.kronecker.layers import (
     CONVOLUTIONS,
@@ -196,8 +196,8 @@ class StatisticsCollector:
         fsdp: The parameters of a model that FSDP2 shards.
         on_new_statistics: Called when statistics of layers have grown. If it is set, the host reads
             during the pass which rows have a gradient, and so synchronizes with the device.
-        num_verified: Returns the number of steps at which the pairs of a layer are compared with
-            the gradient, up to the current step.
+        comparisons_due: Returns how many comparisons of its pairs with the gradient a layer should
+            have had by the current step.
         sampled: Whether the pairs are those of sampled labels, which do not add up to the gradient.
         label_per_row: Whether a label is sampled for each row of the layer called last.
         step_passes: The passes since the last step.
@@ -209,7 +209,7 @@ class StatisticsCollector:
     conv_approximation: Approximation | None = None
     fsdp: FSDPParams | None = None
     on_new_statistics: Callable[[], None] | None = None
-    num_verified: Callable[[], float] = lambda: VERIFIED_STEPS
+    comparisons_due: Callable[[], float] = lambda: VERIFIED_STEPS
     sampled: bool = False
     label_per_row: bool = False
     step_passes: StepPasses = field(default_factory=StepPasses)
@@ -263,7 +263,8 @@ class StatisticsCollector:
                 self._verify(block, module, x, d)
 
     def _verify(self, block: KroneckerBlock, module: nn.Module, x: Tensor, d: Tensor) -> None:
-        if block.comparisons < self.num_verified():
+        # A layer that failed its last comparison is compared until it passes one.
+        if block.unverified or block.comparisons < self.comparisons_due():
             with ieee_matmul(d.device):
                 block.verify_pair(module, x, d, self.fsdp)
 
@@ -519,9 +520,9 @@ class StatisticsCollector:
         for batch, part in zip(batches, records.split(lengths), strict=True):
             sums.append(self._sum_batch(batch, part))
 
-        # Sums that are not finite, or may not stay so, are dropped: they count as zeros. If a sum
+        # Sums that are not finite or close to overflow are dropped: they count as zeros. If a sum
         # of outer products has a non-finite element, its mean eigenvalue is not finite either.
-        bad = ~stay_finite(records.sum(1))
+        bad = ~is_far_from_overflow(records.sum(1))
         # On a CPU, reading `bad` costs less than a pass over the sums. Devices are not read.
         if bad.device.type != "cpu" or bad.any():
             records.masked_fill_(bad.unsqueeze(1), 0.0)

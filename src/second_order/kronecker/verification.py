@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from second_order.kronecker.autograd import is_reached
 from second_order.kronecker.storage import group_equal, read_numbers
 
-__all__ = ["TOLERANCE", "Verification", "num_verified", "residuals"]
+__all__ = ["TOLERANCE", "Verification", "comparisons_due", "residuals"]
 
 # The largest r of a verified layer. Rounding in bfloat16 gives up to 0.04.
 TOLERANCE = 0.1
@@ -140,8 +140,8 @@ class Verification:
             self.weight = _sketch(weight.detach().to(dtype))
 
 
-def num_verified(step: int) -> int:
-    """Return the number of steps at which a layer is verified, up to a step."""
+def comparisons_due(step: int) -> int:
+    """Return how many comparisons a layer should have had by a step."""
     return VERIFIED_STEPS * sum(step >= first for first in VERIFIED_FROM)
 
 
