@@ -51,7 +51,7 @@ language-model: venv ## a small transformer: AdamW, Muon, SOAP, SGD and KAISA, t
 		--json benchmarks/results/language.json $(ARGS)
 	$(BENCH)/progress/plot_language.py benchmarks/results/language.json --out docs/figures/language.png
 
-tasks: venv ## eight small tasks: tuned rivals, and KAISA with default settings: two hours; ARGS=--keep-rivals
+tasks: venv ## nine small tasks: tuned rivals, and KAISA with default settings: two hours; ARGS=--keep-rivals
 	$(BENCH)/progress/tuned_rivals.py \
 		--json benchmarks/results/tasks.json $(ARGS)
 

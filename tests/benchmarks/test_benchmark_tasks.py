@@ -263,7 +263,8 @@ def test_the_tables_of_the_page_have_a_row_for_each_optimizer() -> None:
         "figures": tuned_rivals.figures(runs, ["AdamW", "SGD"]),
         "runs": [{"name": name, **asdict(each)} for name, of in runs.items() for each in of],
     }
-    losses, seconds = tuned_rivals.markdown({"unseen vit": record}).split("\n\n")
+    tables = tuned_rivals.markdown({"fashion vit": record, "unseen vit": record}).split("\n\n")
+    losses, fashion_losses, seconds, fashion_seconds = tables
     assert losses.splitlines() == [
         "| loss | vit | vit, accuracy |",
         "|---|---|---|",
@@ -276,6 +277,9 @@ def test_the_tables_of_the_page_have_a_row_for_each_optimizer() -> None:
         "| SGD | never (2 s) |",
         "| KAISA over SGD | **0.50 × (2 s)** |",
     ]
+    assert fashion_losses.splitlines()[0] == "| loss | fashion vit | fashion vit, accuracy |"
+    assert fashion_losses.splitlines()[1:] == losses.splitlines()[1:]
+    assert fashion_seconds.splitlines()[1:] == seconds.splitlines()[1:]
 
 
 def test_runs_above_their_base_are_counted_by_seed() -> None:

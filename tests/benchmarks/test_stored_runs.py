@@ -7,6 +7,7 @@ rows in the page.
 from __future__ import annotations
 
 import math
+import operator
 import re
 import statistics
 from typing import TYPE_CHECKING
@@ -289,21 +290,35 @@ def assert_bold(cells: list[str], values: list[float]) -> None:
     assert [cell.startswith("**") for cell in cells] == [x == min(values) for x in values]
 
 
-def test_losses_of_the_other_tasks() -> None:
-    record = other_tasks()
+def tasks_of_a_table(on_images: bool) -> dict[str, dict[str, Runs]]:
+    """The stored runs of the tasks in one of the page's two tables, as :func:`other_tasks`."""
+    tasks = other_tasks()
+    return {name: of for name, of in tasks.items() if name.startswith("fashion") == on_images}
+
+
+def rows_of_tasks(record: dict[str, dict[str, Runs]]) -> dict[str, str]:
+    """The rows of the optimizers that have run."""
+    names = {name for runs in record.values() for name in runs}
+    return {label: name for label, name in TASK_ROWS.items() if name in names}
+
+
+@pytest.mark.parametrize("on_images", [False, True])
+def test_losses_of_the_other_tasks(on_images: bool) -> None:
+    record = tasks_of_a_table(on_images)
+    optimizers = rows_of_tasks(record)
     header = []
     for name in record:
         header.append(name)
         if name.startswith("fashion"):
             header.append(f"{name}, accuracy")
     table = rows(DEFAULTS, "loss", *header)
-    assert list(table) == list(TASK_ROWS)
+    assert list(table) == list(optimizers)
     columns = iter(zip(*table.values(), strict=True))
     for name, runs in record.items():
         column = next(columns)
         shown = []
         means = []
-        for row_name, cell in zip(TASK_ROWS.values(), column, strict=True):
+        for row_name, cell in zip(optimizers.values(), column, strict=True):
             if row_name not in runs:
                 assert cell == ""
                 continue
@@ -317,21 +332,23 @@ def test_losses_of_the_other_tasks() -> None:
             continue
         accuracies = next(columns)
         found = []
-        for row_name, cell in zip(TASK_ROWS.values(), accuracies, strict=True):
+        for row_name, cell in zip(optimizers.values(), accuracies, strict=True):
             found.append(-statistics.mean(run["end"]["accuracy"] for run in runs[row_name]))
             assert cell.strip("*") == f"{-found[-1]:.2%}", row_name
         assert_bold(list(accuracies), found)
     assert next(columns, None) is None
 
 
-def test_seconds_of_the_other_tasks() -> None:
-    record = other_tasks()
+@pytest.mark.parametrize("on_images", [False, True])
+def test_seconds_of_the_other_tasks(on_images: bool) -> None:
+    record = tasks_of_a_table(on_images)
+    optimizers = rows_of_tasks(record)
     table = rows(DEFAULTS, "seconds", *record)
-    assert list(table) == list(TASK_ROWS)
+    assert list(table) == list(optimizers)
     for (name, runs), column in zip(record.items(), zip(*table.values(), strict=True), strict=True):
         shown = []
         shares = []
-        for row_name, cell in zip(TASK_ROWS.values(), column, strict=True):
+        for row_name, cell in zip(optimizers.values(), column, strict=True):
             if row_name not in runs:
                 assert cell == ""
                 continue
@@ -385,6 +402,30 @@ def test_fashion_mnist() -> None:
     assert f"from {means['SGD']:.3f} to {means['KAISA, SGD']:.3f} over SGD" in page
     assert f"SOAP ({means['SOAP']:.3f}) and Muon ({means['Muon']:.3f})" in page
     assert means["KAISA, Muon"] > means["Muon"]
+
+
+def test_kaisa_over_muon() -> None:
+    below = []
+    for runs in other_tasks().values():
+        if "KAISA, Muon" in runs:
+            both = (statistics.mean(last_losses(runs[each])) for each in ("KAISA, Muon", "Muon"))
+            below.append(operator.lt(*both))
+    assert sorted(below) == [False, True, True]
+    sentence = "On [three tasks](../evidence/benchmarks.md#other-tasks), KAISA over Muon ends below"
+    assert sentence in text_of("docs/how-to/migrate.md")
+
+
+def test_fashion_mnist_at_a_constant_rate() -> None:
+    runs = other_tasks()["fashion resnet, constant rate"]
+    means = {each: statistics.mean(last_losses(of)) for each, of in runs.items()}
+    ours, over_muon, muon, soap, sgd = (
+        f"{means[each]:.3f}" for each in ("KAISA, SGD", "KAISA, Muon", "Muon", "SOAP", "SGD")
+    )
+    assert max(means["KAISA, SGD"], means["KAISA, Muon"]) < min(means["Muon"], means["SOAP"])
+    sentence = f"KAISA over SGD ({ours}) and over Muon ({over_muon}) ends below Muon ({muon}) and"
+    assert f"{sentence} SOAP ({soap})" in text_of(DEFAULTS)
+    sentence = f"KAISA over SGD ends lower than both ({ours}; Muon {muon}, SGD {sgd})"
+    assert sentence in text_of("README.md")
 
 
 def test_seconds_of_a_run_with_the_defaults() -> None:
