@@ -440,7 +440,7 @@ class Layers:
             reason = self.missing_reason(block)
             waits = not reason and block.name not in self._once_without
             self._once_without.add(block.name)
-            key = f"unverified:{block.name}" if block.unverified else f"no:{block.name}"
+            key = f"unverified:{block.name}" if reason == UNVERIFIED else f"no:{block.name}"
             if not waits and self._training.is_first_warning(key):
                 names.setdefault(reason, []).append(repr(block.name))
         for reason, listed in names.items():
