@@ -68,6 +68,7 @@ def collector(layers: Sequence[KroneckerBlock], **options: Any) -> StatisticsCol
         "approximation": "expand",
         "reduction": lambda: "sum",
         "gradient_scale": lambda _: 1.0,
+        "comparisons_due": lambda: 2,
     }
     made = StatisticsCollector(**{**arguments, **options})
     made.set_blocks(layers)

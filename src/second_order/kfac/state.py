@@ -393,9 +393,6 @@ def check_saved(
             for entry in (*factor_entries(block, None), *inverse_entries(block, None, inverses)):
                 shapes[entry.name] = entry.shape
 
-        if part.keys() & set(DRIFT):
-            part.require(DRIFT)
-
         # The values.
         for key, value in part.items():
             if key in COUNT_ENTRIES:

@@ -64,7 +64,6 @@ from second_order.kronecker.storage import (
     merge_numbers,
     pack_upper_triangular,
 )
-from second_order.kronecker.verification import VERIFIED_STEPS
 from second_order.utils.stages import stage
 
 __all__ = ["GradientScale", "StatisticsCollector"]
@@ -192,12 +191,12 @@ class StatisticsCollector:
         approximation: "expand" or "reduce", for dimensions that share a weight.
         reduction: Returns how the loss of a pass is reduced.
         gradient_scale: Returns a factor for captured gradients.
+        comparisons_due: Returns how many comparisons of its pairs with the gradient a layer should
+            have had by the current step.
         conv_approximation: Replaces ``approximation`` for convolutions. None to keep it.
         fsdp: The parameters of a model that FSDP2 shards.
         on_new_statistics: Called when statistics of layers have grown. If it is set, the host reads
             during the pass which rows have a gradient, and so synchronizes with the device.
-        comparisons_due: Returns how many comparisons of its pairs with the gradient a layer should
-            have had by the current step.
         sampled: Whether the pairs are those of sampled labels, which do not add up to the gradient.
         label_per_row: Whether a label is sampled for each row of the layer called last.
         step_passes: The passes since the last step.
@@ -206,10 +205,10 @@ class StatisticsCollector:
     approximation: Approximation
     reduction: Callable[[], Reduction]
     gradient_scale: Callable[[Tensor], Tensor | float]
+    comparisons_due: Callable[[], float]
     conv_approximation: Approximation | None = None
     fsdp: FSDPParams | None = None
     on_new_statistics: Callable[[], None] | None = None
-    comparisons_due: Callable[[], float] = lambda: VERIFIED_STEPS
     sampled: bool = False
     label_per_row: bool = False
     step_passes: StepPasses = field(default_factory=StepPasses)
