@@ -6,6 +6,7 @@ Functions that take (rank, world_size, ...) run on the pool's ranks.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CLASSES, ZOO, TransposedLinear
 from optimizer_cases import KRONECKER, each_kronecker, factors, make, take
-from ranks import agreed, shard, vector
+from ranks import agreed, replaced, shard, vector
 from reference import cross_entropy
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
@@ -419,6 +420,31 @@ def test_a_weight_used_outside_of_its_module_is_also_found_later(System: Any, sh
         assert messages[0].startswith("'words': the inputs and output gradients of its calls")
     else:
         assert statuses[-1] == "preconditioned"
+
+
+def verified_layers(rank: int, world_size: int) -> list[str]:
+    """The names of the layers whose pairs this rank has verified, once for each pair."""
+    case = ZOO["mlp"]
+    model: Any = case.model()
+    names: list[str] = []
+    verify_pair = KroneckerBlock.verify_pair
+
+    def recorded(block: KroneckerBlock, *args: Any) -> None:
+        names.append(block.name)
+        verify_pair(block, *args)
+
+    with replaced(KroneckerBlock, {"verify_pair": recorded}):
+        optimizer = make(DPKFAC, model, factor_update_steps=1)
+        for step in range(5):
+            take(model, optimizer, shard(case.batch(8, seed=step), rank, world_size))
+    return names
+
+
+def test_only_the_owner_verifies_a_layer(world: World) -> None:
+    by_rank = world.run(verified_layers, 2)
+    counts = Counter(name for names in by_rank for name in names)
+    assert set(counts.values()) == {2}
+    assert not set(by_rank[0]) & set(by_rank[1])
 
 
 def test_a_layer_that_failed_is_compared_until_it_passes() -> None:

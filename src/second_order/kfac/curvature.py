@@ -412,7 +412,7 @@ class KFAC(LayeredCurvature):
         report: Report | None = None
         if due or inverses.requested or inverses.pending:
             with stage("solve"):
-                # This collects tensors. Its first use copies the numbers of all to the host.
+                # This collects tensors. When one is first needed, all are copied to the host.
                 read = DeviceRead()
                 if inverses.reads_once:
                     # One process, whose gradients are the mean already. Report before the refresh,
@@ -481,12 +481,12 @@ class KFAC(LayeredCurvature):
         step_scale.scale_step()
 
     def finish_step(self) -> None:
-        """Send the parameters to stats workers, record the time of the step, and warn."""
+        """Send the parameters to stats workers, time the step, and warn of dropped statistics."""
         if self.stats_workers is not None:
             self.stats_workers.send_snapshots(self.training, self.inverses.inverter.post)
         if self.throttle is not None:
-            # All ranks know which of the due layers have an inverse. If none has one, nothing was
-            # computed that the throttle could time.
+            # All ranks know which of the due layers have an inverse. If none has one, the throttle
+            # counts this step among those without a refresh.
             self.throttle.end_step(refreshed=self._last.refreshed)
         if self._last.refresh_due:
             self.layers.warn_of_dropped_statistics()
@@ -694,9 +694,9 @@ class KFAC(LayeredCurvature):
         self.latest_plan = {block: latest[block] for block in layers.blocks if block in latest}
 
         # If a layer is newly trainable, or its statistics now come from another rank's batches, the
-        # last passes captured none for it. All layers are then due at the next step (all
-        # inverses are dropped below, because their ranks may have changed), unless a checkpoint
-        # with the same layers was loaded.
+        # last passes captured none for it. All inverses are dropped below, because their ranks may
+        # have changed. So all layers are then due at the next step, unless a checkpoint with the
+        # same layers was loaded.
         is_new = steps > 0 and any(block.factors is None for block in layers.active)
         is_moved = False
         for block, layer in self.plan.items():
@@ -762,7 +762,7 @@ class KFAC(LayeredCurvature):
     # ---------------------------------------------------------------------------------- checkpoints
 
     def _shared_numbers(self) -> SharedNumbers:
-        """Return the shared numbers that checkpoints contain."""
+        """Return the :class:`SharedNumbers` that checkpoints contain."""
         num_workers: int | None = None
         if self._system.auto_workers:
             num_workers = self.num_workers

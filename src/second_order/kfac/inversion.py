@@ -721,7 +721,7 @@ class Inverses:
         # because that layer is in use.
         self.states.pop(block, None)
         if self._drift is not None:
-            self._drift.invalidate()  # only layers with an inverse decide the tick
+            self._drift.invalidate()  # its tick depends on which layers have inverses
         if outcome is Outcome.NO_STATISTICS:
             block.drop_inverse_at_refresh(no_statistics=block.status is LayerStatus.NOT_CAPTURED)
             return

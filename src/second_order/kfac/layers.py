@@ -84,9 +84,9 @@ UNVERIFIED = (
     "the inputs and output gradients of its calls do not reproduce its weight's gradient, so its "
     "factors would not be its curvature. If its forward scales or masks, or is replaced on the "
     "instance, or if its weight is used outside of the module, describe its class with "
-    "register_layer(), or name it in skip_layers. If the loss has a penalty on weights other than "
-    "on their norm, use the base's weight decay instead. If the loss contains derivatives, compute "
-    "them in the forward pass, as docs/how-to/pinns.md shows, or use DHO2"
+    "register_layer(), or name it in skip_layers. If the loss has a weight penalty other than L2, "
+    "use the base's weight decay instead. If the loss contains derivatives, compute them in the "
+    "forward pass, as docs/how-to/pinns.md shows, or use DHO2"
 )
 
 
@@ -421,7 +421,7 @@ class Layers:
     # -------------------------------------------------------------------------- missing statistics
 
     def warn_of_no_statistics(self, agreed: Sequence[KroneckerBlock]) -> None:
-        """Warn once of each layer that has never had statistics.
+        """Warn of each layer without valid statistics: once if none arrived, once if unverified.
 
         If the reason is not known, the warning waits for the layer's second refresh without
         statistics, because models with stochastic depth do not call all layers at each step.
@@ -486,9 +486,9 @@ class Layers:
             if num_dropped and training.is_first_warning(key):
                 training.warn(
                     f"layer {block.name!r} has no usable statistics at step {training.steps}, and "
-                    f"{num_dropped} of its captured pairs were dropped, because they were not "
-                    f"finite or too large; it falls back to the base optimizer until a refresh has "
-                    f"usable ones"
+                    f"{num_dropped} of its captured pairs were dropped, because they were "
+                    f"non-finite or too large; it falls back to the base optimizer until a refresh "
+                    f"has usable statistics"
                 )
 
     def missing_reason(self, block: KroneckerBlock) -> str:

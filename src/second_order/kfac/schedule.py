@@ -66,7 +66,7 @@ NUM_FREQUENT_TRIES = 8  # refreshes in a row without an inverse, after which the
 MAX_RETRY_EXPONENT = 6  # it doubles up to 2 ** 6 steps
 TICK_QUANTILE = 0.25  # the tick is this quantile of the intervals of layers with an inverse
 STEP_OVERHEAD = 5e8  # operations in the time that a step spends outside of matrix products
-TIMED_INTERVAL = 2  # until the throttle has one: it must time steps with and without a refresh
+TIMED_INTERVAL = 2  # while the throttle measures: it must time steps with and without a refresh
 
 
 # ------------------------------------------------------------------------------ drift of one layer
@@ -100,8 +100,8 @@ class LayerDrift:
     """The refresh interval of a layer by its drift, and what it was adapted from.
 
     Attributes:
-        interval: Steps between two refreshes. Each refresh adapts the interval that was in use,
-            which is longer if a bound was.
+        interval: Steps between two refreshes, as the drift requires. Each refresh starts from this
+            number, or from a longer bound, and halves, keeps or doubles it.
         cosine: Between P₀ and P; NaN before the second refresh.
         num_stable: Refreshes in a row whose cosine exceeded ``Bounds.double_above``.
         cost_bound: The shortest interval that the cost of the layer's refresh allows.
@@ -169,7 +169,7 @@ class DriftIntervals:
     """The intervals of all layers that train.
 
     Attributes:
-        throttle_bound: The throttle's bound when they were computed. If it changes, they do too.
+        throttle_bound: The throttle's bound, for which these intervals were computed.
         tick: Smallest number of steps between two refreshes.
         by_layer: The interval of each layer. If a layer has no inverse, the bounds do not apply.
     """

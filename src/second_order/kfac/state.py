@@ -21,7 +21,7 @@ snapshot_step                    the step of the factors of a pending inverse; -
 snapshot_A, snapshot_G, ...      these factors
 
 Shared numbers describe the whole model and not one layer, for example the step scale. A checkpoint
-only has parts of parameters, so the parts of all layers repeat the shared numbers.
+has entries only for parameters, so the entries of each layer repeat the shared numbers.
 
 :func:`factor_entries` and :func:`inverse_entries` list the tensors and the ranks that have them.
 Saving, checking and sending use these lists. The functions that send are collectives: every rank

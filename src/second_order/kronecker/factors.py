@@ -51,8 +51,9 @@ __all__ = [
     "update_running_averages",
 ]
 
-# Bound on the growth of statistics before they are averaged: N² for N = 2 ** 20 loss terms, n for
-# the largest element of a factor of n = 2 ** 20 columns, and 16 passes or ranks.
+# Bound on the growth of statistics before they are averaged: N² for N = 2 ** 20 loss terms, 16
+# passes or ranks, and n for a factor of n = 2 ** 20 columns, because its largest element is at most
+# n times its mean eigenvalue, the number that is checked.
 MAX_GROWTH = 2.0**64
 
 Reduction: TypeAlias = Literal["mean", "sum", "step_mean"]

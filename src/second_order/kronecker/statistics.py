@@ -262,6 +262,8 @@ class StatisticsCollector:
                 self._verify(block, module, x, d)
 
     def _verify(self, block: KroneckerBlock, module: nn.Module, x: Tensor, d: Tensor) -> None:
+        if block is self._rows_only:
+            return  # the process that computes its statistics verifies it
         # A layer that failed its last comparison is compared until it passes one.
         if block.unverified or block.comparisons < self.comparisons_due():
             with ieee_matmul(d.device):
@@ -324,7 +326,7 @@ class StatisticsCollector:
             )
             self._keep(pair, again)
 
-        # Do not wait with experts: their sums need the weights, which FSDP2 will shard again.
+        # Sum experts at once: their sums need the weights, which FSDP2 will shard again.
         if self._bytes > max_queued_bytes(d.device) or isinstance(x, Routed):
             self.sum_pairs(pass_is_over=False)
         if self.on_new_statistics is not None and backward_pass.all_take_part:
@@ -519,8 +521,8 @@ class StatisticsCollector:
         for batch, part in zip(batches, records.split(lengths), strict=True):
             sums.append(self._sum_batch(batch, part))
 
-        # Sums that are not finite or close to overflow are dropped: they count as zeros. If a sum
-        # of outer products has a non-finite element, its mean eigenvalue is not finite either.
+        # Non-finite sums and sums close to overflow are dropped: they count as zeros. If a sum of
+        # outer products has a non-finite element, its mean eigenvalue is not finite either.
         bad = ~is_far_from_overflow(records.sum(1))
         # On a CPU, reading `bad` costs less than a pass over the sums. Devices are not read.
         if bad.device.type != "cpu" or bad.any():

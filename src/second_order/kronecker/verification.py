@@ -39,8 +39,8 @@ __all__ = ["TOLERANCE", "Verification", "comparisons_due", "residuals"]
 # The largest r of a verified layer. Rounding in bfloat16 gives up to 0.04.
 TOLERANCE = 0.1
 
-# From each of these steps on, a layer is verified at its next two steps with statistics. If it
-# fails at the first of them, it can still pass at the second.
+# From each of these steps on, a layer is due for two more comparisons, at its next steps with
+# statistics. A layer that fails one is compared at every such step until it passes.
 VERIFIED_FROM = (0, 100, 1000)
 VERIFIED_STEPS = 2
 
