@@ -2,10 +2,11 @@
 
     python docs/make_reference.py [FOLDER]
 
-api.md has the signature and the docstring of every public name. options.md has every keyword of the
-optimizers: its type, its default, and the first sentence of its description. It creates small
-optimizers over SGD, AdamW and Muon, and reads the values that replaced "auto". A test fails if a
-page in the repository differs from the generated one.
+api.md has the signature and the docstring of every public name. options.md has
+every keyword of the optimizers: its type, its default, and the first sentence of
+its description. It creates small optimizers over SGD, AdamW and Muon, and reads
+the values that replaced "auto". A test fails if a page in the repository differs
+from the generated one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from second_order.optimizers.keywords import keywords_of
 FOLDER = Path(__file__).parent / "reference"
 LINE_LENGTH = 88
 
-# ----------------------------------------------------------------------------------------- api.md
+# ------------------------------------------------------------------------------- api.md
 
 
 class Section(NamedTuple):
@@ -67,7 +68,9 @@ SECTIONS = [
         "You pass these objects to `factor_decay`, `kl_clip`, `inv_update_steps` and `aux_base`.\n"
         "`paper_settings` returns the keywords that reproduce a paper.",
         [
-            *names_in("second_order", "PerStep", "DecayingClip", "TraceRule", "AuxBase"),
+            *names_in(
+                "second_order", "PerStep", "DecayingClip", "TraceRule", "AuxBase"
+            ),
             "second_order.papers.paper_settings",
         ],
     ),
@@ -81,13 +84,17 @@ SECTIONS = [
         "Checkpoints",
         "`state_dict` and `load_state_dict` work as in torch. These functions add files and\n"
         "the state of the base optimizer alone.",
-        names_in("second_order", "save_checkpoint", "load_checkpoint", "export_base_state"),
+        names_in(
+            "second_order", "save_checkpoint", "load_checkpoint", "export_base_state"
+        ),
     ),
     Section(
         "Reports",
         "`summary()` returns a `Summary`. DHO2 and MRDHO2 report their eigenpairs and epochs.\n"
         "[Monitoring](../how-to/monitor.md) shows how to log them.",
-        names_in("second_order", "Summary", "LayerRow", "CurvatureReport", "EpochReport"),
+        names_in(
+            "second_order", "Summary", "LayerRow", "CurvatureReport", "EpochReport"
+        ),
     ),
     Section(
         "Planning",
@@ -105,7 +112,9 @@ SECTIONS = [
         "`measure` computes the Kronecker factors of a model that you do not train.\n"
         "[Curvature](../how-to/curvature.md) shows what you can do with them.",
         [
-            *names_in("second_order", "measure", "KroneckerCurvature", "LayerCurvature"),
+            *names_in(
+                "second_order", "measure", "KroneckerCurvature", "LayerCurvature"
+            ),
             "second_order.measuring.report.Report",
         ],
     ),
@@ -121,7 +130,14 @@ SECTIONS = [
         "density of the spectrum, the trace and the diagonal of the Hessian.",
         names_in(
             "second_order.lanczos",
-            *("eigenpairs", "Eigenpairs", "spectral_density", "SpectralDensity", "trace", "Trace"),
+            *(
+                "eigenpairs",
+                "Eigenpairs",
+                "spectral_density",
+                "SpectralDensity",
+                "trace",
+                "Trace",
+            ),
             *("diagonal", "Diagonal", "Outputs", "losses_over", "Hessian"),
         ),
     ),
@@ -131,7 +147,12 @@ SECTIONS = [
         "`TypeError` or `ValueError`, as in torch.",
         names_in(
             "second_order",
-            *("SecondOrderError", "DecompositionError", "CheckpointError", "CurvatureError"),
+            *(
+                "SecondOrderError",
+                "DecompositionError",
+                "CheckpointError",
+                "CurvatureError",
+            ),
             *("RankMismatchError", "SecondOrderWarning"),
         ),
     ),
@@ -141,7 +162,12 @@ SECTIONS = [
         "need no process group, so you can inspect an assignment before you train.",
         names_in(
             "second_order.distributed.assignment",
-            *("assign_layers", "assign_owners", "gradient_worker_count", "balance_costs"),
+            *(
+                "assign_layers",
+                "assign_owners",
+                "gradient_worker_count",
+                "balance_costs",
+            ),
             *("factor_cost", "Grid", "LayerDims", "LayerAssignment"),
         ),
     ),
@@ -187,7 +213,11 @@ def public_bases(cls: type) -> list[type]:
 
 def stub(thing: Any) -> str:
     """A class or function as in a stub file: its signature and its docstring."""
-    body = class_stub(thing) if isinstance(thing, type) else function_stub(thing, thing.__name__)
+    body = (
+        class_stub(thing)
+        if isinstance(thing, type)
+        else function_stub(thing, thing.__name__)
+    )
     aliases = type_aliases(sys.modules[thing.__module__], words_of(code_of(body)))
     if not aliases:
         return body
@@ -209,7 +239,9 @@ def class_stub(cls: type) -> str:
         lines.append("")
         for field in dataclasses.fields(cls):
             if not field.name.startswith("_"):
-                lines.append(f"    {field.name}: {annotation(field.type)}{default_of(field)}")
+                lines.append(
+                    f"    {field.name}: {annotation(field.type)}{default_of(field)}"
+                )
     elif inspect.isfunction(cls.__init__) and not issubclass(cls, (Exception, Warning)):
         lines += ["", indented(function_stub(cls.__init__, "__init__"))]
 
@@ -295,7 +327,9 @@ def parameters_of(signature: inspect.Signature) -> Iterator[str]:
             equals = " = " if hint else "="
             text += equals + code_for(parameter.default)
         yield text
-        is_last = i + 1 == len(parameters) or parameters[i + 1].kind is not parameter.kind
+        is_last = (
+            i + 1 == len(parameters) or parameters[i + 1].kind is not parameter.kind
+        )
         if parameter.kind is parameter.POSITIONAL_ONLY and is_last:
             yield "/"
 
@@ -367,7 +401,9 @@ def docstring(thing: Any) -> str:
 
 def indented(text: str) -> str:
     """A text with four more spaces in front of each line."""
-    return "\n".join(f"    {line}" if line.strip() else "" for line in text.splitlines())
+    return "\n".join(
+        f"    {line}" if line.strip() else "" for line in text.splitlines()
+    )
 
 
 def code_of(body: str) -> str:
@@ -394,13 +430,20 @@ def type_aliases(module: types.ModuleType, names: Sequence[str]) -> dict[str, st
     return found
 
 
-def find_alias(module: types.ModuleType, name: str) -> tuple[str | None, types.ModuleType]:
+def find_alias(
+    module: types.ModuleType, name: str
+) -> tuple[str | None, types.ModuleType]:
     """The definition of a type alias in a module, or in the one that it imports the alias from."""
     for node in assignments_and_imports(module):
-        is_alias = isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias"
+        is_alias = (
+            isinstance(node, ast.AnnAssign)
+            and ast.unparse(node.annotation) == "TypeAlias"
+        )
         if is_alias and ast.unparse(node.target) == name:
             return ast.unparse(node.value).replace("'", '"'), module
-        if not isinstance(node, ast.ImportFrom) or not str(node.module).startswith("second_order."):
+        if not isinstance(node, ast.ImportFrom) or not str(node.module).startswith(
+            "second_order."
+        ):
             continue
         if name in {alias.name for alias in node.names}:
             return find_alias(importlib.import_module(node.module), name)
@@ -408,13 +451,15 @@ def find_alias(module: types.ModuleType, name: str) -> tuple[str | None, types.M
 
 
 @cache
-def assignments_and_imports(module: types.ModuleType) -> list[ast.AnnAssign | ast.ImportFrom]:
+def assignments_and_imports(
+    module: types.ModuleType,
+) -> list[ast.AnnAssign | ast.ImportFrom]:
     """The nodes of a module's source in which it defines or imports type aliases."""
     nodes = ast.walk(ast.parse(inspect.getsource(module)))
     return [node for node in nodes if isinstance(node, ast.AnnAssign | ast.ImportFrom)]
 
 
-# ------------------------------------------------------------------------------------- options.md
+# --------------------------------------------------------------------------- options.md
 
 ADAPTIVE_BASES = (torch.optim.AdamW, torch.optim.Muon)
 KFAC_OPTIMIZERS = (KAISA, DPKFAC, DistKFAC)
@@ -476,7 +521,15 @@ GROUPS = [
         "helper_ranks epoch_steps final_update helper_timeout",
     ),
 ]
-COMMON = {"lr", "base", "model", "grad_scaler", "gradient_averaging", "process_group", "debug"}
+COMMON = {
+    "lr",
+    "base",
+    "model",
+    "grad_scaler",
+    "gradient_averaging",
+    "process_group",
+    "debug",
+}
 
 
 def options_page() -> str:
@@ -513,9 +566,14 @@ def table(group: Group) -> str:
     over_adaptive = {cls: resolved(cls, ADAPTIVE_BASES[0]) for cls in group.optimizers}
     for cls in group.optimizers:
         if resolved(cls, ADAPTIVE_BASES[1]) != over_adaptive[cls]:
-            raise ValueError(f"the defaults of {cls.__name__} over AdamW and Muon differ")
+            raise ValueError(
+                f"the defaults of {cls.__name__} over AdamW and Muon differ"
+            )
 
-    lines = ["| option | type | over SGD | adaptive | meaning |", "|---|---|---|---|---|"]
+    lines = [
+        "| option | type | over SGD | adaptive | meaning |",
+        "|---|---|---|---|---|",
+    ]
     for name in group.names.split():
         owners = [cls for cls in group.optimizers if name in keywords_of(cls)]
         label = f"`{name}`"
@@ -557,11 +615,16 @@ def resolved(cls: type, base: type) -> dict[str, Any]:
 
 def cell(values: Mapping[type, Any]) -> str:
     """A default as code. If one optimizer has another default, its name is added."""
-    codes = {cls: code_for(value).removeprefix("torch.optim.") for cls, value in values.items()}
+    codes = {
+        cls: code_for(value).removeprefix("torch.optim.")
+        for cls, value in values.items()
+    }
     codes = {cls: code.removeprefix("torch.") for cls, code in codes.items()}
     texts = list(codes.values())
     usual = max(texts, key=texts.count)
-    others = [f"{cls.__name__}: `{code}`" for cls, code in codes.items() if code != usual]
+    others = [
+        f"{cls.__name__}: `{code}`" for cls, code in codes.items() if code != usual
+    ]
     return f"`{usual}`" + (f" ({', '.join(others)})" if others else "")
 
 
@@ -590,7 +653,9 @@ def type_of(cls: type, name: str) -> str:
         # The description quotes the choices.
         choices = dict.fromkeys(re.findall(r'"(\w+)"', description(cls, name)))
         position = found.index("str")
-        found[position : position + 1] = [f'`"{choice}"`' for choice in choices if choice != "auto"]
+        found[position : position + 1] = [
+            f'`"{choice}"`' for choice in choices if choice != "auto"
+        ]
     return ", ".join(found)
 
 
@@ -611,7 +676,7 @@ def types_in(hint: Any) -> Iterator[str]:
         yield names.get(plain, plain.__name__)
 
 
-# ------------------------------------------------------------------------------------------ pages
+# -------------------------------------------------------------------------------- pages
 
 PAGES: dict[str, Callable[[], str]] = {"api.md": api_page, "options.md": options_page}
 

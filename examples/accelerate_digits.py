@@ -23,10 +23,13 @@ from second_order import KAISA
 def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return scikit-learn's digits: training images (1437, 64) and labels, test images and labels.
 
-    The images are standardized by the mean and standard deviation of the training pixels.
+    The images are standardized by the mean and standard deviation
+    of the training pixels.
     """
     images, labels = load_digits(return_X_y=True)
-    arrays = train_test_split(images, labels, test_size=360, random_state=0, stratify=labels)
+    arrays = train_test_split(
+        images, labels, test_size=360, random_state=0, stratify=labels
+    )
     x_train, x_test, y_train, y_test = (torch.from_numpy(array) for array in arrays)
     mean = x_train.mean()
     std = x_train.std(correction=0)
@@ -50,15 +53,21 @@ def make_model() -> nn.Module:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a small network with Accelerate.")
+    parser = argparse.ArgumentParser(
+        description="Train a small network with Accelerate."
+    )
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--steps", type=int, help="at most so many in an epoch; default: all")
+    parser.add_argument(
+        "--steps", type=int, help="at most so many in an epoch; default: all"
+    )
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--batch-size", type=int, default=64, help="of each process")
     parser.add_argument("--accumulate", type=int, default=1, help="batches in a step")
     parser.add_argument("--precision", default="no", help="such as bf16")
     parser.add_argument("--folder", help="where to save the state after each epoch")
-    parser.add_argument("--resume", action="store_true", help="from the state in the folder")
+    parser.add_argument(
+        "--resume", action="store_true", help="from the state in the folder"
+    )
     args = parser.parse_args()
 
     accelerator = Accelerator(
@@ -70,8 +79,8 @@ def main() -> None:
     x_train, y_train, x_test, y_test = load_data()
     train = TensorDataset(x_train, y_train)
     loader = DataLoader(train, args.batch_size, shuffle=True, drop_last=True)
-    # Prepare the model first, so that KAISA sees the DistributedDataParallel around it, which
-    # averages the gradients.
+    # Prepare the model first, so that KAISA sees the DistributedDataParallel around it,
+    # which averages the gradients.
     model = accelerator.prepare(make_model())
     optimizer = KAISA(model, lr=args.lr, momentum=0.9)
     schedule = CosineAnnealingLR(optimizer, args.epochs)
@@ -92,7 +101,8 @@ def main() -> None:
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 10.0)
                 optimizer.step()
-                optimizer.zero_grad()  # at the end: earlier would drop accumulated gradients
+                # At the end: earlier would drop accumulated gradients.
+                optimizer.zero_grad()
         schedule.step()
         model.eval()
         with torch.no_grad():
@@ -101,7 +111,8 @@ def main() -> None:
         accelerator.print(f"epoch {schedule.last_epoch}  test accuracy {accuracy:.1%}")
         if args.folder:
             accelerator.save_state(args.folder)
-    accelerator.print(optimizer.optimizer.summary())  # .optimizer: inside Accelerate's wrapper
+    # .optimizer: inside Accelerate's wrapper.
+    accelerator.print(optimizer.optimizer.summary())
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
     python compression.py --output compression.png
 
-Let A = E x xᵀ be K-FAC's factor of a layer's inputs, and let U_r have the first r left singular
-vectors of W A^(1/2). Then U_r U_rᵀ W changes the layer's outputs less than any other matrix of rank
-r. (Wang et al. 2024, SVD-LLM, whiten with a Cholesky factor of A. The script uses eigenvectors and
-inverts nothing, so A may be singular.) The baseline is the plain SVD of W.
+Let A = E x xᵀ be K-FAC's factor of a layer's inputs, and let U_r have the first r left
+singular vectors of W A^(1/2). Then U_r U_rᵀ W changes the layer's outputs less than any
+other matrix of rank r. (Wang et al. 2024, SVD-LLM, whiten with a Cholesky factor of A.
+The script uses eigenvectors and inverts nothing, so A may be singular.) The baseline is
+the plain SVD of W.
 
-The model trains for some seconds on the characters of Python's standard library. The loss is
-measured on held-out files.
+The model trains for some seconds on the characters of Python's standard library. The
+loss is measured on held-out files.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def load_text(held_out: bool) -> Tensor:
     """
     folder = Path(sysconfig.get_path("stdlib"))
     excluded = ("test", "site-packages", "idlelib")
-    packages = [path for path in folder.glob("*/*.py") if path.parent.name not in excluded]
+    packages = [
+        path for path in folder.glob("*/*.py") if path.parent.name not in excluded
+    ]
     files = sorted(folder.glob("*.py")) + sorted(packages)
     chosen = [path for i, path in enumerate(files) if (i % 10 == 0) is held_out]
     content = b"\n".join(path.read_bytes() for path in chosen)
@@ -58,7 +61,9 @@ def load_text(held_out: bool) -> Tensor:
     return numbers[torch.frombuffer(bytearray(content), dtype=torch.uint8).long()]
 
 
-def random_windows(text: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
+def random_windows(
+    text: Tensor, count: int, length: int, generator: torch.Generator
+) -> Tensor:
     """Cut windows of ``length + 1`` characters out of a text, at random places."""
     starts = torch.randint(len(text) - length - 1, (count, 1), generator=generator)
     return text[starts + torch.arange(length + 1)]
@@ -81,8 +86,12 @@ def train(seed: int, steps: int) -> LlamaForCausalLM:
         use_cache=False,
     )
     model = LlamaForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, steps, pct_start=0.1)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), betas=(0.9, 0.95), weight_decay=0.1
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 4e-3, steps, pct_start=0.1
+    )
     text = load_text(held_out=False)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
@@ -113,21 +122,29 @@ def compress(model: nn.Module, vectors: dict[str, Tensor], rank: int) -> nn.Modu
 
 
 @torch.no_grad()
-def losses(model: nn.Module, windows: list[Tensor], held_out: Tensor) -> dict[str, list[float]]:
+def losses(
+    model: nn.Module, windows: list[Tensor], held_out: Tensor
+) -> dict[str, list[float]]:
     """Return the held-out loss by method and rank; "uncompressed" has one loss."""
     # Compute the curvature of the blocks' layers, and the directions to keep.
     inputs = [each[:, :-1] for each in windows]
     curvature = measure(model, inputs, layers=["model.layers.*"], progress=False)
     weights = {name: model.get_parameter(f"{name}.weight") for name in curvature}
     plain = {name: directions(weight) for name, weight in weights.items()}
-    whitened = {name: directions(w, curvature[name].A[0]) for name, w in weights.items()}
-    failed = [name for name, c in curvature.items() if torch.linalg.cholesky_ex(c.A).info > 0]
+    whitened = {
+        name: directions(w, curvature[name].A[0]) for name, w in weights.items()
+    }
+    failed = [
+        name for name, c in curvature.items() if torch.linalg.cholesky_ex(c.A).info > 0
+    ]
     print(f"{len(failed)} of {len(weights)} factors A are singular")
 
     # Compress at every rank.
     found = {"uncompressed": [loss_of(model, held_out).item()]}
     for method, u in (("plain SVD", plain), ("whitened", whitened)):
-        found[method] = [loss_of(compress(model, u, rank), held_out).item() for rank in RANKS]
+        found[method] = [
+            loss_of(compress(model, u, rank), held_out).item() for rank in RANKS
+        ]
     return found
 
 
@@ -139,7 +156,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("compression.png"))
     args = parser.parse_args(arguments)
     held_out = random_windows(
-        load_text(held_out=True), HELD_OUT_WINDOWS, CONTEXT, torch.Generator().manual_seed(2**20)
+        load_text(held_out=True),
+        HELD_OUT_WINDOWS,
+        CONTEXT,
+        torch.Generator().manual_seed(2**20),
     )
     text = load_text(held_out=False)
     found = {}
@@ -147,14 +167,19 @@ def main(arguments: list[str] | None = None) -> None:
         # Train, draw windows for the curvature, and compress.
         model = train(seed, args.steps)
         generator = torch.Generator().manual_seed(2**10 + seed)
-        windows = [random_windows(text, 1, CONTEXT, generator) for _ in range(args.windows)]
+        windows = [
+            random_windows(text, 1, CONTEXT, generator) for _ in range(args.windows)
+        ]
         found[seed] = losses(model, windows, held_out)
 
         uncompressed = found[seed]["uncompressed"][0]
         print(f"seed {seed}: held-out loss {uncompressed:.3f}; compressed:")
         print("        rank " + " ".join(f"{rank:5}" for rank in RANKS))
         for method in COLORS:
-            print(f"   {method:9} " + " ".join(f"{loss:5.3f}" for loss in found[seed][method]))
+            print(
+                f"   {method:9} "
+                + " ".join(f"{loss:5.3f}" for loss in found[seed][method])
+            )
 
     # Draw each seed, and the mean.
     drawing = Figure(figsize=(5.6, 3.6), layout="constrained")
@@ -162,10 +187,17 @@ def main(arguments: list[str] | None = None) -> None:
     for method, color in COLORS.items():
         curves = torch.tensor([by_method[method] for by_method in found.values()])
         axes.plot(RANKS, curves.T, color=color, linewidth=0.6, alpha=0.6)
-        axes.plot(RANKS, curves.mean(0), "o-", color=color, markersize=3.5, label=method)
-    mean = sum(by_method["uncompressed"][0] for by_method in found.values()) / len(found)
+        axes.plot(
+            RANKS, curves.mean(0), "o-", color=color, markersize=3.5, label=method
+        )
+    mean = sum(by_method["uncompressed"][0] for by_method in found.values()) / len(
+        found
+    )
     axes.axhline(mean, color="0.4", linewidth=0.8, linestyle="--", label="uncompressed")
-    axes.set(xlabel="rank of the layers (full: 64)", ylabel="held-out loss (nats per character)")
+    axes.set(
+        xlabel="rank of the layers (full: 64)",
+        ylabel="held-out loss (nats per character)",
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     drawing.savefig(args.output, dpi=160, facecolor="#ffffff")

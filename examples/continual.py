@@ -2,12 +2,13 @@
 
     python continual.py
 
-Elastic weight consolidation adds the penalty λ/2 (w - w*)ᵀ (F + ρ) (w - w*) to the second task's
-loss. w* are the weights after the first task, F is its Fisher matrix, and ρ is the precision of a
-prior. The script compares F by EK-FAC (as Ritter et al. 2018), the diagonal of F (as Kirkpatrick et
-al. 2017), the identity in place of F + ρ, and no penalty. Both tasks have five classes (the digit
-modulo 5) and share all weights. λ and ρ are chosen on other seeds than those reported, by the mean
-accuracy of both tasks on a fifth of the training images.
+Elastic weight consolidation adds the penalty λ/2 (w - w*)ᵀ (F + ρ) (w - w*) to the
+second task's loss. w* are the weights after the first task, F is its Fisher matrix, and
+ρ is the precision of a prior. The script compares F by EK-FAC (as Ritter et al. 2018),
+the diagonal of F (as Kirkpatrick et al. 2017), the identity in place of F + ρ, and no
+penalty. Both tasks have five classes (the digit modulo 5) and share all weights. λ and
+ρ are chosen on other seeds than those reported, by the mean accuracy of both tasks on a
+fifth of the training images.
 """
 
 from __future__ import annotations
@@ -47,10 +48,13 @@ Product = Callable[[Vector], Vector]  # multiplies by the matrix of a penalty
 def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return scikit-learn's digits: training images (1437, 64) and labels, test images and labels.
 
-    The images are standardized by the mean and standard deviation of the training pixels.
+    The images are standardized by the mean and standard deviation
+    of the training pixels.
     """
     images, labels = load_digits(return_X_y=True)
-    arrays = train_test_split(images, labels, test_size=360, random_state=0, stratify=labels)
+    arrays = train_test_split(
+        images, labels, test_size=360, random_state=0, stratify=labels
+    )
     x_train, x_test, y_train, y_test = (torch.from_numpy(array) for array in arrays)
     mean = x_train.mean()
     std = x_train.std(correction=0)
@@ -68,7 +72,10 @@ def split_tasks(images: Tensor, labels: Tensor) -> list[Task]:
 def train(
     model: nn.Module, task: Task, steps: int, seed: int, gradient: Product | None = None
 ) -> nn.Module:
-    """Train with Adam. ``gradient`` multiplies w - w* by the penalty's matrix, if there is one."""
+    """Train with Adam.
+
+    ``gradient`` multiplies w - w* by the penalty's matrix, if there is one.
+    """
     weights = dict(model.named_parameters())
     start = {name: p.detach().clone() for name, p in weights.items()}
     optimizer = torch.optim.Adam(model.parameters(), lr=LR)
@@ -78,7 +85,9 @@ def train(
         optimizer.zero_grad()
         cross_entropy(model(task[0][chosen]), task[1][chosen]).backward()
         if gradient is not None:
-            pull = gradient({name: p.detach() - start[name] for name, p in weights.items()})
+            pull = gradient(
+                {name: p.detach() - start[name] for name, p in weights.items()}
+            )
             for name, p in weights.items():
                 p.grad = pull[name] if p.grad is None else p.grad + pull[name]
         optimizer.step()
@@ -95,24 +104,31 @@ def penalties(model: nn.Module, task: Task) -> tuple[dict[str, Product], float]:
     curvature = measure(model, [task[0]] * DRAWS, factors="ekfac", progress=False)
     diagonal = curvature.diagonal()
     products: dict[str, Product] = dict.fromkeys(CHOICES, lambda v: v)
-    products["diagonal"] = lambda v: {name: diagonal[name] * each for name, each in v.items()}
+    products["diagonal"] = lambda v: {
+        name: diagonal[name] * each for name, each in v.items()
+    }
     products["EK-FAC"] = curvature.apply
     return products, float(curvature.eigenvalues().mean())
 
 
 def run(
-    seed: int, steps: int, choices: Mapping[str, tuple[Pair, ...]], validate: bool = False
+    seed: int,
+    steps: int,
+    choices: Mapping[str, tuple[Pair, ...]],
+    validate: bool = False,
 ) -> tuple[float, dict[tuple[str, Pair], Tensor]]:
     """Learn the first task, then the second with every penalty.
 
     Returns:
-        The accuracy on the first task before the second is learned, and by penalty, λ and ρ the
-        accuracies on both tasks afterwards.
+        The accuracy on the first task before the second is learned, and by penalty, λ
+        and ρ the accuracies on both tasks afterwards.
     """
     # The data. To validate, hold out a fifth of the training images.
     x_train, y_train, x_test, y_test = load_data()
     if validate:
-        order = torch.randperm(len(x_train), generator=torch.Generator().manual_seed(seed))
+        order = torch.randperm(
+            len(x_train), generator=torch.Generator().manual_seed(seed)
+        )
         training, validation = order.tensor_split([len(order) * 4 // 5])
         x_test = x_train[validation]
         y_test = y_train[validation]
@@ -124,7 +140,11 @@ def run(
     # The first task.
     torch.manual_seed(seed)
     model = nn.Sequential(
-        nn.Linear(64, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 5)
+        nn.Linear(64, WIDTH),
+        nn.Tanh(),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Tanh(),
+        nn.Linear(WIDTH, 5),
     )
     first = train(model, train_tasks[0], steps, seed)
     products, mean_eigenvalue = penalties(first, train_tasks[0])
@@ -140,16 +160,22 @@ def run(
                 scale: float = strength,
                 rho: float = precision * mean_eigenvalue,
             ) -> Vector:
-                return {key: scale * (value + rho * v[key]) for key, value in f(v).items()}
+                return {
+                    key: scale * (value + rho * v[key]) for key, value in f(v).items()
+                }
 
             second = train(deepcopy(first), train_tasks[1], steps, seed + 1, gradient)
             key = (name, (strength, precision))
-            accuracies[key] = torch.tensor([accuracy(second, task) for task in test_tasks])
+            accuracies[key] = torch.tensor(
+                [accuracy(second, task) for task in test_tasks]
+            )
     return accuracy(first, test_tasks[0]), accuracies
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Elastic weight consolidation on two tasks.")
+    parser = argparse.ArgumentParser(
+        description="Elastic weight consolidation on two tasks."
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=200, help="for each task")
     args = parser.parse_args(arguments)
@@ -160,7 +186,9 @@ def main(arguments: list[str] | None = None) -> None:
     for name, pairs in CHOICES.items():
         scores = []
         for pair in pairs:
-            score = sum(float(accuracies[name, pair].mean()) for accuracies in validated)
+            score = sum(
+                float(accuracies[name, pair].mean()) for accuracies in validated
+            )
             scores.append(score)
         # If scores are equal, choose the last pair, which is the strongest penalty.
         best = max(range(len(pairs)), key=lambda i: (scores[i], i))

@@ -4,10 +4,11 @@
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 elastic.py --folder run
     torchrun --standalone --nproc-per-node=3 elastic.py --folder run --steps 400
 
-The script starts from the newest valid checkpoint. If a process is killed, torchrun starts all
-processes again, and they continue from there; ``--die-at 35`` kills one to show it. You can also
-start the script again on another number of processes: a step takes the same batch, divided among
-them. With ``--nnodes=1:3`` torchrun does this itself when nodes join or leave.
+The script starts from the newest valid checkpoint. If a process is killed, torchrun
+starts all processes again, and they continue from there; ``--die-at 35`` kills one to
+show it. You can also start the script again on another number of processes: a step
+takes the same batch, divided among them. With ``--nnodes=1:3`` torchrun does this
+itself when nodes join or leave.
 """
 
 import argparse
@@ -44,10 +45,13 @@ MAX_CHECKPOINTS = 3  # if the newest is damaged, an older one is used
 def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return scikit-learn's digits: training images (1437, 64) and labels, test images and labels.
 
-    The images are standardized by the mean and standard deviation of the training pixels.
+    The images are standardized by the mean and standard deviation
+    of the training pixels.
     """
     images, labels = load_digits(return_X_y=True)
-    arrays = train_test_split(images, labels, test_size=360, random_state=0, stratify=labels)
+    arrays = train_test_split(
+        images, labels, test_size=360, random_state=0, stratify=labels
+    )
     x_train, x_test, y_train, y_test = (torch.from_numpy(array) for array in arrays)
     mean = x_train.mean()
     std = x_train.std(correction=0)
@@ -65,8 +69,8 @@ def make_model() -> nn.Module:
 class Batches:
     """Batches of noisy images in random order, which do not depend on the number of processes.
 
-    Every process draws the whole batch from the same generator and takes its own part. The state of
-    the generator goes into checkpoints.
+    Every process draws the whole batch from the same generator and takes its own part.
+    The state of the generator goes into checkpoints.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, seed: int) -> None:
@@ -154,7 +158,9 @@ def path_of(folder: Path, step: int) -> Path:
 
 def save(folder: Path, step: int, parts: dict[str, Any]) -> None:
     state = {name: part.state_dict() for name, part in parts.items()}
-    save_checkpoint({"step": step, "rng": torch.get_rng_state(), **state}, path_of(folder, step))
+    save_checkpoint(
+        {"step": step, "rng": torch.get_rng_state(), **state}, path_of(folder, step)
+    )
     # Remove old checkpoints, and incomplete files of killed processes.
     for path in [*checkpoints(folder)[MAX_CHECKPOINTS:], *folder.glob(".*.partial")]:
         path.unlink()
@@ -185,7 +191,9 @@ def train(args: argparse.Namespace, rank: int, world_size: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         images, labels = batches.draw(rank, world_size)
         if isinstance(optimizer, DHO2 | MRDHO2):
-            optimizer.curvature_closure = lambda x=images, y=labels: cross_entropy(model(x), y)
+            optimizer.curvature_closure = lambda x=images, y=labels: cross_entropy(
+                model(x), y
+            )
         optimizer.zero_grad()
         loss = cross_entropy(model(images), labels)
         loss.backward()
@@ -214,7 +222,9 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--die-at", type=int, help="kill the last process before this step")
+    parser.add_argument(
+        "--die-at", type=int, help="kill the last process before this step"
+    )
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     rank = 0

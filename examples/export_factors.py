@@ -32,12 +32,13 @@ def write_kronfluence(
 ) -> list[str]:
     """Write kronfluence's covariance matrices.
 
-    kronfluence stores sums over examples, and divides them by the number of examples. That number
-    is ``examples``, or by default the mean number in an update of the factors.
+    kronfluence stores sums over examples, and divides them by the number of
+    examples. That number is ``examples``, or by default the mean number in an
+    update of the factors.
 
     Returns:
-        The names of the layers that kronfluence does not support. It supports Linear and Conv2d
-        without groups.
+        The names of the layers that kronfluence does not support. It supports Linear
+        and Conv2d without groups.
     """
     from safetensors.torch import save_file  # noqa: PLC0415 - an optional package
 
@@ -52,7 +53,9 @@ def write_kronfluence(
         for file, factor in zip(names, (layer.A, layer.G), strict=True):
             for module in layer.modules:
                 files.setdefault(file, {})[module] = (factor[0] * count).contiguous()
-                files.setdefault(f"num_{file}_processed", {})[module] = torch.tensor([count])
+                files.setdefault(f"num_{file}_processed", {})[module] = torch.tensor(
+                    [count]
+                )
     folder.mkdir(parents=True, exist_ok=True)
     for file, tensors in files.items():
         save_file(tensors, folder / f"{file}.safetensors")
@@ -66,7 +69,8 @@ def laplace_blocks(layer: LayerCurvature, examples: int) -> dict[str, list[Tenso
     """
     names = list(layer.shapes)
     if layer.shape.exact:
-        # The gain and the bias of a norm: F is one matrix, with a block for each parameter.
+        # The gain and the bias of a norm: F is one matrix, with a
+        # block for each parameter.
         fisher = layer.G[0]
         if layer.shape.groups > 1:
             fisher = torch.diag(layer.G.flatten())
@@ -106,11 +110,15 @@ def laplace_state(
     blocks: dict[str, list[Tensor]] = {}
     for layer in curvature.values():
         blocks |= laplace_blocks(layer, examples)
-    params = {prefix + n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    params = {
+        prefix + n: p.detach() for n, p in model.named_parameters() if p.requires_grad
+    }
     for name in params:
         if name not in blocks:
             why = curvature.uncovered.get(name, "its layer has none of the form [G, A]")
-            raise ValueError(f"{name!r} has no factors for KronLaplace: {why}; freeze it")
+            raise ValueError(
+                f"{name!r} has no factors for KronLaplace: {why}; freeze it"
+            )
     return {
         "mean": torch.cat([p.reshape(-1).cpu() for p in params.values()]),
         "H": [[factor.cpu() for factor in blocks[name]] for name in params],
@@ -146,7 +154,10 @@ def main() -> None:
 
     # Export.
     curvature = optimizer.curvature()
-    print("not supported by kronfluence:", write_kronfluence(curvature, folder, len(labels)))
+    print(
+        "not supported by kronfluence:",
+        write_kronfluence(curvature, folder, len(labels)),
+    )
     state = laplace_state(curvature, model, examples=len(labels), outputs=10)
     torch.save(state, folder / "laplace.pt")
 

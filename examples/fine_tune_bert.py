@@ -3,9 +3,9 @@
     python fine_tune_bert.py
     torchrun --standalone --nproc-per-node=2 fine_tune_bert.py --optimizer adamw
 
-Tokens are bytes, and nothing is downloaded. BERT first learns to fill in masked bytes, then to
-label each byte as code, comment or string. Fine-tuning uses layer-wise learning rates, a faster
-head, and weight decay on matrices only.
+Tokens are bytes, and nothing is downloaded. BERT first learns to fill in masked bytes,
+then to label each byte as code, comment or string. Fine-tuning uses layer-wise learning
+rates, a faster head, and weight decay on matrices only.
 """
 
 import argparse
@@ -58,14 +58,20 @@ def sources(held_out: bool) -> Tensor:
     """
     folder = Path(sysconfig.get_path("stdlib"))
     texts = [path.read_bytes() for path in sorted(folder.glob("*.py"))[:FILES]]
-    texts = [text for text in texts if text.isascii() and b"\r" not in text and b"\f" not in text]
+    texts = [
+        text
+        for text in texts
+        if text.isascii() and b"\r" not in text and b"\f" not in text
+    ]
     chosen = [text for i, text in enumerate(texts) if (i % 5 == 0) is held_out]
     kinds = torch.cat([kinds_of(text.decode()) for text in chosen])
     content = torch.frombuffer(bytearray(b"".join(chosen)), dtype=torch.uint8)
     return torch.stack([content, kinds])
 
 
-def windows(source: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
+def windows(
+    source: Tensor, count: int, length: int, generator: torch.Generator
+) -> Tensor:
     """Cut random windows out of the source: bytes and their kinds, (2, count, length)."""
     starts = torch.randint(source.shape[1] - length, (count, 1), generator=generator)
     return source[:, starts + torch.arange(length)]
@@ -87,7 +93,10 @@ def labeling_loss(model: nn.Module, rows: Tensor, _: torch.Generator) -> Tensor:
 
 
 def parameter_groups(
-    model: nn.Module, lr: float, weight_decay: float, rates: dict[str, float] | None = None
+    model: nn.Module,
+    lr: float,
+    weight_decay: float,
+    rates: dict[str, float] | None = None,
 ) -> list[dict[str, Any]]:
     """Make parameter groups: matrices decay, vectors do not, and some layers have other rates.
 
@@ -148,7 +157,9 @@ def run(args: argparse.Namespace, rank: int, world_size: int) -> None:
     )
 
     def draw(generator: torch.Generator) -> Tensor:
-        return windows(train_source, args.batch_size // world_size, args.length, generator)
+        return windows(
+            train_source, args.batch_size // world_size, args.length, generator
+        )
 
     def make_optimizer(groups: list[dict[str, object]]) -> torch.optim.Optimizer:
         if args.optimizer == "adamw":
@@ -181,22 +192,29 @@ def run(args: argparse.Namespace, rank: int, world_size: int) -> None:
 
     if rank == 0:
         net.eval()
-        rows = windows(sources(held_out=True), 256, args.length, torch.Generator().manual_seed(0))
+        rows = windows(
+            sources(held_out=True), 256, args.length, torch.Generator().manual_seed(0)
+        )
         with torch.no_grad():
             correct = net(input_ids=rows[0]).logits.argmax(dim=-1) == rows[1]
         by_kind = [
-            f"{kind} {correct[rows[1] == k].float().mean():.0%}" for k, kind in enumerate(KINDS)
+            f"{kind} {correct[rows[1] == k].float().mean():.0%}"
+            for k, kind in enumerate(KINDS)
         ]
         print(f"held-out accuracy: {correct.float().mean():.1%} ({', '.join(by_kind)})")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Pre-train and fine-tune a small BERT.")
+    parser = argparse.ArgumentParser(
+        description="Pre-train and fine-tune a small BERT."
+    )
     parser.add_argument("--optimizer", choices=["kaisa", "adamw"], default="kaisa")
     parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--pretrain-steps", type=int, default=100)
     parser.add_argument("--steps", type=int, default=400, help="of fine-tuning")
-    parser.add_argument("--batch-size", type=int, default=32, help="of all processes together")
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="of all processes together"
+    )
     parser.add_argument("--length", type=int, default=64, help="bytes in a window")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
@@ -209,7 +227,8 @@ def main() -> None:
         rank = dist.get_rank()
         world_size = dist.get_world_size()
 
-    # DistributedDataParallel must not outlive the process group, so it is local to `run`.
+    # DistributedDataParallel must not outlive the process group,
+    # so it is local to `run`.
     run(args, rank, world_size)
     if dist.is_initialized():
         dist.destroy_process_group()

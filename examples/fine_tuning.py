@@ -4,10 +4,10 @@
     python fine_tuning.py --head two-layer --optimizer adam
     torchrun --standalone --nproc-per-node=2 fine_tuning.py
 
-First a convolutional body learns the digits 0 to 4. Then it is frozen, and a new head learns all
-ten digits. Every batch has new noise, so the features cannot be computed once and stored: each
-gradient runs the body. A Hessian-vector product runs the head alone, because the graph starts
-there. That makes Newton steps cheap.
+First a convolutional body learns the digits 0 to 4. Then it is frozen, and a new head
+learns all ten digits. Every batch has new noise, so the features cannot be computed
+once and stored: each gradient runs the body. A Hessian-vector product runs the head
+alone, because the graph starts there. That makes Newton steps cheap.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ BODY_STEPS = 200
 FEATURES = 256
 NOISE = 0.1  # standard deviation; pixels have a standard deviation of 1
 HEADS = ("linear", "two-layer")
-# A Hessian-vector product costs a small share of a gradient, so we take many eigenpairs.
+# A Hessian-vector product costs a small share of a gradient, so
+# we take many eigenpairs.
 HEAD_ON_FROZEN_BODY: dict[str, Any] = {
     "num_largest": 70,
     "lanczos_iterations": 100,
@@ -57,10 +58,13 @@ HEAD_ON_FROZEN_BODY: dict[str, Any] = {
 def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return scikit-learn's digits: training images (1437, 64) and labels, test images and labels.
 
-    The images are standardized by the mean and standard deviation of the training pixels.
+    The images are standardized by the mean and standard deviation
+    of the training pixels.
     """
     images, labels = load_digits(return_X_y=True)
-    arrays = train_test_split(images, labels, test_size=360, random_state=0, stratify=labels)
+    arrays = train_test_split(
+        images, labels, test_size=360, random_state=0, stratify=labels
+    )
     x_train, x_test, y_train, y_test = (torch.from_numpy(array) for array in arrays)
     mean = x_train.mean()
     std = x_train.std(correction=0)
@@ -111,7 +115,10 @@ def add_noise(images: Tensor, generator: torch.Generator) -> Tensor:
 
 @cache
 def trained_body(steps: int = BODY_STEPS) -> nn.Sequential:
-    """Return the frozen body, trained on the digits 0 to 4. It is the same in each process."""
+    """Return the frozen body, trained on the digits 0 to 4.
+
+    It is the same in each process.
+    """
     with torch.random.fork_rng(), torch.enable_grad():
         torch.manual_seed(1000)
         net = nn.Sequential(make_body(), nn.Linear(FEATURES, BODY_CLASSES))
@@ -125,7 +132,9 @@ def trained_body(steps: int = BODY_STEPS) -> nn.Sequential:
         for _ in range(steps):
             indices = next(batches)
             optimizer.zero_grad()
-            cross_entropy(net(add_noise(images[indices], generator)), labels[indices]).backward()
+            cross_entropy(
+                net(add_noise(images[indices], generator)), labels[indices]
+            ).backward()
             optimizer.step()
     body = net[0]
     assert isinstance(body, nn.Sequential)
@@ -155,14 +164,18 @@ def train(args: argparse.Namespace, rank: int, world_size: int) -> None:
     noise = torch.Generator().manual_seed(rank)
 
     def loss_of(network: nn.Module, indices: Tensor) -> Tensor:
-        return cross_entropy(network(add_noise(images[indices], noise)), labels[indices])
+        return cross_entropy(
+            network(add_noise(images[indices], noise)), labels[indices]
+        )
 
     def draw(batch_size: int, seed: int) -> Iterator[Tensor]:
         return shuffled_batches(len(images), batch_size, seed, rank, world_size)
 
     optimizer: torch.optim.Optimizer
     if args.optimizer == "dho2":
-        optimizer = DHO2(model, lr=args.lr, base=torch.optim.Adam, **HEAD_ON_FROZEN_BODY)
+        optimizer = DHO2(
+            model, lr=args.lr, base=torch.optim.Adam, **HEAD_ON_FROZEN_BODY
+        )
         curvature_batches = draw(2 * args.batch_size, seed=1)
         optimizer.curvature_closure = lambda: loss_of(net, next(curvature_batches))
     else:
@@ -194,7 +207,9 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--body-steps", type=int, default=BODY_STEPS)
-    parser.add_argument("--batch-size", type=int, default=256, help="of all processes together")
+    parser.add_argument(
+        "--batch-size", type=int, default=256, help="of all processes together"
+    )
     args = parser.parse_args()
     rank = 0
     world_size = 1
@@ -203,7 +218,8 @@ def main() -> None:
         rank = dist.get_rank()
         world_size = dist.get_world_size()
 
-    # DistributedDataParallel must not outlive the process group, so it is local to `train`.
+    # DistributedDataParallel must not outlive the process group, so
+    # it is local to `train`.
     train(args, rank, world_size)
     if dist.is_initialized():
         dist.destroy_process_group()

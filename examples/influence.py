@@ -2,11 +2,12 @@
 
     python influence.py
 
-If a group R of training images is left out, the loss of a query q changes to first order by
-g_qᵀ (F + λ)⁻¹ Σ_R g_z / N (Koh & Liang 2017). F is the Fisher matrix, here by EK-FAC (Grosse et al.
-2023), and λ the weight decay. To check these predictions, the script retrains the model without
-each group from several initializations, and compares the rank of the predicted changes with that
-of the true ones. The baseline is the plain product g_qᵀ Σ_R g_z (Pruthi et al. 2020).
+If a group R of training images is left out, the loss of a query q changes to first
+order by g_qᵀ (F + λ)⁻¹ Σ_R g_z / N (Koh & Liang 2017). F is the Fisher matrix, here by
+EK-FAC (Grosse et al. 2023), and λ the weight decay. To check these predictions, the
+script retrains the model without each group from several initializations, and compares
+the rank of the predicted changes with that of the true ones. The baseline is the plain
+product g_qᵀ Σ_R g_z (Pruthi et al. 2020).
 """
 
 from __future__ import annotations
@@ -36,10 +37,13 @@ Data = tuple[Tensor, Tensor]  # images and labels
 def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return scikit-learn's digits: training images (1437, 64) and labels, test images and labels.
 
-    The images are standardized by the mean and standard deviation of the training pixels.
+    The images are standardized by the mean and standard deviation
+    of the training pixels.
     """
     images, labels = load_digits(return_X_y=True)
-    arrays = train_test_split(images, labels, test_size=360, random_state=0, stratify=labels)
+    arrays = train_test_split(
+        images, labels, test_size=360, random_state=0, stratify=labels
+    )
     x_train, x_test, y_train, y_test = (torch.from_numpy(array) for array in arrays)
     mean = x_train.mean()
     std = x_train.std(correction=0)
@@ -75,7 +79,9 @@ def gradients(model: nn.Module, data: Data) -> Weights:
     """Return the gradient of each image's loss, by parameter name, of shape (images, ...)."""
 
     def loss(weights: Weights, image: Tensor, label: Tensor) -> Tensor:
-        return losses(model, weights, (image.unsqueeze(0), label.unsqueeze(0))).squeeze()
+        return losses(
+            model, weights, (image.unsqueeze(0), label.unsqueeze(0))
+        ).squeeze()
 
     return cast(Weights, vmap(grad(loss), (None, 0, 0))(model.state_dict(), *data))
 
@@ -120,7 +126,8 @@ def influence(seed: int, args: Any) -> dict[str, Tensor]:
     queries = (x_test[chosen], y_test[chosen])
     order = torch.rand(args.groups, args.examples, generator=generator).argsort(-1)
     left_out = (order < SHARE * args.examples).float()
-    keep = torch.cat([torch.ones(1, args.examples), 1 - left_out])  # the first model keeps all
+    # The first model keeps all.
+    keep = torch.cat([torch.ones(1, args.examples), 1 - left_out])
 
     # Train from several initializations, with and without each group.
     true_changes: list[Tensor] = []
@@ -137,23 +144,33 @@ def influence(seed: int, args: Any) -> dict[str, Tensor]:
 
     # Compare. Two sets of true changes agree as well as a perfect prediction could.
     mean_change = torch.stack(true_changes).mean(0)  # (queries, groups)
-    correlations = {name: spearman(score, mean_change) for name, score in predicted.items()}
+    correlations = {
+        name: spearman(score, mean_change) for name, score in predicted.items()
+    }
     between = [
-        spearman(true_changes[i], true_changes[j]) for i in range(args.starts) for j in range(i)
+        spearman(true_changes[i], true_changes[j])
+        for i in range(args.starts)
+        for j in range(i)
     ]
     correlations["other initializations"] = torch.stack(between).mean(0)
     return correlations
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Influence functions, compared with retraining.")
+    parser = argparse.ArgumentParser(
+        description="Influence functions, compared with retraining."
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--examples", type=int, default=300, help="training images")
     parser.add_argument("--queries", type=int, default=40, help="test images")
     parser.add_argument("--groups", type=int, default=40)
-    parser.add_argument("--starts", type=int, default=3, help="initializations, at least 2")
+    parser.add_argument(
+        "--starts", type=int, default=3, help="initializations, at least 2"
+    )
     args = parser.parse_args(arguments)
-    print("Spearman's rank correlation with the true change of a query's loss, mean over queries")
+    print(
+        "Spearman's rank correlation with the true change of a query's loss, mean over queries"
+    )
     for seed in args.seeds:
         correlations = influence(seed, args)
         columns = [f"{name} {rho.mean():.3f}" for name, rho in correlations.items()]

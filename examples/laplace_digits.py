@@ -2,11 +2,11 @@
 
     python laplace_digits.py --output laplace.png
 
-The posterior of the last layer's weights is N(w, (N F + δ)⁻¹), with the layer's Fisher matrix F by
-K-FAC (Ritter et al. 2018; Kristiadi et al. 2020). A prediction is the mean over samples of the
-weights. The baselines are the network itself (MAP) and softmax(z / T). The prior precision δ and
-the temperature T are those with the lowest loss on validation images. The expected calibration
-error (ECE) is that of Guo et al. 2017.
+The posterior of the last layer's weights is N(w, (N F + δ)⁻¹), with the layer's Fisher
+matrix F by K-FAC (Ritter et al. 2018; Kristiadi et al. 2020). A prediction is the mean
+over samples of the weights. The baselines are the network itself (MAP) and softmax(z /
+T). The prior precision δ and the temperature T are those with the lowest loss on
+validation images. The expected calibration error (ECE) is that of Guo et al. 2017.
 """
 
 from __future__ import annotations
@@ -41,10 +41,13 @@ COLORS = {"MAP": "#D55E00", "temperature": "#555555", "Laplace": "#0072B2"}
 def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return scikit-learn's digits: training images (1437, 64) and labels, test images and labels.
 
-    The images are standardized by the mean and standard deviation of the training pixels.
+    The images are standardized by the mean and standard deviation
+    of the training pixels.
     """
     images, labels = load_digits(return_X_y=True)
-    arrays = train_test_split(images, labels, test_size=360, random_state=0, stratify=labels)
+    arrays = train_test_split(
+        images, labels, test_size=360, random_state=0, stratify=labels
+    )
     x_train, x_test, y_train, y_test = (torch.from_numpy(array) for array in arrays)
     mean = x_train.mean()
     std = x_train.std(correction=0)
@@ -61,7 +64,9 @@ def distort(images: Tensor, angle: float, noise: float) -> Tensor:
     zero = torch.zeros_like(angles)
     maps = torch.cat([cos, -sin, zero, sin, cos, zero], 1).view(-1, 2, 3)
     grid = affine_grid(maps, [len(images), 1, 8, 8], align_corners=False)
-    rotated = grid_sample(images.view(-1, 1, 8, 8), grid, "bilinear", "border", align_corners=False)
+    rotated = grid_sample(
+        images.view(-1, 1, 8, 8), grid, "bilinear", "border", align_corners=False
+    )
     return rotated.flatten(1) + noise * torch.randn(images.shape)
 
 
@@ -74,7 +79,9 @@ def train(model: nn.Module, images: Tensor, labels: Tensor, steps: int) -> None:
         optimizer.step()
 
 
-def laplace(last: Any, curvature: Any, count: int, precision: float, features: Tensor) -> Tensor:
+def laplace(
+    last: Any, curvature: Any, count: int, precision: float, features: Tensor
+) -> Tensor:
     """Return class probabilities, averaged over samples of a linear layer's weights."""
     generator = torch.Generator().manual_seed(0)
     logits = []
@@ -110,7 +117,9 @@ def predictions(seed: int, steps: int) -> dict[str, dict[str, Tensor]]:
     y_validation = y_train[validation]
 
     # Train a network, and compute the curvature of its last layer.
-    body = nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    body = nn.Sequential(
+        nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()
+    )
     last = nn.Linear(WIDTH, 10)
     model = nn.Sequential(body, last)
     train(model, images, y_train[training], steps)
@@ -125,9 +134,12 @@ def predictions(seed: int, steps: int) -> dict[str, dict[str, Tensor]]:
 
     # Choose the prior precision and the temperature on the validation images.
     precision = min(
-        PRECISIONS, key=lambda delta: mean_loss(posterior(delta, x_validation), y_validation)
+        PRECISIONS,
+        key=lambda delta: mean_loss(posterior(delta, x_validation), y_validation),
     )
-    temperature = min(TEMPERATURES, key=lambda t: mean_loss(scaled(t, x_validation), y_validation))
+    temperature = min(
+        TEMPERATURES, key=lambda t: mean_loss(scaled(t, x_validation), y_validation)
+    )
     print(f"seed {seed}: prior precision {precision:g}, temperature {temperature:g}")
     found = {}
     for kind, distortion in TESTS.items():
@@ -141,7 +153,9 @@ def predictions(seed: int, steps: int) -> dict[str, dict[str, Tensor]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="The Laplace approximation of the last layer.")
+    parser = argparse.ArgumentParser(
+        description="The Laplace approximation of the last layer."
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--output", type=Path, default=Path("laplace.png"))
@@ -158,7 +172,9 @@ def main(arguments: list[str] | None = None) -> None:
             ece = float((share * (confidence - accuracy).abs()).nansum())
             mean_accuracy = float((share * accuracy).nansum())
             loss = mean_loss(p, labels)
-            print(f"{kind:15} {method:12} {mean_accuracy:8.1%}  {loss:5.3f}  {ece:5.3f}")
+            print(
+                f"{kind:15} {method:12} {mean_accuracy:8.1%}  {loss:5.3f}  {ece:5.3f}"
+            )
             shown = share > 0.01
             axes.plot(
                 confidence[shown],

@@ -26,10 +26,13 @@ Batch = tuple[Tensor, Tensor]
 def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return scikit-learn's digits: training images (1437, 64) and labels, test images and labels.
 
-    The images are standardized by the mean and standard deviation of the training pixels.
+    The images are standardized by the mean and standard deviation
+    of the training pixels.
     """
     images, labels = load_digits(return_X_y=True)
-    arrays = train_test_split(images, labels, test_size=360, random_state=0, stratify=labels)
+    arrays = train_test_split(
+        images, labels, test_size=360, random_state=0, stratify=labels
+    )
     x_train, x_test, y_train, y_test = (torch.from_numpy(array) for array in arrays)
     mean = x_train.mean()
     std = x_train.std(correction=0)
@@ -62,8 +65,8 @@ class Classifier(pl.LightningModule):
         self.loss = nn.CrossEntropyLoss()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        # trainer.model is this module, inside DistributedDataParallel if there are several
-        # processes. KAISA then sees that gradients are averaged already.
+        # trainer.model is this module, inside DistributedDataParallel if there are
+        # several processes. KAISA then sees that gradients are averaged already.
         return KAISA(self.trainer.model, lr=self.lr, momentum=0.9)
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
@@ -82,7 +85,9 @@ class Classifier(pl.LightningModule):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a small network with Lightning.")
+    parser = argparse.ArgumentParser(
+        description="Train a small network with Lightning."
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--batch-size", type=int, default=64, help="of each process")
@@ -90,7 +95,9 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1, help="batches in a step")
     parser.add_argument("--clip", type=float, help="largest norm of the gradient")
     parser.add_argument("--strategy", default="auto", help="such as ddp")
-    parser.add_argument("--find-lr", action="store_true", help="let Lightning choose the rate")
+    parser.add_argument(
+        "--find-lr", action="store_true", help="let Lightning choose the rate"
+    )
     parser.add_argument("--save", help="where to write a checkpoint at the end")
     parser.add_argument("--resume", help="a checkpoint to continue from")
     args = parser.parse_args()

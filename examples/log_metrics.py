@@ -30,10 +30,13 @@ SHOWN = (
 def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return scikit-learn's digits: training images (1437, 64) and labels, test images and labels.
 
-    The images are standardized by the mean and standard deviation of the training pixels.
+    The images are standardized by the mean and standard deviation
+    of the training pixels.
     """
     images, labels = load_digits(return_X_y=True)
-    arrays = train_test_split(images, labels, test_size=360, random_state=0, stratify=labels)
+    arrays = train_test_split(
+        images, labels, test_size=360, random_state=0, stratify=labels
+    )
     x_train, x_test, y_train, y_test = (torch.from_numpy(array) for array in arrays)
     mean = x_train.mean()
     std = x_train.std(correction=0)
@@ -68,7 +71,10 @@ def main() -> None:
     model = make_model()
     writer = make_writer(args.logdir)
     if writer is None:
-        print("TensorBoard is not installed: pip install tensorboard to log to", args.logdir)
+        print(
+            "TensorBoard is not installed: pip install tensorboard to log to",
+            args.logdir,
+        )
     print("step   loss ", *(f"{name:>14}" for name in SHOWN), sep="")
     with KAISA(model, lr=0.1, momentum=0.9, inv_update_steps=10) as optimizer:
         for step in range(args.steps):
@@ -79,7 +85,8 @@ def main() -> None:
             optimizer.step()
             if step % args.every:
                 continue
-            metrics = optimizer.metrics()  # waits for the device, so do not call it every step
+            # Waits for the device, so do not call it every step.
+            metrics = optimizer.metrics()
             if writer is not None:
                 writer.add_scalar("loss", float(loss.detach()), step)
                 for name, value in metrics.items():

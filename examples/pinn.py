@@ -5,9 +5,10 @@
 
     −Δu = f in the unit square, u = 0 on its boundary; f is such that u = sin(πx) sin(πy)
 
-The network maps (x, y) to u (a physics-informed network: Raissi et al., 2019). The loss is the
-equation's residual at fixed points inside and the squared values on the boundary. The solution is
-known, and so is the error. All points are one batch, so gradients are exact.
+The network maps (x, y) to u (a physics-informed network: Raissi et al., 2019). The loss
+is the equation's residual at fixed points inside and the squared values on the
+boundary. The solution is known, and so is the error. All points are one batch, so
+gradients are exact.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Points:
     """The points of the loss, and those where the error is measured.
 
     Args:
-        side: There are ``side`` × ``side`` points inside, and ``side`` on each edge of the square.
+        side: There are ``side`` × ``side`` points inside, and ``side`` on
+            each edge of the square.
     """
 
     def __init__(self, side: int = 24) -> None:
@@ -70,7 +72,10 @@ def laplacian(net: nn.Module, points: Tensor) -> Tensor:
 def loss_of(net: nn.Module, points: Points) -> Tensor:
     """Return the mean square of −Δu − f inside, plus that of u on the boundary, weighted."""
     residual = laplacian(net, points.inside) + points.source
-    loss: Tensor = residual.square().mean() + BOUNDARY_WEIGHT * net(points.boundary).square().mean()
+    loss: Tensor = (
+        residual.square().mean()
+        + BOUNDARY_WEIGHT * net(points.boundary).square().mean()
+    )
     return loss
 
 
@@ -82,11 +87,15 @@ def relative_error(net: nn.Module, points: Points) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Solve Poisson's equation with a neural network.")
+    parser = argparse.ArgumentParser(
+        description="Solve Poisson's equation with a neural network."
+    )
     parser.add_argument("--optimizer", choices=["dho2", "adam"], default="dho2")
     parser.add_argument("--lr", type=float, default=0.005)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--side", type=int, default=24, help="side of the grid of points")
+    parser.add_argument(
+        "--side", type=int, default=24, help="side of the grid of points"
+    )
     args = parser.parse_args()
 
     torch.manual_seed(0)
@@ -98,7 +107,8 @@ def main() -> None:
             net.parameters(),
             lr=args.lr,
             base=torch.optim.Adam,
-            # Longer Newton steps without momentum are safe, because gradients are exact.
+            # Longer Newton steps without momentum are safe,
+            # because gradients are exact.
             warmup_steps=100,
             newton_scale=0.5,
             subspace_momentum=0.0,
@@ -117,7 +127,9 @@ def main() -> None:
         seconds += time.process_time() - start
         if step % 100 == 0 or step == args.steps:
             error = relative_error(net, points)
-            print(f"step {step:5}  {seconds:5.2f} s  loss {loss:.2e}  relative error {error:.2e}")
+            print(
+                f"step {step:5}  {seconds:5.2f} s  loss {loss:.2e}  relative error {error:.2e}"
+            )
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
     python resnet.py --data cifar-10-batches-bin --depth 3 --width 16 --steps 2000
     torchrun --standalone --nproc-per-node=2 resnet.py --optimizer sgd
 
-``--data`` is the unpacked folder of CIFAR-10's binary version (cs.toronto.edu/~kriz/cifar.html).
-Without it the script draws images of ten classes: noisy, shifted copies of ten random patterns.
+``--data`` is the unpacked folder of CIFAR-10's binary version
+(cs.toronto.edu/~kriz/cifar.html). Without it the script draws images of ten classes:
+noisy, shifted copies of ten random patterns.
 """
 
 import argparse
@@ -21,14 +22,15 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from second_order import KAISA
 
-Images = tuple[Tensor, Tensor]  # images (N, 3, 32, 32) as float32, and labels (N,) as int64
+# Images (N, 3, 32, 32) as float32, and labels (N,) as int64.
+Images = tuple[Tensor, Tensor]
 
 CIFAR10_MEAN = torch.tensor([0.4914, 0.4822, 0.4465]).view(3, 1, 1)
 CIFAR10_STD = torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1)
 CIFAR10_RECORD = 1 + 3 * 32 * 32  # bytes: a label and the red, green and blue pixels
 
 
-# ------------------------------------------------------------------------------------------- data
+# --------------------------------------------------------------------------------- data
 
 
 def read_cifar10(folder: Path, *, train: bool) -> Images:
@@ -49,7 +51,9 @@ def read_cifar10(folder: Path, *, train: bool) -> Images:
                 f"{folder / name} has {len(content)} bytes, which is not a multiple of "
                 f"{CIFAR10_RECORD}; unpack the binary version of CIFAR-10 again"
             )
-        records.append(torch.frombuffer(content, dtype=torch.uint8).view(-1, CIFAR10_RECORD))
+        records.append(
+            torch.frombuffer(content, dtype=torch.uint8).view(-1, CIFAR10_RECORD)
+        )
     data = torch.cat(records)
     images = data[:, 1:].view(-1, 3, 32, 32).float() / 255
     return (images - CIFAR10_MEAN) / CIFAR10_STD, data[:, 0].long()
@@ -79,7 +83,7 @@ def augment(images: Tensor) -> Tensor:
     return pad(images, (4, 4, 4, 4))[:, :, top : top + 32, left : left + 32]
 
 
-# ------------------------------------------------------------------------------------------ model
+# -------------------------------------------------------------------------------- model
 
 
 class Block(nn.Module):
@@ -103,7 +107,11 @@ class Block(nn.Module):
 
 def make_resnet(width: int, depth: int) -> nn.Sequential:
     """Make three stages of ``depth`` blocks. Width 16 and depth 3 make ResNet-20."""
-    layers = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    layers = [
+        nn.Conv2d(3, width, 3, padding=1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+    ]
     width_in = width
     for stage in range(3):
         stage_width = width * 2**stage
@@ -115,7 +123,7 @@ def make_resnet(width: int, depth: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-# --------------------------------------------------------------------------------------- training
+# ----------------------------------------------------------------------------- training
 
 
 def make_optimizer(name: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
@@ -140,7 +148,9 @@ def accuracy(model: nn.Module, data: Images, device: torch.device) -> float:
     return correct / len(data[0])
 
 
-def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.device) -> None:
+def train(
+    args: argparse.Namespace, rank: int, world_size: int, device: torch.device
+) -> None:
     # Data.
     if args.data:
         train_images, train_labels = read_cifar10(args.data, train=True)
@@ -177,13 +187,21 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a residual network on CIFAR-10.")
+    parser = argparse.ArgumentParser(
+        description="Train a residual network on CIFAR-10."
+    )
     parser.add_argument("--data", type=Path, help="folder of CIFAR-10's binary version")
     parser.add_argument("--optimizer", choices=["kaisa", "sgd"], default="kaisa")
-    parser.add_argument("--lr", type=float, default=0.1, help="the peak of the schedule")
+    parser.add_argument(
+        "--lr", type=float, default=0.1, help="the peak of the schedule"
+    )
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch-size", type=int, default=64, help="of all processes together")
-    parser.add_argument("--width", type=int, default=8, help="channels of the first stage")
+    parser.add_argument(
+        "--batch-size", type=int, default=64, help="of all processes together"
+    )
+    parser.add_argument(
+        "--width", type=int, default=8, help="channels of the first stage"
+    )
     parser.add_argument("--depth", type=int, default=1, help="blocks in each stage")
     args = parser.parse_args()
 
@@ -197,7 +215,8 @@ def main() -> None:
         rank = dist.get_rank()
         world_size = dist.get_world_size()
 
-    # DistributedDataParallel must not outlive the process group, so it is local to `train`.
+    # DistributedDataParallel must not outlive the process group, so
+    # it is local to `train`.
     train(args, rank, world_size, device)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -4,10 +4,10 @@
     torchrun --standalone --nproc-per-node=2 roles.py --optimizer distkfac
     torchrun --standalone --nproc-per-node=3 roles.py --helpers 1 --usual-loop
 
-Every rank runs this script and makes the same optimizer. A helper then calls ``serve()``, which
-returns when the workers are done. MRDHO2's helpers compute eigenpairs once an epoch; DistKFAC's
-helpers compute statistics all the time. With --usual-loop all ranks run the training loop, and a
-helper works inside ``step()``.
+Every rank runs this script and makes the same optimizer. A helper then calls
+``serve()``, which returns when the workers are done. MRDHO2's helpers compute
+eigenpairs once an epoch; DistKFAC's helpers compute statistics all the time. With
+--usual-loop all ranks run the training loop, and a helper works inside ``step()``.
 """
 
 import argparse
@@ -30,10 +30,13 @@ CURVATURE_BATCH = torch.arange(256)  # the images whose Hessian has the eigenpai
 def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return scikit-learn's digits: training images (1437, 64) and labels, test images and labels.
 
-    The images are standardized by the mean and standard deviation of the training pixels.
+    The images are standardized by the mean and standard deviation
+    of the training pixels.
     """
     images, labels = load_digits(return_X_y=True)
-    arrays = train_test_split(images, labels, test_size=360, random_state=0, stratify=labels)
+    arrays = train_test_split(
+        images, labels, test_size=360, random_state=0, stratify=labels
+    )
     x_train, x_test, y_train, y_test = (torch.from_numpy(array) for array in arrays)
     mean = x_train.mean()
     std = x_train.std(correction=0)
@@ -61,7 +64,9 @@ def shuffled_batches(
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Workers train; helpers compute curvature.")
+    parser = argparse.ArgumentParser(
+        description="Workers train; helpers compute curvature."
+    )
     parser.add_argument("--optimizer", choices=("mrdho2", "distkfac"), default="mrdho2")
     parser.add_argument("--helpers", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=5)
@@ -72,7 +77,10 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_optimizer(
-    args: argparse.Namespace, model: nn.Module, loss_of: Callable[[Tensor], Tensor], steps: int
+    args: argparse.Namespace,
+    model: nn.Module,
+    loss_of: Callable[[Tensor], Tensor],
+    steps: int,
 ) -> MRDHO2 | DistKFAC:
     if args.optimizer == "distkfac":
         return DistKFAC(model, lr=args.lr, momentum=0.9, stats_workers=args.helpers)
@@ -83,7 +91,8 @@ def make_optimizer(
         helper_ranks=args.helpers,
         epoch_steps=steps,
         final_update=args.final_update or "guarded",
-        # Helpers call it in the usual loop, and workers call it in a run without helpers.
+        # Helpers call it in the usual loop, and workers call it in
+        # a run without helpers.
         curvature_closure=lambda: loss_of(CURVATURE_BATCH),
     )
 
@@ -122,7 +131,8 @@ def main() -> None:
         rank=dist.get_rank(group),
         world_size=dist.get_world_size(group),
     )
-    # When a rank leaves this block, even by an exception, the optimizer notifies the other ranks.
+    # When a rank leaves this block, even by an exception, the optimizer
+    # notifies the other ranks.
     with optimizer:
         if is_helper and not args.usual_loop:
             if optimizer.role == "accelerator":

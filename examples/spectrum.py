@@ -3,9 +3,10 @@
     python spectrum.py
     torchrun --standalone --nproc-per-node=2 spectrum.py
 
-The script trains a small network with SGD. After 10 and after 150 steps it runs Lanczos on the
-Hessian of the training loss. It prints the largest and smallest eigenvalues with their residuals,
-and draws the density of all eigenvalues. It takes less than a minute on one core.
+The script trains a small network with SGD. After 10 and after 150 steps it runs
+Lanczos on the Hessian of the training loss. It prints the largest and smallest
+eigenvalues with their residuals, and draws the density of all eigenvalues. It takes
+less than a minute on one core.
 """
 
 import argparse
@@ -25,7 +26,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order.lanczos import Eigenpairs, SpectralDensity, eigenpairs, spectral_density
+from second_order.lanczos import (
+    Eigenpairs,
+    SpectralDensity,
+    eigenpairs,
+    spectral_density,
+)
 
 BLACK = "#000000"
 BLUE = "#0072B2"
@@ -36,10 +42,13 @@ ROUNDING = 1e-6  # float32 cannot resolve residuals below this share of the eige
 def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return scikit-learn's digits: training images (1437, 64) and labels, test images and labels.
 
-    The images are standardized by the mean and standard deviation of the training pixels.
+    The images are standardized by the mean and standard deviation
+    of the training pixels.
     """
     images, labels = load_digits(return_X_y=True)
-    arrays = train_test_split(images, labels, test_size=360, random_state=0, stratify=labels)
+    arrays = train_test_split(
+        images, labels, test_size=360, random_state=0, stratify=labels
+    )
     x_train, x_test, y_train, y_test = (torch.from_numpy(array) for array in arrays)
     mean = x_train.mean()
     std = x_train.std(correction=0)
@@ -110,7 +119,8 @@ def train(args: argparse.Namespace, rank: int, world_size: int) -> list[Snapshot
     images = x_train[part]
     labels = y_train[part]
 
-    def curvature_loss() -> tuple[Tensor, int]:  # calls the network, not the DDP around it
+    # Calls the network, not the DDP around it.
+    def curvature_loss() -> tuple[Tensor, int]:
         return cross_entropy(net(images), labels), len(labels)
 
     def analyze(step: int) -> Snapshot:
@@ -147,14 +157,20 @@ def train(args: argparse.Namespace, rank: int, world_size: int) -> list[Snapshot
 
 
 def report(snapshot: Snapshot) -> str:
-    """Return a line for each extreme eigenvalue θ. Its error is at most the residual ‖Hv − θv‖."""
+    """Return a line for each extreme eigenvalue θ.
+
+    Its error is at most the residual ‖Hv − θv‖.
+    """
     pairs = snapshot.pairs
     lines = [
         f"after {snapshot.step} steps, training loss {snapshot.loss:.4f}",
         " eigenvalue   residual",
     ]
     for value, residual, converged in zip(
-        pairs.eigenvalues.tolist(), pairs.residuals.tolist(), pairs.converged, strict=True
+        pairs.eigenvalues.tolist(),
+        pairs.residuals.tolist(),
+        pairs.converged,
+        strict=True,
     ):
         error = f"{residual:10.1e}"
         if residual < ROUNDING * abs(value):
@@ -184,7 +200,9 @@ def draw(axes: Axes, snapshot: Snapshot) -> None:
     one = 1 / (density.size * width * math.sqrt(2 * math.pi))
     axes.plot(grid, curve, color=BLUE, linewidth=1.2)
     axes.fill_between(grid, curve, one / 30, color=BLUE, alpha=0.25, linewidth=0)
-    axes.axhline(one, color="0.55", linewidth=0.8, zorder=1, label="height of one eigenvalue")
+    axes.axhline(
+        one, color="0.55", linewidth=0.8, zorder=1, label="height of one eigenvalue"
+    )
     axes.set_yscale("log")
     axes.set_ylim(one / 30, 4 * max(float(curve.max()), one))
     axes.set_xlabel("eigenvalue")
@@ -194,7 +212,9 @@ def draw(axes: Axes, snapshot: Snapshot) -> None:
         (values[largest:], "smallest", BLACK),
     ]:
         marks = torch.full_like(marked, height)
-        axes.plot(marked, marks, "v", color=color, markersize=5, label=f"{len(marked)} {name}")
+        axes.plot(
+            marked, marks, "v", color=color, markersize=5, label=f"{len(marked)} {name}"
+        )
     axes.set_title(f"after {snapshot.step} steps, loss {snapshot.loss:.2g}", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper right", frameon=False, handlelength=1)
@@ -217,11 +237,17 @@ def main() -> None:
     parser.add_argument("--late", type=int, default=150, metavar="STEPS")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--examples", type=int, default=512, help="images in the Hessian's loss")
+    parser.add_argument(
+        "--examples", type=int, default=512, help="images in the Hessian's loss"
+    )
     parser.add_argument("--largest", type=int, default=10)
     parser.add_argument("--smallest", type=int, default=3)
-    parser.add_argument("--iterations", type=int, default=80, help="the most Lanczos steps")
-    parser.add_argument("--probes", type=int, default=8, help="random vectors for the density")
+    parser.add_argument(
+        "--iterations", type=int, default=80, help="the most Lanczos steps"
+    )
+    parser.add_argument(
+        "--probes", type=int, default=8, help="random vectors for the density"
+    )
     parser.add_argument("--output", type=Path, default=Path("spectrum.png"))
     args = parser.parse_args()
     rank = 0

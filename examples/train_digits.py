@@ -4,7 +4,8 @@
     python train_digits.py --optimizer sgd
     torchrun --standalone --nproc-per-node=2 train_digits.py
 
-The script is the usual training loop of PyTorch. Only the line that makes the optimizer differs.
+The script is the usual training loop of PyTorch. Only the line that makes
+the optimizer differs.
 """
 
 import argparse
@@ -31,7 +32,9 @@ def load_data() -> tuple[TensorDataset, TensorDataset]:
     train, test = train_test_split(
         range(len(images)), test_size=360, random_state=0, stratify=labels
     )
-    return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test])
+    return TensorDataset(images[train], labels[train]), TensorDataset(
+        images[test], labels[test]
+    )
 
 
 def make_model() -> nn.Module:
@@ -76,7 +79,9 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     return float((predictions == labels).float().mean())
 
 
-def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.device) -> None:
+def train(
+    args: argparse.Namespace, rank: int, world_size: int, device: torch.device
+) -> None:
     # Data and model. Every process draws its own part of each shuffled epoch.
     torch.manual_seed(0)
     train_set, test_set = load_data()
@@ -88,10 +93,14 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
     sampler: DistributedSampler[Any] = DistributedSampler(
         train_set, world_size, rank, drop_last=True
     )
-    loader = DataLoader(train_set, args.batch_size // world_size, sampler=sampler, drop_last=True)
+    loader = DataLoader(
+        train_set, args.batch_size // world_size, sampler=sampler, drop_last=True
+    )
 
     # The optimizer.
-    curvature_batch = tuple(tensor[rank:256:world_size].to(device) for tensor in train_set.tensors)
+    curvature_batch = tuple(
+        tensor[rank:256:world_size].to(device) for tensor in train_set.tensors
+    )
     optimizer = make_optimizer(args.optimizer, model, args.lr, curvature_batch)
 
     step = 0
@@ -107,17 +116,23 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
             step += 1
             if rank == 0 and step % 20 == 0:
                 test_accuracy = accuracy(model, test_images, test_labels)
-                print(f"step {step:3}  loss {loss:.4f}  test accuracy {test_accuracy:.1%}")
+                print(
+                    f"step {step:3}  loss {loss:.4f}  test accuracy {test_accuracy:.1%}"
+                )
             if step == args.steps:
                 break
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small network on the digits.")
-    parser.add_argument("--optimizer", choices=["sgd", "kaisa", "dpkfac", "dho2"], default="kaisa")
+    parser.add_argument(
+        "--optimizer", choices=["sgd", "kaisa", "dpkfac", "dho2"], default="kaisa"
+    )
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch-size", type=int, default=64, help="of all processes together")
+    parser.add_argument(
+        "--batch-size", type=int, default=64, help="of all processes together"
+    )
     args = parser.parse_args()
 
     rank = 0
@@ -130,7 +145,8 @@ def main() -> None:
         rank = dist.get_rank()
         world_size = dist.get_world_size()
 
-    # DistributedDataParallel must not outlive the process group, so it is local to `train`.
+    # DistributedDataParallel must not outlive the process group, so
+    # it is local to `train`.
     train(args, rank, world_size, device)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -4,9 +4,9 @@
     torchrun --standalone --nproc-per-node=2 train_language_model.py
     torchrun --standalone --nproc-per-node=2 train_language_model.py --fsdp
 
-The text is the source of Python's standard library, character by character; every tenth file is
-held out. With several processes the model is in DistributedDataParallel, or with ``--fsdp`` each
-block and the model are sharded by FSDP2.
+The text is the source of Python's standard library, character by character; every tenth
+file is held out. With several processes the model is in DistributedDataParallel, or
+with ``--fsdp`` each block and the model are sharded by FSDP2.
 """
 
 import argparse
@@ -30,14 +30,16 @@ BATCH = 32  # windows in a step, over all processes
 HELD_OUT_WINDOWS = 64
 
 
-# ------------------------------------------------------------------------------------------- data
+# --------------------------------------------------------------------------------- data
 
 
 def load_text(held_out: bool) -> Tensor:
     """Return the characters of the standard library's source as numbers (int64)."""
     folder = Path(sysconfig.get_path("stdlib"))
     excluded = ("test", "site-packages", "idlelib")
-    packages = [path for path in folder.glob("*/*.py") if path.parent.name not in excluded]
+    packages = [
+        path for path in folder.glob("*/*.py") if path.parent.name not in excluded
+    ]
     files = sorted(folder.glob("*.py")) + sorted(packages)
     chosen = [path for i, path in enumerate(files) if (i % 10 == 0) is held_out]
     content = b"\n".join(path.read_bytes() for path in chosen)
@@ -55,7 +57,7 @@ def random_windows(text: Tensor, count: int, generator: torch.Generator) -> Tens
     return text[starts + torch.arange(CONTEXT + 1)]
 
 
-# ------------------------------------------------------------------------------------------ model
+# -------------------------------------------------------------------------------- model
 
 
 class Block(nn.Module):
@@ -117,11 +119,14 @@ def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
     return cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
-# --------------------------------------------------------------------------------------- training
+# ----------------------------------------------------------------------------- training
 
 
-def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.device) -> None:
-    # Model and optimizer. FSDP2 shards the parameters in place, before the optimizer sees them.
+def train(
+    args: argparse.Namespace, rank: int, world_size: int, device: torch.device
+) -> None:
+    # Model and optimizer. FSDP2 shards the parameters in place, before
+    # the optimizer sees them.
     torch.manual_seed(0)
     net = Transformer().to(device)
     model: nn.Module = net
@@ -131,7 +136,8 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
         fully_shard(net)
     elif world_size > 1:
         model = DistributedDataParallel(net)
-    # With factor_exchange="reduce" each factor is on one process, as sharded parameters are.
+    # With factor_exchange="reduce" each factor is on one process, as
+    # sharded parameters are.
     optimizer = KAISA(
         model.parameters(), lr=args.lr, base=torch.optim.AdamW, factor_exchange="reduce"
     )
@@ -139,17 +145,22 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
     # Every process draws the same windows and takes its own part of them.
     train_text = load_text(held_out=False)
     test_text = load_text(held_out=True)
-    test_windows = random_windows(test_text, HELD_OUT_WINDOWS, torch.Generator().manual_seed(1))
+    test_windows = random_windows(
+        test_text, HELD_OUT_WINDOWS, torch.Generator().manual_seed(1)
+    )
     test_windows = test_windows[rank::world_size].to(device)
     generator = torch.Generator().manual_seed(0)
     for step in range(1, args.steps + 1):
-        windows = random_windows(train_text, BATCH, generator)[rank::world_size].to(device)
+        windows = random_windows(train_text, BATCH, generator)[rank::world_size].to(
+            device
+        )
         optimizer.zero_grad()
         loss = loss_of(model, windows)
         loss.backward()
         optimizer.step()
         if step % 20 == 0 or step == args.steps:
-            with torch.no_grad():  # on every rank: the forward of a sharded model is collective
+            # On every rank: the forward of a sharded model is collective.
+            with torch.no_grad():
                 test_loss = loss_of(model, test_windows)
             if rank == 0:
                 print(f"step {step:3}  loss {loss:.3f}  held out {test_loss:.3f}")
@@ -157,7 +168,9 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small language model.")
-    parser.add_argument("--fsdp", action="store_true", help="shard the model with FSDP2")
+    parser.add_argument(
+        "--fsdp", action="store_true", help="shard the model with FSDP2"
+    )
     parser.add_argument("--lr", type=float, default=0.005)
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
@@ -172,7 +185,8 @@ def main() -> None:
         rank = dist.get_rank()
         world_size = dist.get_world_size()
 
-    # DistributedDataParallel must not outlive the process group, so it is local to `train`.
+    # DistributedDataParallel must not outlive the process group, so
+    # it is local to `train`.
     train(args, rank, world_size, device)
     if dist.is_initialized():
         dist.destroy_process_group()

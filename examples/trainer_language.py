@@ -6,11 +6,11 @@
     python trainer_language.py --model bert --save-steps 100 --folder runs --resume
     torchrun --standalone --nproc-per-node=2 trainer_language.py --model gpt2
 
-The models are small and have random weights. Tokens are the characters of Python's standard
-library. BERT predicts masked characters; the others predict the next one. With ``--lines`` the
-texts are lines, padded to the longest in a batch. Batches then have different numbers of targets:
-GPT-2 and Llama divide the loss by the number of targets in all batches of a step, and KAISA
-recognizes this.
+The models are small and have random weights. Tokens are the characters of Python's
+standard library. BERT predicts masked characters; the others predict the next one. With
+``--lines`` the texts are lines, padded to the longest in a batch. Batches then have
+different numbers of targets: GPT-2 and Llama divide the loss by the number of targets
+in all batches of a step, and KAISA recognizes this.
 """
 
 import argparse
@@ -50,7 +50,9 @@ def load_text(held_out: bool) -> Tensor:
     """
     folder = Path(sysconfig.get_path("stdlib"))
     excluded = ("test", "site-packages", "idlelib")
-    packages = [path for path in folder.glob("*/*.py") if path.parent.name not in excluded]
+    packages = [
+        path for path in folder.glob("*/*.py") if path.parent.name not in excluded
+    ]
     files = sorted(folder.glob("*.py")) + sorted(packages)
     chosen = [path for i, path in enumerate(files) if (i % 10 == 0) is held_out]
     content = b"\n".join(path.read_bytes() for path in chosen)
@@ -65,7 +67,9 @@ def load_text(held_out: bool) -> Tensor:
 def make_model(name: str, width: int, layers: int, length: int) -> PreTrainedModel:
     if name == "gpt2":
         sizes = {"n_embd": width, "n_layer": layers, "n_head": 4, "n_positions": length}
-        return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, use_cache=False, **sizes))
+        return GPT2LMHeadModel(
+            GPT2Config(vocab_size=VOCABULARY, use_cache=False, **sizes)
+        )
     shared: dict[str, Any] = {
         "hidden_size": width,
         "num_hidden_layers": layers,
@@ -75,12 +79,17 @@ def make_model(name: str, width: int, layers: int, length: int) -> PreTrainedMod
     }
     if name == "bert":
         return BertForMaskedLM(BertConfig(vocab_size=VOCABULARY + 1, **shared))
-    config = LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, use_cache=False, **shared)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, num_key_value_heads=2, use_cache=False, **shared
+    )
     return LlamaForCausalLM(config)
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """Consecutive windows of the text. With ``masked``, some characters are replaced by MASK."""
+    """Consecutive windows of the text.
+
+    With ``masked``, some characters are replaced by MASK.
+    """
 
     def __init__(self, length: int, masked: bool, *, held_out: bool = False) -> None:
         text = load_text(held_out)
@@ -129,19 +138,25 @@ def pad(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a small language model with the Trainer.")
+    parser = argparse.ArgumentParser(
+        description="Train a small language model with the Trainer."
+    )
     parser.add_argument("--model", choices=["gpt2", "llama", "bert"], default="llama")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--batch-size", type=int, default=16, help="of each process")
     parser.add_argument("--accumulate", type=int, default=1, help="batches in a step")
-    parser.add_argument("--lines", action="store_true", help="texts are lines; not for bert")
+    parser.add_argument(
+        "--lines", action="store_true", help="texts are lines; not for bert"
+    )
     parser.add_argument("--length", type=int, default=64, help="characters in a text")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--folder", default="trainer_language", help="for checkpoints")
     parser.add_argument("--save-steps", type=int, default=0, help="0: no checkpoints")
-    parser.add_argument("--resume", action="store_true", help="from the last checkpoint")
+    parser.add_argument(
+        "--resume", action="store_true", help="from the last checkpoint"
+    )
     args = parser.parse_args()
     if args.lines and args.model == "bert":
         parser.error("--lines is not supported for bert; leave it out")
@@ -161,7 +176,8 @@ def main() -> None:
         save_steps=args.save_steps or 1,
         logging_steps=max(1, args.steps // 10),
         ddp_backend=ddp_backend,
-        # On CPUs, the Trainer only wraps the model in DistributedDataParallel with this.
+        # On CPUs, the Trainer only wraps the model in
+        # DistributedDataParallel with this.
         use_cpu=not torch.cuda.is_available(),
         dataloader_pin_memory=torch.cuda.is_available(),
         disable_tqdm=True,
@@ -178,7 +194,8 @@ def main() -> None:
         lr=args.lr,
         betas=(0.9, 0.95),
         base=torch.optim.AdamW,
-        # The Trainer wraps the model in DistributedDataParallel later, which averages gradients.
+        # The Trainer wraps the model in DistributedDataParallel later,
+        # which averages gradients.
         gradient_averaging=False,
         # BERT's loss is the mean over a batch, and the Trainer adds up those of a step.
         loss_reduction="pass_mean" if args.model == "bert" else "auto",

@@ -62,7 +62,9 @@ def photograph(name: str) -> Tensor:
     return pixels.permute(2, 0, 1).float() / 255
 
 
-def random_crops(image: Tensor, count: int, size: int, generator: torch.Generator) -> Tensor:
+def random_crops(
+    image: Tensor, count: int, size: int, generator: torch.Generator
+) -> Tensor:
     """Cut random squares out of an image; returns (count, 3, size, size)."""
     _, height, width = image.shape
     tops = torch.randint(height - size + 1, (count,), generator=generator).tolist()
@@ -105,7 +107,9 @@ def train(args: argparse.Namespace, rank: int, world_size: int) -> None:
     if rank == 0:
         print(f"noisy images: {decibels(noisy, clean):.2f} dB")
     for step in range(1, args.steps + 1):
-        images = random_crops(train_image, args.batch_size // world_size, args.size, generator)
+        images = random_crops(
+            train_image, args.batch_size // world_size, args.size, generator
+        )
         optimizer.zero_grad()
         loss = mse_loss(model(add_noise(images, generator)), images)
         loss.backward()
@@ -121,8 +125,12 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=["kaisa", "adam"], default="kaisa")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--batch-size", type=int, default=16, help="of all processes together")
-    parser.add_argument("--size", type=int, default=32, help="of a crop, a multiple of 4")
+    parser.add_argument(
+        "--batch-size", type=int, default=16, help="of all processes together"
+    )
+    parser.add_argument(
+        "--size", type=int, default=32, help="of a crop, a multiple of 4"
+    )
     parser.add_argument("--width", type=int, default=8)
     args = parser.parse_args()
 
@@ -133,7 +141,8 @@ def main() -> None:
         rank = dist.get_rank()
         world_size = dist.get_world_size()
 
-    # DistributedDataParallel must not outlive the process group, so it is local to `train`.
+    # DistributedDataParallel must not outlive the process group, so
+    # it is local to `train`.
     train(args, rank, world_size)
     if dist.is_initialized():
         dist.destroy_process_group()

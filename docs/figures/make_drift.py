@@ -2,8 +2,8 @@
 
     PYTHONPATH=examples:benchmarks:benchmarks/progress python docs/figures/make_drift.py
 
-A transformer of benchmarks/progress/unseen.py, with KAISA over AdamW. All settings but the learning
-rate are the defaults. This takes most of a minute.
+A transformer of benchmarks/progress/unseen.py, with KAISA over AdamW. All settings but
+the learning rate are the defaults. This takes most of a minute.
 """
 
 from __future__ import annotations
@@ -70,12 +70,16 @@ def train() -> Drifts:
         if found.refreshed[-1] and cosines:
             found.at.append(step)
             found.cosines.append(cosines)
-            found.intervals.append(list(map(curvature.drift.interval, curvature.drift.changes)))
+            found.intervals.append(
+                list(map(curvature.drift.interval, curvature.drift.changes))
+            )
     found.layers = len(curvature.plan)
     return found
 
 
-def held(of: Callable[[Sequence[float]], float], rows: Sequence[Sequence[float]]) -> list[float]:
+def held(
+    of: Callable[[Sequence[float]], float], rows: Sequence[Sequence[float]]
+) -> list[float]:
     """A number of each row, the last one once more: it holds to the end."""
     numbers = list(map(of, rows))
     return [*numbers, numbers[-1]]
@@ -95,7 +99,9 @@ def drawn(found: Drifts) -> Figure:
     cosine.plot(at, held(min, found.cosines), **worst)
     lowest = min(map(min, found.cosines))
     cosine.set_ylim(min(lowest - 0.05, 0.5), 1.005)
-    cosine.set_title("Refreshes change the preconditioned gradient less and less", loc="left")
+    cosine.set_title(
+        "Refreshes change the preconditioned gradient less and less", loc="left"
+    )
     cosine.set_ylabel("cosine between old\nand new gradient")
     cosine.text(
         0.995,
@@ -114,7 +120,9 @@ def drawn(found: Drifts) -> Figure:
     powers = [2**i for i in range(MAX_INTERVAL.bit_length())]
     interval.set_yticks(powers, list(map(str, powers)))
     interval.minorticks_off()
-    interval.set_title("So inverses are refreshed less often (ticks: refreshes)", loc="left")
+    interval.set_title(
+        "So inverses are refreshed less often (ticks: refreshes)", loc="left"
+    )
     interval.set_ylabel("refresh interval (steps)")
     interval.set_xlabel("training step")
     for step, count in enumerate(found.refreshed):

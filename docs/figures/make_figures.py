@@ -2,8 +2,8 @@
 
     PYTHONPATH=benchmarks python docs/figures/make_figures.py [NAME] [NAME]
 
-Nothing is drawn by hand that can be computed: paths in valleys are real runs, the placements and
-their costs come from :mod:`second_order.distributed.assignment`.
+Nothing is drawn by hand that can be computed: paths in valleys are real runs, the
+placements and their costs come from :mod:`second_order.distributed.assignment`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,14 @@ Pair = tuple[float, float]
 
 
 def box(
-    axes: Axes, centre: Pair, size: Pair, text: str, *, face: str, edge: str, ink: str = BLACK
+    axes: Axes,
+    centre: Pair,
+    size: Pair,
+    text: str,
+    *,
+    face: str,
+    edge: str,
+    ink: str = BLACK,
 ) -> None:
     """A rounded box with a text in its middle; positions in the units of the axes."""
     width, height = size
@@ -72,7 +79,13 @@ def box(
 
 
 def arrow(
-    axes: Axes, start: Pair, end: Pair, *, colour: str = BLACK, bend: float = 0.0, dash: str = "-"
+    axes: Axes,
+    start: Pair,
+    end: Pair,
+    *,
+    colour: str = BLACK,
+    bend: float = 0.0,
+    dash: str = "-",
 ) -> None:
     """An arrow from start to end, bent by a fraction of its length."""
     axes.add_patch(
@@ -91,7 +104,7 @@ def arrow(
     )
 
 
-# ------------------------------------------------------------------------------------- the step
+# ----------------------------------------------------------------------------- the step
 
 
 def step() -> Figure:
@@ -120,7 +133,15 @@ def step() -> Figure:
                 linewidth=0.8,
             )
         )
-        axes.text(width - 0.16, y + 0.48, label, color=ink, ha="right", va="center", weight="bold")
+        axes.text(
+            width - 0.16,
+            y + 0.48,
+            label,
+            color=ink,
+            ha="right",
+            va="center",
+            weight="bold",
+        )
 
     top = 3.24
     middle = 1.9
@@ -170,7 +191,7 @@ def step() -> Figure:
     return figure
 
 
-# ----------------------------------------------------------------------------------- the valley
+# --------------------------------------------------------------------------- the valley
 
 START = (-3.3, -0.25)
 STEEP = 1.0
@@ -181,7 +202,8 @@ def valley_data() -> tuple[Tensor, Tensor]:
     """Inputs whose second moments have eigenvalues STEEP and FLAT, turned by 25°; targets 0."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2000, 2, generator=generator)
-    x = x @ torch.linalg.inv(torch.linalg.cholesky(x.T @ x / len(x))).mT  # exactly white
+    # Exactly white.
+    x = x @ torch.linalg.inv(torch.linalg.cholesky(x.T @ x / len(x))).mT
     turn = torch.deg2rad(torch.tensor(25.0))
     across = torch.tensor([-turn.sin(), turn.cos()])
     along = torch.tensor([turn.cos(), turn.sin()])
@@ -217,7 +239,9 @@ def descend(
     return torch.stack(path), losses
 
 
-def sgd(lr: float, momentum: float = 0.0) -> Callable[[nn.Module], torch.optim.Optimizer]:
+def sgd(
+    lr: float, momentum: float = 0.0
+) -> Callable[[nn.Module], torch.optim.Optimizer]:
     """Plain SGD."""
     return lambda model: torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
 
@@ -244,7 +268,9 @@ def draw_valley(axes: Axes) -> None:
     weights = torch.stack([first.flatten(), second.flatten()])
     losses = 0.5 * (x @ weights - y).square().mean(0).view(first.shape)
     levels = [0.01, 0.04, 0.1, 0.2, 0.4, 0.7, 1.1, 1.6, 2.3, 3.2, 4.4]
-    axes.contour(first, second, losses, levels, colors="#c4c4c4", linewidths=0.8, zorder=0)
+    axes.contour(
+        first, second, losses, levels, colors="#c4c4c4", linewidths=0.8, zorder=0
+    )
     axes.plot(0, 0, marker="+", color=BLACK, markersize=9, zorder=5)
     axes.plot(*START, marker="o", color=BLACK, markersize=4, zorder=5)
     axes.annotate("start", START, (-4, 7), textcoords="offset points", ha="center")
@@ -269,28 +295,50 @@ def valley() -> Figure:
     runs = [
         (f"SGD, lr {best:.2f}", sgd(best), OPTIMIZER_COLORS["SGD"], "o"),
         (f"SGD, momentum 0.9, lr {heavy:.2f}", sgd(heavy, 0.9), BLACK, "s"),
-        ("KAISA, lr 0.5, damping 0.01", kaisa(0.5, 0.01), OPTIMIZER_COLORS["KAISA"], "D"),
+        (
+            "KAISA, lr 0.5, damping 0.01",
+            kaisa(0.5, 0.01),
+            OPTIMIZER_COLORS["KAISA"],
+            "D",
+        ),
     ]
     for label, make, colour, marker in runs:
         path, losses = descend(make, steps)
         print(f"{label}: loss {losses[0]:.3f} -> {losses[-1]:.2g} in {steps} steps")  # noqa: T201
-        left.plot(*path.T, color=colour, marker=marker, markersize=3.5, linewidth=1.3, label=label)
+        left.plot(
+            *path.T,
+            color=colour,
+            marker=marker,
+            markersize=3.5,
+            linewidth=1.3,
+            label=label,
+        )
     left.set_title(f"{steps} steps: KAISA arrives, SGD does not", loc="left")
     left.legend(loc="upper left", framealpha=1, edgecolor="#dddddd")
 
     draw_valley(right)
-    dials = [(0.01, RED, "-"), (0.3, GREEN, "--"), (1.0, BLUE, "-."), (30.0, PURPLE, ":")]
+    dials = [
+        (0.01, RED, "-"),
+        (0.3, GREEN, "--"),
+        (1.0, BLUE, "-."),
+        (30.0, PURPLE, ":"),
+    ]
     for damping, colour, dash in dials:
-        # Steps so small that the path is a smooth line; their length does not change its shape.
+        # Steps so small that the path is a smooth line; their length
+        # does not change its shape.
         lr = 0.02 * (1 + damping)
         path, _ = descend(kaisa(lr, damping), 1500)
-        right.plot(*path.T, color=colour, linestyle=dash, linewidth=1.8, label=f"{damping:g}")
+        right.plot(
+            *path.T, color=colour, linestyle=dash, linewidth=1.8, label=f"{damping:g}"
+        )
     right.set_title("KAISA, many small steps, by damping", loc="left")
-    right.legend(title="damping", loc="upper left", ncols=2, framealpha=1, edgecolor="#dddddd")
+    right.legend(
+        title="damping", loc="upper left", ncols=2, framealpha=1, edgecolor="#dddddd"
+    )
     return figure
 
 
-# ------------------------------------------------------------------------------- the placements
+# ----------------------------------------------------------------------- the placements
 
 PROCESSES = 4
 FRACTIONS = ((1.0, "COMM-OPT"), (0.5, "HYBRID-OPT"), (0.25, "MEM-OPT"))
@@ -304,14 +352,18 @@ SMALL_NET = [
 ]
 
 
-def place(layers: Sequence[LayerDims], fraction: float) -> tuple[Grid, list[LayerAssignment]]:
+def place(
+    layers: Sequence[LayerDims], fraction: float
+) -> tuple[Grid, list[LayerAssignment]]:
     """The grid of PROCESSES ranks, and who works on each layer."""
     columns = gradient_worker_count(PROCESSES, fraction)
     grid = Grid(PROCESSES // columns, columns)
     return grid, assign_layers(layers, grid)
 
 
-def draw_placement(axes: Axes, grid: Grid, assignments: Sequence[LayerAssignment]) -> None:
+def draw_placement(
+    axes: Axes, grid: Grid, assignments: Sequence[LayerAssignment]
+) -> None:
     """A line of boxes a layer, one box a rank; arrows for what travels."""
     half_width = 0.36
     half_height = 0.17
@@ -326,9 +378,19 @@ def draw_placement(axes: Axes, grid: Grid, assignments: Sequence[LayerAssignment
                 edge = BLUE
             if rank == assignment.a_inverse_rank:
                 face = BLUE
-            box(axes, (rank, y), (2 * half_width, 2 * half_height), "", face=face, edge=edge)
+            box(
+                axes,
+                (rank, y),
+                (2 * half_width, 2 * half_height),
+                "",
+                face=face,
+                edge=edge,
+            )
             if rank in workers and rank != assignment.a_inverse_rank:
-                ends = (assignment.a_inverse_rank, y + half_height), (rank, y + half_height)
+                ends = (
+                    (assignment.a_inverse_rank, y + half_height),
+                    (rank, y + half_height),
+                )
                 bend = -0.45 if rank > assignment.a_inverse_rank else 0.45
                 arrow(
                     axes,
@@ -337,14 +399,18 @@ def draw_placement(axes: Axes, grid: Grid, assignments: Sequence[LayerAssignment
                     bend=bend / max(1, abs(rank - assignment.a_inverse_rank)),
                 )
             if rank not in workers:
-                sender = next(w for w in workers if grid.column_of(w) == grid.column_of(rank))
+                sender = next(
+                    w for w in workers if grid.column_of(w) == grid.column_of(rank)
+                )
                 ends = (sender, y - half_height), (rank, y - half_height)
                 bend = 0.45 if rank > sender else -0.45
                 bend /= max(1, abs(rank - sender))
                 arrow(axes, *ends, colour=GREEN, bend=bend, dash=(0, (3, 1.5)))
     axes.set(xlim=(-0.5, PROCESSES - 0.5), ylim=(-len(assignments) + 0.45, 0.5))
     axes.set_xticks(range(PROCESSES), [f"rank\n{rank}" for rank in range(PROCESSES)])
-    axes.tick_params(length=0, top=False, labeltop=True, bottom=False, labelbottom=False)
+    axes.tick_params(
+        length=0, top=False, labeltop=True, bottom=False, labelbottom=False
+    )
     axes.spines[:].set_visible(False)
 
 
@@ -366,7 +432,11 @@ def placements() -> Figure:
     panels[0].set_yticks([-i for i in range(len(SMALL_NET))], names)
     figure.legend(
         handles=[
-            Patch(facecolor=BLUE, edgecolor=BLUE, label="inverse rank, also a gradient worker"),
+            Patch(
+                facecolor=BLUE,
+                edgecolor=BLUE,
+                label="inverse rank, also a gradient worker",
+            ),
             Patch(facecolor="#bfe0f5", edgecolor=BLUE, label="gradient worker"),
             Patch(facecolor="#ffffff", edgecolor="#bbbbbb", label="receiver"),
             Line2D([], [], color=RED, label="inverses, at a refresh"),
@@ -385,7 +455,7 @@ def placements() -> Figure:
     return figure
 
 
-# ------------------------------------------------------------------------------------ the costs
+# ---------------------------------------------------------------------------- the costs
 
 
 def resnet20() -> list[LayerDims]:
@@ -435,7 +505,9 @@ def costs() -> Figure:
             inverses = sum(inverse_bytes(y) for y, a in pairs if a.row == row) / 2**20
             x = group * (PROCESSES + 1) + rank
             memory.bar(x, factors, color=SKY, edgecolor="#ffffff", width=0.9)
-            memory.bar(x, inverses, bottom=factors, color=BLUE, edgecolor="#ffffff", width=0.9)
+            memory.bar(
+                x, inverses, bottom=factors, color=BLUE, edgecolor="#ffffff", width=0.9
+            )
             totals.append(factors + inverses)
             decompositions.append(
                 sum(
@@ -444,7 +516,9 @@ def costs() -> Figure:
                     if a.row == row and a.a_inverse_rank != rank
                 )
             )
-            gradients.append(sum(4 * y.in_dim * y.out_dim for y, a in pairs if a.row != row))
+            gradients.append(
+                sum(4 * y.in_dim * y.out_dim for y, a in pairs if a.row != row)
+            )
 
         # Label the group with the least and the most of its ranks.
         centers.append(group * (PROCESSES + 1) + (PROCESSES - 1) / 2)
@@ -457,7 +531,9 @@ def costs() -> Figure:
         each = sum(gradients) / PROCESSES / 2**20
         traffic.bar(group, refresh, color=RED, width=0.6)
         traffic.bar(group, each, bottom=refresh, color=GREEN, width=0.6)
-        traffic.text(group, refresh + each + 0.015, f"{refresh + each:.2f}", ha="center")
+        traffic.text(
+            group, refresh + each + 0.015, f"{refresh + each:.2f}", ha="center"
+        )
         print(f"{name}: factors {factors:.2f} MiB, sent {refresh:.3f} + {each:.3f}")  # noqa: T201
 
     names = [name for _, name in FRACTIONS]
@@ -466,7 +542,10 @@ def costs() -> Figure:
     memory.set_xticks(centers, names)
     memory.set_ylim(top=17)
     memory.legend(
-        handles=[Patch(color=BLUE, label="inverses"), Patch(color=SKY, label="running averages")],
+        handles=[
+            Patch(color=BLUE, label="inverses"),
+            Patch(color=SKY, label="running averages"),
+        ],
         loc="upper right",
         frameon=False,
     )
@@ -487,7 +566,7 @@ def costs() -> Figure:
     return figure
 
 
-# ----------------------------------------------------------------------------------- the owners
+# --------------------------------------------------------------------------- the owners
 
 DIGITS_MLP = [LayerDims(1, 65, 128), LayerDims(1, 129, 64), LayerDims(1, 65, 10)]
 SUBSCRIPTS = "₁₂₃"
@@ -556,7 +635,12 @@ def owners() -> Figure:
         edge, _ = LAYER_COLOURS[layer]
         for y in heights:
             start = before + 2 * gap + 0.2
-            arrow(axes, (start, y + 0.09 * (1 - layer)), (summed - 0.2, heights[rank]), colour=edge)
+            arrow(
+                axes,
+                (start, y + 0.09 * (1 - layer)),
+                (summed - 0.2, heights[rank]),
+                colour=edge,
+            )
             arrow(
                 axes,
                 (solved + 0.2, heights[rank]),
@@ -583,10 +667,12 @@ def owners() -> Figure:
     return figure
 
 
-# ------------------------------------------------------------------------------------ the split
+# ---------------------------------------------------------------------------- the split
 
 
-def dho2(lr: float, newton_scale: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
+def dho2(
+    lr: float, newton_scale: float
+) -> Callable[[nn.Module], torch.optim.Optimizer]:
     """DHO2 over plain SGD, the steep direction in its subspace from the first step on."""
 
     def make(model: nn.Module) -> DHO2:
@@ -605,7 +691,10 @@ def dho2(lr: float, newton_scale: float) -> Callable[[nn.Module], torch.optim.Op
 
 
 def split() -> Figure:
-    """Left: SGD and DHO2 from the same start. Right: the two parts of DHO2's first steps."""
+    """Left: SGD and DHO2 from the same start.
+
+    Right: the two parts of DHO2's first steps.
+    """
     steps = 12
     shown = 4
     lr = 10.0
@@ -619,12 +708,24 @@ def split() -> Figure:
     left.set_ylabel("weight 2")
     runs = [
         (f"SGD, lr {best:.2f}, the best", sgd(best), OPTIMIZER_COLORS["SGD"], "o"),
-        (f"DHO2 over SGD, lr {lr:g}", dho2(lr, newton_scale), OPTIMIZER_COLORS["DHO2"], "D"),
+        (
+            f"DHO2 over SGD, lr {lr:g}",
+            dho2(lr, newton_scale),
+            OPTIMIZER_COLORS["DHO2"],
+            "D",
+        ),
     ]
     for label, make, colour, marker in runs:
         path, losses = descend(make, steps)
         print(f"{label}: loss {losses[0]:.3f} -> {losses[-1]:.2g} in {steps} steps")  # noqa: T201
-        left.plot(*path.T, color=colour, marker=marker, markersize=3.5, linewidth=1.3, label=label)
+        left.plot(
+            *path.T,
+            color=colour,
+            marker=marker,
+            markersize=3.5,
+            linewidth=1.3,
+            label=label,
+        )
     left.set_title(f"{steps} steps: DHO2 arrives, SGD does not", loc="left")
     left.legend(loc="upper left", framealpha=1, edgecolor="#dddddd")
 
@@ -637,7 +738,11 @@ def split() -> Figure:
         arrow(right, tuple(here.tolist()), tuple(corner.tolist()), colour=BLUE)
         arrow(right, tuple(corner.tolist()), tuple(there.tolist()), colour=GREEN)
     right.plot(
-        *path.T, color=OPTIMIZER_COLORS["DHO2"], marker="D", markersize=3.5, linestyle="none"
+        *path.T,
+        color=OPTIMIZER_COLORS["DHO2"],
+        marker="D",
+        markersize=3.5,
+        linestyle="none",
     )
     right.set_title(f"the two parts of DHO2's first {shown} steps", loc="left")
     handles = [
@@ -648,7 +753,7 @@ def split() -> Figure:
     return figure
 
 
-# -------------------------------------------------------------------------------- the flow chart
+# ----------------------------------------------------------------------- the flow chart
 
 # A question, what follows from the answer that leads out of the chart, and that answer.
 CHOICES = [
@@ -738,7 +843,9 @@ FIGURES: dict[str, Callable[[], Figure]] = {
 def main() -> None:
     """Draw what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", default=list(FIGURES), help=", ".join(FIGURES))
+    parser.add_argument(
+        "names", nargs="*", default=list(FIGURES), help=", ".join(FIGURES)
+    )
     torch.set_num_threads(1)
     mpl.rcParams.update(STYLE)
     for name in parser.parse_args().names:

@@ -2,8 +2,8 @@
 
     PYTHONPATH=benchmarks python docs/figures/make_memory.py
 
-The light part of a bar has tensors of a parameter's shape, such as momentum. The dark part has the
-square matrices of second-order optimizers.
+The light part of a bar has tensors of a parameter's shape, such as momentum. The dark
+part has the square matrices of second-order optimizers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def figure_of(record: dict[str, Any]) -> Figure:
         for axes, (model, title) in zip(panels, TITLES.items(), strict=True):
             rows = [row for row in record["rows"] if row["model"] == model]
             draw(axes, rows)
-            axes.set_title(f"{title}\n{rows[0]['parameters'] / 1e6:.1f} M parameters", loc="left")
+            axes.set_title(
+                f"{title}\n{rows[0]['parameters'] / 1e6:.1f} M parameters", loc="left"
+            )
             axes.set_yticks(range(len(rows)), [row["optimizer"] for row in rows])
             axes.tick_params(axis="y", length=0)
             axes.spines["bottom"].set_visible(False)

@@ -22,7 +22,8 @@ from workloads import WORKLOADS
 
 HERE = Path(__file__).parent
 SIZES = tuple(4**k for k in range(7))
-# A GPU with 20 TFLOP/s for large products, and 20 microseconds and 10 Gbit/s between ranks.
+# A GPU with 20 TFLOP/s for large products, and 20 microseconds and
+# 10 Gbit/s between ranks.
 MACHINE = Machine(
     "a GPU with round numbers",
     matmul={64: 1e-5, 512: 2e-5, 2048: 1e-3},
@@ -33,7 +34,11 @@ LINKS = Interconnect(latency=2e-5, bandwidth=1.25e9)
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
 SYSTEMS: dict[str, tuple[str, str, Callable[[Choice], bool]]] = {
     "KAISA, COMM-OPT": ("#0072B2", "o", lambda c: c.setting.mode == "COMM-OPT"),
-    "KAISA, MEM-OPT, reduce": ("#56B4E9", "v", lambda c: c.setting.mode == "MEM-OPT, reduce"),
+    "KAISA, MEM-OPT, reduce": (
+        "#56B4E9",
+        "v",
+        lambda c: c.setting.mode == "MEM-OPT, reduce",
+    ),
     "KAISA, the best fraction": ("#009E73", "s", lambda c: c.setting.system == "KAISA"),
     "DPKFAC": ("#D55E00", "^", lambda c: c.setting.system == "DPKFAC"),
     "DistKFAC": ("#CC79A7", "D", lambda c: c.setting.system == "DistKFAC"),
@@ -52,15 +57,26 @@ def fastest(plan: Plan, wanted: Callable[[Choice], bool]) -> Choice | None:
 
 def draw(plans: list[Plan], path: Path) -> None:
     """Draw milliseconds per step, and megabytes of factors and inverses."""
-    mpl.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    mpl.rcParams.update(
+        {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    )
     figure = Figure(figsize=(9, 3.9), layout="constrained")
     left, right = figure.subplots(1, 2)
     sizes = [each.world_size for each in plans]
-    left.plot(sizes, [1e3 * p.base for p in plans], "--", color="black", label="SGD alone")
-    for width, (name, (colour, marker, wanted)) in zip(WIDTHS, SYSTEMS.items(), strict=True):
+    left.plot(
+        sizes, [1e3 * p.base for p in plans], "--", color="black", label="SGD alone"
+    )
+    for width, (name, (colour, marker, wanted)) in zip(
+        WIDTHS, SYSTEMS.items(), strict=True
+    ):
         found = [(p.world_size, fastest(p, wanted)) for p in plans]
         points = [(n, c) for n, c in found if c is not None]
-        words = {"color": colour, "marker": marker, "markersize": 2 + width, "label": name}
+        words = {
+            "color": colour,
+            "marker": marker,
+            "markersize": 2 + width,
+            "label": name,
+        }
         words |= {"linewidth": width}
         at = [n for n, _ in points]
         left.plot(at, [1e3 * c.seconds for _, c in points], **words)

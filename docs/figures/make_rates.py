@@ -2,8 +2,8 @@
 
     PYTHONPATH=src:benchmarks:benchmarks/progress python docs/figures/make_rates.py
 
-A line is the mean over the seeds, and a dot is one seed. The thick part of a line has the rates
-whose mean loss is at most 5 % above the optimizer's lowest one.
+A line is the mean over the seeds, and a dot is one seed. The thick part of a line has
+the rates whose mean loss is at most 5 % above the optimizer's lowest one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ HERE = Path(__file__).parent
 RECORD = HERE.parents[1] / "benchmarks" / "results" / "rates.json"
 
 NAMES = {"AdamW": "AdamW", "Muon": "Muon", "KAISA, AdamW": "KAISA over AdamW"}
-LABELS_AT = {"AdamW": (0.0095, 2.16), "Muon": (0.068, 1.58), "KAISA, AdamW": (0.00052, 1.57)}
+LABELS_AT = {
+    "AdamW": (0.0095, 2.16),
+    "Muon": (0.068, 1.58),
+    "KAISA, AdamW": (0.00052, 1.57),
+}
 
 
 def draw(axes: Axes, runs: Sequence[Run], optimizer: str) -> None:
@@ -38,11 +42,17 @@ def draw(axes: Axes, runs: Sequence[Run], optimizer: str) -> None:
     near = near_best(losses)
     axes.plot(list(losses), list(losses.values()), color=color, linewidth=1.2)
     near_losses = [losses[lr] for lr in near]
-    axes.plot(near, near_losses, "o-", color=color, linewidth=4, markersize=9, alpha=0.5)
-    axes.plot([run.job.lr for run in own], [final_loss(run) for run in own], ".", color=color)
+    axes.plot(
+        near, near_losses, "o-", color=color, linewidth=4, markersize=9, alpha=0.5
+    )
+    axes.plot(
+        [run.job.lr for run in own], [final_loss(run) for run in own], ".", color=color
+    )
     seconds = statistics.median(run.seconds[-1] for run in own)
     x, y = LABELS_AT[optimizer]
-    axes.text(x, y, f"{NAMES[optimizer]}\n{seconds:.1f} s per run", color=color, va="center")
+    axes.text(
+        x, y, f"{NAMES[optimizer]}\n{seconds:.1f} s per run", color=color, va="center"
+    )
 
 
 def figure_of(record: dict[str, Any]) -> Figure:
@@ -61,7 +71,9 @@ def figure_of(record: dict[str, Any]) -> Figure:
     axes.set_axisbelow(True)
     axes.set_xlabel("learning rate")
     axes.set_ylabel("held-out loss at the end")
-    axes.set_title("Thick: at most 5 % above the lowest loss of the optimizer", loc="left")
+    axes.set_title(
+        "Thick: at most 5 % above the lowest loss of the optimizer", loc="left"
+    )
     return figure
 
 

@@ -4,7 +4,8 @@
 
     optimizer = KAISA(model.parameters(), lr=0.1, momentum=0.9)
 
-The modules are imported on first use. DHO2 imports no module of K-FAC, and KAISA none of Lanczos.
+The modules are imported on first use. DHO2 imports no module of K-FAC, and
+KAISA none of Lanczos.
 """
 
 import importlib
@@ -104,7 +105,9 @@ _NAMES_BY_MODULE = {
     "planning.plan": "Plan plan",
     "reporting.summary": "CurvatureReport EpochReport LayerRow Summary",
 }
-_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
+_MODULE_OF = {
+    name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()
+}
 
 
 if not TYPE_CHECKING:  # hidden from type checkers, so that they report unknown names

@@ -21,11 +21,16 @@ __all__ = [
 ]
 
 # A warning shows the line of the first caller outside of these folders.
-INTERNAL_FOLDERS = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
+INTERNAL_FOLDERS = tuple(
+    f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__)
+)
 
 
 class SecondOrderError(RuntimeError):
-    """The base class of errors at run time. Wrong arguments raise ValueError or TypeError."""
+    """The base class of errors at run time.
+
+    Wrong arguments raise ValueError or TypeError.
+    """
 
 
 class CheckpointError(SecondOrderError, ValueError):
@@ -38,23 +43,24 @@ class CheckpointError(SecondOrderError, ValueError):
 class DecompositionError(SecondOrderError):
     """The decomposition of a layer's factors failed.
 
-    An optimizer raises this on every rank, if a layer fails at three refreshes in a row.
+    An optimizer raises this on every rank, if a layer fails at
+    three refreshes in a row.
     """
 
 
 class CurvatureError(SecondOrderError):
     """The curvature closure is missing, or its loss is not valid, finite or twice differentiable.
 
-    If the closure raises an exception on one rank, that rank raises it. The other ranks raise this
-    error, which names the rank.
+    If the closure raises an exception on one rank, that rank raises it. The other ranks
+    raise this error, which names the rank.
     """
 
 
 class RankMismatchError(SecondOrderError):
     """The ranks of a process group are out of sync: models, options or calls differ.
 
-    The constructor, every step and other collective calls check this before they change anything.
-    Every rank that reaches the check raises the error.
+    The constructor, every step and other collective calls check this before they change
+    anything. Every rank that reaches the check raises the error.
     """
 
 
@@ -65,8 +71,8 @@ class SecondOrderWarning(UserWarning):
 def warn(message: str) -> None:
     """Show a SecondOrderWarning that points at the first line outside of this package and of torch.
 
-    If a hook runs in a thread of autograd, its stack has no such line. The warning then points at
-    the package's own line.
+    If a hook runs in a thread of autograd, its stack has no such line. The warning then
+    points at the package's own line.
     """
     stacklevel = 1
     frame: FrameType | None = sys._getframe()

@@ -7,12 +7,12 @@
 
 Each value has its source next to it:
 
-[K] Pauloski 2022 (KAISA). [Z] Zhang et al. 2023 (DP-KFAC). [B] Ba, Grosse and Martens 2017
-(DistKFAC). [M] Martens and Grosse 2015 (K-FAC). [D] DHO2 and MR-DHO2, 2025. [F] Sivan et al. 2024
-(FOSI), the algorithm that [D] distributes.
+[K] Pauloski 2022 (KAISA). [Z] Zhang et al. 2023 (DP-KFAC). [B] Ba, Grosse and Martens
+2017 (DistKFAC). [M] Martens and Grosse 2015 (K-FAC). [D] DHO2 and MR-DHO2, 2025. [F]
+Sivan et al. 2024 (FOSI), the algorithm that [D] distributes.
 
-An option that a paper does not mention keeps our default. Tests compare the trajectories with these
-settings to the papers' equations.
+An option that a paper does not mention keeps our default. Tests compare the
+trajectories with these settings to the papers' equations.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def paper_settings(
 ) -> dict[str, Any]:
     """Return the keywords that make an optimizer the algorithm of its paper.
 
-    To use another value for one of them, change the dict. ``DistKFAC`` also needs ``damping``,
-    which its paper tunes by hand.
+    To use another value for one of them, change the dict. ``DistKFAC`` also needs
+    ``damping``, which its paper tunes by hand.
 
     Args:
         optimizer: The class: KAISA, DPKFAC, DistKFAC, DHO2 or MRDHO2.
-        epoch_steps: Steps per epoch. DistKFAC, DHO2 and MRDHO2 need it, because their papers give
-            intervals in epochs.
+        epoch_steps: Steps per epoch. DistKFAC, DHO2 and MRDHO2 need it, because their
+            papers give intervals in epochs.
 
     Raises:
         TypeError: The class is not one of the five.
@@ -51,7 +51,9 @@ def paper_settings(
     """
     if optimizer not in SETTINGS:
         names = ", ".join(known.__name__ for known in SETTINGS)
-        raise TypeError(f"no paper settings for {optimizer!r}; pass one of the classes {names}")
+        raise TypeError(
+            f"no paper settings for {optimizer!r}; pass one of the classes {names}"
+        )
 
     settings = dict(SETTINGS[optimizer])
     if optimizer in (KAISA, DPKFAC):
@@ -78,7 +80,10 @@ def paper_settings(
 
 
 def _constant(value: float) -> Callable[[int], float]:
-    """A schedule with one value. A plain number would follow the learning rate's schedule."""
+    """A schedule with one value.
+
+    A plain number would follow the learning rate's schedule.
+    """
     return partial(_value_at, value)
 
 
@@ -105,7 +110,8 @@ SETTINGS: dict[type[SecondOrderOptimizer], dict[str, Any]] = {
         "kl_clip": _constant(1e-3),  # 5.1
         "solver": "eigen",  # 4.1 to 4.3
         "factor_update_steps": 1,  # table 6.2, ResNet-34; 50 for ResNet-50
-        "inv_update_steps": 10,  # table 6.2, ResNet-34; 500 for ResNet-50; 5.3: ten times as many
+        # Table 6.2, ResNet-34; 500 for ResNet-50; 5.3: ten times as many.
+        "inv_update_steps": 10,
     },
     DPKFAC: {
         **ABSOLUTE_DAMPING,

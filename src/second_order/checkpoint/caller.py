@@ -22,8 +22,8 @@ def caller(module: str = "", function: str = "") -> FrameType | None:
 def is_checkpointing(part: bool = False) -> bool:
     """Return whether torch.distributed.checkpoint (DCP) is the caller.
 
-    DCP calls ``state_dict()`` without arguments, as other callers do. It then gathers the parts of
-    the ranks itself, unless the user has set ``full_state_dict``.
+    DCP calls ``state_dict()`` without arguments, as other callers do. It then gathers
+    the parts of the ranks itself, unless the user has set ``full_state_dict``.
 
     Args:
         part: True to return False if the user has set ``full_state_dict``.

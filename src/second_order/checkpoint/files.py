@@ -16,9 +16,20 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from second_order.errors import CheckpointError
 
-__all__ = ["load_checkpoint", "load_tensors", "replacing", "save_checkpoint", "save_tensors"]
+__all__ = [
+    "load_checkpoint",
+    "load_tensors",
+    "replacing",
+    "save_checkpoint",
+    "save_tensors",
+]
 
-PATH_ERRORS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+PATH_ERRORS = (
+    FileNotFoundError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
 
 ZIP_START = b"PK\x03\x04"  # the first bytes of a file of torch.save
 
@@ -27,8 +38,8 @@ ZIP_START = b"PK\x03\x04"  # the first bytes of a file of torch.save
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file, and rename it to ``path`` when the block ends.
 
-    If the block raises an exception, ``path`` does not change. A killed process can leave a hidden
-    file ``.NAME.PROCESS.partial``.
+    If the block raises an exception, ``path`` does not change. A killed process can
+    leave a hidden file ``.NAME.PROCESS.partial``.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -55,7 +66,8 @@ def save_checkpoint(state: Any, path: str | os.PathLike[str]) -> None:
         path: The file. An existing file is replaced, unless an error is raised.
 
     Raises:
-        TypeError: ``state`` contains an object that :func:`load_checkpoint` cannot load.
+        TypeError: ``state`` contains an object that
+            :func:`load_checkpoint` cannot load.
     """
     with replacing(Path(path)) as file:
         torch.save(state, file.name)  # four times as fast as with the file object
@@ -68,7 +80,9 @@ def save_checkpoint(state: Any, path: str | os.PathLike[str]) -> None:
             ) from error
 
 
-def load_checkpoint(path: str | os.PathLike[str], map_location: torch.device | str = "cpu") -> Any:
+def load_checkpoint(
+    path: str | os.PathLike[str], map_location: torch.device | str = "cpu"
+) -> Any:
     """Load a file that :func:`save_checkpoint` wrote, with ``weights_only=True``.
 
     Args:
@@ -76,10 +90,10 @@ def load_checkpoint(path: str | os.PathLike[str], map_location: torch.device | s
         map_location: The device of the tensors.
 
     Raises:
-        CheckpointError: The file is truncated or cannot be read, ``torch.save`` did not write it,
-            or it has other objects than tensors and primitives.
-        OSError: The path is wrong: FileNotFoundError, IsADirectoryError, NotADirectoryError or
-            PermissionError.
+        CheckpointError: The file is truncated or cannot be read, ``torch.save`` did not
+            write it, or it has other objects than tensors and primitives.
+        OSError: The path is wrong: FileNotFoundError, IsADirectoryError,
+            NotADirectoryError or PermissionError.
     """
     try:
         return torch.load(path, map_location=map_location, weights_only=True)
@@ -103,7 +117,8 @@ def _is_readable(path: str | os.PathLike[str]) -> bool:
 def _damage(path: str | os.PathLike[str]) -> str:
     """Describe why a file cannot be loaded, and the remedy.
 
-    The messages of ``torch.load`` recommend to load the file with ``weights_only=False``.
+    The messages of ``torch.load`` recommend to load the file with
+    ``weights_only=False``.
     """
     remedy = "load an older checkpoint, or copy this one again"
     with Path(path).open("rb") as file:
@@ -144,7 +159,9 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
         package.save_file(host_tensors, file.name)
 
 
-def load_tensors(path: Path, device: torch.device | str | None = None) -> dict[str, Tensor]:
+def load_tensors(
+    path: Path, device: torch.device | str | None = None
+) -> dict[str, Tensor]:
     """Load the tensors of a safetensors file by name, on a device or on the CPU.
 
     Raises:
@@ -153,7 +170,9 @@ def load_tensors(path: Path, device: torch.device | str | None = None) -> dict[s
     """
     package = _safetensors()
     try:
-        tensors: dict[str, Tensor] = package.load_file(path, device=str(device or "cpu"))
+        tensors: dict[str, Tensor] = package.load_file(
+            path, device=str(device or "cpu")
+        )
     except OSError:
         raise
     except Exception as error:

@@ -1,7 +1,7 @@
 """The two parts of ``state[p]``, and checks of their entries before they are loaded.
 
-``state[p]["base"]`` is the state of the base optimizer, and ``state[p]["curvature"]`` that of the
-factors and inverses.
+``state[p]["base"]`` is the state of the base optimizer, and ``state[p]["curvature"]``
+that of the factors and inverses.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ class SavedPart(dict[str, Any]):
         self._name = name
 
     def wrong(self, key: str, what: str) -> CheckpointError:
-        """Return the error for an entry. ``what`` completes the sentence that names it."""
+        """Return the error for an entry.
+
+        ``what`` completes the sentence that names it.
+        """
         return CheckpointError(
             f"the checkpoint's state[{self._key!r}][{self._part!r}][{key!r}], of parameter "
             f"{self._name!r}, {what}; nothing was loaded"
@@ -86,7 +89,9 @@ class SavedPart(dict[str, Any]):
         """Return the integer of an entry, after checking that it is within bounds."""
         value = self[key]
         if not isinstance(value, int) or not low <= value <= high:
-            raise self.wrong(key, f"is {value!r}, which is not an integer in [{low}, {high}]")
+            raise self.wrong(
+                key, f"is {value!r}, which is not an integer in [{low}, {high}]"
+            )
         return value
 
     def number(self, key: str, low: float = -math.inf, high: float = math.inf) -> float:
@@ -112,7 +117,9 @@ class SavedPart(dict[str, Any]):
         if not isinstance(value, Tensor):
             raise self.wrong(key, f"is of type {type(value).__name__}, not a tensor")
         if shape is not None and tuple(value.shape) != shape:
-            raise self.wrong(key, f"has the shape {tuple(value.shape)}, where {shape} is needed")
+            raise self.wrong(
+                key, f"has the shape {tuple(value.shape)}, where {shape} is needed"
+            )
         if not bool(torch.isfinite(local_tensor(value)).all()):
             raise self.wrong(key, "is not finite")
         return value
@@ -121,9 +128,9 @@ class SavedPart(dict[str, Any]):
 def check_base_part(part: SavedPart, base: torch.optim.Optimizer, p: Tensor) -> None:
     """Raise CheckpointError if the base optimizer's state for a parameter is wrong.
 
-    In the state of torch's optimizers, a tensor is finite, and it is a scalar or has the
-    parameter's shape, with 1 in place of some dimensions in Adafactor's factors. Other bases are
-    not checked.
+    In the state of torch's optimizers, a tensor is finite, and it is a scalar or has
+    the parameter's shape, with 1 in place of some dimensions in Adafactor's factors.
+    Other bases are not checked.
     """
     is_from_torch = getattr(torch.optim, type(base).__name__, None) is type(base)
     if not is_from_torch:
@@ -132,9 +139,12 @@ def check_base_part(part: SavedPart, base: torch.optim.Optimizer, p: Tensor) -> 
         if not isinstance(value, Tensor):
             continue
         same_dim = value.dim() == p.dim()
-        fits = same_dim and all(n in (1, m) for n, m in zip(value.shape, p.shape, strict=True))
+        fits = same_dim and all(
+            n in (1, m) for n, m in zip(value.shape, p.shape, strict=True)
+        )
         if value.dim() > 0 and not fits:
             raise part.wrong(
-                key, f"has the shape {tuple(value.shape)}, where {tuple(p.shape)} is needed"
+                key,
+                f"has the shape {tuple(value.shape)}, where {tuple(p.shape)} is needed",
             )
         part.tensor(key)

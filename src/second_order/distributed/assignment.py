@@ -1,8 +1,8 @@
 """Assign layers to the ranks that invert their factors and precondition their gradients.
 
-The functions are pure: every rank computes the same assignment from the same layer sizes. They use
-the longest-processing-time rule: in the order of decreasing cost, each item goes to the rank with
-the smallest load (Graham 1969).
+The functions are pure: every rank computes the same assignment from the same layer
+sizes. They use the longest-processing-time rule: in the order of decreasing cost, each
+item goes to the rank with the smallest load (Graham 1969).
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class LayerDims:
         in_dim: Number of rows of A.
         out_dim: Number of rows of G.
         diagonal_a: Whether A is diagonal.
-        cost: Cost of the inverse: the sum of n³ over the factors, of which there may be a third.
+        cost: Cost of the inverse: the sum of n³ over the factors, of
+            which there may be a third.
     """
 
     groups: int
@@ -67,8 +68,9 @@ class LayerAssignment:
 class Grid:
     """The ranks in ``rows`` x ``columns`` (Pauloski et al. 2022, section 4).
 
-    The ranks of a row are the gradient workers of the row's layers. A column has one rank of every
-    row, so all columns can broadcast preconditioned gradients at the same time.
+    The ranks of a row are the gradient workers of the row's layers. A column
+    has one rank of every row, so all columns can broadcast preconditioned
+    gradients at the same time.
     """
 
     rows: int
@@ -95,7 +97,8 @@ def gradient_worker_count(world_size: int, fraction: float) -> int:
     """Return the number of gradient workers per layer: max(1, fraction · world_size).
 
     Raises:
-        ValueError: If the fraction is outside 0..1, or the number does not divide the world size.
+        ValueError: If the fraction is outside 0..1, or the number does not
+            divide the world size.
     """
     if not 0.0 <= fraction <= 1.0:
         raise ValueError(
@@ -176,7 +179,8 @@ def assign_owners(
 ) -> list[int]:
     """Return the rank that owns each layer.
 
-    "round_robin" assigns layer i to rank i mod P (Zhang et al. 2023). "balanced" balances memory.
+    "round_robin" assigns layer i to rank i mod P (Zhang et al. 2023).
+    "balanced" balances memory.
     """
     if assignment == "round_robin":
         return [i % world_size for i in range(len(layers))]
@@ -194,7 +198,8 @@ def balance_costs(costs: Sequence[float], world_size: int) -> list[int]:
 
 
 _Loads: TypeAlias = list[tuple[float, int]]
-"""A heap of loads with their ranks or rows. The smallest comes first, then the lowest rank."""
+"""A heap of loads with their ranks or rows. The smallest comes first,
+then the lowest rank."""
 
 
 def _empty_loads(ranks: range) -> _Loads:

@@ -1,12 +1,12 @@
 """FSDP2's sharded parameters, and DistributedDataParallel's running forward.
 
-Outside of passes, a module that FSDP2 shards has sharded parameters: ``DTensor``s of which each
-rank stores some rows. During its forward and backward the module has unsharded parameters instead.
-They are separate leaves, whose gradients FSDP2 averages over the ranks into ``grad`` of the sharded
-parameters.
+Outside of passes, a module that FSDP2 shards has sharded parameters: ``DTensor``s of
+which each rank stores some rows. During its forward and backward the module has
+unsharded parameters instead. They are separate leaves, whose gradients FSDP2 averages
+over the ranks into ``grad`` of the sharded parameters.
 
-This module does not import ``torch.distributed.tensor``, because the import takes seconds. If no
-other code has imported it, no tensor is a ``DTensor``.
+This module does not import ``torch.distributed.tensor``, because the import takes
+seconds. If no other code has imported it, no tensor is a ``DTensor``.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def mesh_ranks(tensor: Tensor) -> list[int]:
 def chunk_bounds(rows: int, parts: int, index: int) -> tuple[int, int]:
     """Return the first row of a part, and the row after its last one.
 
-    As with ``torch.chunk``, a part has ⌈rows / parts⌉ rows, and the last parts fewer or none.
+    As with ``torch.chunk``, a part has ⌈rows / parts⌉ rows, and the
+    last parts fewer or none.
     """
     size = -(-rows // parts)
     return min(index * size, rows), min((index + 1) * size, rows)
@@ -83,21 +84,25 @@ def chunk_bounds(rows: int, parts: int, index: int) -> tuple[int, int]:
 def shard_replicas(tensor: Tensor) -> list[list[int]]:
     """List the replicas of a DTensor that is sharded by rows along one mesh dimension.
 
-    A replica is a list of global ranks that together store every row once, in the order of the
-    rows. The other mesh dimensions store copies, as in HSDP.
+    A replica is a list of global ranks that together store every row once, in the order
+    of the rows. The other mesh dimensions store copies, as in HSDP.
     """
     dtensor = cast(Any, tensor)
-    (shard_dim,) = (i for i, placement in enumerate(dtensor.placements) if placement.is_shard())
+    (shard_dim,) = (
+        i for i, placement in enumerate(dtensor.placements) if placement.is_shard()
+    )
     mesh = dtensor.device_mesh.mesh.movedim(shard_dim, -1)
     replicas: list[list[int]] = mesh.reshape(-1, mesh.shape[-1]).tolist()
     return replicas
 
 
 def shard_like(p: Tensor, value: Tensor) -> Tensor:
-    """Shard a whole tensor like a parameter. Returns a copy of this rank's rows as a DTensor.
+    """Shard a whole tensor like a parameter.
 
-    Returns ``value`` itself if the parameter is not sharded, if ``value`` is a DTensor already, or
-    if it has another shape.
+    Returns a copy of this rank's rows as a DTensor.
+
+    Returns ``value`` itself if the parameter is not sharded, if ``value`` is a DTensor
+    already, or if it has another shape.
     """
     if not is_dtensor(p) or is_dtensor(value) or value.shape != p.shape:
         return value
@@ -166,7 +171,9 @@ def compute_dtypes(model: nn.Module) -> set[torch.dtype]:
 
 def sharded_params(model: nn.Module) -> list[Tensor]:
     """List the sharded parameters of a model that FSDP2 manages."""
-    return [p.sharded_param for group in _param_groups(model) for p in group.fsdp_params]
+    return [
+        p.sharded_param for group in _param_groups(model) for p in group.fsdp_params
+    ]
 
 
 def reshard(model: nn.Module) -> None:
@@ -180,14 +187,16 @@ class FSDPParams:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        # FSDP2's record of each parameter, or None, by the module's id and the parameter's name.
+        # FSDP2's record of each parameter, or None, by the module's id
+        # and the parameter's name.
         self._records: dict[tuple[int, str], Any] = {}
 
     def unsharded_params(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the parameters of a module that are leaves of the running pass, by name.
 
-        If FSDP2 shards the module as a group of its own, it may have put the sharded parameters
-        back before our hook runs. The unsharded ones are read from FSDP2's records then.
+        If FSDP2 shards the module as a group of its own, it may have put the
+        sharded parameters back before our hook runs. The unsharded ones are read
+        from FSDP2's records then.
         """
         params: dict[str, Tensor] = {}
         for name, p in module._parameters.items():
@@ -216,11 +225,14 @@ class FSDPParams:
     def _record(self, module: nn.Module, name: str, is_sharded: bool = False) -> Any:
         """Return FSDP2's record of a module's parameter, or None.
 
-        If the parameter is sharded but has no record, the model was sharded after the last search.
+        If the parameter is sharded but has no record, the model was sharded
+        after the last search.
         """
         key = (id(module), name)
         model = self._model()
-        is_unknown = key not in self._records or (is_sharded and self._records[key] is None)
+        is_unknown = key not in self._records or (
+            is_sharded and self._records[key] is None
+        )
         if is_unknown and model is not None:
             self._find_records(model)
             self._records.setdefault(key, None)
@@ -230,7 +242,8 @@ class FSDPParams:
         """Find the records of all parameters in one pass, because a search of the model is slow."""
         self._records = {}
         for module in model.modules():
-            # The parameters of a TorchScript module can only be iterated over by ``items()``.
+            # The parameters of a TorchScript module can only be
+            # iterated over by ``items()``.
             names = [name for name, _ in module._parameters.items()]
             self._records |= {(id(module), name): None for name in names}
         for group in _param_groups(model):
@@ -242,7 +255,7 @@ class FSDPParams:
                     self._records[id(module), name] = record
 
 
-# ----------------------------------------------------------------------------- rows on each rank
+# -------------------------------------------------------------------- rows on each rank
 
 Replica: TypeAlias = tuple[int, ...]
 """Ranks that together store every row once, in the order of the rows."""
@@ -252,8 +265,8 @@ Replica: TypeAlias = tuple[int, ...]
 class ShardLayout:
     """The rows of a parameter that each rank stores.
 
-    Each rank is in one replica. Tensors with the same layout share their tuples of replicas and
-    positions, because there may be thousands of tensors.
+    Each rank is in one replica. Tensors with the same layout share their tuples of
+    replicas and positions, because there may be thousands of tensors.
     """
 
     total: int  # number of rows
@@ -279,12 +292,15 @@ class ShardLayout:
 
 
 def shard_layout(tensor: Tensor, world: World) -> ShardLayout:
-    """Return the layout of a parameter. If it is not sharded, every rank stores every row.
+    """Return the layout of a parameter.
+
+    If it is not sharded, every rank stores every row.
 
     All ranks of ``world`` must be in the DTensor's mesh.
 
     Raises:
-        TypeError: If the DTensor does not have the rows on this rank that ``torch.chunk`` leaves.
+        TypeError: If the DTensor does not have the rows on this rank that
+            ``torch.chunk`` leaves.
     """
     shape = tensor.shape or torch.Size([1])
     total = shape[0]
@@ -296,7 +312,8 @@ def shard_layout(tensor: Tensor, world: World) -> ShardLayout:
     # Number the ranks of the mesh as the world does.
     world_rank = {rank: i for i, rank in enumerate(world.global_ranks)}
     replicas = tuple(
-        tuple(world_rank[rank] for rank in replica) for replica in shard_replicas(tensor)
+        tuple(world_rank[rank] for rank in replica)
+        for replica in shard_replicas(tensor)
     )
     layout = ShardLayout(total, width, *_by_rank(replicas, world.size))
     start, stop = layout.bounds(world.rank)
@@ -323,7 +340,7 @@ def _by_rank(
     return tuple(replica_of), tuple(positions)
 
 
-# -------------------------------------------------------------------- changes made by fully_shard
+# ---------------------------------------------------------- changes made by fully_shard
 
 
 class ParamLocations:
@@ -343,7 +360,12 @@ class ParamLocations:
         shards: dict[Tensor, Tensor] = {}
         for module, name, p in self._locations:
             new = module._parameters.get(name)
-            if new is not None and new is not p and is_dtensor(new) and new.shape == p.shape:
+            if (
+                new is not None
+                and new is not p
+                and is_dtensor(new)
+                and new.shape == p.shape
+            ):
                 shards[p] = new
         return shards
 
@@ -351,7 +373,8 @@ class ParamLocations:
 def check_sharding(model: nn.Module) -> None:
     """Check that every sharded parameter was sharded by ``fully_shard``, by rows.
 
-    Reshards the model first, because a root stays unsharded after a forward without a backward.
+    Reshards the model first, because a root stays unsharded after a
+    forward without a backward.
 
     Raises:
         TypeError: If a parameter is sharded in another way, or offloaded to the CPU.
@@ -366,7 +389,11 @@ def check_sharding(model: nn.Module) -> None:
         device_type = cast(Any, p).device_mesh.device_type
         shards = [placement for placement in placements if not placement.is_replicate()]
         layer, _, param_name = name.rpartition(".")
-        if id(p) not in managed or len(shards) != 1 or type(shards[0]).__name__ != "Shard":
+        if (
+            id(p) not in managed
+            or len(shards) != 1
+            or type(shards[0]).__name__ != "Shard"
+        ):
             raise TypeError(
                 f"layer {layer or '(model)'!r} is parallelized over tensors: its parameter "
                 f"{param_name!r} is a DTensor with placements {placements} that fully_shard alone "

@@ -1,14 +1,15 @@
 """Messages between workers and helpers that do not block, even if a rank crashes.
 
-In a collective, a rank that crashes or hangs blocks all others. Messages to and from helpers
-therefore go through ``TCPStore``s. Each helper hosts a store of its own, so that a crash of one
-helper does not affect the others. Each end of a link has a thread that sends and receives.
+In a collective, a rank that crashes or hangs blocks all others. Messages to and from
+helpers therefore go through ``TCPStore``s. Each helper hosts a store of its own, so
+that a crash of one helper does not affect the others. Each end of a link has a thread
+that sends and receives.
 
     worker 0  ->  every helper    snapshots of the model, and requests
     helper    ->  every worker    results
 
-Messages from one rank to another arrive in the order in which they were sent. If a helper crashes,
-its store fails. If either end hangs, its heartbeats stop.
+Messages from one rank to another arrive in the order in which they were sent. If a
+helper crashes, its store fails. If either end hangs, its heartbeats stop.
 
 The keys of a store:
 
@@ -76,8 +77,9 @@ class Message(NamedTuple):
 class WaitTimer:
     """A limit on a wait that does not count the time in which this process was stopped.
 
-    The time between two checks counts for at most a quarter of the limit. So if all processes are
-    stopped and continued together, none of them considers the others lost.
+    The time between two checks counts for at most a quarter of the limit. So
+    if all processes are stopped and continued together, none of them
+    considers the others lost.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -103,8 +105,9 @@ class WaitTimer:
 class HelperLink:
     """This rank's end of a link with one peer.
 
-    A helper's peer is worker 0, but the helper may send to all workers. The link's thread ends at
-    :meth:`close`, when ``owner`` is collected, when the interpreter exits, or when the store fails.
+    A helper's peer is worker 0, but the helper may send to all workers. The link's
+    thread ends at :meth:`close`, when ``owner`` is collected, when the interpreter
+    exits, or when the store fails.
 
     Args:
         address: Host and port of the store.
@@ -143,9 +146,10 @@ class HelperLink:
         with translate_backend_errors():
             limit = timedelta(seconds=max(timeout, 1.0))
             self._store = TCPStore(*address, wait_for_workers=False, timeout=limit)
-        # A queue without a lock, because the garbage collector may call request_shutdown() in the
-        # middle of the thread.
-        self._outgoing = queue.SimpleQueue[tuple[int, Message] | None]()  # None: shut down
+        # A queue without a lock, because the garbage collector may call
+        # request_shutdown() in the middle of the thread.
+        # None: shut down.
+        self._outgoing = queue.SimpleQueue[tuple[int, Message] | None]()
         self._num_sent = Counter[int]()  # by receiving rank
         self._incoming = deque[Message]()
         self._num_fetched = 0
@@ -154,19 +158,23 @@ class HelperLink:
         self._next_beat = 0.0
         self._peer_beat = ""
         self._peer_timer = WaitTimer(timeout)  # since the peer's last heartbeat
-        self._thread = threading.Thread(target=self._run, name="second_order link", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="second_order link", daemon=True
+        )
         self._thread.start()
         _open.add(self)
         self._owner: weakref.ref[Any] | None = None
         if owner is not None:
             self._owner = weakref.ref(owner, lambda _: self.request_shutdown())
 
-    def send(self, tensors: Sequence[Tensor], to: int | None = None, **note: Any) -> None:
+    def send(
+        self, tensors: Sequence[Tensor], to: int | None = None, **note: Any
+    ) -> None:
         """Queue a message; the link's thread sends it.
 
         Args:
-            tensors: The tensors. CUDA tensors are copied to the host now. CPU tensors must not
-                change until they have been sent.
+            tensors: The tensors. CUDA tensors are copied to the host now. CPU tensors
+                must not change until they have been sent.
             to: The receiving rank, if it is not the peer.
             note: The message's note.
         """
@@ -207,16 +215,19 @@ class HelperLink:
         return f" ({self.failure})"
 
     def request_shutdown(self) -> None:
-        """Shut down after the queued messages, without waiting. Call :meth:`close` as well."""
+        """Shut down after the queued messages, without waiting.
+
+        Call :meth:`close` as well.
+        """
         self._outgoing.put(None)
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """Shut down after the queued messages, and end the thread.
 
-        Waits for at most ``timeout`` seconds, and never longer than CLOSE_SECONDS. A thread that
-        hangs in a connection is left running. A helper keeps its store until the workers have shut
-        down, so that they can still read what it sent. Messages that were not received are
-        discarded.
+        Waits for at most ``timeout`` seconds, and never longer than CLOSE_SECONDS. A
+        thread that hangs in a connection is left running. A helper keeps its store
+        until the workers have shut down, so that they can still read what it sent.
+        Messages that were not received are discarded.
         """
         end = time.monotonic() + min(max(timeout, 0.0), CLOSE_SECONDS)
         self.request_shutdown()
@@ -228,7 +239,7 @@ class HelperLink:
                 time.sleep(POLL_SECONDS)
             self._hosted = None
 
-    # -------------------------------------------------------------------------------- the thread
+    # ----------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
         """Send and receive until the shutdown, or until the store fails."""
@@ -264,7 +275,8 @@ class HelperLink:
         while self._store.check([f"{self.peer}>{self._rank}/{self._num_fetched}"]):
             self._incoming.append(self._fetch())
             self._arrival.set()
-        self.peer_closed = peer_closed  # after the messages, all of which were sent before
+        # After the messages, all of which were sent before.
+        self.peer_closed = peer_closed
 
     def _send(self, to: int, message: Message) -> None:
         """Write a message into the store, in parts."""
@@ -278,7 +290,8 @@ class HelperLink:
         for i, start in enumerate(starts):
             self._store.set(f"{name}/{i}", bytes(content[start : start + PART_BYTES]))  # type: ignore[arg-type]
             self._beat()
-        self._store.set(name, str(len(starts)))  # last, so that its reader finds all parts
+        # Last, so that its reader finds all parts.
+        self._store.set(name, str(len(starts)))
 
     def _fetch(self) -> Message:
         """Read the next message from the store, and delete it there."""
@@ -306,7 +319,8 @@ class HelperLink:
             if beat != self._peer_beat:
                 self._peer_beat = beat
                 self._peer_timer.begin()
-        self._peer_timer.is_expired()  # counts the time until now, which no other call may do
+        # Counts the time until now, which no other call may do.
+        self._peer_timer.is_expired()
 
 
 _open: set[HelperLink] = set()
@@ -328,7 +342,7 @@ def _close_all() -> None:
     close_links(_open)
 
 
-# ----------------------------------------------------------------------------------- construction
+# ------------------------------------------------------------------------- construction
 
 
 def connect_helpers(
@@ -371,7 +385,9 @@ def connect_helpers(
     links: list[HelperLink] = []
     try:
         if rank in roles.helpers:
-            links.append(HelperLink(address, rank, 0, timeout, owner, store, roles.workers))
+            links.append(
+                HelperLink(address, rank, 0, timeout, owner, store, roles.workers)
+            )
         else:
             for helper in roles.helpers:
                 link = HelperLink(addresses[helper], rank, helper, timeout, owner)
@@ -423,26 +439,31 @@ def _own_address() -> str:
     return own
 
 
-# -------------------------------------------------------------------------------------- snapshots
+# ---------------------------------------------------------------------------- snapshots
 
 
 def pack_by_dtype(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copy tensors into one flat tensor per dtype, on the device of the first tensor."""
     flats = []
     for same_dtype in _by_dtype(tensors):
-        parts = [tensor.detach().reshape(-1).to(tensors[0].device) for tensor in same_dtype]
+        parts = [
+            tensor.detach().reshape(-1).to(tensors[0].device) for tensor in same_dtype
+        ]
         flats.append(torch.cat(parts))
     return flats
 
 
 @torch.no_grad()
-def load_model(flats: Sequence[Tensor], train: Sequence[bool], into: Sequence[Tensor]) -> None:
+def load_model(
+    flats: Sequence[Tensor], train: Sequence[bool], into: Sequence[Tensor]
+) -> None:
     """Load the workers' parameters and buffers into a helper's model.
 
     Args:
         flats: The workers' tensors, packed by :func:`pack_by_dtype`.
         train: Which of the tensors require gradients on the workers.
-        into: The helper's tensors, in the same order. Their ``requires_grad`` is set to ``train``.
+        into: The helper's tensors, in the same order. Their
+            ``requires_grad`` is set to ``train``.
 
     Raises:
         SecondOrderError: If the workers' model has other tensors.

@@ -1,8 +1,8 @@
 """The roles of ranks, as a pure function of the world size and the options.
 
-Workers train. Helpers compute curvature for the workers: "accelerator" ranks compute eigenpairs for
-MRDHO2, and "stats" ranks compute statistics for DistKFAC. Helpers are the last ranks, so that rank
-0, which usually saves and prints, is a worker.
+Workers train. Helpers compute curvature for the workers: "accelerator" ranks compute
+eigenpairs for MRDHO2, and "stats" ranks compute statistics for DistKFAC. Helpers are
+the last ranks, so that rank 0, which usually saves and prints, is a worker.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from typing import Any, Literal, TypeAlias
 
 from second_order.distributed.world import World, translate_backend_errors
 
-__all__ = ["Role", "Roles", "assign_roles", "cycle_batches", "role_option", "sharding_error"]
+__all__ = [
+    "Role",
+    "Roles",
+    "assign_roles",
+    "cycle_batches",
+    "role_option",
+    "sharding_error",
+]
 
 Role: TypeAlias = Literal["worker", "accelerator", "stats"]
 
@@ -29,12 +36,15 @@ class Roles:
 
     @translate_backend_errors()
     def role_world(self, world: World, helper_timeout: float | None = None) -> World:
-        """Return the world of the ranks with this rank's role. Collective over ``world``.
+        """Return the world of the ranks with this rank's role.
+
+        Collective over ``world``.
 
         Args:
             world: All ranks.
-            helper_timeout: Largest number of seconds that helpers wait for each other in a
-                collective. The timeout of ``world`` applies to workers, and to helpers as well.
+            helper_timeout: Largest number of seconds that helpers wait for each
+                other in a collective. The timeout of ``world`` applies to workers,
+                and to helpers as well.
         """
         ranks = self.workers
         timeout = None
@@ -45,7 +55,8 @@ class Roles:
                 if world.timeout is not None:
                     timeout = min(timeout, world.timeout)
         role_world = world.subgroup(ranks, needs_group=True, timeout=timeout)
-        role_world.control_world()  # the first call is a collective, so make the group now
+        # The first call is a collective, so make the group now.
+        role_world.control_world()
         return role_world
 
 
@@ -57,8 +68,8 @@ def assign_roles(
     A single rank trains, whatever ``helpers`` is.
 
     Raises:
-        ValueError: If no rank is left to train, or if DistributedDataParallel (``under_ddp``) would
-            wait for the gradients of helpers.
+        ValueError: If no rank is left to train, or if DistributedDataParallel
+            (``under_ddp``) would wait for the gradients of helpers.
     """
     option = f"{role_option(helper_role)}={helpers}"
     if helpers < 0 or (world_size > 1 and helpers >= world_size):
@@ -93,7 +104,9 @@ def role_option(role: Role) -> str:
 
 
 def cycle_batches(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches over and over. Unlike ``itertools.cycle``, restarts the iterable.
+    """Yield the batches over and over.
+
+    Unlike ``itertools.cycle``, restarts the iterable.
 
     Raises:
         ValueError: If the iterable yields no batch.
@@ -104,4 +117,6 @@ def cycle_batches(batches: Iterable[Any]) -> Iterator[Any]:
             is_empty = False
             yield batch
         if is_empty:
-            raise ValueError("batches is empty, or an iterator that has ended; give a loader")
+            raise ValueError(
+                "batches is empty, or an iterator that has ended; give a loader"
+            )

@@ -1,16 +1,18 @@
 """The ranks that an optimizer works with, their process groups, and the collectives that it uses.
 
-Each method of :class:`World` packs the tensors of all layers into flat buffers, so the number of
-collectives does not grow with the number of layers. Each buffer is sent by one torch collective:
+Each method of :class:`World` packs the tensors of all layers into flat buffers, so the
+number of collectives does not grow with the number of layers. Each buffer is sent by
+one torch collective:
 
     all_reduce           sums and maxima that every rank receives
     all_to_all_single    sums that one rank receives (``World.reduce``), and tensors that a rank
                          sends to others (``World.broadcast``, in which each tensor has an owner)
     broadcast            tensors of the first rank (``World.broadcast_from_first``)
 
-In an all-to-all, a rank sends or receives each of its own tensors P - 1 times. If one of 8 ranks
-owns the whole buffer, that is 7 buffers at one rank. An all-reduce costs each rank about 2 buffers,
-so an uneven buffer is all-reduced instead. On one rank, all methods return immediately.
+In an all-to-all, a rank sends or receives each of its own tensors P - 1 times. If one
+of 8 ranks owns the whole buffer, that is 7 buffers at one rank. An all-reduce costs
+each rank about 2 buffers, so an uneven buffer is all-reduced instead. On one rank, all
+methods return immediately.
 
 Collectives of one group must start in the same order on all of its ranks.
 """
@@ -60,14 +62,15 @@ EXIT_SECONDS = 0.1
 CONTROL = ("control",)  # key of the control group among the shared groups
 
 # All optimizers share their groups, because an NCCL group takes hundreds of megabytes.
-_shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], dist.ProcessGroup]] = (
-    weakref.WeakKeyDictionary()
-)
+_shared: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[Any, ...], dist.ProcessGroup]
+] = weakref.WeakKeyDictionary()
 
 
-# ---------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------- errors
 
-# If a connection fails, gloo and NCCL may raise a plain RuntimeError with one of these words.
+# If a connection fails, gloo and NCCL may raise a plain RuntimeError
+# with one of these words.
 BACKEND_WORDS = ("gloo", "nccl", "pair closure")
 
 
@@ -97,14 +100,15 @@ def translate_backend_errors() -> Iterator[None]:
 def _wait_for_gloo_at_exit() -> None:
     """Let gloo's threads release their tensors before the interpreter exits.
 
-    A gloo thread releases the tensors of a collective after the collective has returned, and it
-    needs the GIL for that. If the interpreter is already finalizing, torch aborts the process with
-    "terminate called without an active exception". FSDP2's collectives use such threads as well.
+    A gloo thread releases the tensors of a collective after the collective has
+    returned, and it needs the GIL for that. If the interpreter is already finalizing,
+    torch aborts the process with "terminate called without an active exception".
+    FSDP2's collectives use such threads as well.
     """
     atexit.register(time.sleep, EXIT_SECONDS)
 
 
-# --------------------------------------------------------------------------------------- buckets
+# ------------------------------------------------------------------------------ buckets
 
 
 class OwnedTensor(NamedTuple):
@@ -115,7 +119,10 @@ class OwnedTensor(NamedTuple):
 
 
 def split_into_buckets(
-    items: Iterable[T], kind: Callable[[T], Hashable], nbytes: Callable[[T], int], max_bytes: int
+    items: Iterable[T],
+    kind: Callable[[T], Hashable],
+    nbytes: Callable[[T], int],
+    max_bytes: int,
 ) -> list[list[T]]:
     """Split items into buckets, in the order of the items.
 
@@ -194,7 +201,10 @@ def _owned_buckets(
         ValueError: If there is not one owner for each tensor.
     """
     return split_into_buckets(
-        [OwnedTensor(tensor, owner) for tensor, owner in zip(tensors, owners, strict=True)],
+        [
+            OwnedTensor(tensor, owner)
+            for tensor, owner in zip(tensors, owners, strict=True)
+        ],
         kind=lambda owned: (owned.tensor.dtype, owned.tensor.device),
         nbytes=lambda owned: owned.tensor.nbytes,
         max_bytes=BUCKET_BYTES,
@@ -223,15 +233,15 @@ class PendingReduction:
             finish()
 
 
-# --------------------------------------------------------------------------------------- the ranks
+# ---------------------------------------------------------------------------- the ranks
 
 
 class World:
     """The ranks of a process group, or this process alone.
 
     Args:
-        group: The process group; None for the default group, or for this process if no group is
-            initialized.
+        group: The process group; None for the default group, or for this process if no
+            group is initialized.
         alone: Whether to ignore process groups, so that this process is the only rank.
 
     Attributes:
@@ -244,14 +254,17 @@ class World:
         ValueError: If this process is not a member of ``group``.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, alone: bool = False
+    ) -> None:
         self.group: dist.ProcessGroup | None = None
         # Without a process group, this process is alone.
         self.rank = 0
         self.size = 1
         if alone or not dist.is_available():
             return
-        # torch gives a placeholder to ranks outside of a group. It raises ValueError below.
+        # torch gives a placeholder to ranks outside of a group. It
+        # raises ValueError below.
         is_outside = cast(Any, group) is dist.GroupMember.NON_GROUP_MEMBER
         if not (group is None or is_outside or isinstance(group, dist.ProcessGroup)):
             raise TypeError(
@@ -301,50 +314,63 @@ class World:
         """Name of the backend, or "none" without a process group."""
         return "none" if self.group is None else str(dist.get_backend(self.group))
 
-    # ---------------------------------------------------------------------------------- groups
+    # --------------------------------------------------------------------------- groups
 
     @property
     def timeout(self) -> timedelta | None:
         """The timeout of the group's collectives, or None if it is unknown."""
-        config = str(dist.get_backend_config(self.group))  # such as "cpu:gloo,cuda:nccl"
+        # Such as "cpu:gloo,cuda:nccl".
+        config = str(dist.get_backend_config(self.group))
         devices = [torch.device(part.partition(":")[0]) for part in config.split(",")]
-        # torch has no public function for the timeout. The backend of each device stores its own.
+        # torch has no public function for the timeout. The backend of each
+        # device stores its own.
         group: Any = self.group
         with contextlib.suppress(AttributeError, RuntimeError):
             timeouts: list[timedelta]
-            timeouts = [group._get_backend(device).options._timeout for device in devices]
+            timeouts = [
+                group._get_backend(device).options._timeout for device in devices
+            ]
             return min(timeouts)
         return None
 
     @translate_backend_errors()
     def equalize_group_counts(self) -> None:
-        """Make unused groups until every rank is in the same number of groups. Collective.
+        """Make unused groups until every rank is in the same number of groups.
 
-        With ``use_local_synchronization``, only the members of a new group call ``new_group``.
-        torch then derives the group's name from the number of groups that the rank is in. If you
-        have made a group of ranks 0 and 1, these have two groups and rank 2 has one. In a new
-        group of all three, ranks 0 and 2 would wait for groups of different names until the
-        timeout.
+        Collective.
+
+        With ``use_local_synchronization``, only the members of a new group call
+        ``new_group``. torch then derives the group's name from the number of groups
+        that the rank is in. If you have made a group of ranks 0 and 1, these have two
+        groups and rank 2 has one. In a new group of all three, ranks 0 and 2 would wait
+        for groups of different names until the timeout.
         """
         local_count = len(dist.distributed_c10d._world.pg_names)
         counts = self.all_gather_object(local_count)
         for _ in range(max(counts) - local_count):
-            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+            dist.new_group(
+                [dist.get_rank()], backend="gloo", use_local_synchronization=True
+            )
 
     @translate_backend_errors()
     def subgroup(
-        self, ranks: Sequence[int], *, needs_group: bool = False, timeout: timedelta | None = None
+        self,
+        ranks: Sequence[int],
+        *,
+        needs_group: bool = False,
+        timeout: timedelta | None = None,
     ) -> World:
         """Return the world of some of these ranks. All of its members must call this.
 
-        Members of several subgroups must make these calls in the same order. Groups are made once
-        and reused. If the subgroup has all ranks, this world itself is returned.
+        Members of several subgroups must make these calls in the same order.
+        Groups are made once and reused. If the subgroup has all ranks, this
+        world itself is returned.
 
         Args:
             ranks: The ranks of the subgroup, as this world numbers them.
             needs_group: Whether a single rank gets a process group as well.
-            timeout: Timeout of the collectives of a new group, if not that of this world. It does
-                not apply if this world itself is returned.
+            timeout: Timeout of the collectives of a new group, if not that of this
+                world. It does not apply if this world itself is returned.
         """
         if self.group is None:
             return self
@@ -363,9 +389,9 @@ class World:
     def control_world(self) -> World:
         """Return the same ranks in the control group, a separate gloo group for small messages.
 
-        Messages in it do not synchronize with the device, and are not queued behind the collectives
-        of this group. All control messages share the one control group. The first call is a
-        collective. With torch's fake backend, this process is alone.
+        Messages in it do not synchronize with the device, and are not queued behind the
+        collectives of this group. All control messages share the one control group. The
+        first call is a collective. With torch's fake backend, this process is alone.
         """
         if self.group is None:
             return self
@@ -382,15 +408,16 @@ class World:
     def with_new_group(self) -> World:
         """Return the same ranks in a new group.
 
-        Its collectives may start between those of this group in any order, for example while
-        backward runs.
+        Its collectives may start between those of this group in any order, for example
+        while backward runs.
         """
         return self if self.group is None else World(self._new_group(self.global_ranks))
 
     def on_cpu(self) -> World:
         """Return the same ranks in a group that sends CPU tensors.
 
-        This is the control group if this group cannot send them, and this group otherwise.
+        This is the control group if this group cannot send them,
+        and this group otherwise.
         """
         return self.control_world() if self.backend == "nccl" else self
 
@@ -419,7 +446,7 @@ class World:
         )
         return cast(dist.ProcessGroup, group)
 
-    # ------------------------------------------------------------------------------ collectives
+    # ---------------------------------------------------------------------- collectives
 
     @translate_backend_errors()
     def all_reduce(
@@ -431,7 +458,8 @@ class World:
         """Start to all-reduce tensors in place, in buckets.
 
         Args:
-            tensors: The tensors. Every rank passes the same shapes and dtypes in the same order.
+            tensors: The tensors. Every rank passes the same shapes and
+                dtypes in the same order.
             op: The reduction; the sum by default.
             dtype: The communication dtype, if it is not that of the tensors.
         """
@@ -458,13 +486,14 @@ class World:
     ) -> PendingReduction:
         """Start to sum tensors over the ranks in place, each on its owner only.
 
-        This sends half as much as an all-reduce. Owners add in the order of ranks, except in
-        buckets that are all-reduced.
+        This sends half as much as an all-reduce. Owners add in the order of ranks,
+        except in buckets that are all-reduced.
 
         Args:
-            tensors: The tensors. Every rank passes the same shapes and dtypes in the same order.
-            owners: For each tensor the rank that receives the sum, or None if every rank does.
-                Tensors with other owners keep their values.
+            tensors: The tensors. Every rank passes the same shapes and
+                dtypes in the same order.
+            owners: For each tensor the rank that receives the sum, or None if every
+                rank does. Tensors with other owners keep their values.
             dtype: The communication dtype, if it is not that of the tensors.
 
         Raises:
@@ -480,7 +509,8 @@ class World:
         self, bucket: Sequence[OwnedTensor], dtype: torch.dtype | None
     ) -> PendingCollective:
         """Start to sum a bucket, by the collective that sends less."""
-        parts: list[list[Tensor]] = [[] for _ in range(self.size)]  # what each rank receives
+        # What each rank receives.
+        parts: list[list[Tensor]] = [[] for _ in range(self.size)]
         for tensor, owner in bucket:
             if owner is None:
                 for part in parts:
@@ -497,8 +527,8 @@ class World:
         self, bucket: Sequence[OwnedTensor], dtype: torch.dtype | None
     ) -> PendingCollective:
         """Start to all-reduce a bucket, and copy this rank's own sums out of it at the end."""
-        # Addends are rounded to the communication dtype, as in an all-to-all, and added in float32
-        # at least.
+        # Addends are rounded to the communication dtype, as in an all-to-all, and added
+        # in float32 at least.
         staged = self._stage(flatten([tensor for tensor, _ in bucket]), dtype)
         whole = staged.to(accumulation_dtype(staged.dtype))
 
@@ -511,7 +541,10 @@ class World:
         return PendingCollective(self._all_reduce(whole), copy_own_sums)
 
     def _reduce_by_all_to_all(
-        self, parts: Sequence[Sequence[Tensor]], sizes: list[int], dtype: torch.dtype | None
+        self,
+        parts: Sequence[Sequence[Tensor]],
+        sizes: list[int],
+        dtype: torch.dtype | None,
     ) -> PendingCollective:
         """Start to send each rank the addends of its sums, and add the received ones at the end.
 
@@ -520,7 +553,9 @@ class World:
             sizes: The number of elements of each part.
             dtype: The communication dtype, if it is not that of the tensors.
         """
-        flat = self._stage(flatten([tensor for part in parts for tensor in part]), dtype)
+        flat = self._stage(
+            flatten([tensor for part in parts for tensor in part]), dtype
+        )
         own_size = sizes[self.rank]
         addends = flat.new_empty(self.size, own_size)
         work = self._all_to_all(
@@ -545,8 +580,10 @@ class World:
         """Broadcast each tensor from its owner to every rank, in place, in buckets.
 
         Args:
-            tensors: The tensors. Every rank passes the same shapes and dtypes in the same order.
-            owners: The rank that sends each tensor. Unlike ``dist.broadcast``, one call has many.
+            tensors: The tensors. Every rank passes the same shapes and
+                dtypes in the same order.
+            owners: The rank that sends each tensor. Unlike
+                ``dist.broadcast``, one call has many.
             dtype: The communication dtype, if it is not that of the tensors.
 
         Raises:
@@ -572,7 +609,8 @@ class World:
     ) -> Sequence[Tensor]:
         """All-gather flat tensors of different lengths; ``sizes`` are their lengths by rank.
 
-        The entry of this rank itself is undefined. ``dist.all_gather`` would need equal lengths.
+        The entry of this rank itself is undefined. ``dist.all_gather``
+        would need equal lengths.
         """
         total = sum(sizes)
         if total == 0:
@@ -584,8 +622,8 @@ class World:
             received_sizes[self.rank] = 0
             return self.all_to_all(parts, received_sizes, dtype)
 
-        # A sum of which all but one addend are zero. The zeros are negative, because -0.0 + x is
-        # bit for bit x, whereas 0.0 + -0.0 is 0.0.
+        # A sum of which all but one addend are zero. The zeros are negative, because
+        # -0.0 + x is bit for bit x, whereas 0.0 + -0.0 is 0.0.
         staged = self._stage(own, dtype)
         whole = staged.new_full((total,), -0.0)
         whole.split(list(sizes))[self.rank].copy_(staged)
@@ -604,7 +642,10 @@ class World:
 
     @translate_backend_errors()
     def all_to_all(
-        self, parts: Sequence[Tensor], sizes: Iterable[int], dtype: torch.dtype | None = None
+        self,
+        parts: Sequence[Tensor],
+        sizes: Iterable[int],
+        dtype: torch.dtype | None = None,
     ) -> list[Tensor]:
         """Send a flat tensor to each rank, and receive one from each.
 
@@ -634,8 +675,8 @@ class World:
     def _is_uneven(self, sizes: Sequence[int], total: int) -> bool:
         """Whether an all-to-all would make a rank send or receive over twice the whole buffer.
 
-        Twice the buffer is about what each rank sends in an all-reduce. For 8 ranks, a buffer is
-        uneven if one rank owns more than a quarter of it.
+        Twice the buffer is about what each rank sends in an all-reduce. For 8 ranks, a
+        buffer is uneven if one rank owns more than a quarter of it.
         """
         return self.size * max(sizes) > 2 * total
 
@@ -644,7 +685,11 @@ class World:
         return dist.all_reduce(flat, op, group=self.group, async_op=True)
 
     def _all_to_all(
-        self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int]
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_sizes: list[int],
+        sent_sizes: list[int],
     ) -> Any:
         """Start to exchange segments of a flat tensor with every rank."""
         return dist.all_to_all_single(
@@ -654,8 +699,9 @@ class World:
     def _stage(self, flat: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Move a buffer to a device and dtype that the backend can send.
 
-        gloo sends from the CPU, and adds in the dtype that it sends. Half-precision tensors are
-        therefore sent as float32, unless the caller has chosen a narrow dtype.
+        gloo sends from the CPU, and adds in the dtype that it sends.
+        Half-precision tensors are therefore sent as float32, unless the caller has
+        chosen a narrow dtype.
         """
         if dtype is None:
             dtype = flat.dtype
@@ -665,7 +711,7 @@ class World:
             return flat.to("cpu", dtype)
         return flat.to(dtype)
 
-    # -------------------------------------------------------------------------------- agreement
+    # ------------------------------------------------------------------------ agreement
 
     def all_agree(self, vote: bool, device: torch.device) -> bool:
         """Return whether ``vote`` is True on all ranks. Collective."""
@@ -675,7 +721,10 @@ class World:
 
     @translate_backend_errors()
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Gather a small object from every rank by pickling it. Returns the objects by rank."""
+        """Gather a small object from every rank by pickling it.
+
+        Returns the objects by rank.
+        """
         values: list[Any] = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value, group=self.group)
@@ -684,7 +733,8 @@ class World:
     def all_equal(self, word: int) -> bool:
         """Return whether all ranks have the same 64-bit integer, by an all-reduce of 16 bytes.
 
-        Call this on a world that sends CPU tensors: ``on_cpu()`` or ``control_world()``.
+        Call this on a world that sends CPU tensors: ``on_cpu()`` or
+        ``control_world()``.
         """
         if self.size == 1:
             return True
@@ -710,7 +760,9 @@ def send_tensors(
     device: torch.device,
     communication_dtype: torch.dtype | None = None,
 ) -> dict[Key, Parts]:
-    """Send tuples of tensors from their sources to their destinations, in buckets. Collective.
+    """Send tuples of tensors from their sources to their destinations, in buckets.
+
+    Collective.
 
     Every rank receives every message, and drops the items that are not for it.
 
@@ -718,8 +770,8 @@ def send_tensors(
         world: The ranks.
         shapes: The shapes of each item's tensors, the same on every rank.
         routes: The source and the destinations of each item, the same on every rank.
-        local: The items of this rank. If a source lacks an item, it sends zeros, because the other
-            ranks wait for a message all the same.
+        local: The items of this rank. If a source lacks an item, it sends zeros,
+            because the other ranks wait for a message all the same.
         dtype: Dtype of the tensors that arrive.
         device: Device of the tensors that arrive.
         communication_dtype: The dtype in messages, if it is not ``dtype``.
@@ -738,7 +790,9 @@ def send_tensors(
         """Return what this rank sends, or the memory for what it receives."""
         if routes[key].source == world.rank and key in local:
             return tuple(part.to(dtype) for part in local[key])
-        return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes[key])
+        return tuple(
+            torch.zeros(shape, dtype=dtype, device=device) for shape in shapes[key]
+        )
 
     # Broadcast bucket by bucket, to bound the memory of the messages.
     for bucket in split_into_buckets(

@@ -35,9 +35,9 @@ def to_bergson(
         curvature = second_order.measure(model, loader, factors="ekfac")
         to_bergson(curvature, "hessian", prefix="model.", documents=num_sequences)
 
-    Bergson names modules below ``model.base_model``, and its loss is a sum over the tokens of a
-    document. With R rows, N loss terms and D documents, the files are, each in a folder of its own
-    as ``shard_0.safetensors``:
+    Bergson names modules below ``model.base_model``, and its loss is a sum over the
+    tokens of a document. With R rows, N loss terms and D documents, the files are, each
+    in a folder of its own as ``shard_0.safetensors``:
 
         activation_sharded, gradient_sharded              Σ x xᵀ and Σ d dᵀ
         eigen_activation_sharded, eigen_gradient_sharded  the eigenvectors of both
@@ -46,25 +46,25 @@ def to_bergson(
                                                           documents
         eigenvalue_correction_sharded                     Λ N / D, if there is Λ
 
-    ``total_processed.pt`` contains R. Bergson leaves the last token of each sequence out of A. To
-    do so in :func:`second_order.measure`, use ``mask=``. If ranks own different layers, it is a
-    collective.
+    ``total_processed.pt`` contains R. Bergson leaves the last token of each sequence
+    out of A. To do so in :func:`second_order.measure`, use ``mask=``. If ranks own
+    different layers, it is a collective.
 
     Args:
         curvature: The curvature, with G.
         folder: The folder of the Hessian. Existing files are replaced.
-        prefix: Prefix of the layers to write, which is removed from their names: "model." for a
-            causal Llama.
+        prefix: Prefix of the layers to write, which is removed from their names:
+            "model." for a causal Llama.
         include_bias: As Bergson's option. False drops the column of a bias from A.
-        documents: D, the number of examples of the batches. None means N, one loss term per
-            document.
+        documents: D, the number of examples of the batches. None means N, one
+            loss term per document.
 
     Returns:
         The reason for each layer that was skipped, by name.
 
     Raises:
-        ValueError: If there is no G or no layer to write, or if the bias of a layer with corrected
-            eigenvalues would be dropped.
+        ValueError: If there is no G or no layer to write, or if the bias of a layer
+            with corrected eigenvalues would be dropped.
     """
     skipped: dict[str, str] = {}
     files: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)

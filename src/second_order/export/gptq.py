@@ -8,31 +8,39 @@ import torch
 from torch import Tensor
 
 from second_order.checkpoint.files import save_tensors
-from second_order.export.layers import drop_bias, exported_layers, is_writer, read_counts
+from second_order.export.layers import (
+    drop_bias,
+    exported_layers,
+    is_writer,
+    read_counts,
+)
 from second_order.kronecker.layers import CONVOLUTIONS
 from second_order.kronecker.model_curvature import KroneckerCurvature
 
 __all__ = ["to_gptq"]
 
 
-def to_gptq(curvature: KroneckerCurvature, folder: str | Path | None = None) -> dict[str, Tensor]:
+def to_gptq(
+    curvature: KroneckerCurvature, folder: str | Path | None = None
+) -> dict[str, Tensor]:
     """Return GPTQ's Hessian H = 2/R Σ x xᵀ = 2 A of each module, ``(in, in)`` on the CPU.
 
         curvature = second_order.measure(model, loader, factors="inputs")
         H = to_gptq(curvature)["model.layers.0.mlp.down_proj"]
 
-    H is that of the weight, so the column of a bias is dropped. For a grouped convolution it is the
-    mean over groups, as GPTQModel computes it. For fused experts it has the shape
-    ``(experts, in, in)``. H has no damping, because GPTQ adds its percentage of the mean diagonal.
-    GPTQModel divides by the number of rows R. AutoGPTQ and llm-compressor divide by the number of
-    sequences: their H is larger by the mean length of a sequence and quantizes to the same weights.
+    H is that of the weight, so the column of a bias is dropped. For a grouped
+    convolution it is the mean over groups, as GPTQModel computes it. For fused experts
+    it has the shape ``(experts, in, in)``. H has no damping, because GPTQ adds its
+    percentage of the mean diagonal. GPTQModel divides by the number of rows R. AutoGPTQ
+    and llm-compressor divide by the number of sequences: their H is larger by the mean
+    length of a sequence and quantizes to the same weights.
 
     If ranks own different layers, it is a collective.
 
     Args:
         curvature: The curvature, with any factors.
-        folder: Where to write ``MODULE.safetensors``, with H as "H" and R as "nsamples"; None to
-            write no files.
+        folder: Where to write ``MODULE.safetensors``, with H as "H" and R as
+            "nsamples"; None to write no files.
 
     Returns:
         H by module name, on every rank.

@@ -1,7 +1,7 @@
 """Export factors for influence functions with kronfluence: https://github.com/pomonam/kronfluence.
 
-kronfluence fits factors to a loss that is a sum over a batch. It stores sums, and the counts to
-divide them by.
+kronfluence fits factors to a loss that is a sum over a batch. It stores sums, and the
+counts to divide them by.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from second_order.checkpoint.files import replacing, save_tensors
-from second_order.export.layers import dense_eigen, exported_layers, is_writer, read_counts
+from second_order.export.layers import (
+    dense_eigen,
+    exported_layers,
+    is_writer,
+    read_counts,
+)
 from second_order.kronecker.layer_curvature import LayerCurvature
 from second_order.kronecker.model_curvature import KroneckerCurvature
 
@@ -30,23 +35,28 @@ def to_kronfluence(
         analyzer = Analyzer("digits", model, task)  # output_dir="influence_results"
         analyzer.compute_pairwise_scores("scores", factors_name="ours", ...)
 
-    The files contain Σ x xᵀ and Σ d dᵀ, with R as the count of both, their eigenvectors, and the
-    eigenvalues of both divided by R. If there are corrected eigenvalues, they also contain
-    Σ_b (Q_Gᵀ ∇_b Q_A)², with the number of documents as its count. kronfluence tracks ``nn.Linear``
-    and ``nn.Conv2d`` by module name, and as here, a bias is the last column of A.
+    The files contain Σ x xᵀ and Σ d dᵀ, with R as the count of both, their
+    eigenvectors, and the eigenvalues of both divided by R. If there are corrected
+    eigenvalues, they also contain Σ_b (Q_Gᵀ ∇_b Q_A)², with the number of documents as
+    its count. kronfluence tracks ``nn.Linear`` and ``nn.Conv2d`` by module name, and as
+    here, a bias is the last column of A.
 
-    ``factor_arguments.json`` says "ekfac" if all layers have corrected eigenvalues, and otherwise
-    "kfac", which ``analyzer.fit_lambda_matrices(..., load_from_factors_name=)`` completes. If ranks
-    own different layers, it is a collective.
+    ``factor_arguments.json`` says "ekfac" if all layers have corrected
+    eigenvalues, and otherwise "kfac", which
+    ``analyzer.fit_lambda_matrices(..., load_from_factors_name=)`` completes.
+    If ranks own different layers, it is a collective.
 
     Args:
         curvature: The curvature, with G.
-        folder: ``factors_NAME`` in the folder of the analysis. Existing files are replaced.
-        documents: The number of examples of the batches, such as sequences, by which kronfluence
-            divides corrected eigenvalues. None means N, one loss term per document.
+        folder: ``factors_NAME`` in the folder of the analysis.
+            Existing files are replaced.
+        documents: The number of examples of the batches, such as sequences, by
+            which kronfluence divides corrected eigenvalues. None means N, one
+            loss term per document.
 
     Returns:
-        The reason for each layer that was skipped, by name. kronfluence must not track its module.
+        The reason for each layer that was skipped, by name. kronfluence
+        must not track its module.
 
     Raises:
         ValueError: If there is no G, or no layer to write.
@@ -91,5 +101,7 @@ def _layer_tensors(layer: LayerCurvature, documents: int | None) -> dict[str, Te
     }
     if layer.corrected is not None:
         tensors["lambda_matrix"] = layer.corrected * terms
-        tensors["num_lambda_processed"] = torch.tensor([[documents or terms]], device="cpu")
+        tensors["num_lambda_processed"] = torch.tensor(
+            [[documents or terms]], device="cpu"
+        )
     return tensors

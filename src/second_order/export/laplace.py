@@ -30,27 +30,29 @@ def to_laplace(
                      hessian_structure="kron", last_layer_name="head")
         to_laplace(curvature, la, train_loader)
 
-    H is the sum over the loss terms, N F. It is a ``Kron`` with the factors [N G, A] for a weight,
-    or [A, N G] for a weight of shape ``(in, out)``, and [N G] for its bias. As in laplace-torch, A
-    loses the column of the bias, and H the coupling of weight and bias. For norm layers and biases
-    without a weight, H has one block per parameter. Corrected eigenvalues are ignored, because a
-    ``Kron`` has none.
+    H is the sum over the loss terms, N F. It is a ``Kron`` with the factors [N G, A]
+    for a weight, or [A, N G] for a weight of shape ``(in, out)``, and [N G] for its
+    bias. As in laplace-torch, A loses the column of the bias, and H the coupling of
+    weight and bias. For norm layers and biases without a weight, H has one block per
+    parameter. Corrected eigenvalues are ignored, because a ``Kron`` has none.
 
-    The loss must be a negative log-likelihood. For regression it is ½ ‖f - y‖², and laplace-torch
-    handles its σ. The function runs a forward pass over ``train_loader`` for the loss in
-    ``log_marginal_likelihood``.
+    The loss must be a negative log-likelihood. For regression it is ½ ‖f - y‖², and
+    laplace-torch handles its σ. The function runs a forward pass over ``train_loader``
+    for the loss in ``log_marginal_likelihood``.
 
     Args:
-        curvature: The curvature of the same model, with G. It must cover all parameters of
-            ``laplace``.
-        laplace: A ``KronLaplace``, or a ``KronLLLaplace`` with ``last_layer_name``. It is modified.
+        curvature: The curvature of the same model, with G. It must cover all
+            parameters of ``laplace``.
+        laplace: A ``KronLaplace``, or a ``KronLLLaplace`` with
+            ``last_layer_name``. It is modified.
         train_loader: As for ``laplace.fit``.
-        examples: The number of loss terms that H is a sum over. None means N, the measured number.
+        examples: The number of loss terms that H is a sum over. None means
+            N, the measured number.
 
     Raises:
         TypeError: If ``laplace`` is another posterior.
-        ValueError: If there is no G, or if a parameter has no curvature or one without a pair of
-            factors, as in grouped convolutions and doubly factored layers.
+        ValueError: If there is no G, or if a parameter has no curvature or one without
+            a pair of factors, as in grouped convolutions and doubly factored layers.
     """
     # Find the parameters of the posterior.
     package = importlib.import_module("laplace")
@@ -63,7 +65,9 @@ def to_laplace(
     params = laplace.params
     if isinstance(laplace, package.KronLLLaplace):
         if model.last_layer is None:
-            raise ValueError("the last layer is not known; give last_layer_name= to Laplace")
+            raise ValueError(
+                "the last layer is not known; give last_layer_name= to Laplace"
+            )
         params = list(model.last_layer.parameters())
         model = model.model
     name_of = {parameter: name for name, parameter in model.named_parameters()}
@@ -106,7 +110,9 @@ class TrainingLoss(NamedTuple):
     num_outputs: int
 
 
-def _evaluate_loss(laplace: Any, train_loader: Any, device: torch.device) -> TrainingLoss:
+def _evaluate_loss(
+    laplace: Any, train_loader: Any, device: torch.device
+) -> TrainingLoss:
     """Evaluate the loss of a posterior over the training data, as ``laplace.fit`` does."""
     total: Any = 0.0
     with torch.no_grad():
@@ -124,12 +130,16 @@ def _evaluate_loss(laplace: Any, train_loader: Any, device: torch.device) -> Tra
     return TrainingLoss(total, output.shape[-1])
 
 
-def _layer_blocks(layer: LayerCurvature, examples: float | None) -> dict[str, list[Tensor]]:
+def _layer_blocks(
+    layer: LayerCurvature, examples: float | None
+) -> dict[str, list[Tensor]]:
     """Return the diagonal blocks of N F as Kronecker factors, by parameter name."""
     shape = layer.shape
     check_factors(layer, "AG", "laplace-torch")
     if (shape.groups > 1 and not shape.exact) or shape.locations:
-        raise ValueError(f"layer {layer.name!r} has no pair of factors; freeze it for Laplace")
+        raise ValueError(
+            f"layer {layer.name!r} has no pair of factors; freeze it for Laplace"
+        )
     if examples is None:
         examples = layer.examples * layer.updates
     g = layer.G * examples

@@ -4,19 +4,19 @@
                    G = Σ d dᵀ / N over the N loss terms, d the gradient of their sum
                    Λ = Σ_b (Q_Gᵀ ∇_b Q_A)² / N over the examples b of the batches (EK-FAC)
 
-Each of the other packages divides by another count. A always belongs to inputs and G to outputs,
-even if the weight is ``(in, out)``, as in ``transformers.Conv1D``. For a convolution, R counts
-images, A sums over their T locations, and G is a mean over these (Grosse & Martens 2016). Packages
-that count locations would compute an A ⊗ G that is smaller by T, and the same Λ. Modules that share
-a weight get the same factors.
+Each of the other packages divides by another count. A always belongs to inputs and G to
+outputs, even if the weight is ``(in, out)``, as in ``transformers.Conv1D``. For a
+convolution, R counts images, A sums over their T locations, and G is a mean over these
+(Grosse & Martens 2016). Packages that count locations would compute an A ⊗ G that is
+smaller by T, and the same Λ. Modules that share a weight get the same factors.
 
-An exporter skips the layers that its format cannot represent: embeddings, norm layers, biases
-without a weight, and, unless it says otherwise, grouped convolutions and fused experts. It returns
-their names with the reason.
+An exporter skips the layers that its format cannot represent: embeddings, norm layers,
+biases without a weight, and, unless it says otherwise, grouped convolutions and fused
+experts. It returns their names with the reason.
 
-If ranks own different layers, every rank calls the exporter, and the owner of the first layer
-writes. It needs host memory for everything that goes into one file. If every rank has all layers,
-call the exporter on one rank.
+If ranks own different layers, every rank calls the exporter, and the owner of the first
+layer writes. It needs host memory for everything that goes into one file. If every rank
+has all layers, call the exporter on one rank.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def exported_layers(
             skipped[name] = f"it has {shape.groups} groups, with a pair of factors each"
         else:
             check_factors(layer, factors, package)
-            # The copy caches eigendecompositions instead of the layer itself, and is then freed.
+            # The copy caches eigendecompositions instead of the layer
+            # itself, and is then freed.
             yield replace(layer)
     if len(skipped) == len(curvature):
         name, reason = next(iter(skipped.items()), ("none", "there is none"))
@@ -109,7 +110,10 @@ class Counts(NamedTuple):
 
 
 def read_counts(layer: LayerCurvature) -> Counts:
-    """Return the counts of a layer as integers of at least 1. If R is unknown, it is N."""
+    """Return the counts of a layer as integers of at least 1.
+
+    If R is unknown, it is N.
+    """
     terms = layer.examples * layer.updates
     rows = layer.rows or terms
     return Counts(max(1, round(terms)), max(1, round(rows)))
@@ -125,8 +129,8 @@ def dense_eigen(layer: LayerCurvature, factor: str) -> tuple[Tensor, Tensor]:
 def drop_bias(layer: LayerCurvature) -> LayerCurvature:
     """Return the curvature of a layer's weight, without A's row and column of the bias.
 
-    If the layer has a bias, the result has no corrected eigenvalues, because they belong to the
-    eigenbasis with the bias.
+    If the layer has a bias, the result has no corrected eigenvalues, because they
+    belong to the eigenbasis with the bias.
     """
     shape = layer.shape
     weight, size = next(iter(layer.shapes.items()))

@@ -8,10 +8,11 @@
     accelerator  ->  every worker         the losses of all batches without and with the update
     worker 0     ->  every accelerator    step: the number of steps taken
 
-The model is complete, with frozen parameters and buffers, and with a note of what trains. If an
-epoch continues from a checkpoint, c follows the model. Requests are numbered from 0, independently
-of the epochs that checkpoints load. An idle accelerator waits for a message, never in a collective.
-Before a collective, the accelerators agree on whether one of them has failed.
+The model is complete, with frozen parameters and buffers, and with a note of what
+trains. If an epoch continues from a checkpoint, c follows the model. Requests are
+numbered from 0, independently of the epochs that checkpoints load. An idle accelerator
+waits for a message, never in a collective. Before a collective, the accelerators agree
+on whether one of them has failed.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class AcceleratorCurvature(EpochCurvature):
     is_helper = True
     refreshes = False
 
-    def __init__(self, training: Training, options: EpochOptions, closure: Closures | None) -> None:
+    def __init__(
+        self, training: Training, options: EpochOptions, closure: Closures | None
+    ) -> None:
         super().__init__(training, options, closure)
         self.answered = 0
         self._loss_fn: Closures | None = None  # of the last epoch
@@ -88,7 +91,10 @@ class AcceleratorCurvature(EpochCurvature):
         )
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
-        """Answer requests until the workers close. Returns the number of epochs served."""
+        """Answer requests until the workers close.
+
+        Returns the number of epochs served.
+        """
         answered_before = self.answered
         self._answer_requests(
             closure_of_epoch=closures_by_epoch(batches, loss_fn), until=lambda: False
@@ -126,7 +132,10 @@ class AcceleratorCurvature(EpochCurvature):
                 self._answer(message, closure_of_epoch)
 
     def _answer(self, message: Message, closure_of_epoch: ClosureOfEpoch) -> None:
-        """Compute eigenpairs or judge an update. After a failure, shut down and raise."""
+        """Compute eigenpairs or judge an update.
+
+        After a failure, shut down and raise.
+        """
         try:
             if message.note["do"] == "compute":
                 self._compute_pairs(message, closure_of_epoch)
@@ -138,27 +147,35 @@ class AcceleratorCurvature(EpochCurvature):
             raise
 
     def _run_together(self, work: Callable[[], T]) -> T:
-        """Do local work, and raise on all accelerators if it fails on one. Collective."""
+        """Do local work, and raise on all accelerators if it fails on one.
+
+        Collective.
+        """
         error: Exception | None = None
         try:
             result = work()
         except Exception as caught:  # raised below, once the other accelerators know
             error = caught
         try:
-            all_succeeded = self.training.world.all_agree(error is None, self.training.device)
+            all_succeeded = self.training.world.all_agree(
+                error is None, self.training.device
+            )
         except Exception:
             if error is None:
                 raise
         if error is not None:  # the cause, also of a lost contact
             raise error
         if not all_succeeded:
-            raise SecondOrderError("another accelerator has failed; see its log for the error")
+            raise SecondOrderError(
+                "another accelerator has failed; see its log for the error"
+            )
         return result
 
     def _load_model(self, message: Message, *, use_point: bool) -> None:
         """Load the model that worker 0 sent.
 
-        With ``use_point``, then load the parameters that follow the model in the message, if any.
+        With ``use_point``, then load the parameters that follow the model
+        in the message, if any.
         """
         note = message.note
         num_model_tensors = note["model"]
@@ -174,7 +191,9 @@ class AcceleratorCurvature(EpochCurvature):
             for flat in message.tensors[num_model_tensors:]:
                 unflatten_into(flat.to(self.training.device), self.flat_params.params)
 
-    def _compute_pairs(self, message: Message, closure_of_epoch: ClosureOfEpoch) -> None:
+    def _compute_pairs(
+        self, message: Message, closure_of_epoch: ClosureOfEpoch
+    ) -> None:
         """Compute û, V̂ at c, and send them to the workers. Collective."""
         options = self.options
         epoch = message.note["epoch"]
@@ -185,7 +204,9 @@ class AcceleratorCurvature(EpochCurvature):
 
         self._loss_fn = self._run_together(prepare)
         with stage("lanczos"), self.flat_params.hessian(self._loss_fn) as space:
-            pairs = compute_pairs(space, space.random(options.seed + epoch, 1.0), options)
+            pairs = compute_pairs(
+                space, space.random(options.seed + epoch, 1.0), options
+            )
         self._run_together(partial(self._send_pairs, message, pairs))
         self.answered += 1
 
@@ -197,7 +218,8 @@ class AcceleratorCurvature(EpochCurvature):
         for worker in workers:
             worker_vectors = vectors[row_slice(len(vectors), len(workers), worker)]
             link.send(
-                [pairs.values, pairs.bounds, worker_vectors],  # empty if they are not finite
+                # Empty if they are not finite.
+                [pairs.values, pairs.bounds, worker_vectors],
                 worker,
                 request=message.note["request"],
                 finite=not pairs.trouble,
@@ -205,7 +227,10 @@ class AcceleratorCurvature(EpochCurvature):
             )
 
     def _judge_update(self, message: Message) -> None:
-        """Send the losses of the accelerators' batches without and with the update. Collective."""
+        """Send the losses of the accelerators' batches without and with the update.
+
+        Collective.
+        """
         assert self._loss_fn is not None
         (link,) = self.links
         flat_params = self.flat_params
@@ -213,18 +238,24 @@ class AcceleratorCurvature(EpochCurvature):
         losses = []
         for use_point in (False, True):
             with stage("judge"):
-                self._run_together(partial(self._load_model, message, use_point=use_point))
-                loss = mean_loss(self._loss_fn, flat_params.params, world, flat_params.model)
+                self._run_together(
+                    partial(self._load_model, message, use_point=use_point)
+                )
+                loss = mean_loss(
+                    self._loss_fn, flat_params.params, world, flat_params.model
+                )
             losses.append(flat_params.sign * loss)
         for worker in self.roles.workers:
             link.send([], worker, request=message.note["request"], losses=losses)
 
 
-def closures_by_epoch(batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> ClosureOfEpoch:
+def closures_by_epoch(
+    batches: Iterable[Any], loss_fn: Callable[[Any], Any]
+) -> ClosureOfEpoch:
     """Return a function from an epoch to the loss of its batch.
 
-    If ``batches`` has a length, epoch e gets batch e mod length, so that a resumed run sees the
-    batches of a run without interruption. Otherwise it gets the next batch.
+    If ``batches`` has a length, epoch e gets batch e mod length, so that a resumed run
+    sees the batches of a run without interruption. Otherwise it gets the next batch.
 
     Raises:
         ValueError: By the function, if ``batches`` is empty.
@@ -232,7 +263,8 @@ def closures_by_epoch(batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> 
     source = cycle_batches(batches)
     next_epoch = 0
     num_batches = 0
-    with suppress(TypeError):  # len() of a DataLoader raises if its dataset has no length
+    # len() of a DataLoader raises if its dataset has no length.
+    with suppress(TypeError):
         num_batches = len(batches) if isinstance(batches, Sized) else 0
 
     def closure_of_epoch(epoch: int) -> Callable[[], Any]:

@@ -9,9 +9,9 @@
     epoch's last step    w <- w − Σⱼ V̂ⱼ [α |ûⱼ|⁻¹ ∘ (V̂ⱼᵀp) + V̂ⱼᵀ(w − c)], the final update;
                          with "guarded", only if the loss of the accelerators' batches halves
 
-V̂ⱼ, ûⱼ are the eigenpairs at c that worker j received. The first ``warmup_steps`` belong to no
-epoch. The workers agree on whether an update is made, so that their parameters stay equal. A
-checkpoint stores the running epoch's counts on all ranks.
+V̂ⱼ, ûⱼ are the eigenpairs at c that worker j received. The first ``warmup_steps``
+belong to no epoch. The workers agree on whether an update is made, so that their
+parameters stay equal. A checkpoint stores the running epoch's counts on all ranks.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ __all__ = [
     "rejection_reason",
 ]
 
-# With "guarded", the fraction by which the loss of the accelerators' batches must fall. A smaller
-# fall on one batch says little about the loss at the end of training.
+# With "guarded", the fraction by which the loss of the accelerators' batches must fall.
+# A smaller fall on one batch says little about the loss at the end of training.
 MIN_LOSS_FALL = 0.5
 
 MAX_REPORTS = 1000  # number of reports that are kept
@@ -86,7 +86,9 @@ class EpochCurvature(FOSICurvature):
     roles: Roles
     role: Role = "worker"
 
-    def __init__(self, training: Training, options: EpochOptions, closure: Closures | None) -> None:
+    def __init__(
+        self, training: Training, options: EpochOptions, closure: Closures | None
+    ) -> None:
         super().__init__(training, options, closure)
         self.epoch = 0  # the running epoch
         self.epoch_step = 0  # number of its steps so far
@@ -98,7 +100,9 @@ class EpochCurvature(FOSICurvature):
         training = self.training
         options = self.options
         size = training.world.size
-        self.roles = assign_roles(size, options.helper_ranks, "accelerator", training.under_ddp)
+        self.roles = assign_roles(
+            size, options.helper_ranks, "accelerator", training.under_ddp
+        )
         super().begin()
         if not self.refreshes:
             self.links = split_into_roles(training, self.roles, options.helper_timeout)
@@ -163,11 +167,14 @@ class WorkerCurvature(EpochCurvature):
 
     refreshes = False
 
-    def __init__(self, training: Training, options: EpochOptions, closure: Closures | None) -> None:
+    def __init__(
+        self, training: Training, options: EpochOptions, closure: Closures | None
+    ) -> None:
         super().__init__(training, options, closure)
         self.sums: EpochSums | None = None  # None: the epoch has no final update
         self._last_pairs: tuple[Tensor, Tensor] | None = None  # û and residuals
-        self._requested_epoch = -1  # the last epoch whose eigenpairs have been requested
+        # The last epoch whose eigenpairs have been requested.
+        self._requested_epoch = -1
         self._request = -1  # number of the last request
         self._num_steps = 0  # by this object; a checkpoint does not change it
 
@@ -185,7 +192,10 @@ class WorkerCurvature(EpochCurvature):
             self.training.publish()
 
     def close(self) -> None:
-        """Shut down the links to the accelerators. The base trains alone from now on."""
+        """Shut down the links to the accelerators.
+
+        The base trains alone from now on.
+        """
         self._disconnect(self.options.helper_timeout)
 
     def _disconnect(self, timeout: float) -> None:
@@ -193,7 +203,7 @@ class WorkerCurvature(EpochCurvature):
         self.links = ()
         self.sums = None
 
-    # ------------------------------------------------------------------------------------ state
+    # ---------------------------------------------------------------------------- state
 
     def counts(self) -> dict[str, float]:
         """The counts that are saved with each parameter, and whether c and p are saved."""
@@ -205,7 +215,8 @@ class WorkerCurvature(EpochCurvature):
         flat_params = self.flat_params
         sums = self.sums
         if parts and sums is None and is_checkpointing(part=True):
-            # torch.distributed.checkpoint reads into existing tensors, so these must exist.
+            # torch.distributed.checkpoint reads into existing
+            # tensors, so these must exist.
             zeros = torch.zeros(
                 flat_params.size, dtype=flat_params.dtype, device=self.training.device
             )
@@ -226,10 +237,12 @@ class WorkerCurvature(EpochCurvature):
         params = self.flat_params.params
         if same_params(saved, params):
             start = part[EPOCH_START].to(self.training.device, lanczos_dtype(params))
-            gradient_sum = part[GRADIENT_SUM].to(self.training.device, self.flat_params.dtype)
+            gradient_sum = part[GRADIENT_SUM].to(
+                self.training.device, self.flat_params.dtype
+            )
             self.sums = EpochSums(start, gradient_sum.clone())
 
-    # ---------------------------------------------------------------------------------- an epoch
+    # ------------------------------------------------------------------------- an epoch
 
     @property
     def _is_warming_up(self) -> bool:
@@ -249,7 +262,10 @@ class WorkerCurvature(EpochCurvature):
             self.sums.gradient_sum.add_(self.flat_params.read(gradients))
 
     def _begin_epoch(self) -> None:
-        """Request the eigenpairs at c. An epoch that a checkpoint continues has c and p already."""
+        """Request the eigenpairs at c.
+
+        An epoch that a checkpoint continues has c and p already.
+        """
         points = []
         if self.sums is None or self.epoch_step == 0:
             start = flatten_params(self.flat_params.params)
@@ -264,7 +280,8 @@ class WorkerCurvature(EpochCurvature):
         """Number a request, and send it from worker 0 with the model.
 
         Args:
-            points: Parameters, ``(n,)``, to use instead of the model's; empty for the model's.
+            points: Parameters, ``(n,)``, to use instead of the model's;
+                empty for the model's.
             note: What to do.
         """
         self._request += 1
@@ -297,8 +314,12 @@ class WorkerCurvature(EpochCurvature):
         with stage("final_update"), self.flat_params.without_autocast():
             report = self._update_params()
         self.reports.append(report)
-        if "not finite" in report.reason and self.training.is_first_warning("not finite"):
-            self.training.warn(f"epoch {self.epoch} has no final update: {report.reason}")
+        if "not finite" in report.reason and self.training.is_first_warning(
+            "not finite"
+        ):
+            self.training.warn(
+                f"epoch {self.epoch} has no final update: {report.reason}"
+            )
 
         self.sums = None
         self.epoch += 1
@@ -314,14 +335,17 @@ class WorkerCurvature(EpochCurvature):
         flat_params = self.flat_params
 
         # Wait for the eigenpairs at c.
-        answers = collect_answers(training, self.links, self._request, options.helper_timeout)
+        answers = collect_answers(
+            training, self.links, self._request, options.helper_timeout
+        )
         messages = answers.messages
         report = EpochReport(self.epoch, answers.waited, applied=False)
         if not messages:
             return replace(report, reason=LOST_CONTACT)
         if self.sums is None:
             return replace(report, reason=PARAMS_CHANGED)
-        finite = all(message.note["finite"] for message in messages)  # the same on all workers
+        # The same on all workers.
+        finite = all(message.note["finite"] for message in messages)
         products = int(messages[0].note["products"]) if finite else 0
         first_step = training.steps + 1 - options.epoch_steps
         self.count_refresh(first_step, products, failed=not finite)
@@ -332,7 +356,10 @@ class WorkerCurvature(EpochCurvature):
         # Each accelerator has sent some rows of this worker's vectors.
         values, residuals, _ = messages[0].tensors
         self._last_pairs = values, residuals
-        rows = [message.tensors[2].to(training.device, flat_params.dtype) for message in messages]
+        rows = [
+            message.tensors[2].to(training.device, flat_params.dtype)
+            for message in messages
+        ]
         basis = Basis(
             vectors=torch.cat(rows, -1),
             count=len(values),
@@ -389,7 +416,8 @@ def flatten_params(params: Sequence[Tensor]) -> Tensor:
 class Answers(NamedTuple):
     """The accelerators' answers to a request."""
 
-    messages: list[Message]  # one from each accelerator; empty if one is missing on any worker
+    # One from each accelerator; empty if one is missing on any worker.
+    messages: list[Message]
     waited: float  # seconds
 
 
@@ -406,7 +434,8 @@ def collect_answers(
     with stage("wait"):
         for link in links:
             message = link.wait(timer.is_expired)
-            # Drop answers to earlier requests, which were sent before a checkpoint was loaded.
+            # Drop answers to earlier requests, which were sent before a
+            # checkpoint was loaded.
             while message is not None and message.note["request"] < request:
                 message = link.wait(timer.is_expired)
             if message is not None:
@@ -450,7 +479,8 @@ def compute_final_update(
         alphas: α of each parameter group.
 
     Returns:
-        The update, ``(n,)``, which is zero if it would not be finite, and whether it is finite.
+        The update, ``(n,)``, which is zero if it would not be finite,
+        and whether it is finite.
     """
     rates = inverse_eigenvalues[basis.local_slice].to(gradient_sum)
     newton = basis.coefficients(gradient_sum) * rates

@@ -5,8 +5,8 @@
                   a process stores n/P elements of each of the base's state tensors.
     complete      every process averages, and steps, the complete vector
 
-The vector has the parameters group by group, each in the order of ``p.reshape(-1)``. This process's
-rows are copied to a buffer, in which they are contiguous.
+The vector has the parameters group by group, each in the order of ``p.reshape(-1)``.
+This process's rows are copied to a buffer, in which they are contiguous.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from second_order.distributed.fsdp import is_dtensor, local_tensor, reshard, shard_layout
+from second_order.distributed.fsdp import (
+    is_dtensor,
+    local_tensor,
+    reshard,
+    shard_layout,
+)
 from second_order.distributed.world import World
 from second_order.lanczos.closure import Closures
 from second_order.lanczos.hvp import Hessian, RowSpace, ShardedHessian, row_slice
@@ -45,7 +50,8 @@ ELEMENTWISE = (
     torch.optim.Adadelta,
     torch.optim.ASGD,
 )
-"""The bases that update every element separately, so that they can step rows of parameters."""
+"""The bases that update every element separately, so that they can step
+rows of parameters."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +69,8 @@ class ParamPiece:
     def view_of(self, tensor: Tensor) -> Tensor:
         """Return this piece of a tensor of the parameter's shape, as a view.
 
-        The view has the parameter's shape if the piece is complete, and is flat otherwise.
+        The view has the parameter's shape if the piece is complete,
+        and is flat otherwise.
         """
         if self.is_complete:
             return tensor
@@ -86,9 +93,12 @@ class FlatParams:
         params: The parameters that train, group by group, in order.
         size: n, the number of elements of these parameters.
         dtype: The dtype of the eigenvectors and of the buffer.
-        fsdp_sharded: Whether FSDP2 has sharded the parameters. It then averages the gradients.
-        row_sharded: Whether every process has its own rows, by ``layout="row"`` or FSDP2.
-        by_rows: Whether eigenvectors are stored by rows here, and not as complete vectors.
+        fsdp_sharded: Whether FSDP2 has sharded the parameters. It then
+            averages the gradients.
+        row_sharded: Whether every process has its own rows, by
+            ``layout="row"`` or FSDP2.
+        by_rows: Whether eigenvectors are stored by rows here, and
+            not as complete vectors.
         base_steps_rows: Whether the base steps the local rows of complete parameters.
         base_state_in_rows: Whether the base's state has been cut to the local rows.
         pieces: The pieces of all processes, ordered by rank.
@@ -109,7 +119,10 @@ class FlatParams:
             )
 
     def lay_out(self) -> None:
-        """Lay out the vector. The base's state is complete: at the beginning, and after a load."""
+        """Lay out the vector.
+
+        The base's state is complete: at the beginning, and after a load.
+        """
         self.base_state_in_rows = False
         self._buffer: Buffer | None = None
 
@@ -123,7 +136,9 @@ class FlatParams:
 
         world = self._training.world
         self.fsdp_sharded = any(is_dtensor(p) for p in self.params)
-        self.row_sharded = world.size > 1 and (self._options.layout == "row" or self.fsdp_sharded)
+        self.row_sharded = world.size > 1 and (
+            self._options.layout == "row" or self.fsdp_sharded
+        )
         self.by_rows = self.row_sharded or world.size == 1
         self.base_steps_rows = self.row_sharded and not self.fsdp_sharded
 
@@ -137,7 +152,9 @@ class FlatParams:
         stop = 0
         for index in range(len(groups)):
             start = stop
-            stop += sum(piece.size for piece in self.local_pieces if piece.group == index)
+            stop += sum(
+                piece.size for piece in self.local_pieces if piece.group == index
+            )
             self.group_spans.append(slice(start, stop))
 
     def _cut_params(self, groups: Sequence[Sequence[Tensor]]) -> list[ParamPiece]:
@@ -202,7 +219,7 @@ class FlatParams:
                 self._training.base.state[p] = state[p]
         return True
 
-    # ------------------------------------------------------------------------------- numbers
+    # -------------------------------------------------------------------------- numbers
 
     def without_autocast(self) -> AbstractContextManager[Any]:
         """Return a context manager that turns autocast off."""
@@ -225,7 +242,11 @@ class FlatParams:
             sharded = ShardedHessian(loss_fn, self.params, world, self.model)
             return RowSpace(sharded, world, self.dtype, self.sign, self.local_rows)
         hessian = Hessian(
-            loss_fn, self.params, mode=options.hvp, model=self.model, curvature=options.curvature
+            loss_fn,
+            self.params,
+            mode=options.hvp,
+            model=self.model,
+            curvature=options.curvature,
         )
         return RowSpace(hessian, world, self.dtype, self.sign)
 
@@ -238,7 +259,10 @@ class FlatParams:
         return torch.cat(parts, -1) if parts else vectors[..., :0]
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Return complete vectors ``(..., n)`` from all processes' rows. Collective if sharded."""
+        """Return complete vectors ``(..., n)`` from all processes' rows.
+
+        Collective if sharded.
+        """
         if not self.row_sharded:
             return rows
         vectors = rows.new_empty((*rows.shape[:-1], self.size))
@@ -252,7 +276,8 @@ class FlatParams:
         """Copy the local pieces of tensors to a buffer, which the next read overwrites.
 
         Args:
-            tensors: A tensor of the parameter's shape for each local parameter; None for zeros.
+            tensors: A tensor of the parameter's shape for each local
+                parameter; None for zeros.
 
         Returns:
             The buffer, ``(local rows,)``.
@@ -260,7 +285,9 @@ class FlatParams:
         buffer = self._allocated_buffer()
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for piece, view, tensor in zip(self.local_pieces, buffer.views, tensors, strict=True):
+        for piece, view, tensor in zip(
+            self.local_pieces, buffer.views, tensors, strict=True
+        ):
             if tensor is None:
                 view.zero_()
             else:
@@ -271,7 +298,10 @@ class FlatParams:
         return buffer.flat
 
     def write(self, tensors: Sequence[Tensor | None]) -> None:
-        """Copy the buffer of the last read to the local pieces of tensors. None is left out."""
+        """Copy the buffer of the last read to the local pieces of tensors.
+
+        None is left out.
+        """
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         views = self._allocated_buffer().views
@@ -283,7 +313,10 @@ class FlatParams:
             torch._foreach_copy_(targets, sources)
 
     def _allocated_buffer(self) -> Buffer:
-        """Return the buffer. It is allocated at first use, and if the device changes."""
+        """Return the buffer.
+
+        It is allocated at first use, and if the device changes.
+        """
         device = self._training.device
         if self._buffer is None or self._buffer.flat.device != device:
             sizes = [piece.size for piece in self.local_pieces]
@@ -295,14 +328,15 @@ class FlatParams:
             self._buffer = Buffer(flat, views)
         return self._buffer
 
-    # ---------------------------------------------------------------------------------- a step
+    # --------------------------------------------------------------------------- a step
 
     def check_gradients(self) -> None:
         """Make gradients contiguous if parts of them are sent.
 
         Raises:
             TypeError: If a gradient is sparse.
-            ValueError: If the base steps rows, and a parameter that is cut is not contiguous.
+            ValueError: If the base steps rows, and a parameter that is
+                cut is not contiguous.
         """
         for p in self.params:
             gradient = p.grad
@@ -318,7 +352,8 @@ class FlatParams:
 
         if not self.base_steps_rows:
             return
-        # A part of a parameter is a range of its memory only if the parameter is contiguous.
+        # A part of a parameter is a range of its memory only if the
+        # parameter is contiguous.
         for piece in self.pieces:
             if not (piece.is_complete or piece.param.is_contiguous()):
                 raise ValueError(
@@ -350,7 +385,8 @@ class FlatParams:
         if not self.base_state_in_rows:
             self._cut_base_state(local_pieces)
 
-        # Show the base the local pieces, and restore the complete parameters in any case.
+        # Show the base the local pieces, and restore the complete
+        # parameters in any case.
         complete = [(p, p.data, p.grad) for p in self.params]
         try:
             for p, data, gradient in complete:
@@ -370,8 +406,14 @@ class FlatParams:
         for p in list(state):
             if p in local_pieces:
                 for key, value in state[p].items():
-                    if isinstance(value, Tensor) and value.shape == p.shape and key != "step":
-                        state[p][key] = local_pieces[p].view_of(value.contiguous()).clone()
+                    if (
+                        isinstance(value, Tensor)
+                        and value.shape == p.shape
+                        and key != "step"
+                    ):
+                        state[p][key] = (
+                            local_pieces[p].view_of(value.contiguous()).clone()
+                        )
             elif p.requires_grad:  # the state of a frozen parameter stays complete
                 del state[p]
         self.base_state_in_rows = True
@@ -407,14 +449,19 @@ class FlatParams:
 
 
 def _join(values: Sequence[Any], p: Tensor) -> Any:
-    """Join the state tensors of a parameter's pieces. A number is that of the first piece."""
+    """Join the state tensors of a parameter's pieces.
+
+    A number is that of the first piece.
+    """
     if not isinstance(values[0], Tensor) or values[0].dim() == 0:
         return values[0]
     return torch.cat([value.reshape(-1) for value in values]).view(p.shape).to(p.device)
 
 
 def all_gather_on_cpu(world: World, value: Any) -> list[Any]:
-    """Return every rank's value of nested dictionaries and lists of tensors. Collective.
+    """Return every rank's value of nested dictionaries and lists of tensors.
+
+    Collective.
 
     The tensors are sent, and arrive, on the CPU.
     """
@@ -426,7 +473,8 @@ def check_one_vector(training: Training, options: FOSIOptions) -> None:
     """Raise unless the parameters can be one vector with a Hessian, and steps can be corrected.
 
     Raises:
-        TypeError: If the base averages parameters, or FSDP2's sharding is not supported.
+        TypeError: If the base averages parameters, or FSDP2's
+            sharding is not supported.
         ValueError: If the parameters are on several devices, or ``maximize`` differs.
     """
     groups = training.groups
@@ -434,7 +482,8 @@ def check_one_vector(training: Training, options: FOSIOptions) -> None:
     name = training.name
     params = [p for group in groups for p in group["params"]]
 
-    # The vector has one device and one direction, and the base's step is the last change to it.
+    # The vector has one device and one direction, and the base's step is
+    # the last change to it.
     check_one_device(params)
     if len({bool(group.get("maximize")) for group in groups}) > 1:
         raise ValueError(

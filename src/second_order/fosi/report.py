@@ -19,7 +19,8 @@ def curvature_metrics(
 ) -> dict[str, float]:
     """Return numbers to log.
 
-    Numbers that this process does not have are NaN, so that every process has the same names.
+    Numbers that this process does not have are NaN, so that every
+    process has the same names.
 
     Args:
         report: The report of the last refresh.

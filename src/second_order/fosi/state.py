@@ -1,7 +1,7 @@
 """Eigenpairs in checkpoints: complete vectors, in the entries of the first parameter that trains.
 
-A checkpoint stores the eigenpairs instead of computing them again, because their curvature batch is
-gone. Every parameter that trains has the counts.
+A checkpoint stores the eigenpairs instead of computing them again, because their
+curvature batch is gone. Every parameter that trains has the counts.
 """
 
 from __future__ import annotations
@@ -36,15 +36,21 @@ GRADIENT_SUM = "gradient_sum"
 EPOCH_START = "epoch_start"
 
 EPOCH_COUNTS = ("epoch", "epoch_step", "epoch_sums")
-COUNTS = ("refreshed_at", "batch_loss", "base_scale_bound", *THROTTLE_ENTRIES, *EPOCH_COUNTS)
+COUNTS = (
+    "refreshed_at",
+    "batch_loss",
+    "base_scale_bound",
+    *THROTTLE_ENTRIES,
+    *EPOCH_COUNTS,
+)
 
 
 @dataclass(frozen=True)
 class SavedPairs:
     """The eigenpairs of all processes, with momentum and trust region: entries of a checkpoint.
 
-    Without eigenpairs, ``num_largest`` is below 0. torch.distributed.checkpoint needs such entries,
-    because it reads into existing tensors.
+    Without eigenpairs, ``num_largest`` is below 0. torch.distributed.checkpoint needs
+    such entries, because it reads into existing tensors.
     """
 
     eigenvectors: Tensor  # (r, n)
@@ -78,7 +84,8 @@ def gather_pairs(subspace: Subspace, flat_params: FlatParams) -> SavedPairs:
     outside_momentum = subspace.outside_momentum
     momentum = subspace.newton.momentum
     full_step = subspace.newton.full_step
-    # In row layout, each process has a part of every vector; in column layout, whole vectors.
+    # In row layout, each process has a part of every vector; in column
+    # layout, whole vectors.
     if basis.by_rows:
         vectors = flat_params.gather(vectors)
         outside_momentum = flat_params.gather(outside_momentum)
@@ -162,14 +169,18 @@ def check_saved_pairs(saved: Mapping[Tensor, SavedPart]) -> None:
 def _check_counts(part: SavedPart) -> None:
     part.require(["batch_loss", "base_scale_bound"])
     part.whole("refreshed_at", -1, part["steps"])
-    if not isinstance(part["batch_loss"], float):  # it is infinite before the first refresh
+    # It is infinite before the first refresh.
+    if not isinstance(part["batch_loss"], float):
         raise part.wrong("batch_loss", "is no number")
     for key in part.keys() & set(COUNTS) - {"refreshed_at", "batch_loss"}:
         part.number(key, 0.0)
 
 
 def _check_vectors(part: SavedPart, n: int) -> None:
-    """Check the tensors of a part. Vectors span the n elements of all parameters that trained."""
+    """Check the tensors of a part.
+
+    Vectors span the n elements of all parameters that trained.
+    """
     shapes: dict[str, tuple[int, ...]] = {EPOCH_START: (n,), GRADIENT_SUM: (n,)}
     if not part.keys().isdisjoint(PAIRS):
         part.require(PAIRS)

@@ -5,9 +5,10 @@ A :class:`Basis` stores V̂ in one of two layouts, behind the same methods:
     row     V̂_p ∈ R^{n/P × r}: this process's rows. V̂ᵀx is summed over processes (r elements).
     column  V̂^{(p)} ∈ R^{n × r/P}: this process's vectors. V̂c is summed over processes (n elements).
 
-V̂ is finite, because a refresh rejects non-finite eigenvectors. If c = V̂ᵀg is not finite on some
-process, no process takes a Newton step. The Newton step is −α τ |û|⁻¹n, where n is c with momentum.
-The trust region of DHO2 bounds steps that the eigenpairs predict wrongly:
+V̂ is finite, because a refresh rejects non-finite eigenvectors. If c = V̂ᵀg is not
+finite on some process, no process takes a Newton step. The Newton step is −α τ
+|û|⁻¹n, where n is c with momentum. The trust region of DHO2 bounds steps that the
+eigenpairs predict wrongly:
 
     predicted decrease   q = nᵀ|û|⁻¹n, the squared length of a full Newton step, in units of loss
     radius               τ <= Δ / √q, where Δ² is a hundred times the typical q of the taken steps
@@ -15,13 +16,14 @@ The trust region of DHO2 bounds steps that the eigenpairs predict wrongly:
     scale                if α τ κ comes near the limit of stability, τ is cut to half of that limit;
                          otherwise it grows again
 
-c₊ is the c of the next step. κ is the curvature measured along the steps, relative to the curvature
-that the eigenvalues predict. On a quadratic with exact eigenpairs it is at most 1. A step is
-rejected, and the next step reverts it, if κ shows that c has exploded or if the gradient after the
-step is not finite.
+c₊ is the c of the next step. κ is the curvature measured along the steps, relative to
+the curvature that the eigenvalues predict. On a quadratic with exact eigenpairs it is
+at most 1. A step is rejected, and the next step reverts it, if κ shows that c has
+exploded or if the gradient after the step is not finite.
 
-The rule works with single numbers. On the CPU they are Python floats, which are ten times as fast
-as tensors of one element. On a device they are tensors, so the host does not synchronize with it.
+The rule works with single numbers. On the CPU they are Python floats, which are ten
+times as fast as tensors of one element. On a device they are tensors, so the host does
+not synchronize with it.
 """
 
 from __future__ import annotations
@@ -58,19 +60,23 @@ T = TypeVar("T")
 Number: TypeAlias = Any  # a float, or a tensor of one element
 Flag: TypeAlias = Any  # a bool, or a tensor of one
 
-RADIUS = 100.0  # Δ² in typical predicted decreases: a step is at most ten times its typical length
-TYPICAL_DECAY = 0.99  # decay of the running mean of q; with it, Δ doubles in two steps at most
-SUMS_DECAY = 0.8  # decay of the sums of κ, so that one step of triple length outweighs the others
+# Δ² in typical predicted decreases: a step is at most ten times its typical length.
+RADIUS = 100.0
+# Decay of the running mean of q; with it, Δ doubles in two steps at most.
+TYPICAL_DECAY = 0.99
+# Decay of the sums of κ, so that one step of triple length outweighs the others.
+SUMS_DECAY = 0.8
 NEAR_LIMIT = 0.75  # τ is cut above this fraction of the limit of stability
 TARGET = 0.5  # and it is cut to this fraction
 GROWTH = 1.05  # factor on τ at every step below the limit
 EXPLOSION = 100.0  # a step is rejected above this multiple of the limit of stability
-CUT_AFTER_REJECTION = 0.1  # factor on τ: the rule cannot know by how much the step was too long
+# Factor on τ: the rule cannot know by how much the step was too long.
+CUT_AFTER_REJECTION = 0.1
 GROWTH_AT_REFRESH = 2.0  # factor on τ when new eigenpairs arrive
 TINY = 1e-300  # avoids a division by 0, which raises an error in Python
 
 
-# ------------------------------------------------------------------------------- the eigenvectors
+# --------------------------------------------------------------------- the eigenvectors
 
 
 @dataclass(frozen=True)
@@ -80,9 +86,11 @@ class Basis:
     Attributes:
         vectors: This process's part of V̂ᵀ, ``(local vectors, local elements)``.
         count: r, the number of vectors on all processes.
-        by_rows: Whether a process stores some rows of all vectors. False: all rows of some vectors.
+        by_rows: Whether a process stores some rows of all vectors. False:
+            all rows of some vectors.
         world: The processes.
-        group_spans: The slice of the local elements that belongs to each parameter group.
+        group_spans: The slice of the local elements that belongs
+            to each parameter group.
     """
 
     vectors: Tensor
@@ -139,8 +147,8 @@ class Basis:
         """
         squared_norm = torch.linalg.vector_norm(x, dtype=torch.float64).square()
         sums = torch.stack([c.double().square().sum(), squared_norm])
-        # Every process has all coefficients (by rows) or all elements of x, so one of the two sums
-        # is complete before the all-reduce.
+        # Every process has all coefficients (by rows) or all elements of x, so one of
+        # the two sums is complete before the all-reduce.
         complete = 0 if self.by_rows else 1
         sums[complete] /= self.world.size
         self.world.all_reduce([sums]).wait()
@@ -193,7 +201,7 @@ def inverse_magnitudes(values: Tensor, floor: float) -> Tensor:
     return torch.where(torch.isfinite(inverses), inverses, 0.0)
 
 
-# -------------------------------------------------------------------------------- the trust region
+# --------------------------------------------------------------------- the trust region
 
 
 class MomentumRule(NamedTuple):
@@ -219,8 +227,8 @@ def momentum_rule(momentum: float | str, group: Mapping[str, Any]) -> MomentumRu
     """Return the rule of the momentum in the subspace.
 
     Args:
-        momentum: The option ``subspace_momentum``: a number, or "average" or "base" for the
-            momentum of the base.
+        momentum: The option ``subspace_momentum``: a number, or "average" or "base" for
+            the momentum of the base.
         group: The base's parameter group, with the base's momentum.
     """
     if not isinstance(momentum, str):
@@ -239,11 +247,15 @@ def momentum_rule(momentum: float | str, group: Mapping[str, Any]) -> MomentumRu
 
 
 class TrustState(NamedTuple):
-    """What the previous steps say about the quadratic model. Checkpoints store it as one tensor."""
+    """What the previous steps say about the quadratic model.
+
+    Checkpoints store it as one tensor.
+    """
 
     typical_decrease: Number = 0.0  # running mean of q; 0 before the first step
     scale: Number = 1.0  # bound on τ from the curvature along the steps
-    observed: Number = 0.0  # the numerator of α κ; the next step subtracts its part with c₊
+    # The numerator of α κ; the next step subtracts its part with c₊.
+    observed: Number = 0.0
     predicted: Number = 0.0  # the denominator of α κ
     tau: Number = 0.0  # τ of the previous step
     alpha: Number = 0.0  # α of the previous step
@@ -260,7 +272,8 @@ class NewtonStep(NamedTuple):
     """A Newton step, and the state that the next step needs."""
 
     step: Tensor  # (r,) coefficients, to be multiplied by −α; 0 if the step is left out
-    gradient_change: Tensor  # (r,) −V̂ᵀg, to be added to the gradient; 0 if no new step is taken
+    # (r,) −V̂ᵀg, to be added to the gradient; 0 if no new step is taken.
+    gradient_change: Tensor
     momentum: Tensor  # (r,)
     full_step: Tensor  # (r,) |û|⁻¹n of this step, before τ
     trust: Tensor  # the TrustState
@@ -272,10 +285,11 @@ class Proposal(NamedTuple):
     c: Tensor  # (r,) V̂ᵀg
     momentum: Tensor  # (r,) updated with c
     full_step: Tensor  # (r,) |û|⁻¹n
-    products: Tensor  # (3,) the full step times n, the full step times c, the previous one times c
+    # (3,) the full step times n, the full step times c, the previous one times c.
+    products: Tensor
 
 
-# -------------------------------------------------------------------------------- single numbers
+# ----------------------------------------------------------------------- single numbers
 
 
 def to_numbers(tensor: Tensor) -> Sequence[Number]:
@@ -307,9 +321,9 @@ def smaller(a: Number, b: Number) -> Any:
 def compiled_on_devices(function: Callable[..., T]) -> Callable[..., T]:
     """Compile a function of small tensors for calls whose first tensor is not on the CPU.
 
-    The fifty operations of the rule would be fifty kernel launches there (see ``make launches``).
-    If ``torch.compile`` fails, for example because there is no C++ compiler, the function runs
-    uncompiled.
+    The fifty operations of the rule would be fifty kernel launches there (see ``make
+    launches``). If ``torch.compile`` fails, for example because there is no C++
+    compiler, the function runs uncompiled.
     """
     compiled: Callable[..., T] | None = None
 
@@ -321,14 +335,15 @@ def compiled_on_devices(function: Callable[..., T]) -> Callable[..., T]:
             compiled = torch.compile(function)
         try:
             return compiled(*args)
-        except Exception:  # if the function itself is at fault, the next line raises its error
+        # If the function itself is at fault, the next line raises its error.
+        except Exception:
             compiled = function
             return function(*args)
 
     return call
 
 
-# -------------------------------------------------------------------------------------- the rule
+# ----------------------------------------------------------------------------- the rule
 
 
 @compiled_on_devices
@@ -347,13 +362,17 @@ def propose_step(
 
 @compiled_on_devices
 def bound_step(
-    products: Tensor, proposal: Proposal, previous: NewtonStep, alpha: Number, limit: float
+    products: Tensor,
+    proposal: Proposal,
+    previous: NewtonStep,
+    alpha: Number,
+    limit: float,
 ) -> tuple[NewtonStep, Flag]:
     """Return the Newton step in the trust region, and whether it reverts the previous one.
 
     Args:
-        products: The products of the proposal, ``(3,)``, summed over all vectors. They are not
-            finite if V̂ᵀg is not finite on any process.
+        products: The products of the proposal, ``(3,)``, summed over all vectors. They
+            are not finite if V̂ᵀg is not finite on any process.
         proposal: The step to bound.
         previous: The previous step.
         alpha: The largest |α| of the groups.
@@ -364,7 +383,9 @@ def bound_step(
     non_finite = total - total != 0.0  # infinite or NaN
     c, momentum, full_step, _ = proposal
     zeros = torch.zeros_like(full_step)
-    no_step = NewtonStep(zeros, zeros, previous.momentum, previous.full_step, previous.trust)
+    no_step = NewtonStep(
+        zeros, zeros, previous.momentum, previous.full_step, previous.trust
+    )
     if limit == math.inf:
         accepted = NewtonStep(full_step, -c, momentum, full_step, previous.trust)
         return _select_step(non_finite, no_step, accepted), False
@@ -380,7 +401,8 @@ def bound_step(
 
     # Bound τ by that curvature.
     grown = smaller(state.scale * GROWTH, 1.0)
-    scale = select(ratio > NEAR_LIMIT, state.scale * TARGET / larger(ratio, NEAR_LIMIT), grown)
+    cut = state.scale * TARGET / larger(ratio, NEAR_LIMIT)
+    scale = select(ratio > NEAR_LIMIT, cut, grown)
 
     # Bound τ by the radius.
     scaled_decrease = scale * scale * predicted_decrease
@@ -390,7 +412,9 @@ def bound_step(
     decrease = smaller(scaled_decrease, max_decrease)
 
     # Take the step,
-    typical = state.typical_decrease + (1.0 - TYPICAL_DECAY) * (decrease - state.typical_decrease)
+    typical = state.typical_decrease + (1.0 - TYPICAL_DECAY) * (
+        decrease - state.typical_decrease
+    )
     state_after_step = state._replace(
         typical_decrease=select(has_typical, typical, decrease),
         scale=scale,
@@ -411,7 +435,9 @@ def bound_step(
     trust = state_after_rejection.to_tensor(previous.trust)
     way_back = -previous_length / select(alpha > 0.0, alpha, 1.0) * previous.full_step
     reverted = NewtonStep(way_back, zeros, zeros, zeros, trust)
-    newton = _select_step(reject_previous, reverted, _select_step(non_finite, no_step, accepted))
+    newton = _select_step(
+        reject_previous, reverted, _select_step(non_finite, no_step, accepted)
+    )
     return newton, reject_previous
 
 
@@ -424,8 +450,8 @@ def _select_step(condition: Flag, step: NewtonStep, other: NewtonStep) -> Newton
 def trust_after_refresh(trust: Tensor, *, loss_has_risen: bool) -> Tensor:
     """Return the trust state for new eigenpairs: twice the scale that the old ones had at the end.
 
-    If the loss of the curvature batch has risen since the last refresh, the scale stays as it is,
-    because every step predicted that the loss would fall.
+    If the loss of the curvature batch has risen since the last refresh, the scale stays
+    as it is, because every step predicted that the loss would fall.
     """
     state = TrustState(*to_numbers(trust))
     scale = state.scale
@@ -437,16 +463,16 @@ def trust_after_refresh(trust: Tensor, *, loss_has_risen: bool) -> Tensor:
     return new_state.to_tensor(trust)
 
 
-# ------------------------------------------------------------------------------------ the subspace
+# ------------------------------------------------------------------------- the subspace
 
 
 @dataclass
 class Subspace:
     """The eigenpairs of the last refresh, and the momentum of the gradient in their span.
 
-    The momentum of g₁ is a vector in R^n that outlasts refreshes. It is V̂ m + ``outside_decay`` ·
-    ``outside_momentum``, where m is the momentum of :attr:`newton`, and the second part comes from
-    earlier subspaces and is orthogonal to V̂.
+    The momentum of g₁ is a vector in R^n that outlasts refreshes. It is V̂ m +
+    ``outside_decay`` · ``outside_momentum``, where m is the momentum of :attr:`newton`,
+    and the second part comes from earlier subspaces and is orthogonal to V̂.
     """
 
     basis: Basis  # V̂
@@ -463,12 +489,21 @@ class Subspace:
         zeros = torch.zeros_like(self.inverse_eigenvalues)
         trust = TrustState().to_tensor(zeros)
         self.newton = NewtonStep(
-            step=zeros, gradient_change=zeros, momentum=zeros, full_step=zeros, trust=trust
+            step=zeros,
+            gradient_change=zeros,
+            momentum=zeros,
+            full_step=zeros,
+            trust=trust,
         )
         self.outside_momentum = zeros.new_zeros(self.basis.vectors.shape[1])
 
     def take_newton_step(
-        self, c: Tensor, rule: MomentumRule, alphas: Sequence[float | Tensor], *, bounded: bool
+        self,
+        c: Tensor,
+        rule: MomentumRule,
+        alphas: Sequence[float | Tensor],
+        *,
+        bounded: bool,
     ) -> Flag:
         """Make the next Newton step from c, the coefficients of the gradient.
 
@@ -479,15 +514,16 @@ class Subspace:
             bounded: Whether the trust region bounds the step.
 
         Returns:
-            Whether the previous step is rejected, and the new one reverts it. A tensor on a device
-            if the trust region bounds the step, else a bool.
+            Whether the previous step is rejected, and the new one reverts it. A tensor
+            on a device if the trust region bounds the step, else a bool.
         """
         # The trust region bounds the step of the group with the largest α.
         largest_alpha: Any = abs(alphas[0])
         for alpha in alphas[1:]:
             largest_alpha = larger(largest_alpha, abs(alpha))
         if c.device.type != "cpu" and not isinstance(largest_alpha, Tensor):
-            # torch.compile specializes on a Python number, and would compile again for each.
+            # torch.compile specializes on a Python number, and would
+            # compile again for each.
             largest_alpha = c.new_full((), largest_alpha)
 
         proposal = propose_step(c, self.newton, self.inverse_eigenvalues, rule)
@@ -507,7 +543,8 @@ class Subspace:
     def inherit(self, momentum: Tensor | None, trust: Tensor) -> None:
         """Continue with the momentum in R^n and the trust state of the previous subspace.
 
-        The momentum is split into its part in the new span and the rest. None: no momentum.
+        The momentum is split into its part in the new span and the
+        rest. None: no momentum.
         """
         self.newton = self.newton._replace(trust=trust)
         if momentum is not None:
@@ -524,7 +561,10 @@ class Subspace:
         outside_momentum: Tensor,
         outside_decay: float,
     ) -> None:
-        """Load a checkpoint's previous step. Momentum and step are ``(r,)``, of all vectors."""
+        """Load a checkpoint's previous step.
+
+        Momentum and step are ``(r,)``, of all vectors.
+        """
         like = self.inverse_eigenvalues
         local = self.basis.local_slice
         self.newton = self.newton._replace(

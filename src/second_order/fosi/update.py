@@ -8,12 +8,13 @@
     finish_step    d₁ = −α V̂ diag(|û|⁻¹) mom
                    w <- w + d₁ + s (d₂ − V̂V̂ᵀd₂)
 
-mom is the base's momentum, applied to g₁ = V̂c in the coordinates of V̂. The factor on the base's
-step is s = clip(|λ₁| / |λ_k|, 1, lr_scale_clip). d₂ is the change that the base made to the
-parameters. Without eigenpairs, the base steps alone.
+mom is the base's momentum, applied to g₁ = V̂c in the coordinates of V̂. The factor on
+the base's step is s = clip(|λ₁| / |λ_k|, 1, lr_scale_clip). d₂ is the change that the
+base made to the parameters. Without eigenpairs, the base steps alone.
 
-A start from the last eigenvectors needs half as many Hessian-vector products as a random start.
-Accelerators (`accelerator.py`) compute their eigenpairs with the same :func:`compute_pairs`.
+A start from the last eigenvectors needs half as many Hessian-vector products as a
+random start. Accelerators (`accelerator.py`) compute their eigenpairs with the same
+:func:`compute_pairs`.
 """
 
 from __future__ import annotations
@@ -69,22 +70,32 @@ from second_order.utils.checks import (
 )
 from second_order.utils.stages import stage
 
-__all__ = ["FOSICurvature", "RefreshCounts", "compute_pairs", "group_alphas", "max_products"]
+__all__ = [
+    "FOSICurvature",
+    "RefreshCounts",
+    "compute_pairs",
+    "group_alphas",
+    "max_products",
+]
 
-# lr_scale_guard: the bound on s grows at a refresh if the loss of the curvature batch has not risen
-# by more than a tolerated fraction, which may be chance, and shrinks otherwise.
+# lr_scale_guard: the bound on s grows at a refresh if the loss of the curvature
+# batch has not risen by more than a tolerated fraction, which may be chance,
+# and shrinks otherwise.
 GROWTH = 1.5
 SHRINK = 0.5
 TOLERATED_RISE = 0.1
 
-SGD_SCALE_CLIP = 3.0  # FOSI's bound on s. Adaptive optimizers scale their steps, and have 1.
+# FOSI's bound on s. Adaptive optimizers scale their steps, and have 1.
+SGD_SCALE_CLIP = 3.0
 
-# If the largest |û| falls below this fraction of the last one, the refresh is rejected. A softmax
-# may saturate on the curvature batch. The gradients of other batches do not vanish with it, and
-# nothing would bound their Newton steps, which would be a million times as long.
+# If the largest |û| falls below this fraction of the last one, the refresh is
+# rejected. A softmax may saturate on the curvature batch. The gradients of other
+# batches do not vanish with it, and nothing would bound their Newton steps, which
+# would be a million times as long.
 VANISHED = 1e-6
 
-RANDOM_SHARE = 0.1  # length of the random part of a start vector; that of the last pairs has 1
+# Length of the random part of a start vector; that of the last pairs has 1.
+RANDOM_SHARE = 0.1
 WARM_PRODUCTS = 20  # products that a warm start may take for any number of pairs
 
 CLOSURE_REMEDY = (
@@ -122,14 +133,17 @@ class FOSICurvature(Curvature):
         flat_params: The parameters as one vector.
         subspace: The eigenpairs in use; None before the first refresh.
         refresh_counts: The counts of refreshes so far.
-        throttle: The limit on the cost of refreshes, with ``curvature_interval="auto"``.
+        throttle: The limit on the cost of refreshes, with
+            ``curvature_interval="auto"``.
         closed: Whether refreshes are over.
     """
 
     refreshes = True
     """Whether this process computes the eigenpairs that it uses."""
 
-    def __init__(self, training: Training, options: FOSIOptions, closure: Closures | None) -> None:
+    def __init__(
+        self, training: Training, options: FOSIOptions, closure: Closures | None
+    ) -> None:
         super().__init__(training)
         self.options = options
         self.set_closure(closure)
@@ -144,8 +158,10 @@ class FOSICurvature(Curvature):
         self._expected_iterations = 0  # as many as the last refresh took
         self._batch_loss = math.inf  # of the curvature batch at the last refresh
         self._scale_bound = 1.0  # the bound on s from lr_scale_guard
-        self._gradient_share: Tensor | None = None  # at the last refresh; None: not yet computed
-        self._pending: PendingCorrection | None = None  # from precondition() to finish_step()
+        # At the last refresh; None: not yet computed.
+        self._gradient_share: Tensor | None = None
+        # From precondition() to finish_step().
+        self._pending: PendingCorrection | None = None
 
     def set_closure(self, closure: Closures | None) -> None:
         """Set the curvature closure."""
@@ -185,7 +201,7 @@ class FOSICurvature(Curvature):
             return "a step skipped on one process would leave the others waiting"
         return ""
 
-    # ----------------------------------------------------------------------------------- a step
+    # --------------------------------------------------------------------------- a step
 
     def prepare(self) -> None:
         """Adopt newly trainable parameters, and refresh the eigenpairs if they are due."""
@@ -222,16 +238,19 @@ class FOSICurvature(Curvature):
                 self._gradient_share = subspace.basis.fraction_inside(c, gradient)
 
             # Make the Newton step from c with momentum.
-            rule = momentum_rule(self.options.subspace_momentum, self.training.groups[0])
+            rule = momentum_rule(
+                self.options.subspace_momentum, self.training.groups[0]
+            )
             alphas = group_alphas(self.options.newton_scale, self.training)
             reverts_previous = subspace.take_newton_step(
                 c, rule, alphas, bounded=self.options.trust_region
             )
 
-            # Leave g₂ to the base, or nothing if the Newton step reverts the previous one: the
-            # gradient at the end of a rejected step is of no use.
+            # Leave g₂ to the base, or nothing if the Newton step reverts the previous
+            # one: the gradient at the end of a rejected step is of no use.
             subspace.basis.add_combination(gradient, [subspace.newton.gradient_change])
-            if isinstance(reverts_previous, Tensor):  # on a device, where the host does not read it
+            # On a device, where the host does not read it.
+            if isinstance(reverts_previous, Tensor):
                 gradient.masked_fill_(reverts_previous, 0.0)
             elif reverts_previous:
                 gradient.zero_()
@@ -253,10 +272,12 @@ class FOSICurvature(Curvature):
                 # w + d₂, and d₂
                 params = flat_params.local_params
                 values = flat_params.read(params)
-                base_step = torch.sub(values, pending.params_before, out=pending.params_before)
+                base_step = torch.sub(
+                    values, pending.params_before, out=pending.params_before
+                )
 
-                # V̂ᵀd₂. A single non-finite element makes all coefficients non-finite, and would
-                # reach all parameters.
+                # V̂ᵀd₂. A single non-finite element makes all coefficients non-finite,
+                # and would reach all parameters.
                 c = self.subspace.basis.coefficients(base_step)
                 c = torch.nan_to_num(c, nan=0.0, posinf=0.0, neginf=0.0)
 
@@ -273,7 +294,9 @@ class FOSICurvature(Curvature):
             with stage("exchange"):
                 flat_params.broadcast_rows()
         if self.throttle is not None:
-            self.throttle.end_step(refreshed=self.refresh_counts.step == self.training.steps)
+            self.throttle.end_step(
+                refreshed=self.refresh_counts.step == self.training.steps
+            )
 
     def fingerprint_values(self) -> list[tuple[str, Any]]:
         """The values that decide which collectives a step issues, by name."""
@@ -285,7 +308,11 @@ class FOSICurvature(Curvature):
             ("the base's state in parts", self.flat_params.base_state_in_rows),
             ("eigenpairs", self.subspace is not None),
             ("of step", self.refresh_counts.step),
-            *scheduled(self.options, ("curvature_interval", "newton_scale"), self.training.steps),
+            *scheduled(
+                self.options,
+                ("curvature_interval", "newton_scale"),
+                self.training.steps,
+            ),
             ("least interval", least_interval),
         ]
 
@@ -293,12 +320,16 @@ class FOSICurvature(Curvature):
         """Parts of the gradients, and the rank that receives each mean; None: every rank does."""
         return self.flat_params.route(params, gradients)
 
-    # -------------------------------------------------------------------------------- a refresh
+    # ------------------------------------------------------------------------ a refresh
 
     def next_refresh(self) -> int | None:
         """Return the step from which a refresh of the eigenpairs is due; None for no refreshes."""
         may_refresh = self.refreshes and not self.closed
-        if not may_refresh or self.options.num_pairs == 0 or not self.flat_params.params:
+        if (
+            not may_refresh
+            or self.options.num_pairs == 0
+            or not self.flat_params.params
+        ):
             return None
         last_refresh = self.refresh_counts.step
         if last_refresh >= 0:
@@ -317,15 +348,19 @@ class FOSICurvature(Curvature):
             products = max_products(options, self.flat_params.size, warm=False)
             return math.ceil(products / options.overhead)
         interval = value_at(options.curvature_interval, step)
-        check_interval(f"curvature_interval at step {step}: curvature_interval", interval)
+        check_interval(
+            f"curvature_interval at step {step}: curvature_interval", interval
+        )
         return int(interval)
 
     def refresh(self, closure: Closures) -> None:
-        """Replace û and V̂ by eigenpairs of the curvature batch, if they are finite. Collective.
+        """Replace û and V̂ by eigenpairs of the curvature batch, if they are finite.
+
+        Collective.
 
         Raises:
-            CurvatureError: On all processes, if the loss of one process cannot be evaluated or
-                differentiated twice.
+            CurvatureError: On all processes, if the loss of one process cannot be
+                evaluated or differentiated twice.
         """
         training = self.training
         options = self.options
@@ -333,11 +368,15 @@ class FOSICurvature(Curvature):
         with stage("lanczos"):
             with self.flat_params.hessian(closure) as space:
                 # Start from a random vector, and from the sum of the last eigenvectors.
-                start = space.random(options.seed + training.steps, 1 / math.sqrt(space.size))
+                start = space.random(
+                    options.seed + training.steps, 1 / math.sqrt(space.size)
+                )
                 warm = False
                 if last is not None and options.warm_start:
                     warm = True
-                    last_sum = last.basis.sum_of_vectors(space.rows) / math.sqrt(last.basis.count)
+                    last_sum = last.basis.sum_of_vectors(space.rows) / math.sqrt(
+                        last.basis.count
+                    )
                     start = last_sum.add_(start, alpha=RANDOM_SHARE)
 
                 # Run Lanczos.
@@ -351,7 +390,8 @@ class FOSICurvature(Curvature):
             failed = bool(pairs.trouble) or not math.isfinite(loss)
             if last is not None and len(pairs.values):
                 last_largest = last.values.abs().max()
-                failed = failed or bool(pairs.values.abs().max() < VANISHED * last_largest)
+                largest = pairs.values.abs().max()
+                failed = failed or bool(largest < VANISHED * last_largest)
 
             # Use them, or keep the last ones.
             del last  # so that _use_pairs() can free its vectors
@@ -381,16 +421,19 @@ class FOSICurvature(Curvature):
         )
 
     def _use_pairs(self, pairs: Pairs, loss: float) -> bool:
-        """Replace the eigenpairs, and keep the momentum and the trust region. Collective.
+        """Replace the eigenpairs, and keep the momentum and the trust region.
+
+        Collective.
 
         Args:
             pairs: The new eigenpairs.
-            loss: The loss of the batch that they were computed from, at the same parameters. While
-                it does not rise from refresh to refresh, s and the Newton steps may grow.
+            loss: The loss of the batch that they were computed from, at the same
+                parameters. While it does not rise from refresh to refresh, s and the
+                Newton steps may grow.
 
         Returns:
-            Whether the new eigenvectors are finite on all ranks. If not, there are no eigenpairs
-            until the next refresh, because the last ones were freed before.
+            Whether the new eigenvectors are finite on all ranks. If not, there are no
+            eigenpairs until the next refresh, because the last ones were freed before.
         """
         training = self.training
         flat_params = self.flat_params
@@ -398,7 +441,8 @@ class FOSICurvature(Curvature):
         # Has the loss of the curvature batch risen since the last refresh?
         loss_has_risen = False
         if math.isfinite(self._batch_loss):
-            loss_has_risen = loss - self._batch_loss > TOLERATED_RISE * abs(self._batch_loss)
+            rise = loss - self._batch_loss
+            loss_has_risen = rise > TOLERATED_RISE * abs(self._batch_loss)
             factor = SHRINK if loss_has_risen else GROWTH
             self._scale_bound = max(1.0, self._scale_bound * factor)
         self._batch_loss = loss
@@ -416,10 +460,13 @@ class FOSICurvature(Curvature):
             self.subspace = None
             training.publish()
 
-            # Compute the new vectors. Non-finite ones would reach all parameters, even with c = 0.
+            # Compute the new vectors. Non-finite ones would reach all
+            # parameters, even with c = 0.
             vectors = pairs.vectors()
             if not flat_params.by_rows:
-                vectors = exchange_rows_for_vectors(vectors, flat_params.size, training.world)
+                vectors = exchange_rows_for_vectors(
+                    vectors, flat_params.size, training.world
+                )
             total = vectors.sum().reshape(1)
             training.world.all_reduce([total]).wait()
             if not math.isfinite(float(total)):
@@ -427,7 +474,10 @@ class FOSICurvature(Curvature):
 
             # Make the new subspace.
             self.subspace = self._make_subspace(
-                vectors, pairs.values, residuals=pairs.bounds, num_largest=pairs.num_largest
+                vectors,
+                pairs.values,
+                residuals=pairs.bounds,
+                num_largest=pairs.num_largest,
             )
             if trust is not None:
                 self.subspace.inherit(momentum, trust)
@@ -445,7 +495,9 @@ class FOSICurvature(Curvature):
             world=self.training.world,
             group_spans=self.flat_params.group_spans,
         )
-        inverses = inverse_magnitudes(values, self.options.eigenvalue_floor)[basis.local_slice]
+        inverses = inverse_magnitudes(values, self.options.eigenvalue_floor)[
+            basis.local_slice
+        ]
         return Subspace(
             basis=basis,
             values=values,
@@ -459,7 +511,9 @@ class FOSICurvature(Curvature):
         """Return s = clip(|λ₁| / |λ_k|, 1, lr_scale_clip) (FOSI), within the guard's bound."""
         clip = self.options.lr_scale_clip
         if clip is None:
-            clip = SGD_SCALE_CLIP if type(self.training.base) is torch.optim.SGD else 1.0
+            clip = (
+                SGD_SCALE_CLIP if type(self.training.base) is torch.optim.SGD else 1.0
+            )
         self._scale_bound = min(self._scale_bound, clip)
 
         if num_largest == 0 or float(values[num_largest - 1]) == 0.0:
@@ -468,7 +522,7 @@ class FOSICurvature(Curvature):
         upper = self._scale_bound if self.options.lr_scale_guard else clip
         return min(max(ratio, 1.0), upper)
 
-    # ------------------------------------------------------------------------------- changes
+    # -------------------------------------------------------------------------- changes
 
     def adopt_params(self) -> None:
         """Lay out the vector again if other parameters train than at the last step."""
@@ -513,7 +567,7 @@ class FOSICurvature(Curvature):
         self.subspace = None
         self.throttle = None
 
-    # ------------------------------------------------------------------------------------ state
+    # ---------------------------------------------------------------------------- state
 
     def counts(self) -> dict[str, float]:
         """The counts that are saved with each parameter."""
@@ -538,7 +592,8 @@ class FOSICurvature(Curvature):
             if self.training.world.size == 1:
                 pairs = gather_pairs(self.subspace, self.flat_params)
         elif self.options.num_pairs > 0 and is_checkpointing(part=True):
-            # torch.distributed.checkpoint reads into existing tensors, so these must exist.
+            # torch.distributed.checkpoint reads into existing
+            # tensors, so these must exist.
             pairs = empty_pairs(self.options.num_pairs, self.flat_params)
         if parts and pairs is not None:
             first = self.flat_params.params[0]
@@ -552,12 +607,15 @@ class FOSICurvature(Curvature):
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Load the counts, and the eigenpairs if the same parameters trained.
 
-        A checkpoint of the base alone has no counts. The curvature then starts from the beginning.
+        A checkpoint of the base alone has no counts. The curvature then
+        starts from the beginning.
         """
         flat_params = self.flat_params
         flat_params.lay_out()
         counts = counts_of(saved)
-        self.refresh_counts = replace(self.refresh_counts, step=counts.get("refreshed_at", -1))
+        self.refresh_counts = replace(
+            self.refresh_counts, step=counts.get("refreshed_at", -1)
+        )
         self._batch_loss = counts.get("batch_loss", math.inf)
         self._scale_bound = counts.get("base_scale_bound", 1.0)
         if self.throttle is not None:
@@ -602,13 +660,20 @@ class FOSICurvature(Curvature):
     @property
     def remote_state(self) -> str:
         """A name for state that only other processes store; "" if there is none."""
-        pairs_are_distributed = self.training.world.size > 1 and self.subspace is not None
+        pairs_are_distributed = (
+            self.training.world.size > 1 and self.subspace is not None
+        )
         if pairs_are_distributed or self.flat_params.base_state_in_rows:
-            return "what other processes keep of the eigenvectors and of the base's state"
+            return (
+                "what other processes keep of the eigenvectors and of the base's state"
+            )
         return ""
 
     def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
-        """Send the complete state of the base and the eigenpairs to some ranks. Collective."""
+        """Send the complete state of the base and the eigenpairs to some ranks.
+
+        Collective.
+        """
         parts: dict[Tensor, dict[str, Any]] = {}
         for p, base_part in self.flat_params.gather_base_state(ranks).items():
             parts[p] = {BASE: base_part}
@@ -619,7 +684,7 @@ class FOSICurvature(Curvature):
                 parts.setdefault(first, {})[CURVATURE] = pairs.entries(first.device)
         return parts
 
-    # ---------------------------------------------------------------------------------- reports
+    # -------------------------------------------------------------------------- reports
 
     def eigenvalues(self) -> tuple[Tensor, Tensor]:
         """Return û and the residuals of the last refresh."""
@@ -629,7 +694,10 @@ class FOSICurvature(Curvature):
         return self.subspace.values.clone(), self.subspace.residuals.clone()
 
     def report(self) -> CurvatureReport:
-        """Report the last refresh and the cost of all refreshes. Synchronizes with the device."""
+        """Report the last refresh and the cost of all refreshes.
+
+        Synchronizes with the device.
+        """
         values, residuals = self.eigenvalues()
         gradient_share = None
         if self._gradient_share is not None:
@@ -652,7 +720,9 @@ class FOSICurvature(Curvature):
         if self.options.trust_region and self.subspace is not None:
             trust = self.subspace.newton.trust
         interval = self.interval(max(last_step, 0))
-        return curvature_metrics(self.report(), last_step=last_step, interval=interval, trust=trust)
+        return curvature_metrics(
+            self.report(), last_step=last_step, interval=interval, trust=trust
+        )
 
     def summary(self) -> Summary:
         """A table of all parameters: whether eigenvectors span them, and the bytes stored here."""
@@ -671,10 +741,10 @@ class FOSICurvature(Curvature):
 def max_products(options: FOSIOptions, size: int, *, warm: bool) -> int:
     """Return m, the most Hessian-vector products that a refresh takes for n parameters.
 
-    With ``lanczos_iterations``, this is m. Otherwise, a ``warm`` start, from the last eigenvectors,
-    takes fewer: 2 (k + l), and at least WARM_PRODUCTS. Between refreshes the steep directions
-    rotate further than more products would correct. The smallest eigenvalues are close to many
-    others and need all products.
+    With ``lanczos_iterations``, this is m. Otherwise, a ``warm`` start, from the last
+    eigenvectors, takes fewer: 2 (k + l), and at least WARM_PRODUCTS. Between refreshes
+    the steep directions rotate further than more products would correct. The smallest
+    eigenvalues are close to many others and need all products.
     """
     num_pairs = min(options.num_pairs, size)
     if options.lanczos_iterations is not None:
@@ -686,7 +756,12 @@ def max_products(options: FOSIOptions, size: int, *, warm: bool) -> int:
 
 
 def compute_pairs(
-    space: RowSpace, start: Tensor, options: FOSIOptions, *, warm: bool = False, expected: int = 0
+    space: RowSpace,
+    start: Tensor,
+    options: FOSIOptions,
+    *,
+    warm: bool = False,
+    expected: int = 0,
 ) -> Pairs:
     """Compute the k largest and l smallest eigenpairs. Collective.
 
@@ -695,7 +770,8 @@ def compute_pairs(
         start: The rows of the start vector.
         options: The options of DHO2.
         warm: Whether the start vector is made of the last eigenvectors.
-        expected: The number of iterations that will probably be needed; 0 if it is not known.
+        expected: The number of iterations that will probably be
+            needed; 0 if it is not known.
     """
     pairs = extreme_pairs(
         space,
@@ -715,8 +791,8 @@ def group_alphas(option: Schedule, training: Training) -> list[float | Tensor]:
     """Return α of each parameter group at this step, negative if the loss is maximized.
 
     Args:
-        option: ``newton_scale``. A number is α at the group's largest learning rate, and α falls
-            with the learning rate. A callable's value is α.
+        option: ``newton_scale``. A number is α at the group's largest learning rate,
+            and α falls with the learning rate. A callable's value is α.
         training: The context of the optimizer.
     """
     if callable(option):

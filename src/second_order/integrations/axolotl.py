@@ -32,9 +32,9 @@ class SecondOrderArgs(BaseModel):
     """What the plugin adds to axolotl's configuration.
 
     Attributes:
-        second_order: The optimizer's keywords. "optimizer" is its name, KAISA by default; "base"
-            and "aux_base" are names of classes in ``torch.optim``; "lr" is ``learning_rate`` by
-            default. None: axolotl's optimizer.
+        second_order: The optimizer's keywords. "optimizer" is its name, KAISA by
+            default; "base" and "aux_base" are names of classes in ``torch.optim``; "lr"
+            is ``learning_rate`` by default. None: axolotl's optimizer.
     """
 
     second_order: dict[str, Any] | None = None
@@ -54,7 +54,9 @@ class SecondOrderPlugin(BasePlugin):
         options = dict(cfg.second_order)
         name = options.pop("optimizer", "KAISA")
         if name not in SYSTEMS:
-            raise ValueError(f"second_order: optimizer={name!r} is not one of {', '.join(SYSTEMS)}")
+            raise ValueError(
+                f"second_order: optimizer={name!r} is not one of {', '.join(SYSTEMS)}"
+            )
         for key in {"base", "aux_base"} & options.keys():
             options[key] = getattr(torch.optim, options[key])
         # The trainer wraps the model in DistributedDataParallel later.

@@ -15,12 +15,15 @@ __all__ = ["MetricsCallback"]
 class MetricsCallback(TrainerCallback):
     """Logs the optimizer's metrics with the Trainer's, and consolidates its state before a save.
 
-        trainer = Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None))
+        trainer = Trainer(
+            model, arguments, train_dataset=data, optimizers=(optimizer, None)
+        )
         MetricsCallback.add_to(trainer)
 
-    The Trainer calls its callbacks in order, and its own for TensorBoard and other reporters come
-    before ``callbacks=``. :meth:`add_to` puts this one first, so all reporters get the metrics.
-    With ``callbacks=[MetricsCallback()]``, only the history and the printed lines have them.
+    The Trainer calls its callbacks in order, and its own for TensorBoard and other
+    reporters come before ``callbacks=``. :meth:`add_to` puts this one first, so all
+    reporters get the metrics. With ``callbacks=[MetricsCallback()]``, only the history
+    and the printed lines have them.
 
     Args:
         prefix: The start of the metrics' names.
@@ -45,7 +48,11 @@ class MetricsCallback(TrainerCallback):
         if optimizer is None or "loss" not in logs or not state.is_world_process_zero:
             return
         found = optimizer.metrics().items()
-        metrics = {f"{self.prefix}{name}": value for name, value in found if not math.isnan(value)}
+        metrics = {
+            f"{self.prefix}{name}": value
+            for name, value in found
+            if not math.isnan(value)
+        }
         logs.update(metrics)
         state.log_history[-1].update(metrics)
 
@@ -60,7 +67,9 @@ class MetricsCallback(TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Consolidate it after each evaluation if the Trainer saves the best model."""
         optimizer = _unwrapped(kwargs.get("optimizer"))
-        if optimizer is not None and (control.should_save or args.save_strategy == "best"):
+        if optimizer is not None and (
+            control.should_save or args.save_strategy == "best"
+        ):
             optimizer.consolidate(to=self.save_to)
 
 

@@ -3,14 +3,14 @@
 submit    copies the factors of a layer, and queues them for a thread
 collect   returns the results that are finished, and waits for those that are too old
 
-A layer is pending from the step that submits its factors until its inverse is installed. Until
-then it is not submitted again. If it is due at that very step, it is submitted again. A refresh
-waits for a layer that has no inverse yet.
+A layer is pending from the step that submits its factors until its inverse is
+installed. Until then it is not submitted again. If it is due at that very step, it is
+submitted again. A refresh waits for a layer that has no inverse yet.
 
-Decompositions release the interpreter lock. Each thread computes with one core, whatever
-``torch.set_num_threads`` is for the other threads. Threads end with their pool or with the
-interpreter, and first finish the work that they have begun, because Python must not stop a thread
-in C++ code.
+Decompositions release the interpreter lock. Each thread computes with one core,
+whatever ``torch.set_num_threads`` is for the other threads. Threads end with their pool
+or with the interpreter, and first finish the work that they have begun, because Python
+must not stop a thread in C++ code.
 """
 
 from __future__ import annotations
@@ -47,13 +47,15 @@ _STARTING = threading.Lock()
 def _use_one_core() -> None:
     """Let this thread compute with one core.
 
-    ``torch.set_num_threads`` also sets the number of cores for threads that start later. Another
-    thread therefore restores it.
+    ``torch.set_num_threads`` also sets the number of cores for threads that start
+    later. Another thread therefore restores it.
     """
     with _STARTING:
         num_cores = torch.get_num_threads()
         torch.set_num_threads(1)
-        restorer = threading.Thread(target=torch.set_num_threads, args=(num_cores,), daemon=True)
+        restorer = threading.Thread(
+            target=torch.set_num_threads, args=(num_cores,), daemon=True
+        )
         with suppress(RuntimeError):  # the system may refuse more threads
             restorer.start()
             restorer.join()
@@ -107,11 +109,16 @@ def default_num_threads() -> int:
 class ThreadedInverter:
     """Decomposes copies of factors on the threads of a pool.
 
-    ``staleness`` and ``deterministic`` are those of :class:`second_order.kfac.inverter.Inverter`.
+    ``staleness`` and ``deterministic`` are those of
+    :class:`second_order.kfac.inverter.Inverter`.
     """
 
     def __init__(
-        self, training: Training, options: KFACOptions, solver: Solver, own: DistKFACOptions
+        self,
+        training: Training,
+        options: KFACOptions,
+        solver: Solver,
+        own: DistKFACOptions,
     ) -> None:
         device = training.device
         if own.inverse_device == "cuda" and device.type != "cuda":
@@ -138,7 +145,8 @@ class ThreadedInverter:
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Copy the factors of some layers, and queue them for the threads."""
-        # Start with the largest layers, so that all threads finish at about the same time.
+        # Start with the largest layers, so that all threads finish
+        # at about the same time.
         jobs = sorted(jobs, key=lambda job: job.cost, reverse=True)
 
         # Copy all factors with one kernel.
@@ -165,7 +173,8 @@ class ThreadedInverter:
     def _submit_work(self, work: Callable[[], T]) -> Future[T]:
         """Queue work for a thread, which starts it when the device has computed its inputs.
 
-        On CUDA, the work has its own stream, and its results are complete when it returns.
+        On CUDA, the work has its own stream, and its results are
+        complete when it returns.
         """
         stream = self._stream
         if stream is None:
@@ -207,14 +216,15 @@ class ThreadedInverter:
 
     def _result_of(self, block: KroneckerBlock, future: Future[Result]) -> Result:
         """The result of a finished layer. An error on the thread becomes part of it."""
-        # `exception` also returns SystemExit and KeyboardInterrupt, which would otherwise end the
-        # step of this rank alone.
+        # `exception` also returns SystemExit and KeyboardInterrupt, which would
+        # otherwise end the step of this rank alone.
         error = future.exception()
         if error is not None:
             return Result(block, error=describe_error(error))
         result = future.result()
         if self._stream is not None:
-            # The memory belongs to the stream of the threads, and is used by another one.
+            # The memory belongs to the stream of the threads, and
+            # is used by another one.
             for parts in result.parts.values():
                 for part in parts:
                     part.record_stream(torch.cuda.current_stream(part.device))
@@ -233,7 +243,10 @@ class ThreadedInverter:
         self.pool.close()
 
     def post(self, copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
-        """Send copies of tensors from the CPU. On CUDA, a thread waits for them and sends them."""
+        """Send copies of tensors from the CPU.
+
+        On CUDA, a thread waits for them and sends them.
+        """
         if self._stream is None:
             send(copies)
         else:
@@ -259,7 +272,8 @@ def decompose_snapshot(
         added = None if problem.added is None else problem.added.to(device)
         moved = replace(problem, stored=problem.stored.to(device), added=added)
         if device.type == "cuda":
-            # The precision of float32 products on CUDA is a setting of the whole process.
+            # The precision of float32 products on CUDA is a
+            # setting of the whole process.
             moved = replace(moved, dtype=torch.float64)
         problems.append(moved)
     with torch.no_grad():
@@ -270,5 +284,7 @@ def decompose_snapshot(
         job.problems.items(), decompositions, strict=True
     ):
         if decomposition is not None:
-            parts[factor_name] = tuple(part.to(problem.stored.device) for part in decomposition)
+            parts[factor_name] = tuple(
+                part.to(problem.stored.device) for part in decomposition
+            )
     return Result(job.block, parts)

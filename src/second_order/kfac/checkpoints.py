@@ -1,8 +1,8 @@
 """Save the curvature of a K-FAC optimizer, and resume from a checkpoint.
 
-A checkpoint contains the running averages, the inverses, and the numbers that later steps need.
-:mod:`second_order.kfac.state` lists the entries of a layer, and says what shared numbers are. A
-training run resumes in this order:
+A checkpoint contains the running averages, the inverses, and the numbers that later
+steps need. :mod:`second_order.kfac.state` lists the entries of a layer, and says what
+shared numbers are. A training run resumes in this order:
 
     check      raises an error if the entries do not fit the layers, before anything is loaded
     load       loads the running averages and the state of throttle, drift, step scale and clip,
@@ -14,9 +14,9 @@ training run resumes in this order:
     agree      at the first step, requests a refresh of each layer if any rank lacks an entry that
                it needs for this layer
 
-``load`` and ``install`` return a :class:`Resumption`, which the optimizer keeps until ``agree``.
-Until then, ``summary()`` and ``metrics()`` show the loaded state, because ``load`` installs the
-inverses right away.
+``load`` and ``install`` return a :class:`Resumption`, which the optimizer keeps until
+``agree``. Until then, ``summary()`` and ``metrics()`` show the loaded state, because
+``load`` installs the inverses right away.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Checkpoints:
             candidates.append(clip.usual)
         self._shared_parts = [part for part in candidates if part is not None]
 
-    # -------------------------------------------------------------------------------------- saving
+    # --------------------------------------------------------------------------- saving
 
     def state(
         self,
@@ -135,8 +135,8 @@ class Checkpoints:
     ) -> dict[Tensor, dict[str, Any]]:
         """Return the factors that this rank stores, by weight, and the shared numbers.
 
-        These entries are in ``optimizer.state`` all the time. Checkpoints also have those of
-        :meth:`state_to_save`. Tensors are not copied.
+        These entries are in ``optimizer.state`` all the time. Checkpoints also have
+        those of :meth:`state_to_save`. Tensors are not copied.
 
         Args:
             plan: The plans of the layers that train now.
@@ -150,7 +150,8 @@ class Checkpoints:
         shared |= numbers.entries(training.world.size)
 
         # Before the first step, every rank has the same entries, because
-        # set_optimizer_state_dict(full_state_dict=True) fails for 0-d tensors that a rank lacks.
+        # set_optimizer_state_dict(full_state_dict=True) fails for 0-d
+        # tensors that a rank lacks.
         is_first = training.steps == 0
         state: dict[Tensor, dict[str, Any]] = {}
         for block in self._layers.blocks:
@@ -173,15 +174,16 @@ class Checkpoints:
     ) -> dict[Tensor, dict[str, Any]]:
         """Return the entries that only checkpoints have: inverses and the parameters' last step.
 
-        A resumed run needs them until the next refresh. Tensors are not copied. This method waits
-        for the inverses that threads compute.
+        A resumed run needs them until the next refresh. Tensors are not copied. This
+        method waits for the inverses that threads compute.
 
         Args:
             plan: The plans of the layers that train now.
         """
         inverses = self._inverses
         inverses.inverter.finish()
-        # torch.distributed.checkpoint loads into existing tensors, so zeros replace absent ones.
+        # torch.distributed.checkpoint loads into existing tensors, so
+        # zeros replace absent ones.
         fill = is_checkpointing(part=True)
         damping = float(inverses.damping_option)
         if math.isnan(damping):  # there has been no refresh
@@ -219,18 +221,21 @@ class Checkpoints:
             gathered[block.weight] = {"curvature": received}
         return gathered
 
-    # ------------------------------------------------------------------------------------- loading
+    # -------------------------------------------------------------------------- loading
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Raise ValueError if a checkpoint does not fit the layers."""
         check_saved(saved, self._layers.blocks, self._inverses)
 
-    def load(self, saved: Mapping[Tensor, SavedPart], step_plan: StepPlan) -> Resumption:
+    def load(
+        self, saved: Mapping[Tensor, SavedPart], step_plan: StepPlan
+    ) -> Resumption:
         """Load a checkpoint. The caller sets the shared numbers that the result has.
 
         Args:
             saved: The checkpoint.
-            step_plan: The current plan. The layers start without inverses, as after an assignment.
+            step_plan: The current plan. The layers start without inverses,
+                as after an assignment.
         """
         training = self._training
         blocks = self._layers.blocks
@@ -255,7 +260,8 @@ class Checkpoints:
             plan: The plans of the layers that train now.
 
         Returns:
-            The checkpoint, with the layers for which it lacks an entry that this rank needs.
+            The checkpoint, with the layers for which it lacks an
+            entry that this rank needs.
         """
         saved = resumption.saved
         loaded = load_inverses(saved, plan, self._inverses)
@@ -266,18 +272,24 @@ class Checkpoints:
         if self._traces is not None:
             self._traces.load(saved, self._layers.blocks)
 
-        # Several ranks agree at the next step on the inverses to drop. A single rank drops them
-        # now, so that summary() and metrics() do not count inverses that will be refreshed.
+        # Several ranks agree at the next step on the inverses to drop. A single rank
+        # drops them now, so that summary() and metrics() do not count inverses that
+        # will be refreshed.
         if self._training.world.size == 1:
             self._inverses.drop(loaded.missing)
         return replace(resumption, missing=loaded.missing)
 
-    def agree(self, resumption: Resumption, plan: Mapping[KroneckerBlock, LayerPlan]) -> None:
-        """Refresh the layers for which the checkpoint lacks an entry on any rank. Collective.
+    def agree(
+        self, resumption: Resumption, plan: Mapping[KroneckerBlock, LayerPlan]
+    ) -> None:
+        """Refresh the layers for which the checkpoint lacks an entry on any rank.
 
-        If the layers that train have changed since the checkpoint was written, refresh all layers.
-        An uninterrupted run does the same when you freeze or unfreeze layers. If any rank has lost
-        a layer's factor, the layer starts again without statistics.
+        Collective.
+
+        If the layers that train have changed since the checkpoint was written,
+        refresh all layers. An uninterrupted run does the same when you freeze or
+        unfreeze layers. If any rank has lost a layer's factor, the layer starts
+        again without statistics.
 
         Args:
             resumption: The checkpoint.
@@ -319,12 +331,15 @@ class Checkpoints:
         if (missing_anywhere or lost) and self._drift is not None:
             self._drift.invalidate()  # its tick depends on which layers have inverses
 
-    # ---------------------------------------------------------------------- state of other ranks
+    # ------------------------------------------------------------- state of other ranks
 
-    def has_remote_factors(self, latest_plan: Mapping[KroneckerBlock, LayerPlan]) -> bool:
+    def has_remote_factors(
+        self, latest_plan: Mapping[KroneckerBlock, LayerPlan]
+    ) -> bool:
         """Return whether there are factors that only other ranks store.
 
-        Before the first step, this is false, so that Accelerate can read a new optimizer's state.
+        Before the first step, this is false, so that Accelerate can read a new
+        optimizer's state.
 
         Args:
             latest_plan: The plans of all layers that ever trained.
@@ -340,4 +355,6 @@ class Checkpoints:
             plan: The plans of the layers that train now.
         """
         size = self._training.world.size
-        return any(block.solved and len(layer.workers) < size for block, layer in plan.items())
+        return any(
+            block.solved and len(layer.workers) < size for block, layer in plan.items()
+        )

@@ -1,7 +1,7 @@
 """What K-FAC covers, as a warning at construction and as the table of the summary.
 
-A layer is preconditioned, frozen, or without statistics. All other parameters are in the rows of
-``Layers.left_to_base``, which say why only the base optimizer trains them.
+A layer is preconditioned, frozen, or without statistics. All other parameters are in
+the rows of ``Layers.left_to_base``, which say why only the base optimizer trains them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ COVER_MORE = (
 def warn_of_uncovered(training: Training, options: KFACOptions, layers: Layers) -> None:
     """Warn once of each pattern without a match and each module that only the base trains.
 
-    Modules that the user left out, by ``skip_layers`` or ``precondition=False``, are not named.
+    Modules that the user left out, by ``skip_layers`` or
+    ``precondition=False``, are not named.
     """
     for pattern in unmatched_patterns(training.model, options.skip_layers):
         if training.is_first_warning(f"pattern:{pattern}"):
-            training.warn(f"skip_layers: the pattern {pattern!r} matches no module of the model")
+            training.warn(
+                f"skip_layers: the pattern {pattern!r} matches no module of the model"
+            )
     rows = _trained_by_base(training, layers)
     others = [row for row in rows if not row.by_option]
     new = [row for row in others if training.is_first_warning(f"left:{row}")]
@@ -66,9 +69,10 @@ def warn_of_uncovered(training: Training, options: KFACOptions, layers: Layers) 
 def _trained_by_base(training: Training, layers: Layers) -> list[LeftToBase]:
     """Return the rows of modules and parameters that train now, by the base alone.
 
-    The row of a module has the module's name; that of a parameter without a module, such as a
-    position embedding, has the parameter's name. The row "(model)" stands for the parameters of
-    the model itself, and "(no module)" for parameters that are not part of the model.
+    The row of a module has the module's name; that of a parameter without a module,
+    such as a position embedding, has the parameter's name. The row "(model)" stands for
+    the parameters of the model itself, and "(no module)" for parameters that are not
+    part of the model.
     """
     covered = {id(p) for block in layers.blocks for p in block.params}
     uncovered = {id(p) for p in training.trainable_params()} - covered
@@ -99,7 +103,10 @@ def _list_modules(rows: Sequence[LeftToBase]) -> str:
 
 
 def summarize_layers(
-    training: Training, options: KFACOptions, layers: Layers, assignment: Mapping[str, str]
+    training: Training,
+    options: KFACOptions,
+    layers: Layers,
+    assignment: Mapping[str, str],
 ) -> Summary:
     """Return a table of the layers, and of what only the base trains.
 
@@ -137,7 +144,9 @@ def summarize_layers(
     trained_by_base = _trained_by_base(training, layers)
     for left in layers.left_to_base:
         status = "base" if left in trained_by_base else "frozen"
-        rows.append(LayerRow(left.name, left.kind, left.parameters, status, left.reason))
+        rows.append(
+            LayerRow(left.name, left.kind, left.parameters, status, left.reason)
+        )
     return Summary(
         training.summary_title(options.solver),
         rows,

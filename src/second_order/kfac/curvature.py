@@ -9,17 +9,19 @@
     p.grad         <- ν P, on all ranks
     feedback       after a refresh, the intervals, the step scale τ and the floor of γ adapt
 
-∇ is the mean gradient and γ the damping. By default, c is the mean eigenvalue of A ⊗ G + γ, which
-is part of the inverse (``grafting="gradient"``); with ``grafting="none"`` it is 1. By default, a
-layer is due when its inverse has drifted (:mod:`second_order.kfac.schedule`), and statistics are
-due together with inverses. If ``inv_update_steps`` or ``factor_update_steps`` is a number, that
-number decides instead. ν is described in :mod:`second_order.kfac.precondition`.
+∇ is the mean gradient and γ the damping. By default, c is the mean eigenvalue of A ⊗ G
++ γ, which is part of the inverse (``grafting="gradient"``); with ``grafting="none"`` it
+is 1. By default, a layer is due when its inverse has drifted
+(:mod:`second_order.kfac.schedule`), and statistics are due together with inverses. If
+``inv_update_steps`` or ``factor_update_steps`` is a number, that number decides
+instead. ν is described in :mod:`second_order.kfac.precondition`.
 
 At each step, the optimizer calls :meth:`KFAC.prepare`, which assigns layers, and
-:meth:`KFAC.precondition`, which does the rest. :meth:`KFAC.step_base` then runs the base optimizer,
-which uses ``p.grad`` as its gradient, and applies the step scale τ.
+:meth:`KFAC.precondition`, which does the rest. :meth:`KFAC.step_base` then runs the
+base optimizer, which uses ``p.grad`` as its gradient, and applies the step scale τ.
 
-If KAISA averages the gradients, a step with a refresh sends these messages, in this order:
+If KAISA averages the gradients, a step with a refresh sends these
+messages, in this order:
 
     content                         collective            sent by
     values equal on all ranks       all-reduce, maximum   ``consistency.py``
@@ -31,9 +33,10 @@ If KAISA averages the gradients, a step with a refresh sends these messages, in 
     ν P, to the other ranks         all-to-all            ``precondition_gradients``
     slope, curvatures, cosines      all-reduce, sum       ``share_feedback``
 
-With ``grad_worker_fraction=1``, every rank preconditions every layer, so the change and ν P are
-not sent. A step without a refresh only sends the first two messages, the change and ν P. If
-``factor_update_steps`` is a number, sums of A and G are also sent between refreshes.
+With ``grad_worker_fraction=1``, every rank preconditions every layer, so the change
+and ν P are not sent. A step without a refresh only sends the first two messages,
+the change and ν P. If ``factor_update_steps`` is a number, sums of A and G are also
+sent between refreshes.
 
 See :mod:`second_order.kfac.checkpoints` for how a run is saved and resumed.
 """
@@ -98,7 +101,12 @@ from second_order.planning.cost import cheapest_workers
 from second_order.planning.machine import calibrate
 from second_order.reporting.summary import Summary
 from second_order.training.context import Training
-from second_order.training.curvature import NO_AVERAGE, Curvature, PendingAverage, Routed
+from second_order.training.curvature import (
+    NO_AVERAGE,
+    Curvature,
+    PendingAverage,
+    Routed,
+)
 from second_order.utils.checks import AUTO, Scalar, scheduled, value_at
 from second_order.utils.stages import stage
 
@@ -108,11 +116,12 @@ __all__ = ["KFAC", "LayeredCurvature"]
 INVERSION_COST = {"inverse": 4.0, "eigen": 15.0}
 
 
-# During the first steps, statistics are sent in their own dtype. The running average then covers
-# few steps, so the rounding error of one step may exceed a small damping.
+# During the first steps, statistics are sent in their own dtype. The running average
+# then covers few steps, so the rounding error of one step may exceed a small damping.
 FULL_PRECISION_STEPS = 20
 
-# The refresh interval that the cost model assumes if the measured drift will set the intervals.
+# The refresh interval that the cost model assumes if the measured drift
+# will set the intervals.
 ASSUMED_INTERVAL = 10
 
 
@@ -120,8 +129,8 @@ class StatsWorkersInterface(Protocol):
     """The stats workers, as a gradient worker sees them.
 
     Stats workers are helper ranks, which only compute statistics and do not train.
-    ``second_order.kfac.stats_workers.StatsWorkers`` implements this interface. It imports this
-    file, so this file cannot import it.
+    ``second_order.kfac.stats_workers.StatsWorkers`` implements this interface. It
+    imports this file, so this file cannot import it.
     """
 
     @property
@@ -143,7 +152,10 @@ class StatsWorkersInterface(Protocol):
         """Use this rank's own passes until statistics for the new assignment arrive."""
 
     def agree(self, training: Training, /) -> None:
-        """Agree with the other workers on :attr:`own_passes` and lost links. Collective."""
+        """Agree with the other workers on :attr:`own_passes` and lost links.
+
+        Collective.
+        """
 
     def close(self) -> None:
         """Shut down the links."""
@@ -155,7 +167,9 @@ class LayeredCurvature(Curvature):
     They are :class:`KFAC` on ranks that train, and ``StatsWorker`` on stats workers.
     """
 
-    scaler_reason = "the gradients that it has captured are multiplied by the loss scale"
+    scaler_reason = (
+        "the gradients that it has captured are multiplied by the loss scale"
+    )
     saves_by_rank = True
     layers: Layers
     _system: System
@@ -191,9 +205,12 @@ class StepInfo:
 def choose_num_workers(
     training: Training, options: KFACOptions, blocks: Sequence[KroneckerBlock]
 ) -> int:
-    """Return the number of gradient workers per layer that makes steps fastest. Collective.
+    """Return the number of gradient workers per layer that makes steps fastest.
 
-    The cost model predicts the time per step from measurements of this machine and network.
+    Collective.
+
+    The cost model predicts the time per step from measurements of
+    this machine and network.
     """
     world = training.world
     shapes = [block.shape for block in blocks if block.trainable]
@@ -215,11 +232,13 @@ def choose_num_workers(
     return int(world.all_gather_object(workers)[0])
 
 
-def _largest_number_of_terms(sums: Iterable[StatisticsSums], device: torch.device) -> Tensor | None:
+def _largest_number_of_terms(
+    sums: Iterable[StatisticsSums], device: torch.device
+) -> Tensor | None:
     """Return the number of loss terms of the step; None without statistics.
 
-    ``head[0]`` is the number of loss terms that reached a layer. The largest of these numbers is
-    that of the step.
+    ``head[0]`` is the number of loss terms that reached a layer. The largest of these
+    numbers is that of the step.
     """
     numbers = [layer_sums.head[0].to(device) for layer_sums in sums]
     if not numbers:
@@ -253,21 +272,29 @@ class KFAC(LayeredCurvature):
         # Layers, and the ranks that work on them.
         self.layers = Layers(training, options, system.rules, system.conv_approximation)
         self.plan: Mapping[KroneckerBlock, LayerPlan] = {}  # layers that train now
-        self.latest_plan: dict[KroneckerBlock, LayerPlan] = {}  # all layers that ever trained
+        # All layers that ever trained.
+        self.latest_plan: dict[KroneckerBlock, LayerPlan] = {}
         self._step_plan = StepPlan({}, World.alone(), World.alone())
         self._buckets: list[Bucket] = []  # for FSDP2-sharded gradients
-        # The rank that receives the mean of each gradient at this step; None if all ranks do.
+        # The rank that receives the mean of each gradient at this
+        # step; None if all ranks do.
         self._mean_receivers: dict[Tensor, int] | None = None
-        self.num_workers = 0  # gradient workers per layer by the cost model; 0 if it is not used
+        # Gradient workers per layer by the cost model; 0 if it is not used.
+        self.num_workers = 0
 
         # Schedules and inverses.
         self._schedule = Schedule(training, options, self.layers)
-        self.throttle = self._schedule.throttle  # bounds the time of refreshes, by overhead=
-        self.drift = self._schedule.drift  # sets the intervals if inv_update_steps is "auto"
-        self.traces: TraceRefresh | None = None  # THOR's rule: which due layers are refreshed
+        # Bounds the time of refreshes, by overhead=.
+        self.throttle = self._schedule.throttle
+        # Sets the intervals if inv_update_steps is "auto".
+        self.drift = self._schedule.drift
+        # THOR's rule: which due layers are refreshed.
+        self.traces: TraceRefresh | None = None
         rule: SelectionRule | None = None
         if options.trace_rule is not None:
-            self.traces = TraceRefresh(options.trace_rule.upper, options.trace_rule.lower)
+            self.traces = TraceRefresh(
+                options.trace_rule.upper, options.trace_rule.lower
+            )
             rule = self.traces.choose
         self.inverses = Inverses(
             training,
@@ -278,7 +305,8 @@ class KFAC(LayeredCurvature):
             inverter=system.inverter,
         )
         self._averaged_at = 0  # the step of the last update of the running averages
-        # The mean eigenvalue over all layers, at the last refresh. It sets the floor of γ.
+        # The mean eigenvalue over all layers, at the last refresh.
+        # It sets the floor of γ.
         self.mean_curvature = 0.0
 
         # Exchange, clip and step scale.
@@ -297,8 +325,8 @@ class KFAC(LayeredCurvature):
         self._last = StepInfo()
         self._closed = False
 
-        # A checkpoint that was loaded since the last step; and the object that saves and loads the
-        # state above.
+        # A checkpoint that was loaded since the last step; and the object that saves
+        # and loads the state above.
         self._resumption: Resumption | None = None
         self._checkpoints = Checkpoints(
             training=training,
@@ -312,7 +340,7 @@ class KFAC(LayeredCurvature):
 
         self.layers.find()
 
-    # ------------------------------------------------------------------- construction and changes
+    # --------------------------------------------------------- construction and changes
 
     def begin(self) -> None:
         """Assign roles and layers to the ranks, and add hooks to the model. Collective.
@@ -320,12 +348,16 @@ class KFAC(LayeredCurvature):
         Raises:
             ValueError: If the processes or devices do not support the options.
         """
-        self._system.plan([], self.training.world.size)  # raises for an unsupported world size
+        # Raises for an unsupported world size.
+        self._system.plan([], self.training.world.size)
         if self.stats_workers is not None:
             self.stats_workers.begin(self.training)
-        # If gradients are sharded, one rank per layer collects them, so there is nothing to choose.
+        # If gradients are sharded, one rank per layer collects them, so there is
+        # nothing to choose.
         if self._system.auto_workers and not self.layers.sharded:
-            workers = choose_num_workers(self.training, self._options, self.layers.blocks)
+            workers = choose_num_workers(
+                self.training, self._options, self.layers.blocks
+            )
             self._set_num_workers(workers)
         self._start_capture()
 
@@ -352,7 +384,10 @@ class KFAC(LayeredCurvature):
             self._start_capture()
 
     def _start_capture(self) -> None:
-        """Assign the layers to ranks, and capture their statistics from now on. Collective."""
+        """Assign the layers to ranks, and capture their statistics from now on.
+
+        Collective.
+        """
         self.layers.mark_changed()
         if self._pipeline is None:
             self.layers.start_capture()
@@ -367,15 +402,18 @@ class KFAC(LayeredCurvature):
         """Set the number of gradient workers per layer, starting with the next assignment."""
         self.num_workers = workers
         fraction = workers / self.training.world.size
-        self._system = replace(self._system, plan=partial(self._system.plan, fraction=fraction))
+        self._system = replace(
+            self._system, plan=partial(self._system.plan, fraction=fraction)
+        )
         self.layers.mark_changed()
 
-    # ----------------------------------------------------------------------------------- the step
+    # ------------------------------------------------------------------------- the step
 
     def prepare(self) -> None:
         """Reassign layers to ranks if the layers that train have changed. Collective.
 
-        Call this before gradients are averaged, because the averages are sent to the new owners.
+        Call this before gradients are averaged, because the averages are
+        sent to the new owners.
         """
         if self.throttle is not None:
             self.throttle.begin_step()
@@ -391,19 +429,26 @@ class KFAC(LayeredCurvature):
     def precondition(self, pending: PendingAverage) -> None:
         """Replace each layer's ``p.grad`` by ν P. Collective.
 
-        This does all work from the statistics to ``p.grad``, in the order at the top of the file.
-        After a refresh, it also adapts the refresh intervals, the step scale and the floor of γ.
+        This does all work from the statistics to ``p.grad``, in the order at the top of
+        the file. After a refresh, it also adapts the refresh intervals, the step scale
+        and the floor of γ.
 
         Args:
-            pending: The average of the gradients over the ranks, which may still be under way.
+            pending: The average of the gradients over the ranks, which
+                may still be under way.
         """
         step = self.training.steps
         inverses = self.inverses
         due = self._schedule.layers_due(step)
 
-        # Update A and G from this step's batches. Stats workers may also have sent statistics.
+        # Update A and G from this step's batches. Stats workers may
+        # also have sent statistics.
         statistics_due = self._schedule.statistics_due(step, due)
-        if statistics_due or self.stats_workers is not None or self._pipeline is not None:
+        if (
+            statistics_due
+            or self.stats_workers is not None
+            or self._pipeline is not None
+        ):
             with stage("statistics"):
                 self._update_factors(statistics_due, pending)
 
@@ -412,11 +457,12 @@ class KFAC(LayeredCurvature):
         report: Report | None = None
         if due or inverses.requested or inverses.pending:
             with stage("solve"):
-                # This collects tensors. When one is first needed, all are copied to the host.
+                # This collects tensors. When one is first needed, all
+                # are copied to the host.
                 read = DeviceRead()
                 if inverses.reads_once:
-                    # One process, whose gradients are the mean already. Report before the refresh,
-                    # so that one device read returns the numbers of both.
+                    # One process, whose gradients are the mean already. Report before
+                    # the refresh, so that one device read returns the numbers of both.
                     report = self._report_refresh(read)
                 refresh = inverses.refresh(due, pending, self.mean_curvature, read)
                 if self.drift is not None:
@@ -429,13 +475,13 @@ class KFAC(LayeredCurvature):
         if self.stats_workers is not None:
             self.stats_workers.agree(self.training)
 
-        # Measure the loss's slope along the last step. This needs the plain mean gradients, which
-        # have only just arrived.
+        # Measure the loss's slope along the last step. This needs the plain mean
+        # gradients, which have only just arrived.
         if refresh.installed and report is None:
             report = self._report_refresh(DeviceRead())
 
-        # Precondition on the gradient workers, exchange P, clip, and write p.grad. If FSDP2 shards
-        # gradients, each rank has some of the rows.
+        # Precondition on the gradient workers, exchange P, clip, and write p.grad. If
+        # FSDP2 shards gradients, each rank has some of the rows.
         with stage("precondition"):
             if self.layers.sharded:
                 result = precondition_rows(
@@ -455,7 +501,8 @@ class KFAC(LayeredCurvature):
                     owners=self._mean_receivers,
                 )
 
-        # Adapt the refresh intervals, the step scale and the floor of γ after a refresh.
+        # Adapt the refresh intervals, the step scale and the
+        # floor of γ after a refresh.
         if refresh.installed and report is not None:
             self._adapt(report, refresh.cosines, result.cosines)
 
@@ -471,9 +518,9 @@ class KFAC(LayeredCurvature):
         if step_scale is None:
             step()
             return
-        # Copy the weights if τ or the next refresh needs this step. If layers change or a
-        # checkpoint is loaded, there may also be a refresh that cannot be predicted here. Such a
-        # refresh does without the slope.
+        # Copy the weights if τ or the next refresh needs this step. If layers change or
+        # a checkpoint is loaded, there may also be a refresh that cannot be predicted
+        # here. Such a refresh does without the slope.
         refresh_may_follow = self._schedule.refresh_may_be_due(self.training.steps + 1)
         keep_step = refresh_may_follow or bool(self.inverses.pending)
         step_scale.keep_weights(self._step_plan.layers, keep_step)
@@ -483,10 +530,12 @@ class KFAC(LayeredCurvature):
     def finish_step(self) -> None:
         """Send the parameters to stats workers, time the step, and warn of dropped statistics."""
         if self.stats_workers is not None:
-            self.stats_workers.send_snapshots(self.training, self.inverses.inverter.post)
+            self.stats_workers.send_snapshots(
+                self.training, self.inverses.inverter.post
+            )
         if self.throttle is not None:
-            # All ranks know which of the due layers have an inverse. If none has one, the throttle
-            # counts this step among those without a refresh.
+            # All ranks know which of the due layers have an inverse. If none has one,
+            # the throttle counts this step among those without a refresh.
             self.throttle.end_step(refreshed=self._last.refreshed)
         if self._last.refresh_due:
             self.layers.warn_of_dropped_statistics()
@@ -501,7 +550,7 @@ class KFAC(LayeredCurvature):
         if due and self._pipeline is not None:
             self._pipeline.expect(self._statistics_dtype)
 
-    # --------------------------------------------------------------------- statistics and averages
+    # ---------------------------------------------------------- statistics and averages
 
     def _update_factors(self, due: bool, pending: PendingAverage) -> None:
         """Update A and G, from this step's passes if ``due``, and from stats workers' messages."""
@@ -510,22 +559,28 @@ class KFAC(LayeredCurvature):
         step = self.training.steps
         age = step - self._averaged_at  # computed here, before an update makes it 0
 
-        # This step's passes. If there are stats workers, also check that the passes were captured:
-        # the gate is open only if statistics were due when the passes ran.
+        # This step's passes. If there are stats workers, also check that
+        # the passes were captured: the gate is open only if statistics were
+        # due when the passes ran.
         from_passes = due
         if stats_workers is not None:
-            from_passes = due and stats_workers.own_passes and self.layers.capture.gate.open
+            from_passes = (
+                due and stats_workers.own_passes and self.layers.capture.gate.open
+            )
         num_terms: Tensor | None = None
         if from_passes:
             decay = self._schedule.factor_decay(age)
             sums = self._sum_statistics()
             if gradient_factored and stats_workers is None:
-                num_terms = _largest_number_of_terms(sums.values(), self.training.device)
+                num_terms = _largest_number_of_terms(
+                    sums.values(), self.training.device
+                )
             self._update_averages(sums, decay)
         elif self._pipeline is not None:
             self._pipeline.drain()
 
-        # Messages of stats workers. Each contains statistics of batches that no other rank has.
+        # Messages of stats workers. Each contains statistics of batches
+        # that no other rank has.
         if stats_workers is not None:
             owned = {block.name: block for block in self._step_plan.measured}
             for sums in stats_workers.receive_statistics(owned, self.training):
@@ -537,7 +592,10 @@ class KFAC(LayeredCurvature):
             self._update_from_gradients(pending, age, num_terms)
 
     def _sum_statistics(self) -> Sums:
-        """Return the statistics of this step's passes, summed over the ranks. Collective."""
+        """Return the statistics of this step's passes, summed over the ranks.
+
+        Collective.
+        """
         layers = self.layers
         step_plan = self._step_plan
         world = self.training.world
@@ -557,15 +615,17 @@ class KFAC(LayeredCurvature):
 
         if layers.losses.current() != "step_mean":
             return sums
-        # The sums of KAISA and DistKFAC contain the loss terms of all ranks. Those of DPKFAC only
-        # contain the owner's, and the other ranks are assumed to have the same number.
+        # The sums of KAISA and DistKFAC contain the loss terms of all ranks.
+        # Those of DPKFAC only contain the owner's, and the other ranks are
+        # assumed to have the same number.
         num_counted = 1 if self._system.from_owner else world.size
         return layers.undo_step_mean(sums, share=1.0 / num_counted)
 
     def _update_averages(self, sums: Sums, decay: float) -> None:
         """Update the running averages.
 
-        A checkpoint needs the factors from which a pending inverse is computed, so copy them first.
+        A checkpoint needs the factors from which a pending inverse is
+        computed, so copy them first.
         """
         if self.inverses.pending:
             self.inverses.snapshot_factors(sums)
@@ -603,18 +663,21 @@ class KFAC(LayeredCurvature):
             return None
         return self._system.exchange_dtype
 
-    # ----------------------------------------------------------------- preconditioning and feedback
+    # ----------------------------------------------------- preconditioning and feedback
 
     def _report_refresh(self, read: DeviceRead) -> Report | None:
         """Return this rank's report on a refresh; None if no option uses reports.
 
-        If the step scale is on, this measures the slope along the last step, and drops that step.
+        If the step scale is on, this measures the slope along the last
+        step, and drops that step.
         """
         if not self._uses_reports:
             return None
         slopes: list[Tensor] = []
         if self.step_scale is not None:
-            slopes = self.step_scale.measure_slope(self._step_plan, self.training.groups)
+            slopes = self.step_scale.measure_slope(
+                self._step_plan, self.training.groups
+            )
         return report_refresh(self.training, self._step_plan, slopes, read)
 
     def _adapt(
@@ -629,9 +692,10 @@ class KFAC(LayeredCurvature):
 
         Args:
             report: The numbers that this rank measured.
-            host_cosines: Cosines between P by the old and by the new inverse, if they are on the
-                host already.
-            device_cosines: The same cosines of other layers, which are still on the device.
+            host_cosines: Cosines between P by the old and by the new inverse, if they
+                are on the host already.
+            device_cosines: The same cosines of other layers, which
+                are still on the device.
         """
         step_plan = self._step_plan
         with stage("solve_exchange"):
@@ -639,13 +703,17 @@ class KFAC(LayeredCurvature):
                 self.training, step_plan, report, host_cosines, device_cosines
             )
         if self.step_scale is not None:
-            self.step_scale.update(feedback.slope, feedback.learning_rate, self.training.steps)
+            self.step_scale.update(
+                feedback.slope, feedback.learning_rate, self.training.steps
+            )
         if feedback.mean_curvature is not None:
-            self.mean_curvature = feedback.mean_curvature  # the floor of γ at the next refresh
+            # The floor of γ at the next refresh.
+            self.mean_curvature = feedback.mean_curvature
         if self.drift is not None:
             cost = INVERSION_COST[self._options.solver]
             costs = [cost * step_plan.costs[block] for block in step_plan.layers]
-            # A layer's work counts the passes of one rank. All ranks run the same number.
+            # A layer's work counts the passes of one rank. All
+            # ranks run the same number.
             work = feedback.work * self.training.world.size
             self.drift.record(list(step_plan.layers), feedback.cosines, work, costs)
 
@@ -656,47 +724,58 @@ class KFAC(LayeredCurvature):
             return 1.0
         return self.step_scale.state.scale
 
-    # --------------------------------------------------------------------------------- assignment
+    # ----------------------------------------------------------------------- assignment
 
     def _update_mean_receivers(self) -> None:
         """Assign each gradient to the rank that receives its mean, if parameters have changed.
 
-        The owner of a layer receives the means for its parameters. Parameters outside of layers are
-        spread over the ranks.
+        The owner of a layer receives the means for its parameters. Parameters outside
+        of layers are spread over the ranks.
         """
         params = self.training.averaged_params()
         receivers = self._mean_receivers
         if receivers is None or [id(p) for p in receivers] != [id(p) for p in params]:
-            self._mean_receivers = assign_param_owners(self.plan, params, self.training.world.size)
+            self._mean_receivers = assign_param_owners(
+                self.plan, params, self.training.world.size
+            )
 
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
         """Return the gradients and the rank that receives each mean; None if all ranks do."""
         receivers = self._mean_receivers
-        return None if receivers is None else (gradients, [receivers[p] for p in params])
+        return (
+            None if receivers is None else (gradients, [receivers[p] for p in params])
+        )
 
     def _contributes(self, block: KroneckerBlock) -> bool:
         """Return whether this rank's batches contribute to a layer's factors."""
         return contributes(self.latest_plan.get(block), self.training.world.rank)
 
     def _assign_layers(self) -> None:
-        """Assign the layers that train now to ranks, and move their factors. Collective."""
+        """Assign the layers that train now to ranks, and move their factors.
+
+        Collective.
+        """
         layers = self.layers
         steps = self.training.steps
         world = self.training.world
 
         # Assign the layers to ranks.
-        plan: Plan = self._system.plan([layer_dims(block) for block in layers.active], world.size)
+        plan: Plan = self._system.plan(
+            [layer_dims(block) for block in layers.active], world.size
+        )
         if layers.sharded:
             plan = with_one_worker(plan)
         before = self.latest_plan
         self.plan = dict(zip(layers.active, plan.layers, strict=True))
         latest = {**before, **self.plan}
-        self.latest_plan = {block: latest[block] for block in layers.blocks if block in latest}
+        self.latest_plan = {
+            block: latest[block] for block in layers.blocks if block in latest
+        }
 
-        # If a layer is newly trainable, or its statistics now come from another rank's batches, the
-        # last passes captured none for it. All inverses are dropped below, because their ranks may
-        # have changed. So all layers are then due at the next step, unless a checkpoint with the
-        # same layers was loaded.
+        # If a layer is newly trainable, or its statistics now come from another rank's
+        # batches, the last passes captured none for it. All inverses are dropped below,
+        # because their ranks may have changed. So all layers are then due at the next
+        # step, unless a checkpoint with the same layers was loaded.
         is_new = steps > 0 and any(block.factors is None for block in layers.active)
         is_moved = False
         for block, layer in self.plan.items():
@@ -733,14 +812,17 @@ class KFAC(LayeredCurvature):
         if self.stats_workers is not None:
             self.stats_workers.restart()
         if resumption is not None:
-            # load() has installed inverses for the old assignment, which were dropped above.
+            # load() has installed inverses for the old assignment,
+            # which were dropped above.
             self._resumption = self._checkpoints.install(resumption, self.plan)
         if steps > 0:
             self.training.publish()  # frees factors that other ranks store now
 
     def fingerprint_values(self) -> list[tuple[str, Any]]:
         """Return the named values that must be equal on all ranks, checked at every step."""
-        requested = [block.name for block in self.plan if block in self.inverses.requested]
+        requested = [
+            block.name for block in self.plan if block in self.inverses.requested
+        ]
         facts: list[tuple[str, Any]] = [
             ("closed", self._closed),
             ("sharded by FSDP2", self.layers.sharded),
@@ -759,7 +841,7 @@ class KFAC(LayeredCurvature):
             facts.append(("least refresh interval", self.throttle.interval))
         return facts
 
-    # ---------------------------------------------------------------------------------- checkpoints
+    # ---------------------------------------------------------------------- checkpoints
 
     def _shared_numbers(self) -> SharedNumbers:
         """Return the :class:`SharedNumbers` that checkpoints contain."""
@@ -778,7 +860,9 @@ class KFAC(LayeredCurvature):
 
         These entries are in ``optimizer.state`` all the time. Tensors are not copied.
         """
-        return self._checkpoints.state(self.plan, self.latest_plan, self._shared_numbers())
+        return self._checkpoints.state(
+            self.plan, self.latest_plan, self._shared_numbers()
+        )
 
     def state_to_save(self) -> dict[Tensor, dict[str, Any]]:
         """Return the entries that only checkpoints have: inverses and the parameters' last step."""
@@ -789,7 +873,10 @@ class KFAC(LayeredCurvature):
         self._checkpoints.check(saved)
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Load a checkpoint. The next step computes the inverses that the checkpoint lacks."""
+        """Load a checkpoint.
+
+        The next step computes the inverses that the checkpoint lacks.
+        """
         self._resumption = self._checkpoints.load(saved, self._step_plan)
         numbers = self._resumption.numbers
         if self.num_workers and numbers.num_workers not in (None, self.num_workers):
@@ -825,10 +912,13 @@ class KFAC(LayeredCurvature):
         numbers = self._shared_numbers()
         return self._checkpoints.gather(ranks, self.plan, self.latest_plan, numbers)
 
-    # --------------------------------------------------------------------------------------- close
+    # ---------------------------------------------------------------------------- close
 
     def close(self) -> None:
-        """Stop threads and remove all hooks. All layers then fall back to the base optimizer."""
+        """Stop threads and remove all hooks.
+
+        All layers then fall back to the base optimizer.
+        """
         if self.stats_workers is not None:
             self.stats_workers.close()
         self.inverses.close()
@@ -850,10 +940,13 @@ class KFAC(LayeredCurvature):
         self._last = StepInfo()
         self._resumption = None
 
-    # ------------------------------------------------------------------------------------ reporting
+    # ------------------------------------------------------------------------ reporting
 
     def build_curvature(self, dtype: torch.dtype, gather: bool) -> KroneckerCurvature:
-        """Return a copy of the running averages. Collective if other ranks store some of them."""
+        """Return a copy of the running averages.
+
+        Collective if other ranks store some of them.
+        """
         if self.factors_elsewhere and self.layers.update_active():
             self._assign_layers()
         return build_curvature(
@@ -900,7 +993,8 @@ class KFAC(LayeredCurvature):
             settings.append(self.traces.summary_line)
         if self.drift is not None:
             settings.append(self.drift.summary_line)
-        if self.num_workers and not self.layers.sharded:  # sharded layers have one worker
+        # Sharded layers have one worker.
+        if self.num_workers and not self.layers.sharded:
             ranks = self.training.world.size
             settings.append(
                 f"gradient workers chosen: {self.num_workers} of {ranks} for each layer"

@@ -5,8 +5,9 @@ report    each rank adds its numbers to a read of the device: the slope of the l
 share     the ranks sum slopes and curvatures, with the cosines between P by the previous and by the
           new inverse, and the work of the passes. Learning rates are equal on all ranks.
 
-The step scale follows from the slope, the refresh intervals from cosines and work, and the floor of
-γ from the mean curvature of all layers. P is the preconditioned gradient, (A ⊗ G + γ)⁻¹ ∇.
+The step scale follows from the slope, the refresh intervals from cosines and work,
+and the floor of γ from the mean curvature of all layers. P is the preconditioned
+gradient, (A ⊗ G + γ)⁻¹ ∇.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ class Report:
 
     Attributes:
         read: The device read to which the numbers below were added.
-        slopes: Returns the slope s along the last step; no number if the step was not kept.
+        slopes: Returns the slope s along the last step; no number if
+            the step was not kept.
         layers: The layers whose mean curvature this rank reports.
         curvatures: Returns the mean curvature of each of these layers.
-        host_rates: The learning rates of parameter groups with layers, if they are on the host.
+        host_rates: The learning rates of parameter groups with layers,
+            if they are on the host.
         device_rates: Returns those that are on the device.
     """
 
@@ -57,12 +60,13 @@ class Feedback:
 
     Attributes:
         slope: The slope s along the last step; NaN if the step was not kept.
-        learning_rate: The largest learning rate of the parameter groups that have layers.
+        learning_rate: The largest learning rate of the parameter
+            groups that have layers.
         mean_curvature: The mean curvature of all layers; None if there is none.
-        work: Operations of the passes of one step on one rank. Each layer is counted by the rank
-            that reports it.
-        cosines: The cosine of P by the previous and by the new inverse, of each layer; NaN if the
-            layer has no previous inverse, or no gradient.
+        work: Operations of the passes of one step on one rank. Each layer is counted by
+            the rank that reports it.
+        cosines: The cosine of P by the previous and by the new inverse, of each layer;
+            NaN if the layer has no previous inverse, or no gradient.
     """
 
     slope: float
@@ -92,7 +96,8 @@ def report_refresh(
 
     Args:
         training: The parameter groups.
-        step_plan: The layers of all ranks, and those whose mean curvature this rank reports.
+        step_plan: The layers of all ranks, and those whose mean
+            curvature this rank reports.
         slopes: The slope s along the last step, if the step was kept.
         read: The read of the device.
     """
@@ -144,12 +149,12 @@ def share_feedback(
         training: The ranks.
         step_plan: The layers of all ranks, and those that this rank reports.
         report: What this rank reports.
-        host_cosines: The cosine of P by the previous and by the new inverse, of layers whose cosine
-            is on the host.
+        host_cosines: The cosine of P by the previous and by the new inverse, of layers
+            whose cosine is on the host.
         device_cosines: The cosines of other layers, on the device.
     """
-    # Read the cosines. If the refresh has not used the report's read, this is its only transfer;
-    # otherwise it is a second one.
+    # Read the cosines. If the refresh has not used the report's read, this is its only
+    # transfer; otherwise it is a second one.
     compared = [block for block in step_plan.reporting if block in device_cosines]
     read_cosines = report.read.add([device_cosines[block] for block in compared])
     cosines = dict(host_cosines)
@@ -175,7 +180,8 @@ def share_feedback(
         work=work,
     )
 
-    # Sum over the ranks. Only one rank reports each layer; the others add 0 to its cosine.
+    # Sum over the ranks. Only one rank reports each layer; the
+    # others add 0 to its cosine.
     numbers: list[float] = list(local)
     reporting = set(step_plan.reporting)
     for block in step_plan.layers:
@@ -186,8 +192,8 @@ def share_feedback(
     summed: list[float] = message.tolist()
     total = _Sums(*summed[: len(local)])
 
-    # The mean is that of square roots, so that one layer of huge curvature raises the mean, and
-    # with it the floor of γ of the other layers, less.
+    # The mean is that of square roots, so that one layer of huge curvature raises the
+    # mean, and with it the floor of γ of the other layers, less.
     mean_curvature: float | None = None
     if total.num_curvatures > 0 and math.isfinite(total.sum_of_roots):
         mean_curvature = (total.sum_of_roots / total.num_curvatures) ** 2

@@ -7,13 +7,14 @@ agree      all ranks all-reduce (max) the outcome of each layer
 exchange   inverse ranks send the decompositions of valid layers to the gradient workers
 install    gradient workers combine them into the inverses that they use from this step on
 
-The inverse ranks of a layer decompose its factors. Its gradient workers precondition its gradient:
-they are one row of the grid of ranks (:class:`second_order.distributed.assignment.Grid`). P is the
-preconditioned gradient, (A ⊗ G + γ)⁻¹ ∇.
+The inverse ranks of a layer decompose its factors. Its gradient workers precondition
+its gradient: they are one row of the grid of ranks
+(:class:`second_order.distributed.assignment.Grid`). P is the preconditioned
+gradient, (A ⊗ G + γ)⁻¹ ∇.
 
-If a layer's factors cannot be decomposed, the layer keeps its last inverse. If it has none, it
-falls back to the base optimizer. If this happens to a layer at three refreshes in a row, every rank
-raises an error.
+If a layer's factors cannot be decomposed, the layer keeps its last inverse. If it has
+none, it falls back to the base optimizer. If this happens to a layer at three refreshes
+in a row, every rank raises an error.
 
 A layer has an inverse in use, a pending inverse, both or neither:
 
@@ -39,14 +40,31 @@ from torch import Tensor
 
 from second_order.distributed.world import Route, Shapes, send_tensors
 from second_order.errors import DecompositionError
-from second_order.kfac.inverter import Inverter, Job, Result, SynchronousInverter, describe_error
+from second_order.kfac.inverter import (
+    Inverter,
+    Job,
+    Result,
+    SynchronousInverter,
+    describe_error,
+)
 from second_order.kfac.layers import Layers, values_by_layer
 from second_order.kfac.plan import FactorKey, StepPlan
 from second_order.kfac.precondition import compare_inverses, precondition_batches
 from second_order.kfac.schedule import Drift
-from second_order.kronecker.block import KroneckerBlock, LayerBatch, LayerStatus, per_group
+from second_order.kronecker.block import (
+    KroneckerBlock,
+    LayerBatch,
+    LayerStatus,
+    per_group,
+)
 from second_order.kronecker.factors import KroneckerFactors, layer_mean_curvature
-from second_order.kronecker.solvers import SOLVERS, Damping, Decomposition, Inverse, Problem
+from second_order.kronecker.solvers import (
+    SOLVERS,
+    Damping,
+    Decomposition,
+    Inverse,
+    Problem,
+)
 from second_order.kronecker.storage import DeviceRead, as_stack, merge_numbers
 from second_order.optimizers.config import KFACOptions, check_damping
 from second_order.training.context import Training
@@ -69,14 +87,15 @@ __all__ = [
 MAX_CONSECUTIVE_FAILURES = 3  # failed refreshes of a layer in a row that raise an error
 
 DAMPING_ENTRY = "damping"
-"""Key of a layer's γ and mean eigenvalue in the exchange, where the other keys name factors."""
+"""Key of a layer's γ and mean eigenvalue in the exchange, where the
+other keys name factors."""
 
 
 class Outcome(IntEnum):
     """The outcome of computing a layer's inverse. Ranks agree on the largest number.
 
-    A rank that decomposes no factor of the layer reports PENDING. If one rank decomposes A and
-    another one G, both report what became of their factor:
+    A rank that decomposes no factor of the layer reports PENDING. If one rank
+    decomposes A and another one G, both report what became of their factor:
 
         VALID and PENDING       VALID. The PENDING rank decomposes no factor: with threads, which
                                 may take several steps, one rank decomposes both factors.
@@ -89,14 +108,16 @@ class Outcome(IntEnum):
     NO_STATISTICS = 1  # no example has reached the layer yet
     VALID = 2  # every factor that this rank had to decompose was decomposed
     FAILED = 3  # a factor could not be decomposed
-    UNVERIFIED = 4  # the captured pairs of some rank do not reproduce the layer's gradient
+    # The captured pairs of some rank do not reproduce the layer's gradient.
+    UNVERIFIED = 4
 
 
 @dataclass(frozen=True)
 class InverseState:
     """When and with which damping a layer's installed inverse was computed.
 
-    All ranks have the steps. Only the layer's gradient workers have all the other numbers.
+    All ranks have the steps. Only the layer's gradient workers have
+    all the other numbers.
     """
 
     step: int  # the step at which its factors were submitted
@@ -108,7 +129,10 @@ class InverseState:
 
 @dataclass(frozen=True)
 class LoadedInverse:
-    """A layer's inverse from a checkpoint. Only its gradient workers have ``inverse``."""
+    """A layer's inverse from a checkpoint.
+
+    Only its gradient workers have ``inverse``.
+    """
 
     state: InverseState
     inverse: Inverse | None = None
@@ -119,7 +143,8 @@ class LoadedInverses:
     """The inverses in a checkpoint, as far as this rank needs them.
 
     Attributes:
-        damping_option: The value of ``damping=`` at the last refresh; NaN before the first.
+        damping_option: The value of ``damping=`` at the last
+            refresh; NaN before the first.
         inverses: The inverses of layers that had one.
         pending: The inverses that were pending.
         missing: Layers without an entry that this rank needs.
@@ -140,8 +165,8 @@ class LayerDamping:
     Attributes:
         damping: γ.
         mean_eigenvalue: The mean eigenvalue of A ⊗ G + γ, a scalar.
-        added: What is added to the diagonal of each factor, ``(groups,)``, by factor name. Empty if
-            the solver adds γ to the products of eigenvalues instead.
+        added: What is added to the diagonal of each factor, ``(groups,)``, by factor
+            name. Empty if the solver adds γ to the products of eigenvalues instead.
     """
 
     damping: Damping
@@ -165,10 +190,11 @@ class Refresh:
 
     Attributes:
         installed: The layers that have a new inverse; the same on every rank.
-        cosines: The cosine between P from the last inverse and P from the new one, only for
-            the layers of this rank whose cosine the refresh itself has measured.
-        previous: The last inverses of this rank's other refreshed layers, from which the caller can
-            compute the cosine. Empty unless refresh intervals follow drift.
+        cosines: The cosine between P from the last inverse and P from the new one, only
+            for the layers of this rank whose cosine the refresh itself has measured.
+        previous: The last inverses of this rank's other refreshed layers, from
+            which the caller can compute the cosine. Empty unless refresh
+            intervals follow drift.
     """
 
     installed: Sequence[KroneckerBlock] = ()
@@ -177,7 +203,10 @@ class Refresh:
 
 
 class SelectionRule(Protocol):
-    """Selects which of the due layers get a new inverse. All ranks select the same layers."""
+    """Selects which of the due layers get a new inverse.
+
+    All ranks select the same layers.
+    """
 
     def __call__(
         self, inverses: Inverses, due: Mapping[KroneckerBlock, PendingInverse]
@@ -210,14 +239,16 @@ class Inverses:
     Attributes:
         step_plan: Which layers this rank inverts, preconditions and exchanges.
         is_synchronous: Whether the step itself decomposes, without threads.
-        waits_for_all: Whether each refresh finishes all layers that it submits. This also
-            holds with threads if their staleness is 0.
-        scaled: Whether inverses are multiplied by the mean eigenvalue of A ⊗ G + γ, so that P is
-            about as long as the gradient.
+        waits_for_all: Whether each refresh finishes all layers that it submits. This
+            also holds with threads if their staleness is 0.
+        scaled: Whether inverses are multiplied by the mean eigenvalue of A ⊗ G + γ, so
+            that P is about as long as the gradient.
         requested: Layers to refresh at the next step, whether or not they are due.
         states: Origin of each installed inverse. All ranks have an entry.
-        pending: The inverses that were submitted and are not installed yet. All ranks have them.
-        damping_option: The value of ``damping=`` at the last refresh; NaN before the first.
+        pending: The inverses that were submitted and are not installed
+            yet. All ranks have them.
+        damping_option: The value of ``damping=`` at the last
+            refresh; NaN before the first.
         num_failures: Number of failed decompositions so far, one per layer and refresh.
     """
 
@@ -235,7 +266,8 @@ class Inverses:
         self.layers = layers
         self.solver = SOLVERS[options.solver]
         self._dtype = options.inv_dtype
-        self._damping_floor = options.floor  # as a share of the mean curvature of all layers
+        # As a share of the mean curvature of all layers.
+        self._damping_floor = options.floor
         self._drift = drift
         self._rule = rule
         make_inverter: Callable[..., Inverter] = inverter or SynchronousInverter
@@ -257,8 +289,10 @@ class Inverses:
     def _forget_pending(self) -> None:
         """Drop the inverses that were submitted and are not installed yet."""
         self.pending: dict[KroneckerBlock, PendingInverse] = {}
-        self._dampings: dict[KroneckerBlock, LayerDamping] = {}  # on the gradient workers
-        self._results: dict[KroneckerBlock, Result] = {}  # of those finished on this rank
+        # On the gradient workers.
+        self._dampings: dict[KroneckerBlock, LayerDamping] = {}
+        # Of those finished on this rank.
+        self._results: dict[KroneckerBlock, Result] = {}
         self.inverter.clear()
 
     def close(self) -> None:
@@ -271,16 +305,17 @@ class Inverses:
     def reads_once(self) -> bool:
         """Whether one device read serves both the refresh and its report.
 
-        If so, the refresh measures cosines with the attempted decompositions, before the host knows
-        whether they are accurate. This is off with several processes, because most gradient workers
-        have no decompositions before the exchange. It is off on a CPU, because reads are free there
-        and the measurement would precondition twice.
+        If so, the refresh measures cosines with the attempted decompositions, before
+        the host knows whether they are accurate. This is off with several processes,
+        because most gradient workers have no decompositions before the exchange. It is
+        off on a CPU, because reads are free there and the measurement would
+        precondition twice.
         """
         is_single_process = self.training.world.size == 1
         has_device = self.training.device.type != "cpu"
         return self.is_synchronous and is_single_process and has_device
 
-    # ------------------------------------------------------------------------------- one refresh
+    # ---------------------------------------------------------------------- one refresh
 
     def refresh(
         self,
@@ -289,26 +324,30 @@ class Inverses:
         mean_curvature: float,
         read: DeviceRead,
     ) -> Refresh:
-        """Compute the inverses that are due, and install those that are finished. Collective.
+        """Compute the inverses that are due, and install those that are finished.
 
-        This waits for the average of the gradients before subgroups of ranks communicate, because
-        two NCCL communicators must not be in use at the same time.
+        Collective.
+
+        This waits for the average of the gradients before subgroups of ranks
+        communicate, because two NCCL communicators must not be in use at the same time.
 
         Args:
             due: The layers that are due.
             gradients: The average of the gradients, which may still be in progress.
-            mean_curvature: The mean curvature of all layers, at their last refresh. It sets
-                the floor of relative damping.
+            mean_curvature: The mean curvature of all layers, at their last refresh. It
+                sets the floor of relative damping.
             read: The device read to which this adds the tensors that it needs.
 
         Raises:
-            DecompositionError: On every rank, if a layer has failed too many times in a row.
+            DecompositionError: On every rank, if a layer has failed
+                too many times in a row.
         """
         if self.requested:
             due = [b for b in self.step_plan.layers if b in self.requested or b in due]
         pending_before = set(self.pending)
         try:
-            # Damp the factors of the layers that are due, and submit them to the inverter.
+            # Damp the factors of the layers that are due, and
+            # submit them to the inverter.
             if due:
                 self.damping_option = self._evaluate_damping_option()
             self._submit([b for b in due if b not in pending_before], mean_curvature)
@@ -322,15 +361,17 @@ class Inverses:
             outcomes = self._agree_on_outcomes(gradients)
 
             # Exchange the decompositions of valid layers, and install their inverses.
-            valid = [block for block, outcome in outcomes.items() if outcome is Outcome.VALID]
+            valid = [
+                block for block, outcome in outcomes.items() if outcome is Outcome.VALID
+            ]
             parts = self._exchange(valid)
             previous = self._install(valid, parts)
             for block, outcome in outcomes.items():
                 if outcome is not Outcome.VALID:
                     self._record_failure(block, outcome)
 
-            # Submit the layers that fell due while they were pending, which were left out above.
-            # Layers without an inverse are not submitted again here.
+            # Submit the layers that fell due while they were pending, which were left
+            # out above. Layers without an inverse are not submitted again here.
             finished = [b for b in due if b in pending_before and b not in self.pending]
             self._submit([block for block in finished if block.solved], mean_curvature)
         except BaseException:
@@ -362,10 +403,13 @@ class Inverses:
                 f"skip_layers"
             )
 
-    # ------------------------------------------------------------------------- damp and submit
+    # ------------------------------------------------------------------ damp and submit
 
     def _evaluate_damping_option(self) -> Damping:
-        """Return the value of ``damping=`` at this step. If it is invalid, every rank raises."""
+        """Return the value of ``damping=`` at this step.
+
+        If it is invalid, every rank raises.
+        """
         damping: Any = self.options.damping
         if callable(damping):
             damping = damping(self.training.steps)
@@ -387,14 +431,20 @@ class Inverses:
         self.pending |= due
         self._damp_and_submit({block: block.ensure_factors() for block in due})
 
-    def _damp_and_submit(self, factors: Mapping[KroneckerBlock, KroneckerFactors]) -> None:
+    def _damp_and_submit(
+        self, factors: Mapping[KroneckerBlock, KroneckerFactors]
+    ) -> None:
         """Compute γ of this rank's layers, and submit the factors that this rank decomposes."""
-        preconditioned = [block for block in factors if block in self.step_plan.preconditioned]
+        preconditioned = [
+            block for block in factors if block in self.step_plan.preconditioned
+        ]
         inverted = [block for block in factors if block in self.step_plan.to_invert]
         try:
             pending = {block: self.pending[block] for block in preconditioned}
             self._dampings |= self.compute_dampings(factors, pending)
-            self.inverter.submit([self._job(block, factors[block]) for block in inverted])
+            self.inverter.submit(
+                [self._job(block, factors[block]) for block in inverted]
+            )
         except Exception as error:  # all ranks must reach the all-reduce of outcomes
             for block in preconditioned:
                 if block in inverted or block not in self._dampings:
@@ -415,16 +465,19 @@ class Inverses:
         for blocks, means in stack_means({block: factors[block] for block in pending}):
             curvature = layer_mean_curvature(means).unsqueeze(-1)  # (layers, 1)
 
-            # γ: a number; or a tensor, (1, 1) if all layers share it, and (layers, 1) otherwise.
-            damping: Any = merge_numbers([pending[b].damping_option for b in blocks], curvature)
+            # γ: a number; or a tensor, (1, 1) if all layers share it, and
+            # (layers, 1) otherwise.
+            damping: Any = merge_numbers(
+                [pending[b].damping_option for b in blocks], curvature
+            )
             if isinstance(damping, Tensor):
                 damping = damping.to(curvature).view(-1, 1)
             if self.options.relative_damping:
-                # All of these layers were submitted at one step, so they have one floor. The
-                # pending inverses of a checkpoint come here one by one.
+                # All of these layers were submitted at one step, so they have one
+                # floor. The pending inverses of a checkpoint come here one by one.
                 floor = self._damping_floor * pending[blocks[0]].mean_curvature
-                # If a layer's gradients vanish, its curvature is 0. It then counts as 1, because
-                # the floor may be 0 as well.
+                # If a layer's gradients vanish, its curvature is 0. It then counts as
+                # 1, because the floor may be 0 as well.
                 positive = curvature.masked_fill(~(curvature > 0), 1.0)
                 damping = damping * positive.clamp_min(floor)
 
@@ -443,7 +496,10 @@ class Inverses:
                 dampings[block] = LayerDamping(
                     damping=layer_dampings[i],
                     mean_eigenvalue=mean_eigenvalues[i],
-                    added={factor_name: numbers[i] for factor_name, numbers in added.items()},
+                    added={
+                        factor_name: numbers[i]
+                        for factor_name, numbers in added.items()
+                    },
                 )
         return dampings
 
@@ -460,12 +516,12 @@ class Inverses:
                 added=layer_damping.added.get(factor_name),
                 is_diagonal=factor_name in shape.diagonals,
             )
-        # A layer with an inverse has had statistics. For another one, the inverter reads the weight
-        # of the averages, which is 0 without statistics.
+        # A layer with an inverse has had statistics. For another one, the inverter
+        # reads the weight of the averages, which is 0 without statistics.
         weight = None if block.solved else factors.weight
         return Job(block, problems, self.step_plan.costs[block], weight)
 
-    # --------------------------------------------------------------------------------- collect
+    # -------------------------------------------------------------------------- collect
 
     def _compare_attempts(self) -> dict[KroneckerBlock, Tensor]:
         """Compare P with the last inverse to P with the attempted new inverse.
@@ -481,7 +537,11 @@ class Inverses:
         for batch in self.step_plan.batches:
             previous: dict[KroneckerBlock, Inverse] = {}
             for block in batch.blocks:
-                if block in attempts and block.inverse is not None and block.has_gradient:
+                if (
+                    block in attempts
+                    and block.inverse is not None
+                    and block.has_gradient
+                ):
                     previous[block] = block.inverse
             if previous:
                 parts = {block: dict(attempts[block]) for block in previous}
@@ -491,7 +551,10 @@ class Inverses:
         return cosines
 
     def _collect(self, read: DeviceRead) -> set[KroneckerBlock]:
-        """Record the results that the inverter has finished. Returns the layers that it retried."""
+        """Record the results that the inverter has finished.
+
+        Returns the layers that it retried.
+        """
         retried: set[KroneckerBlock] = set()
         for result in self.inverter.collect(self._must_wait_for, read):
             self._results[result.block] = result
@@ -500,37 +563,45 @@ class Inverses:
         return retried
 
     def _must_wait_for(self, block: KroneckerBlock) -> bool:
-        """Whether this step waits for a pending layer. All ranks get the same answer."""
+        """Whether this step waits for a pending layer.
+
+        All ranks get the same answer.
+        """
         if not block.solved:
             return True
-        # With refresh intervals that follow drift, wait before the layer's next refresh.
+        # With refresh intervals that follow drift, wait before
+        # the layer's next refresh.
         age = self.training.steps - self.pending[block].step
         if self._drift is not None and age >= self._drift.interval(block) - 1:
             return True
         staleness = self.inverter.staleness
         return staleness is not None and age >= staleness
 
-    # ----------------------------------------------------------------------------------- agree
+    # ---------------------------------------------------------------------------- agree
 
-    def _agree_on_outcomes(self, gradients: PendingAverage) -> dict[KroneckerBlock, Outcome]:
+    def _agree_on_outcomes(
+        self, gradients: PendingAverage
+    ) -> dict[KroneckerBlock, Outcome]:
         """Agree with all ranks on the outcomes of pending layers. Collective.
 
-        The message is sent from the CPU, so the host does not synchronize with the device. It
-        overlaps with the average of the gradients, and this waits for both.
+        The message is sent from the CPU, so the host does not synchronize with the
+        device. It overlaps with the average of the gradients, and this waits for both.
 
         Returns:
             The outcomes of the layers for which any rank has one.
         """
         blocks = [block for block in self.step_plan.layers if block in self.pending]
         if self.inverter.deterministic and not any(map(self._must_wait_for, blocks)):
-            blocks = []  # deterministic inverters return nothing at this step, on any rank
+            # Deterministic inverters return nothing at this step, on any rank.
+            blocks = []
         local = [float(self._local_outcome(block)) for block in blocks]
         message = torch.tensor(local, dtype=torch.float32, device="cpu")
 
         # The all-reduce replaces the numbers in the message.
         stage_name = "solve_exchange" if self.waits_for_all else "wait"
         with stage(stage_name):
-            agreement = self.training.world.on_cpu().all_reduce_max([message] if blocks else [])
+            messages = [message] if blocks else []
+            agreement = self.training.world.on_cpu().all_reduce_max(messages)
         with stage("average_gradients"):
             gradients.wait()
         with stage(stage_name):
@@ -559,20 +630,24 @@ class Inverses:
             return Outcome.FAILED
         return Outcome.VALID
 
-    # ------------------------------------------------------------------------------- exchange
+    # ------------------------------------------------------------------------- exchange
 
     def _exchange(
         self, valid: Sequence[KroneckerBlock]
     ) -> dict[KroneckerBlock, dict[str, Decomposition]]:
-        """Send the decompositions of valid layers to their gradient workers. Collective.
+        """Send the decompositions of valid layers to their gradient workers.
 
-        Returns the decompositions of the layers that this rank preconditions, by factor.
+        Collective.
+
+        Returns the decompositions of the layers that this rank
+        preconditions, by factor.
         """
         blocks = [block for block in valid if block in self.step_plan.preconditioned]
         parts: dict[KroneckerBlock, dict[str, Decomposition]] = {}
         if self.step_plan.row.size == 1 or not valid:
             for block in blocks:
-                # The result is dropped, so that the caller can free the parts one by one.
+                # The result is dropped, so that the caller can
+                # free the parts one by one.
                 parts[block] = dict(self._results.pop(block).parts)
             return parts
 
@@ -597,10 +672,11 @@ class Inverses:
     ) -> dict[FactorKey, tuple[Tensor, ...]]:
         """Send this rank's decompositions to its row of gradient workers, and receive theirs.
 
-        If the inverter uses threads, γ and the mean eigenvalue are sent as well. If stats workers
-        compute the statistics, they send those of a layer to its inverse rank only, so the other
-        ranks cannot compute these two numbers. If the communication dtype is narrower, inverse
-        ranks also round the parts that they keep, so that all ranks use the same numbers.
+        If the inverter uses threads, γ and the mean eigenvalue are sent as well. If
+        stats workers compute the statistics, they send those of a layer to its inverse
+        rank only, so the other ranks cannot compute these two numbers. If the
+        communication dtype is narrower, inverse ranks also round the parts that they
+        keep, so that all ranks use the same numbers.
         """
         plan = self.step_plan
         dtype = self._dtype
@@ -618,7 +694,9 @@ class Inverses:
                 routes[item] = Route(plan.sources[item], destinations)
                 if factor_name in own_parts:
                     decomposition = own_parts[factor_name]
-                    local[item] = self.solver.pack_message(decomposition, plan.exchange_dtype)
+                    local[item] = self.solver.pack_message(
+                        decomposition, plan.exchange_dtype
+                    )
 
             # The inverse rank of A also sends the damping.
             if not self.is_synchronous:
@@ -628,22 +706,30 @@ class Inverses:
                 if "A" in own_parts and block in self._dampings:
                     layer_damping = self._dampings[block]
                     numbers = [layer_damping.damping, layer_damping.mean_eigenvalue]
-                    scalars = [torch.as_tensor(n, dtype=dtype, device=device) for n in numbers]
+                    scalars = [
+                        torch.as_tensor(n, dtype=dtype, device=device) for n in numbers
+                    ]
                     local[item] = (torch.stack(scalars),)
-        return send_tensors(plan.row, shapes, routes, local, dtype, device, plan.exchange_dtype)
+        return send_tensors(
+            plan.row, shapes, routes, local, dtype, device, plan.exchange_dtype
+        )
 
-    # -------------------------------------------------------------------------------- install
+    # -------------------------------------------------------------------------- install
 
     def _install(
         self,
         valid: Sequence[KroneckerBlock],
         parts: dict[KroneckerBlock, dict[str, Decomposition]],
     ) -> dict[KroneckerBlock, Inverse]:
-        """Install the inverses of valid layers. This empties ``parts`` as it goes, to free memory.
+        """Install the inverses of valid layers.
 
-        Returns the inverses that were replaced on this rank, if refresh intervals follow drift.
+        This empties ``parts`` as it goes, to free memory.
+
+        Returns the inverses that were replaced on this rank, if refresh
+        intervals follow drift.
         """
-        # Gradient workers combine the parts of layers of the same shape into one stacked inverse.
+        # Gradient workers combine the parts of layers of the same shape
+        # into one stacked inverse.
         previous: dict[KroneckerBlock, Inverse] = {}
         for batch in self.step_plan.batches:
             blocks = [block for block in batch.blocks if block in parts]
@@ -660,7 +746,9 @@ class Inverses:
         for block in valid:
             layer_damping = self._dampings.get(block)
             pending = self._take_pending(block)
-            state = InverseState(pending.step, self.training.steps, pending.damping_option)
+            state = InverseState(
+                pending.step, self.training.steps, pending.damping_option
+            )
             if layer_damping is not None:
                 state = replace(
                     state,
@@ -673,13 +761,16 @@ class Inverses:
 
     def _take_pending(self, block: KroneckerBlock) -> PendingInverse:
         """Remove a layer from those that are pending."""
-        # If another rank failed, a thread of this rank may still be decomposing its factors.
+        # If another rank failed, a thread of this rank may still be
+        # decomposing its factors.
         self.inverter.forget(block)
         self._dampings.pop(block, None)
         self._results.pop(block, None)
         return self.pending.pop(block)
 
-    def _combine(self, parts: dict[KroneckerBlock, dict[str, Decomposition]]) -> Inverse:
+    def _combine(
+        self, parts: dict[KroneckerBlock, dict[str, Decomposition]]
+    ) -> Inverse:
         """Combine the decompositions of pending layers of the same shape into one stacked inverse.
 
         This removes the decompositions from ``parts``, to free memory.
@@ -687,10 +778,13 @@ class Inverses:
         shape = next(iter(parts)).shape
         stacked: dict[str, Decomposition] = {}
         for factor_name in shape.factor_names:
-            # Stack the first parts of all layers to (layers x groups, ...), then the second parts.
+            # Stack the first parts of all layers to (layers x groups, ...),
+            # then the second parts.
             by_layer = [layer_parts.pop(factor_name) for layer_parts in parts.values()]
             columns = zip(*by_layer, strict=True)
-            stacked[factor_name] = tuple([as_stack(column).flatten(0, 1) for column in columns])
+            stacked[factor_name] = tuple(
+                [as_stack(column).flatten(0, 1) for column in columns]
+            )
 
         dampings: list[Damping] = []
         mean_eigenvalues: list[Damping] = []
@@ -706,7 +800,10 @@ class Inverses:
         return self.solver.combine(stacked, damping, scale)
 
     def _record_failure(self, block: KroneckerBlock, outcome: Outcome) -> None:
-        """Record that a layer has no new inverse. Only a failed layer keeps its last one."""
+        """Record that a layer has no new inverse.
+
+        Only a failed layer keeps its last one.
+        """
         result = self._results.get(block)
         error = "" if result is None else result.error
         self._take_pending(block)
@@ -716,23 +813,27 @@ class Inverses:
             self._warn_of_failure(block, error)
             return
 
-        # The layer has no valid statistics, so its last inverse is dropped. ``no_statistics`` makes
-        # the optimizer warn. It is False for a layer whose hooks captured pairs without examples,
-        # because that layer is in use.
+        # The layer has no valid statistics, so its last inverse is dropped.
+        # ``no_statistics`` makes the optimizer warn. It is False for a layer whose
+        # hooks captured pairs without examples, because that layer is in use.
         self.states.pop(block, None)
         if self._drift is not None:
             self._drift.invalidate()  # its tick depends on which layers have inverses
         if outcome is Outcome.NO_STATISTICS:
-            block.drop_inverse_at_refresh(no_statistics=block.status is LayerStatus.NOT_CAPTURED)
+            block.drop_inverse_at_refresh(
+                no_statistics=block.status is LayerStatus.NOT_CAPTURED
+            )
             return
 
-        # The statistics are not those of the layer's gradient, so they are dropped as well.
+        # The statistics are not those of the layer's gradient, so
+        # they are dropped as well.
         self.layers.mark_unverified(block)
         had_inverse = block.solved
         block.restart_averages()
         block.drop_inverse_at_refresh(no_statistics=True)
         if had_inverse:
-            self.training.publish()  # remove the dropped factors from the optimizer's state
+            # Remove the dropped factors from the optimizer's state.
+            self.training.publish()
 
     def _warn_of_failure(self, block: KroneckerBlock, error: str) -> None:
         """Warn that a layer's factors could not be decomposed, once per layer."""
@@ -748,25 +849,31 @@ class Inverses:
             f"{training.steps}{reason}; {consequence} until a refresh succeeds"
         )
 
-    # ----------------------------------------------------------------------------- checkpoints
+    # ---------------------------------------------------------------------- checkpoints
 
     def snapshot_factors(self, blocks: Iterable[KroneckerBlock]) -> None:
-        """Copy the factors of pending inverses. Call this before the running averages change.
+        """Copy the factors of pending inverses.
 
-        Checkpoints contain the copies, so that :meth:`load` can compute the same inverses.
-        Every rank copies them, because any rank may write a checkpoint.
+        Call this before the running averages change.
+
+        Checkpoints contain the copies, so that :meth:`load` can compute the same
+        inverses. Every rank copies them, because any rank may write a checkpoint.
         """
         for block in blocks:
             pending = self.pending.get(block)
-            if pending is not None and pending.factors is None and block.factors is not None:
+            if (
+                pending is not None
+                and pending.factors is None
+                and block.factors is not None
+            ):
                 copies = block.read_factors(block.saved_factors())
                 self.pending[block] = replace(pending, factors=copies)
 
     def load(self, loaded: LoadedInverses) -> None:
         """Install the inverses of a checkpoint, and compute those again that were pending.
 
-        The layers have no inverses yet. Only an inverter with threads has pending inverses between
-        two steps. This waits for them.
+        The layers have no inverses yet. Only an inverter with threads has pending
+        inverses between two steps. This waits for them.
         """
         self.damping_option = loaded.damping_option
         self.requested = set(loaded.requested)

@@ -4,8 +4,8 @@ submit    takes the factors of some layers
 collect   returns the layers that are finished, with the decomposition of each factor
 
 :class:`SynchronousInverter` decomposes in the step itself. The threads of
-:class:`second_order.kfac.async_inversion.ThreadedInverter` do so while training continues. These
-are the settings of an inverter:
+:class:`second_order.kfac.async_inversion.ThreadedInverter` do so while training
+continues. These are the settings of an inverter:
 
 | inverter                                           | staleness | deterministic |
 |----------------------------------------------------|-----------|---------------|
@@ -25,7 +25,13 @@ from torch import Tensor
 
 from second_order.kfac.plan import FactorKey
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.solvers import Attempts, Decomposition, Problem, Solver, attempt_all
+from second_order.kronecker.solvers import (
+    Attempts,
+    Decomposition,
+    Problem,
+    Solver,
+    attempt_all,
+)
 from second_order.kronecker.storage import DeviceRead
 from second_order.optimizers.config import KFACOptions
 from second_order.training.context import Training
@@ -41,8 +47,9 @@ class Job:
         block: The layer.
         problems: The damped factors, by name; at least one.
         cost: Operations of the decompositions, up to a constant.
-        weight: The sum of the weights of all statistics in the running averages, a scalar. It is 0
-            if there are no statistics. None if the layer is known to have some.
+        weight: The sum of the weights of all statistics in the running
+            averages, a scalar. It is 0 if there are no statistics. None if the
+            layer is known to have some.
     """
 
     block: KroneckerBlock
@@ -61,8 +68,8 @@ class Result:
             decomposition is missing.
         error: The error that was raised, if any.
         has_statistics: Whether the running averages had statistics.
-        was_retried: Whether a factor was decomposed again, because its first decomposition was
-            inaccurate.
+        was_retried: Whether a factor was decomposed again, because its first
+            decomposition was inaccurate.
     """
 
     block: KroneckerBlock
@@ -77,8 +84,8 @@ class Inverter(Protocol):
 
     Attributes:
         staleness: Steps after which a refresh waits for a layer; None for no bound.
-        deterministic: Whether a refresh collects layers exactly ``staleness`` steps after they were
-            submitted, even if they are finished before.
+        deterministic: Whether a refresh collects layers exactly ``staleness`` steps
+            after they were submitted, even if they are finished before.
     """
 
     staleness: int | None
@@ -115,22 +122,24 @@ class Inverter(Protocol):
     def post(self, copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
         """Pass CPU copies of tensors to ``send`` once the device has computed them.
 
-        This sends parameters to stats workers. It is a method of inverters because their threads
-        can wait for the device while training continues.
+        This sends parameters to stats workers. It is a method of inverters because
+        their threads can wait for the device while training continues.
         """
 
 
 class SynchronousInverter:
     """Decomposes all submitted factors together, and reads the device once.
 
-    ``submit`` attempts the decompositions on the device. ``collect`` reads their errors and retries
-    those that are inaccurate. Only a retry reads the device again.
+    ``submit`` attempts the decompositions on the device. ``collect`` reads their errors
+    and retries those that are inaccurate. Only a retry reads the device again.
     """
 
     staleness: int | None = 0
     deterministic = True
 
-    def __init__(self, training: Training, options: KFACOptions, solver: Solver) -> None:
+    def __init__(
+        self, training: Training, options: KFACOptions, solver: Solver
+    ) -> None:
         self._solver = solver
         self._dtype = options.inv_dtype
         self.clear()
@@ -147,8 +156,9 @@ class SynchronousInverter:
         if not jobs:
             return
 
-        # Group factors by shape and name. In their batches, the factors of layers of equal shape
-        # then lie next to each other, so that they can be stacked without a copy.
+        # Group factors by shape and name. In their batches, the factors of
+        # layers of equal shape then lie next to each other, so that they can be
+        # stacked without a copy.
         same_factors: dict[object, list[FactorKey]] = {}
         problems: dict[FactorKey, Problem] = {}
         for job in jobs:
@@ -192,7 +202,8 @@ class SynchronousInverter:
         jobs = self._jobs
         self.clear()
 
-        # Add the errors to the read, and the weights that show which layers have statistics.
+        # Add the errors to the read, and the weights that show which
+        # layers have statistics.
         read_errors = read.add(attempts.errors)
         uncertain: list[KroneckerBlock] = []
         weights: list[Tensor] = []

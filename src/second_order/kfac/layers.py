@@ -14,10 +14,11 @@ A parameter group may set options for its own layers:
     factor_decay    replaces the optimizer's number in the updates of the running averages
     precondition    False: only the base optimizer trains the group
 
-The first two are read from ``param_groups`` whenever they are used. So checkpoints contain them,
-ranks compare them at each step, and changes have an effect: a new damping at the next refresh, a
-new decay at the next update. ``precondition`` is read when layers are searched: at construction,
-when a group is added, and after FSDP2 has sharded the model.
+The first two are read from ``param_groups`` whenever they are used. So checkpoints
+contain them, ranks compare them at each step, and changes have an effect: a new
+damping at the next refresh, a new decay at the next update. ``precondition`` is
+read when layers are searched: at construction, when a group is added, and after
+FSDP2 has sharded the model.
 """
 
 from __future__ import annotations
@@ -46,7 +47,12 @@ from second_order.kronecker.factors import (
 from second_order.kronecker.fisher import LabelSampler
 from second_order.kronecker.gradient import GradientBlock, gradient_sums
 from second_order.kronecker.layers import Approximation
-from second_order.kronecker.model_blocks import PARAMETER, BlockRules, LeftToBase, find_blocks
+from second_order.kronecker.model_blocks import (
+    PARAMETER,
+    BlockRules,
+    LeftToBase,
+    find_blocks,
+)
 from second_order.kronecker.rows import Terms
 from second_order.kronecker.statistics import GradientScale, StatisticsCollector
 from second_order.kronecker.verification import Verification, comparisons_due, residuals
@@ -70,7 +76,9 @@ MAX_NAMES = 3  # of layers, in the warning that none has statistics
 DEFAULT_EXAMPLES = 64.0  # per step, if no layer has counted the examples
 
 # Reasons in warnings and in the summary.
-NO_STATISTICS = "no statistics arrived: its forward was not called, or did not reach the loss"
+NO_STATISTICS = (
+    "no statistics arrived: its forward was not called, or did not reach the loss"
+)
 NOT_CALLED = (
     "at two refreshes, the forward did not call these modules, or their outputs did not reach the "
     "loss; if the model never uses them, name them in skip_layers"
@@ -100,9 +108,9 @@ class Layers:
         capture: The hooks on the model. :meth:`start_capture` makes it.
         losses: How the losses of the passes are reduced.
         left_to_base: The modules and parameters that only the base trains, and why.
-        newly_trainable_at: The step at which all layers are due because some became trainable, or
-            lost their factors. It is the first step whose passes have been captured for sure. -1 if
-            there is none.
+        newly_trainable_at: The step at which all layers are due because some became
+            trainable, or lost their factors. It is the first step whose passes have
+            been captured for sure. -1 if there is none.
         sharded: Whether FSDP2 has sharded a parameter of any layer.
     """
 
@@ -126,10 +134,12 @@ class Layers:
         self.capture: Capture
         self.losses = LossReduction(training.model, options)
         self._sampler: LabelSampler | None = None
-        self._param_states: list[tuple[Any, ...]] | None = None  # at the last update_active()
-        self._once_without: set[str] = set()  # layers that had no statistics at a refresh
+        # At the last update_active().
+        self._param_states: list[tuple[Any, ...]] | None = None
+        # Layers that had no statistics at a refresh.
+        self._once_without: set[str] = set()
 
-    # ------------------------------------------------------------------------------ which layers
+    # --------------------------------------------------------------------- which layers
 
     def find(self, optimized: Iterable[Tensor] | None = None) -> None:
         """Find the layers of the parameters that are optimized.
@@ -138,7 +148,8 @@ class Layers:
             optimized: These parameters; None for those of the parameter groups.
 
         Raises:
-            ValueError: If the parameters of a layer are in groups with different options.
+            ValueError: If the parameters of a layer are in groups
+                with different options.
         """
         groups = self._training.groups
         if optimized is None:
@@ -165,8 +176,8 @@ class Layers:
             rules,
             excluded=excluded,
         )
-        # Check the new layers before they replace the old ones: if a group that the user adds is
-        # refused, training continues without it.
+        # Check the new layers before they replace the old ones: if a group that the
+        # user adds is refused, training continues without it.
         _check_groups(groups, blocks)
         self._check_sharding(blocks)
         self.blocks = blocks
@@ -183,7 +194,9 @@ class Layers:
 
     def _check_sharding(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Raise ValueError if FSDP2 shards layers and the options forbid it."""
-        if self._options.unsupported_layers == "gradient_factors" and _any_sharded(blocks):
+        if self._options.unsupported_layers == "gradient_factors" and _any_sharded(
+            blocks
+        ):
             raise ValueError(
                 f"{self._training.name}: unsupported_layers='gradient_factors' computes factors "
                 f"from whole gradients, but FSDP2 gives each rank only some of their rows; use "
@@ -191,12 +204,16 @@ class Layers:
             )
 
     def update_active(self) -> bool:
-        """Update which layers train now. Returns whether the assignment must be made again."""
+        """Update which layers train now.
+
+        Returns whether the assignment must be made again.
+        """
         if self._read_param_states() == self._param_states:
             return False
         for block in self.blocks:
             block.reset_if_changed()
-        self._param_states = self._read_param_states()  # a reset may change the layer's shape
+        # A reset may change the layer's shape.
+        self._param_states = self._read_param_states()
         self.active = [block for block in self.blocks if block.trainable]
         return True
 
@@ -220,21 +237,23 @@ class Layers:
         """Set the step at which statistics and the refreshes of all layers are due; -1 for none."""
         self.newly_trainable_at = step
 
-    # --------------------------------------------------------------------------------- statistics
+    # ----------------------------------------------------------------------- statistics
 
-    def start_capture(self, on_new_statistics: Callable[[], None] | None = None) -> None:
+    def start_capture(
+        self, on_new_statistics: Callable[[], None] | None = None
+    ) -> None:
         """Make the capture that turns the model's passes into statistics.
 
-        A later call, after the layers were searched again, replaces the collector and the capture.
-        The old capture's hooks leave the model with the last reference to it. The hook that
-        observes the loss stays.
+        A later call, after the layers were searched again, replaces the collector and
+        the capture. The old capture's hooks leave the model with the last reference to
+        it. The hook that observes the loss stays.
 
         Args:
             on_new_statistics: Is called in a backward pass when statistics have grown.
 
         Raises:
-            ValueError: If labels are sampled from the outputs of a model that may be only a part of
-                the one that makes the predictions.
+            ValueError: If labels are sampled from the outputs of a model that may be
+                only a part of the one that makes the predictions.
         """
         options = self._options
         training = self._training
@@ -275,8 +294,9 @@ class Layers:
     def attach_hooks(self, contributes: Callable[[KroneckerBlock], bool]) -> None:
         """Hook the layers whose statistics this rank contributes to.
 
-        The last layer counts the terms of a pass's loss. If this rank does not contribute to it,
-        the layer is hooked to count its rows only, so that all ranks count the same terms.
+        The last layer counts the terms of a pass's loss. If this rank does not
+        contribute to it, the layer is hooked to count its rows only, so that all ranks
+        count the same terms.
         """
         hooked = [block for block in self.blocks if contributes(block)]
         rows_only: KroneckerBlock | None = None
@@ -339,7 +359,8 @@ class Layers:
 
         Args:
             blocks: The layers.
-            micro_batches: As :meth:`count_micro_batches` returned it, if it was called already.
+            micro_batches: As :meth:`count_micro_batches` returned it, if
+                it was called already.
         """
         if micro_batches is None:
             micro_batches = self.count_micro_batches(blocks)
@@ -358,14 +379,15 @@ class Layers:
     ) -> dict[KroneckerBlock, StatisticsSums]:
         """Return sums whose G is that of single loss terms, if losses are step means.
 
-        Each pass then divides its loss by N, the number of loss terms of the whole step. Where
-        ranks average gradients, the user multiplies the loss by their number P as well. So the
-        output gradients of a pass are P / N times those of single terms, and their products are
-        (P / N)² times too large.
+        Each pass then divides its loss by N, the number of loss terms of the whole
+        step. Where ranks average gradients, the user multiplies the loss by their
+        number P as well. So the output gradients of a pass are P / N times those of
+        single terms, and their products are (P / N)² times too large.
 
-        Example: Each of 2 ranks has 8 terms, so N = 16 and P = 2. If the sums are those of both
-        ranks, they count n = 16 terms, and ``share`` is N / (P n) = 16 / (2 · 16) = 1/2. If they
-        are those of one rank, n = 8 and ``share`` is 16 / (2 · 8) = 1.
+        Example: Each of 2 ranks has 8 terms, so N = 16 and P = 2. If the sums
+        are those of both ranks, they count n = 16 terms, and ``share`` is N / (P
+        n) = 16 / (2 · 16) = 1/2. If they are those of one rank, n = 8 and
+        ``share`` is 16 / (2 · 8) = 1.
 
         Args:
             sums: The statistics, which count n of the N terms.
@@ -375,34 +397,45 @@ class Layers:
         scaled = scale_to_one_term(list(sums.values()), shapes, share)
         return dict(zip(sums, scaled, strict=True))
 
-    def update_averages(self, sums: dict[KroneckerBlock, StatisticsSums], decay: float) -> None:
+    def update_averages(
+        self, sums: dict[KroneckerBlock, StatisticsSums], decay: float
+    ) -> None:
         """Update the running averages by sums over all ranks, weighted by their examples.
 
         Args:
             sums: The statistics of each layer.
-            decay: Weight of the past, for layers whose groups do not set ``factor_decay``.
+            decay: Weight of the past, for layers whose groups do
+                not set ``factor_decay``.
         """
         averages = {block: block.ensure_factors(statistics_due=True) for block in sums}
-        tensors_before = [id(x) for each in averages.values() for x in each.stored.values()]
+        tensors_before = [
+            id(x) for each in averages.values() for x in each.stored.values()
+        ]
 
         # Update all layers of one decay together.
         own_decays = values_by_layer(self._training.groups, sums, "factor_decay")
         for value in {decay, *own_decays.values()}:
             blocks = [block for block in sums if own_decays.get(block, decay) == value]
-            update_running_averages([averages[b] for b in blocks], [sums[b] for b in blocks], value)
+            update_running_averages(
+                [averages[b] for b in blocks], [sums[b] for b in blocks], value
+            )
 
-        # Factors that became slices of a stack leave tensors in ``state`` that nothing else uses.
-        tensors_after = [id(x) for each in averages.values() for x in each.stored.values()]
+        # Factors that became slices of a stack leave tensors in ``state``
+        # that nothing else uses.
+        tensors_after = [
+            id(x) for each in averages.values() for x in each.stored.values()
+        ]
         if tensors_after != tensors_before:
             self._training.publish()
 
     def count_micro_batches(self, blocks: Sequence[KroneckerBlock]) -> int:
         """Return the number of a step's backward passes, if the user averages their losses.
 
-        The losses of several passes are then divided by this number, and G is multiplied by its
-        square. Otherwise the result is 1: the losses are sums, the user has divided them by the
-        terms of all passes, or ``loss_reduction="pass_mean"`` says that nothing was divided. The
-        first time that ``loss_reduction="auto"`` decides, a warning says what it assumes.
+        The losses of several passes are then divided by this number, and G is
+        multiplied by its square. Otherwise the result is 1: the losses are sums, the
+        user has divided them by the terms of all passes, or
+        ``loss_reduction="pass_mean"`` says that nothing was divided. The first time
+        that ``loss_reduction="auto"`` decides, a warning says what it assumes.
         """
         reduction = self.losses.current()
         by_option = self._options.loss_reduction in ("pass_mean", "step_mean")
@@ -412,25 +445,35 @@ class Layers:
         for block in blocks:
             passes = max(passes, block.staged.micro_batches)
         by_default = self._options.loss_reduction == AUTO
-        if by_default and passes > 1 and self._training.is_first_warning("micro-batches"):
-            self._training.warn(f"{passes} backward passes in a step: {ASSUMPTIONS[reduction]}")
+        if (
+            by_default
+            and passes > 1
+            and self._training.is_first_warning("micro-batches")
+        ):
+            self._training.warn(
+                f"{passes} backward passes in a step: {ASSUMPTIONS[reduction]}"
+            )
         if reduction == "step_mean":
             return 1
         return passes
 
-    # -------------------------------------------------------------------------- missing statistics
+    # --------------------------------------------------------------- missing statistics
 
     def warn_of_no_statistics(self, agreed: Sequence[KroneckerBlock]) -> None:
         """Warn of each layer without valid statistics: once if none arrived, once if unverified.
 
-        If the reason is not known, the warning waits for the layer's second refresh without
-        statistics, because models with stochastic depth do not call all layers at each step.
+        If the reason is not known, the warning waits for the layer's second
+        refresh without statistics, because models with stochastic depth do not
+        call all layers at each step.
 
         Args:
-            agreed: The layers that were due at a refresh, and whose outcome all ranks know.
+            agreed: The layers that were due at a refresh, and whose
+                outcome all ranks know.
         """
         if self._training.steps < self.newly_trainable_at:
-            return  # layers became trainable after the forward passes, which had no hooks for them
+            # Layers became trainable after the forward passes, which
+            # had no hooks for them.
+            return
         without = [block for block in agreed if block.no_statistics]
         if without and len(without) == len(self.active):
             self._warn_of_no_layer(without)
@@ -440,7 +483,11 @@ class Layers:
             reason = self.missing_reason(block)
             waits = not reason and block.name not in self._once_without
             self._once_without.add(block.name)
-            key = f"unverified:{block.name}" if reason == UNVERIFIED else f"no:{block.name}"
+            key = (
+                f"unverified:{block.name}"
+                if reason == UNVERIFIED
+                else f"no:{block.name}"
+            )
             if not waits and self._training.is_first_warning(key):
                 names.setdefault(reason, []).append(repr(block.name))
         for reason, listed in names.items():
@@ -475,12 +522,17 @@ class Layers:
     def warn_of_dropped_statistics(self) -> None:
         """Warn once of each layer without an inverse, if this rank has dropped pairs of it.
 
-        Call this after the last collective of a step, because a user may turn warnings into errors.
+        Call this after the last collective of a step, because a user may
+        turn warnings into errors.
         """
         training = self._training
         for block in self.active:
             key = f"dropped:{block.name}"
-            if block.solved or block.status is not LayerStatus.CAPTURED or key in training.warned:
+            if (
+                block.solved
+                or block.status is not LayerStatus.CAPTURED
+                or key in training.warned
+            ):
                 continue
             num_dropped = int(block.staged.dropped)
             if num_dropped and training.is_first_warning(key):
@@ -505,7 +557,7 @@ class Layers:
         """Record that the pairs of a layer were found unverified, on this rank or another."""
         self.capture.missed.update(dict.fromkeys(block.modules, UNVERIFIED))
 
-    # ---------------------------------------------------------------------------------- reporting
+    # ------------------------------------------------------------------------ reporting
 
     def description(self, system: str) -> list[str]:
         """Return the options and the layers as text, which must be equal on all ranks.
@@ -516,8 +568,12 @@ class Layers:
             system: The system's own options, as text.
         """
         settings = group_settings(vars(self._options))
-        options = {name: value for name, value in settings.items() if not callable(value)}
-        lines = [f"options: {self._training.base_name} {options} {self._rules} {system}"]
+        options = {
+            name: value for name, value in settings.items() if not callable(value)
+        }
+        lines = [
+            f"options: {self._training.base_name} {options} {self._rules} {system}"
+        ]
         for block in self.blocks:
             kind = plain_type(block.modules[0]).__name__
             lines.append(f"layer {block.name}: {kind} {block.shape}")
@@ -525,7 +581,9 @@ class Layers:
             line = f"left to the base: {row.name} ({row.kind}): {row.reason}"
             lines.append(line)
         if self._options.samples:
-            lines.append(f"module around the model: {self._training.outer_class or None}")
+            lines.append(
+                f"module around the model: {self._training.outer_class or None}"
+            )
         return lines
 
     def close(self) -> None:
@@ -536,7 +594,8 @@ class Layers:
         self.blocks = []
         self.active = []
         self.left_to_base = []
-        self._param_states = []  # those of no layers, so that update_active() reports no change
+        # Those of no layers, so that update_active() reports no change.
+        self._param_states = []
 
 
 def _comparisons_due(training: Training) -> float:
@@ -554,8 +613,8 @@ def _any_sharded(blocks: Iterable[KroneckerBlock]) -> bool:
 def _name_exact_option(row: LeftToBase) -> LeftToBase:
     """Name ``precondition_norms`` as the reason, if a row only lacks this option.
 
-    With the option, the parameters of a norm layer get an exact block: a matrix of all their
-    second moments instead of two Kronecker factors.
+    With the option, the parameters of a norm layer get an exact block: a matrix of all
+    their second moments instead of two Kronecker factors.
     """
     if not row.exact_if_allowed:
         return row
@@ -563,7 +622,7 @@ def _name_exact_option(row: LeftToBase) -> LeftToBase:
     return replace(row, reason=f"{subject} needs precondition_norms=True")
 
 
-# ------------------------------------------------------------------------ gradient-factored layers
+# ------------------------------------------------------------- gradient-factored layers
 
 
 def gradient_statistics(
@@ -581,7 +640,8 @@ def gradient_statistics(
         terms: Number of loss terms of the step. None, or 0, counts as 64.
         blocks: The layers. Their mean gradients must be on this rank.
         counts_own: Whether ``terms`` counts only this rank's terms.
-        mean_loss: Whether the gradient is a mean over the step's terms, and not their sum.
+        mean_loss: Whether the gradient is a mean over the step's
+            terms, and not their sum.
     """
     # The number of the step's loss terms on all ranks.
     num_ranks = training.world.size
@@ -595,20 +655,23 @@ def gradient_statistics(
     own_terms = torch.where(own_terms > 0, own_terms, DEFAULT_EXAMPLES / counting_ranks)
     total = own_terms * counting_ranks
 
-    # The sum over N terms of their gradients' products is about N times the product of the mean
-    # gradient. If the loss is a sum instead, the ranks' average d is the sum of all gradients
-    # divided by the number of ranks R, so the mean is (R / N) d, and N (R / N)² = R² / N.
+    # The sum over N terms of their gradients' products is about N times the product of
+    # the mean gradient. If the loss is a sum instead, the ranks' average d is the sum
+    # of all gradients divided by the number of ranks R, so the mean is (R / N) d, and N
+    # (R / N)² = R² / N.
     scale = total if mean_loss else num_ranks**2 / total
     return gradient_sums(blocks, own_terms, scale)
 
 
-# ------------------------------------------------------------------------------- options of groups
+# -------------------------------------------------------------------- options of groups
 
 
 def values_by_layer(
     groups: Groups, blocks: Iterable[KroneckerBlock], option: str
 ) -> dict[KroneckerBlock, float]:
-    """Return the value that each layer's group sets for an option. Layers without one are left out.
+    """Return the value that each layer's group sets for an option.
+
+    Layers without one are left out.
 
     Raises:
         ValueError: If a value is out of bounds.
@@ -622,7 +685,11 @@ def values_by_layer(
             values |= dict.fromkeys(map(id, group["params"]), value)
     if not values:
         return {}
-    return {block: values[id(block.weight)] for block in blocks if id(block.weight) in values}
+    return {
+        block: values[id(block.weight)]
+        for block in blocks
+        if id(block.weight) in values
+    }
 
 
 def _check_groups(groups: Groups, blocks: Iterable[KroneckerBlock]) -> None:
@@ -636,8 +703,9 @@ def _check_groups(groups: Groups, blocks: Iterable[KroneckerBlock]) -> None:
         of_layer = [settings[id(p)] for p in block.all_params if id(p) in settings]
         for option in LAYER_OPTIONS:
             values = [options[option] for options in of_layer]
-            # A module with several layers, such as an attention or fused experts, is left to the
-            # base only as a whole. If one of its layers has precondition=False, another has not.
+            # A module with several layers, such as an attention or fused experts, is
+            # left to the base only as a whole. If one of its layers has
+            # precondition=False, another has not.
             differs = any(value != values[0] for value in values)
             is_divided = option == "precondition" and False in values
             if differs or is_divided:
@@ -655,7 +723,9 @@ def describe_group_options(groups: Groups) -> str:
     """Return the options of all groups as text for the summary; "" if there are none."""
     described = []
     for i, group in enumerate(groups):
-        options = [f"{option} {group[option]}" for option in LAYER_OPTIONS if option in group]
+        options = [
+            f"{option} {group[option]}" for option in LAYER_OPTIONS if option in group
+        ]
         if options:
             described.append(f"group {i}: {', '.join(options)}")
     return "; ".join(described)

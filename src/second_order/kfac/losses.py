@@ -1,8 +1,9 @@
 """How the losses of a step's passes are reduced: by an option, or as observed.
 
-The Trainer of transformers passes ``num_items_in_batch`` to models that accept it: the number of
-targets in all micro-batches of a step, on all processes. Such a model divides the sum over a pass's
-targets by that number. A forward hook observes whether the model is called with it.
+The Trainer of transformers passes ``num_items_in_batch`` to models that accept it: the
+number of targets in all micro-batches of a step, on all processes. Such a model divides
+the sum over a pass's targets by that number. A forward hook observes whether the model
+is called with it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ ASSUMPTIONS: dict[Reduction, str] = {
         "If the model takes the mean over a pass anyway, set loss_reduction='pass_mean'"
     ),
 }
-"""What the optimizer assumes of a step with several backward passes, by the reduction."""
+"""What the optimizer assumes of a step with several backward
+passes, by the reduction."""
 
 
 class ItemsHook:
@@ -51,7 +53,11 @@ class ItemsHook:
         self._handle: RemovableHandle | None = None
 
     def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
     ) -> None:
         """Observe a call of the model."""
         if kwargs.get(KEYWORD) is not None and torch.is_grad_enabled():
@@ -87,8 +93,8 @@ def _accepts_items(model: nn.Module) -> bool:
 class LossReduction:
     """How the losses whose gradients are captured are reduced.
 
-    If ``loss_reduction="auto"`` and the model's calls can show the reduction, :meth:`attach` hooks
-    the model. The hook leaves it with this object.
+    If ``loss_reduction="auto"`` and the model's calls can show the reduction,
+    :meth:`attach` hooks the model. The hook leaves it with this object.
     """
 
     def __init__(self, model: nn.Module, options: KFACOptions) -> None:

@@ -1,7 +1,8 @@
 """Metrics of the layers, and a copy of their factors as a :class:`KroneckerCurvature`.
 
-Metrics are those of this process, of the factors and inverses that it stores. Nothing is sent. A
-metric that this process does not know is NaN, so that all processes report the same names.
+Metrics are those of this process, of the factors and inverses that it stores.
+Nothing is sent. A metric that this process does not know is NaN, so that all
+processes report the same names.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from second_order.errors import SecondOrderError
 from second_order.kfac.inversion import Inverses
 from second_order.kfac.layers import NO_STATISTICS, Layers, values_by_layer
 from second_order.kfac.plan import LayerPlan
-from second_order.kfac.state import EXAMPLES, MEANS, WEIGHT, factor_entries, send_entries
+from second_order.kfac.state import (
+    EXAMPLES,
+    MEANS,
+    WEIGHT,
+    factor_entries,
+    send_entries,
+)
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.exact import ExactBlock
 from second_order.kronecker.factors import layer_mean_curvature
@@ -52,7 +59,10 @@ UNNAMED = "(not in the model)"
 
 
 def layer_metrics(
-    layers: Layers, plan: Mapping[KroneckerBlock, LayerPlan], inverses: Inverses, step: int
+    layers: Layers,
+    plan: Mapping[KroneckerBlock, LayerPlan],
+    inverses: Inverses,
+    step: int,
 ) -> dict[str, float]:
     """Return the metrics of layers and inverses at a step; the others are NaN.
 
@@ -81,7 +91,9 @@ def layer_metrics(
     metrics["layers/failing"] = float(sum(block.failures > 0 for block in plan))
     metrics["layers/pending"] = float(len(inverses.pending))
     metrics["failed"] = float(inverses.num_failures)
-    metrics["dropped"] = float(sum(int(block.staged.dropped) for block in layers.blocks))
+    metrics["dropped"] = float(
+        sum(int(block.staged.dropped) for block in layers.blocks)
+    )
     return metrics
 
 
@@ -105,7 +117,8 @@ def build_curvature(
         plan: The owners of the factors, of all layers that have ever trained.
         damping: The option γ at the last refresh; NaN before it.
         dtype: Dtype of the copies.
-        gather: Whether all ranks get the copies; otherwise the inverse rank of A gets them.
+        gather: Whether all ranks get the copies; otherwise the
+            inverse rank of A gets them.
 
     Raises:
         SecondOrderError: If no layer has statistics.
@@ -166,13 +179,21 @@ def build_curvature(
             f"before close()"
         )
     param_names = [names.get(id(p), UNNAMED) for p in group_params(training.groups)]
-    return KroneckerCurvature(covered, param_names, uncovered, owners=owners, world=world)
+    return KroneckerCurvature(
+        covered, param_names, uncovered, owners=owners, world=world
+    )
 
 
 def _send_averages(
-    training: Training, block: KroneckerBlock, layer: LayerPlan | None, ranks: Sequence[int]
+    training: Training,
+    block: KroneckerBlock,
+    layer: LayerPlan | None,
+    ranks: Sequence[int],
 ) -> dict[str, Tensor]:
-    """Send a layer's factors to some ranks, and its other averages to all ranks. Collective."""
+    """Send a layer's factors to some ranks, and its other averages to all ranks.
+
+    Collective.
+    """
     world = training.world
     saved: dict[str, Tensor] = {}
     if block.factors is not None and not block.has_lost_factor:
@@ -186,7 +207,9 @@ def _send_averages(
     return averages
 
 
-def _positive_mean_curvature(block: KroneckerBlock, averages: Mapping[str, Tensor]) -> float:
+def _positive_mean_curvature(
+    block: KroneckerBlock, averages: Mapping[str, Tensor]
+) -> float:
     """Return the mean curvature of a layer, in whose units γ is given; 1 if it is 0."""
     num_factors = len(block.shape.factor_names)
     curvature = float(layer_mean_curvature(averages[MEANS][:num_factors]))
@@ -221,7 +244,9 @@ def _reason_without_curvature(
 ) -> str:
     """Return why a layer has no curvature; "" if it has."""
     if block.shape.gradient_factored:
-        return "its factors are computed from the gradient and are no Fisher information"
+        return (
+            "its factors are computed from the gradient and are no Fisher information"
+        )
     if sum(p.numel() for p in params) != math.prod(block.shape.gradient_shape):
         return "its bias was frozen or unfrozen after its factors were computed"
     if WEIGHT not in averages or not float(averages[WEIGHT]) > 0:

@@ -14,8 +14,8 @@
     compile_step      Plan -> StepPlan: what this rank does, as data that the steps loop over
     sum_statistics    adds statistics over the ranks, as the plan says
 
-Layers are planned when they change, and the plan is compiled once for the steps that follow.
-``compile_step`` and ``sum_statistics`` are collectives.
+Layers are planned when they change, and the plan is compiled once for the steps that
+follow. ``compile_step`` and ``sum_statistics`` are collectives.
 """
 
 from __future__ import annotations
@@ -64,14 +64,16 @@ __all__ = [
 ]
 
 MAX_EXACT_DIM = 256
-"""Largest norm layer, in entries, whose exact block is a full matrix. Above, it is the diagonal."""
+"""Largest norm layer, in entries, whose exact block is a full matrix. Above,
+it is the diagonal."""
 
 FactorKey: TypeAlias = tuple[KroneckerBlock, str]
 """A layer, and the name of one of its factors."""
 
 
 def block_rules(
-    options: KFACOptions, doubly_factored: Mapping[str, tuple[int, int]] | str | None = None
+    options: KFACOptions,
+    doubly_factored: Mapping[str, tuple[int, int]] | str | None = None,
 ) -> BlockRules:
     """Return the rules that decide which modules become layers."""
     max_exact_dim: int | None = None
@@ -86,7 +88,7 @@ def block_rules(
     )
 
 
-# ------------------------------------------------------------------------------- plans of all ranks
+# ------------------------------------------------------------------- plans of all ranks
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,10 @@ class LayerPlan:
     Attributes:
         inverse_ranks: The ranks that decompose A and G.
         workers: The gradient workers, which precondition the layer's gradient.
-        factors_everywhere: Whether all ranks store A and G; otherwise the inverse ranks do.
-        batch_rank: The only rank whose batches enter the statistics; None if all ranks' do.
+        factors_everywhere: Whether all ranks store A and G;
+            otherwise the inverse ranks do.
+        batch_rank: The only rank whose batches enter the statistics;
+            None if all ranks' do.
     """
 
     inverse_ranks: tuple[int, int]
@@ -106,7 +110,10 @@ class LayerPlan:
     batch_rank: int | None = None
 
     def inverse_rank(self, factor: str) -> int:
-        """Return the rank that decomposes a factor. That of A also decomposes a third factor L."""
+        """Return the rank that decomposes a factor.
+
+        That of A also decomposes a third factor L.
+        """
         a_rank, g_rank = self.inverse_ranks
         return g_rank if factor == "G" else a_rank
 
@@ -136,8 +143,8 @@ class LayerPlan:
 def contributes(layer_plan: LayerPlan | None, rank: int) -> bool:
     """Return whether a rank's batches contribute to a layer's statistics.
 
-    A layer that has never trained has no plan yet. All ranks capture it, so that its future owner
-    will have statistics.
+    A layer that has never trained has no plan yet. All ranks capture it, so that its
+    future owner will have statistics.
     """
     return layer_plan is None or layer_plan.batch_rank in (None, rank)
 
@@ -187,7 +194,9 @@ def kaisa_plan(
     return Plan(grid, plans)
 
 
-def dpkfac_plan(layers: Sequence[LayerDims], ranks: int, *, assignment: OwnerAssignment) -> Plan:
+def dpkfac_plan(
+    layers: Sequence[LayerDims], ranks: int, *, assignment: OwnerAssignment
+) -> Plan:
     """Plan as DPKFAC does: a layer's owner does all the work on it."""
     plans = []
     for owner in assign_owners(layers, ranks, assignment):
@@ -201,7 +210,9 @@ def dpkfac_plan(layers: Sequence[LayerDims], ranks: int, *, assignment: OwnerAss
     return Plan(Grid(ranks, 1), plans)
 
 
-def distkfac_plan(layers: Sequence[LayerDims], ranks: int, *, factors_everywhere: bool) -> Plan:
+def distkfac_plan(
+    layers: Sequence[LayerDims], ranks: int, *, factors_everywhere: bool
+) -> Plan:
     """Plan as DistKFAC does: inverses are spread over the ranks, and all ranks precondition."""
     plans = []
     for rank in balance_costs([layer.cost for layer in layers], ranks):
@@ -217,8 +228,8 @@ def distkfac_plan(layers: Sequence[LayerDims], ranks: int, *, factors_everywhere
 def with_one_worker(plan: Plan) -> Plan:
     """Return the plan with one inverse rank and gradient worker per layer: the one of A.
 
-    This suits sharded gradients. The rows of a gradient must be collected on one rank anyway, and
-    the other ranks then need no inverse.
+    This suits sharded gradients. The rows of a gradient must be collected on one rank
+    anyway, and the other ranks then need no inverse.
     """
     plans = []
     for layer_plan in plan.layers:
@@ -235,8 +246,9 @@ def assign_gradient_owners(
 
     Args:
         sizes: Elements of each gradient.
-        owners: The owner of each gradient's layer. A gradient outside of layers has None: it goes
-            to the rank with the fewest elements so far, the largest gradient first.
+        owners: The owner of each gradient's layer. A gradient outside of layers
+            has None: it goes to the rank with the fewest elements so far, the
+            largest gradient first.
         ranks: Number of ranks.
     """
     load = [0] * ranks
@@ -271,19 +283,22 @@ class System:
     """What distinguishes KAISA, DPKFAC and DistKFAC.
 
     Attributes:
-        plan: Makes the plan from the layers, in an order that all ranks share, and the number of
-            ranks.
+        plan: Makes the plan from the layers, in an order that all ranks share,
+            and the number of ranks.
         rules: The rules that decide which modules become layers.
         description: The system's own options as text, which ranks compare.
-        from_owner: Whether only the batches of a layer's owner enter its statistics (DPKFAC).
-        means_to_owners: Whether only the owner of a layer receives its mean gradient. Otherwise all
-            ranks do.
+        from_owner: Whether only the batches of a layer's owner enter
+            its statistics (DPKFAC).
+        means_to_owners: Whether only the owner of a layer receives its mean gradient.
+            Otherwise all ranks do.
         conv_approximation: Replaces the option ``kfac_approx`` for convolutions.
-        inverter: Makes an inverter that uses threads. None: the step computes the inverses.
+        inverter: Makes an inverter that uses threads. None: the step
+            computes the inverses.
         pipelined: Whether statistics are sent while backward still runs (SPD-KFAC).
-        exchange_dtype: Communication dtype of factors and decompositions; None for their own.
-        auto_workers: Whether the cost model chooses the number of gradient workers, which the
-            argument ``fraction`` of the plan sets.
+        exchange_dtype: Communication dtype of factors and
+            decompositions; None for their own.
+        auto_workers: Whether the cost model chooses the number of gradient workers,
+            which the argument ``fraction`` of the plan sets.
     """
 
     plan: Callable[..., Plan]
@@ -298,7 +313,7 @@ class System:
     auto_workers: bool = False
 
 
-# ------------------------------------------------------------------------------- steps of this rank
+# ------------------------------------------------------------------- steps of this rank
 
 
 @dataclass(frozen=True)
@@ -308,18 +323,21 @@ class StepPlan:
     Attributes:
         layers: The layers that train, with their plans.
         row: The ranks that precondition the same layers as this rank.
-        column: The ranks that it exchanges preconditioned gradients with, one of each row.
+        column: The ranks that it exchanges preconditioned gradients
+            with, one of each row.
         exchange_dtype: Communication dtype of decompositions; None for their own.
         contributing: Layers whose statistics this rank's passes contribute to.
         gradient_factored: Layers with factors computed from the weight gradient.
         reporting: Layers whose metrics this rank reports after a refresh.
-        measured: Layers whose running averages this rank has, if one rank is chosen for each
-            layer. It reports their mean curvature, and receives the statistics of stats workers.
-        preconditioned: Layers that this rank preconditions. A layer's inverse ranks always do.
+        measured: Layers whose running averages this rank has, if one rank is chosen
+            for each layer. It reports their mean curvature, and receives the
+            statistics of stats workers.
+        preconditioned: Layers that this rank preconditions. A layer's
+            inverse ranks always do.
         to_invert: The factors that this rank decomposes, by layer.
-        sources: For each factor that this row preconditions with, the rank that decomposes it and
-            sends it to the row, by its position in the row. For example 1 for rank 3 in the row of
-            ranks 2 and 3.
+        sources: For each factor that this row preconditions with, the rank that
+            decomposes it and sends it to the row, by its position in the row. For
+            example 1 for rank 3 in the row of ranks 2 and 3.
         costs: The cost of each layer's inverse, as in :func:`layer_dims`.
         batches: The layers that this rank preconditions, in batches of equal shape.
     """
@@ -350,9 +368,9 @@ def compile_step(
 
     Stats workers send the statistics of a layer only to the rank that decomposes its A.
 
-    For example, let four ranks form two rows of two columns. Ranks 2 and 3 are a row: both
-    precondition the layers of this row. Rank 1, in the other row, is in the column of rank 3, and
-    receives these layers' preconditioned gradients from it. ::
+    For example, let four ranks form two rows of two columns. Ranks 2 and 3 are a row:
+    both precondition the layers of this row. Rank 1, in the other row, is in the column
+    of rank 3, and receives these layers' preconditioned gradients from it. ::
 
         0  1
         2  3
@@ -385,8 +403,8 @@ def compile_step(
         if rank in layer_plan.inverse_ranks:
             to_invert[block] = []
 
-        # A factor's inverse comes from the rank that computes it. All planners place the inverse
-        # ranks of a layer in the row of its gradient workers.
+        # A factor's inverse comes from the rank that computes it. All planners place
+        # the inverse ranks of a layer in the row of its gradient workers.
         for factor in block.shape.factor_names:
             inverse_rank = layer_plan.inverse_rank(factor)
             if inverse_rank == rank:
@@ -424,21 +442,23 @@ def sum_statistics(
         sums: The statistics of this rank.
         dtype: Communication dtype of the factors; None for their own.
     """
-    # The head of a layer has its number of examples and its mean eigenvalues, which all ranks need.
-    # A factor is needed by its owner, or by all ranks.
+    # The head of a layer has its number of examples and its mean eigenvalues, which all
+    # ranks need. A factor is needed by its owner, or by all ranks.
     heads: list[Tensor] = []
     factors: list[Tensor] = []
     owners: list[int | None] = []  # of each factor
     for block, layer_sums in sums.items():
         layer_plan = layers[block]
         if layer_plan.batch_rank is not None:
-            continue  # this rank's statistics are those of the only rank that contributes
+            # This rank's statistics are those of the only rank that contributes.
+            continue
         heads.append(layer_sums.head)
         for factor, tensor in layer_sums.factors.items():
             factors.append(tensor)
             owners.append(layer_plan.factor_owner(factor))
 
-    # A narrow dtype would round the numbers of examples, so heads are then sent by themselves.
+    # A narrow dtype would round the numbers of examples, so heads are
+    # then sent by themselves.
     pending: list[PendingReduction] = []
     with_factors = heads
     if dtype is not None:

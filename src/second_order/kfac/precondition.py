@@ -6,22 +6,26 @@
     p.grad     <- ν P
     exchange   ν P, to the ranks that do not have it
 
-The change estimates how much a step along P changes the model's predictions. ν bounds it:
+The change estimates how much a step along P changes the model's
+predictions. ν bounds it:
 
-- By default, the change may be four times its running average at most, so that a batch of outliers
-  cannot undo progress.
-- If κ is given (``kl_clip``), ν = min(1, sqrt(κ / Σ lr² |P·∇|)). The learning rates are those of
-  the step if κ is a function of the step, and the largest ones of the schedule if κ is a number.
+- By default, the change may be four times its running average at most, so that a batch
+  of outliers cannot undo progress.
+- If κ is given (``kl_clip``), ν = min(1, sqrt(κ / Σ lr² |P·∇|)). The learning rates
+  are those of the step if κ is a function of the step, and the largest ones of the
+  schedule if κ is a number.
 
-The ranks form a grid. The ranks of a row are the gradient workers of the same layers, so they have
-the same P. A column has one rank of each row, so its ranks together have the P of every layer. For
-4 ranks and 2 gradient workers per layer, ranks 0 and 1 have the first half of the layers:
+The ranks form a grid. The ranks of a row are the gradient workers of the same layers,
+so they have the same P. A column has one rank of each row, so its ranks together have
+the P of every layer. For 4 ranks and 2 gradient workers per layer, ranks 0 and 1 have
+the first half of the layers:
 
                 column 0   column 1
     row 0       rank 0     rank 1       layers a, b
     row 1       rank 2     rank 3       layers c, d
 
-A sum over a column is therefore a sum over all layers. Each column exchanges ν P by itself.
+A sum over a column is therefore a sum over all layers. Each column
+exchanges ν P by itself.
 
 Sources: Pauloski et al. 2022, section 5.1; Ba et al. 2017, eq. 14.
 """
@@ -63,27 +67,29 @@ __all__ = [
 ]
 
 USUAL_CHANGE = ("usual_change_bound", "usual_change_steps")
-"""Checkpoint entries, two shared numbers: ``UsualChange.bound`` and ``UsualChange.steps``."""
+"""Checkpoint entries, two shared numbers: ``UsualChange.bound`` and
+``UsualChange.steps``."""
 
-MAX_RATIO = 4.0  # of the bound to the average change: a step may be twice as long as usual
+# Of the bound to the average change: a step may be twice as long as usual.
+MAX_RATIO = 4.0
 WINDOW = 20  # steps that the running average remembers
 WARMUP_STEPS = 5  # first steps, which are not clipped
 MIN_RATIO = 4e-4  # of the bound to a change; its square root, 1/50, is the least ν
 
 
-# ---------------------------------------------------------------------------------------- the clip
+# ----------------------------------------------------------------------------- the clip
 
 
 def kl_change(products: Sequence[Tensor], learning_rates: Sequence[Scalar]) -> Tensor:
     """Return Σ lr² |P·∇| over layers, which estimates the change of the model's predictions.
 
-    lr² Σ P·∇ estimates twice the KL divergence between the model before and after the step. A layer
-    whose product is not finite does not count.
+    lr² Σ P·∇ estimates twice the KL divergence between the model before and after the
+    step. A layer whose product is not finite does not count.
 
     Args:
         products: Stacks of P·∇ of one or more layers each; at least one stack.
-        learning_rates: One rate per layer. This is faster if layers of one parameter group share
-            the object.
+        learning_rates: One rate per layer. This is faster if layers of one parameter
+            group share the object.
     """
     stack = torch.cat([product.to(products[0]) for product in products]).abs()
     # Square each distinct rate once. On a device, every square is a kernel launch.
@@ -103,16 +109,18 @@ def kl_clip_coefficient(change: Tensor, kl_clip: Scalar) -> Tensor:
 class UsualChange:
     """The running average of the changes Σ P·∇ of the steps, and the bound that it sets.
 
-    The bound is four times the average. With the weight w of a new step, which is 1/20 (and 1/n at
-    the n-th of the first 20 steps),
+    The bound is four times the average. With the weight w of a new step, which is 1/20
+    (and 1/n at the n-th of the first 20 steps),
 
         bound <- (1 - w) bound + 4 w max(min(change, bound), change / 2500)
 
-    A change above the bound counts as the bound, so that outliers move the average little. If
-    changes stay large, the bound is multiplied by 0.95 + 0.2 = 1.15 per step until it has caught
-    up. The last term lets a bound of 0 grow: the step keeps at least 1/50 of its length.
+    A change above the bound counts as the bound, so that outliers move the average
+    little. If changes stay large, the bound is multiplied by 0.95 + 0.2 = 1.15 per step
+    until it has caught up. The last term lets a bound of 0 grow: the step keeps at
+    least 1/50 of its length.
 
-    The bound is a scalar on the device of the changes. The host reads it only for checkpoints.
+    The bound is a scalar on the device of the changes. The host reads
+    it only for checkpoints.
 
     Attributes:
         bound: Four times the average; a float before the first change.
@@ -133,7 +141,8 @@ class UsualChange:
         if not is_warm:
             self.bound.mul_(1 - weight).add_(change, alpha=MAX_RATIO * weight)
             return None
-        # ``tiny`` avoids 0 / 0. Rounding can make a change negative, which is then no large change.
+        # ``tiny`` avoids 0 / 0. Rounding can make a change negative, which
+        # is then no large change.
         tiny = torch.finfo(change.dtype).tiny
         ratio = ((self.bound + tiny) / change.clamp_min(tiny)).clamp(MIN_RATIO, 1.0)
         self.bound.mul_(1 - weight).addcmul_(change, ratio, value=MAX_RATIO * weight)
@@ -141,7 +150,9 @@ class UsualChange:
 
     def saved(self) -> dict[str, float]:
         """Return the shared numbers of a checkpoint."""
-        return dict(zip(USUAL_CHANGE, (float(self.bound), float(self.steps)), strict=True))
+        return dict(
+            zip(USUAL_CHANGE, (float(self.bound), float(self.steps)), strict=True)
+        )
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Load the average of a checkpoint. Without one, start an empty average."""
@@ -164,9 +175,9 @@ class Clip:
         self.usual: UsualChange | None = None
         if options.kl_clip == AUTO:
             self.usual = UsualChange()
-        # A constant κ goes with the largest lr of a schedule. While the clip is active, the step is
-        # then lr ν P = (lr / lr_peak) sqrt(κ / Σ |P·∇|) P, which follows the schedule. With the lr
-        # of the step, lr would cancel out.
+        # A constant κ goes with the largest lr of a schedule. While the clip is active,
+        # the step is then lr ν P = (lr / lr_peak) sqrt(κ / Σ |P·∇|) P, which follows
+        # the schedule. With the lr of the step, lr would cancel out.
         self._rate = "lr" if callable(options.kl_clip) else PEAK_LR
         self._message_dtype = torch.promote_types(options.inv_dtype, torch.float32)
 
@@ -186,7 +197,9 @@ class Clip:
                 rates[id(p)] = group[self._rate]
         layer_rates: list[Scalar] = []
         for preconditioned in batches:
-            layer_rates += [rates[id(block.weight)] for block in preconditioned.batch.blocks]
+            layer_rates += [
+                rates[id(block.weight)] for block in preconditioned.batch.blocks
+            ]
         return kl_change(products, layer_rates)
 
     def coefficient(self, change: Tensor, world: World) -> Tensor | None:
@@ -212,7 +225,7 @@ class Clip:
         return kl_clip_coefficient(change, bound)
 
 
-# ----------------------------------------------------------------------------------- P of this rank
+# ----------------------------------------------------------------------- P of this rank
 
 
 @dataclass(frozen=True)
@@ -221,8 +234,8 @@ class PreconditionResult:
 
     Attributes:
         clip: ν, a scalar; None if nothing was clipped.
-        cosines: Between P by the old and by the new inverse, of the refreshed layers that this rank
-            preconditions. Scalars on the device.
+        cosines: Between P by the old and by the new inverse, of the refreshed layers
+            that this rank preconditions. Scalars on the device.
     """
 
     clip: Scalar | None
@@ -246,8 +259,11 @@ class PreconditionedBatch:
     def products(self) -> Tensor:
         """Return P·∇ of each layer, ``(layers,)``."""
         num_layers = len(self.batch.blocks)
-        if num_layers == 1 and self.result.device.type == "cpu":  # no full-size temporary
-            return torch.dot(self.result.flatten(), self.gradient.flatten()).unsqueeze(0)
+        # No full-size temporary.
+        if num_layers == 1 and self.result.device.type == "cpu":
+            return torch.dot(self.result.flatten(), self.gradient.flatten()).unsqueeze(
+                0
+            )
         products = (self.result * self.gradient).sum((1, 2))
         if len(products) == num_layers:
             return products
@@ -306,8 +322,8 @@ def compare_inverses(
         if not refreshed:
             continue
 
-        # P by the previous inverses, (refreshed layers, elements). The gradients of neighboring
-        # layers are slices of one stack, which needs no copy.
+        # P by the previous inverses, (refreshed layers, elements). The gradients of
+        # neighboring layers are slices of one stack, which needs no copy.
         gradients = batch.split_layers(preconditioned.gradient)
         previous_batch = batch.select(
             [blocks[i] for i in refreshed],
@@ -334,8 +350,8 @@ def write_gradients(
 ) -> None:
     """Write ν P into the gradients.
 
-    P is scaled before it is copied, so that a gradient of a narrow dtype is rounded once. It is
-    scaled in place: do not use the batches' results afterwards.
+    P is scaled before it is copied, so that a gradient of a narrow dtype is rounded
+    once. It is scaled in place: do not use the batches' results afterwards.
 
     Args:
         batches: The preconditioned layers.
@@ -364,10 +380,12 @@ def scale_tensors(tensors: Iterable[Tensor], factor: Scalar) -> None:
     for tensor in tensors:
         same_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for (device, dtype), members in same_kind.items():
-        torch._foreach_mul_(members, torch.as_tensor(factor, dtype=dtype, device=device))
+        torch._foreach_mul_(
+            members, torch.as_tensor(factor, dtype=dtype, device=device)
+        )
 
 
-# ----------------------------------------------------------------------------------- P on all ranks
+# ----------------------------------------------------------------------- P on all ranks
 
 
 def precondition_gradients(
@@ -384,9 +402,9 @@ def precondition_gradients(
         clip: Computes ν; None for no clip.
         dtype: Dtype of the inverses.
         previous: The previous inverses of refreshed layers.
-        owners: If mean gradients are only at their owners: the owner of each gradient, including
-            those of parameters outside of layers. None if all ranks have the mean gradients. Then
-            only the gradients of layers are exchanged.
+        owners: If mean gradients are only at their owners: the owner of each gradient,
+            including those of parameters outside of layers. None if all ranks have the
+            mean gradients. Then only the gradients of layers are exchanged.
     """
     # Precondition, and compare the old and the new inverses.
     batches = precondition_batches(step_plan.batches, dtype)
@@ -394,7 +412,8 @@ def precondition_gradients(
     if previous:
         cosines = compare_inverses(batches, previous, dtype)
 
-    # Clip by the change of all layers. A step without P must not enter the running average.
+    # Clip by the change of all layers. A step without P must not
+    # enter the running average.
     solved = [block for block in step_plan.layers if block.solved]
     coefficient: Scalar | None = None
     if clip is not None and solved:
@@ -404,9 +423,11 @@ def precondition_gradients(
     # Broadcast ν P within the column. The position of a rank in the column is its row.
     if step_plan.column.size > 1:
         if owners is None:
-            owners = {p: step_plan.layers[block].row for block in solved for p in block.params}
-        # Every rank takes part, even if a parameter has no gradient here. It then has none on any
-        # rank, and the zeros that this rank sends or receives are dropped.
+            owners = {
+                p: step_plan.layers[block].row for block in solved for p in block.params
+            }
+        # Every rank takes part, even if a parameter has no gradient here. It then has
+        # none on any rank, and the zeros that this rank sends or receives are dropped.
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in owners]
         with stage("precondition_exchange"):
             step_plan.column.broadcast(gradients, owners.values())
@@ -418,8 +439,8 @@ def assign_param_owners(
 ) -> dict[Tensor, int]:
     """Return the owner of each parameter's gradient, for layers and other parameters.
 
-    A layer has one gradient worker here, which owns its gradients. The grid of ranks therefore has
-    one column, and the rank of a worker is its row.
+    A layer has one gradient worker here, which owns its gradients. The grid of ranks
+    therefore has one column, and the rank of a worker is its row.
     """
     layer_owners: dict[int, int] = {}
     for block, layer in layers.items():

@@ -1,6 +1,7 @@
 """When statistics and refreshes are due: by numbers, callables, drift and the throttle.
 
-Refreshes by drift compare the old and the new inverse of a layer and adapt its interval:
+Refreshes by drift compare the old and the new inverse of a layer
+and adapt its interval:
 
     at a refresh   P₀ = (old inverse) ∇, P = (new inverse) ∇    ∇ is the step's mean gradient
                    c = cos(P₀, P)                               all ranks receive c
@@ -9,20 +10,22 @@ Refreshes by drift compare the old and the new inverse of a layer and adapt its 
     tick           the lower quartile of the layers' intervals: no layer is refreshed more often
     due            at the multiples of the interval and of the tick
 
-A layer without an inverse is due at each tick. From the eighth refresh in a row that computes
-none, each doubles its interval, up to 64 steps, because the layer may never have statistics. If
-no layer has an inverse, the shortest of these intervals is the tick. When a layer has statistics
-at each step again, it gets an inverse within 64 steps, or within one tick if the tick is longer.
+A layer without an inverse is due at each tick. From the eighth refresh in a row that
+computes none, each doubles its interval, up to 64 steps, because the layer may never
+have statistics. If no layer has an inverse, the shortest of these intervals is the
+tick. When a layer has statistics at each step again, it gets an inverse within 64
+steps, or within one tick if the tick is longer.
 
-Intervals are powers of two and layers are due at their multiples, so that many layers are due at
-the same step and the inverse ranks work at the same time.
+Intervals are powers of two and layers are due at their multiples, so that many layers
+are due at the same step and the inverse ranks work at the same time.
 
-Two bounds make intervals longer. The throttle's bound follows from ``overhead=``. The cost bound
-limits the average cost of all refreshes per step to W: the operations of the passes on all ranks,
-plus ``STEP_OVERHEAD`` for everything else in a step. If the refresh of a layer costs k operations,
-its bound is sqrt(k) Σ sqrt(k) / W, rounded to a power of two. Without the rounding, Σ k / interval
-equals W, and no other intervals of the same total cost have a smaller sum. ``STEP_OVERHEAD`` counts
-once for all ranks, so the bounds do not depend on the number of ranks that share a batch.
+Two bounds make intervals longer. The throttle's bound follows from ``overhead=``. The
+cost bound limits the average cost of all refreshes per step to W: the operations of the
+passes on all ranks, plus ``STEP_OVERHEAD`` for everything else in a step. If the
+refresh of a layer costs k operations, its bound is sqrt(k) Σ sqrt(k) / W, rounded to a
+power of two. Without the rounding, Σ k / interval equals W, and no other intervals of
+the same total cost have a smaller sum. ``STEP_OVERHEAD`` counts once for all ranks, so
+the bounds do not depend on the number of ranks that share a batch.
 """
 
 from __future__ import annotations
@@ -57,19 +60,24 @@ __all__ = [
 ]
 
 DRIFT = ("drift_interval", "drift_alike", "drift_least", "drift_missing")
-"""Checkpoint entries of each layer: interval, num_stable, cost_bound and num_missing of its
-LayerDrift."""
+"""Checkpoint entries of each layer: interval, num_stable, cost_bound and num_missing of
+its LayerDrift."""
 
-MAX_INTERVAL = 32  # steps; longer only if the cost of a refresh or the throttle requires it
+# Steps; longer only if the cost of a refresh or the throttle requires it.
+MAX_INTERVAL = 32
 MAX_COST_EXPONENT = 10  # cost bounds are at most 2 ** 10 steps
-NUM_FREQUENT_TRIES = 8  # refreshes in a row without an inverse, after which the interval doubles
+# Refreshes in a row without an inverse, after which the interval doubles.
+NUM_FREQUENT_TRIES = 8
 MAX_RETRY_EXPONENT = 6  # it doubles up to 2 ** 6 steps
-TICK_QUANTILE = 0.25  # the tick is this quantile of the intervals of layers with an inverse
-STEP_OVERHEAD = 5e8  # operations in the time that a step spends outside of matrix products
-TIMED_INTERVAL = 2  # while the throttle measures: it must time steps with and without a refresh
+# The tick is this quantile of the intervals of layers with an inverse.
+TICK_QUANTILE = 0.25
+# Operations in the time that a step spends outside of matrix products.
+STEP_OVERHEAD = 5e8
+# While the throttle measures: it must time steps with and without a refresh.
+TIMED_INTERVAL = 2
 
 
-# ------------------------------------------------------------------------------ drift of one layer
+# ------------------------------------------------------------------- drift of one layer
 
 
 @dataclass(frozen=True)
@@ -87,10 +95,10 @@ class Bounds:
     patience: int
 
 
-# Chosen on the tasks and seeds that benchmarks/progress/tuned_rivals.py tunes its rivals on. PLAIN
-# is for bases such as SGD, which do not rescale their steps. Its bounds are stricter than those of
-# ADAPTIVE, for Adam and others. The running averages over SGD also remember more steps, and so
-# change less between two refreshes.
+# Chosen on the tasks and seeds that benchmarks/progress/tuned_rivals.py tunes its
+# rivals on. PLAIN is for bases such as SGD, which do not rescale their steps. Its
+# bounds are stricter than those of ADAPTIVE, for Adam and others. The running averages
+# over SGD also remember more steps, and so change less between two refreshes.
 PLAIN = Bounds(halve_below=0.95, double_above=0.985, patience=2)
 ADAPTIVE = Bounds(halve_below=0.9, double_above=0.97, patience=1)
 
@@ -100,8 +108,9 @@ class LayerDrift:
     """The refresh interval of a layer by its drift, and what it was adapted from.
 
     Attributes:
-        interval: Steps between two refreshes, as the drift requires. Each refresh starts from this
-            number, or from a longer bound, and halves, keeps or doubles it.
+        interval: Steps between two refreshes, as the drift requires. Each
+            refresh starts from this number, or from a longer bound, and
+            halves, keeps or doubles it.
         cosine: Between P₀ and P; NaN before the second refresh.
         num_stable: Refreshes in a row whose cosine exceeded ``Bounds.double_above``.
         cost_bound: The shortest interval that the cost of the layer's refresh allows.
@@ -120,13 +129,16 @@ class LayerDrift:
         exponent = self.num_missing - NUM_FREQUENT_TRIES + 1
         return 1 << min(max(exponent, 0), MAX_RETRY_EXPONENT)
 
-    def after_refresh(self, cosine: float, bounds: Bounds, shortest: int = 1) -> LayerDrift:
+    def after_refresh(
+        self, cosine: float, bounds: Bounds, shortest: int = 1
+    ) -> LayerDrift:
         """Return the state after another refresh.
 
         Args:
             cosine: Between P₀ and P.
             bounds: The cosines at which the interval changes.
-            shortest: The shortest interval that the cost and the throttle allowed until now.
+            shortest: The shortest interval that the cost and the
+                throttle allowed until now.
         """
         interval = max(self.interval, shortest)
         num_stable = 0
@@ -145,8 +157,8 @@ def cost_bounds(costs: Sequence[float], work: float) -> list[int]:
 
     Args:
         costs: Operations of each layer's refresh.
-        work: Operations of a step's passes on all ranks together. If it is 0, it is unknown, and
-            nothing is bounded.
+        work: Operations of a step's passes on all ranks together. If it is 0, it is
+            unknown, and nothing is bounded.
     """
     if not work:
         return [1] * len(costs)
@@ -161,7 +173,7 @@ def cost_bounds(costs: Sequence[float], work: float) -> list[int]:
     return intervals
 
 
-# ------------------------------------------------------------------------------ drift of all layers
+# ------------------------------------------------------------------ drift of all layers
 
 
 @dataclass(frozen=True)
@@ -171,7 +183,8 @@ class DriftIntervals:
     Attributes:
         throttle_bound: The throttle's bound, for which these intervals were computed.
         tick: Smallest number of steps between two refreshes.
-        by_layer: The interval of each layer. If a layer has no inverse, the bounds do not apply.
+        by_layer: The interval of each layer. If a layer has no inverse,
+            the bounds do not apply.
     """
 
     throttle_bound: int
@@ -182,11 +195,14 @@ class DriftIntervals:
 class Drift:
     """The refresh intervals of layers that are refreshed by drift; equal on all ranks.
 
-    Every step needs the intervals, so they are stored until they change. Call :meth:`keep_only` if
-    the layers that train change, and :meth:`invalidate` if layers lose their inverses.
+    Every step needs the intervals, so they are stored until they change. Call
+    :meth:`keep_only` if the layers that train change, and :meth:`invalidate` if layers
+    lose their inverses.
     """
 
-    def __init__(self, bounds: Bounds = PLAIN, throttle: Throttle | None = None) -> None:
+    def __init__(
+        self, bounds: Bounds = PLAIN, throttle: Throttle | None = None
+    ) -> None:
         self._bounds = bounds
         self._throttle = throttle
         self.changes: dict[KroneckerBlock, LayerDrift] = {}
@@ -215,7 +231,9 @@ class Drift:
             return change.retry_interval
         return max(change.interval, change.cost_bound, self._throttle_bound())
 
-    def layers_due(self, blocks: Sequence[KroneckerBlock], step: int) -> list[KroneckerBlock]:
+    def layers_due(
+        self, blocks: Sequence[KroneckerBlock], step: int
+    ) -> list[KroneckerBlock]:
         """Return the layers that are due at a step, of all layers that train."""
         intervals = self.intervals(blocks)
         tick = intervals.tick
@@ -228,12 +246,16 @@ class Drift:
         return due
 
     def intervals(self, blocks: Sequence[KroneckerBlock]) -> DriftIntervals:
-        """Return the intervals of all layers that train. They are equal on all ranks."""
+        """Return the intervals of all layers that train.
+
+        They are equal on all ranks.
+        """
         throttle_bound = self._throttle_bound()
         if self._stored is not None and self._stored.throttle_bound == throttle_bound:
             return self._stored
 
-        # Compute them again. Only layers with an inverse decide the tick, if there are any.
+        # Compute them again. Only layers with an inverse decide the
+        # tick, if there are any.
         by_layer: list[int] = []
         of_solved: list[int] = []
         for block in blocks:
@@ -252,7 +274,8 @@ class Drift:
         """Count the refreshes in a row that left layers without an inverse.
 
         Args:
-            due: The layers that a refresh has just tried. All ranks know which have an inverse.
+            due: The layers that a refresh has just tried. All ranks know
+                which have an inverse.
         """
         for block in due:
             change = self.changes.get(block, LayerDrift())
@@ -290,23 +313,34 @@ class Drift:
     def keep_only(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Drop the drift of all other layers."""
         remaining = set(blocks)
-        self.changes = {b: change for b, change in self.changes.items() if b in remaining}
+        self.changes = {
+            b: change for b, change in self.changes.items() if b in remaining
+        }
         self._stored = None
 
     def saved(self, block: KroneckerBlock) -> dict[str, Any]:
         """Return the checkpoint entries of a layer."""
         change = self.changes.get(block, LayerDrift())
-        values = (change.interval, change.num_stable, change.cost_bound, change.num_missing)
+        values = (
+            change.interval,
+            change.num_stable,
+            change.cost_bound,
+            change.num_missing,
+        )
         return dict(zip(DRIFT, values, strict=True))
 
-    def load(self, saved: Mapping[Tensor, SavedPart], blocks: Iterable[KroneckerBlock]) -> None:
+    def load(
+        self, saved: Mapping[Tensor, SavedPart], blocks: Iterable[KroneckerBlock]
+    ) -> None:
         """Load the intervals of a checkpoint."""
         self.keep_only(())
         for block in blocks:
             part = saved.get(block.weight)
             if part is None or not part.keys() >= set(DRIFT):
                 continue
-            interval, num_stable, cost_bound, num_missing = (part.whole(name, 0) for name in DRIFT)
+            interval, num_stable, cost_bound, num_missing = (
+                part.whole(name, 0) for name in DRIFT
+            )
             self.changes[block] = LayerDrift(
                 interval=max(interval, 1),
                 num_stable=num_stable,
@@ -351,15 +385,16 @@ def _median(values: Sequence[float]) -> float:
     return float(statistics.median(values))
 
 
-# ---------------------------------------------------------------------------------------- schedule
+# ----------------------------------------------------------------------------- schedule
 
 
 def per_step_decay(decay: PerStep, age: int, step: int) -> float:
     """Return the weight of the past in an update at a step, ``age`` steps after the last update.
 
-    The averages of a ``PerStep`` remember 1 / (1 - decay) steps, but at most ``share`` of the steps
-    so far, and at least two. Per step the past is multiplied by ``decay``. For example,
-    ``PerStep(0.9)`` multiplies it by 0.9 ** 5 if the last update was five steps ago.
+    The averages of a ``PerStep`` remember 1 / (1 - decay) steps, but at most ``share``
+    of the steps so far, and at least two. Per step the past is multiplied by
+    ``decay``. For example, ``PerStep(0.9)`` multiplies it by 0.9 ** 5 if the last
+    update was five steps ago.
     """
     per_step = decay.decay
     if decay.share is not None:
@@ -382,10 +417,13 @@ class Schedule:
 
     Attributes:
         throttle: Bounds the cost of refreshes; None without ``overhead=``.
-        drift: The layers' own intervals; None if the interval is a number or a callable.
+        drift: The layers' own intervals; None if the interval is
+            a number or a callable.
     """
 
-    def __init__(self, training: Training, options: KFACOptions, layers: Layers) -> None:
+    def __init__(
+        self, training: Training, options: KFACOptions, layers: Layers
+    ) -> None:
         self._training = training
         self._layers = layers
         self._refresh_interval = options.refresh_interval  # None: by drift
@@ -393,7 +431,9 @@ class Schedule:
         self._factor_decay = options.factor_decay
         self.throttle: Throttle | None = None
         if options.overhead is not None:
-            self.throttle = Throttle(training, options.overhead, min_refreshes=TIMED_REFRESHES)
+            self.throttle = Throttle(
+                training, options.overhead, min_refreshes=TIMED_REFRESHES
+            )
         self.drift: Drift | None = None
         if options.by_drift:
             bounds = ADAPTIVE if options.adaptive else PLAIN
@@ -429,19 +469,21 @@ class Schedule:
     def refresh_may_be_due(self, step: int) -> bool:
         """Return whether layers may be due at a step that has not begun yet.
 
-        A callable is not called before its step: if it raised on one rank, the other ranks would
-        block.
+        A callable is not called before its step: if it raised on one rank, the other
+        ranks would block.
         """
         return callable(self._refresh_interval) or len(self.layers_due(step)) > 0
 
     def statistics_may_be_due(self, step: int) -> bool:
         """Return whether to capture the passes of a step that has not begun yet.
 
-        The passes come before the step, so a callable is called here. If it raises, the answer is
-        True: in the step itself, the ranks compare what the callable does, and all of them raise.
+        The passes come before the step, so a callable is called here. If it raises, the
+        answer is True: in the step itself, the ranks compare what the callable does,
+        and all of them raise.
         """
         layers_due: Sequence[KroneckerBlock] = ()
-        if self._statistics_interval is None:  # refreshes are then by drift, not by a callable
+        # Refreshes are then by drift, not by a callable.
+        if self._statistics_interval is None:
             layers_due = self.layers_due(step)
         try:
             return self.statistics_due(step, layers_due)

@@ -8,9 +8,10 @@ Each layer has one gradient worker, the only rank with its inverse.
         send the rows of P to the ranks that store these rows               one all-to-all
     scale all rows by the KL clip ν, which needs a sum over the workers     one all-reduce
 
-A bucket has as many layers of each worker as fit into BUCKET_BYTES of whole gradients. A rank never
-stores whole gradients of more than one bucket, and a small model is one bucket. A parameter that is
-not sharded is treated in the same way, but only its results are sent.
+A bucket has as many layers of each worker as fit into BUCKET_BYTES of whole
+gradients. A rank never stores whole gradients of more than one bucket, and a small
+model is one bucket. A parameter that is not sharded is treated in the same way, but
+only its results are sent.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def precondition_rows(
     dtype: torch.dtype,
     previous: Mapping[KroneckerBlock, Inverse],
 ) -> PreconditionResult:
-    """Precondition the layers that have an inverse, and write the rows of ν P. Collective.
+    """Precondition the layers that have an inverse, and write the rows of ν P.
+
+    Collective.
 
     Args:
         buckets: All layers, as :func:`make_buckets` returns them.
@@ -87,7 +90,9 @@ def precondition_rows(
         with stage("precondition_exchange"):
             whole = _gather(bucket, world, training.device)
         local_blocks = {param.block for param in bucket.params[world.rank]}
-        preconditioned = precondition_batches(step.batches, dtype, whole.get, local_blocks)
+        preconditioned = precondition_batches(
+            step.batches, dtype, whole.get, local_blocks
+        )
         cosines |= compare_inverses(preconditioned, previous, dtype)
         if clip is not None:
             changes.append(clip.change(preconditioned))
@@ -113,7 +118,9 @@ def make_buckets(step: StepPlan, world: World) -> list[Bucket]:
     runs = split_into_buckets(
         step.layers,
         kind=lambda block: (block.work_dtype, step.layers[block].workers[0]),
-        nbytes=lambda block: block.work_dtype.itemsize * sum(p.numel() for p in block.params),
+        nbytes=lambda block: (
+            block.work_dtype.itemsize * sum(p.numel() for p in block.params)
+        ),
         max_bytes=BUCKET_BYTES,
     )
     # The first bucket of a dtype has the first run of every worker, and so on.
@@ -127,7 +134,9 @@ def make_buckets(step: StepPlan, world: World) -> list[Bucket]:
         bucket = buckets.setdefault(key, Bucket(dtype, [[] for _ in range(world.size)]))
         for block in run:
             for p in block.params:
-                bucket.params[worker].append(LayerParam(block, p, shard_layout(p, world)))
+                bucket.params[worker].append(
+                    LayerParam(block, p, shard_layout(p, world))
+                )
     return list(buckets.values())
 
 
@@ -146,15 +155,19 @@ def _gather(bucket: Bucket, world: World, device: torch.device) -> dict[Tensor, 
                 parts.append(gradient.detach().reshape(-1).to(bucket.dtype))
         sent.append(torch.cat(parts))
 
-    # Each rank of this rank's replica has sent its rows of every parameter, in the same order.
+    # Each rank of this rank's replica has sent its rows of every
+    # parameter, in the same order.
     own_params = bucket.params[rank]
     sizes: list[list[int]] = []
     for source in range(world.size):
         layouts = [param.layout for param in own_params]
-        sizes.append([x.size(source) for x in layouts if x.in_same_replica(source, rank)])
+        sizes.append(
+            [x.size(source) for x in layouts if x.in_same_replica(source, rank)]
+        )
     received = world.all_to_all(sent, [sum(row_sizes) for row_sizes in sizes])
     rows_from = [
-        iter(flat.split(row_sizes)) for flat, row_sizes in zip(received, sizes, strict=True)
+        iter(flat.split(row_sizes))
+        for flat, row_sizes in zip(received, sizes, strict=True)
     ]
     whole: dict[Tensor, Tensor] = {}
     for _, p, layout in own_params:
@@ -166,7 +179,10 @@ def _gather(bucket: Bucket, world: World, device: torch.device) -> dict[Tensor, 
 def _return(
     bucket: Bucket, world: World, whole: Mapping[Tensor, Tensor], device: torch.device
 ) -> dict[Tensor, Tensor]:
-    """Return this rank's rows of P for the solved layers of a bucket, flat. Collective."""
+    """Return this rank's rows of P for the solved layers of a bucket, flat.
+
+    Collective.
+    """
     sent: list[Tensor] = []
     for rank in range(world.size):
         parts = [torch.empty(0, dtype=bucket.dtype, device=device)]
@@ -175,7 +191,9 @@ def _return(
             parts.append(whole[p][start:stop].reshape(-1))
         sent.append(torch.cat(parts))
 
-    sizes = [[param.layout.size(world.rank) for param in params] for params in bucket.params]
+    sizes = [
+        [param.layout.size(world.rank) for param in params] for params in bucket.params
+    ]
     received = world.all_to_all(sent, [sum(row_sizes) for row_sizes in sizes])
     results: dict[Tensor, Tensor] = {}
     for flat, row_sizes, params in zip(received, sizes, bucket.params, strict=True):

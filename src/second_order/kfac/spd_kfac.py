@@ -5,14 +5,16 @@
     at the step        all-reduce the remaining buckets; agree on the layers whose statistics have
                        changed since they were sent; all-reduce these again
 
-Between two steps every rank sends every bucket once, in the same order, whatever its passes do. A
-layer that no pass has reached is sent as zeros. So one rank may send a bucket in a pass while
-another sends it at the step, and an exception may end a pass. The messages have their own process
-group, so that no other collective comes between them.
+Between two steps every rank sends every bucket once, in the same order, whatever
+its passes do. A layer that no pass has reached is sent as zeros. So one rank may
+send a bucket in a pass while another sends it at the step, and an exception may
+end a pass. The messages have their own process group, so that no other
+collective comes between them.
 
-During a pass, no rank can know whether more statistics follow. They count as complete once the
-layer has as many pairs as in the last step, over all its calls and micro-batches. If that turns out
-to be wrong, the layer is sent again: the sums are correct, at twice the traffic.
+During a pass, no rank can know whether more statistics follow. They count as complete
+once the layer has as many pairs as in the last step, over all its calls and
+micro-batches. If that turns out to be wrong, the layer is sent again: the sums are
+correct, at twice the traffic.
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ from torch import Tensor
 from second_order.distributed.world import PendingReduction, World, split_into_buckets
 from second_order.kfac.layers import Layers
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.factors import StagedStatistics, StatisticsSums, collect_sums
+from second_order.kronecker.factors import (
+    StagedStatistics,
+    StatisticsSums,
+    collect_sums,
+)
 from second_order.kronecker.layers import FactorShape
 from second_order.training.context import Training
 from second_order.utils.stages import stage
@@ -71,7 +77,8 @@ class SentBucket:
     """A bucket whose all-reduces are in progress.
 
     Attributes:
-        sums: Copies of the statistics. The all-reduces replace them by the sums over the ranks.
+        sums: Copies of the statistics. The all-reduces replace them by
+            the sums over the ranks.
         reductions: The all-reduces.
         versions: The version of each layer's statistics that was copied.
     """
@@ -106,7 +113,10 @@ class Pipeline:
 
     def _start(self, blocks: Sequence[KroneckerBlock]) -> None:
         """Make buckets for the layers of a plan, whose numbers of pairs are not known yet."""
-        slots = [Slot(b, b.staged.shape, b.staged.device, self._dtype) for b in reversed(blocks)]
+        slots = [
+            Slot(b, b.staged.shape, b.staged.device, self._dtype)
+            for b in reversed(blocks)
+        ]
         self._buckets = split_into_buckets(
             slots,
             kind=lambda _: None,
@@ -133,7 +143,10 @@ class Pipeline:
         self._expected = True
 
     def send_complete(self) -> None:
-        """Send complete buckets. Backward passes call this when a layer has new statistics."""
+        """Send complete buckets.
+
+        Backward passes call this when a layer has new statistics.
+        """
         pairs = self._last_pairs
         if not self._expected or pairs is None:
             return
@@ -163,10 +176,13 @@ class Pipeline:
             versions.append(self._version(staged, micro_batches))
             num_terms = self._layers.count_terms(staged).number
             (layer_sums,) = collect_sums([staged], micro_batches, [num_terms])
-            factors = {name: factor.clone() for name, factor in layer_sums.factors.items()}
+            factors = {
+                name: factor.clone() for name, factor in layer_sums.factors.items()
+            }
             sums[slot.block] = StatisticsSums(factors, layer_sums.head.clone())
 
-        # Send the heads in their own dtype, so that numbers of examples are not rounded.
+        # Send the heads in their own dtype, so that numbers of
+        # examples are not rounded.
         heads = [layer_sums.head for layer_sums in sums.values()]
         all_factors: list[Tensor] = []
         for layer_sums in sums.values():
@@ -177,7 +193,9 @@ class Pipeline:
         ]
         self._sent.append(SentBucket(sums, reductions, versions))
 
-    def _version(self, staged: StagedStatistics, micro_batches: int) -> StatisticsVersion:
+    def _version(
+        self, staged: StagedStatistics, micro_batches: int
+    ) -> StatisticsVersion:
         """Return the version of a layer's statistics."""
         return StatisticsVersion(
             staged=staged,
@@ -187,7 +205,10 @@ class Pipeline:
         )
 
     def drain(self) -> None:
-        """Complete the exchange that the other ranks expect, and discard the sums. Collective."""
+        """Complete the exchange that the other ranks expect, and discard the sums.
+
+        Collective.
+        """
         if self._expected:
             self._send_rest(self._last_micro_batches)
             for bucket in self._sent:
@@ -196,12 +217,15 @@ class Pipeline:
         self._expected = False
 
     def pop_sums(self, exchange: Callable[[Sums, torch.dtype | None], None]) -> Sums:
-        """Return the statistics of this step's passes, summed over the ranks. Collective.
+        """Return the statistics of this step's passes, summed over the ranks.
+
+        Collective.
 
         Clears the layers' statistics.
 
         Args:
-            exchange: Sums statistics over the ranks in place, with a communication dtype.
+            exchange: Sums statistics over the ranks in place, with
+                a communication dtype.
         """
         blocks = [slot.block for bucket in self._buckets for slot in bucket]
         if not blocks:
@@ -210,7 +234,8 @@ class Pipeline:
         with stage("statistics_exchange"):
             self._send_rest(micro_batches)
 
-            # Agree on the layers whose statistics have changed on any rank since they were sent.
+            # Agree on the layers whose statistics have changed on any
+            # rank since they were sent.
             sent = [version for bucket in self._sent for version in bucket.versions]
             now = [self._version(block.staged, micro_batches) for block in blocks]
             changed = [float(a != b) for a, b in zip(sent, now, strict=True)]
@@ -219,7 +244,9 @@ class Pipeline:
             self._last_pairs = {block: block.staged.pairs for block in blocks}
             self._last_micro_batches = micro_batches
             agreement.wait()
-            outdated = [b for b, flag in zip(blocks, flags.tolist(), strict=True) if flag]
+            outdated = [
+                b for b, flag in zip(blocks, flags.tolist(), strict=True) if flag
+            ]
             resent = self._layers.pop_sums(outdated, micro_batches)
 
             # Wait for the buckets, and send the changed layers again.
@@ -233,7 +260,10 @@ class Pipeline:
         return {**sums, **resent}
 
     def close(self) -> None:
-        """Stop. If this rank has sent a bucket, send the others, because all ranks send all."""
+        """Stop.
+
+        If this rank has sent a bucket, send the others, because all ranks send all.
+        """
         if self._sent:
             self._send_rest(self._last_micro_batches)
         self._start([])

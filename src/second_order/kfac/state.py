@@ -20,12 +20,13 @@ inverse_damping                  four numbers, saved with these tensors: the lay
 snapshot_step                    the step of the factors of a pending inverse; -1 if none is pending
 snapshot_A, snapshot_G, ...      these factors
 
-Shared numbers describe the whole model and not one layer, for example the step scale. A checkpoint
-has entries only for parameters, so the entries of each layer repeat the shared numbers.
+Shared numbers describe the whole model and not one layer, for example the step
+scale. A checkpoint has entries only for parameters, so the entries of each layer
+repeat the shared numbers.
 
-:func:`factor_entries` and :func:`inverse_entries` list the tensors and the ranks that have them.
-Saving, checking and sending use these lists. The functions that send are collectives: every rank
-calls them with the same layers.
+:func:`factor_entries` and :func:`inverse_entries` list the tensors and the ranks that
+have them. Saving, checking and sending use these lists. The functions that send are
+collectives: every rank calls them with the same layers.
 """
 
 from __future__ import annotations
@@ -161,7 +162,8 @@ class Entry:
 def factor_entries(block: KroneckerBlock, layer: LayerPlan | None) -> list[Entry]:
     """List the running averages of a layer.
 
-    ``layer`` is its plan, or None for a layer that has never trained, which every rank may have.
+    ``layer`` is its plan, or None for a layer that has never trained,
+    which every rank may have.
     """
     owners: dict[str, Sequence[int] | None] = {}
     for name in block.shape.factor_names:
@@ -204,20 +206,23 @@ def inverse_entries(
     return entries
 
 
-# --------------------------------------------------------------------------------------- saving
+# ------------------------------------------------------------------------------- saving
 
 
 def inverse_state(
     block: KroneckerBlock, layer: LayerPlan, inverses: Inverses, fill: bool
 ) -> dict[str, Any]:
-    """Return the checkpoint entries of a layer's inverse. Tensors are shared, not copied.
+    """Return the checkpoint entries of a layer's inverse.
+
+    Tensors are shared, not copied.
 
     Args:
         block: The layer.
         layer: The layer's plan.
         inverses: The inverses of all layers.
-        fill: Whether to return zeros instead of tensors that this rank should have and lacks.
-            torch.distributed.checkpoint loads into existing tensors, so it needs them.
+        fill: Whether to return zeros instead of tensors that this rank should
+            have and lacks. torch.distributed.checkpoint loads into existing
+            tensors, so it needs them.
     """
     world = inverses.training.world
     state = InverseState(step=-1, installed_at=-1)
@@ -232,11 +237,19 @@ def inverse_state(
     # The inverse in use.
     tensors = {PASS_HISTORY: block.pass_history(layer.contributors(world.size))}
     if block.inverse is not None:
-        numbers = [state.damping, state.mean_eigenvalue, state.damping_option, inverses.scaled]
+        numbers = [
+            state.damping,
+            state.mean_eigenvalue,
+            state.damping_option,
+            inverses.scaled,
+        ]
         tensors |= block.inverse.entries
-        tensors[INVERSE_DAMPING] = block.to_checkpoint_tensor([float(number) for number in numbers])
+        tensors[INVERSE_DAMPING] = block.to_checkpoint_tensor(
+            [float(number) for number in numbers]
+        )
 
-    # The pending inverse. If only the owner has its factors, the resumed run computes it again.
+    # The pending inverse. If only the owner has its factors, the resumed
+    # run computes it again.
     if not layer.factors_everywhere:
         entries[REQUESTED] = int(entries[REQUESTED] or block in inverses.pending)
     elif not inverses.waits_for_all:
@@ -258,7 +271,9 @@ def inverse_state(
             entries[entry.name] = tensors[entry.name]
         elif fill:
             device = block.weight.device
-            entries[entry.name] = torch.zeros(entry.shape, dtype=entry.dtype, device=device)
+            entries[entry.name] = torch.zeros(
+                entry.shape, dtype=entry.dtype, device=device
+            )
     return entries
 
 
@@ -267,12 +282,14 @@ class SharedNumbers:
     """The shared numbers, without ``damping`` and those of the throttle, step scale and clip.
 
     Attributes:
-        mean_curvature: The mean eigenvalue of A ⊗ G over all layers, at the last refresh.
+        mean_curvature: The mean eigenvalue of A ⊗ G over all
+            layers, at the last refresh.
         averaged_at: The step of the last update of the running averages.
         newly_trainable_at: The step at which all layers are due, as in
             :class:`second_order.kfac.layers.Layers`; -1 if there is none.
-        num_workers: Gradient workers per layer, by the cost model. None if it does not choose them,
-            or if it chose them for another number of ranks; 0 before it has chosen them.
+        num_workers: Gradient workers per layer, by the cost model. None if it does
+            not choose them, or if it chose them for another number of ranks; 0
+            before it has chosen them.
     """
 
     mean_curvature: float
@@ -281,7 +298,10 @@ class SharedNumbers:
     num_workers: int | None
 
     def entries(self, world_size: int) -> dict[str, float]:
-        """Return the checkpoint entries. ``world_size`` goes with the number of workers."""
+        """Return the checkpoint entries.
+
+        ``world_size`` goes with the number of workers.
+        """
         entries: dict[str, float] = {
             MEAN_CURVATURE: self.mean_curvature,
             UPDATED_AT: self.averaged_at,
@@ -292,7 +312,7 @@ class SharedNumbers:
         return entries
 
 
-# -------------------------------------------------------------------------------------- sending
+# ------------------------------------------------------------------------------ sending
 
 
 def send_entries(
@@ -307,7 +327,8 @@ def send_entries(
     Args:
         world: The ranks.
         block: The layer.
-        entries: The entries, and the ranks that have them. The first of these ranks sends.
+        entries: The entries, and the ranks that have them. The
+            first of these ranks sends.
         saved: The tensors of this rank, by entry name.
         ranks: The ranks that receive the entries.
 
@@ -322,7 +343,9 @@ def send_entries(
             source = entry.ranks[0]
             sent = value
             if sent is None or world.rank != source:
-                sent = torch.zeros(entry.shape, dtype=entry.dtype, device=block.weight.device)
+                sent = torch.zeros(
+                    entry.shape, dtype=entry.dtype, device=block.weight.device
+                )
             present = sent.new_full((), float(value is not None))
             world.broadcast([present, sent], [source, source])
             if world.rank in ranks and not has and bool(present):
@@ -343,19 +366,24 @@ def move_factors(
     for block, layer in plan.items():
         prev_layer = prev_plan.get(block, layer)
         received: dict[str, Tensor | None] = {}
-        if not layer.factors_everywhere and prev_layer.inverse_ranks != layer.inverse_ranks:
+        if (
+            not layer.factors_everywhere
+            and prev_layer.inverse_ranks != layer.inverse_ranks
+        ):
             saved: dict[str, Tensor] = {}
             if block.factors is not None:
                 saved = block.saved_factors()
             for entry in factor_entries(block, prev_layer):
-                # A factor goes to its owner, the other entries to the owners of A and of G.
+                # A factor goes to its owner, the other entries to
+                # the owners of A and of G.
                 is_factor = entry.name in block.shape.factor_names
                 receivers: Sequence[int] = layer.inverse_ranks
                 if is_factor:
                     receivers = [layer.inverse_rank(entry.name)]
                 local = send_entries(world, block, [entry], saved, receivers)
                 if world.rank in receivers and (is_factor or entry.name in local):
-                    received[entry.name] = local.get(entry.name)  # None if the factor is lost
+                    # None if the factor is lost.
+                    received[entry.name] = local.get(entry.name)
         owners = (None, world.rank)  # None: every rank owns the factor
         owned_factors = OwnedFactors(
             a=layer.factor_owner("A") in owners, g=layer.factor_owner("G") in owners
@@ -365,20 +393,23 @@ def move_factors(
             block.receive_factors(received)
 
 
-# -------------------------------------------------------------------------------------- checks
+# ------------------------------------------------------------------------------- checks
 
 
 def check_saved(
-    saved: Mapping[Tensor, SavedPart], blocks: Sequence[KroneckerBlock], inverses: Inverses
+    saved: Mapping[Tensor, SavedPart],
+    blocks: Sequence[KroneckerBlock],
+    inverses: Inverses,
 ) -> None:
     """Check the entries of a checkpoint before any of them is loaded.
 
-    The shapes of a frozen layer are not checked if its factors have another size, perhaps because
-    they were saved with its bias: such factors are not loaded. Neither are those of a parameter
-    without a block.
+    The shapes of a frozen layer are not checked if its factors have another size,
+    perhaps because they were saved with its bias: such factors are not loaded. Neither
+    are those of a parameter without a block.
 
     Raises:
-        ValueError: If an entry is unknown or non-finite, or a tensor does not fit its layer.
+        ValueError: If an entry is unknown or non-finite, or a tensor
+            does not fit its layer.
     """
     block_of: dict[Tensor, KroneckerBlock] = {block.weight: block for block in blocks}
     for p, part in saved.items():
@@ -390,7 +421,10 @@ def check_saved(
         if block is not None and (block.trainable or block.has_sizes_of(part)):
             if part.keys() & {*FACTOR_NAMES, MEANS, EXAMPLES}:
                 part.require([WEIGHT, MEANS])
-            for entry in (*factor_entries(block, None), *inverse_entries(block, None, inverses)):
+            for entry in (
+                *factor_entries(block, None),
+                *inverse_entries(block, None, inverses),
+            ):
                 shapes[entry.name] = entry.shape
 
         # The values.
@@ -404,13 +438,17 @@ def check_saved(
         if PASS_HISTORY in part:
             status = float(part[PASS_HISTORY][0])
             if status not in [known.value for known in LayerStatus]:
-                raise part.wrong(PASS_HISTORY, f"begins with {status:g}, which is no layer status")
+                raise part.wrong(
+                    PASS_HISTORY, f"begins with {status:g}, which is no layer status"
+                )
 
 
-# -------------------------------------------------------------------------------------- loading
+# ------------------------------------------------------------------------------ loading
 
 
-def _read_shared_number(saved: Mapping[Tensor, SavedPart], key: str, default: float) -> float:
+def _read_shared_number(
+    saved: Mapping[Tensor, SavedPart], key: str, default: float
+) -> float:
     """Return a shared number, or ``default`` if the checkpoint lacks it."""
     for part in saved.values():
         if key in part:
@@ -423,13 +461,18 @@ def read_shared_numbers(
 ) -> SharedNumbers:
     """Return the shared numbers of a checkpoint.
 
-    The number of workers is None if the checkpoint has none, or was written with another number of
-    ranks than ``world_size``. Without a step of the last averages, ``step`` is assumed.
+    The number of workers is None if the checkpoint has none, or was written with
+    another number of ranks than ``world_size``. Without a step of the last averages,
+    ``step`` is assumed.
     """
     saved_workers = int(_read_shared_number(saved, CHOSEN_WORKERS[0], 0.0))
     saved_world_size = int(_read_shared_number(saved, CHOSEN_WORKERS[1], 0.0))
     num_workers: int | None = None
-    if saved_workers and saved_world_size == world_size and world_size % saved_workers == 0:
+    if (
+        saved_workers
+        and saved_world_size == world_size
+        and world_size % saved_workers == 0
+    ):
         num_workers = saved_workers
     return SharedNumbers(
         mean_curvature=_read_shared_number(saved, MEAN_CURVATURE, 0.0),
@@ -440,7 +483,9 @@ def read_shared_numbers(
 
 
 def load_factors(
-    saved: Mapping[Tensor, SavedPart], blocks: Sequence[KroneckerBlock], training: Training
+    saved: Mapping[Tensor, SavedPart],
+    blocks: Sequence[KroneckerBlock],
+    training: Training,
 ) -> None:
     """Load the running averages of layers, in the dtypes of the checkpoint."""
     for block in blocks:
@@ -456,8 +501,8 @@ def load_factors(
                 f"its running averages start again"
             )
         elif WEIGHT in part or part.get(STATISTICS_DUE, 0):
-            # The part may lack factors that another rank owns. If it lacks factors that this rank
-            # owns, the next refresh finds out that they are lost.
+            # The part may lack factors that another rank owns. If it lacks factors that
+            # this rank owns, the next refresh finds out that they are lost.
             block.load_factors(part)
 
 
@@ -504,17 +549,23 @@ def load_inverses(
                 step=int(part[SNAPSHOT_STEP]),
                 damping_option=float(part[SNAPSHOT_NUMBERS[0]]),
                 mean_curvature=float(part[SNAPSHOT_NUMBERS[1]]),
-                factors=block.read_factors({name: part[SNAPSHOT + name] for name in names}),
+                factors=block.read_factors(
+                    {name: part[SNAPSHOT + name] for name in names}
+                ),
             )
     return loaded
 
 
 def _read_inverse(
-    part: Mapping[str, Any], block: KroneckerBlock, inverses: Inverses, loaded: LoadedInverse
+    part: Mapping[str, Any],
+    block: KroneckerBlock,
+    inverses: Inverses,
+    loaded: LoadedInverse,
 ) -> LoadedInverse:
     """Read the tensors of an inverse; return ``loaded`` if this run cannot use them.
 
-    The run may have another solver or ``grafting``, or the checkpoint may lack the tensors.
+    The run may have another solver or ``grafting``, or the
+    checkpoint may lack the tensors.
     """
     names = inverses.solver.saved_shapes(block.shape)
     if not part.keys() >= {INVERSE_DAMPING, *names}:
@@ -525,8 +576,13 @@ def _read_inverse(
         return loaded
     entries: dict[str, Tensor] = {}
     for name in names:
-        entries[name] = part[name].to(block.weight.device, inverses.options.inv_dtype, copy=True)
+        entries[name] = part[name].to(
+            block.weight.device, inverses.options.inv_dtype, copy=True
+        )
     state = replace(
-        loaded.state, damping=damping, mean_eigenvalue=mean_eigenvalue, damping_option=option
+        loaded.state,
+        damping=damping,
+        mean_eigenvalue=mean_eigenvalue,
+        damping_option=option,
     )
     return LoadedInverse(state, inverses.solver(entries))

@@ -5,9 +5,10 @@
     stats worker  ->  every worker    statistics at that snapshot, for the layers that the worker
                                       owns
 
-Worker 0 sends the next snapshot after the statistics of the last one have arrived. So no worker
-waits, and at most one message of each kind is on its way. :class:`StatsWorkers` is the gradient
-workers' end of the links, :class:`StatsWorker` is the other end.
+Worker 0 sends the next snapshot after the statistics of the last one have arrived.
+So no worker waits, and at most one message of each kind is on its way.
+:class:`StatsWorkers` is the gradient workers' end of the links,
+:class:`StatsWorker` is the other end.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ from second_order.distributed.helper_link import (
     load_model,
     pack_by_dtype,
 )
-from second_order.distributed.roles import Roles, assign_roles, cycle_batches, sharding_error
+from second_order.distributed.roles import (
+    Roles,
+    assign_roles,
+    cycle_batches,
+    sharding_error,
+)
 from second_order.kfac.coverage import summarize_layers, warn_of_uncovered
 from second_order.kfac.curvature import KFAC, LayeredCurvature
 from second_order.kfac.layers import Layers
@@ -75,8 +81,8 @@ def unpack_statistics(
         owned: The layers that this rank owns, by name.
 
     Returns:
-        The sums by layer; None if they are non-finite or count no example. Empty if the message has
-        a layer that this rank does not own.
+        The sums by layer; None if they are non-finite or count no example. Empty if the
+        message has a layer that this rank does not own.
     """
     names = message.note["layers"]
     if any(name not in owned for name in names):
@@ -87,7 +93,9 @@ def unpack_statistics(
         block = owned[name]
         head = next(tensors)
         factors = {factor_name: next(tensors) for factor_name in block.stored_shapes}
-        is_finite = all(bool(tensor.isfinite().all()) for tensor in (head, *factors.values()))
+        is_finite = all(
+            bool(tensor.isfinite().all()) for tensor in (head, *factors.values())
+        )
         if not is_finite or not bool(head[1] > 0):
             unpacked[name] = None
             continue
@@ -108,9 +116,10 @@ class StatsWorkers:
     Attributes:
         links: The links to the stats workers that are alive.
         own_passes: Whether statistics come from the training passes of the workers.
-        needs_statistics: Whether the last statistics were invalid, or none have arrived since the
-            layers changed.
-        plan_version: Number of changes of the layers. Statistics of earlier versions are discarded.
+        needs_statistics: Whether the last statistics were invalid, or none have arrived
+            since the layers changed.
+        plan_version: Number of changes of the layers. Statistics of earlier
+            versions are discarded.
     """
 
     def __init__(self, count: int, timeout: float) -> None:
@@ -118,14 +127,17 @@ class StatsWorkers:
         self._timeout = timeout
         self.links: list[HelperLink] = []
         self._num_sent: dict[HelperLink, int] = {}  # snapshots that worker 0 has sent
-        self._num_answered: dict[HelperLink, int] = {}  # those whose statistics have arrived
+        # Those whose statistics have arrived.
+        self._num_answered: dict[HelperLink, int] = {}
         self.own_passes = True
         self.needs_statistics = True
         self.plan_version = 0
 
     def begin(self, training: Training) -> None:
         """Make this rank a gradient worker. Collective over all ranks."""
-        self.links += split_into_roles(training, _roles(training, self.count), self._timeout)
+        self.links += split_into_roles(
+            training, _roles(training, self.count), self._timeout
+        )
 
     def send_snapshots(self, training: Training, send: Sender) -> None:
         """On worker 0, send the parameters to stats workers that have finished their snapshot."""
@@ -162,7 +174,9 @@ class StatsWorkers:
                     "a stats worker has sent non-finite statistics, or none of any example: they "
                     "are discarded"
                 )
-            yield {owned[name]: sums for name, sums in unpacked.items() if sums is not None}
+            yield {
+                owned[name]: sums for name, sums in unpacked.items() if sums is not None
+            }
 
     def restart(self) -> None:
         """After a change of layers or owners, use the training passes until statistics arrive."""
@@ -172,10 +186,12 @@ class StatsWorkers:
             self.plan_version += 1
 
     def agree(self, training: Training) -> None:
-        """Agree with the other workers on lost links and on the source of statistics. Collective.
+        """Agree with the other workers on lost links and on the source of statistics.
 
-        If one worker needs statistics, or no stats worker is left, all workers use their training
-        passes.
+        Collective.
+
+        If one worker needs statistics, or no stats worker is left, all workers use
+        their training passes.
         """
         if not self.links:
             return
@@ -236,7 +252,8 @@ class StatsWorker(LayeredCurvature):
         self.link: HelperLink | None = None  # to worker 0, until it is closed
         self._num_snapshots = 0
         self._plan_version = 0
-        self.optimized: list[bool] = []  # for each tensor of a snapshot, if the workers optimize it
+        # For each tensor of a snapshot, if the workers optimize it.
+        self.optimized: list[bool] = []
         self.layers.find()
 
     def begin(self) -> None:
@@ -289,8 +306,8 @@ class StatsWorker(LayeredCurvature):
                 if not self._load_snapshot():
                     break
                 self.layers.collector.expect_unscaled_losses()
-                # If every parameter is frozen, send messages without statistics all the same,
-                # because worker 0 sends the next snapshot only after one.
+                # If every parameter is frozen, send messages without statistics all the
+                # same, because worker 0 sends the next snapshot only after one.
                 if any(p.requires_grad for p in self.training.model.parameters()):
                     with torch.enable_grad():
                         loss = loss_fn(batch)
@@ -298,7 +315,8 @@ class StatsWorker(LayeredCurvature):
                             loss = loss[0]
                         loss.backward()
                 self._send_statistics()
-                nn.Module.zero_grad(self.training.model)  # the user's class may override it
+                # The user's class may override it.
+                nn.Module.zero_grad(self.training.model)
                 self.drop_pending()
                 sent += 1
         except BaseException:
@@ -309,10 +327,12 @@ class StatsWorker(LayeredCurvature):
         return sent
 
     def _load_snapshot(self) -> bool:
-        """Wait for the next snapshot, and load it. Returns False if the workers are gone.
+        """Wait for the next snapshot, and load it.
 
-        Freezes the parameters that the workers have frozen, because the workers do not use their
-        statistics.
+        Returns False if the workers are gone.
+
+        Freezes the parameters that the workers have frozen, because the workers do not
+        use their statistics.
         """
         message = None if self.link is None else self.link.wait()
         if message is None:
@@ -331,19 +351,24 @@ class StatsWorker(LayeredCurvature):
         self.layers.update_active()
         active = self.layers.active
         self.layers.verify_pairs(active)
-        sums = self.layers.pop_sums([block for block in active if not block.staged.empty])
+        sums = self.layers.pop_sums(
+            [block for block in active if not block.staged.empty]
+        )
         if self.layers.losses.current() == "step_mean":
             sums = self.layers.undo_step_mean(sums, share=1.0)
 
         # Group them by the worker that inverts the layer.
-        plan = self._system.plan([layer_dims(block) for block in active], self._num_workers)
+        plan = self._system.plan(
+            [layer_dims(block) for block in active], self._num_workers
+        )
         owned: list[list[KroneckerBlock]] = [[] for _ in range(self._num_workers)]
         for block, layer in zip(active, plan.layers, strict=True):
             if block in sums:
                 owned[layer.inverse_rank("A")].append(block)
         if self.link is None:
             return
-        # Send one message to each worker. Its layers have as many tensors as factors, plus a head.
+        # Send one message to each worker. Its layers have as many tensors
+        # as factors, plus a head.
         for rank, blocks in enumerate(owned):
             tensors: list[Tensor] = []
             for block in blocks:
@@ -363,7 +388,9 @@ class StatsWorker(LayeredCurvature):
 
     def summary(self) -> Summary:
         """Return a table of the observed layers."""
-        table = summarize_layers(self.training, self._options, self.layers, assignment={})
+        table = summarize_layers(
+            self.training, self._options, self.layers, assignment={}
+        )
         return replace(table, lines=["no inverses here"])
 
     def close(self) -> None:
@@ -380,11 +407,16 @@ class StatsWorker(LayeredCurvature):
 def with_stats_workers(
     training: Training, options: KFACOptions, system: System, own: DistKFACOptions
 ) -> Curvature:
-    """Return this rank's curvature. The last ``stats_workers`` ranks become stats workers."""
+    """Return this rank's curvature.
+
+    The last ``stats_workers`` ranks become stats workers.
+    """
     count = own.stats_workers
     timeout = float(own.helper_timeout)
     if own.inverse_device == "cuda":
-        system = replace(system, description=f"{system.description} {training.device.type}")
+        system = replace(
+            system, description=f"{system.description} {training.device.type}"
+        )
     if count and training.world.size == 1:
         training.warn(
             f"{training.name}(stats_workers={count}) has one process only: statistics come from "

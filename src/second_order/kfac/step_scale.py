@@ -15,18 +15,18 @@ c follows from the evidence S - b, for a threshold b, and from the slope itself:
     -s > 2 Z            c is also lowered by min(-s / Z, 4) / 2, and τ does not grow: the loss has
                         risen by far more than usual (Z is that before this step)
 
-The threshold b depends on τ. If τ > 1, it is 0.3: τ grows further if at least 65% of the slopes are
-positive. If τ <= 1, it is -0.3: when the loss falls slowly, s is mostly noise and S is near 0, and
-τ falls only if more than 65% of the slopes are negative. While a schedule changes the learning
-rate, b is -0.3 for every τ: a smaller rate also makes the noise of the steps smaller, so τ falls
-only if the evidence is clear.
+The threshold b depends on τ. If τ > 1, it is 0.3: τ grows further if at least 65% of
+the slopes are positive. If τ <= 1, it is -0.3: when the loss falls slowly, s is mostly
+noise and S is near 0, and τ falls only if more than 65% of the slopes are negative.
+While a schedule changes the learning rate, b is -0.3 for every τ: a smaller rate also
+makes the noise of the steps smaller, so τ falls only if the evidence is clear.
 
-τ is at most 5. Over a base that scales its steps itself, such as Adam, or while a schedule changes
-the rate, it is at most 2. If both hold, it is exactly 2. PLAIN_BOUNDS and ADAPTIVE_BOUNDS say where
-these numbers come from.
+τ is at most 5. Over a base that scales its steps itself, such as Adam, or while a
+schedule changes the rate, it is at most 2. If both hold, it is exactly 2. PLAIN_BOUNDS
+and ADAPTIVE_BOUNDS say where these numbers come from.
 
-S and τ are updated when layers are refreshed: at every step in the beginning, rarely later. While τ
-is 1, only the step before an update costs anything.
+S and τ are updated when layers are refreshed: at every step in the beginning, rarely
+later. While τ is 1, only the step before an update costs anything.
 """
 
 from __future__ import annotations
@@ -40,7 +40,12 @@ import torch
 from torch import Tensor
 
 from second_order.checkpoint.saved import SavedPart
-from second_order.distributed.fsdp import dtensor_from_rows, is_dtensor, local_tensor, shard_like
+from second_order.distributed.fsdp import (
+    dtensor_from_rows,
+    is_dtensor,
+    local_tensor,
+    shard_like,
+)
 from second_order.distributed.world import flatten
 from second_order.kfac.plan import StepPlan
 from second_order.kronecker.block import KroneckerBlock
@@ -58,10 +63,12 @@ __all__ = [
 ]
 
 LAST_STEP = "last_step"
-"""The entry of a checkpoint with the last step of a parameter, scaled by τ and negated: -Δ."""
+"""The entry of a checkpoint with the last step of a parameter, scaled
+by τ and negated: -Δ."""
 
 LAST_STEP_KNOWN = "last_step_known"
-"""The entry of a checkpoint that is 1 if the next refresh may measure the last step, else 0."""
+"""The entry of a checkpoint that is 1 if the next refresh may measure
+the last step, else 0."""
 
 DECAY = 0.9  # of the running averages S and Z
 GROWTH = 0.2  # a, per step, if τ grows
@@ -71,10 +78,11 @@ THRESHOLD = 0.3  # |b|
 MAX_SCHEDULED_SCALE = 2.0  # upper bound of τ while a schedule changes the learning rate
 LARGE_RISE = 2.0  # -s in units of Z, above which τ falls immediately
 MAX_RISE = 4.0  # -s in units of Z that count in the fall of τ
-RECENT = 0.1  # share of all steps; a learning rate that changed within it follows a schedule
+# Share of all steps; a learning rate that changed within it follows a schedule.
+RECENT = 0.1
 
-# Bytes of gradients and steps whose products are computed together. On a CPU, to copy larger ones
-# costs more than the calls that it saves.
+# Bytes of gradients and steps whose products are computed together. On a CPU, to copy
+# larger ones costs more than the calls that it saves.
 PRODUCT_BYTES = 64 * 2**20
 CPU_PRODUCT_BYTES = 2**17
 
@@ -82,7 +90,8 @@ CPU_PRODUCT_BYTES = 2**17
 class ScaleBounds(NamedTuple):
     """The bounds of τ.
 
-    While a schedule changes the rate, the bounds are ``low_scheduled`` and MAX_SCHEDULED_SCALE.
+    While a schedule changes the rate, the bounds are ``low_scheduled`` and
+    MAX_SCHEDULED_SCALE.
     """
 
     low: float
@@ -103,12 +112,16 @@ SCALE_ENTRIES = (
     "step_rate",
     "step_rate_changed",
 )
-"""The entries of a checkpoint with the fields of :class:`ScaleState`, which are shared numbers."""
+"""The entries of a checkpoint with the fields of :class:`ScaleState`, which
+are shared numbers."""
 
 
 @dataclass(frozen=True)
 class ScaleState:
-    """τ, and what its next value depends on. Steps are counted from 1; 0 means never."""
+    """τ, and what its next value depends on.
+
+    Steps are counted from 1; 0 means never.
+    """
 
     scale: float = 1.0  # τ
     mean_sign: float = 0.0  # S
@@ -116,9 +129,12 @@ class ScaleState:
     weight: float = 0.0  # sum of the weights in S and Z
     measured_at: float = 0.0  # the last step that updated S and Z
     rate: float = 0.0  # the learning rate at the last refresh; 0 before the first
-    rate_changed_at: float = 0.0  # the last refresh with another learning rate than before
+    # The last refresh with another learning rate than before.
+    rate_changed_at: float = 0.0
 
-    def next_state(self, slope: float, rate: float, step: int, bounds: ScaleBounds) -> ScaleState:
+    def next_state(
+        self, slope: float, rate: float, step: int, bounds: ScaleBounds
+    ) -> ScaleState:
         """Return the state after a refresh.
 
         Args:
@@ -163,7 +179,10 @@ class ScaleState:
     def _log_change(
         self, slope: float, new_mean_sign: float, now: float, is_scheduled: bool
     ) -> float:
-        """Return c, the change of log τ. S is ``new_mean_sign``, and Z that of the last refresh."""
+        """Return c, the change of log τ.
+
+        S is ``new_mean_sign``, and Z that of the last refresh.
+        """
         # Fall immediately if the loss has risen far more than usual.
         has_risen = -slope > LARGE_RISE * self.mean_size > 0
         immediate = 0.0
@@ -197,9 +216,10 @@ class _Product(NamedTuple):
 class StepScale:
     """Scales the steps of preconditioned weights by τ; the same on every rank.
 
-    At each step, :meth:`keep_weights` comes before the base's step and :meth:`scale_step` after it.
-    At a refresh, :meth:`measure_slope` comes before gradients are preconditioned, and
-    :meth:`update` after the ranks have summed the slopes.
+    At each step, :meth:`keep_weights` comes before the base's step and
+    :meth:`scale_step` after it. At a refresh, :meth:`measure_slope` comes
+    before gradients are preconditioned, and :meth:`update` after the ranks
+    have summed the slopes.
 
     Attributes:
         state: τ, which is ``state.scale``, and what its next value depends on.
@@ -210,16 +230,19 @@ class StepScale:
         self.state = ScaleState()
         self._weights: dict[Tensor, Tensor] = {}  # copies from before the base's step
         self._keep_step = False  # whether the next refresh may measure the step
-        self._negative_step: dict[Tensor, Tensor] = {}  # -Δ of the last step, if it was kept
+        # -Δ of the last step, if it was kept.
+        self._negative_step: dict[Tensor, Tensor] = {}
 
     def measure_slope(
         self, step_plan: StepPlan, groups: Iterable[Mapping[str, Any]]
     ) -> list[Tensor]:
-        """Measure s = ∇·(-Δ) of the parameters that this rank reports. Then Δ is dropped.
+        """Measure s = ∇·(-Δ) of the parameters that this rank reports.
+
+        Then Δ is dropped.
 
         Args:
-            step_plan: The layers, and those that this rank reports. Of layers that FSDP2 shards,
-                each rank reports its rows.
+            step_plan: The layers, and those that this rank reports. Of layers that
+                FSDP2 shards, each rank reports its rows.
             groups: The parameter groups. Some of them may have ``maximize=True``.
 
         Returns:
@@ -239,7 +262,8 @@ class StepScale:
         reporting = set(step_plan.reporting)
         products: list[_Product] = []
         for block in step_plan.layers:
-            # Each parameter counts once over all ranks; of a sharded one, each rank has rows.
+            # Each parameter counts once over all ranks; of a sharded
+            # one, each rank has rows.
             is_reported = block in reporting or is_dtensor(block.weight)
             if not is_reported or block.has_lost_factor or block.unverified:
                 continue
@@ -335,10 +359,14 @@ class StepScale:
 
 
 def _sum_products(products: Sequence[_Product]) -> list[Tensor]:
-    """Sum scalar products. Returns a float32 scalar in a list; an empty list without products."""
+    """Sum scalar products.
+
+    Returns a float32 scalar in a list; an empty list without products.
+    """
     # Products of small tensors are computed together.
     kinds: list[Hashable] = []
-    sizes: list[float] = []  # shares of the largest group, whose sizes add up to 1 at most
+    # Shares of the largest group, whose sizes add up to 1 at most.
+    sizes: list[float] = []
     for gradient, step in products:
         kinds.append((gradient.device, gradient.dtype, step.dtype))
         max_bytes = CPU_PRODUCT_BYTES if gradient.is_cpu else PRODUCT_BYTES

@@ -7,10 +7,11 @@ C = A ⊗ G + γ at this refresh, C₀ at the layer's last computed one, and
     lower <= Δ <= upper   skip this refresh: keep the inverse until the next one
     Δ < lower             stop: keep the inverse, and do not compare traces any more
 
-A stopped layer is computed again only if a schedule changes the option γ by more than ``upper``.
+A stopped layer is computed again only if a schedule changes the option γ
+by more than ``upper``.
 
-Only the inverse ranks of a layer know its traces. One all-reduce per refresh gives all ranks their
-decisions.
+Only the inverse ranks of a layer know its traces. One all-reduce per refresh gives all
+ranks their decisions.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ __all__ = ["STOPPED", "TraceRefresh", "relative_change"]
 STOPPED = "stopped"
 """The entry of a checkpoint, in the part of every layer: 1 if the layer is stopped."""
 
-# Decisions. Ranks without a layer's traces send COMPUTE, and the largest number decides.
+# Decisions. Ranks without a layer's traces send COMPUTE, and the
+# largest number decides.
 COMPUTE = 0.0
 STOP = 1.0
 SKIP = 2.0
@@ -73,15 +75,19 @@ class TraceRefresh:
     ) -> list[KroneckerBlock]:
         """Return the layers to compute, of those that are due. Collective.
 
-        Layers without an inverse, and those whose last refresh failed, are always computed.
+        Layers without an inverse, and those whose last refresh
+        failed, are always computed.
         """
         # Only layers with a valid inverse can skip a refresh.
         self.stopped -= {block for block in due if not block.solved}
         candidates = {
-            block: pending for block, pending in due.items() if block.solved and not block.failures
+            block: pending
+            for block, pending in due.items()
+            if block.solved and not block.failures
         }
 
-        # The largest decision counts, because ranks that do not invert the layer send COMPUTE.
+        # The largest decision counts, because ranks that do not invert
+        # the layer send COMPUTE.
         decisions = self._decide(inverses, candidates)
         if candidates and inverses.training.world.size > 1:
             message = torch.tensor(decisions, dtype=torch.float32, device="cpu")
@@ -103,7 +109,9 @@ class TraceRefresh:
     ) -> list[float]:
         """Return this rank's decision for each candidate; COMPUTE if other ranks invert it."""
         # Damp the factors that this rank inverts, to get their mean eigenvalues.
-        local = {b: p for b, p in candidates.items() if b in inverses.step_plan.to_invert}
+        local = {
+            b: p for b, p in candidates.items() if b in inverses.step_plan.to_invert
+        }
         dampings = inverses.compute_dampings(
             {block: block.ensure_factors() for block in local}, local
         )
@@ -125,7 +133,8 @@ class TraceRefresh:
             ]
         (values,) = read_numbers(numbers)
 
-        # Compare with the last refresh: THOR's two thresholds on the relative change of the trace.
+        # Compare with the last refresh: THOR's two thresholds on the
+        # relative change of the trace.
         decisions = dict.fromkeys(candidates, COMPUTE)
         for i, block in enumerate(dampings):
             trace, prev_trace, option, prev_option = values[4 * i : 4 * i + 4]
@@ -147,7 +156,9 @@ class TraceRefresh:
         """Return a layer's entries of a checkpoint."""
         return {STOPPED: int(block in self.stopped)}
 
-    def load(self, saved: Mapping[Tensor, SavedPart], blocks: Iterable[KroneckerBlock]) -> None:
+    def load(
+        self, saved: Mapping[Tensor, SavedPart], blocks: Iterable[KroneckerBlock]
+    ) -> None:
         """Load from a checkpoint which layers have stopped."""
         self.stopped.clear()
         for block in blocks:

@@ -1,14 +1,15 @@
 """Read from autograd what it saved for a layer's call, and what the running backward pass reaches.
 
-All private names of torch that the Kronecker factors use are in this file. They exist in torch 2.6
-to 2.13, and no public function replaces them.
+All private names of torch that the Kronecker factors use are in this file. They exist
+in torch 2.6 to 2.13, and no public function replaces them.
 
-``nn.MultiheadAttention`` multiplies by its weights without calling a module. Its in-projection is
-one matrix with the rows of q, k and v, and ``out_proj`` is a Linear that is never called. A forward
-hook therefore does not see the inputs of these products. But autograd's graph has a node for each
-product. The node has saved the product's input, and receives the gradient of its output.
-:func:`find_projections` finds these nodes. The in-projection is a layer of three groups, with A and
-G of q, of k and of v.
+``nn.MultiheadAttention`` multiplies by its weights without calling a module. Its
+in-projection is one matrix with the rows of q, k and v, and ``out_proj`` is a
+Linear that is never called. A forward hook therefore does not see the inputs of
+these products. But autograd's graph has a node for each product. The node has saved
+the product's input, and receives the gradient of its output.
+:func:`find_projections` finds these nodes. The in-projection is a layer of three
+groups, with A and G of q, of k and of v.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ from torch.autograd.graph import get_gradient_edge
 
 from second_order.distributed.fsdp import FSDPParams
 
-__all__ = ["find_projections", "is_attention", "is_reached", "set_eval_frame", "skip_code"]
+__all__ = [
+    "find_projections",
+    "is_attention",
+    "is_reached",
+    "set_eval_frame",
+    "skip_code",
+]
 
 # The number of the running backward pass, or NO_PASS. Gradients of one pass add up.
 current_pass = torch._C._current_graph_task_id
@@ -35,7 +42,8 @@ NO_PASS = -1
 # The node that runs now.
 current_node = torch._C._current_autograd_node
 
-# Whether the running pass keeps the graph (retain_graph=True), and with it the saved inputs.
+# Whether the running pass keeps the graph (retain_graph=True), and
+# with it the saved inputs.
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 # Whether the running pass will run a node.
@@ -47,11 +55,12 @@ top_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 # Whether a torch.func transform is active, which hides gradients from hooks.
 inside_functorch = torch._C._are_functorch_transforms_active
 
-# An entry of a node's metadata: the number of the first backward pass that ran the node.
+# An entry of a node's metadata: the number of the first backward
+# pass that ran the node.
 _FIRST_PASS = "second_order: the first backward pass that came through"
 
 
-# ---------------------------------------------------------------------------------------- passes
+# ------------------------------------------------------------------------------- passes
 
 
 def has_earlier_pass(pass_id: int) -> bool:
@@ -90,18 +99,22 @@ def is_reached(p: Tensor) -> bool:
         return False
     try:
         return bool(will_execute(get_gradient_edge(p).node))
-    except RuntimeError:  # raised for the inputs of torch.autograd.grad, which does not accumulate
+    # Raised for the inputs of torch.autograd.grad, which does not accumulate.
+    except RuntimeError:
         return False
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context manager that disables autocast. It is slow to enter, so only if needed."""
+    """Return a context manager that disables autocast.
+
+    It is slow to enter, so only if needed.
+    """
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 
 
-# ---------------------------------------------------------------------------------- saved inputs
+# ------------------------------------------------------------------------- saved inputs
 
 
 class _SavedInput(torch.autograd.Function):
@@ -121,15 +134,16 @@ def save_input(x: Tensor) -> Callable[[], Tensor]:
     """Save an input as autograd saves its own, through the active saved-tensor hooks.
 
     Returns:
-        A function that returns the input. It raises RuntimeError if the input has been changed in
-        place since.
+        A function that returns the input. It raises RuntimeError if the input has been
+        changed in place since.
     """
     if not top_saved_tensor_hooks(False):
-        return hold_input(x)  # nothing packs saved tensors, and a node takes much longer to make
+        # Nothing packs saved tensors, and a node takes much longer to make.
+        return hold_input(x)
 
-    # A node is made only if some argument requires a gradient, hence the anchor. The returned
-    # function holds the result and not its node, because before torch 2.13 a node frees its saved
-    # tensors when its result is freed.
+    # A node is made only if some argument requires a gradient, hence the anchor. The
+    # returned function holds the result and not its node, because before torch 2.13 a
+    # node frees its saved tensors when its result is freed.
     anchor = torch.empty(0, requires_grad=True, device="cpu")
     result = cast(Any, _SavedInput.apply(x.detach(), anchor))  # type: ignore[no-untyped-call]
     return lambda: result.grad_fn.saved_tensors[0]
@@ -137,12 +151,15 @@ def save_input(x: Tensor) -> Callable[[], Tensor]:
 
 def hold_input(x: Tensor) -> Callable[[], Tensor]:
     """Hold an input itself. Returns a function as :func:`save_input` does."""
-    held = x.detach()  # an x that is changed in place has the layer's node in its history
+    # An x that is changed in place has the layer's node in its history.
+    held = x.detach()
     version = x._version
 
     def read() -> Tensor:
         if held._version != version:
-            raise RuntimeError("the input of a layer has been changed by an inplace operation")
+            raise RuntimeError(
+                "the input of a layer has been changed by an inplace operation"
+            )
         return held
 
     return read
@@ -151,8 +168,8 @@ def hold_input(x: Tensor) -> Callable[[], Tensor]:
 def to_compute_dtype(x: Tensor) -> Tensor:
     """Return a layer's input in the dtype in which the layer computes.
 
-    Under autocast, autograd also saves a copy in that dtype. ``x`` itself may be changed in place,
-    or freed, before the backward pass.
+    Under autocast, autograd also saves a copy in that dtype. ``x`` itself may be
+    changed in place, or freed, before the backward pass.
     """
     device = x.device.type
     if x.dtype is torch.float32 and torch.is_autocast_enabled(device):
@@ -160,11 +177,11 @@ def to_compute_dtype(x: Tensor) -> Tensor:
     return x
 
 
-# --------------------------------------------------------------------------------------- attention
+# ---------------------------------------------------------------------------- attention
 
 
-# Nodes of a product with a weight, and the attribute that has the product's input. The weight is
-# the node's last input.
+# Nodes of a product with a weight, and the attribute that has the product's input. The
+# weight is the node's last input.
 PRODUCTS = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self"}
 
 # Nodes between a product and its weight, at most: transpose, split, a cast by autocast.
@@ -240,7 +257,9 @@ def find_projections(
     return inputs, projections
 
 
-def _qkv_inputs(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> QKVInputs:
+def _qkv_inputs(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> QKVInputs:
     names = ("query", "key", "value")
     arguments = dict(zip(names, args, strict=False)) | dict(kwargs)
     inputs = [arguments[name] for name in names]
@@ -273,7 +292,8 @@ def _find_weight(product: Any) -> tuple[Tensor | None, int]:
 def read_product_input() -> Tensor:
     """Return the input of the product whose node's hook is running.
 
-    The hook of a node calls this instead of holding the input, which would keep both alive.
+    The hook of a node calls this instead of holding the input, which
+    would keep both alive.
     """
     node = current_node()
     return cast(Tensor, getattr(node, PRODUCTS[node.name()]))
@@ -298,7 +318,9 @@ class Assembly:
     batch: int
     parts: dict[int, QKVPart] = field(default_factory=dict)
 
-    def add(self, qkv: tuple[int, ...], x: Tensor, d: Tensor) -> tuple[Tensor, Tensor] | None:
+    def add(
+        self, qkv: tuple[int, ...], x: Tensor, d: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
         """Add the pair of a product.
 
         Args:
@@ -307,8 +329,9 @@ class Assembly:
             d: The gradient of the output, ``(positions x batch, out)``.
 
         Returns:
-            The pair of the call, ``(batch, positions, ...)``, once it is complete. If q, k and v
-            have different inputs, it is ``(3, batch, positions, ...)``, padded with zeros.
+            The pair of the call, ``(batch, positions, ...)``, once it is complete. If
+            q, k and v have different inputs, it is ``(3, batch, positions, ...)``,
+            padded with zeros.
         """
         d = d.unflatten(0, (-1, self.batch)).transpose(0, 1)
         if x.dim() != 3:

@@ -1,8 +1,9 @@
 """One preconditioned layer, and batches of equal layers that are preconditioned together.
 
-A :class:`KroneckerBlock` has the state of one layer: its staged statistics, running averages,
-inverse and status. A :class:`LayerBatch` has layers whose gradients are matrices of one shape, so
-that the number of kernel launches does not grow with the number of layers:
+A :class:`KroneckerBlock` has the state of one layer: its staged statistics,
+running averages, inverse and status. A :class:`LayerBatch` has layers whose
+gradients are matrices of one shape, so that the number of kernel launches does not
+grow with the number of layers:
 
     gradient            the layers' gradients, concatenated to one stack of matrices
     precondition        their inverses, as one stack, applied to it
@@ -37,7 +38,12 @@ from second_order.kronecker.layers import (
     matrix_layout,
 )
 from second_order.kronecker.solvers import Inverse
-from second_order.kronecker.storage import as_stack, group_equal, merge_numbers, stack_in_place
+from second_order.kronecker.storage import (
+    as_stack,
+    group_equal,
+    merge_numbers,
+    stack_in_place,
+)
 from second_order.kronecker.verification import TOLERANCE
 
 __all__ = [
@@ -54,8 +60,8 @@ __all__ = [
     "to_matrices",
 ]
 
-# Checkpoint entries of a layer's state. The first has four numbers, on the ranks whose passes give
-# the layer's statistics. The others are integers, equal on all ranks.
+# Checkpoint entries of a layer's state. The first has four numbers, on the ranks whose
+# passes give the layer's statistics. The others are integers, equal on all ranks.
 PASS_HISTORY = "pass_history"
 AGREED_STATE = ("no_statistics", "statistics_due", "failures")
 
@@ -63,10 +69,11 @@ AGREED_STATE = ("no_statistics", "statistics_due", "failures")
 class LayerStatus(Enum):
     """What this rank knows about a layer's statistics.
 
-    ``ensure_factors(statistics_due=True)`` turns WAITING into NOT_CAPTURED, and the next captured
-    pair turns that into CAPTURED. A comparison with a large residual turns any status into
-    UNVERIFIED, in which pairs are not kept; a comparison with a small one then turns that into
-    NOT_CAPTURED. ``restart_averages`` turns NOT_CAPTURED into WAITING.
+    ``ensure_factors(statistics_due=True)`` turns WAITING into NOT_CAPTURED, and the
+    next captured pair turns that into CAPTURED. A comparison with a large residual
+    turns any status into UNVERIFIED, in which pairs are not kept; a comparison with a
+    small one then turns that into NOT_CAPTURED. ``restart_averages`` turns
+    NOT_CAPTURED into WAITING.
     """
 
     WAITING = 0  # none have been due
@@ -75,7 +82,7 @@ class LayerStatus(Enum):
     UNVERIFIED = 3  # the captured pairs do not reproduce the weight's gradient
 
 
-# ------------------------------------------------------------------------------------ one layer
+# ---------------------------------------------------------------------------- one layer
 
 
 class KroneckerBlock:
@@ -87,8 +94,8 @@ class KroneckerBlock:
         bias: The bias that goes with the weight, if any.
         factor_dtype: The dtype in which the factors are stored.
         kinds: The kind of each module.
-        params: The parameters of the block, the weight first, if they are not the weight and bias
-            of the first module.
+        params: The parameters of the block, the weight first, if they are not the
+            weight and bias of the first module.
 
     :meth:`_reset` creates the attributes that depend on which parameters are trainable.
 
@@ -100,18 +107,22 @@ class KroneckerBlock:
         all_params: The weight, and the bias if the optimizer trains it.
         shape: The sizes of the factors, for the parameters that are trainable now.
         trains_bias: Whether A has a last row and column for the bias.
-        work_dtype: The dtype in which gradients are clipped and communicated: float32 at least.
+        work_dtype: The dtype in which gradients are clipped and
+            communicated: float32 at least.
         staged: Statistics since the last step.
         factors: Running averages; None before the first statistics or checkpoint.
         owned_factors: The factors that this rank owns, and therefore stores.
-        inverse: The damped inverse, on the ranks that precondition the layer's gradient.
+        inverse: The damped inverse, on the ranks that
+            precondition the layer's gradient.
         solved: Whether these ranks have an inverse.
         status: What this rank knows about the layer's statistics.
         no_statistics: Whether no rank had statistics at the last refresh.
         failures: Number of successive refreshes that gave no valid decomposition.
         comparisons: Number of steps at which the pairs were compared with the gradient.
-        residual: The share of the gradient that the pairs did not reproduce, at the last of these.
-        work: Operations of the layer in this rank's passes of the last step with statistics.
+        residual: The share of the gradient that the pairs did not
+            reproduce, at the last of these.
+        work: Operations of the layer in this rank's passes of the
+            last step with statistics.
     """
 
     def __init__(
@@ -132,7 +143,9 @@ class KroneckerBlock:
         self.all_params = list(params)
         if not params:
             first = self.modules[0]
-            self.all_params.append(cast(nn.Parameter, getattr(first, self.kinds[first].weight)))
+            self.all_params.append(
+                cast(nn.Parameter, getattr(first, self.kinds[first].weight))
+            )
             if bias is not None:
                 self.all_params.append(bias)
 
@@ -209,7 +222,9 @@ class KroneckerBlock:
 
     def replace_params(self, replacements: Mapping[Tensor, Tensor]) -> None:
         """Replace some of the block's parameters by others of the same shapes."""
-        self.all_params = [cast(nn.Parameter, replacements.get(p, p)) for p in self.all_params]
+        self.all_params = [
+            cast(nn.Parameter, replacements.get(p, p)) for p in self.all_params
+        ]
 
     def reset_if_changed(self) -> None:
         """Reset a trainable layer if its bias was frozen or unfrozen, or if its device changed."""
@@ -226,7 +241,7 @@ class KroneckerBlock:
         module = self.modules[0]
         return self.kinds[module].shape(module, self._bias_is_trainable())
 
-    # --------------------------------------------------------------------------------- statistics
+    # ----------------------------------------------------------------------- statistics
 
     def begin_pass(self, running_pass: int, pass_id: int) -> bool:
         """Begin a pass at its first pair, and ignore its other pairs.
@@ -236,10 +251,13 @@ class KroneckerBlock:
             pass_id: The number that its pairs have. With sampled labels the two differ.
 
         Returns:
-            Whether the parameters have no gradients although the layer has statistics. The user
-            has then set the gradients to None, unless FSDP2 has not averaged them yet.
+            Whether the parameters have no gradients although the layer has
+            statistics. The user has then set the gradients to None, unless FSDP2 has
+            not averaged them yet.
         """
-        is_first = self._last_backward != running_pass and not self.staged.has_pass(pass_id)
+        is_first = self._last_backward != running_pass and not self.staged.has_pass(
+            pass_id
+        )
         self._last_backward = running_pass
         if not is_first:
             return False
@@ -260,7 +278,7 @@ class KroneckerBlock:
         """Whether a pair has sizes that the layer can have."""
         return self.kinds[module].fits_pair(module, x, d)
 
-    # ------------------------------------------------------------------------------- verification
+    # --------------------------------------------------------------------- verification
 
     def verified_parameter(self, module: nn.Module) -> str:
         """The name, in a module, of the parameter whose gradient is compared."""
@@ -270,7 +288,9 @@ class KroneckerBlock:
         """A pair's part of the gradient of :meth:`verified_parameter`."""
         return self.kinds[module].weight_gradient(module, x, d)
 
-    def verify_pair(self, module: nn.Module, x: Any, d: Tensor, fsdp: FSDPParams | None) -> None:
+    def verify_pair(
+        self, module: nn.Module, x: Any, d: Tensor, fsdp: FSDPParams | None
+    ) -> None:
         """Add a pair to the comparison with the gradient, in float32 at least.
 
         The gradient arrives at the weight after the pair, in the same pass.
@@ -298,8 +318,9 @@ class KroneckerBlock:
         """Record the result of a comparison, and drop pairs that do not reproduce the gradient.
 
         Args:
-            residual: The share of the gradient that the step's pairs do not reproduce. None if a
-                hook of the user on the weight makes the comparison impossible.
+            residual: The share of the gradient that the step's pairs do not
+                reproduce. None if a hook of the user on the weight makes the
+                comparison impossible.
         """
         self.comparisons += 1
         if residual is not None:
@@ -307,18 +328,20 @@ class KroneckerBlock:
             if residual > TOLERANCE:
                 self.status = LayerStatus.UNVERIFIED
             elif self.unverified:
-                # The pairs are right again, but were not kept while the layer was unverified.
+                # The pairs are right again, but were not kept while
+                # the layer was unverified.
                 self.status = LayerStatus.NOT_CAPTURED
         if self.unverified:
             self.staged.clear()
 
-    # ------------------------------------------------------------------------------------ factors
+    # -------------------------------------------------------------------------- factors
 
     def ensure_factors(self, statistics_due: bool = False) -> KroneckerFactors:
         """Return the running averages, and create them on first use.
 
         Args:
-            statistics_due: Whether the caller needs them because statistics are due at this step.
+            statistics_due: Whether the caller needs them because
+                statistics are due at this step.
         """
         if statistics_due and self.status is LayerStatus.WAITING:
             self.status = LayerStatus.NOT_CAPTURED
@@ -337,7 +360,8 @@ class KroneckerBlock:
     def set_owned_factors(self, owned: OwnedFactors) -> None:
         """Set the factors that this rank owns, and free the others.
 
-        An owned factor is copied if it is a slice, which would keep its whole stack alive.
+        An owned factor is copied if it is a slice, which would keep
+        its whole stack alive.
         """
         self.owned_factors = owned
         if self.factors is None:
@@ -349,7 +373,10 @@ class KroneckerBlock:
                 self.factors.entries[name] = factor.clone()
 
     def stored(self, name: str) -> Tensor | None:
-        """A factor as it is stored. None if this rank does not own it, or has lost it."""
+        """A factor as it is stored.
+
+        None if this rank does not own it, or has lost it.
+        """
         return None if self.factors is None else self.factors.entries.get(name)
 
     @property
@@ -357,7 +384,11 @@ class KroneckerBlock:
         """Whether a factor that this rank owns is missing, although the averages exist."""
         if self.factors is None:
             return False
-        owned = [name for name in self.shape.factor_names if self.owned_factors.includes(name)]
+        owned = [
+            name
+            for name in self.shape.factor_names
+            if self.owned_factors.includes(name)
+        ]
         return len(self.factors.stored) < len(owned)
 
     @property
@@ -368,14 +399,17 @@ class KroneckerBlock:
         return sum(factor.nbytes for factor in self.factors.stored.values())
 
     def restart_averages(self) -> None:
-        """Start the running averages again. Until then the layer has its plain gradient."""
+        """Start the running averages again.
+
+        Until then the layer has its plain gradient.
+        """
         self.factors = None
         self.failures = 0
         if self.status is LayerStatus.NOT_CAPTURED:
             self.status = LayerStatus.WAITING
         self.drop_inverse()
 
-    # -------------------------------------------------------------------------------- checkpoints
+    # ---------------------------------------------------------------------- checkpoints
 
     def to_checkpoint_tensor(self, values: Sequence[float]) -> Tensor:
         """Numbers as a tensor on the weight's device, which all tensors of a checkpoint are on."""
@@ -393,7 +427,8 @@ class KroneckerBlock:
         """The entry of the captured passes.
 
         Args:
-            ranks: Number of ranks that share the layer's passes. The entry has their total work.
+            ranks: Number of ranks that share the layer's passes. The
+                entry has their total work.
         """
         work = self.work * ranks
         history = [self.status.value, self.comparisons, self.residual, work]
@@ -402,9 +437,13 @@ class KroneckerBlock:
     def load_history(self, saved: Mapping[str, Any], ranks: int) -> None:
         """Load :meth:`agreed_entries` and :meth:`pass_history`, for a number of ranks."""
         if saved.keys() >= set(AGREED_STATE):
-            no_statistics, statistics_due, failures = (saved[name] for name in AGREED_STATE)
+            no_statistics, statistics_due, failures = (
+                saved[name] for name in AGREED_STATE
+            )
             self.no_statistics = bool(no_statistics)
-            self.status = LayerStatus.NOT_CAPTURED if statistics_due else LayerStatus.WAITING
+            self.status = (
+                LayerStatus.NOT_CAPTURED if statistics_due else LayerStatus.WAITING
+            )
             self.failures = failures
         if PASS_HISTORY in saved:
             status, comparisons, residual, work = saved[PASS_HISTORY].tolist()
@@ -414,9 +453,12 @@ class KroneckerBlock:
             self.work = int(work / ranks)
 
     def saved_factors(self) -> dict[str, Tensor]:
-        """The factors of this rank by checkpoint entry. The tensors are shared, not copied.
+        """The factors of this rank by checkpoint entry.
 
-        They are zeros before the first statistics; saving does not create the running averages.
+        The tensors are shared, not copied.
+
+        They are zeros before the first statistics; saving does not
+        create the running averages.
         """
         factors = self.factors or self._new_factors()
         return dict(factors.entries)
@@ -436,7 +478,10 @@ class KroneckerBlock:
         return factors
 
     def receive_factors(self, entries: Mapping[str, Tensor | None]) -> None:
-        """Replace entries of the averages by those of another rank. None stands for a lost one."""
+        """Replace entries of the averages by those of another rank.
+
+        None stands for a lost one.
+        """
         factors = self.ensure_factors()
         for name, value in entries.items():
             if value is not None:
@@ -451,7 +496,7 @@ class KroneckerBlock:
                 return False
         return True
 
-    # ------------------------------------------------------------------------------------ inverse
+    # -------------------------------------------------------------------------- inverse
 
     def install_inverse(self, inverse: Inverse) -> None:
         """Precondition with this inverse from now on."""
@@ -464,7 +509,10 @@ class KroneckerBlock:
         self.failures = 0
 
     def count_failed_refresh(self) -> None:
-        """Count a refresh without a valid decomposition. The layer keeps its last inverse."""
+        """Count a refresh without a valid decomposition.
+
+        The layer keeps its last inverse.
+        """
         self.no_statistics = False
         self.failures += 1
 
@@ -481,10 +529,12 @@ class KroneckerBlock:
     @property
     def inverse_bytes(self) -> int:
         """Bytes of the inverse on this rank."""
-        return 0 if self.inverse is None else sum(t.nbytes for t in self.inverse.tensors)
+        return (
+            0 if self.inverse is None else sum(t.nbytes for t in self.inverse.tensors)
+        )
 
 
-# ------------------------------------------------------------------------- gradients as matrices
+# ---------------------------------------------------------------- gradients as matrices
 
 
 Gradients: TypeAlias = Callable[[Tensor], Tensor | None]
@@ -494,26 +544,36 @@ Gradients: TypeAlias = Callable[[Tensor], Tensor | None]
 def to_matrices(gradients: list[Tensor], layout: Layout) -> Tensor:
     """Concatenate the gradients of equal layers to ``(layers x groups, out, in)``.
 
-    For two Linears with a weight (out, in) and a bias (out,), the views of the gradients are
-    (out, in) and (out, 1), the axis is 1, and the result is (2, out, in + 1).
+    For two Linears with a weight (out, in) and a bias (out,), the views
+    of the gradients are (out, in) and (out, 1), the axis is 1, and the
+    result is (2, out, in + 1).
 
     Args:
-        gradients: The gradients of all parameters of the first layer, then those of the next.
+        gradients: The gradients of all parameters of the first layer,
+            then those of the next.
         layout: The layout of the layers.
 
     Returns:
-        The matrices. For a layer with one parameter they are a view where that is possible.
+        The matrices. For a layer with one parameter they are a view
+        where that is possible.
     """
     num_params = len(layout.views)
     has_groups = len(layout.views[0]) > 2
     layers = len(gradients) // num_params
-    views = [g.reshape(view) for g, view in zip(gradients, layout.views * layers, strict=True)]
+    views = [
+        g.reshape(view)
+        for g, view in zip(gradients, layout.views * layers, strict=True)
+    ]
     if layers > 1 and gradients[0].device.type == "cpu":
-        # Stacked first, because products of matrices with distant rows take twice as long.
+        # Stacked first, because products of matrices with distant
+        # rows take twice as long.
         columns = [torch.stack(views[i::num_params]) for i in range(num_params)]
-        matrices = columns[0] if num_params == 1 else torch.cat(columns, layout.axis + 1)
+        matrices = (
+            columns[0] if num_params == 1 else torch.cat(columns, layout.axis + 1)
+        )
     else:
-        # Next to each other along the axis, e.g. (out, 2 (in + 1)), and then split by layer.
+        # Next to each other along the axis, e.g. (out, 2 (in + 1)),
+        # and then split by layer.
         matrices = views[0] if len(views) == 1 else torch.cat(views, layout.axis)
         matrices = matrices.unflatten(layout.axis, (layers, -1)).movedim(layout.axis, 0)
     if has_groups:
@@ -521,12 +581,14 @@ def to_matrices(gradients: list[Tensor], layout: Layout) -> Tensor:
     return matrices.mT if layout.transposed else matrices
 
 
-def split_by_parameter(matrices: Tensor, layout: Layout, layers: int = 1) -> Sequence[Tensor]:
+def split_by_parameter(
+    matrices: Tensor, layout: Layout, layers: int = 1
+) -> Sequence[Tensor]:
     """Split the matrices of equal layers, ``(layers x groups, out, in)``, by parameter.
 
     Returns:
-        Views ``(layers, ...)``, one per parameter of a layer. Their elements have the order of the
-        parameter's.
+        Views ``(layers, ...)``, one per parameter of a layer. Their elements have the
+        order of the parameter's.
     """
     stacked = matrices.mT if layout.transposed else matrices
     if len(layout.views[0]) > 2:
@@ -535,7 +597,7 @@ def split_by_parameter(matrices: Tensor, layout: Layout, layers: int = 1) -> Seq
     return parts
 
 
-# --------------------------------------------------------------------------------- layer batches
+# ------------------------------------------------------------------------ layer batches
 
 
 class LayerBatch:
@@ -543,11 +605,13 @@ class LayerBatch:
 
     Args:
         blocks: The layers.
-        inverse: The inverses of all layers as one, ``(layers x groups, ...)``. None: those of the
-            layers are stacked when they are needed.
+        inverse: The inverses of all layers as one, ``(layers x groups, ...)``. None:
+            those of the layers are stacked when they are needed.
     """
 
-    def __init__(self, blocks: Sequence[KroneckerBlock], inverse: Inverse | None = None) -> None:
+    def __init__(
+        self, blocks: Sequence[KroneckerBlock], inverse: Inverse | None = None
+    ) -> None:
         self.blocks = list(blocks)
         self.params = [p for block in self.blocks for p in block.params]
         self._dtype = self.blocks[0].work_dtype
@@ -568,13 +632,17 @@ class LayerBatch:
         if self._inverse is None or layer_inverses != self._layer_inverses:
             inverses = [inverse for inverse in layer_inverses if inverse is not None]
             entries = [inverse.entries for inverse in inverses]
-            stacks = [stack_in_place(entries, name).flatten(0, 1) for name in entries[0]]
+            stacks = [
+                stack_in_place(entries, name).flatten(0, 1) for name in entries[0]
+            ]
             self._inverse = inverses[0].with_tensors(stacks)
             self._layer_inverses = layer_inverses
         return self._inverse
 
     def select(
-        self, blocks: Sequence[KroneckerBlock], inverses: Sequence[Inverse] | None = None
+        self,
+        blocks: Sequence[KroneckerBlock],
+        inverses: Sequence[Inverse] | None = None,
     ) -> LayerBatch:
         """The batch of some of the layers.
 
@@ -594,8 +662,8 @@ class LayerBatch:
         """The layers' gradients, ``(layers x groups, out, in)``, in the work dtype.
 
         Args:
-            gradient_of: Returns a parameter's gradient; None for ``.grad``. A parameter without a
-                gradient has zeros.
+            gradient_of: Returns a parameter's gradient; None for ``.grad``. A parameter
+                without a gradient has zeros.
         """
         gradients: list[Tensor] = []
         for p in self.params:
@@ -606,7 +674,10 @@ class LayerBatch:
         return to_matrices(gradients, self._layout).to(self._dtype)
 
     def precondition(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        """Apply the inverses to the result of :meth:`gradient`. ``dtype``: that of the inverses."""
+        """Apply the inverses to the result of :meth:`gradient`.
+
+        ``dtype``: that of the inverses.
+        """
         return self.inverse.precondition(gradient.to(dtype)).to(gradient.dtype)
 
     def split_layers(self, results: Tensor) -> Sequence[Tensor]:
@@ -617,8 +688,8 @@ class LayerBatch:
     def parameter_parts(self, results: Tensor) -> list[Tensor]:
         """Split results by the entries of :attr:`params`.
 
-        On a GPU the parts are contiguous, as most gradients are, because a foreach kernel writes
-        tensors whose strides are equal.
+        On a GPU the parts are contiguous, as most gradients are, because a foreach
+        kernel writes tensors whose strides are equal.
         """
         stacks = split_by_parameter(results, self._layout, len(self.blocks))
         if results.device.type != "cpu":
@@ -632,8 +703,8 @@ class LayerBatch:
 def per_group(numbers: Sequence[float | Tensor], groups: int, like: Tensor) -> Any:
     """The number that all layers share; or a tensor with each layer's number for each group.
 
-    Layers may have different numbers of damping if threads began their inversions at different
-    steps.
+    Layers may have different numbers of damping if threads began their
+    inversions at different steps.
     """
     number = merge_numbers(numbers, like)
     if isinstance(number, Tensor) and number.dim() > 0:
@@ -641,8 +712,9 @@ def per_group(numbers: Sequence[float | Tensor], groups: int, like: Tensor) -> A
     return number
 
 
-# Bytes of gradients in one batch, unless a single layer has more. On a CPU a batch only saves
-# calls, and the results should still be in the cache when the next operation reads them.
+# Bytes of gradients in one batch, unless a single layer has more. On a CPU a
+# batch only saves calls, and the results should still be in the cache when the
+# next operation reads them.
 CPU_LAYER_BATCH_BYTES = 2**20
 LAYER_BATCH_BYTES = 64 * 2**20
 
@@ -655,7 +727,8 @@ def batch_layers(blocks: Iterable[KroneckerBlock]) -> list[LayerBatch]:
     for block in blocks:
         weight = block.weight
         shape = block.shape
-        # Doubly factored layers, which have locations, are few and wide: no batches of these.
+        # Doubly factored layers, which have locations, are few and
+        # wide: no batches of these.
         own_batch = block if shape.locations else None
         dtypes = (block.work_dtype, weight.dtype)
         keys.append((shape, dtypes, weight.device, block.layout, own_batch))

@@ -6,28 +6,31 @@
                 ``Capture.take`` hands the pair to the consumer, which adds it to A and G. From a
                 compiled graph, pairs come to ``Capture.receive`` instead.
 
-The gradient is read on the node and not by a backward hook on the module, because such a hook wraps
-the output in a view, which in-place activations cannot modify. The node's hook sees the gradient
-with respect to the value that the layer returned, even if that tensor is changed in place later. It
-fires once, however often a checkpoint repeats the forward.
+The gradient is read on the node and not by a backward hook on the module, because
+such a hook wraps the output in a view, which in-place activations cannot modify.
+The node's hook sees the gradient with respect to the value that the layer returned,
+even if that tensor is changed in place later. It fires once, however often a
+checkpoint repeats the forward.
 
-A pair exists only once its gradient arrives, in a backward pass that accumulates into the ``.grad``
-of the layer's own parameters. A forward without a backward (validation, batch-norm updates) leaves
-no pair. ``torch.autograd.grad`` leaves none either: it computes gradient penalties, derivatives
-inside a loss or attacks on inputs, and these are not gradients of the training loss.
+A pair exists only once its gradient arrives, in a backward pass that accumulates into
+the ``.grad`` of the layer's own parameters. A forward without a backward (validation,
+batch-norm updates) leaves no pair. ``torch.autograd.grad`` leaves none either: it
+computes gradient penalties, derivatives inside a loss or attacks on inputs, and these
+are not gradients of the training loss.
 
-The input is kept as autograd keeps its own inputs, through the saved-tensor hooks that are active.
-Activation checkpointing and offloading therefore keep their memory savings (but not with sampled
-labels, which need the input in two passes).
+The input is kept as autograd keeps its own inputs, through the saved-tensor hooks that
+are active. Activation checkpointing and offloading therefore keep their memory savings
+(but not with sampled labels, which need the input in two passes).
 
-If the model is compiled with ``torch.compile``, the hooks are traced with it, and the backward of
-the compiled graph delivers the pairs (:mod:`second_order.kronecker.compiled_capture`).
+If the model is compiled with ``torch.compile``, the hooks are traced with it, and the
+backward of the compiled graph delivers the pairs
+(:mod:`second_order.kronecker.compiled_capture`).
 
-The sampled Fisher needs its own backward pass before the user's. A node's hook then fires twice: in
-the pass of the sampled labels, which accumulates into no parameter and so does not count, and in
-the user's pass, which delivers the pair with the gradient of the sampled labels. A compiled graph
-does not allow the additional pass. If statistics are due, the hooks break the graph before the
-model, and the model runs eagerly.
+The sampled Fisher needs its own backward pass before the user's. A node's hook then
+fires twice: in the pass of the sampled labels, which accumulates into no parameter and
+so does not count, and in the user's pass, which delivers the pair with the gradient of
+the sampled labels. A compiled graph does not allow the additional pass. If statistics
+are due, the hooks break the graph before the model, and the model runs eagerly.
 """
 
 from __future__ import annotations
@@ -56,7 +59,8 @@ from second_order.utils.stages import stage
 __all__ = ["Capture", "Gate", "input_in"]
 
 Sampler = Callable[[Any, int], Tensor]
-"""Samples labels from a model's output, and returns the sum of their negative log-likelihoods."""
+"""Samples labels from a model's output, and returns the sum of their negative
+log-likelihoods."""
 
 # Errors and warnings.
 SCRIPTED = (
@@ -121,15 +125,18 @@ class Consumer(Protocol):
     def wants(self, module: nn.Module) -> bool:
         """Whether to capture pairs of a module in this forward pass."""
 
-    def consume(self, module: nn.Module, x: Any, d: Tensor, pass_id: int, again: bool) -> None:
+    def consume(
+        self, module: nn.Module, x: Any, d: Tensor, pass_id: int, again: bool
+    ) -> None:
         """Receive a pair.
 
         Args:
             module: The layer.
             x: Its input.
             d: The gradient of its output.
-            pass_id: The number of the backward pass. With sampled labels, the number of the call
-                of the model, because one backward pass may deliver the pairs of several calls.
+            pass_id: The number of the backward pass. With sampled labels, the number
+                of the call of the model, because one backward pass may deliver the
+                pairs of several calls.
             again: Whether an earlier backward pass came through the same forward.
         """
 
@@ -139,7 +146,10 @@ class Consumer(Protocol):
 
 @dataclass
 class Gate:
-    """Whether pairs are captured now. Compiled graphs with hooks in them guard on it."""
+    """Whether pairs are captured now.
+
+    Compiled graphs with hooks in them guard on it.
+    """
 
     open: bool = True
 
@@ -148,7 +158,7 @@ class Gate:
         self.open = is_open
 
 
-# ------------------------------------------------------------------------------ hooks on modules
+# --------------------------------------------------------------------- hooks on modules
 
 
 def _no_reference() -> None:
@@ -158,11 +168,13 @@ def _no_reference() -> None:
 class CaptureHook:
     """A hook that a capture registers on a module.
 
-    It holds weak references, and its copies (pickled ones as well) do nothing: a pickled or
-    deep-copied model does not include the optimizer.
+    It holds weak references, and its copies (pickled ones as well) do nothing: a
+    pickled or deep-copied model does not include the optimizer.
     """
 
-    def __init__(self, capture: Capture | None = None, module: nn.Module | None = None) -> None:
+    def __init__(
+        self, capture: Capture | None = None, module: nn.Module | None = None
+    ) -> None:
         self.capture_ref = _no_reference if capture is None else weakref.ref(capture)
         self.module_ref = _no_reference if module is None else weakref.ref(module)
         self.gate = Gate(False) if capture is None else capture.gate
@@ -179,20 +191,29 @@ class CaptureHook:
 class LayerHook(CaptureHook):
     """The forward hook on a layer.
 
-    ``nn.MultiheadAttention`` does not call its ``out_proj``, so the hook on the attention serves
-    both modules.
+    ``nn.MultiheadAttention`` does not call its ``out_proj``, so the hook on the
+    attention serves both modules.
     """
 
-    def __init__(self, capture: Capture | None = None, module: nn.Module | None = None) -> None:
+    def __init__(
+        self, capture: Capture | None = None, module: nn.Module | None = None
+    ) -> None:
         super().__init__(capture, module)
         self.sampled = capture is not None and capture.sampled
         # Compiled graphs take this tensor as an input, and find the hook by it.
         self.anchor = compiled_capture.anchor_of(self)
 
     def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
     ) -> Any:
-        """Observe a call. Inside a graph, return an output whose backward delivers the pair."""
+        """Observe a call.
+
+        Inside a graph, return an output whose backward delivers the pair.
+        """
         if is_exporting() or not self.gate.open:
             return None
         if not torch.compiler.is_dynamo_compiling():
@@ -203,8 +224,9 @@ class LayerHook(CaptureHook):
 
         # From here on, Dynamo traces this hook into a graph.
         if hides_products(module):
-            # torch.compiler.disable(module.forward) sets an attribute of the instance. Such a
-            # module runs outside of the graph, where its products can be observed.
+            # torch.compiler.disable(module.forward) sets an attribute of the
+            # instance. Such a module runs outside of the graph, where its
+            # products can be observed.
             if "forward" in vars(module):
                 _observe_outside_graph(self, module, args, kwargs, output)
             return None
@@ -212,7 +234,8 @@ class LayerHook(CaptureHook):
         if not compiled_capture.has_pair(module, x, output):
             return None
         if self.sampled:
-            # BeforeModelHook keeps the model out of graphs, but not a part compiled by itself.
+            # BeforeModelHook keeps the model out of graphs, but not a
+            # part compiled by itself.
             _refuse_compiled_part()
         return compiled_capture.capture_output(x, output, self.anchor)
 
@@ -228,7 +251,10 @@ class BeforeModelHook(CaptureHook):
     """The forward pre-hook on the whole model, for sampled labels."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Start a call of the model. Inside a graph, break it, so that Python calls the model."""
+        """Start a call of the model.
+
+        Inside a graph, break it, so that Python calls the model.
+        """
         if is_exporting():
             return
         if torch.compiler.is_dynamo_compiling():
@@ -252,13 +278,17 @@ class AfterModelHook(CaptureHook):
             capture.leave_model(module, output)
 
 
-# Dynamo breaks the graph at a call of a disabled function. With fullgraph=True it raises instead,
-# and the error shows the reason.
+# Dynamo breaks the graph at a call of a disabled function. With fullgraph=True it
+# raises instead, and the error shows the reason.
 
 
 @partial(torch.compiler.disable, reason="the module's forward is kept out of the graph")
 def _observe_outside_graph(
-    hook: LayerHook, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    hook: LayerHook,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
 ) -> None:
     """Run a hook eagerly."""
     hook(module, args, kwargs, output)
@@ -284,7 +314,7 @@ def input_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
 
 
-# ------------------------------------------------------------------------------- hooks on nodes
+# ----------------------------------------------------------------------- hooks on nodes
 
 
 class _Product(NamedTuple):
@@ -293,9 +323,12 @@ class _Product(NamedTuple):
     module: nn.Module
     edge: GradientEdge  # the product's output in autograd's graph
     x: Any = None  # the input; None if it must be read from autograd's node
-    shape: torch.Size | None = None  # of the output; the node's gradient may be flattened
-    qkv: tuple[int, ...] = ()  # for an in-projection: which of q, k and v, as 0, 1 and 2
-    assembly: Assembly | None = None  # of an attention call; joins the pairs of q, k and v
+    # Of the output; the node's gradient may be flattened.
+    shape: torch.Size | None = None
+    # For an in-projection: which of q, k and v, as 0, 1 and 2.
+    qkv: tuple[int, ...] = ()
+    # Of an attention call; joins the pairs of q, k and v.
+    assembly: Assembly | None = None
 
 
 class _Pass(NamedTuple):
@@ -317,8 +350,8 @@ class _ChangedInputError(RuntimeError):
 class _NodeHook:
     """A hook on a product's autograd node: keeps the input, and receives the gradient.
 
-    Autograd's node holds the hook. The hook must not hold the node, because nothing would free the
-    two; so it copies what it needs of the product.
+    Autograd's node holds the hook. The hook must not hold the node, because nothing
+    would free the two; so it copies what it needs of the product.
     """
 
     def __init__(self, capture: Capture, product: _Product) -> None:
@@ -331,20 +364,22 @@ class _NodeHook:
         self.is_only_product = product.assembly is None  # of the layer's call
         self._sampled: _SampledGradient | None = None
 
-        # A reentrant checkpoint repeats its forward in each backward pass, and calls backward()
-        # inside of it. The pair then belongs to the outer pass, which is running now.
+        # A reentrant checkpoint repeats its forward in each backward pass, and
+        # calls backward() inside of it. The pair then belongs to the outer
+        # pass, which is running now.
         self._outer_pass = autograd.current_pass()
         self._again = False
         if self._outer_pass != autograd.NO_PASS:
             self._again = autograd.has_earlier_pass(self._outer_pass)
 
-        # How the backward pass reads the input: without an x, from the node that is running.
+        # How the backward pass reads the input: without an x, from
+        # the node that is running.
         self._read_input: Callable[[], Any] = autograd.read_product_input
         self._is_freed = False
         x = product.x
         if x is not None:
-            # A checkpoint can unpack a saved tensor in one of two passes only, so with sampled
-            # labels the input is held itself.
+            # A checkpoint can unpack a saved tensor in one of two passes only, so with
+            # sampled labels the input is held itself.
             save = autograd.hold_input if capture.sampled else autograd.save_input
             self._read_input = x.save(save) if isinstance(x, Routed) else save(x)
 
@@ -357,13 +392,16 @@ class _NodeHook:
         with stage("statistics"):
             capture.take(self, gradient)
         if not autograd.keeps_graph():
-            # Free the input when autograd frees its own, even if the user keeps the loss. The
-            # function that is set here holds no tensor, and is not called any more.
+            # Free the input when autograd frees its own, even if the user
+            # keeps the loss. The function that is set here holds no tensor,
+            # and is not called any more.
             self._is_freed = True
             self._read_input = autograd.read_product_input
 
     def pair(self, gradient: Tensor) -> tuple[Any, Tensor] | None:
-        """The pair of the layer's call. None if the pairs of q, k and v are not complete yet.
+        """The pair of the layer's call.
+
+        None if the pairs of q, k and v are not complete yet.
 
         Raises:
             _ChangedInputError: If the input has been changed in place.
@@ -408,42 +446,47 @@ class _NodeHook:
 def _edge_of(output: Tensor) -> GradientEdge:
     """The graph edge of the value that a layer returned, which in-place operations do not replace.
 
-    With a bias and an input of three or more dimensions, ``nn.Linear`` returns a view of its
-    product. An in-place operation on the view gives the view a new node, on which a hook set before
-    does not fire. So the edge is that of the product.
+    With a bias and an input of three or more dimensions, ``nn.Linear`` returns a view
+    of its product. An in-place operation on the view gives the view a new node, on
+    which a hook set before does not fire. So the edge is that of the product.
     """
     edge = get_gradient_edge(output)
     if edge.node.name() != "ViewBackward0":
         return edge
     node, output_index = edge.node.next_functions[0]
-    is_leaf = hasattr(node, "variable")  # a hook on a leaf's node would outlive the graph
+    # A hook on a leaf's node would outlive the graph.
+    is_leaf = hasattr(node, "variable")
     if node is None or is_leaf:
         return edge
     return GradientEdge(node, output_index)
 
 
-# ------------------------------------------------------------------------------------- captures
+# ----------------------------------------------------------------------------- captures
 
 
 class Capture:
     """Captures the pairs of a set of layers and hands them to a consumer.
 
-    With a ``sampler`` the pairs carry the gradients of the loss on sampled labels. These gradients
-    are computed as soon as the forward of the root module returns, and do not touch any parameter's
-    ``.grad``. The pairs are delivered during the user's backward pass.
+    With a ``sampler`` the pairs carry the gradients of the loss on sampled
+    labels. These gradients are computed as soon as the forward of the root module
+    returns, and do not touch any parameter's ``.grad``. The pairs are delivered
+    during the user's backward pass.
 
     Args:
-        consumer: Receives the pairs of the layers that it wants, under ``no_grad`` and without
-            autocast.
-        sampler: For the sampled Fisher. ``sampler(model_output, call)`` samples labels from the
-            model's output and returns their summed negative log-likelihood. ``call`` is the value
-            of ``root_calls``.
+        consumer: Receives the pairs of the layers that it wants, under
+            ``no_grad`` and without autocast.
+        sampler: For the sampled Fisher. ``sampler(model_output, call)`` samples labels
+            from the model's output and returns their summed negative log-likelihood.
+            ``call`` is the value of ``root_calls``.
         fsdp: The parameters of a model that FSDP2 shards.
-        accumulated: Only count the backward passes that accumulate into the layer's parameters.
+        accumulated: Only count the backward passes that accumulate into
+            the layer's parameters.
 
     Attributes:
-        gate: Whether pairs are captured in the passes that follow, in compiled graphs as well.
-        missed: For each layer, why one of its pairs did not count, or why it may never have one.
+        gate: Whether pairs are captured in the passes that follow, in
+            compiled graphs as well.
+        missed: For each layer, why one of its pairs did not count, or why
+            it may never have one.
         root_calls: The number of model calls for which labels have been sampled.
     """
 
@@ -458,7 +501,9 @@ class Capture:
         self.fsdp = fsdp
         self._accumulated = accumulated
         self._consumer = consumer
-        self.missed: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.missed: weakref.WeakKeyDictionary[nn.Module, str] = (
+            weakref.WeakKeyDictionary()
+        )
         self._differentiated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._root: weakref.ref[nn.Module] | None = None
 
@@ -472,7 +517,8 @@ class Capture:
         self._sampler = sampler
         self.root_calls = 0
         self._inside_model = False
-        self._pending: list[tuple[_NodeHook, GradientEdge]] = []  # of the model's running call
+        # Of the model's running call.
+        self._pending: list[tuple[_NodeHook, GradientEdge]] = []
         # Dynamo's callback (a function, False or None), while the model runs eagerly.
         self._compiler: Any = None
 
@@ -484,26 +530,34 @@ class Capture:
     def attach(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
         """Capture the pairs of exactly these layers.
 
-        Hooks on other layers stay, and ignore their calls. A compiled graph contains the hooks that
-        were there when it was compiled, and does not look for new ones.
+        Hooks on other layers stay, and ignore their calls. A compiled graph contains
+        the hooks that were there when it was compiled, and does not look for new ones.
         """
         layers = list(layers)
         self._root = weakref.ref(root)
         self._observed = weakref.WeakSet(layers)
         self._pending.clear()
 
-        # An attention computes the product of its out_proj itself: its hook serves both.
+        # An attention computes the product of its out_proj
+        # itself: its hook serves both.
         attention_of: dict[nn.Module, nn.Module] = {}
         for module in root.modules():
             if is_attention(module):
                 attention_of[cast(nn.Module, module.out_proj)] = module
 
-        # A compiled graph does not call the hooks of these layers, so give the reason in advance.
-        for layer in (*attention_of, *attention_of.values(), *filter(hides_products, layers)):
+        # A compiled graph does not call the hooks of these layers, so give
+        # the reason in advance.
+        for layer in (
+            *attention_of,
+            *attention_of.values(),
+            *filter(hides_products, layers),
+        ):
             self.missed.setdefault(layer, COMPILED)
 
         # Register the hooks that are not there yet.
-        hooked_layers = dict.fromkeys(attention_of.get(layer, layer) for layer in layers)
+        hooked_layers = dict.fromkeys(
+            attention_of.get(layer, layer) for layer in layers
+        )
         required: list[tuple[nn.Module, type[CaptureHook]]] = []
         required += [(layer, LayerHook) for layer in hooked_layers]
         if self.sampled and layers:
@@ -545,12 +599,19 @@ class Capture:
             remove_handles(self._handles)  # those of an attach() inside the block
             self._register(self._hooks)
 
-    # ----------------------------------------------------------------------------- forward passes
+    # ------------------------------------------------------------------- forward passes
 
     def observe(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        output: Any,
     ) -> None:
-        """Observe a call of a layer. In training passes, hook the nodes of its products."""
+        """Observe a call of a layer.
+
+        In training passes, hook the nodes of its products.
+        """
         if cast(Any, torch.jit).is_tracing():
             return
 
@@ -559,7 +620,9 @@ class Capture:
         candidates = [module]
         if with_attention:
             candidates.append(cast(nn.Module, module.out_proj))
-        layers = [m for m in candidates if m in self._observed and self._consumer.wants(m)]
+        layers = [
+            m for m in candidates if m in self._observed and self._consumer.wants(m)
+        ]
         if autograd.inside_functorch():
             self.missed.update(dict.fromkeys(layers, TRANSFORMED))
             return
@@ -569,7 +632,8 @@ class Capture:
             return  # no labels will be sampled for a layer that is called on its own
 
         # Hook the nodes of the products.
-        if isinstance(output, tuple) and output:  # a router's logits, an attention's output
+        # A router's logits, an attention's output.
+        if isinstance(output, tuple) and output:
             output = output[0]
         with stage("statistics"):
             if with_attention:
@@ -585,10 +649,18 @@ class Capture:
                 cast(Any, product.edge.node).register_prehook(hook)
 
     def _find_layer_product(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        output: Any,
     ) -> list[_Product]:
         """The product of a layer that is not an attention; empty if the call has no pair."""
-        x: Any = Routed.from_call(args, kwargs) if is_experts(module) else input_in(args, kwargs)
+        x: Any = (
+            Routed.from_call(args, kwargs)
+            if is_experts(module)
+            else input_in(args, kwargs)
+        )
         if not isinstance(x, (Tensor, Routed)) or not isinstance(output, Tensor):
             self.missed[module] = NOT_TENSORS
             return []
@@ -596,7 +668,8 @@ class Capture:
             return []
         shape = output.shape
         if isinstance(x, Tensor):
-            # A router flattens its input (batch, positions, in): give the gradient that shape.
+            # A router flattens its input (batch, positions, in): give
+            # the gradient that shape.
             is_flattened = output.dim() == 2 and x.dim() > 2
             if is_flattened and x.shape[:-1].numel() == len(output):
                 shape = torch.Size([*x.shape[:-1], shape[-1]])
@@ -604,7 +677,11 @@ class Capture:
         return [_Product(module, _edge_of(output), x, shape)]
 
     def _find_attention_products(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Tensor
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        output: Tensor,
     ) -> list[_Product]:
         """The products of an attention with its in-projection and with its ``out_proj``."""
         if not output.requires_grad:
@@ -612,7 +689,8 @@ class Capture:
         qkv_inputs, found = find_projections(module, args, kwargs, output, self.fsdp)
         assembly = Assembly(batch=len(qkv_inputs[0]))
 
-        # A non-reentrant checkpoint saves no tensors, and recomputes them for autograd alone.
+        # A non-reentrant checkpoint saves no tensors, and recomputes
+        # them for autograd alone.
         saved_tensor_hooks: Any = autograd.top_saved_tensor_hooks(True)
         is_checkpointed = False
         if saved_tensor_hooks:
@@ -634,7 +712,7 @@ class Capture:
                 products.append(_Product(owner, edge, assembly=assembly))
         return products
 
-    # ---------------------------------------------------------------------------- backward passes
+    # ------------------------------------------------------------------ backward passes
 
     def take(self, hook: _NodeHook, gradient: Tensor) -> None:
         """Pair the gradient that a node received with the node's input, for the consumer."""
@@ -642,7 +720,8 @@ class Capture:
         if torch.is_grad_enabled() and gradient.requires_grad:  # with create_graph=True
             gradient.register_hook(hook.note_derivative)
         if not self._counts(module):
-            # With sampled labels, this may be their own pass, which accumulates nowhere.
+            # With sampled labels, this may be their own pass,
+            # which accumulates nowhere.
             if not self.sampled:
                 self.missed[module] = NOT_ACCUMULATED
             return
@@ -652,7 +731,8 @@ class Capture:
             else:
                 self._emit(module, hook.pair(gradient), hook.running_pass())
         except _ChangedInputError:
-            # Autograd allows the change if the layer multiplied a copy, as of a transposed input.
+            # Autograd allows the change if the layer multiplied a copy, as
+            # of a transposed input.
             self.missed[module] = CHANGED
 
     def _counts(self, module: nn.Module) -> bool:
@@ -662,8 +742,8 @@ class Capture:
     def _take_sampled(self, hook: _NodeHook, gradient: Tensor) -> None:
         """In the user's pass, deliver the pair that has the gradient of the sampled labels.
 
-        The user's own gradient serves to verify the layer, unless this is one of several products
-        of an attention, whose pairs only come together.
+        The user's own gradient serves to verify the layer, unless this is one of
+        several products of an attention, whose pairs only come together.
         """
         sampled = hook.pop_sampled()
         if sampled is not None:
@@ -675,8 +755,13 @@ class Capture:
                 self._consumer.verify(hook.module, x, d)
 
     def note_derivative(self, module: nn.Module) -> None:
-        """Note that a loss depends on the gradient of a layer's output. Warn after its pass."""
-        if module in self._differentiated or not autograd.reaches_parameters(module, self.fsdp):
+        """Note that a loss depends on the gradient of a layer's output.
+
+        Warn after its pass.
+        """
+        if module in self._differentiated:
+            return
+        if not autograd.reaches_parameters(module, self.fsdp):
             return
         if not self._differentiated:
             autograd.call_after_pass(self._warn_about_derivatives)
@@ -697,8 +782,8 @@ class Capture:
         if not self._counts(module):
             self.missed[module] = NOT_ACCUMULATED
             return
-        # The running node stands for the whole graph. Each forward makes a new node, so an earlier
-        # pass through this one came through the same forward.
+        # The running node stands for the whole graph. Each forward makes a new node, so
+        # an earlier pass through this one came through the same forward.
         number = autograd.current_pass()
         with stage("statistics"):
             backward_pass = _Pass(number, autograd.has_earlier_pass(number))
@@ -715,10 +800,13 @@ class Capture:
         with torch.no_grad(), autograd.without_autocast(d.device):
             self._consumer.consume(module, x, d, number, again=again)
 
-    # ---------------------------------------------------------------------------- sampled labels
+    # ------------------------------------------------------------------- sampled labels
 
     def enter_model(self) -> None:
-        """Start a call of the model. If pairs are captured, run the call without torch.compile."""
+        """Start a call of the model.
+
+        If pairs are captured, run the call without torch.compile.
+        """
         self._pending.clear()
         self._inside_model = True
         self._compiler = None
@@ -770,8 +858,8 @@ class Capture:
         self.root_calls += 1
 
 
-# Dynamo must not trace these functions. They set Dynamo's callback, which a traced function would
-# restore when it returns.
+# Dynamo must not trace these functions. They set Dynamo's callback, which a traced
+# function would restore when it returns.
 for _function in (
     BeforeModelHook.__call__,
     AfterModelHook.__call__,

@@ -1,20 +1,21 @@
 """Capture pairs inside the graphs of ``torch.compile``.
 
-Dynamo traces the forward hooks together with their modules. A compiled graph does not look for new
-hooks, so the hooks stay on their modules while the capture lives, and the graph guards on the
-capture's gate. While a model is exported, the hooks do nothing.
+Dynamo traces the forward hooks together with their modules. A compiled graph does not
+look for new hooks, so the hooks stay on their modules while the capture lives, and the
+graph guards on the capture's gate. While a model is exported, the hooks do nothing.
 
-A graph cannot register a hook on a tensor. Instead, the layer's output goes through an operator
-that returns it unchanged and whose derivative delivers the pair:
+A graph cannot register a hook on a tensor. Instead, the layer's output goes through an
+operator that returns it unchanged and whose derivative delivers the pair:
 
     forward     output = second_order::capture(x, output, anchor)
     backward    gradient of anchor = second_order::deliver(x, d, anchor), which is 0
 
-``capture`` is composed of operators that Inductor knows, so that it costs no copy. ``deliver`` is
-opaque to Inductor, and runs Python. The anchor is a scalar with two purposes. Its value is the
-number of a hook; because it is an input of the graph, blocks of one kind share a graph. And it
-requires a gradient, which makes the call of ``deliver`` an output of the backward graph. Otherwise
-the call would be removed as dead code.
+``capture`` is composed of operators that Inductor knows, so that it costs no
+copy. ``deliver`` is opaque to Inductor, and runs Python. The anchor is a scalar
+with two purposes. Its value is the number of a hook; because it is an input of
+the graph, blocks of one kind share a graph. And it requires a gradient, which
+makes the call of ``deliver`` an output of the backward graph. Otherwise the call
+would be removed as dead code.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from second_order.kronecker.autograd import inside_functorch, is_attention, to_compute_dtype
+from second_order.kronecker.autograd import (
+    inside_functorch,
+    is_attention,
+    to_compute_dtype,
+)
 from second_order.kronecker.experts import is_experts, is_router
 
 __all__ = ["anchor_of", "capture_output", "has_pair", "hides_products", "is_exporting"]
@@ -55,7 +60,8 @@ def anchor_of(hook: Receiver) -> Tensor:
 def is_exporting() -> bool:
     """Whether torch.export is running.
 
-    Before torch 2.13, ``torch.compiler.is_exporting()`` is also true inside ``torch.compile``.
+    Before torch 2.13, ``torch.compiler.is_exporting()`` is also true inside
+    ``torch.compile``.
     """
     return torch.compiler._is_exporting_flag
 
@@ -69,7 +75,11 @@ def has_pair(module: nn.Module, x: Any, output: Any) -> bool:
     """Whether a call inside a graph will have a pair."""
     if not torch.is_grad_enabled() or inside_functorch():
         return False
-    if not isinstance(x, Tensor) or not isinstance(output, Tensor) or not output.requires_grad:
+    if (
+        not isinstance(x, Tensor)
+        or not isinstance(output, Tensor)
+        or not output.requires_grad
+    ):
         return False
     return any(p is not None and p.requires_grad for p in module._parameters.values())
 
@@ -80,7 +90,7 @@ def capture_output(x: Tensor, output: Tensor, anchor: Tensor) -> Tensor:
     return cast(Tensor, torch.ops.second_order.capture(x, output, anchor))
 
 
-# ------------------------------------------------------------------------- operators inside graphs
+# -------------------------------------------------------------- operators inside graphs
 
 
 def _deliver(x: Tensor, d: Tensor, anchor: Tensor) -> Tensor:
@@ -107,20 +117,22 @@ def _capture(x: Tensor, output: Tensor, anchor: Tensor) -> Tensor:
     return cast(Tensor, _Capture.apply(x, output, anchor))  # type: ignore[no-untyped-call]
 
 
-# Inductor caches compiled graphs on disk by the names of their operators. If the number, shape or
-# dtype of what `deliver` returns changes, rename it.
+# Inductor caches compiled graphs on disk by the names of their operators. If the
+# number, shape or dtype of what `deliver` returns changes, rename it.
 _library = torch.library.Library("second_order", "FRAGMENT")
 _library.define(
-    "deliver(Tensor x, Tensor d, Tensor anchor) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,)
+    "deliver(Tensor x, Tensor d, Tensor anchor) -> Tensor",
+    tags=(torch.Tag.cudagraph_unsafe,),
 )
-# `deliver` reads the running pass from autograd, which the kernels of torch.library.custom_op
-# cannot. It is disabled for the compiler, because AOTAutograd compiles the code
-# that calls `backward`.
+# `deliver` reads the running pass from autograd, which the kernels of
+# torch.library.custom_op cannot. It is disabled for the compiler, because AOTAutograd
+# compiles the code that calls `backward`.
 _library.impl("deliver", torch.compiler.disable(_deliver), "CompositeExplicitAutograd")
 torch.library.register_fake(
     "second_order::deliver", lambda x, d, anchor: torch.empty_like(anchor), lib=_library
 )
-# `capture` is a composite operator, which compilers decompose. An autograd.Function alone becomes a
-# subgraph of the graph, which DistributedDataParallel's graph splitting refuses.
+# `capture` is a composite operator, which compilers decompose. An
+# autograd.Function alone becomes a subgraph of the graph, which
+# DistributedDataParallel's graph splitting refuses.
 _library.define("capture(Tensor x, Tensor output, Tensor anchor) -> Tensor")
 _library.impl("capture", _capture, "CompositeImplicitAutograd")

@@ -1,28 +1,32 @@
 """Convolutions of one to three dimensions, and the second moment of their patches.
 
-A convolution multiplies each patch of its input by the weight. A is therefore a sum over patches,
-and G is a sum over the locations of the output. The rows of a pair are whole images or signals.
+A convolution multiplies each patch of its input by the weight. A is therefore a sum
+over patches, and G is a sum over the locations of the output. The rows of a pair are
+whole images or signals.
 
-A transposed convolution multiplies each location of its input by the weight, and adds the products
-to a patch of its output. It is a Linear whose output is that patch. Its bias is added at locations
-of the output, and is therefore not the homogeneous coordinate of A.
+A transposed convolution multiplies each location of its input by the weight, and
+adds the products to a patch of its output. It is a Linear whose output is that
+patch. Its bias is added at locations of the output, and is therefore not the
+homogeneous coordinate of A.
 
-On CPUs, at stride 1 and without groups or dilation, ``patch_second_moment`` computes the sum of
-a aᵀ over the patches a without forming them, which would take k² times the memory of the input. The
-sum is a cross-correlation of the input with itself:
+On CPUs, at stride 1 and without groups or dilation, ``patch_second_moment`` computes
+the sum of a aᵀ over the patches a without forming them, which would take k² times the
+memory of the input. The sum is a cross-correlation of the input with itself:
 
-1. Its block for the taps p and q of the kernel is the sum of x[s + p] x[s + q]ᵀ over the positions
-   s of the output. Moving both taps by one row moves this window of positions by one row.
-2. Blocks of pairs of taps that start in a corner of the kernel are computed as the weight gradients
-   of a convolution. These are 13 of 81 blocks for a 3 x 3 kernel.
-3. Each other block follows from a neighbor: add the row or column at one end of the window, and
-   subtract that at the other ("displacement structure", Kailath, Kung & Morf 1979).
+1. Its block for the taps p and q of the kernel is the sum of x[s + p] x[s + q]ᵀ over
+   the positions s of the output. Moving both taps by one row moves this window of
+   positions by one row.
+2. Blocks of pairs of taps that start in a corner of the kernel are computed as the
+   weight gradients of a convolution. These are 13 of 81 blocks for a 3 x 3 kernel.
+3. Each other block follows from a neighbor: add the row or column at one end of
+   the window, and subtract that at the other ("displacement structure",
+   Kailath, Kung & Morf 1979).
 
-Because of these differences, rounding errors are relative to the largest block: in float32 up to
-3e-6 of the largest element, compared with 1e-6 with patches.
+Because of these differences, rounding errors are relative to the largest block: in
+float32 up to 3e-6 of the largest element, compared with 1e-6 with patches.
 
-Shapes: padded input (N, C, H', W'), kernel k₁ x k₂, output H x W with H' = H + k₁ - 1 and
-W' = W + k₂ - 1.
+Shapes: padded input (N, C, H', W'), kernel k₁ x k₂, output H x W with H' = H + k₁ - 1
+and W' = W + k₂ - 1.
 
 Sources: Grosse & Martens 2016, eq. 30-35 (KFC), Ba et al. 2017, appendix A (reduce).
 """
@@ -58,11 +62,11 @@ AUTOCORRELATION_ELEMENTS = 2**20
 """With fewer elements of patches, the patches are faster."""
 
 LONGEST_SUM = 2**14
-"""Positions per call of oneDNN, which adds them one after the other. With half a million positions,
-float32 sums had errors of 2e-4."""
+"""Positions per call of oneDNN, which adds them one after the other. With half a
+million positions, float32 sums had errors of 2e-4."""
 
 
-# ------------------------------------------------------------------------------------------ patches
+# ------------------------------------------------------------------------------ patches
 
 
 def pad_input(x: Tensor, conv: Convolution) -> Tensor:
@@ -81,18 +85,21 @@ def pad_input(x: Tensor, conv: Convolution) -> Tensor:
 
 
 def extract_patches(x: Tensor, conv: Convolution) -> Tensor:
-    """Extract the patches of ``x``, ``(N, C, *spatial)``. A view, unless ``x`` is padded.
+    """Extract the patches of ``x``, ``(N, C, *spatial)``.
+
+    A view, unless ``x`` is padded.
 
     Returns:
-        A tensor ``(N, groups, C / groups, *kernel, *output)``. Its dimensions from 2 to 2 + k have
-        the order of ``conv.weight.flatten(1)``.
+        A tensor ``(N, groups, C / groups, *kernel, *output)``. Its dimensions from 2 to
+        2 + k have the order of ``conv.weight.flatten(1)``.
     """
     dims = len(conv.kernel_size)
     x = pad_input(x, conv)
     for i in range(dims):
         dilation = conv.dilation[i]
         window = dilation * (conv.kernel_size[i] - 1) + 1
-        # unfold appends the window as the last dimension. Every dilation-th entry is a tap.
+        # unfold appends the window as the last dimension. Every
+        # dilation-th entry is a tap.
         x = x.unfold(2 + i, window, conv.stride[i])[..., ::dilation]
     # (N, C, *output, *kernel) -> (N, C, *kernel, *output)
     output_dims = range(2, 2 + dims)
@@ -101,7 +108,7 @@ def extract_patches(x: Tensor, conv: Convolution) -> Tensor:
     return torch.unflatten(x, 1, (conv.groups, -1))
 
 
-# ------------------------------------------------------------- second moments without patches
+# ------------------------------------------------------- second moments without patches
 
 
 def patch_second_moment(x: Tensor, kernel: tuple[int, int]) -> Tensor:
@@ -124,8 +131,8 @@ def patch_second_moment(x: Tensor, kernel: tuple[int, int]) -> Tensor:
 def _tap_blocks(x: Tensor, y: Tensor, kernel: tuple[int, int]) -> Tensor:
     """Compute the blocks of the second moment for all pairs of taps, ``(k₁, k₂, C, k₁, k₂, C)``.
 
-    Entry [i', j', a, i, j, b] is the sum of y[a, s + (i, j)] x[b, s + (i', j')] over s. ``y`` is x
-    with a sign per example, which is the example's weight in the sum.
+    Entry [i', j', a, i, j, b] is the sum of y[a, s + (i, j)] x[b, s + (i', j')] over s.
+    ``y`` is x with a sign per example, which is the example's weight in the sum.
     """
     k1, k2 = kernel
     channels = x.shape[1]
@@ -173,8 +180,8 @@ def _ends(x: Tensor, dim: int, size: int) -> tuple[Tensor, Tensor]:
 def _column_change(x: Tensor, y: Tensor, kernel: tuple[int, int]) -> Tensor:
     """How the blocks of the first row of taps change if both taps move one column to the right.
 
-    Returns ``(k₁, k₂ - 1, C, k₂ - 1, C)``. Entry [i', j', :, j, :] is the change from (j, j') to
-    (j + 1, j' + 1).
+    Returns ``(k₁, k₂ - 1, C, k₂ - 1, C)``. Entry [i', j', :, j, :] is the change from
+    (j, j') to (j + 1, j' + 1).
     """
     taps = kernel[1] - 1
     channels = x.shape[1]
@@ -204,8 +211,8 @@ def _shift_columns(blocks: Tensor, change: Tensor) -> None:
 def _row_change(x: Tensor, y: Tensor, kernel: tuple[int, int]) -> Tensor:
     """How the blocks change if both taps move one row down.
 
-    Returns ``(k₁ - 1, k₂, k₁ - 1, C, k₂, C)``. Entry [i', :, i, :, :, :] is the change from (i, i')
-    to (i + 1, i' + 1).
+    Returns ``(k₁ - 1, k₂, k₁ - 1, C, k₂, C)``. Entry [i', :, i, :, :, :] is the change
+    from (i, i') to (i + 1, i' + 1).
     """
     taps = kernel[0] - 1
     channels = x.shape[1]
@@ -218,7 +225,9 @@ def _row_change(x: Tensor, y: Tensor, kernel: tuple[int, int]) -> Tensor:
     first, last = _ends(y, 2, taps)
     right = as_channels(*_ends(x, 2, taps))
     change = _tap_blocks(right, as_channels(-first, last), (1, kernel[1]))
-    return change.view(kernel[1], taps, channels, kernel[1], taps, channels).movedim(4, 0)
+    return change.view(kernel[1], taps, channels, kernel[1], taps, channels).movedim(
+        4, 0
+    )
 
 
 def _shift_rows(blocks: Tensor, change: Tensor) -> None:
@@ -226,23 +235,25 @@ def _shift_rows(blocks: Tensor, change: Tensor) -> None:
     for i in range(blocks.shape[0]):
         if i > 0:
             out = blocks[i:, :, :, i]
-            torch.add(blocks[i - 1 : -1, :, :, i - 1], change[i - 1 :, :, i - 1], out=out)
+            torch.add(
+                blocks[i - 1 : -1, :, :, i - 1], change[i - 1 :, :, i - 1], out=out
+            )
         blocks[:i, :, :, i] = blocks[i, :, :, :i].permute(2, 3, 4, 0, 1)
 
 
-# --------------------------------------------------------------------------------------- statistics
+# --------------------------------------------------------------------------- statistics
 
 
 def _avoids_patches(conv: Convolution, d: Tensor) -> bool:
     """Whether to compute the second moment of the patches without forming them.
 
-    At larger strides, taps have almost no products in common. On CUDA this has not been measured,
-    and float32 convolutions round to TF32 there.
+    At larger strides, taps have almost no products in common. On CUDA this has not been
+    measured, and float32 convolutions round to TF32 there.
 
-    On one core, with float32 and a 3 x 3 kernel, it is 2.4 to 4.9 times as fast as with patches at
-    16 x 16 positions or more and 16 to 128 channels, and 1.7 times at 8 x 8. It is slower with
-    fewer than a million elements of patches, or if the output is less than twice as large as the
-    kernel.
+    On one core, with float32 and a 3 x 3 kernel, it is 2.4 to 4.9 times as fast as with
+    patches at 16 x 16 positions or more and 16 to 128 channels, and 1.7 times at 8 x 8.
+    It is slower with fewer than a million elements of patches, or if the output is less
+    than twice as large as the kernel.
     """
     if not isinstance(conv, nn.Conv1d | nn.Conv2d) or conv.groups != 1:
         return False
@@ -268,7 +279,9 @@ def _gram_without_patches(x: Tensor, conv: Convolution, homogeneous: bool) -> Te
     if not homogeneous:
         return moment
     windows = x.sum(0).unfold(1, height, 1).unfold(2, width, 1)  # (C, k₁, k₂, H, W)
-    return append_ones(moment, windows.sum((-2, -1)).view(1, -1), len(x) * height * width)
+    return append_ones(
+        moment, windows.sum((-2, -1)).view(1, -1), len(x) * height * width
+    )
 
 
 def _to_rows(maps: Tensor, dims: int) -> Tensor:
@@ -300,19 +313,26 @@ class ConvolutionKind(LayerKind):
         channels = conv.weight.shape[0] // conv.groups
         patch = conv.weight.shape[1:].numel()
         if self.transposed:
-            return FactorShape(conv.groups, in_dim=channels, out_dim=patch, transposed=True)
+            return FactorShape(
+                conv.groups, in_dim=channels, out_dim=patch, transposed=True
+            )
         return FactorShape(conv.groups, in_dim=patch + int(bias), out_dim=channels)
 
     def statistics(
         self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions
     ) -> PairStatistics:
-        """Compute the sums of a pair ``(N, channels, *spatial)``. A single example has no N."""
+        """Compute the sums of a pair ``(N, channels, *spatial)``.
+
+        A single example has no N.
+        """
         conv = cast(Convolution, module)
         dims = len(conv.kernel_size)
         spatial = tuple(range(-dims, 0))
         x, d = _add_batch_dim(x, d, dims)
         is_reduced = options.approximation == "reduce"
-        avoids_patches = not is_reduced and not self.transposed and _avoids_patches(conv, d)
+        avoids_patches = (
+            not is_reduced and not self.transposed and _avoids_patches(conv, d)
+        )
 
         # Maps of the inputs and of the gradients, (N, groups, *features, *locations).
         if self.transposed:

@@ -1,11 +1,13 @@
 """Doubly factored Linears, whose input is a flattened feature map (Ba et al. 2017, section 4).
 
-The input of an example is a matrix of channels by locations. Its best rank-one approximation is
-ψ κᵀ, which splits the largest singular value σ evenly: ψ and κ have the norm √σ. The block is
+The input of an example is a matrix of channels by locations. Its best rank-one
+approximation is ψ κᵀ, which splits the largest singular value σ evenly: ψ and κ have
+the norm √σ. The block is
 
     F ≈ E[ψ ψᵀ] ⊗ E[κ κᵀ] ⊗ E[d dᵀ], stored as A, L and G.
 
-With one location the block is not that of K-FAC: ‖κ‖² = σ is averaged separately from ψ ψᵀ.
+With one location the block is not that of K-FAC: ‖κ‖² = σ is
+averaged separately from ψ ψᵀ.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from second_order.kronecker.layers import FactorShape, Linear, PairOptions, PairStatistics, gram
+from second_order.kronecker.layers import (
+    FactorShape,
+    Linear,
+    PairOptions,
+    PairStatistics,
+    gram,
+)
 
 __all__ = ["DoublyFactored", "rank_one"]
 
@@ -27,15 +35,16 @@ def rank_one(x: Tensor) -> tuple[Tensor, Tensor]:
         x: ``(N, channels, locations)``, all finite.
 
     Returns:
-        ψ ``(N, channels)`` and κ ``(N, locations)``, both of norm √σ, where σ is the largest
-        singular value.
+        ψ ``(N, channels)`` and κ ``(N, locations)``, both of norm √σ, where σ is the
+        largest singular value.
     """
     _, channels, locations = x.shape
     if channels < locations:
         kappa, psi = rank_one(x.mT)
         return psi, kappa
 
-    # Scale each matrix to the size 1, so that its squares neither overflow nor underflow.
+    # Scale each matrix to the size 1, so that its squares neither
+    # overflow nor underflow.
     size = x.abs().amax((1, 2), keepdim=True)
     scaled = x / torch.where(size > 0, size, 1.0)
 
@@ -71,7 +80,8 @@ class DoublyFactored(Linear):
         channels = x.shape[-1] // self.locations
         maps = options.row_mask.apply(x.reshape(-1, channels, self.locations))
 
-        # eigh raises for non-finite inputs. Pass zeros, and restore NaN for the statistics to drop.
+        # eigh raises for non-finite inputs. Pass zeros, and restore NaN for the
+        # statistics to drop.
         is_finite = torch.isfinite(maps).flatten(1).all(1)
         psi, kappa = rank_one(torch.where(is_finite[:, None, None], maps, 0.0))
         psi = torch.where(is_finite[:, None], psi, torch.nan)

@@ -1,14 +1,14 @@
 """Exact blocks of gains and biases (Ba et al. 2017, appendix C).
 
-Let ĝ be the gradient of one example's loss with respect to the gain and the bias of a norm layer,
-or to the bias of any layer. The exact block is E[ĝ ĝᵀ], a matrix over all their entries. If there
-are many entries, only its diagonal is stored.
+Let ĝ be the gradient of one example's loss with respect to the gain and the bias of a
+norm layer, or to the bias of any layer. The exact block is E[ĝ ĝᵀ], a matrix over all
+their entries. If there are many entries, only its diagonal is stored.
 
     gain_of(module)    the rule of a norm layer: which tensor its gain multiplies
     ExactBlock         computes ĝ of each example from a captured pair, and sums ĝ ĝᵀ
 
-The block is stored as the G of a layer whose A is 1. The shape of G is ``(1, d, d)``, or
-``(d, 1, 1)`` for a diagonal.
+The block is stored as the G of a layer whose A is 1. The shape of G is ``(1, d, d)``,
+or ``(d, 1, 1)`` for a diagonal.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ class Gain:
     """The rule of a class whose output is ``gain * factor(x)``, plus a bias if it has one.
 
     Attributes:
-        factor: Computes the tensor that the gain multiplies, from the module and its input.
-        weight: Name of the gain, which has the shape of the last dimensions of the output.
+        factor: Computes the tensor that the gain multiplies, from
+            the module and its input.
+        weight: Name of the gain, which has the shape of the last
+            dimensions of the output.
         bias: Name of the bias, in the shape of the gain. None: there is none.
         same_shape: Input and output have the same shape.
     """
@@ -100,18 +102,20 @@ GAINS: dict[type[nn.Module], Gain | None] = {
     nn.RMSNorm: Gain(_rms_normalized),
     nn.GroupNorm: Gain(_group_normalized),
     **dict.fromkeys(BATCH_NORMS, Gain(_batch_normalized)),
-    # SyncBatchNorm divides by the variance over all processes, which no single process knows.
+    # SyncBatchNorm divides by the variance over all processes, which
+    # no single process knows.
     nn.SyncBatchNorm: None,
     **dict.fromkeys(INSTANCE_NORMS),
 }
-"""The rules by class, including the classes that users register. None: a norm without a rule."""
+"""The rules by class, including the classes that users register. None: a
+norm without a rule."""
 
 
 def gain_of(module: nn.Module) -> Gain | None:
     """Find the rule of a module whose gain and bias can have an exact block; None for others.
 
-    An unknown class with "norm" in its name is assumed to normalize the last dimension. Its first
-    statistics verify this.
+    An unknown class with "norm" in its name is assumed to normalize the last dimension.
+    Its first statistics verify this.
     """
     cls = type(module)
     for base in cls.__mro__:
@@ -150,11 +154,15 @@ class ExactBlock(KroneckerBlock):
     ) -> None:
         self.max_dim = max_dim
         self.gain = gain_of(module)
-        # Keep the names of the parameters, because FSDP2 replaces the objects during a pass.
+        # Keep the names of the parameters, because FSDP2 replaces the
+        # objects during a pass.
         own = module._parameters.items()
-        self._param_names = [next(name for name, other in own if other is p) for p in params]
+        self._param_names = [
+            next(name for name, other in own if other is p) for p in params
+        ]
         super().__init__([name], [module], None, factor_dtype, params=params)
-        if self.gain is None:  # the weight of the module has a block with the module's name
+        # The weight of the module has a block with the module's name.
+        if self.gain is None:
             self.name += ".bias"
 
     @property
@@ -188,9 +196,15 @@ class ExactBlock(KroneckerBlock):
         return rows[:, : p.numel()].sum(0).view(p.shape)
 
     def fits_pair(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
-        """Whether the shapes of a pair agree with the layer. A registered gain accepts all."""
+        """Whether the shapes of a pair agree with the layer.
+
+        A registered gain accepts all.
+        """
         # An assumed norm normalizes the last dimension.
-        if self.gain is ASSUMED_NORM and x.shape[-1:] != cast(Tensor, module.weight).shape:
+        if (
+            self.gain is ASSUMED_NORM
+            and x.shape[-1:] != cast(Tensor, module.weight).shape
+        ):
             return False
         if self.gain is None or not self.gain.same_shape:
             return True
@@ -199,16 +213,20 @@ class ExactBlock(KroneckerBlock):
     def _current_shape(self) -> FactorShape:
         size = sum(p.numel() for p in self.params or self.all_params)
         if size > self.max_dim:
-            return FactorShape(groups=size, in_dim=1, out_dim=1, diagonal_a=True, exact=True)
-        return FactorShape(groups=1, in_dim=1, out_dim=size, diagonal_a=True, exact=True)
+            return FactorShape(
+                groups=size, in_dim=1, out_dim=1, diagonal_a=True, exact=True
+            )
+        return FactorShape(
+            groups=1, in_dim=1, out_dim=size, diagonal_a=True, exact=True
+        )
 
     def statistics(
         self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions
     ) -> PairStatistics:
         """Sum ĝ ĝᵀ over the examples of a pair.
 
-        Positions of a sequence are examples with "expand", and parts of one example with "reduce".
-        Locations of a feature map are always parts of one example.
+        Positions of a sequence are examples with "expand", and parts of one example
+        with "reduce". Locations of a feature map are always parts of one example.
         """
         rows = self._example_gradients(module, x, d, options.approximation)
         num_examples: int | Tensor = 0
@@ -242,8 +260,8 @@ class ExactBlock(KroneckerBlock):
             else:
                 gradients.append(d)
 
-        # With channels, sum over all locations. flatten also accepts an empty batch, for which
-        # reshape could not infer the number of locations.
+        # With channels, sum over all locations. flatten also accepts an empty batch,
+        # for which reshape could not infer the number of locations.
         if isinstance(module, CHANNELS_SECOND):
             if not _is_batched(module, d):
                 gradients = [g.unsqueeze(0) for g in gradients]

@@ -5,20 +5,22 @@
     Routed.pairs            the rows of inputs and gradients of both products, sorted by expert
     ExpertsKind             the layer kind of one of the two weights, with one group per expert
 
-Such a module is called with hidden states ``(tokens, in)``, and with the experts of each token and
-their weights, both ``(tokens, k)``, as transformers' ``use_experts_implementation`` defines it. The
-weight gradient of expert e is d xᵀ for an example that is routed to e, and 0 for all others. The
-Fisher block of e is therefore
+Such a module is called with hidden states ``(tokens, in)``, and with the experts of
+each token and their weights, both ``(tokens, k)``, as transformers'
+``use_experts_implementation`` defines it. The weight gradient of expert e is d xᵀ for
+an example that is routed to e, and 0 for all others. The Fisher block of e is therefore
 
     F_e = (1 / N) Σ over the examples of e of (x xᵀ) ⊗ (d dᵀ)  ≈  A_e ⊗ G_e
     A_e = (1 / N_e) Σ x xᵀ,    G_e = (1 / N) Σ d dᵀ
 
-where N is the number of examples of the loss, and N_e that of the examples routed to e. A is a
-mean over the tokens of the expert. G is a mean over all tokens, because an expert with fewer tokens
-has a smaller curvature. A step without a token for e leaves A_e as it is, and adds zeros to G_e.
+where N is the number of examples of the loss, and N_e that of the examples routed to e.
+A is a mean over the tokens of the expert. G is a mean over all tokens, because an
+expert with fewer tokens has a smaller curvature. A step without a token for e leaves
+A_e as it is, and adds zeros to G_e.
 
-The rows are recomputed from the module's input and the gradient of its output. They therefore do
-not depend on the implementation that the model runs, or on what a checkpoint saves.
+The rows are recomputed from the module's input and the gradient of its output.
+They therefore do not depend on the implementation that the model runs, or on
+what a checkpoint saves.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ class ExpertRows(NamedTuple):
     """Inputs of the two products, or gradients of their outputs, sorted by expert.
 
     Attributes:
-        by_weight: The rows by the name of the weight, ``(rows, in)`` or ``(rows, out)``.
+        by_weight: The rows by the name of the weight, ``(rows,
+            in)`` or ``(rows, out)``.
         tokens: The index of each row's token, ``(rows,)``.
         counts: Number of rows of each expert.
     """
@@ -102,8 +105,8 @@ class Routed:
 
     Attributes:
         hidden: Hidden states, ``(tokens, in)``.
-        index: The experts of each token, ``(tokens, k)``. Experts on other ranks have numbers that
-            are out of range here.
+        index: The experts of each token, ``(tokens, k)``. Experts on other ranks have
+            numbers that are out of range here.
         weights: The weights of these experts, ``(tokens, k)``.
     """
 
@@ -116,10 +119,12 @@ class Routed:
     def from_call(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Routed | None:
         """Read the input from the arguments of a call. None if they have another form.
 
-        The hidden states come first. The experts are integers and the weights are floats, in
-        whichever order.
+        The hidden states come first. The experts are integers and the weights are
+        floats, in whichever order.
         """
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        tensors = [
+            value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)
+        ]
         if len(tensors) != 3:
             return None
         hidden = tensors[0]
@@ -130,8 +135,13 @@ class Routed:
             return None
         return cls(hidden, index, weights)
 
-    def save(self, save: Callable[[Tensor], Callable[[], Tensor]]) -> Callable[[], Routed]:
-        """Save each tensor with a function of it. Returns a function that reads them."""
+    def save(
+        self, save: Callable[[Tensor], Callable[[], Tensor]]
+    ) -> Callable[[], Routed]:
+        """Save each tensor with a function of it.
+
+        Returns a function that reads them.
+        """
         read_hidden = save(self.hidden)
         read_index = save(self.index)
         read_weights = save(self.weights)
@@ -166,7 +176,9 @@ class Routed:
         first_output = _multiply(module, first, x, counts)
         by_weight = {first: x, second: _activate(module, first_output)}
         weights = self.weights[token, slot].unsqueeze(1)
-        return RoutedProducts(ExpertRows(by_weight, token, counts), first_output, weights)
+        return RoutedProducts(
+            ExpertRows(by_weight, token, counts), first_output, weights
+        )
 
     def pairs(
         self, module: nn.Module, d: Tensor, mask: Tensor | None = None
@@ -186,7 +198,8 @@ class Routed:
         first, second = inputs.by_weight
         counts = inputs.counts
 
-        # Backward through the weighted sum, the norm, the second product and the activation.
+        # Backward through the weighted sum, the norm, the second
+        # product and the activation.
         second_d = (d[inputs.tokens] * weights).to(inputs.by_weight[first].dtype)
         if getattr(module, "has_post_expert_norm", False):
             second_output = _multiply(module, second, inputs.by_weight[second], counts)
@@ -195,7 +208,9 @@ class Routed:
         activation_d = _multiply(module, second, second_d, counts, backwards=True)
         first_d = _backpropagate(partial(_activate, module), first_output, activation_d)
 
-        gradients = ExpertRows({first: first_d, second: second_d}, inputs.tokens, counts)
+        gradients = ExpertRows(
+            {first: first_d, second: second_d}, inputs.tokens, counts
+        )
         self._pairs = inputs, gradients
         return self._pairs
 
@@ -226,7 +241,9 @@ def _multiply(
     return torch.cat(outputs)
 
 
-def _backpropagate(function: Callable[[Tensor], Tensor], x: Tensor, d: Tensor) -> Tensor:
+def _backpropagate(
+    function: Callable[[Tensor], Tensor], x: Tensor, d: Tensor
+) -> Tensor:
     """Compute the gradient of a function's input from the gradient of its output."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
@@ -234,7 +251,7 @@ def _backpropagate(function: Callable[[Tensor], Tensor], x: Tensor, d: Tensor) -
     return gradient
 
 
-# ------------------------------------------------------------------------------- kinds of layers
+# ---------------------------------------------------------------------- kinds of layers
 
 
 @dataclass(frozen=True)
@@ -260,7 +277,10 @@ class ExpertsKind(LayerKind):
         self, module: nn.Module, x: Any, d: Tensor, options: PairOptions
     ) -> PairStatistics:
         inputs, gradients = x.pairs(module, d, options.row_mask.mask)
-        a = [gram(rows.unsqueeze(0), options.has_bias) for rows in self._by_expert(inputs, d)]
+        a = [
+            gram(rows.unsqueeze(0), options.has_bias)
+            for rows in self._by_expert(inputs, d)
+        ]
         g = [gram(rows.unsqueeze(0)) for rows in self._by_expert(gradients, d)]
         counts = torch.tensor(inputs.counts, dtype=d.dtype, device=d.device)
         return PairStatistics(
@@ -283,7 +303,9 @@ class ExpertsKind(LayerKind):
 
     def _by_expert(self, rows: ExpertRows, d: Tensor) -> Sequence[Tensor]:
         """The rows of each expert, in the dtype of d."""
-        by_expert: Sequence[Tensor] = rows.by_weight[self.weight].to(d.dtype).split(rows.counts)
+        by_expert: Sequence[Tensor] = (
+            rows.by_weight[self.weight].to(d.dtype).split(rows.counts)
+        )
         return by_expert
 
 

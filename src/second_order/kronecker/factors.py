@@ -6,9 +6,10 @@
     step    ``collect_sums`` returns the sums of the step, which the ranks then all-reduce.
             ``update_running_averages`` adds them to the running averages.
 
-With W = 0 at first, a statistic x updates its average X by ``W <- β W + 1`` and then
-``X <- X + (x - X) / W``. X is the exponential moving average divided by 1 - βᵗ, as in Adam. Every
-decision is a tensor operation, so that no update synchronizes with the device.
+With W = 0 at first, a statistic x updates its average X by ``W <- β W + 1`` and
+then ``X <- X + (x - X) / W``. X is the exponential moving average divided by 1 -
+βᵗ, as in Adam. Every decision is a tensor operation, so that no update
+synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -51,13 +52,14 @@ __all__ = [
     "update_running_averages",
 ]
 
-# Bound on the growth of statistics before they are averaged: N² for N = 2 ** 20 loss terms, 16
-# passes or ranks, and n for a factor of n = 2 ** 20 columns, because its largest element is at most
-# n times its mean eigenvalue, the number that is checked.
+# Bound on the growth of statistics before they are averaged: N² for N = 2 ** 20 loss
+# terms, 16 passes or ranks, and n for a factor of n = 2 ** 20 columns, because its
+# largest element is at most n times its mean eigenvalue, the number that is checked.
 MAX_GROWTH = 2.0**64
 
 Reduction: TypeAlias = Literal["mean", "sum", "step_mean"]
-"""How a loss is reduced: mean or sum over its pass's terms, or divided by the terms of the step."""
+"""How a loss is reduced: mean or sum over its pass's terms, or divided by
+the terms of the step."""
 
 
 @dataclass
@@ -69,10 +71,12 @@ class StatisticsSums:
         [N | rows | means of A: group 0, group 1 | means of G: group 0, group 1]
 
     Attributes:
-        factors: By factor name, the sum over examples, stored as the running average is.
-        head: N, the number of loss terms. Then the number of data rows that A sums over. Then the
-            sums of the mean eigenvalues: of A's groups, of G's, of L's. Then the number of rows of
-            each group, if the groups have examples of their own.
+        factors: By factor name, the sum over examples, stored as
+            the running average is.
+        head: N, the number of loss terms. Then the number of data rows that A
+            sums over. Then the sums of the mean eigenvalues: of A's groups, of
+            G's, of L's. Then the number of rows of each group, if the groups have
+            examples of their own.
     """
 
     factors: dict[str, Tensor]
@@ -84,7 +88,8 @@ class PassSums:
     """A layer's sums of a pair, of a pass or of the passes of a step.
 
     Attributes:
-        factors: By factor name, the sum over examples, stored as the running average is.
+        factors: By factor name, the sum over examples, stored as
+            the running average is.
         record: The head of :class:`StatisticsSums` without N, which is known later.
     """
 
@@ -97,30 +102,34 @@ class PassSums:
         return [*self.factors.values(), self.record]
 
 
-# ----------------------------------------------------------------------------- sums of one step
+# --------------------------------------------------------------------- sums of one step
 
 
 class StagedStatistics:
     """A layer's sums over the pairs of one step, which the next step adds to the averages.
 
-    The sums of a pass stay separate until it is over, when the number of its loss terms is known.
-    They are stored as the running averages are (packed), so that full matrices exist only for the
-    layers that are multiplied together at the moment.
+    The sums of a pass stay separate until it is over, when the number of its loss terms
+    is known. They are stored as the running averages are (packed), so that full
+    matrices exist only for the layers that are multiplied together at the moment.
 
     Attributes:
         shape: Sizes of the layer's factors.
         device: The device of the sums.
         factor_dtype: The dtype in which :func:`collect_sums` returns the factors.
         dtype: The dtype of the sums: float32 at least.
-        dropped: Number of pairs dropped so far: a statistic was non-finite or close to overflow.
+        dropped: Number of pairs dropped so far: a statistic was
+            non-finite or close to overflow.
         pairs: Number of pairs since the last :meth:`clear`.
         work: Number of operations of the layer in their passes.
-        verification: The comparison of the pairs with the weight's gradient, if there is one.
-        cleared_at: A serial number. Passes that began after the last :meth:`clear` have larger
-            ones.
+        verification: The comparison of the pairs with the weight's
+            gradient, if there is one.
+        cleared_at: A serial number. Passes that began after the last
+            :meth:`clear` have larger ones.
     """
 
-    def __init__(self, shape: FactorShape, device: torch.device, factor_dtype: torch.dtype) -> None:
+    def __init__(
+        self, shape: FactorShape, device: torch.device, factor_dtype: torch.dtype
+    ) -> None:
         self.shape = shape
         self.device = device
         self.factor_dtype = factor_dtype
@@ -135,8 +144,10 @@ class StagedStatistics:
         self.work = 0
         self.cleared_at = next_serial()
         self._total: PassSums | None = None  # of the passes that are over
-        self._open: dict[int, PassSums] = {}  # of the passes that are running, by number
-        self._is_first: dict[int, bool] = {}  # by pass: whether it was the first through a forward
+        # Of the passes that are running, by number.
+        self._open: dict[int, PassSums] = {}
+        # By pass: whether it was the first through a forward.
+        self._is_first: dict[int, bool] = {}
 
     def ensure_verification(self) -> Verification:
         """Return :attr:`verification`, and create it on first use."""
@@ -180,15 +191,18 @@ class StagedStatistics:
         self.pairs += 1
 
     def open_sums(self, pass_id: int, first: PassSums) -> PassSums:
-        """The sums of a running pass. If it has none yet, ``first`` becomes its sums."""
+        """The sums of a running pass.
+
+        If it has none yet, ``first`` becomes its sums.
+        """
         return self._open.setdefault(pass_id, first)
 
     def end_sums(self, pass_id: int) -> tuple[PassSums | None, PassSums | None]:
         """End a pass. The sums of the first pass become those of the step.
 
         Returns:
-            The sums of the pass; None if it has none. Then the sums of the step, to which the
-            caller adds them; None if this is the first pass with sums.
+            The sums of the pass; None if it has none. Then the sums of the step, to
+            which the caller adds them; None if this is the first pass with sums.
         """
         sums = self._open.pop(pass_id, None)
         if self._total is None:
@@ -253,8 +267,8 @@ def close_pass(
     Args:
         layers: The layers that have pairs of the pass.
         pass_id: The number of the pass.
-        terms: N, if the loss of the pass is a mean over N terms. The captured gradients are then
-            1/N of one term's gradients, and G is multiplied by N².
+        terms: N, if the loss of the pass is a mean over N terms. The captured gradients
+            are then 1/N of one term's gradients, and G is multiplied by N².
     """
     # One fused operation per device adds the sums of all its layers.
     by_device: dict[torch.device, list[StagedStatistics]] = {}
@@ -277,15 +291,16 @@ def close_pass(
                 totals += total.tensors
                 added += sums.tensors
 
-        # Scale G and its mean eigenvalues by N², and add. The first pass has no total to be added
-        # to: its sums, scaled in place, are the total.
+        # Scale G and its mean eigenvalues by N², and add. The first pass has no total
+        # to be added to: its sums, scaled in place, are the total.
         if of_gradients and terms is not None:
             square: Tensor | float
             dtype = of_gradients[0].dtype
             if isinstance(terms, Tensor):
                 square = terms.to(device, dtype) ** 2
             elif device.type == "cpu":
-                # A CPU takes a third of the time if the number is a tensor of the same dtype.
+                # A CPU takes a third of the time if the number is a
+                # tensor of the same dtype.
                 square = torch.tensor(float(terms) ** 2, dtype=dtype, device=device)
             else:
                 square = float(terms) ** 2
@@ -299,7 +314,7 @@ def _gradient_factors(shape: FactorShape) -> str:
     return "AG" if shape.gradient_factored else "G"
 
 
-# ----------------------------------------------------------------- from sums to what ranks send
+# --------------------------------------------------------- from sums to what ranks send
 
 
 def collect_sums(
@@ -309,8 +324,9 @@ def collect_sums(
 ) -> list[StatisticsSums]:
     """Return the sums of a step by layer, which the caller adds over ranks.
 
-    A module that is used k times in a pass has k times as many rows. A is then the mean over its
-    uses, and G is their sum (the lumped statistics of Ba et al. 2017, appendix C).
+    A module that is used k times in a pass has k times as many rows. A is then
+    the mean over its uses, and G is their sum (the lumped statistics of Ba et
+    al. 2017, appendix C).
 
     Args:
         layers: The layers' staged statistics.
@@ -322,7 +338,10 @@ def collect_sums(
     heads: dict[int, Tensor] = {}  # by the index of a layer
 
     # Layers with records of one length share a stack of heads.
-    keys = [(staged.device, staged.shape.groups, staged.shape.record_size) for staged in layers]
+    keys = [
+        (staged.device, staged.shape.groups, staged.shape.record_size)
+        for staged in layers
+    ]
     for group in group_equal(keys):
         # A head is N and then the record.
         stack = as_stack([totals[i].record for i in group])
@@ -333,8 +352,9 @@ def collect_sums(
         else:
             stacked_heads[:, 0] = merge_numbers([terms[i] for i in group], stack)
 
-        # Gradients of a loss that was divided by k are 1/k of the loss's own. The A of a
-        # gradient-factored layer is not scaled: the running average gives it the trace 1.
+        # Gradients of a loss that was divided by k are 1/k of the loss's own.
+        # The A of a gradient-factored layer is not scaled: the running
+        # average gives it the trace 1.
         if micro_batches > 1:
             square = float(micro_batches**2)
             places = _places_of_means(layers[group[0]].shape, "G", before=2)
@@ -358,7 +378,8 @@ def _places_of_means(shape: FactorShape, factor_name: str, before: int = 1) -> s
     Args:
         shape: Sizes of the layer's factors.
         factor_name: The name of the factor.
-        before: How many numbers precede all mean eigenvalues: 1 in a record, 2 in a head.
+        before: How many numbers precede all mean eigenvalues: 1 in
+            a record, 2 in a head.
     """
     start = before + shape.groups * shape.factor_names.index(factor_name)
     return slice(start, start + shape.groups)
@@ -372,9 +393,9 @@ def scale_to_one_term(
     Args:
         sums: The sums over all ranks.
         shapes: The layers' factor shapes.
-        share: (N / P) / n, where gradients are averaged over P ranks, N is the number of terms of
-            the step, and the sums count n terms, which are ``head[0]``. A captured gradient is
-            P / N of one term's, so G is multiplied by (N / P)².
+        share: (N / P) / n, where gradients are averaged over P ranks, N is the number
+            of terms of the step, and the sums count n terms, which are ``head[0]``. A
+            captured gradient is P / N of one term's, so G is multiplied by (N / P)².
     """
     scaled: list[StatisticsSums] = []
     for layer_sums, shape in zip(sums, shapes, strict=True):
@@ -387,7 +408,7 @@ def scale_to_one_term(
     return scaled
 
 
-# ------------------------------------------------------------------------------ running averages
+# --------------------------------------------------------------------- running averages
 
 
 class OwnedFactors(NamedTuple):
@@ -412,8 +433,9 @@ class KroneckerFactors:
     Attributes:
         shape: Sizes of the layer's factors.
         dtype: The dtype in which the factors are stored.
-        entries: By their names in a checkpoint: the factors that this rank owns, and
-            :attr:`weight`, :attr:`means` and :attr:`examples`. A lost factor has no entry.
+        entries: By their names in a checkpoint: the factors that this rank
+            owns, and :attr:`weight`, :attr:`means` and :attr:`examples`. A
+            lost factor has no entry.
     """
 
     def __init__(
@@ -425,7 +447,9 @@ class KroneckerFactors:
     ) -> None:
         self.shape = shape
         self.dtype = dtype
-        zeros = partial(torch.zeros, dtype=torch.promote_types(dtype, torch.float32), device=device)
+        zeros = partial(
+            torch.zeros, dtype=torch.promote_types(dtype, torch.float32), device=device
+        )
         self.entries = {
             "average_weight": zeros(()),
             "mean_eigenvalues": zeros((shape.record_size, shape.groups)),
@@ -455,8 +479,8 @@ class KroneckerFactors:
     def means(self) -> Tensor:
         """The mean eigenvalues of A and G, averaged as the factors are, ``(2, groups)``.
 
-        ``(3, 1)`` if the layer also has L. ``(3, groups)`` if the groups have examples of their
-        own; the last row is then each group's share of the examples.
+        ``(3, 1)`` if the layer also has L. ``(3, groups)`` if the groups have examples
+        of their own; the last row is then each group's share of the examples.
         """
         return self.entries["mean_eigenvalues"]
 
@@ -469,9 +493,9 @@ class KroneckerFactors:
 def layer_mean_curvature(factor_means: Tensor) -> Tensor:
     """The mean curvature of layers: the mean eigenvalue of A ⊗ G, or of A ⊗ L ⊗ G.
 
-    The eigenvalues of a Kronecker product are the products of those of its factors, so the mean is
-    the product of the factors' means. A grouped convolution has one product per group, and this is
-    their average.
+    The eigenvalues of a Kronecker product are the products of those of its factors, so
+    the mean is the product of the factors' means. A grouped convolution has one product
+    per group, and this is their average.
 
     Args:
         factor_means: The mean eigenvalues of each factor, ``(factors, ..., groups)``.
@@ -490,7 +514,8 @@ def update_running_averages(
     Args:
         averages: The averages of each layer.
         sums: The sums of each layer over all ranks. Their tensors may be overwritten.
-        decay: β, which multiplies the weight W of all earlier updates. This update has weight 1.
+        decay: β, which multiplies the weight W of all earlier updates.
+            This update has weight 1.
     """
     # Layers whose small tensors have one shape are updated together.
     keys: list[object] = []
@@ -529,8 +554,9 @@ def _update(
     examples = heads[:, 1]
     means = heads[:, 2:].unflatten(1, (shape.record_size, -1))
 
-    # If a layer is gradient-factored, A and G both have the trace of the curvature, but A ⊗ G must
-    # have it only once. So A's sum is scaled to the trace `examples`, and its mean to the trace 1.
+    # If a layer is gradient-factored, A and G both have the trace of the curvature, but
+    # A ⊗ G must have it only once. So A's sum is scaled to the trace `examples`, and
+    # its mean to the trace 1.
     unit_trace: Tensor | None = None
     if shape.gradient_factored:
         trace = means[:, 0, 0] * shape.dims["A"]
@@ -547,7 +573,9 @@ def _update(
     stack_in_place(entries, "examples").lerp_(examples.to(weight.dtype), step)
 
     # The mean eigenvalues. A and L are means over rows, G is a mean over terms.
-    counts = torch.stack([terms if name == "G" else examples for name in shape.factor_names], 1)
+    counts = torch.stack(
+        [terms if name == "G" else examples for name in shape.factor_names], 1
+    )
     if shape.routed:
         counts = torch.cat([counts, examples.unsqueeze(1)], 1)
     counts = counts.clamp_min(1.0)
@@ -577,7 +605,8 @@ def _update(
             start += length
             average = stack_in_place(entries[run], name)
             total = as_stack([layer_sums.factors[name] for layer_sums in sums[run]])
-            mean = total.to(counts.dtype)  # so that a narrow mean is rounded only once, at the end
+            # So that a narrow mean is rounded only once, at the end.
+            mean = total.to(counts.dtype)
             if unit_trace is not None and name == "A":
                 mean.mul_(_expand_to(unit_trace[run], mean))
             mean.div_(counts_of_factor[run])
@@ -601,16 +630,20 @@ class _Routed(NamedTuple):
 def _average_routed(shares: Tensor, new_shares: Tensor, step: Tensor) -> _Routed:
     """Return the scale and the step of the average of each expert's A.
 
-    A is the running average of an expert's sums, divided by that of its share s of the examples. If
-    both averages take a step t, A becomes A + (t s' / s_after) (a - A). Here s' is the share of the
-    new examples, s_after the new average of s, and a the mean over the expert's new examples.
+    A is the running average of an expert's sums, divided by that of its share s of the
+    examples. If both averages take a step t, A becomes A + (t s' / s_after) (a - A).
+    Here s' is the share of the new examples, s_after the new average of s, and a the
+    mean over the expert's new examples.
 
     Args:
-        shares: Running average of each expert's share of the examples, ``(layers, groups)``.
+        shares: Running average of each expert's share of the
+            examples, ``(layers, groups)``.
         new_shares: Its share of this step's examples.
         step: The step of the average of shares, ``(layers, 1)``.
     """
     after = torch.lerp(shares, new_shares, step)
     seen = new_shares > 0
     scale = torch.where(seen, 1.0 / new_shares.where(seen, 1.0), 0.0)
-    return _Routed(scale, torch.where(seen, step * new_shares / after.where(seen, 1.0), 0.0))
+    return _Routed(
+        scale, torch.where(seen, step * new_shares / after.where(seen, 1.0), 0.0)
+    )

@@ -1,10 +1,10 @@
 """Sample labels from the model's own predictions, for the sampled Fisher.
 
-The Fisher is an expectation over labels from the model's predictive distribution. The empirical
-Fisher uses the data's labels instead (Martens & Grosse 2015, section 2).
+The Fisher is an expectation over labels from the model's predictive distribution. The
+empirical Fisher uses the data's labels instead (Martens & Grosse 2015, section 2).
 
-The losses here are sums and not means, so that the gradient with respect to one example's output is
-the gradient of that example's own loss.
+The losses here are sums and not means, so that the gradient with respect to one
+example's output is the gradient of that example's own loss.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from torch import Tensor, nn
 
 __all__ = ["LIKELIHOODS", "LabelSampler", "Likelihood", "logits_of", "sampled_loss"]
 
-Likelihood: TypeAlias = Literal["categorical", "bernoulli", "gaussian"] | Callable[[Any], Tensor]
+Likelihood: TypeAlias = (
+    Literal["categorical", "bernoulli", "gaussian"] | Callable[[Any], Tensor]
+)
 
 
 def _categorical(output: Tensor, generator: torch.Generator) -> Tensor:
     logits = output.reshape(-1, output.shape[-1])
     with torch.no_grad():
-        # The Gumbel-max trick: the argmax of logits plus Gumbel noise is a sample of the softmax.
-        # Unlike torch.multinomial it does not synchronize with the device. Non-finite logits give
-        # non-finite gradients, which the statistics drop.
+        # The Gumbel-max trick: the argmax of logits plus Gumbel noise is a sample of
+        # the softmax. Unlike torch.multinomial it does not synchronize with the device.
+        # Non-finite logits give non-finite gradients, which the statistics drop.
         noise = torch.empty_like(logits).exponential_(generator=generator).log_()
         labels = (logits - noise).argmax(-1)
     return nn.functional.cross_entropy(logits, labels, reduction="sum")
@@ -35,7 +37,9 @@ def _bernoulli(output: Tensor, generator: torch.Generator) -> Tensor:
     with torch.no_grad():
         uniform = torch.empty_like(output).uniform_(generator=generator)
         labels = (uniform < output.sigmoid()).to(output.dtype)
-    return nn.functional.binary_cross_entropy_with_logits(output, labels, reduction="sum")
+    return nn.functional.binary_cross_entropy_with_logits(
+        output, labels, reduction="sum"
+    )
 
 
 def _gaussian(output: Tensor, generator: torch.Generator) -> Tensor:
@@ -56,11 +60,11 @@ def sampled_loss(output: Any, likelihood: Likelihood, seed: int) -> Tensor:
     """Sample labels from a model's output, and compute their summed negative log-likelihood.
 
     Args:
-        output: A tensor, a mapping or an object with ``logits``, or a tuple whose first entry is
-            the tensor.
-        likelihood: "categorical": the output has logits, with the classes on the last dimension.
-            "bernoulli": logits of any shape. "gaussian": means, with unit variance. A callable
-            ``output -> loss`` samples its own labels.
+        output: A tensor, a mapping or an object with ``logits``, or a tuple whose first
+            entry is the tensor.
+        likelihood: "categorical": the output has logits, with the classes on the last
+            dimension. "bernoulli": logits of any shape. "gaussian": means, with unit
+            variance. A callable ``output -> loss`` samples its own labels.
         seed: Determines the labels. A callable does not receive it.
 
     Returns:
@@ -72,7 +76,8 @@ def sampled_loss(output: Any, likelihood: Likelihood, seed: int) -> Tensor:
     if callable(likelihood):
         return likelihood(output)
     logits = logits_of(output)
-    # Sample in float32 at least: probabilities from half-precision logits are too coarse.
+    # Sample in float32 at least: probabilities from half-precision
+    # logits are too coarse.
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     generator = torch.Generator(logits.device).manual_seed(seed)
     return LIKELIHOODS[likelihood](logits, generator)
@@ -115,7 +120,10 @@ class LabelSampler:
         self._step = step
 
     def __call__(self, output: Any, call: int) -> Tensor:
-        """Return the loss on sampled labels. ``call`` counts the passes of the training run."""
+        """Return the loss on sampled labels.
+
+        ``call`` counts the passes of the training run.
+        """
         if self._sampled_step != self._step:
             self._sampled_step = self._step
             self._first_call = call

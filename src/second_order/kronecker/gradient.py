@@ -1,20 +1,22 @@
 """Gradient-factored blocks: factors of matrices without a layer kind, from their gradients alone.
 
-Let M, ``(out, in)``, be the mean gradient of a step. The factors are M Mᵀ and Mᵀ M, as in Shampoo
-(Gupta et al. 2018) and SOAP (Vyas et al. 2024). The block is their product over the trace of one:
+Let M, ``(out, in)``, be the mean gradient of a step. The factors are M Mᵀ and Mᵀ M, as
+in Shampoo (Gupta et al. 2018) and SOAP (Vyas et al. 2024). The block is their product
+over the trace of one:
 
     F ≈ N E[M Mᵀ] ⊗ E[Mᵀ M / tr Mᵀ M]
 
-This is exact if F is a Kronecker product, and close to the best Kronecker product in the Frobenius
-norm otherwise (Morwani et al. 2024). Each factor is inverted with the exponent -1, as in K-FAC.
+This is exact if F is a Kronecker product, and close to the best Kronecker product in
+the Frobenius norm otherwise (Morwani et al. 2024). Each factor is inverted with the
+exponent -1, as in K-FAC.
 
-N is the number of examples in a step. The mean gradient of N examples has the second moment F / N,
-so the factor N restores the scale of K-FAC's A ⊗ G, and damping and KL clip mean the same. If the
-mean gradient is not small compared with its noise, this overestimates F by up to N times, which
-shortens the step.
+N is the number of examples in a step. The mean gradient of N examples has the second
+moment F / N, so the factor N restores the scale of K-FAC's A ⊗ G, and damping and KL
+clip mean the same. If the mean gradient is not small compared with its noise, this
+overestimates F by up to N times, which shortens the step.
 
-If a side of the matrix is longer than the largest factor allowed, only the diagonal of its factor
-is stored.
+If a side of the matrix is longer than the largest factor allowed, only the diagonal of
+its factor is stored.
 """
 
 from __future__ import annotations
@@ -27,7 +29,11 @@ import torch
 from torch import Tensor, nn
 
 from second_order.kronecker.block import KroneckerBlock, to_matrices
-from second_order.kronecker.factors import StatisticsSums, count_dropped, is_far_from_overflow
+from second_order.kronecker.factors import (
+    StatisticsSums,
+    count_dropped,
+    is_far_from_overflow,
+)
 from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.storage import pack_upper_triangular
 
@@ -37,8 +43,8 @@ __all__ = ["GradientBlock", "gradient_sums", "matrix_shape"]
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Fold a tensor's shape into rows and columns, where the factors cost the least to invert.
 
-    A convolution's ``(out, in, *kernel)`` usually becomes ``(out, in x kernel)``, and a stack of
-    matrices ``(experts, in, out)`` becomes ``(experts x in, out)``.
+    A convolution's ``(out, in, *kernel)`` usually becomes ``(out, in x kernel)``, and a
+    stack of matrices ``(experts, in, out)`` becomes ``(experts x in, out)``.
     """
     folds = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]
     return min(folds, key=lambda fold: fold[0] ** 3 + fold[1] ** 3)
@@ -71,7 +77,8 @@ class GradientBlock(KroneckerBlock):
         rows, columns = matrix_shape(self.weight.shape)
         is_transposed = False
         is_diagonal = self.max_dim is not None and max(rows, columns) > self.max_dim
-        if is_diagonal and rows > columns:  # only A, the factor of the columns, can be a diagonal
+        # Only A, the factor of the columns, can be a diagonal.
+        if is_diagonal and rows > columns:
             rows, columns = columns, rows
             is_transposed = True
         return FactorShape(
@@ -89,14 +96,15 @@ def gradient_sums(
 ) -> dict[KroneckerBlock, StatisticsSums]:
     """Compute the statistics of all blocks that have a gradient.
 
-    A gradient counts as no example if it is zero, or so small that its squares lose precision. A
-    gradient whose products could overflow counts as no example either, and as dropped statistics.
+    A gradient counts as no example if it is zero, or so small that its squares lose
+    precision. A gradient whose products could overflow counts as no example either, and
+    as dropped statistics.
 
     Args:
         blocks: The blocks.
         examples: Number of examples in the step.
-        scale: The factor that brings M Mᵀ to the scale of an example, which is N if the loss is a
-            mean.
+        scale: The factor that brings M Mᵀ to the scale of an example, which is N
+            if the loss is a mean.
     """
     sums: dict[KroneckerBlock, StatisticsSums] = {}
     for block in blocks:
@@ -107,14 +115,17 @@ def gradient_sums(
     return sums
 
 
-def _block_sums(block: GradientBlock, examples: Tensor, scale: Tensor) -> StatisticsSums:
+def _block_sums(
+    block: GradientBlock, examples: Tensor, scale: Tensor
+) -> StatisticsSums:
     """Compute the statistics of one block's gradient."""
     shape = block.shape
     dtype = block.staged.dtype
     matrix = to_matrices([cast(Tensor, block.weight.grad)], block.layout).to(dtype)
     square_norm = matrix.square().sum()
 
-    # Zero the gradient if its products could overflow or lose precision. The host does not read it.
+    # Zero the gradient if its products could overflow or lose precision. The
+    # host does not read it.
     limits = torch.finfo(dtype)
     is_finite = is_far_from_overflow(square_norm * scale)
     count_dropped([block.staged], ~is_finite.view(1))

@@ -1,8 +1,9 @@
 """The layer kind of any module, the remaining kinds of layers, and users' own layers.
 
-``match(module)`` returns the kind of a module, or the reason why it has none. It looks up the
-module's class in ``KINDS`` and in ``OTHER_PACKAGES``. ``register_layer`` adds a user's class to
-``KINDS``, or to ``GAINS`` if it multiplies its input by a vector. The kinds of this file are
+``match(module)`` returns the kind of a module, or the reason why it has none. It looks
+up the module's class in ``KINDS`` and in ``OTHER_PACKAGES``. ``register_layer`` adds a
+user's class to ``KINDS``, or to ``GAINS`` if it multiplies its input by a vector. The
+kinds of this file are
 
 | kind                      | weight            | A                       | G                      |
 |---------------------------|-------------------|-------------------------|------------------------|
@@ -10,10 +11,11 @@ module's class in ``KINDS`` and in ``OTHER_PACKAGES``. ``register_layer`` adds a
 | attention's in-projection | (3 E, E)          | inputs of q, of k, of v | gradients of q, k, v   |
 | tied embedding and output | (entries, width)  | entries, a diagonal     | width                  |
 
-If an embedding and an output layer share a weight, ``(entries, width)``, a token adds to its
-gradient twice. Where the token is looked up, with its one-hot row e, it adds e gᵀ: g is the
-gradient of the row that was looked up. Where it is predicted from the hidden state h, it adds d hᵀ:
-d is the gradient of its logits. The block consists of the second moments of these matrices:
+If an embedding and an output layer share a weight, ``(entries, width)``, a token adds
+to its gradient twice. Where the token is looked up, with its one-hot row e, it adds e
+gᵀ: g is the gradient of the row that was looked up. Where it is predicted from the
+hidden state h, it adds d hᵀ: d is the gradient of its logits. The block consists of the
+second moments of these matrices:
 
     A    Σ ‖g‖² e + Σ ‖h‖² d²        of their columns; only the diagonal is stored
     G    Σ g gᵀ + Σ ‖d‖² h hᵀ        of their rows
@@ -60,7 +62,8 @@ OTHER_PACKAGES: dict[str, LayerKind] = {
     "transformers.pytorch_utils.Conv1D": Linear(transposed=True),
     "torch_geometric.nn.dense.linear.Linear": LINEAR,
 }
-"""Classes of other packages by full name, so that these packages need not be imported."""
+"""Classes of other packages by full name, so that these packages
+need not be imported."""
 
 ASSUMED_LINEAR = Linear(assumed=True)
 """A subclass of Linear with its own forward, or a router of experts.
@@ -69,15 +72,16 @@ Its first statistics verify that it computes a Linear.
 """
 
 
-# --------------------------------------------------------------------------------------- attention
+# ---------------------------------------------------------------------------- attention
 
 
 @dataclass(frozen=True)
 class Attention(LayerKind):
     """The in-projection of an attention, with a group each for queries, keys and values.
 
-    If q, k and v have the same input, its pairs are *packed*: x is ``(batch, positions, E)`` and d
-    is ``(batch, positions, 3 E)``. Otherwise both are ``(3, batch, positions, E)``.
+    If q, k and v have the same input, its pairs are *packed*: x is ``(batch,
+    positions, E)`` and d is ``(batch, positions, 3 E)``. Otherwise both are ``(3,
+    batch, positions, E)``.
     """
 
     weight: str = "in_proj_weight"
@@ -101,15 +105,18 @@ class Attention(LayerKind):
         num_rows = d.shape[1:-1].numel()  # of each of the three
         row_masks = [full_row_mask(num_rows)] * 3
         if options.row_mask.mask is not None:
-            row_masks = [to_row_mask(mask) for mask in options.row_mask.mask.view(3, -1)]
+            row_masks = [
+                to_row_mask(mask) for mask in options.row_mask.mask.view(3, -1)
+            ]
         qkv: list[PairStatistics] = []
         for x_part, d_part, row_mask in zip(x, d, row_masks, strict=True):
             part_options = replace(options, row_mask=row_mask)
             qkv.append(LINEAR.statistics(module, x_part, d_part, part_options))
 
-        # The masks of q, k and v may have different numbers of rows n. Each A is a mean over its
-        # own rows, but all three sums will be divided by one number. Take that of the queries, to
-        # which the loss terms belong, and scale the others: A_k / n_k = (A_k n_q / n_k) / n_q.
+        # The masks of q, k and v may have different numbers of rows n. Each A is a mean
+        # over its own rows, but all three sums will be divided by one number. Take that
+        # of the queries, to which the loss terms belong, and scale the others: A_k /
+        # n_k = (A_k n_q / n_k) / n_q.
         counts = [at_least_one(part.num_examples) for part in qkv]
         a_sums = []
         for part, count in zip(qkv, counts, strict=True):
@@ -121,7 +128,10 @@ class Attention(LayerKind):
     def weight_gradient(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
         if _is_packed(x, d):
             return sum_outer_products(x, d)
-        qkv = [sum_outer_products(x_part, d_part) for x_part, d_part in zip(x, d, strict=True)]
+        qkv = [
+            sum_outer_products(x_part, d_part)
+            for x_part, d_part in zip(x, d, strict=True)
+        ]
         return torch.cat(qkv)
 
 
@@ -131,18 +141,20 @@ def _is_packed(x: Tensor, d: Tensor) -> bool:
 
 
 KINDS[nn.MultiheadAttention] = Attention()
-KINDS[NonDynamicallyQuantizableLinear] = Linear(family=ATTENTION)  # the attention's out-projection
+# The attention's out-projection.
+KINDS[NonDynamicallyQuantizableLinear] = Linear(family=ATTENTION)
 
 
-# ---------------------------------------------------------------------------- tied output layers
+# ------------------------------------------------------------------- tied output layers
 
 
 @dataclass(frozen=True)
 class TiedOutput(Linear):
     """An output layer whose weight is also that of an embedding.
 
-    Its factors are named as those of the embedding: A is that of the entries, which come from the
-    gradients d, and G is that of the width, which comes from the inputs x (h above).
+    Its factors are named as those of the embedding: A is that of the entries,
+    which come from the gradients d, and G is that of the width, which comes from
+    the inputs x (h above).
     """
 
     separate_bias_reason = "tied to an embedding"
@@ -172,10 +184,12 @@ TIED_KINDS: dict[LayerKind | None, LayerKind] = {
 """The kind of a module with a tied weight, by its kind without one."""
 
 
-# --------------------------------------------------------------------------- the kind of a module
+# ----------------------------------------------------------------- the kind of a module
 
 
-def tied_kinds(kinds: Mapping[nn.Module, LayerKind | None]) -> dict[nn.Module, LayerKind]:
+def tied_kinds(
+    kinds: Mapping[nn.Module, LayerKind | None],
+) -> dict[nn.Module, LayerKind]:
     """The tied kinds of modules that use one weight as an embedding and as an output layer."""
     modules_of: dict[Tensor, list[nn.Module]] = {}
     for module in kinds:
@@ -202,12 +216,15 @@ class Match(NamedTuple):
 def match(module: nn.Module) -> Match:
     """Find the kind of a module by its class, if the module has the forward of that class.
 
-    A router of fused experts, or a subclass of Linear with its own forward, is assumed to be a
-    Linear. Its first statistics verify this (:mod:`second_order.kronecker.verification`).
+    A router of fused experts, or a subclass of Linear with its own forward, is assumed
+    to be a Linear. Its first statistics verify this
+    (:mod:`second_order.kronecker.verification`).
     """
     name = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
-        return Match(None, "torch.jit has compiled it and runs no hooks; train the plain module")
+        return Match(
+            None, "torch.jit has compiled it and runs no hooks; train the plain module"
+        )
     if is_router(module):
         return Match(ASSUMED_LINEAR)
 
@@ -216,10 +233,13 @@ def match(module: nn.Module) -> Match:
         return Match(None, f"{name} has no Kronecker factors")
     cls, kind = registered
 
-    # With its own forward, a Linear without layers of its own is assumed to be a Linear all the
-    # same, and an embedding may scale its output. Nothing else may override the forward.
+    # With its own forward, a Linear without layers of its own is assumed to be a
+    # Linear all the same, and an embedding may scale its output. Nothing else
+    # may override the forward.
     if type(module).forward is not cls.forward:
-        scales_output = isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
+        scales_output = isinstance(module, nn.Embedding) and hasattr(
+            module, "embed_scale"
+        )
         if cls is nn.Linear and not _has_layers(module):
             kind = ASSUMED_LINEAR
         elif not scales_output:
@@ -241,7 +261,9 @@ class _RegisteredKind(NamedTuple):
 def _find_kind(module: nn.Module) -> _RegisteredKind | None:
     """Find the kind of a module's class, or of the first base class that has one."""
     for cls in type(module).__mro__:
-        kind = KINDS.get(cls) or OTHER_PACKAGES.get(f"{cls.__module__}.{cls.__qualname__}")
+        kind = KINDS.get(cls) or OTHER_PACKAGES.get(
+            f"{cls.__module__}.{cls.__qualname__}"
+        )
         if kind is not None:
             return _RegisteredKind(cls, kind)
     return None
@@ -269,7 +291,7 @@ def _reason_without_factors(module: nn.Module, weight: Tensor | None) -> str | N
     return "its weight is computed (parametrization, weight norm or pruning)"
 
 
-# ------------------------------------------------------------------------- users' own classes
+# ------------------------------------------------------------------- users' own classes
 
 
 def register_layer(
@@ -285,30 +307,31 @@ def register_layer(
 
     A class is either a product or a gain.
 
-    - A *product* computes ``W x + b`` for each row x, so that the weight gradient is the sum of
-      d xᵀ over the rows. It gets Kronecker factors, as a Linear does.
-    - A *gain* computes ``gain * f(x) + b``, where the gain has the shape of the last dimensions of
-      the output. It gets an exact block if you set ``precondition_norms=True``.
+    - A *product* computes ``W x + b`` for each row x, so that the weight gradient is
+      the sum of d xᵀ over the rows. It gets Kronecker factors, as a Linear does.
+    - A *gain* computes ``gain * f(x) + b``, where the gain has the shape of the last
+      dimensions of the output. It gets an exact block if you set
+      ``precondition_norms=True``.
 
-    Register the class on every process, before you create the optimizer. Subclasses are included if
-    they keep its ``forward``. A later call replaces an earlier one. You cannot replace the rules of
-    torch's own layers.
+    Register the class on every process, before you create the optimizer. Subclasses are
+    included if they keep its ``forward``. A later call replaces an earlier one. You
+    cannot replace the rules of torch's own layers.
 
     Args:
         kind: The class.
-        rows: A function ``rows(module, input, output_gradient)`` that returns x ``(..., in)`` and d
-            ``(..., out)`` with the same leading dimensions, the first of which counts examples.
-            None: x is the input, and d is the gradient.
-        gain: A function ``gain(module, input)`` that returns f(x), the tensor that the gain
-            multiplies, in the shape of the output. None: the class is a product.
+        rows: A function ``rows(module, input, output_gradient)`` that returns x ``(...,
+            in)`` and d ``(..., out)`` with the same leading dimensions, the first of
+            which counts examples. None: x is the input, and d is the gradient.
+        gain: A function ``gain(module, input)`` that returns f(x), the tensor that the
+            gain multiplies, in the shape of the output. None: the class is a product.
         transposed: Whether the weight is stored as ``(in, out)``.
         weight: Name of the weight, which has two dimensions, or of the gain.
         bias: Name of the bias. None: the class has no bias.
 
     Raises:
         TypeError: If ``kind`` is not a class of modules.
-        ValueError: If you pass ``gain`` together with ``rows`` or ``transposed``, or if the
-            class is one of torch that has a rule.
+        ValueError: If you pass ``gain`` together with ``rows`` or ``transposed``, or if
+            the class is one of torch that has a rule.
 
     Example:
         >>> register_layer(MyLinear, weight="kernel", transposed=True)

@@ -3,9 +3,10 @@
     F = A ⊗ G,   or A ⊗ L ⊗ G,   or one such block for each group of a convolution
     A = Q_A diag(a) Q_Aᵀ,  G = Q_G diag(g) Q_Gᵀ   =>   f(F) V = Q_G [ f(g aᵀ) ∘ (Q_Gᵀ V Q_A) ] Q_Aᵀ
 
-V is a vector of the layer's parameters, written as a matrix of shape ``(groups, out, in)``. A bias
-is its last column. Several vectors have the shape ``(..., groups, out, in)``. If there are
-corrected eigenvalues Λ (EK-FAC, George et al. 2018), they replace the products g aᵀ.
+V is a vector of the layer's parameters, written as a matrix of shape ``(groups, out,
+in)``. A bias is its last column. Several vectors have the shape ``(..., groups, out,
+in)``. If there are corrected eigenvalues Λ (EK-FAC, George et al. 2018), they replace
+the products g aᵀ.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from torch import Tensor, nn
 from second_order.errors import DecompositionError
 from second_order.kronecker.block import split_by_parameter, to_matrices
 from second_order.kronecker.layers import FactorShape, Layout, matrix_layout
-from second_order.kronecker.solvers import Problem, attempt_all, diagonal, eigh, ieee_matmul
+from second_order.kronecker.solvers import (
+    Problem,
+    attempt_all,
+    diagonal,
+    eigh,
+    ieee_matmul,
+)
 from second_order.kronecker.storage import unpack_upper_triangular
 
 __all__ = ["Eigen", "FactorEigen", "LayerCurvature", "read_eigen"]
@@ -33,7 +40,8 @@ class FactorEigen(NamedTuple):
 
     Attributes:
         values: Eigenvalues ``(groups, n)``.
-        vectors: Eigenvectors ``(groups, n, n)``, in columns; None if the factor is diagonal.
+        vectors: Eigenvectors ``(groups, n, n)``, in columns; None if
+            the factor is diagonal.
     """
 
     values: Tensor
@@ -70,23 +78,25 @@ class LayerCurvature:
         shapes: Shapes of the layer's parameters, by name; the weight first.
         shape: Sizes of the factors.
         stored: The factors in their stored form, by factor name: symmetric matrices
-            ``(groups, n, n)``, packed upper triangles ``(groups, n (n + 1) / 2)``, or the diagonal
-            ``(groups, n)`` of a diagonal A. "A" is the factor of the inputs, "G" that of the output
-            gradients, "L" that of the locations of a doubly factored layer. A norm layer, or a bias
-            without a weight, has A = 1, so that G is F. Empty if another rank stores the layer.
-            Without "G", only inputs were measured, and there is no F.
-        examples: Number of examples that the factors are the mean of; for running averages, the
-            mean number per update.
-        updates: Effective number of updates in running averages, which is the sum of their weights
-            with the latest weighted by 1. It is 1 for a mean over a data set.
-        damping: The damping γ that training used with these factors, without its floor; None if
-            unknown.
+            ``(groups, n, n)``, packed upper triangles ``(groups, n (n + 1) / 2)``, or
+            the diagonal ``(groups, n)`` of a diagonal A. "A" is the factor of the
+            inputs, "G" that of the output gradients, "L" that of the locations of a
+            doubly factored layer. A norm layer, or a bias without a weight, has A = 1,
+            so that G is F. Empty if another rank stores the layer. Without "G", only
+            inputs were measured, and there is no F.
+        examples: Number of examples that the factors are the mean of; for running
+            averages, the mean number per update.
+        updates: Effective number of updates in running averages, which is
+            the sum of their weights with the latest weighted by 1. It is 1
+            for a mean over a data set.
+        damping: The damping γ that training used with these factors, without its
+            floor; None if unknown.
         corrected: Corrected eigenvalues Λ of F in the eigenbasis of the factors,
             ``(groups, out, in)``; None to use the products of the factors' eigenvalues.
         rows: Number of rows of inputs that A is the mean of; None if unknown.
-        basis: The eigendecompositions of the factors, if known; None to compute them when needed.
-            It is stored with ``corrected``, because eigenvectors of close eigenvalues differ from
-            one machine to another.
+        basis: The eigendecompositions of the factors, if known; None to compute them
+            when needed. It is stored with ``corrected``, because eigenvectors of close
+            eigenvalues differ from one machine to another.
     """
 
     name: str
@@ -102,7 +112,7 @@ class LayerCurvature:
     rows: float | None = None
     basis: Eigen | None = None
 
-    # ------------------------------------------------------------------------------------- factors
+    # -------------------------------------------------------------------------- factors
 
     @property
     def factors(self) -> dict[str, Tensor]:
@@ -110,7 +120,9 @@ class LayerCurvature:
         return {name: self.factor(name) for name in self.stored}
 
     def factor(self, name: str) -> Tensor:
-        """Return the factor "A", "G" or "L". If it is stored as a triangle, the tensor is new.
+        """Return the factor "A", "G" or "L".
+
+        If it is stored as a triangle, the tensor is new.
 
         Raises:
             ValueError: If the layer does not have this factor on this rank.
@@ -137,10 +149,13 @@ class LayerCurvature:
 
     @cached_property
     def eigen(self) -> Eigen:
-        """The eigendecompositions of the factors, by factor name. They are computed once.
+        """The eigendecompositions of the factors, by factor name.
+
+        They are computed once.
 
         Raises:
-            DecompositionError: If a factor is not finite, or if no routine can decompose it.
+            DecompositionError: If a factor is not finite, or if no
+                routine can decompose it.
         """
         if self.basis is not None:
             return self.basis
@@ -189,15 +204,16 @@ class LayerCurvature:
         if self.stored and "G" not in self.stored:
             raise ValueError(INPUTS_ONLY.format(name=self.name))
 
-    # ------------------------------------------------------------------------------------- vectors
+    # -------------------------------------------------------------------------- vectors
 
     def to_matrix(self, vector: Mapping[str, Tensor]) -> Tensor:
         """Return a vector by parameter name as a matrix ``(groups, out, in)``.
 
-        Missing parameters count as zeros. The matrix has the dtype of the factors, at least
-        float32, as have all results that are computed with the factors.
+        Missing parameters count as zeros. The matrix has the dtype of the factors, at
+        least float32, as have all results that are computed with the factors.
         """
-        # An empty slice has the device and the dtype of a factor, and its conversion is free.
+        # An empty slice has the device and the dtype of a factor, and
+        # its conversion is free.
         like = _to_float32(next(iter(self.stored.values()))[:0])
         parts = []
         for name, size in self.shapes.items():
@@ -210,14 +226,18 @@ class LayerCurvature:
         vector = {}
         parts = split_by_parameter(matrix, self._layout)
         for (name, size), part in zip(self.shapes.items(), parts, strict=True):
-            vector[name] = part.reshape(size).clone(memory_format=torch.contiguous_format)
+            vector[name] = part.reshape(size).clone(
+                memory_format=torch.contiguous_format
+            )
         return vector
 
     @property
     def _layout(self) -> Layout:
-        return matrix_layout(self.shape, [math.prod(size) for size in self.shapes.values()])
+        return matrix_layout(
+            self.shape, [math.prod(size) for size in self.shapes.values()]
+        )
 
-    # ----------------------------------------------------------------------------------- functions
+    # ------------------------------------------------------------------------ functions
 
     def apply(self, matrix: Tensor) -> Tensor:
         """Return F V for V of shape ``(..., groups, out, in)``."""
@@ -289,33 +309,38 @@ class LayerCurvature:
     def to_dense(self) -> Tensor:
         """Return F as a dense matrix ``(n, n)``, for small layers.
 
-        Rows and columns are the entries of the parameters, flattened, in the order of ``shapes``.
+        Rows and columns are the entries of the parameters, flattened, in
+        the order of ``shapes``.
         """
         numels = [math.prod(size) for size in self.shapes.values()]
-        identity = torch.eye(sum(numels), device=next(iter(self.stored.values())).device)
+        identity = torch.eye(
+            sum(numels), device=next(iter(self.stored.values())).device
+        )
 
         def column(unit: Tensor) -> Tensor:
             vector = {}
-            for (name, size), part in zip(self.shapes.items(), unit.split(numels), strict=True):
+            for (name, size), part in zip(
+                self.shapes.items(), unit.split(numels), strict=True
+            ):
                 vector[name] = part.view(size)
             product = self.to_vector(self.apply(self.to_matrix(vector)))
             return torch.cat([part.flatten() for part in product.values()])
 
         return torch.vmap(column, out_dims=1)(identity)
 
-    # ------------------------------------------------------------------------------------- damping
+    # -------------------------------------------------------------------------- damping
 
     def gamma(self, damping: float | None = None, relative: bool = False) -> float:
         """Return the damping γ of the layer.
 
         Args:
             damping: A positive number; None for the damping that training used.
-            relative: Whether ``damping`` is in units of the mean eigenvalue of F. If F is zero, the
-                mean eigenvalue counts as 1.
+            relative: Whether ``damping`` is in units of the mean eigenvalue of F. If F
+                is zero, the mean eigenvalue counts as 1.
 
         Raises:
-            ValueError: If the damping is not positive and finite, or if it is None and either
-                unknown or ``relative``.
+            ValueError: If the damping is not positive and finite, or if it is None and
+                either unknown or ``relative``.
         """
         if damping is None and relative:
             raise ValueError(
@@ -342,13 +367,14 @@ class LayerCurvature:
             mean_eigenvalue = 1.0
         return damping * mean_eigenvalue
 
-    # ------------------------------------------------------------------------------------- tensors
+    # -------------------------------------------------------------------------- tensors
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors of the layer by name, which :meth:`with_tensors` reads.
 
-        They are the factors in their stored form, under their names. If there are corrected
-        eigenvalues, they are "corrected", and those of :meth:`eigen_tensors` are included.
+        They are the factors in their stored form, under their names. If there are
+        corrected eigenvalues, they are "corrected", and those of
+        :meth:`eigen_tensors` are included.
         """
         tensors = dict(self.stored)
         if self.corrected is not None:
@@ -378,7 +404,7 @@ class LayerCurvature:
             basis=read_eigen(tensors) or None,
         )
 
-    # ------------------------------------------------------------------------------------- details
+    # -------------------------------------------------------------------------- details
 
     @property
     def _vectors(self) -> dict[str, Tensor]:
@@ -392,7 +418,9 @@ class LayerCurvature:
     @property
     def _diagonals(self) -> dict[str, Tensor]:
         """Diagonals ``(groups, n)`` of the factors, by factor name."""
-        return {name: _to_float32(diagonal(factor)) for name, factor in self.factors.items()}
+        return {
+            name: _to_float32(diagonal(factor)) for name, factor in self.factors.items()
+        }
 
     def _outer(self, entries: Mapping[str, Tensor]) -> Tensor:
         """Return the products of one entry of each factor, ``(groups, out, in)``.

@@ -1,30 +1,35 @@
 """Kronecker statistics of a captured pair, for each kind of layer.
 
-A layer computes s = W a, where a is the input, with a 1 appended if the layer has a bias. A pair is
-an input x and the gradient d of the loss with respect to the output. From pairs come
+A layer computes s = W a, where a is the input, with a 1 appended if the layer has a
+bias. A pair is an input x and the gradient d of the loss with respect to the
+output. From pairs come
 
     A    the mean of a aᵀ over the rows that take part in a pass
     G    N Σ d dᵀ if the loss is a mean over N terms, Σ d dᵀ / N if it is their sum
 
-A *row* is one vector of a pair. For an input of shape ``(batch, positions, in)``, a Linear has
-batch x positions rows. An *example* is what the loss counts: a row, or all positions of one entry
-of the batch. The number N is known only at the end of a pass, so this file computes Σ d dᵀ.
+A *row* is one vector of a pair. For an input of shape ``(batch, positions, in)``, a
+Linear has batch x positions rows. An *example* is what the loss counts: a row, or all
+positions of one entry of the batch. The number N is known only at the end of a pass, so
+this file computes Σ d dᵀ.
 
-A ``LayerKind`` has the rules of one kind of layer: the sizes of its factors, the sums of a pair,
-the weight gradient of a pair, and the rows that a pair consists of. ``KINDS`` maps classes of
-modules to their kinds. This file has ``Linear`` and ``Embedding``. Convolutions are in
-:mod:`second_order.kronecker.convolutions`, all other kinds in :mod:`second_order.kronecker.kinds`.
+A ``LayerKind`` has the rules of one kind of layer: the sizes of its factors, the sums
+of a pair, the weight gradient of a pair, and the rows that a pair consists of.
+``KINDS`` maps classes of modules to their kinds. This file has ``Linear`` and
+``Embedding``. Convolutions are in :mod:`second_order.kronecker.convolutions`, all other
+kinds in :mod:`second_order.kronecker.kinds`.
 
-All factors have a leading dimension of groups, which is 1 except for grouped layers. A solver
-therefore sees the same shapes for every layer: A is ``(groups, in, in)``, G is
-``(groups, out, out)`` and the gradient is ``(groups, out, in)``. An embedding is a Linear on
-one-hot rows. Its A is diagonal and is stored as ``(groups, in)``.
+All factors have a leading dimension of groups, which is 1 except for grouped layers. A
+solver therefore sees the same shapes for every layer: A is ``(groups, in, in)``, G is
+``(groups, out, out)`` and the gradient is ``(groups, out, in)``. An embedding is a
+Linear on one-hot rows. Its A is diagonal and is stored as ``(groups, in)``.
 
-Padded tokens do not take part in a pass, because inputs without a loss would dilute A. In G they
-need no mask, because their gradients are zero. :mod:`second_order.kronecker.rows` decides for all
-layers of a pass which rows take part. Pairs come here in float32 or wider.
+Padded tokens do not take part in a pass, because inputs without a loss would dilute A.
+In G they need no mask, because their gradients are zero.
+:mod:`second_order.kronecker.rows` decides for all layers of a pass which rows take
+part. Pairs come here in float32 or wider.
 
-Sources: Martens & Grosse 2015 (Linear), Eschenhagen et al. 2023 ("expand" and "reduce").
+Sources: Martens & Grosse 2015 (Linear), Eschenhagen et al. 2023
+("expand" and "reduce").
 """
 
 from __future__ import annotations
@@ -61,19 +66,25 @@ class FactorShape:
     The flags are for special layers.
 
     Attributes:
-        groups: Number of groups. Most layers have one, a grouped convolution has several.
-        in_dim: Columns of the gradient as a matrix, the homogeneous coordinate included: a Linear
-            with a bias has in + 1.
+        groups: Number of groups. Most layers have one, a grouped
+            convolution has several.
+        in_dim: Columns of the gradient as a matrix, the homogeneous coordinate
+            included: a Linear with a bias has in + 1.
         out_dim: Rows of the gradient as a matrix.
-        diagonal_a: A is diagonal, and stored as ``(groups, in)``. An embedding is an example.
-        locations: Size of the factor L of a doubly factored layer, a wide Linear behind a flattened
-            feature map. Its A has the size in / locations. 0 for all other layers.
-        exact: G is the exact curvature, and A is 1. The gain of a LayerNorm is an example.
-        transposed: The weight is stored with the inputs first, as ``(groups * in, out)``.
-        gradient_factored: A and G are the second moments of the columns and of the rows of weight
-            gradients, as in Shampoo, and A is divided by its trace. A tied embedding is an example.
-        routed: Each group has its own examples, and its A is a mean over them. The experts of a
-            mixture are an example.
+        diagonal_a: A is diagonal, and stored as ``(groups, in)``. An
+            embedding is an example.
+        locations: Size of the factor L of a doubly factored layer, a wide
+            Linear behind a flattened feature map. Its A has the size in /
+            locations. 0 for all other layers.
+        exact: G is the exact curvature, and A is 1. The gain of a
+            LayerNorm is an example.
+        transposed: The weight is stored with the inputs first, as
+            ``(groups * in, out)``.
+        gradient_factored: A and G are the second moments of the columns and of the rows
+            of weight gradients, as in Shampoo, and A is divided by its trace. A tied
+            embedding is an example.
+        routed: Each group has its own examples, and its A is a mean over them. The
+            experts of a mixture are an example.
     """
 
     groups: int
@@ -90,12 +101,19 @@ class FactorShape:
     def dims(self) -> dict[str, int]:
         """The size n of each factor, by factor name."""
         if self.locations:
-            return {"A": self.in_dim // self.locations, "G": self.out_dim, "L": self.locations}
+            return {
+                "A": self.in_dim // self.locations,
+                "G": self.out_dim,
+                "L": self.locations,
+            }
         return {"A": self.in_dim, "G": self.out_dim}
 
     @cached_property
     def factor_names(self) -> str:
-        """The names of the factors, one letter each: "AG" or "AGL". Code iterates over them."""
+        """The names of the factors, one letter each: "AG" or "AGL".
+
+        Code iterates over them.
+        """
         return "".join(self.dims)
 
     @cached_property
@@ -112,7 +130,8 @@ class FactorShape:
     def record_size(self) -> int:
         """How many numbers statistics have per group next to the factors.
 
-        These are the factors' mean eigenvalues, and the number of a routed group's own examples.
+        These are the factors' mean eigenvalues, and the number of a
+        routed group's own examples.
         """
         return len(self.dims) + self.routed
 
@@ -139,7 +158,7 @@ class FactorShape:
         return self.groups, packed_length(n)
 
 
-# ------------------------------------------------------------------------- rows that take part
+# ------------------------------------------------------------------ rows that take part
 
 
 @dataclass(frozen=True)
@@ -147,9 +166,10 @@ class RowMask:
     """The rows of a captured pair that take part.
 
     Attributes:
-        mask: ``(rows,)``, True for a row that takes part. None if all rows are known to.
-        count: Number of rows that take part. On a device it is a scalar tensor, which the host does
-            not read.
+        mask: ``(rows,)``, True for a row that takes part. None if
+            all rows are known to.
+        count: Number of rows that take part. On a device it is a scalar tensor, which
+            the host does not read.
     """
 
     mask: Tensor | None
@@ -158,15 +178,18 @@ class RowMask:
     def apply(self, rows: Tensor) -> Tensor:
         """Set the rows of ``(rows, ...)`` that do not take part to zero.
 
-        A non-finite row that does not take part becomes NaN, because ∞ · 0 is NaN. The weight
-        gradient has the same NaN, from d = 0.
+        A non-finite row that does not take part becomes NaN, because ∞ · 0 is NaN. The
+        weight gradient has the same NaN, from d = 0.
         """
         if self.mask is None:
             return rows
         return rows * self.mask.view(-1, *[1] * (rows.dim() - 1))
 
     def to_examples(self, num_examples: int) -> RowMask:
-        """Group the rows into examples of equal size. An example takes part if any row does."""
+        """Group the rows into examples of equal size.
+
+        An example takes part if any row does.
+        """
         if self.mask is None or num_examples == 0:
             return full_row_mask(num_examples)
         return to_row_mask(self.mask.view(num_examples, -1).any(1))
@@ -183,7 +206,10 @@ def nonzero_row_mask(d: Tensor) -> RowMask:
 
 
 def to_row_mask(mask: Tensor) -> RowMask:
-    """Count the rows of a mask, ``(rows,)``. On the CPU, drop a mask that is True everywhere."""
+    """Count the rows of a mask, ``(rows,)``.
+
+    On the CPU, drop a mask that is True everywhere.
+    """
     if mask.device.type != "cpu":
         return RowMask(mask, mask.sum())
     count = int(mask.count_nonzero())
@@ -199,22 +225,23 @@ def at_least_one(count: int | Tensor) -> int | Tensor:
     return max(count, 1)
 
 
-# --------------------------------------------------------------------------- sums of outer products
+# --------------------------------------------------------------- sums of outer products
 
 
 @dataclass(frozen=True)
 class PairStatistics:
     """Sums over one captured pair.
 
-    A and L divided by ``num_examples`` are this pair's estimates of them. G needs the number of
-    loss terms, which is known only at the end of the pass.
+    A and L divided by ``num_examples`` are this pair's estimates of them. G needs the
+    number of loss terms, which is known only at the end of the pass.
 
     Attributes:
-        factors: Sums by factor name, ``(groups, n, n)``, or ``(groups, n)`` of a diagonal.
-        num_examples: Number of examples. On a device it is a scalar tensor, which the host does not
-            read.
-        examples_per_group: Number of examples of each group, ``(groups,)``, if a layer routes its
-            examples to its groups.
+        factors: Sums by factor name, ``(groups, n, n)``, or
+            ``(groups, n)`` of a diagonal.
+        num_examples: Number of examples. On a device it is a scalar tensor, which the
+            host does not read.
+        examples_per_group: Number of examples of each group, ``(groups,)``, if a layer
+            routes its examples to its groups.
     """
 
     factors: dict[str, Tensor]
@@ -228,7 +255,8 @@ class PairOptions:
 
     Attributes:
         has_bias: A includes the homogeneous coordinate.
-        approximation: How to treat dimensions that share the weight (Eschenhagen et al. 2023).
+        approximation: How to treat dimensions that share the weight
+            (Eschenhagen et al. 2023).
         row_mask: The rows that A is a sum over.
     """
 
@@ -241,16 +269,20 @@ CPU_STRIP = 128
 """Rows of the upper triangle that the CPU computes by one product."""
 
 TRANSPOSED_ROWS = 64
-"""Rows that one transposed copy writes. With more rows, each element is a cache miss."""
+"""Rows that one transposed copy writes. With more rows, each
+element is a cache miss."""
 
 
-def gram(x: Tensor, homogeneous: bool = False, ones: int | Tensor | None = None) -> Tensor:
+def gram(
+    x: Tensor, homogeneous: bool = False, ones: int | Tensor | None = None
+) -> Tensor:
     """Sum the outer products of the rows of ``x``, ``(groups, rows, dim)``.
 
     Args:
         x: The rows.
         homogeneous: Append a 1 to every row, without a copy of the rows.
-        ones: Number of rows that get a 1, if the other rows are zero. None: all of them.
+        ones: Number of rows that get a 1, if the other rows are
+            zero. None: all of them.
 
     Returns:
         A tensor ``(groups, n, n)``, where n is dim, or dim + 1 if ``homogeneous``.
@@ -260,8 +292,9 @@ def gram(x: Tensor, homogeneous: bool = False, ones: int | Tensor | None = None)
     if ones is None:
         ones = rows
 
-    # Compute the upper triangle only, in bands of 128 rows. For 576 and 1152 dimensions, one core
-    # takes 0.65 of the time of the full product. A GPU would run many small kernels instead.
+    # Compute the upper triangle only, in bands of 128 rows. For 576 and 1152
+    # dimensions, one core takes 0.65 of the time of the full product. A GPU would run
+    # many small kernels instead.
     strip = CPU_STRIP if x.device.type == "cpu" else dim
     if dim <= strip:
         matrix = torch.bmm(x.mT, x)  # `@` would add views
@@ -279,8 +312,9 @@ def gram(x: Tensor, homogeneous: bool = False, ones: int | Tensor | None = None)
         matrix[:, :dim, dim] = x.sum(1)
         matrix[:, dim, dim] = ones
 
-    # The lower triangle. The squares on the diagonal are complete already, so it does not matter
-    # that the copied blocks leave them out: TRANSPOSED_ROWS divides CPU_STRIP.
+    # The lower triangle. The squares on the diagonal are complete already, so
+    # it does not matter that the copied blocks leave them out:
+    # TRANSPOSED_ROWS divides CPU_STRIP.
     for start in range(0, total, TRANSPOSED_ROWS):
         stop = start + TRANSPOSED_ROWS
         matrix[:, stop:, start:stop] = matrix[:, start:stop, stop:].mT
@@ -311,11 +345,11 @@ def sum_outer_products(x: Tensor, d: Tensor) -> Tensor:
     return d.reshape(-1, d.shape[-1]).mT @ x.reshape(-1, x.shape[-1])
 
 
-# ------------------------------------------------------------------------------------ rows of pairs
+# ------------------------------------------------------------------------ rows of pairs
 
-# Layers that see the same rows have the same mask. Rows of equal shapes are the same rows only if
-# they are of one family. Rows of an attention are (batch, positions), whichever of the two comes
-# first in its inputs.
+# Layers that see the same rows have the same mask. Rows of equal shapes are the same
+# rows only if they are of one family. Rows of an attention are (batch, positions),
+# whichever of the two comes first in its inputs.
 ROUTED = "routed"
 ATTENTION = "attention"
 
@@ -327,7 +361,8 @@ class PairRows(NamedTuple):
         family: "", or one of the families above.
         shape: Leading dimensions of the pair, whose product is the number of rows.
         d: The gradient of the output.
-        examples: Each row is a whole example, as in a convolution. Then all rows take part.
+        examples: Each row is a whole example, as in a convolution.
+            Then all rows take part.
     """
 
     family: str
@@ -366,10 +401,12 @@ class LinearRows(NamedTuple):
 
 
 def linear_rows(x: Tensor, d: Tensor, options: PairOptions) -> LinearRows:
-    """Reshape a Linear's pair into rows. Rows of x that do not take part are set to zero.
+    """Reshape a Linear's pair into rows.
 
-    Those of d are zero already. With "reduce", a row has the mean input and the summed gradients of
-    one example.
+    Rows of x that do not take part are set to zero.
+
+    Those of d are zero already. With "reduce", a row has the mean input and the summed
+    gradients of one example.
     """
     row_mask = options.row_mask
     if options.approximation == "reduce" and x.dim() > 2:
@@ -390,11 +427,12 @@ def reduce_positions(x: Tensor, d: Tensor, row_mask: RowMask) -> tuple[Tensor, T
     return (x * mask).sum(1) / mask.sum(1).clamp_min(1), d.sum(1)
 
 
-# -------------------------------------------------------------------------------- kinds of layers
+# ---------------------------------------------------------------------- kinds of layers
 
 
 RowsFunction: TypeAlias = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""A function of a module, its input and the gradient of its output that returns x and d."""
+"""A function of a module, its input and the gradient of its output
+that returns x and d."""
 
 CONVOLUTIONS = (
     nn.Conv1d,
@@ -414,11 +452,12 @@ class LayerKind(ABC):
         weight: Name of the weight.
         bias: Name of the bias.
         family: Family of the rows of its pairs.
-        rows: Computes x and d from the input and the gradient of the output. None: x is the input,
-            and d is the gradient.
-        separate_bias_reason: Why the bias is not the homogeneous coordinate of A. "" if it is.
-        multiplies_rows: Whether the layer multiplies the rows of its input by a matrix, and does
-            nothing else. Pairs of such layers are added up in batches.
+        rows: Computes x and d from the input and the gradient of the output. None: x is
+            the input, and d is the gradient.
+        separate_bias_reason: Why the bias is not the homogeneous
+            coordinate of A. "" if it is.
+        multiplies_rows: Whether the layer multiplies the rows of its input by a matrix,
+            and does nothing else. Pairs of such layers are added up in batches.
     """
 
     weight: str = "weight"
@@ -457,7 +496,8 @@ class Linear(LayerKind):
 
     Attributes:
         transposed: The weight is stored as ``(in, out)``.
-        assumed: The layer is only assumed to be a Linear, until its first statistics verify it.
+        assumed: The layer is only assumed to be a Linear, until its
+            first statistics verify it.
     """
 
     transposed: bool = False
@@ -504,7 +544,9 @@ class Linear(LayerKind):
         shape: Sequence[int] = getattr(module, self.weight).shape
         return shape[::-1] if self.transposed else shape
 
-    def _to_rows(self, module: nn.Module, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    def _to_rows(
+        self, module: nn.Module, x: Tensor, d: Tensor
+    ) -> tuple[Tensor, Tensor]:
         if self.rows is None:
             return x, d
         return self.rows(module, x, d)
@@ -514,7 +556,8 @@ class Linear(LayerKind):
 class Embedding(LayerKind):
     """A table of rows, which are looked up by index.
 
-    If the weight is ``tied`` to that of an output layer, a token adds ‖d‖² to A instead of 1.
+    If the weight is ``tied`` to that of an output layer, a token adds
+    ‖d‖² to A instead of 1.
     """
 
     tied: bool = False
@@ -539,26 +582,29 @@ class Embedding(LayerKind):
         row_mask = options.row_mask
         padding = embedding.padding_idx
 
-        # What each token adds to the diagonal of A: 1, or ‖d‖² with a tied weight. The padding
-        # token adds nothing, because its row is not trained. It is like a row of a Linear whose
-        # input is zero, which counts in G. With a tied weight, A and G must keep equal traces, so
-        # it counts in neither.
+        # What each token adds to the diagonal of A: 1, or ‖d‖² with a tied weight. The
+        # padding token adds nothing, because its row is not trained. It is like a row
+        # of a Linear whose input is zero, which counts in G. With a tied weight, A and
+        # G must keep equal traces, so it counts in neither.
         if self.tied:
             if padding is not None:
                 d_rows = d_rows * (tokens != padding).unsqueeze(1)
             added = d_rows.square().sum(1)
         else:
-            added = row_mask.apply(torch.ones(tokens.shape, dtype=d.dtype, device=d.device))
+            added = row_mask.apply(
+                torch.ones(tokens.shape, dtype=d.dtype, device=d.device)
+            )
             if padding is not None:
                 added = added * (tokens != padding)
         a = torch.zeros(embedding.num_embeddings, dtype=d.dtype, device=d.device)
         a.scatter_add_(0, tokens.long(), added)
         g = gram(d_rows.unsqueeze(0))
 
-        # With "reduce", the loss has one term per example. The second moment of an example's mean
-        # of one-hot rows would not be diagonal. So treat its tokens as a convolution treats its
-        # locations: A is a sum over them, and G a mean. For 2 examples of 3 tokens, the sum of G
-        # over 6 tokens is multiplied by 2 / 6. Not with a tied weight, because of the traces.
+        # With "reduce", the loss has one term per example. The second moment of an
+        # example's mean of one-hot rows would not be diagonal. So treat its tokens as a
+        # convolution treats its locations: A is a sum over them, and G a mean. For 2
+        # examples of 3 tokens, the sum of G over 6 tokens is multiplied by 2 / 6. Not
+        # with a tied weight, because of the traces.
         num_examples = row_mask.count
         if options.approximation == "reduce" and x.dim() > 1:
             num_examples = row_mask.to_examples(len(d)).count
@@ -598,7 +644,7 @@ KINDS: dict[type[nn.Module], LayerKind] = {nn.Linear: LINEAR, nn.Embedding: EMBE
 """The kinds of layers by class, including the classes that users register."""
 
 
-# ---------------------------------------------------------------------------- gradients as matrices
+# ---------------------------------------------------------------- gradients as matrices
 
 
 @dataclass(frozen=True)
@@ -607,8 +653,8 @@ class Layout:
 
     Attributes:
         axis: The dimension along which the gradients are concatenated.
-        views: The shape to which each gradient is reshaped. If the layer has one group, the shape
-            has no dimension of groups.
+        views: The shape to which each gradient is reshaped. If the layer has one group,
+            the shape has no dimension of groups.
         transposed: The last two dimensions are swapped after the concatenation.
 
     Examples:
@@ -632,7 +678,8 @@ def matrix_layout(shape: FactorShape, sizes: Iterable[int]) -> Layout:
     """The layout of a layer's parameters, given their numbers of elements, the weight first."""
     groups = (shape.groups,) if shape.groups > 1 else ()
 
-    # An exact block is one column. If only its diagonal is stored, each entry is a group.
+    # An exact block is one column. If only its diagonal is stored,
+    # each entry is a group.
     if shape.exact:
         ones = (1, 1) if groups else (1,)
         return Layout(0, tuple((size, *ones) for size in sizes))
@@ -640,5 +687,7 @@ def matrix_layout(shape: FactorShape, sizes: Iterable[int]) -> Layout:
     out = shape.out_dim
     columns = [size // (shape.groups * out) for size in sizes]
     if shape.transposed:
-        return Layout(len(groups), tuple((*groups, n, out) for n in columns), transposed=True)
+        return Layout(
+            len(groups), tuple((*groups, n, out) for n in columns), transposed=True
+        )
     return Layout(len(groups) + 1, tuple((*groups, out, n) for n in columns))

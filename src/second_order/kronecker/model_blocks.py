@@ -4,9 +4,10 @@
     find_blocks    visits the modules in order, classifies each, and then makes one block per weight
     LeftToBase     parameters without a block, with the reason for the summary and the warnings
 
-A module can be a layer with a kind (:mod:`second_order.kronecker.kinds`), fused experts, or a norm
-layer with an exact block. Modules that share a weight share a block, but only if all of them can
-have it. If ``unsupported_layers`` allows it, the remaining matrices get gradient-factored blocks.
+A module can be a layer with a kind (:mod:`second_order.kronecker.kinds`), fused
+experts, or a norm layer with an exact block. Modules that share a weight share a block,
+but only if all of them can have it. If ``unsupported_layers`` allows it, the remaining
+matrices get gradient-factored blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from second_order.kronecker.exact import ExactBlock, gain_of
 from second_order.kronecker.experts import EXPERTS, is_experts
 from second_order.kronecker.gradient import GradientBlock, matrix_shape
 from second_order.kronecker.kinds import match, tied_kinds
-from second_order.kronecker.layers import CONVOLUTIONS, Approximation, FactorShape, LayerKind
+from second_order.kronecker.layers import (
+    CONVOLUTIONS,
+    Approximation,
+    FactorShape,
+    LayerKind,
+)
 from second_order.utils.modules import first_match, plain_type
 
 __all__ = ["PARAMETER", "BlockRules", "LeftToBase", "find_blocks"]
@@ -34,8 +40,8 @@ PARAMETER = "Parameter"
 """Stands for the class of a module, for a parameter that belongs to no layer."""
 
 AUTO_SHARE = 0.1
-"""unsupported_layers="auto" makes gradient-factored blocks if these would have this share of all
-parameters."""
+"""unsupported_layers="auto" makes gradient-factored blocks if these would have this
+share of all parameters."""
 
 # Reasons in `LeftToBase`.
 EXCLUDED = "precondition=False in its parameter group"
@@ -61,9 +67,10 @@ class LeftToBase:
         parameters: Number of scalars.
         unexpected: It would have a block, but for its size or its state.
         norm: It is a norm layer.
-        in_part: The matrices of the module have gradient-factored blocks, and only its vectors are
-            left.
-        exact_if_allowed: It would have an exact block if ``max_exact_dim`` were not None.
+        in_part: The matrices of the module have gradient-factored blocks, and
+            only its vectors are left.
+        exact_if_allowed: It would have an exact block if
+            ``max_exact_dim`` were not None.
         by_option: The user left it out, by ``skip_layers`` or ``precondition=False``.
     """
 
@@ -94,15 +101,16 @@ class BlockRules:
     """Options that decide which modules become blocks.
 
     Attributes:
-        max_factor_dim: A layer with a larger factor is left to the base. None: no limit.
-        doubly_factored: (locations, channels) of the inputs of Linears, by name. "auto": double
-            factoring for each Linear whose A would be too large, with the channels of the
-            convolution before it.
-        max_exact_dim: Norm layers and separate biases have exact blocks with up to this many
-            entries, and diagonals beyond it. None: they are left to the base.
-        unsupported_layers: Whether matrices without a block, including those of layers that are too
-            large, get gradient-factored blocks: "gradient_factors", "base_optimizer", or "auto",
-            which decides by their share of the parameters.
+        max_factor_dim: A layer with a larger factor is left to
+            the base. None: no limit.
+        doubly_factored: (locations, channels) of the inputs of Linears, by name.
+            "auto": double factoring for each Linear whose A would be too large, with
+            the channels of the convolution before it.
+        max_exact_dim: Norm layers and separate biases have exact blocks with up to this
+            many entries, and diagonals beyond it. None: they are left to the base.
+        unsupported_layers: Whether matrices without a block, including those of layers
+            that are too large, get gradient-factored blocks: "gradient_factors",
+            "base_optimizer", or "auto", which decides by their share of the parameters.
         approximation: How to treat dimensions that share the weight.
     """
 
@@ -123,7 +131,8 @@ class BlockRules:
             locations, _ = self.doubly_factored.get(name, (0, 0))
             return locations
 
-        # "auto": only if A would be too large, and the input consists of whole feature maps.
+        # "auto": only if A would be too large, and the input consists
+        # of whole feature maps.
         in_features = module.in_features
         a_dim = in_features + (module.bias is not None)
         if self.max_factor_dim is None or a_dim <= self.max_factor_dim or not channels:
@@ -144,9 +153,19 @@ class BlockRules:
         for name, (locations, channels) in self.doubly_factored.items():
             module = modules.get(name)
             if not isinstance(module, nn.Linear):
-                kind = "not in the model" if module is None else f"a {type(module).__name__}"
-                raise ValueError(f"doubly_factored: {name!r} is {kind}; name an nn.Linear")
-            if locations < 1 or channels < 1 or locations * channels != module.in_features:
+                kind = (
+                    "not in the model"
+                    if module is None
+                    else f"a {type(module).__name__}"
+                )
+                raise ValueError(
+                    f"doubly_factored: {name!r} is {kind}; name an nn.Linear"
+                )
+            if (
+                locations < 1
+                or channels < 1
+                or locations * channels != module.in_features
+            ):
                 raise ValueError(
                     f"doubly_factored: {name!r} has {module.in_features} inputs, not {locations} "
                     f"locations x {channels} channels; give (locations, channels) of its input"
@@ -154,10 +173,14 @@ class BlockRules:
 
     def too_large(self, shape: FactorShape) -> str | None:
         """Why the factors of a layer are too large; None if they are not."""
-        largest = max(n for name, n in shape.dims.items() if name not in shape.diagonals)
+        largest = max(
+            n for name, n in shape.dims.items() if name not in shape.diagonals
+        )
         if self.max_factor_dim is None or largest <= self.max_factor_dim:
             return None
-        return f"a factor of {largest} rows exceeds max_factor_dim={self.max_factor_dim}"
+        return (
+            f"a factor of {largest} rows exceeds max_factor_dim={self.max_factor_dim}"
+        )
 
 
 def find_blocks(
@@ -174,14 +197,15 @@ def find_blocks(
     Args:
         model: The user's module, unwrapped.
         owned: Sizes of the parameters in the optimizer's groups, by ``id``.
-        skip: Shell-style patterns of names or classes of modules to leave to the base, with all
-            modules inside them.
-        known: Blocks of an earlier call by ``id`` of their weight. They are reused if they still
-            fit.
+        skip: Shell-style patterns of names or classes of modules to leave to the base,
+            with all modules inside them.
+        known: Blocks of an earlier call by ``id`` of their weight. They are
+            reused if they still fit.
         factor_dtype: Dtype of the factors of new blocks.
         rules: Options that decide which modules become blocks. None: the defaults.
-        excluded: The ``id`` of parameters in groups with ``precondition=False``. If only some
-            parameters of a module are excluded, the module is treated as if none were.
+        excluded: The ``id`` of parameters in groups with ``precondition=False``.
+            If only some parameters of a module are excluded, the module is
+            treated as if none were.
 
     Raises:
         ValueError: If the rules do not fit the model.
@@ -200,7 +224,8 @@ def find_blocks(
     patterns = list(skip)
     modules = dict(model.named_modules(remove_duplicate=False))
 
-    # Go through the modules, and note the channels that a flattened input of a Linear would have.
+    # Go through the modules, and note the channels that a flattened input
+    # of a Linear would have.
     channels: int | None = None  # of the last convolution, if no Linear came after it
     for name, module in model.named_modules():
         if isinstance(module, CONVOLUTIONS):
@@ -252,7 +277,8 @@ class _BlockSearch:
         self._factor_dtype = factor_dtype
         self._rules = rules
 
-        # By id of a weight, in the order of the modules: its block, or the modules that share it.
+        # By id of a weight, in the order of the modules: its block, or the
+        # modules that share it.
         self._by_weight: dict[int, KroneckerBlock | dict[nn.Module, str]] = {}
         self._in_exact: set[int] = set()  # ids of the parameters in exact blocks
         self._excluded = set(excluded)  # ids of the parameters that get no block
@@ -275,7 +301,7 @@ class _BlockSearch:
                 if p is not None:
                     self._layer_params.add(id(p))
 
-    # ---------------------------------------------------------------------------- one module
+    # ----------------------------------------------------------------------- one module
 
     def exclude(self, name: str, module: nn.Module, reason: str) -> None:
         """Leave a module to the base, as an option says."""
@@ -313,14 +339,17 @@ class _BlockSearch:
                 if locations:
                     kind = DoublyFactored(locations=locations)
                     self._kinds[module] = kind
-                has_bias = not kind.separate_bias_reason and params.get(kind.bias) is not None
+                has_bias = (
+                    not kind.separate_bias_reason and params.get(kind.bias) is not None
+                )
                 reason = self._rules.too_large(kind.shape(module, has_bias))
                 unexpected = reason is not None
 
         # Anything else is left to the base.
         if getattr(module, "sparse", False):
             self._excluded.update(map(id, params.values()))
-        gain_params: tuple[str | None, ...] = ()  # names of those that only lack an option
+        # Names of those that only lack an option.
+        gain_params: tuple[str | None, ...] = ()
         if kind is None and gain is not None and self._rules.max_exact_dim is None:
             gain_params = (gain.weight, gain.bias)
         if reason is not None and kind is None and _has_own_parameters(module):
@@ -334,7 +363,11 @@ class _BlockSearch:
             self._skipped.add(module)
         elif reason is not None:
             self._skip(
-                name, module, reason, unexpected=unexpected, exact_if_allowed=bool(gain_params)
+                name,
+                module,
+                reason,
+                unexpected=unexpected,
+                exact_if_allowed=bool(gain_params),
             )
         self._add_use_of_weight(name, module)
 
@@ -389,7 +422,10 @@ class _BlockSearch:
     def _make_exact_block(
         self, name: str, module: nn.Module, param_names: Sequence[str]
     ) -> ExactBlock | None:
-        """Make an exact block of some parameters of a module. None if the rules forbid it."""
+        """Make an exact block of some parameters of a module.
+
+        None if the rules forbid it.
+        """
         # Take the parameters that belong to the optimizer and to no other exact block.
         available = self._owned.keys() - self._in_exact
         params: list[nn.Parameter] = []
@@ -413,7 +449,7 @@ class _BlockSearch:
         self._in_exact.update(map(id, params))
         return block
 
-    # ------------------------------------------------------------------------------- all blocks
+    # ----------------------------------------------------------------------- all blocks
 
     def make_blocks(self) -> list[KroneckerBlock]:
         """Make the blocks of all weights, and of separate biases."""
@@ -460,7 +496,9 @@ class _BlockSearch:
                 blocks.append(exact)
             elif id(own_bias) in self._owned.keys() - self._in_exact:
                 reason = f"its weight is {kind.separate_bias_reason}, and there are no exact blocks"
-                self._skip_params(f"{name}.{kind.bias}", [own_bias], reason, exact_if_allowed=True)
+                self._skip_params(
+                    f"{name}.{kind.bias}", [own_bias], reason, exact_if_allowed=True
+                )
 
         # Reuse the block of an earlier call if it is the same.
         block = self._known.get(weight)
@@ -478,16 +516,20 @@ class _BlockSearch:
     def _can_share(self, modules: Sequence[nn.Module]) -> bool:
         """Whether modules with one weight can have one block.
 
-        They can if they have one class and one bias, or if they are an embedding and an output
-        layer.
+        They can if they have one class and one bias, or if they are an
+        embedding and an output layer.
         """
         if self._tied_kinds.keys() >= {*modules}:
             return True
-        biases = {id(module._parameters.get(self._kinds[module].bias)) for module in modules}
+        biases = {
+            id(module._parameters.get(self._kinds[module].bias)) for module in modules
+        }
         classes = {plain_type(module) for module in modules}
         return len(biases) == 1 and len(classes) == 1
 
-    def make_gradient_blocks(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
+    def make_gradient_blocks(
+        self, blocks: Sequence[KroneckerBlock]
+    ) -> list[KroneckerBlock]:
         """Make gradient-factored blocks of the matrices without another block."""
         rules = self._rules
         if rules.unsupported_layers == "base_optimizer":
@@ -528,7 +570,7 @@ class _BlockSearch:
                 params.add(id(block.bias))
         return params
 
-    # ------------------------------------------------------------------- parameters without a block
+    # ------------------------------------------------------- parameters without a block
 
     def _skip(
         self,
@@ -576,7 +618,9 @@ class _BlockSearch:
 
     def rows_without_block(self, blocks: Sequence[KroneckerBlock]) -> list[LeftToBase]:
         """The parameters without a block, each of which is counted once."""
-        gradient_factored = {id(b.weight) for b in blocks if isinstance(b, GradientBlock)}
+        gradient_factored = {
+            id(b.weight) for b in blocks if isinstance(b, GradientBlock)
+        }
         counted = self._params_in(blocks)
         rows: list[LeftToBase] = []
         for row, params in self._rows:
@@ -586,7 +630,9 @@ class _BlockSearch:
             if gradient_factored.isdisjoint(owned):
                 rows.append(replace(row, parameters=size))
             elif size:
-                rows.append(replace(row, parameters=size, reason=VECTORS_LEFT, in_part=True))
+                rows.append(
+                    replace(row, parameters=size, reason=VECTORS_LEFT, in_part=True)
+                )
 
         outside = sum(size for p, size in self._owned.items() if p not in counted)
         if outside:

@@ -1,8 +1,9 @@
 """The curvature F of a model: one block for each layer, and zero between layers.
 
-A vector of the model is a dictionary by parameter name. A vector of a layer is a matrix, as
-:mod:`second_order.kronecker.layer_curvature` defines it. If a layer is stored on another rank, that
-rank computes with its factors and sends results, which are smaller than factors:
+A vector of the model is a dictionary by parameter name. A vector of a layer is a
+matrix, as :mod:`second_order.kronecker.layer_curvature` defines it. If a layer is
+stored on another rank, that rank computes with its factors and sends results, which are
+smaller than factors:
 
     _map, _compute_all      what to compute with each layer
     _compute                computes it for the layers that this rank owns
@@ -53,24 +54,27 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         curvature["model.layers.0.mlp.down_proj"].A  # a layer's factor
         curvature.save("curvature")
 
-    F is the *mean* of g gᵀ over examples, where g is the gradient of the loss of one example. If
-    the loss is a mean over tokens or rows, each of them is an example. For a data set of N
-    examples, N F is the Fisher information of all of them. If the labels are the data's, F is the
-    empirical Fisher. If they are sampled from the model, F is the Gauss-Newton matrix of the usual
-    losses. The running averages of a training run lag behind its weights. For F at the last
-    weights, take more steps with ``lr=0``, or use a short memory.
+    F is the *mean* of g gᵀ over examples, where g is the gradient of the loss of one
+    example. If the loss is a mean over tokens or rows, each of them is an example. For
+    a data set of N examples, N F is the Fisher information of all of them. If the
+    labels are the data's, F is the empirical Fisher. If they are sampled from the
+    model, F is the Gauss-Newton matrix of the usual losses. The running averages of a
+    training run lag behind its weights. For F at the last weights, take more steps with
+    ``lr=0``, or use a short memory.
 
-    It is a mapping from layer names to :class:`LayerCurvature`. If ranks store different layers,
-    everything except :attr:`local_layers`, names and lengths is a collective: every rank calls it
-    with the same arguments, and every rank receives the complete result. ``curvature[name]`` copies
-    the layer's factors from its owner without storing them. :meth:`gather` stores all layers.
+    It is a mapping from layer names to :class:`LayerCurvature`. If ranks store
+    different layers, everything except :attr:`local_layers`, names and lengths is a
+    collective: every rank calls it with the same arguments, and every rank receives the
+    complete result. ``curvature[name]`` copies the layer's factors from its owner
+    without storing them. :meth:`gather` stores all layers.
 
     Args:
-        layers: The curvature of each layer, by name, in the same order on all ranks. If another
-            rank stores a layer, its ``stored`` is empty.
+        layers: The curvature of each layer, by name, in the same order on all ranks. If
+            another rank stores a layer, its ``stored`` is empty.
         names: Names of the model's or the optimizer's parameters, in their order.
         uncovered: By parameter name, why the parameter has no curvature.
-        owners: By layer, the rank that stores it. Layers without an owner are on every rank.
+        owners: By layer, the rank that stores it. Layers without an
+            owner are on every rank.
         world: The ranks; needed with ``owners``.
         report: What was measured; a string, or an object with a ``__str__``.
     """
@@ -145,11 +149,13 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         return {name: layer for name, layer in self._layers.items() if layer.stored}
 
     def gather(self, to: int | None = None) -> KroneckerCurvature:
-        """Return the curvature with all factors on every rank, or on one rank. Collective.
+        """Return the curvature with all factors on every rank, or on one rank.
+
+        Collective.
 
         Args:
-            to: The rank that receives all factors; None for all ranks. On the other ranks the
-                result has no layers, and :attr:`uncovered` gives the reason.
+            to: The rank that receives all factors; None for all ranks. On the other
+                ranks the result has no layers, and :attr:`uncovered` gives the reason.
 
         Raises:
             ValueError: If ``to`` is not a rank.
@@ -168,23 +174,28 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
             if to is None or to == self._world.rank:
                 layers[name] = layer
             else:
-                uncovered |= dict.fromkeys(layer.shapes, f"it has been gathered on rank {to}")
+                uncovered |= dict.fromkeys(
+                    layer.shapes, f"it has been gathered on rank {to}"
+                )
         return KroneckerCurvature(layers, self.names, uncovered, report=self.report)
 
-    # --------------------------------------------------------------------------------- functions
+    # ------------------------------------------------------------------------ functions
 
     def apply(self, vector: Tensors) -> dict[str, Tensor]:
         """Return F v by parameter name.
 
-        Results are on the device of the vector, in the dtype of the factors, but at least float32.
+        Results are on the device of the vector, in the dtype of the
+        factors, but at least float32.
 
         Args:
-            vector: Tensors by parameter name. Missing parameters count as zeros. The result has all
-                parameters of the layers that occur in the vector. To pass n vectors together, add
-                a leading dimension n to all tensors. The result then has it as well.
+            vector: Tensors by parameter name. Missing parameters count as zeros. The
+                result has all parameters of the layers that occur in the vector. To
+                pass n vectors together, add a leading dimension n to all tensors. The
+                result then has it as well.
 
         Raises:
-            ValueError: If a parameter has no curvature, or if a tensor has a wrong shape.
+            ValueError: If a parameter has no curvature, or if a
+                tensor has a wrong shape.
             SecondOrderError: If another rank raises.
         """
         return self._map(vector, LayerCurvature.apply)
@@ -196,8 +207,8 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
         Args:
             vector: As for :meth:`apply`.
-            damping: γ > 0; a number, or a mapping from layer names to numbers. None uses the
-                damping of training.
+            damping: γ > 0; a number, or a mapping from layer names to numbers. None
+                uses the damping of training.
             relative: Whether γ is ``damping`` times the mean eigenvalue of the layer.
 
         Raises:
@@ -205,7 +216,9 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         """
 
         def solve_layer(layer: LayerCurvature, matrix: Tensor) -> Tensor:
-            return layer.solve(matrix, self._layer_damping(layer, damping), relative=relative)
+            return layer.solve(
+                matrix, self._layer_damping(layer, damping), relative=relative
+            )
 
         return self._map(vector, solve_layer)
 
@@ -213,7 +226,9 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         """Return F^(1/2) v by parameter name; ``vector`` as for :meth:`apply`."""
         return self.function(vector, torch.sqrt)
 
-    def function(self, vector: Tensors, f: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    def function(
+        self, vector: Tensors, f: Callable[[Tensor], Tensor]
+    ) -> dict[str, Tensor]:
         """Return f(F) v by parameter name.
 
             whitened = curvature.function(v, lambda values: (values + gamma).rsqrt())
@@ -233,13 +248,13 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
     ) -> dict[str, Tensor]:
         """Return a sample of N(0, (F + γ)⁻¹) by parameter name.
 
-        For Laplace's approximation with N examples and the prior precision δ, the covariance is
-        (N F + δ)⁻¹: use ``damping=δ / N``, and divide the sample by √N.
+        For Laplace's approximation with N examples and the prior precision δ, the
+        covariance is (N F + δ)⁻¹: use ``damping=δ / N``, and divide the sample by √N.
 
         Args:
             damping: γ, as for :meth:`solve`.
-            generator: The random number generator, on the device of the factors. The owner of a
-                layer samples with its own.
+            generator: The random number generator, on the device of the factors. The
+                owner of a layer samples with its own.
             relative: As for :meth:`solve`.
         """
 
@@ -281,19 +296,20 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
         return self._sum(layer_logdet)
 
-    # ------------------------------------------------------------------------------------- files
+    # ---------------------------------------------------------------------------- files
 
     def save(self, folder: str | Path) -> None:
         """Write one file for each layer, and then the index ``curvature.json``.
 
         ``<layer>.safetensors`` contains the factors "A", "G" and "L" as matrices
-        ``(groups, n, n)``, or ``(groups, n)`` for a diagonal A. If there are corrected eigenvalues,
-        it also contains them as "corrected", with their eigenvectors "A_eigenvectors" and so on.
-        Characters of a layer name other than letters, digits and ``.-_~`` are percent-encoded, as
-        in a URL. The index lists the file of each layer.
+        ``(groups, n, n)``, or ``(groups, n)`` for a diagonal A. If there are
+        corrected eigenvalues, it also contains them as "corrected", with their
+        eigenvectors "A_eigenvectors" and so on. Characters of a layer name other than
+        letters, digits and ``.-_~`` are percent-encoded, as in a URL. The index lists
+        the file of each layer.
 
-        Each owner writes its own layers, into a folder that all ranks can access. If there are no
-        owners, call it on one rank only.
+        Each owner writes its own layers, into a folder that all ranks can access. If
+        there are no owners, call it on one rank only.
         """
         folder = Path(folder)
         rank = self._world.rank if self.owners else 0
@@ -308,10 +324,13 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
         def write_last() -> dict[str, Tensors]:
             if rank == 0:
-                write_index(folder, self._layers, self.names, self.uncovered, self.report)
+                write_index(
+                    folder, self._layers, self.names, self.uncovered, self.report
+                )
             return {}
 
-        # The index says that the folder is complete, so no rank writes it before all layers exist.
+        # The index says that the folder is complete, so no rank writes it
+        # before all layers exist.
         self._share(write_layers)
         self._share(write_last)
 
@@ -323,19 +342,22 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
         Args:
             folder: The folder.
-            device: Device of the factors. None is the CPU, where a factor is read from its file
-                when it is used. Then the files must not change in the meantime.
+            device: Device of the factors. None is the CPU, where a factor is
+                read from its file when it is used. Then the files must not
+                change in the meantime.
 
         Raises:
-            CheckpointError: If the folder has no index, or if a file is missing, truncated or
-                damaged.
+            CheckpointError: If the folder has no index, or if a file is missing,
+                truncated or damaged.
         """
         folder = Path(folder)
         index = read_index(folder)
-        layers = {layer.name: read_layer(folder, layer, device) for layer in index.layers}
+        layers = {
+            layer.name: read_layer(folder, layer, device) for layer in index.layers
+        }
         return cls(layers, index.names, index.uncovered, report=index.report)
 
-    # --------------------------------------------------------------------------- work on all layers
+    # --------------------------------------------------------------- work on all layers
 
     def _map(
         self, vector: Tensors, f: Callable[[LayerCurvature, Tensor], Tensor]
@@ -348,8 +370,12 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
             def map_layer(layer: LayerCurvature) -> Tensors:
                 parts = {name: vector[name] for name in layer.shapes if name in vector}
                 device = next(iter(parts.values())).device
-                to_matrix = torch.vmap(layer.to_matrix) if is_stacked else layer.to_matrix
-                to_vector = torch.vmap(layer.to_vector) if is_stacked else layer.to_vector
+                to_matrix = (
+                    torch.vmap(layer.to_matrix) if is_stacked else layer.to_matrix
+                )
+                to_vector = (
+                    torch.vmap(layer.to_vector) if is_stacked else layer.to_vector
+                )
                 result = to_vector(f(layer, to_matrix(parts)))
                 return {name: part.to(device) for name, part in result.items()}
 
@@ -369,12 +395,18 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         """Return the sum over all layers of a number."""
 
         def as_tensor(layer: LayerCurvature) -> Tensors:
-            return {"number": torch.tensor(compute(layer), dtype=torch.float64, device="cpu")}
+            return {
+                "number": torch.tensor(
+                    compute(layer), dtype=torch.float64, device="cpu"
+                )
+            }
 
         by_layer = self._compute_all(as_tensor)
         return sum(float(tensors["number"]) for tensors in by_layer.values())
 
-    def _compute_all(self, compute: Callable[[LayerCurvature], Tensors]) -> dict[str, Tensors]:
+    def _compute_all(
+        self, compute: Callable[[LayerCurvature], Tensors]
+    ) -> dict[str, Tensors]:
         """Return the tensors that are computed with each layer, on every rank."""
         return self._share(lambda: self._compute(list(self), compute))
 
@@ -404,7 +436,8 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
         Raises:
             TypeError: If the vector is not a mapping.
-            ValueError: If a parameter has no curvature, or if a tensor has a wrong shape.
+            ValueError: If a parameter has no curvature, or if a
+                tensor has a wrong shape.
         """
         if not isinstance(vector, Mapping):
             raise TypeError(
@@ -416,8 +449,12 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         stack_shapes: dict[torch.Size, str] = {}
         for name, tensor in vector.items():
             if name not in self._param_shapes:
-                reason = self.uncovered.get(name, "it is not a parameter of the optimizer")
-                raise ValueError(f"{name!r} has no curvature: {reason}; leave it out of the vector")
+                reason = self.uncovered.get(
+                    name, "it is not a parameter of the optimizer"
+                )
+                raise ValueError(
+                    f"{name!r} has no curvature: {reason}; leave it out of the vector"
+                )
             if is_dtensor(tensor):
                 raise ValueError(
                     f"the vector has a DTensor for {name!r}; pass full tensors, which "
@@ -434,15 +471,18 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
             counts = ", ".join(
                 f"{list(n) or 'one'} for {name!r}" for n, name in stack_shapes.items()
             )
-            raise ValueError(f"all parameters need the same number of vectors, not {counts}")
+            raise ValueError(
+                f"all parameters need the same number of vectors, not {counts}"
+            )
         return any(len(stack_shape) > 0 for stack_shape in stack_shapes)
 
-    # ----------------------------------------------------------------------------- communication
+    # -------------------------------------------------------------------- communication
 
     def _share(self, work: Callable[[], dict[str, Tensors]]) -> dict[str, Tensors]:
         """Do this rank's work, and return the resulting tensors by layer, on every rank.
 
-        Collective, unless every rank has all layers. If one rank raises, all ranks raise.
+        Collective, unless every rank has all layers. If one rank
+        raises, all ranks raise.
         """
         if not self.owners:
             return work()
@@ -458,7 +498,9 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
     def _exchange_specs(
         self, tensors: Mapping[str, Tensors], error: Exception | None
     ) -> list[SpecsByLayer]:
-        """Return the shapes of every rank's tensors, once all ranks have succeeded. Collective.
+        """Return the shapes of every rank's tensors, once all ranks have succeeded.
+
+        Collective.
 
         Raises:
             SecondOrderError: If another rank has raised, or has worked on other layers.
@@ -466,12 +508,16 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         # Tell all ranks the shapes of this one's tensors, or its error.
         specs: SpecsByLayer = {}
         for name, layer_tensors in tensors.items():
-            specs[name] = {key: TensorSpec.of(tensor) for key, tensor in layer_tensors.items()}
+            specs[name] = {
+                key: TensorSpec.of(tensor) for key, tensor in layer_tensors.items()
+            }
         local_result = RankResult(repr(error) if error else "", specs)
         results: list[RankResult] = self._world.all_gather_object(local_result)
         if error is not None:
             raise error
-        failures = [f"rank {rank}: {r.error}" for rank, r in enumerate(results) if r.error]
+        failures = [
+            f"rank {rank}: {r.error}" for rank, r in enumerate(results) if r.error
+        ]
         if failures:
             raise SecondOrderError("; ".join(failures))
 
@@ -489,7 +535,9 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         self, tensors: Mapping[str, Tensors], specs: Sequence[SpecsByLayer]
     ) -> dict[str, Tensors]:
         """Broadcast the tensors of each layer from its owner. Collective."""
-        received = {name: dict(local_tensors) for name, local_tensors in tensors.items()}
+        received = {
+            name: dict(local_tensors) for name, local_tensors in tensors.items()
+        }
         buffers: list[Tensor] = []
         owners: list[int] = []
         for name, layer_tensors in received.items():

@@ -1,16 +1,18 @@
 """Decide which rows of a backward pass are terms of its loss, and which rows count in A.
 
-The loss is a mean over N terms. N is one number for all layers of a pass, and G = N Σ d dᵀ. A is
-the mean of x xᵀ over the rows that *take part*: those that the loss depends on. A gradient may
-happen to vanish at one layer: dead units, dropped paths, a hinge, tokens that went to another
-expert. This must change neither N nor A. A leaves out only rows that have no gradient at any layer,
-such as padding. A prompt's tokens have no label, so they are not terms, but later tokens attend to
-them, so they have gradients and take part.
+The loss is a mean over N terms. N is one number for all layers of a pass, and G = N Σ
+d dᵀ. A is the mean of x xᵀ over the rows that *take part*: those that the loss
+depends on. A gradient may happen to vanish at one layer: dead units, dropped paths, a
+hinge, tokens that went to another expert. This must change neither N nor A. A leaves
+out only rows that have no gradient at any layer, such as padding. A prompt's tokens
+have no label, so they are not terms, but later tokens attend to them, so they have
+gradients and take part.
 
-Layers whose inputs have the same leading dimensions see the same rows. A layer that sees these
-rows flattened sees the same rows too. The pairs of an ``nn.MultiheadAttention`` may have the batch
-in another dimension than the rest of the model, so their rows are compared with no other layer's.
-Rows are of one of three types. The leading dimensions of the layers decide the type:
+Layers whose inputs have the same leading dimensions see the same rows. A layer that
+sees these rows flattened sees the same rows too. The pairs of an
+``nn.MultiheadAttention`` may have the batch in another dimension than the rest of the
+model, so their rows are compared with no other layer's. Rows are of one of three types.
+The leading dimensions of the layers decide the type:
 
     positions   Shape (B, T, ...), or B T rows where another layer has (B, T), or tokens of fused
                 experts. A row takes part if it has a gradient at any layer that sees it.
@@ -22,10 +24,10 @@ Rows are of one of three types. The leading dimensions of the layers decide the 
                 gradient in its group. Once positions have been seen, each such pair is a group of
                 its own.
 
-The layer called last receives its gradient first. It shows the terms: its examples, or those of its
-positions that have a gradient. It may be called several times in one pass. The terms are those of
-all its calls if the calls have different numbers of rows, or if they add up to the rows of another
-layer.
+The layer called last receives its gradient first. It shows the terms: its examples, or
+those of its positions that have a gradient. It may be called several times in one pass.
+The terms are those of all its calls if the calls have different numbers of rows, or if
+they add up to the rows of another layer.
 """
 
 from __future__ import annotations
@@ -66,9 +68,10 @@ class RowGroup:
         family: ATTENTION, ROUTED (fused experts), or "" for all other layers.
         shape: Leading dimensions of the layers' inputs.
         are_examples: Whether a layer showed that the rows are the batch's examples.
-        are_selected: Whether the rows were selected for one call, which no other call shares.
-        has_gradient: ``(rows,)``, True for rows with a gradient at any layer so far. None before
-            the first layer, and if all rows have one.
+        are_selected: Whether the rows were selected for one call,
+            which no other call shares.
+        has_gradient: ``(rows,)``, True for rows with a gradient at any layer so far.
+            None before the first layer, and if all rows have one.
         all_have_gradient: Whether every row is known to have a gradient at some layer.
     """
 
@@ -130,19 +133,20 @@ def next_serial() -> int:
 class BackwardPass:
     """The rows that the layers of one backward pass see.
 
-    While the pass runs, :meth:`record_rows` is called for each of its pairs. When it is over,
-    :meth:`find_row_mask` decides which rows of a group take part, and :meth:`count_terms` counts
-    the terms of the loss.
+    While the pass runs, :meth:`record_rows` is called for each of its pairs. When it is
+    over, :meth:`find_row_mask` decides which rows of a group take part, and
+    :meth:`count_terms` counts the terms of the loss.
 
     Args:
         number: The number of the pass, which all its pairs share.
         reduce: Whether all positions of an example make one term.
 
     Attributes:
-        serial: Larger than that of all passes that began earlier, and than ``cleared_at`` of
-            statistics that were cleared earlier.
+        serial: Larger than that of all passes that began earlier, and than
+            ``cleared_at`` of statistics that were cleared earlier.
         again: Whether an earlier pass went through the same calls of layers.
-        layers: The staged statistics of the layers that have pairs of this pass, by ``id()``.
+        layers: The staged statistics of the layers that have pairs of
+            this pass, by ``id()``.
     """
 
     def __init__(self, number: int, reduce: bool = False) -> None:
@@ -155,7 +159,8 @@ class BackwardPass:
         self._terms: float | Tensor | None = None  # once counted
         self._groups: dict[Hashable, RowGroup] = {}
 
-        # The numbers of rows that are known to be positions, and that may be those of examples.
+        # The numbers of rows that are known to be positions, and that
+        # may be those of examples.
         self._position_counts: set[int] = set()
         self._example_counts: set[int] = set()
 
@@ -163,10 +168,13 @@ class BackwardPass:
         self._last_called: nn.Module | None = None
         self._calls: list[_Call] = []
 
-    # ------------------------------------------------------------------------ while the pass runs
+    # -------------------------------------------------------------- while the pass runs
 
     def find_group(self, rows: PairRows) -> RowGroup:
-        """Return the group of a pair's rows. Selected rows get a new group for each pair."""
+        """Return the group of a pair's rows.
+
+        Selected rows get a new group for each pair.
+        """
         key: Hashable = (rows.family, rows.shape, rows.examples)
         group = self._groups.get(key)
         if group is not None:
@@ -183,7 +191,8 @@ class BackwardPass:
         if has_positions or rows.family == ROUTED:
             self._position_counts.add(group.num_rows)
         if has_positions:
-            self._example_counts.update(rows.shape[:2])  # (batch, positions), or the reverse
+            # (batch, positions), or the reverse.
+            self._example_counts.update(rows.shape[:2])
         if rows.examples:
             self._example_counts.add(group.num_rows)
         return group
@@ -203,9 +212,11 @@ class BackwardPass:
             rows: The rows.
             group: Their group, as :meth:`find_group` returned it.
             module: The module.
-            has_label_per_row: Whether a label was sampled for each row of the layer called last.
-            read_gradient: Whether the host reads now which rows have a gradient. To avoid a
-                synchronization, it does not on a GPU, where this is decided when the pass is over.
+            has_label_per_row: Whether a label was sampled for each row of
+                the layer called last.
+            read_gradient: Whether the host reads now which rows have a gradient. To
+                avoid a synchronization, it does not on a GPU, where this is decided
+                when the pass is over.
         """
         if self._last_called is None:
             self._last_called = module
@@ -232,13 +243,19 @@ class BackwardPass:
         return to_row_mask(group.has_gradient)
 
     def schedule_end(self) -> bool:
-        """Note that autograd will call us at the end of this pass. Returns whether that is new."""
+        """Note that autograd will call us at the end of this pass.
+
+        Returns whether that is new.
+        """
         is_new = not self._end_is_scheduled
         self._end_is_scheduled = True
         return is_new
 
     def mark_repeated(self) -> bool:
-        """Note that an earlier pass went through the same calls. Returns whether that is new."""
+        """Note that an earlier pass went through the same calls.
+
+        Returns whether that is new.
+        """
         is_new = not self.again
         self.again = True
         return is_new
@@ -257,7 +274,7 @@ class BackwardPass:
         known = all(group.all_take_part for group in self._groups.values())
         return bool(self._calls) and known
 
-    # ------------------------------------------------------------------------------ types of rows
+    # -------------------------------------------------------------------- types of rows
 
     def _type_of(self, group: RowGroup) -> str:
         """The type of a group's rows, as far as the pairs show it that have arrived so far."""
@@ -273,7 +290,7 @@ class BackwardPass:
             return "selected"
         return "examples"
 
-    # ------------------------------------------------------------------------ when the pass is over
+    # ------------------------------------------------------------ when the pass is over
 
     def may_leave_out_rows(self, group: RowGroup) -> bool:
         """Whether some rows of a group may not take part."""
@@ -318,12 +335,17 @@ class BackwardPass:
 
     def _count_terms(self) -> float | Tensor:
         calls = self._calls if self._calls_are_parts() else self._calls[:1]
-        terms = _sum([self._count(call, call.row_mask, call.all_terms) for call in calls])
+        terms = _sum(
+            [self._count(call, call.row_mask, call.all_terms) for call in calls]
+        )
         if not isinstance(terms, Tensor) and terms != 0.0:
             return terms
 
-        # If the layer called last has no gradient, its terms are the rows that take part.
-        rows = _sum([self._count(call, self.find_row_mask(call.group)) for call in calls])
+        # If the layer called last has no gradient, its terms are
+        # the rows that take part.
+        rows = _sum(
+            [self._count(call, self.find_row_mask(call.group)) for call in calls]
+        )
         if not isinstance(terms, Tensor):
             return rows
         return torch.where(terms > 0, terms, torch.as_tensor(rows, device=terms.device))
@@ -331,10 +353,10 @@ class BackwardPass:
     def _calls_are_parts(self) -> bool:
         """Whether each call of the layer called last has its own part of the terms.
 
-        This holds if the calls' numbers of rows differ (sequences one by one), or add up to the
-        rows of another layer (logits in chunks). Otherwise the same rows may go through the layer
-        several times, as in a recurrent network. The last call, whose gradient comes first,
-        then shows the terms alone.
+        This holds if the calls' numbers of rows differ (sequences one by one), or add
+        up to the rows of another layer (logits in chunks). Otherwise the same rows may
+        go through the layer several times, as in a recurrent network. The last call,
+        whose gradient comes first, then shows the terms alone.
         """
         numbers = [call.group.num_rows for call in self._calls]
         if len(numbers) < 2:
@@ -344,7 +366,9 @@ class BackwardPass:
         total = sum(numbers)
         return any(group.num_rows == total for group in self._groups.values())
 
-    def _count(self, call: _Call, row_mask: RowMask, all_terms: bool = False) -> float | Tensor:
+    def _count(
+        self, call: _Call, row_mask: RowMask, all_terms: bool = False
+    ) -> float | Tensor:
         """The number of terms in some rows of a call."""
         group = call.group
         if all_terms or self._type_of(group) == "examples":
@@ -376,7 +400,7 @@ def _sum(numbers: Iterable[float | Tensor]) -> float | Tensor:
     return total
 
 
-# ------------------------------------------------------------------------------ passes of a step
+# --------------------------------------------------------------------- passes of a step
 
 
 class Terms(NamedTuple):
@@ -409,13 +433,17 @@ class StepPasses:
         for staged in layers:
             pass_numbers = [number for number in self.passes if staged.has_pass(number)]
             passes_since_clear = [
-                number for number, each in self.passes.items() if each.serial > staged.cleared_at
+                number
+                for number, each in self.passes.items()
+                if each.serial > staged.cleared_at
             ]
             key = (tuple(pass_numbers), tuple(passes_since_clear))
             if key not in by_candidates:
                 passes = self._select_passes(pass_numbers, passes_since_clear)
                 number = _sum([each.count_terms() for each in passes])
-                by_candidates[key] = Terms(number, tuple([each.serial for each in passes]))
+                by_candidates[key] = Terms(
+                    number, tuple([each.serial for each in passes])
+                )
             terms.append(by_candidates[key])
         return terms
 
@@ -424,14 +452,14 @@ class StepPasses:
     ) -> list[BackwardPass]:
         """The passes whose terms count for a layer, including passes that do not reach it.
 
-        Passes that have a layer in common have parts of one loss. A pass that goes through the
-        same calls again has terms that were counted before. It is left out unless there is no
-        other pass.
+        Passes that have a layer in common have parts of one loss. A pass that goes
+        through the same calls again has terms that were counted before. It is left out
+        unless there is no other pass.
 
         Args:
             pass_numbers: The numbers of the passes that reach the layer.
-            passes_since_clear: The numbers of the passes that began after its statistics were
-                cleared.
+            passes_since_clear: The numbers of the passes that began after its
+                statistics were cleared.
         """
         candidates: list[BackwardPass] = []
         layers: set[int] = set()  # the layers of the passes that reach this one
@@ -443,6 +471,8 @@ class StepPasses:
 
         # Among these, the passes of the same loss.
         if layers:
-            candidates = [each for each in candidates if not layers.isdisjoint(each.layers)]
+            candidates = [
+                each for each in candidates if not layers.isdisjoint(each.layers)
+            ]
         first_passes = [each for each in candidates if not each.again]
         return first_passes or candidates[:1]

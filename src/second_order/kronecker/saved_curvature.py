@@ -20,7 +20,14 @@ from second_order.errors import CheckpointError
 from second_order.kronecker.layer_curvature import LayerCurvature
 from second_order.kronecker.layers import FactorShape
 
-__all__ = ["Index", "read_index", "read_layer", "remove_index", "write_index", "write_layer"]
+__all__ = [
+    "Index",
+    "read_index",
+    "read_layer",
+    "remove_index",
+    "write_index",
+    "write_layer",
+]
 
 INDEX = "curvature.json"
 FORMAT = "second_order.KroneckerCurvature"
@@ -47,7 +54,7 @@ class Index:
     report: str | None
 
 
-# ------------------------------------------------------------------------------------------ layers
+# ------------------------------------------------------------------------------- layers
 
 
 def file_name(layer: str) -> str:
@@ -70,8 +77,8 @@ def read_layer(
     """Return a layer of an index with its tensors.
 
     Raises:
-        CheckpointError: If its file is missing, or if factors or corrected eigenvalues do not have
-            the shapes that the index gives.
+        CheckpointError: If its file is missing, or if factors or corrected eigenvalues
+            do not have the shapes that the index gives.
     """
     path = folder / file_name(layer.name)
     try:
@@ -95,7 +102,7 @@ def read_layer(
     return layer.with_tensors(tensors)
 
 
-# ------------------------------------------------------------------------------------------- index
+# -------------------------------------------------------------------------------- index
 
 
 def remove_index(folder: Path) -> None:
@@ -140,7 +147,9 @@ def read_index(folder: Path) -> Index:
         if content["format"] != FORMAT:
             raise ValueError(f"{content['format']} is not {FORMAT}")
         return Index(
-            layers=[_from_json(name, entry) for name, entry in content["layers"].items()],
+            layers=[
+                _from_json(name, entry) for name, entry in content["layers"].items()
+            ],
             names=list(content["names"]),
             uncovered=dict(content["uncovered"]),
             report=content["report"],

@@ -5,16 +5,18 @@ check      read their errors from the device in one transfer
 retry      decompose a factor with a large error alone, in float64, then in float64 on the CPU
 combine    form the inverse of a layer from the decompositions of its factors
 
-A layer has the factor A of its inputs and the factor G of its output gradients. If its inputs are
-channels by locations, it may have a third factor L: A is then that of the channels, and L that of
-the locations. Each factor is ``groups`` matrices, one per group of a grouped layer, and one for
-most layers. P is the preconditioned gradient, (A ⊗ G + γ)⁻¹ ∇.
+A layer has the factor A of its inputs and the factor G of its output gradients. If
+its inputs are channels by locations, it may have a third factor L: A is then that of
+the channels, and L that of the locations. Each factor is ``groups`` matrices, one
+per group of a grouped layer, and one for most layers. P is the preconditioned
+gradient, (A ⊗ G + γ)⁻¹ ∇.
 
-A solver is a subclass of :class:`Inverse`. Its instances are the inverses that it has computed.
+A solver is a subclass of :class:`Inverse`. Its instances are the
+inverses that it has computed.
 
-A bad factor leaves the results of the other factors in its batch as they are. If the routine raises
-for a batch, it is a routine that stops at the first bad factor. Each factor of the batch is then
-decomposed alone, in float64.
+A bad factor leaves the results of the other factors in its batch as they are. If the
+routine raises for a batch, it is a routine that stops at the first bad factor. Each
+factor of the batch is then decomposed alone, in float64.
 """
 
 from __future__ import annotations
@@ -66,16 +68,18 @@ Each part has a leading dimension of ``groups``.
 """
 
 Decompose: TypeAlias = Callable[[Tensor], tuple[Decomposition, Tensor]]
-"""A routine for ``(batch, n, n)``. Returns the parts, and the relative errors ``(batch,)``."""
+"""A routine for ``(batch, n, n)``. Returns the parts, and the relative
+errors ``(batch,)``."""
 
 Damping: TypeAlias = float | Tensor
 
-# Relative error above which a factor is decomposed again in float64. The error of an accurate
-# float32 decomposition is near 1e-6, that of a wrong one near 1.
+# Relative error above which a factor is decomposed again in float64. The error of an
+# accurate float32 decomposition is near 1e-6, that of a wrong one near 1.
 RESIDUAL_TOLERANCE = 1e-3
 
-# Bytes of matrices that are decomposed in one batch. A larger matrix has a batch of its own. LAPACK
-# takes one matrix after the other, so a batch on a CPU only saves calls, and costs a copy.
+# Bytes of matrices that are decomposed in one batch. A larger matrix has a batch of
+# its own. LAPACK takes one matrix after the other, so a batch on a CPU only saves
+# calls, and costs a copy.
 CPU_BATCH_BYTES = 2**20
 BATCH_BYTES = 64 * 2**20
 
@@ -89,15 +93,16 @@ def ieee_matmul(
 ) -> Iterator[None]:
     """Compute float32 products on CUDA in full precision, where TF32 keeps ten bits of each number.
 
-    The setting is global in a process, so it must not change while another thread multiplies in
-    float32. DistKFAC's threads multiply in float64 on CUDA, which the setting does not affect.
+    The setting is global in a process, so it must not change while another thread
+    multiplies in float32. DistKFAC's threads multiply in float64 on CUDA, which the
+    setting does not affect.
 
     Args:
         device: The device of the products.
         dtype: The dtype of the matrices.
-        narrow: Whether the numbers were bfloat16 or float16 before they became float32. TF32
-            represents these exactly. It therefore loses nothing, and is used, because it takes a
-            quarter of the time.
+        narrow: Whether the numbers were bfloat16 or float16 before they became float32.
+            TF32 represents these exactly. It therefore loses nothing, and is used,
+            because it takes a quarter of the time.
     """
     if device.type != "cuda" or dtype == torch.float64:
         yield
@@ -116,8 +121,9 @@ class Problem:
     """A factor to decompose.
 
     Attributes:
-        stored: The factor as it is stored: ``(groups, n, n)``, the triangle ``(groups, n (n + 1) /
-            2)``, or the diagonal ``(groups, n)``. It is copied when it is decomposed.
+        stored: The factor as it is stored: ``(groups, n, n)``, the triangle
+            ``(groups, n (n + 1) / 2)``, or the diagonal ``(groups, n)``. It is copied
+            when it is decomposed.
         dim: n.
         dtype: The dtype of the first attempt, float32 or wider.
         added: The damping that is added to the diagonals, ``(groups,)``.
@@ -131,7 +137,7 @@ class Problem:
     is_diagonal: bool = False
 
 
-# ------------------------------------------------------------------------------------ decomposition
+# ------------------------------------------------------------------------ decomposition
 
 
 def diagonal(factor: Tensor) -> Tensor:
@@ -142,10 +148,13 @@ def diagonal(factor: Tensor) -> Tensor:
 
 
 def eigh(matrix: Tensor) -> tuple[Decomposition, Tensor]:
-    """Decompose ``(batch, n, n)`` into eigenvectors and eigenvalues. Returns the errors as well.
+    """Decompose ``(batch, n, n)`` into eigenvectors and eigenvalues.
 
-    Negative eigenvalues become 0. Diagonals ``(batch, n)`` have no eigenvectors. LAPACK receives
-    zeros instead of non-finite numbers, for which some routines return garbage, or never return.
+    Returns the errors as well.
+
+    Negative eigenvalues become 0. Diagonals ``(batch, n)`` have no eigenvectors. LAPACK
+    receives zeros instead of non-finite numbers, for which some routines return
+    garbage, or never return.
     """
     if matrix.dim() == 2:
         return (matrix.clamp_min(0),), _zero_if_finite(matrix)
@@ -158,23 +167,29 @@ def eigh(matrix: Tensor) -> tuple[Decomposition, Tensor]:
     expected = scaled @ probe  # NaN if the matrix is not finite
     values, vectors = torch.linalg.eigh(scaled.nan_to_num_(0.0, 0.0, 0.0))
 
-    # Check Q Λ Qᵀ x = M x, and Q Qᵀ x = x. The second check also finds vectors that are not
-    # orthogonal where Λ vanishes.
+    # Check Q Λ Qᵀ x = M x, and Q Qᵀ x = x. The second check also finds vectors that are
+    # not orthogonal where Λ vanishes.
     coordinates = vectors.mT @ probe
-    products = vectors @ torch.cat([values.unsqueeze(-1) * coordinates, coordinates], -1)
+    products = vectors @ torch.cat(
+        [values.unsqueeze(-1) * coordinates, coordinates], -1
+    )
     exact = torch.cat([expected, probe.expand_as(expected)], -1)
     errors = _lengths(products - exact) / torch.maximum(_lengths(exact), length)
     return (vectors, values.clamp_min(0) * size.squeeze(-1)), errors.amax(-1)
 
 
 def cholesky_inverse(matrix: Tensor) -> tuple[Decomposition, Tensor]:
-    """Invert positive definite ``(batch, n, n)``, or diagonals. Returns the errors as well."""
+    """Invert positive definite ``(batch, n, n)``, or diagonals.
+
+    Returns the errors as well.
+    """
     if matrix.dim() == 2:
         inverse = matrix.reciprocal()
         return (inverse,), _zero_if_finite(matrix + inverse)
     factor, info = torch.linalg.cholesky_ex(matrix)
     failed = info != 0
-    diagonal(factor).masked_fill_(failed.unsqueeze(1), 1.0)  # some routines raise for a zero
+    # Some routines raise for a zero.
+    diagonal(factor).masked_fill_(failed.unsqueeze(1), 1.0)
     inverse = _invert_from_cholesky(factor)
     del factor  # frees memory
 
@@ -189,8 +204,8 @@ def cholesky_inverse(matrix: Tensor) -> tuple[Decomposition, Tensor]:
 def _invert_from_cholesky(factor: Tensor) -> Tensor:
     """Invert L Lᵀ for L of shape ``(batch, n, n)``. The result is row-major.
 
-    On a GPU, ``torch.cholesky_inverse`` takes one matrix after the other. To invert a batch of
-    triangles and to multiply them takes half the time.
+    On a GPU, ``torch.cholesky_inverse`` takes one matrix after the other. To invert a
+    batch of triangles and to multiply them takes half the time.
     """
     if factor.device.type == "cpu":
         inverse: Tensor = torch.cholesky_inverse(factor)
@@ -207,9 +222,12 @@ def _zero_if_finite(x: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _probe_vector(dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _probe_vector(
+    dim: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """A fixed vector without zeros and without a pattern, ``(1, n, 1)``, and its norm, ``(1,)``."""
-    with torch.inference_mode(False):  # so that the cached tensors can be used with autograd
+    # So that the cached tensors can be used with autograd.
+    with torch.inference_mode(False):
         steps = torch.arange(1, dim + 1, dtype=dtype, device=device)
         wave = torch.cos(steps * steps * 0.7).add_(1.5).view(1, -1, 1)
         return wave, _norm(wave)
@@ -260,7 +278,8 @@ class Attempts:
             inaccurate: The indices of these factors.
 
         Returns:
-            The decompositions of all factors; None for a factor that has no accurate one.
+            The decompositions of all factors; None for a factor
+            that has no accurate one.
         """
         parts = list(self.parts)
         for i in inaccurate:
@@ -289,7 +308,8 @@ def attempt_all(
         try:
             with ieee_matmul(matrices.device, matrices.dtype):
                 batch_parts, batch_errors = routine(matrices)
-        except RuntimeError:  # torch.linalg.LinAlgError, errors of the library, out of memory
+        # Torch.linalg.LinAlgError, errors of the library, out of memory.
+        except RuntimeError:
             batch_errors = matrices.new_full((len(matrices),), torch.inf)
         else:
             columns = [part.split(sizes) for part in _in_dtype(batch_parts, dtype)]
@@ -305,7 +325,8 @@ def _decompose_in_float64(
 ) -> Decomposition | None:
     """Decompose one factor on its device, then on the CPU; None if both are inaccurate.
 
-    The damping is added in float64. In float32, a γ below 1e-7 of the diagonal would be lost.
+    The damping is added in float64. In float32, a γ below 1e-7 of the
+    diagonal would be lost.
     """
     stored = problem.stored
     if problem.is_diagonal or not bool(stored.isfinite().all()):
@@ -358,20 +379,23 @@ def _build_matrices(problems: Sequence[Problem], dtype: torch.dtype) -> Tensor:
     return batch
 
 
-# --------------------------------------------------------------------------------------- rounding
+# ----------------------------------------------------------------------------- rounding
 
 
 def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to the nearest numbers of a narrower dtype. The result has the dtype of ``x``."""
+    """Round to the nearest numbers of a narrower dtype.
+
+    The result has the dtype of ``x``.
+    """
     return x.to(dtype).to(x.dtype)
 
 
 def round_definite(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """Round symmetric matrices M, ``(groups, n, n)``, to M̂ ⪰ M of a narrower dtype.
 
-    Off the diagonal, numbers are rounded to the nearest, which changes M by E. The diagonal grows
-    by Σ_j |E_ij| and is rounded up. M̂ - M is then diagonally dominant, so it has no negative
-    eigenvalues (Golub & Van Loan 2013, section 4.1.1).
+    Off the diagonal, numbers are rounded to the nearest, which changes M by E. The
+    diagonal grows by Σ_j |E_ij| and is rounded up. M̂ - M is then diagonally dominant,
+    so it has no negative eigenvalues (Golub & Van Loan 2013, section 4.1.1).
     """
     # Round to the nearest, and raise the diagonal by the errors of its row.
     rounded = round_to(matrix, dtype)
@@ -382,12 +406,14 @@ def round_definite(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     # Round the diagonal up: to the next number where the nearest is too small.
     narrow = raised.to(dtype)
     infinity = torch.full_like(narrow, torch.inf)
-    above = torch.where(narrow.to(raised.dtype) < raised, narrow.nextafter(infinity), narrow)
+    above = torch.where(
+        narrow.to(raised.dtype) < raised, narrow.nextafter(infinity), narrow
+    )
     diagonal(rounded).copy_(above)
     return rounded
 
 
-# --------------------------------------------------------------------------------------- inverses
+# ----------------------------------------------------------------------------- inverses
 
 # A smaller inverse is sent as a full matrix, because to pack its triangle costs more.
 MIN_TRIANGLE_DIM = 1024
@@ -406,7 +432,8 @@ INVERSE_ENTRIES = (
 class Inverse:
     """The damped inverse of a layer, or of a stack of layers of equal shape.
 
-    The subclasses are the solvers. These methods belong to a solver, before there is an inverse:
+    The subclasses are the solvers. These methods belong to a solver,
+    before there is an inverse:
 
     split_damping     splits γ into what is added to the diagonal of each factor
     decompose         decomposes the damped factors
@@ -421,10 +448,12 @@ class Inverse:
     precondition      applies the inverse to a gradient
     split_layers      splits the inverse of a stack into those of its layers
 
-    A message is what the rank that has decomposed a factor sends to the layer's gradient workers.
+    A message is what the rank that has decomposed a factor sends to the
+    layer's gradient workers.
 
     Attributes:
-        entries: The tensors, ``(layers x groups, ...)``, by their names in a checkpoint.
+        entries: The tensors, ``(layers x groups, ...)``, by their
+            names in a checkpoint.
         routine: The routine that decomposes a batch of factors.
     """
 
@@ -438,13 +467,15 @@ class Inverse:
     ) -> Sequence[Tensor | None]:
         """Split γ into what is added to the diagonal of each factor before it is decomposed.
 
-        By default that is nothing, because γ is added to the products of eigenvalues later.
+        By default that is nothing, because γ is added to the
+        products of eigenvalues later.
 
         Args:
-            means: The mean eigenvalues of A, G, and L if there is one, ``(2 or 3, ..., groups)``.
+            means: The mean eigenvalues of A, G, and L if there is one,
+                ``(2 or 3, ..., groups)``.
             damping: γ.
-            exact: Whether G alone is the curvature of the layer, and A is the number 1. This is so
-                for the gain and bias of a norm layer.
+            exact: Whether G alone is the curvature of the layer, and A is the number 1.
+                This is so for the gain and bias of a norm layer.
 
         Returns:
             A tensor ``(..., groups)`` for each factor, or None.
@@ -459,7 +490,9 @@ class Inverse:
         return attempt_all(problems, cls.routine, dtype).finish()
 
     @staticmethod
-    def message_shapes(shape: FactorShape, factor_name: str) -> tuple[tuple[int, ...], ...]:
+    def message_shapes(
+        shape: FactorShape, factor_name: str
+    ) -> tuple[tuple[int, ...], ...]:
         """The shapes of a factor's parts in a message."""
         raise NotImplementedError
 
@@ -467,10 +500,10 @@ class Inverse:
     def pack_message(parts: Decomposition, dtype: torch.dtype | None) -> Decomposition:
         """Round the parts to a communication dtype, if there is one.
 
-        The parts keep their own dtype here, and are sent in the narrow one. The sender also uses
-        the rounded parts, so that all ranks have the same inverse. ``combine`` must make a positive
-        definite inverse of them. Q Λ Qᵀ remains positive semidefinite if its parts are rounded to
-        the nearest.
+        The parts keep their own dtype here, and are sent in the narrow one. The sender
+        also uses the rounded parts, so that all ranks have the same inverse.
+        ``combine`` must make a positive definite inverse of them. Q Λ Qᵀ remains
+        positive semidefinite if its parts are rounded to the nearest.
         """
         if dtype is None:
             return parts
@@ -483,16 +516,20 @@ class Inverse:
 
     @staticmethod
     def combine(
-        parts: Mapping[str, Decomposition], damping: Damping, multiplier: Tensor | None = None
+        parts: Mapping[str, Decomposition],
+        damping: Damping,
+        multiplier: Tensor | None = None,
     ) -> Inverse:
-        """Form the inverse of a layer, or of a stack of layers. It shares the memory of the parts.
+        """Form the inverse of a layer, or of a stack of layers.
+
+        It shares the memory of the parts.
 
         Args:
             parts: The decompositions by factor, ``(layers x groups, ...)``.
-            damping: γ, a scalar or ``(layers x groups,)``. A solver that has added it to the
-                factors ignores it here.
-            multiplier: The inverse is multiplied by this, a scalar or ``(layers x groups,)``. With
-                grafting, it is the mean eigenvalue of A ⊗ G + γ.
+            damping: γ, a scalar or ``(layers x groups,)``. A solver that has added it
+                to the factors ignores it here.
+            multiplier: The inverse is multiplied by this, a scalar or ``(layers x
+                groups,)``. With grafting, it is the mean eigenvalue of A ⊗ G + γ.
         """
         raise NotImplementedError
 
@@ -513,8 +550,8 @@ class Inverse:
     def split_layers(self, groups: int) -> list[Inverse]:
         """Split a stacked inverse into the inverses of its layers.
 
-        A view of a larger batch or of a message is copied first, because it would keep the whole
-        memory.
+        A view of a larger batch or of a message is copied first, because it would
+        keep the whole memory.
         """
         columns: list[Sequence[Tensor]] = []
         for tensor in self.tensors:
@@ -531,17 +568,20 @@ class Inverse:
 class EigenInverse(Inverse):
     """P = Q_G ((Q_Gᵀ ∇ Q) ∘ 1 / (v_G vᵀ + γ)) Qᵀ (Pauloski et al. 2022, eq. 13-15).
 
-    Q and v are those of A, or of A ⊗ L if an input is channels by locations. P equals the dense
-    solution with A ⊗ G + γ I, or A ⊗ L ⊗ G + γ I.
+    Q and v are those of A, or of A ⊗ L if an input is channels by locations. P equals
+    the dense solution with A ⊗ G + γ I, or A ⊗ L ⊗ G + γ I.
 
-    The eigenvectors of a factor are the columns of ``(groups, n, n)``. A diagonal A has none. The
-    scale is 1 / (v_G vᵀ + γ), ``(groups, out, in)`` or ``(1, out, channels, locations)``.
+    The eigenvectors of a factor are the columns of ``(groups, n, n)``. A diagonal A
+    has none. The scale is 1 / (v_G vᵀ + γ), ``(groups, out, in)`` or ``(1, out,
+    channels, locations)``.
     """
 
     routine = staticmethod(eigh)
 
     @staticmethod
-    def message_shapes(shape: FactorShape, factor_name: str) -> tuple[tuple[int, ...], ...]:
+    def message_shapes(
+        shape: FactorShape, factor_name: str
+    ) -> tuple[tuple[int, ...], ...]:
         """The shapes of the eigenvectors, if there are any, and of the eigenvalues."""
         dim = shape.dims[factor_name]
         if factor_name in shape.diagonals:
@@ -550,19 +590,24 @@ class EigenInverse(Inverse):
 
     @staticmethod
     def combine(
-        parts: Mapping[str, Decomposition], damping: Damping, multiplier: Tensor | None = None
+        parts: Mapping[str, Decomposition],
+        damping: Damping,
+        multiplier: Tensor | None = None,
     ) -> Inverse:
         """Compute 1 / (v_G vᵀ + γ) for all steps until the next refresh."""
-        # The eigenvalues of A ⊗ G, (layers x groups, out, in). With L there is one more dimension.
+        # The eigenvalues of A ⊗ G, (layers x groups, out, in). With L there
+        # is one more dimension.
         curvature = parts["A"][-1].unsqueeze(-2)
         if "L" in parts:
-            curvature = curvature.unsqueeze(-1) * parts["L"][-1].unsqueeze(-2).unsqueeze(-2)
+            curvature = curvature.unsqueeze(-1) * parts["L"][-1].unsqueeze(
+                -2
+            ).unsqueeze(-2)
         g = parts["G"][-1]
         ones = [1] * (curvature.dim() - 2)
         added = damping.view(-1, 1, *ones) if isinstance(damping, Tensor) else damping
 
-        # Without damping, 1 / 0 becomes 0. This is the pseudo-inverse: the gradient has no part
-        # where the curvature is 0.
+        # Without damping, 1 / 0 becomes 0. This is the pseudo-inverse: the gradient has
+        # no part where the curvature is 0.
         scale = (g.view(*g.shape, *ones) * curvature).add_(added).reciprocal_()
         scale.nan_to_num_(nan=torch.nan, posinf=0.0)
         if multiplier is not None:
@@ -596,7 +641,8 @@ class EigenInverse(Inverse):
         scale = self.entries[EIGEN_SCALE]
         rotated = torch.bmm(q_g.mT, gradient)
 
-        # With L: rotate each output's map of channels by locations. Such layers have one group.
+        # With L: rotate each output's map of channels by locations. Such
+        # layers have one group.
         if q_l is not None:
             assert q_a is not None
             rotated = q_a[0].mT @ rotated.view(scale.shape) @ q_l[0]
@@ -616,9 +662,9 @@ class EigenInverse(Inverse):
 class CholeskyInverse(Inverse):
     """P = (G + √γ/π I)⁻¹ ∇ (A + π √γ I)⁻¹ (Martens & Grosse 2015, section 6.3), by Cholesky.
 
-    With L, the inverse on the inputs is that of A ⊗ L, where A and L are damped separately (Ba et
-    al. 2017, eq. 9). The inverse of a factor is ``(groups, n, n)``, or ``(groups, in)`` if A is
-    diagonal.
+    With L, the inverse on the inputs is that of A ⊗ L, where A and L are damped
+    separately (Ba et al. 2017, eq. 9). The inverse of a factor is ``(groups, n, n)``,
+    or ``(groups, in)`` if A is diagonal.
     """
 
     routine = staticmethod(cholesky_inverse)
@@ -627,22 +673,28 @@ class CholeskyInverse(Inverse):
     def split_damping(
         means: Tensor, damping: Damping, exact: bool = False
     ) -> Sequence[Tensor | None]:
-        """Split γ over N factors: factor i gets πᵢ γ^(1/N). An exact G gets γ, its A nothing.
+        """Split γ over N factors: factor i gets πᵢ γ^(1/N).
 
-        The ``means`` are nᵢ = tr Fᵢ / dim Fᵢ, and πᵢ = nᵢ / (Π n)^(1/N). If a trace is 0, all πᵢ
-        are 1. These πᵢ, whose product is 1, minimize the bound on the error of the cross terms (Ba
-        et al. 2017, section 4.1). Two factors have π √γ and √γ / π, with π² = (tr A / dim A) /
-        (tr G / dim G) (Martens & Grosse 2015, section 6.3).
+        An exact G gets γ, its A nothing.
+
+        The ``means`` are nᵢ = tr Fᵢ / dim Fᵢ, and πᵢ = nᵢ / (Π n)^(1/N). If a
+        trace is 0, all πᵢ are 1. These πᵢ, whose product is 1, minimize the bound
+        on the error of the cross terms (Ba et al. 2017, section 4.1). Two factors
+        have π √γ and √γ / π, with π² = (tr A / dim A) / (tr G / dim G) (Martens &
+        Grosse 2015, section 6.3).
         """
         if exact:
             return None, torch.zeros_like(means[1]) + damping
         usable = (means > 0).all(0)
-        logarithms = torch.where(usable, means, 1.0).log()  # because the product may overflow
+        # Because the product may overflow.
+        logarithms = torch.where(usable, means, 1.0).log()
         pi = (logarithms - logarithms.mean(0)).exp()
         return (pi * damping ** (1 / len(means))).unbind()
 
     @staticmethod
-    def message_shapes(shape: FactorShape, factor_name: str) -> tuple[tuple[int, ...], ...]:
+    def message_shapes(
+        shape: FactorShape, factor_name: str
+    ) -> tuple[tuple[int, ...], ...]:
         """The shape of the inverse, or of its triangle."""
         dim = shape.dims[factor_name]
         if factor_name in shape.diagonals:
@@ -657,7 +709,11 @@ class CholeskyInverse(Inverse):
         (inverse,) = parts
         is_diagonal = inverse.dim() == 2
         if dtype is not None:
-            inverse = round_to(inverse, dtype) if is_diagonal else round_definite(inverse, dtype)
+            inverse = (
+                round_to(inverse, dtype)
+                if is_diagonal
+                else round_definite(inverse, dtype)
+            )
         if not is_diagonal and inverse.shape[-1] >= MIN_TRIANGLE_DIM:
             inverse = pack_upper_triangular(inverse)
         return (inverse,)
@@ -673,7 +729,9 @@ class CholeskyInverse(Inverse):
 
     @staticmethod
     def combine(
-        parts: Mapping[str, Decomposition], damping: Damping, multiplier: Tensor | None = None
+        parts: Mapping[str, Decomposition],
+        damping: Damping,
+        multiplier: Tensor | None = None,
     ) -> Inverse:
         """Collect the inverses of the factors, which include γ, and multiply that of G."""
         entries: dict[str, Tensor] = {}

@@ -1,21 +1,21 @@
 """Form the statistics of a step from the pairs that the hooks capture.
 
-A pair is the input of a module's call and the gradient of the call's output. For each pair of a
-backward pass, ``StatisticsCollector.consume``:
+A pair is the input of a module's call and the gradient of the call's output. For each
+pair of a backward pass, ``StatisticsCollector.consume``:
 
-1. drops the layer's statistics if the user has dropped the gradients that belong to them;
-2. adds the pair to the comparison with the weight's gradient, if that is due;
-3. records the pair's rows among those of the whole pass, and keeps the pair.
+1. drops the layer's statistics if the user has dropped the gradients that belong to
+them; 2. adds the pair to the comparison with the weight's gradient, if that is due; 3.
+records the pair's rows among those of the whole pass, and keeps the pair.
 
 At the end of the pass, or when the kept pairs exceed a number of bytes,
 ``StatisticsCollector.sum_pairs``:
 
-4. decides which rows take part, that is, count in A. Padding tokens must not. They are recognized
-   by gradients of zero at every layer (:mod:`second_order.kronecker.rows`). While the pass is
-   running, a row without a gradient may still get one at another layer. Such rows are kept until
-   the pass ends;
-5. computes the sums of the pairs. A GPU spends more time on kernel launches than on a small
-   layer's products, so the pairs of equal Linears are multiplied in one batch;
+4. decides which rows take part, that is, count in A. Padding tokens must not. They are
+   recognized by gradients of zero at every layer (:mod:`second_order.kronecker.rows`).
+   While the pass is running, a row without a gradient may still get one at another
+   layer. Such rows are kept until the pass ends;
+5. computes the sums of the pairs. A GPU spends more time on kernel launches than on a
+   small layer's products, so the pairs of equal Linears are multiplied in one batch;
 6. adds the sums to the staged statistics of all layers with one call.
 """
 
@@ -82,7 +82,10 @@ CHANGED_IN_PLACE = (
 
 
 def max_queued_bytes(device: torch.device) -> int:
-    """Bytes of pairs to keep before they are summed. A larger pair keeps a device busy alone."""
+    """Bytes of pairs to keep before they are summed.
+
+    A larger pair keeps a device busy alone.
+    """
     return 2**22 if device.type == "cpu" else 2**26
 
 
@@ -96,13 +99,14 @@ class GradientScale:
         """Return the factor, as a number or as a scalar on the gradient's device."""
         if self.scaler is None or not self.scaler.is_enabled():
             return 1.0
-        # scale(1) is the scale as a tensor. get_scale() would synchronize with the device.
+        # scale(1) is the scale as a tensor. get_scale() would
+        # synchronize with the device.
         one = torch.ones((), dtype=torch.float32, device=gradient.device)
         scale: Tensor = self.scaler.scale(one)
         return 1.0 / scale
 
 
-# ------------------------------------------------------------------------------------ kept pairs
+# --------------------------------------------------------------------------- kept pairs
 
 
 @dataclass(eq=False)
@@ -116,15 +120,16 @@ class Pair:
         d: The gradient of the call's output.
         backward_pass: The pass that delivered the pair.
         group: The group of the pair's rows in that pass.
-        gradient: ``(rows, out)``, nonzero in the rows with a gradient. None once these rows are
-            recorded in the group.
+        gradient: ``(rows, out)``, nonzero in the rows with a gradient. None once these
+            rows are recorded in the group.
         index: Indices of the group's rows that the pair has. None for all.
         size: Number of elements of the pair and of its sums.
-        nbytes: Bytes that the pair keeps, but at least 4 per element in ``size``. A slice keeps the
-            memory of its whole tensor.
-        cleared_at: ``staged.cleared_at`` when this object was made. ``replace`` reads it again.
-        versions: The version counters of the pair's tensors when this object was made. In-place
-            operations increase them.
+        nbytes: Bytes that the pair keeps, but at least 4 per element in ``size``. A
+            slice keeps the memory of its whole tensor.
+        cleared_at: ``staged.cleared_at`` when this object was made.
+            ``replace`` reads it again.
+        versions: The version counters of the pair's tensors when this object was made.
+            In-place operations increase them.
     """
 
     block: KroneckerBlock
@@ -180,7 +185,7 @@ def _tensors_of(x: Any, d: Tensor) -> tuple[Tensor, ...]:
     return x, d
 
 
-# ------------------------------------------------------------------------------------ collector
+# ---------------------------------------------------------------------------- collector
 
 
 @dataclass
@@ -191,13 +196,16 @@ class StatisticsCollector:
         approximation: "expand" or "reduce", for dimensions that share a weight.
         reduction: Returns how the loss of a pass is reduced.
         gradient_scale: Returns a factor for captured gradients.
-        comparisons_due: Returns how many comparisons of its pairs with the gradient a layer should
-            have had by the current step.
-        conv_approximation: Replaces ``approximation`` for convolutions. None to keep it.
+        comparisons_due: Returns how many comparisons of its pairs with the gradient a
+            layer should have had by the current step.
+        conv_approximation: Replaces ``approximation`` for
+            convolutions. None to keep it.
         fsdp: The parameters of a model that FSDP2 shards.
-        on_new_statistics: Called when statistics of layers have grown. If it is set, the host reads
-            during the pass which rows have a gradient, and so synchronizes with the device.
-        sampled: Whether the pairs are those of sampled labels, which do not add up to the gradient.
+        on_new_statistics: Called when statistics of layers have grown. If it is set,
+            the host reads during the pass which rows have a gradient, and so
+            synchronizes with the device.
+        sampled: Whether the pairs are those of sampled labels, which do not
+            add up to the gradient.
         label_per_row: Whether a label is sampled for each row of the layer called last.
         step_passes: The passes since the last step.
     """
@@ -231,8 +239,9 @@ class StatisticsCollector:
 
         Args:
             blocks: The blocks, in the order of the model.
-            rows_only: The one among them, if any, whose statistics another process computes. This
-                process records only its rows, because they show the terms of the loss.
+            rows_only: The one among them, if any, whose statistics another process
+                computes. This process records only its rows, because they show the
+                terms of the loss.
         """
         self._rows_only = rows_only
         self._blocks.clear()
@@ -249,7 +258,7 @@ class StatisticsCollector:
     def _trainable_blocks(self, module: nn.Module) -> list[KroneckerBlock]:
         return [block for block in self._blocks.get(module, ()) if block.trainable]
 
-    # ----------------------------------------------------------------------------- pair by pair
+    # --------------------------------------------------------------------- pair by pair
 
     def wants(self, module: nn.Module) -> bool:
         """Whether any block of a module is trainable now."""
@@ -261,7 +270,9 @@ class StatisticsCollector:
             if block.fits_pair(module, x, d):
                 self._verify(block, module, x, d)
 
-    def _verify(self, block: KroneckerBlock, module: nn.Module, x: Tensor, d: Tensor) -> None:
+    def _verify(
+        self, block: KroneckerBlock, module: nn.Module, x: Tensor, d: Tensor
+    ) -> None:
         if block is self._rows_only:
             return  # the process that computes its statistics verifies it
         # A layer that failed its last comparison is compared until it passes one.
@@ -283,10 +294,11 @@ class StatisticsCollector:
             module: The module that was called.
             x: Its input.
             d: The gradient of its output.
-            pass_id: A number that all pairs of one backward pass share. With sampled labels, all
-                pairs of one call of the model share it, because the user's backward pass may go
-                through several calls.
-            again: Whether an earlier backward pass went through this call of the module.
+            pass_id: A number that all pairs of one backward pass share. With sampled
+                labels, all pairs of one call of the model share it, because the user's
+                backward pass may go through several calls.
+            again: Whether an earlier backward pass went through
+                this call of the module.
         """
         blocks = self._begin_pass(module, pass_id)
         blocks = self._select_fitting(blocks, module, x, d)
@@ -299,7 +311,8 @@ class StatisticsCollector:
         if again:
             self._mark_repeated(backward_pass, blocks)
 
-        # Record the pair's rows. On a CPU, reading the gradient needs no synchronization.
+        # Record the pair's rows. On a CPU, reading the gradient
+        # needs no synchronization.
         rows = blocks[0].gradient_rows(module, x, d)
         group = backward_pass.find_group(rows)
         read_gradient = d.device.type == "cpu" or self.on_new_statistics is not None
@@ -326,7 +339,8 @@ class StatisticsCollector:
             )
             self._keep(pair, again)
 
-        # Sum experts at once: their sums need the weights, which FSDP2 will shard again.
+        # Sum experts at once: their sums need the weights, which
+        # FSDP2 will shard again.
         if self._bytes > max_queued_bytes(d.device) or isinstance(x, Routed):
             self.sum_pairs(pass_is_over=False)
         if self.on_new_statistics is not None and backward_pass.all_take_part:
@@ -347,9 +361,13 @@ class StatisticsCollector:
             self._bytes += pair.nbytes
 
     def _begin_pass(self, module: nn.Module, pass_id: int) -> list[KroneckerBlock]:
-        """Return a module's trainable blocks. Clear statistics whose gradients were dropped."""
+        """Return a module's trainable blocks.
+
+        Clear statistics whose gradients were dropped.
+        """
         blocks = self._trainable_blocks(module)
-        # With sampled labels, one backward pass delivers the pairs of several calls of the model.
+        # With sampled labels, one backward pass delivers the pairs of
+        # several calls of the model.
         running_pass = autograd.current_pass() if self.sampled else pass_id
         for block in blocks:
             lacks_gradient = block.begin_pass(running_pass, pass_id)
@@ -364,39 +382,55 @@ class StatisticsCollector:
     def _select_fitting(
         self, blocks: Iterable[KroneckerBlock], module: nn.Module, x: Any, d: Tensor
     ) -> list[KroneckerBlock]:
-        """Return the blocks whose sizes the pair fits. The others fail their verification."""
+        """Return the blocks whose sizes the pair fits.
+
+        The others fail their verification.
+        """
         fitting: list[KroneckerBlock] = []
         for block in blocks:
             if block.fits_pair(module, x, d):
                 fitting.append(block)
             else:
-                block.record_residual(1.0)  # the pair reproduces nothing of the gradient
+                # The pair reproduces nothing of the gradient.
+                block.record_residual(1.0)
         return fitting
 
-    def _mark_repeated(self, backward_pass: BackwardPass, blocks: Iterable[KroneckerBlock]) -> None:
+    def _mark_repeated(
+        self, backward_pass: BackwardPass, blocks: Iterable[KroneckerBlock]
+    ) -> None:
         """Mark a pass that goes through the same forward as an earlier one, and warn once."""
         number = backward_pass.number
         is_other_loss = any(block.staged.has_other_pass(number) for block in blocks)
-        if is_other_loss and backward_pass.mark_repeated() and not self._warned_of_losses:
+        if (
+            is_other_loss
+            and backward_pass.mark_repeated()
+            and not self._warned_of_losses
+        ):
             self._warned_of_losses = True
             warn(SEVERAL_LOSSES)
 
-    # --------------------------------------------------------------------- passes begin and end
+    # ------------------------------------------------------------- passes begin and end
 
     def _find_pass(self, pass_id: int) -> BackwardPass:
         """Return the pass with this number. If it is new, schedule its end."""
         passes = self.step_passes.passes
         if pass_id not in passes:
-            passes[pass_id] = BackwardPass(pass_id, reduce=self.approximation == "reduce")
+            passes[pass_id] = BackwardPass(
+                pass_id, reduce=self.approximation == "reduce"
+            )
         backward_pass = passes[pass_id]
-        # Inside a reentrant checkpoint, autograd runs a pass of its own within this one.
+        # Inside a reentrant checkpoint, autograd runs a pass of
+        # its own within this one.
         is_running = self.sampled or autograd.current_pass() == pass_id
         if is_running and backward_pass.schedule_end():
             autograd.call_after_pass(partial(self._end_pass, backward_pass))
         return backward_pass
 
     def _end_pass(self, backward_pass: BackwardPass) -> None:
-        """Finish a pass. Autograd calls this when the pass has delivered all its pairs."""
+        """Finish a pass.
+
+        Autograd calls this when the pass has delivered all its pairs.
+        """
         self._finish_pass(backward_pass)
         if self.on_new_statistics is not None:
             self.on_new_statistics()
@@ -421,14 +455,15 @@ class StatisticsCollector:
                 self._finish_pass(backward_pass)
         return self.step_passes.count_terms(layers)
 
-    # ---------------------------------------------------------------------- rows that take part
+    # -------------------------------------------------------------- rows that take part
 
     def sum_pairs(self, pass_is_over: bool = True) -> None:
         """Add the kept pairs to the statistics of their layers.
 
         Args:
-            pass_is_over: Whether the backward passes of the pairs are over. If not, rows without a
-                gradient may still get one at another layer, and are kept.
+            pass_is_over: Whether the backward passes of the pairs are
+                over. If not, rows without a gradient may still get one at
+                another layer, and are kept.
         """
         with self._lock, torch.no_grad():
             pairs = self._take_pairs()
@@ -440,13 +475,16 @@ class StatisticsCollector:
                 if pass_is_over or group.all_take_part:
                     if id(group) not in row_masks:
                         row_masks[id(group)] = pair.backward_pass.find_row_mask(group)
-                    ready.append(ReadyPair(pair, select_rows(row_masks[id(group)], pair.index)))
+                    ready.append(
+                        ReadyPair(pair, select_rows(row_masks[id(group)], pair.index))
+                    )
                 elif self._can_split(pair):
                     first, rest = split_pair(pair)
                     ready.append(first)
                     self._pairs += rest
                 else:
-                    # `_bytes` does not count it, or each new pair would try to sum it again.
+                    # `_bytes` does not count it, or each new pair
+                    # would try to sum it again.
                     self._pairs.append(replace(pair, gradient=None))
             self._add(ready)
 
@@ -466,8 +504,8 @@ class StatisticsCollector:
 
     def _can_split(self, pair: Pair) -> bool:
         """Whether the layer can sum some rows of a pair now and the others later."""
-        # Selected rows take part if they have a gradient at this layer. No other call has these
-        # rows, so those without a gradient need not be kept.
+        # Selected rows take part if they have a gradient at this layer. No other call
+        # has these rows, so those without a gradient need not be kept.
         if pair.group.are_selected:
             return True
         kind = pair.block.kinds.get(pair.module)
@@ -478,11 +516,12 @@ class StatisticsCollector:
             return False
         return bool(pair.x.shape[: len(shape)] == pair.d.shape[: len(shape)] == shape)
 
-    # --------------------------------------------------------------------------- sums of pairs
+    # -------------------------------------------------------------------- sums of pairs
 
     def _add(self, ready: Sequence[ReadyPair]) -> None:
         """Add pairs to the statistics of their layers, in the order of the model."""
-        # Pairs of one layer are added one after the other: round k has the k-th pair of each layer.
+        # Pairs of one layer are added one after the other: round k has the
+        # k-th pair of each layer.
         rounds: list[list[ReadyPair]] = []
         num_pairs: dict[int, int] = {}  # by the id of a layer's statistics
         for each in ready:
@@ -513,18 +552,21 @@ class StatisticsCollector:
         in_order = [each.pair for batch in batches for each in batch]
         layers = [pair.staged for pair in in_order]
 
-        # The sums of equal layers are computed together. A record has the number of data
-        # rows that A sums over, the mean eigenvalues, and the numbers of rows of routed groups.
+        # The sums of equal layers are computed together. A record has the number
+        # of data rows that A sums over, the mean eigenvalues, and the numbers of
+        # rows of routed groups.
         size = (len(layers), _record_length(first))
         records = torch.empty(size, dtype=first.dtype, device=first.device)
         sums: list[dict[str, Tensor]] = []
         for batch, part in zip(batches, records.split(lengths), strict=True):
             sums.append(self._sum_batch(batch, part))
 
-        # Non-finite sums and sums close to overflow are dropped: they count as zeros. If a sum of
-        # outer products has a non-finite element, its mean eigenvalue is not finite either.
+        # Non-finite sums and sums close to overflow are dropped: they count as zeros.
+        # If a sum of outer products has a non-finite element, its mean eigenvalue is
+        # not finite either.
         bad = ~is_far_from_overflow(records.sum(1))
-        # On a CPU, reading `bad` costs less than a pass over the sums. Devices are not read.
+        # On a CPU, reading `bad` costs less than a pass over the
+        # sums. Devices are not read.
         if bad.device.type != "cpu" or bad.any():
             records.masked_fill_(bad.unsqueeze(1), 0.0)
             count_dropped(layers, bad)
@@ -538,7 +580,9 @@ class StatisticsCollector:
         for stacks in sums:
             factors += _split_by_layer(stacks)
         added: list[PairSums] = []
-        for pair, own_factors, record in zip(in_order, factors, records.unbind(), strict=True):
+        for pair, own_factors, record in zip(
+            in_order, factors, records.unbind(), strict=True
+        ):
             sums_of_pair = PassSums(own_factors, record)
             added.append(PairSums(pair.staged, pair.backward_pass.number, sums_of_pair))
         add_pairs(added)
@@ -563,10 +607,13 @@ class StatisticsCollector:
         is_small = pair.size <= max_stacked_elements(pair.d.device)
         return kind.multiplies_rows and (is_small or pair.d.device.type != "cpu")
 
-    def _sum_batch(self, ready: Sequence[ReadyPair], records: Tensor) -> dict[str, Tensor]:
+    def _sum_batch(
+        self, ready: Sequence[ReadyPair], records: Tensor
+    ) -> dict[str, Tensor]:
         """Compute the sums of pairs with one :meth:`_batch_key`.
 
-        Returns the stacked sums by factor, as they are stored, and fills in ``records``.
+        Returns the stacked sums by factor, as they are stored,
+        and fills in ``records``.
         """
         pairs = [each.pair for each in ready]
         shape = pairs[0].staged.shape
@@ -577,16 +624,21 @@ class StatisticsCollector:
             records.select(1, 0).fill_(examples)
         else:
             with ieee_matmul(records.device):
-                formed = [self._form_statistics(each.pair, each.row_mask) for each in ready]
+                formed = [
+                    self._form_statistics(each.pair, each.row_mask) for each in ready
+                ]
             factors = {}
             for name in formed[0].factors:
                 factors[name] = as_stack([each.factors[name] for each in formed])
-            records[:, 0] = merge_numbers([each.num_examples for each in formed], records)
+            records[:, 0] = merge_numbers(
+                [each.num_examples for each in formed], records
+            )
             if shape.routed:
                 counts = [cast(Tensor, each.examples_per_group) for each in formed]
                 records[:, -shape.groups :] = torch.stack(counts)
 
-        # Undo the scale of the gradients. In gradient-factored layers, A has it as well.
+        # Undo the scale of the gradients. In gradient-factored
+        # layers, A has it as well.
         scale = self.gradient_scale(factors["G"])
         if isinstance(scale, Tensor) or scale != 1:
             factors["G"].mul_(scale**2)
@@ -607,7 +659,9 @@ class StatisticsCollector:
     def _form_statistics(self, pair: Pair, row_mask: RowMask) -> PairStatistics:
         """Form the statistics of one pair, from the rows that take part."""
         approximation = self.approximation
-        if self.conv_approximation is not None and isinstance(pair.module, CONVOLUTIONS):
+        if self.conv_approximation is not None and isinstance(
+            pair.module, CONVOLUTIONS
+        ):
             approximation = self.conv_approximation
         dtype = pair.staged.dtype
         x = pair.x
@@ -621,15 +675,19 @@ class StatisticsCollector:
     ) -> tuple[dict[str, Tensor], int | Tensor]:
         """Compute A and G of the equal pairs of n Linears, with batched products.
 
-        They equal the statistics of :class:`~second_order.kronecker.layers.Linear` for each pair.
+        They equal the statistics of
+        :class:`~second_order.kronecker.layers.Linear` for each pair.
 
         Returns:
-            A and G, ``(n, 1, size, size)`` each, and the number of examples of each pair.
+            A and G, ``(n, 1, size, size)`` each, and the number of
+            examples of each pair.
         """
         first = pairs[0]
         dtype = first.staged.dtype
         is_reduced = self.approximation == "reduce" and first.x.dim() > 2
-        is_narrow = first.x.dtype.itemsize == first.d.dtype.itemsize == 2 and not is_reduced
+        is_narrow = (
+            first.x.dtype.itemsize == first.d.dtype.itemsize == 2 and not is_reduced
+        )
         x = as_stack([pair.x for pair in pairs]).to(dtype)
         d = as_stack([pair.d for pair in pairs]).to(dtype)
 
@@ -665,7 +723,9 @@ def _split_by_layer(stacks: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """Split the stacks of a batch's factors, by name, into the factors of each layer."""
     slices = {name: stack.unbind() for name, stack in stacks.items()}
     num_layers = len(stacks["G"])
-    return [{name: parts[i] for name, parts in slices.items()} for i in range(num_layers)]
+    return [
+        {name: parts[i] for name, parts in slices.items()} for i in range(num_layers)
+    ]
 
 
 def _record_length(staged: StagedStatistics) -> int:
@@ -673,7 +733,7 @@ def _record_length(staged: StagedStatistics) -> int:
     return 1 + staged.shape.record_size * staged.shape.groups
 
 
-# ------------------------------------------------------------------------ which rows take part
+# ----------------------------------------------------------------- which rows take part
 
 
 def find_rows_with_gradient(pairs: Sequence[Pair], pass_is_over: bool) -> None:
@@ -721,10 +781,17 @@ def _read_complete_groups(groups: Iterable[RowGroup]) -> None:
 
 
 def select_rows(row_mask: RowMask, index: Tensor | None) -> RowMask:
-    """Return the mask of the rows in ``index``, from the group's mask. None: all rows."""
+    """Return the mask of the rows in ``index``, from the group's mask.
+
+    None: all rows.
+    """
     if index is None:
         return row_mask
-    return full_row_mask(len(index)) if row_mask.mask is None else to_row_mask(row_mask.mask[index])
+    return (
+        full_row_mask(len(index))
+        if row_mask.mask is None
+        else to_row_mask(row_mask.mask[index])
+    )
 
 
 def split_pair(pair: Pair) -> tuple[ReadyPair, list[Pair]]:

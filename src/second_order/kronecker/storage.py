@@ -1,22 +1,24 @@
 """Tensors of many layers: groups of equal ones, device reads, stacks, and packed triangles.
 
-**Groups and numbers.** :func:`group_equal` finds the layers that one kernel can handle together.
-:class:`DeviceRead` copies the numbers of many tensors to the host in one transfer.
+**Groups and numbers.** :func:`group_equal` finds the layers that one kernel
+can handle together. :class:`DeviceRead` copies the numbers of many tensors to
+the host in one transfer.
 
-**Stacks.** Each layer owns its tensors, which code may read, load, move or free one by one. If the
-tensors of several layers are consecutive slices of one tensor, :func:`as_stack` returns a view of
-it. Otherwise it copies them into a new stack, and :func:`stack_in_place` then gives each layer its
-slice of that stack, so that the next call finds a view.
+**Stacks.** Each layer owns its tensors, which code may read, load, move or free one by
+one. If the tensors of several layers are consecutive slices of one tensor,
+:func:`as_stack` returns a view of it. Otherwise it copies them into a new stack, and
+:func:`stack_in_place` then gives each layer its slice of that stack, so that the next
+call finds a view.
 
-**Triangles.** The triangle of an n x n matrix is stored as two rectangles. Packing and unpacking a
-large matrix then take a few block copies instead of a gather, whose indices take memory. For a
-small matrix the gather is faster. With h = n // 2 and m = n - h,
+**Triangles.** The triangle of an n x n matrix is stored as two rectangles. Packing and
+unpacking a large matrix then take a few block copies instead of a gather, whose indices
+take memory. For a small matrix the gather is faster. With h = n // 2 and m = n - h,
 
     X = [ X11  X12 ]   X11: h x h      first rectangle:  X12                      (h x m)
         [  .   X22 ]   X22: m x m      second rectangle: tril(X22) | triu(X11)    (m x (h + 1))
 
-where triu(X11) is shifted one column to the right, into the entries that tril(X22) leaves free.
-For n = 4, with capital letters for X11 and X22:
+where triu(X11) is shifted one column to the right, into the entries that tril(X22)
+leaves free. For n = 4, with capital letters for X11 and X22:
 
         [ A  B  c  d ]                                  [ E  A  B ]
     X = [ B  D  f  g ]    first: [ c  d ]    second:    [ F  G  D ]
@@ -52,20 +54,23 @@ __all__ = [
     "unpack_upper_triangular",
 ]
 
-# ------------------------------------------------------------------------- groups and numbers
+# ------------------------------------------------------------------- groups and numbers
 
 
 def max_stacked_elements(device: torch.device) -> int:
     """The largest number of elements of a tensor that is worth stacking.
 
-    One kernel on a stack saves the launches of the others. The kernel of a larger tensor takes
-    much longer than a launch, so a stack would save little and cost a copy.
+    One kernel on a stack saves the launches of the others. The kernel of a
+    larger tensor takes much longer than a launch, so a stack would save
+    little and cost a copy.
     """
     return 2**16 if device.type == "cpu" else 2**24
 
 
 def group_equal(
-    keys: Sequence[Hashable], sizes: Sequence[float] | None = None, max_size: float = math.inf
+    keys: Sequence[Hashable],
+    sizes: Sequence[float] | None = None,
+    max_size: float = math.inf,
 ) -> list[list[int]]:
     """Group the indices of equal keys, in the order in which the keys first appear.
 
@@ -74,7 +79,8 @@ def group_equal(
     Args:
         keys: The keys.
         sizes: The size of each entry, for ``max_size``.
-        max_size: The limit of a group's total size. An entry that is larger has its own group.
+        max_size: The limit of a group's total size. An entry that is
+            larger has its own group.
     """
     groups: list[list[int]] = []
     totals: list[float] = []  # the sizes of the groups
@@ -117,7 +123,8 @@ Numbers: TypeAlias = Callable[[], list[float]]
 class DeviceRead:
     """One device-to-host copy of the numbers of many tensors, when the first of them is needed.
 
-    The host synchronizes with the device once for everything that has been added until then:
+    The host synchronizes with the device once for everything that has
+    been added until then:
 
         losses = read.add(loss_tensors)
         norms = read.add(norm_tensors)
@@ -130,7 +137,10 @@ class DeviceRead:
         self._numbers: list[list[float]] = []
 
     def add(self, tensors: Sequence[Tensor]) -> Numbers:
-        """Add tensors. Returns a function that returns all their numbers, one after the other."""
+        """Add tensors.
+
+        Returns a function that returns all their numbers, one after the other.
+        """
         index = len(self._tensors)
         self._tensors.append(tensors)
 
@@ -146,11 +156,11 @@ class DeviceRead:
 def merge_numbers(numbers: Sequence[Tensor | float], like: Tensor) -> Tensor | float:
     """Return the number that all layers share; if they differ, stack them as ``(n,)``.
 
-    A shared number is returned as it is, and not moved to the device of ``like``. Then the caller
-    can move it once instead of n times.
+    A shared number is returned as it is, and not moved to the device of ``like``. Then
+    the caller can move it once instead of n times.
     """
-    # Tensors are equal here only if they are one object: to compare their values, the host would
-    # have to synchronize with the device.
+    # Tensors are equal here only if they are one object: to compare their values, the
+    # host would have to synchronize with the device.
     if len(set(numbers)) == 1:
         return numbers[0]
     scalars: list[Tensor] = []
@@ -162,20 +172,21 @@ def merge_numbers(numbers: Sequence[Tensor | float], like: Tensor) -> Tensor | f
     return torch.stack(scalars)
 
 
-# ------------------------------------------------------------------------------------- stacks
+# ------------------------------------------------------------------------------- stacks
 
 
 def as_stack(parts: Sequence[Tensor]) -> Tensor:
     """Stack tensors of one shape as ``(n, *shape)``.
 
-    Returns a view if the tensors are consecutive slices of one tensor, and a copy otherwise.
+    Returns a view if the tensors are consecutive slices of one
+    tensor, and a copy otherwise.
     """
     first = parts[0]
     if len(parts) == 1:
         return first.unsqueeze(0)
 
-    # Consecutive slices have the same base, and equal distances in its memory. The distance is
-    # shorter than a slice if one slice is repeated, or if slices overlap.
+    # Consecutive slices have the same base, and equal distances in its memory. The
+    # distance is shorter than a slice if one slice is repeated, or if slices overlap.
     base = first._base
     offset = first.storage_offset()
     distance = parts[1].storage_offset() - offset
@@ -193,7 +204,8 @@ def as_stack(parts: Sequence[Tensor]) -> Tensor:
 def stack_in_place(owners: Sequence[MutableMapping[str, Tensor]], name: str) -> Tensor:
     """Stack the owners' tensors of a name, and replace each owner's tensor by its slice."""
     stack = as_stack([owner[name] for owner in owners])
-    # Views of a tensor have it as their base. A stack that torch.stack has made has none.
+    # Views of a tensor have it as their base. A stack that
+    # torch.stack has made has none.
     is_copy = stack._base is None
     if is_copy:
         for owner, part in zip(owners, stack.unbind(), strict=True):
@@ -201,12 +213,12 @@ def stack_in_place(owners: Sequence[MutableMapping[str, Tensor]], name: str) -> 
     return stack
 
 
-# ----------------------------------------------------------------------------------- triangles
+# ---------------------------------------------------------------------------- triangles
 
 
-# Largest n whose triangles are packed by a gather. For n = 320, packing and unpacking take 85 µs on
-# one core by gathers, and 137 by block copies. The indices of a gather take 6 n² bytes for each n,
-# which would be too much for large n.
+# Largest n whose triangles are packed by a gather. For n = 320, packing and unpacking
+# take 85 µs on one core by gathers, and 137 by block copies. The indices of a gather
+# take 6 n² bytes for each n, which would be too much for large n.
 GATHERED_UP_TO = 320
 
 
@@ -218,9 +230,9 @@ def packed_length(dim: int) -> int:
 def pack_upper_triangular(matrix: Tensor) -> Tensor:
     """Pack symmetric matrices of shape ``(..., n, n)`` into ``(..., n (n + 1) / 2)``.
 
-    The elements above the diagonal are read. Only block copies read X22 below the diagonal. Two
-    equal elements may differ in the last bit, because products such as xᵀ x are not symmetric to
-    the last bit.
+    The elements above the diagonal are read. Only block copies read X22 below the
+    diagonal. Two equal elements may differ in the last bit, because products such as xᵀ
+    x are not symmetric to the last bit.
     """
     dim = matrix.shape[-1]
     if dim <= GATHERED_UP_TO:
@@ -240,10 +252,12 @@ class _GatherIndices(NamedTuple):
 def _gather_indices(dim: int, device: torch.device) -> _GatherIndices:
     """The indices of the gathers for one dimension.
 
-    If each element of a matrix is its own index, then its packed triangle lists the indices that
-    packing reads. Likewise, an unpacked triangle of indices lists those that unpacking reads.
+    If each element of a matrix is its own index, then its packed triangle lists the
+    indices that packing reads. Likewise, an unpacked triangle of indices lists those
+    that unpacking reads.
     """
-    with torch.inference_mode(False):  # so that the cached tensors can be used with autograd
+    # So that the cached tensors can be used with autograd.
+    with torch.inference_mode(False):
         indices = torch.arange(dim * dim, device="cpu").view(dim, dim)
         # The smaller index of two equal elements is the one above the diagonal.
         pack = _pack_by_blocks(torch.minimum(indices, indices.T))
@@ -256,7 +270,9 @@ def _gather_indices(dim: int, device: torch.device) -> _GatherIndices:
 
 def _pack_by_blocks(matrix: Tensor) -> Tensor:
     """Pack by three block copies, of X12, X22 and X11."""
-    return pack_from_blocks(matrix.shape[-1], lambda rows, columns: matrix[..., rows, columns])
+    return pack_from_blocks(
+        matrix.shape[-1], lambda rows, columns: matrix[..., rows, columns]
+    )
 
 
 def pack_from_blocks(dim: int, block: Callable[[slice, slice], Tensor]) -> Tensor:
@@ -264,7 +280,8 @@ def pack_from_blocks(dim: int, block: Callable[[slice, slice], Tensor]) -> Tenso
 
     Args:
         dim: The dimension of the matrices.
-        block: Returns ``matrix[..., rows, columns]`` for two slices. It is called three times.
+        block: Returns ``matrix[..., rows, columns]`` for two slices. It
+            is called three times.
     """
     h = dim // 2
     first = slice(0, h)
@@ -275,7 +292,8 @@ def pack_from_blocks(dim: int, block: Callable[[slice, slice], Tensor]) -> Tenso
     blocks.x12.copy_(x12)
     del x12  # frees its memory
 
-    # X22 fills a square. X11's upper triangle then replaces the entries above X22's diagonal.
+    # X22 fills a square. X11's upper triangle then replaces the
+    # entries above X22's diagonal.
     blocks.x22.copy_(block(last, last))
     mask = torch.ones(h, h, dtype=torch.bool, device=packed.device).triu_()
     torch.where(mask, block(first, first), blocks.x11, out=blocks.x11)
@@ -314,14 +332,17 @@ def unpack_upper_triangular(packed: Tensor, dim: int) -> Tensor:
     if dim <= GATHERED_UP_TO:
         indices = _gather_indices(dim, packed.device)
         rows = packed.reshape(-1, packed.shape[-1])
-        return _gather(rows, indices.unpack, packed.shape[:-1]).view(*packed.shape[:-1], dim, dim)
+        return _gather(rows, indices.unpack, packed.shape[:-1]).view(
+            *packed.shape[:-1], dim, dim
+        )
     return _unpack_by_blocks(packed, dim)
 
 
 def _gather(rows: Tensor, index: Tensor, batch: torch.Size) -> Tensor:
     """Select columns of ``(matrices, length)``, and return them as ``(*batch, columns)``.
 
-    On a CPU, ``index_select`` is ten times slower along the last of three or more dimensions.
+    On a CPU, ``index_select`` is ten times slower along the last of
+    three or more dimensions.
     """
     return rows.index_select(1, index).view(*batch, len(index))
 

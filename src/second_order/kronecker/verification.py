@@ -1,10 +1,11 @@
 """Verify that the captured pairs of a layer reproduce the gradient of its weight.
 
-A pair is an input x and the gradient d of the output. If the hooks capture all calls of a layer,
-the sum of dᵀ x over the passes (x may also be patches or one-hot rows) is the gradient ∇ of its
-weight W, whatever the loss is. If the two differ, A and G are not the layer's curvature: the
-forward computes something else, W is used outside of the layer, or the loss contains derivatives
-of the model. We compare the two by their products with random vectors, the columns of R:
+A pair is an input x and the gradient d of the output. If the hooks capture all calls of
+a layer, the sum of dᵀ x over the passes (x may also be patches or one-hot rows) is the
+gradient ∇ of its weight W, whatever the loss is. If the two differ, A and G are not the
+layer's curvature: the forward computes something else, W is used outside of the layer,
+or the loss contains derivatives of the model. We compare the two by their products with
+random vectors, the columns of R:
 
     E = Σ dᵀ x R          from the pairs
     Γ = Σ ∇ R             from the gradient that arrives at the weight, before any averaging or
@@ -17,8 +18,9 @@ The term c W R allows for an L2 penalty in the loss, whose gradient c W is in no
     gradient            A hook on the weight calls ``Verification.add_gradient``, which adds Γ.
     step                ``residuals`` returns r of all layers, with one device read.
 
-The missing share of the gradient may grow during training, for example if a decoder also uses an
-embedding's weight. So a layer is verified at the start of training and again later.
+The missing share of the gradient may grow during training, for example if a
+decoder also uses an embedding's weight. So a layer is verified at the start of
+training and again later.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ __all__ = ["TOLERANCE", "Verification", "comparisons_due", "residuals"]
 # The largest r of a verified layer. Rounding in bfloat16 gives up to 0.04.
 TOLERANCE = 0.1
 
-# From each of these steps on, a layer is due for two more comparisons, at its next steps with
-# statistics. A layer that fails one is compared at every such step until it passes.
+# From each of these steps on, a layer is due for two more comparisons, at
+# its next steps with statistics. A layer that fails one is compared at every
+# such step until it passes.
 VERIFIED_FROM = (0, 100, 1000)
 VERIFIED_STEPS = 2
 
@@ -68,8 +71,8 @@ class PairSketch(NamedTuple):
 class Verification:
     """E and Γ of a layer, summed over the passes of a step.
 
-    The first pair of a pass registers a hook on the weight. The hook adds the gradient of the pass
-    to Γ and removes itself.
+    The first pair of a pass registers a hook on the weight. The hook adds the gradient
+    of the pass to Γ and removes itself.
 
     Attributes:
         pairs: The captured pairs.
@@ -118,7 +121,11 @@ class Verification:
 
         # Integer inputs are indices of one-hot rows, each of norm 1.
         sketch = _sketch(product)
-        x_norm = _norm_of(x) if x.is_floating_point() else sketch.new_full((), x.numel() ** 0.5)
+        x_norm = (
+            _norm_of(x)
+            if x.is_floating_point()
+            else sketch.new_full((), x.numel() ** 0.5)
+        )
         self.pairs.append(PairSketch(sketch, x_norm, _norm_of(d)))
         self.elements = weight.numel()
         self.dtype = d.dtype
@@ -163,20 +170,27 @@ def _residuals(layers: Sequence[Verification]) -> Tensor:
     first = layers[0]
     sketches = [pair for layer in layers for pair in layer.pairs]
     products = torch.stack([pair.product for pair in sketches])
-    products = products.unflatten(0, (len(layers), -1)).flatten(2)  # (layers, pairs, elements)
+    # (layers, pairs, elements).
+    products = products.unflatten(0, (len(layers), -1)).flatten(2)
     reproduced = products.sum(1)
-    gradient = torch.stack([cast(Tensor, layer.gradient) for layer in layers]).flatten(1)
+    gradient = torch.stack([cast(Tensor, layer.gradient) for layer in layers]).flatten(
+        1
+    )
 
     # Γ - E, without its component along the weight.
     missing = gradient - reproduced
     if first.weight is not None:
-        weight = torch.stack([cast(Tensor, layer.weight) for layer in layers]).flatten(1)
+        weight = torch.stack([cast(Tensor, layer.weight) for layer in layers]).flatten(
+            1
+        )
         c = (missing * weight).sum(1) / weight.square().sum(1).clamp_min(1e-30)
         missing = missing - c.unsqueeze(1) * weight
 
     # What rounding may cause: in the products, in their sums, and by underflow.
     dtype_info = torch.finfo(first.dtype)
-    norms = torch.stack([norm for pair in sketches for norm in (pair.x_norm, pair.d_norm)])
+    norms = torch.stack(
+        [norm for pair in sketches for norm in (pair.x_norm, pair.d_norm)]
+    )
     norm_products = norms.view(len(layers), -1, 2).prod(-1).sum(1)
     may_be_tf32 = products.device.type == "cuda" and first.dtype is torch.float32
     noise = norm_products * (TF32_ROUNDING if may_be_tf32 else ROUNDING)
@@ -197,12 +211,14 @@ def _norm_of(tensor: Tensor) -> Tensor:
 def _sketch(tensor: Tensor) -> Tensor:
     """Multiply a tensor, as a matrix, by R. Vectors are copied.
 
-    All dimensions but the first become columns. If these are too many, as for fused experts, only
-    the last dimension becomes columns.
+    All dimensions but the first become columns. If these are too many, as for fused
+    experts, only the last dimension becomes columns.
     """
     if tensor.dim() < 2:
         return tensor.clone()
-    matrix = tensor.flatten(1) if tensor[0].numel() <= MAX_COLUMNS else tensor.flatten(0, -2)
+    matrix = (
+        tensor.flatten(1) if tensor[0].numel() <= MAX_COLUMNS else tensor.flatten(0, -2)
+    )
     return matrix @ _random_signs(matrix.shape[1], matrix.dtype, matrix.device)
 
 

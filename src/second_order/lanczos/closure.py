@@ -49,25 +49,30 @@ __all__ = [
 
 LossFn: TypeAlias = Callable[[], Any]
 Closures: TypeAlias = LossFn | Sequence[LossFn]
-Derivatives: TypeAlias = Sequence[Tensor | None]  # None: the parameter is not in the graph
+# None: the parameter is not in the graph.
+Derivatives: TypeAlias = Sequence[Tensor | None]
 CurvatureKind: TypeAlias = Literal["hessian", "gauss-newton", "empirical-fisher"]
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """A model's outputs and the function that computes their loss. Curvature closures return it.
+    """A model's outputs and the function that computes their loss.
+
+    Curvature closures return it.
 
         closure = lambda: Outputs(model(x), lambda z: cross_entropy(z, y))
 
-    The Gauss-Newton matrix J'HJ divides the loss at the outputs: J is the Jacobian of the outputs
-    with respect to the parameters, and H the Hessian of the loss with respect to the outputs.
+    The Gauss-Newton matrix J'HJ divides the loss at the outputs: J is the Jacobian of
+    the outputs with respect to the parameters, and H the Hessian of the loss with
+    respect to the outputs.
 
     Attributes:
         outputs: A tensor, or a tuple or list of tensors, of any shapes.
-        loss: A function of ``outputs`` that returns their loss: a scalar, the mean over examples;
-            or ``(N,)``, one loss per example (``reduction="none"``). The mean of the latter is
-            taken, and its N examples are the weight of the batch. The empirical Fisher needs one
-            loss per example. The function must not change the outputs in place.
+        loss: A function of ``outputs`` that returns their loss: a scalar, the mean over
+            examples; or ``(N,)``, one loss per example (``reduction="none"``). The mean
+            of the latter is taken, and its N examples are the weight of the batch. The
+            empirical Fisher needs one loss per example. The function must not change
+            the outputs in place.
     """
 
     outputs: Any
@@ -78,14 +83,16 @@ class Outputs:
 class Evaluation:
     """The loss of a closure at the current parameters.
 
-    ``roots`` are the tensors whose Jacobian makes the curvature: the outputs for "gauss-newton",
-    the examples' losses ``(N,)`` for "empirical-fisher", none for "hessian".
+    ``roots`` are the tensors whose Jacobian makes the curvature: the
+    outputs for "gauss-newton", the examples' losses ``(N,)`` for
+    "empirical-fisher", none for "hessian".
     """
 
     loss: Tensor  # the mean, a scalar. With "gauss-newton" its graph ends at the leaves
     examples: float  # the weight of that mean
     roots: list[Tensor]
-    leaves: list[Tensor]  # with "gauss-newton", the detached outputs that the loss is a function of
+    # With "gauss-newton", the detached outputs that the loss is a function of.
+    leaves: list[Tensor]
 
 
 def check_curvature(value: Any, hvp: str = "auto") -> None:
@@ -129,7 +136,8 @@ def evaluate_closure(value: Any, curvature: CurvatureKind) -> Evaluation:
     """Check what a closure returned, and evaluate the loss of :class:`Outputs`.
 
     Raises:
-        CurvatureError: If it is not a loss with a graph, or not what the curvature needs.
+        CurvatureError: If it is not a loss with a graph, or not
+            what the curvature needs.
     """
     # The closure returned a loss, or Outputs; perhaps with a number of examples.
     examples = None
@@ -138,7 +146,9 @@ def evaluate_closure(value: Any, curvature: CurvatureKind) -> Evaluation:
     if not isinstance(value, Outputs):
         if curvature != "hessian":
             raise CurvatureError(_needs_outputs(value, curvature))
-        return Evaluation(_check_loss(value), _check_examples(examples), roots=[], leaves=[])
+        return Evaluation(
+            _check_loss(value), _check_examples(examples), roots=[], leaves=[]
+        )
 
     outputs = value.outputs
     tensors = _check_outputs(outputs)
@@ -181,7 +191,9 @@ def evaluate_closure(value: Any, curvature: CurvatureKind) -> Evaluation:
 def _check_outputs(outputs: Any) -> Sequence[Tensor]:
     """Return the tensors of Outputs, or raise CurvatureError."""
     tensors = [outputs] if isinstance(outputs, Tensor) else outputs
-    if not isinstance(tensors, (tuple, list)) or not all(isinstance(z, Tensor) for z in tensors):
+    if not isinstance(tensors, (tuple, list)) or not all(
+        isinstance(z, Tensor) for z in tensors
+    ):
         raise CurvatureError(
             f"the curvature closure returned Outputs of {_describe(outputs)}; pass the tensor that "
             f"the loss is a function of, or a tuple of tensors"
@@ -243,7 +255,7 @@ def _check_examples(examples: Any) -> float:
     return weight
 
 
-# ---------------------------------------------------------------------------------- derivatives
+# -------------------------------------------------------------------------- derivatives
 
 
 class DifferentiableLoss:
@@ -266,14 +278,22 @@ class DifferentiableLoss:
         # The derivatives of the loss with respect to the outputs.
         self._output_gradients: Derivatives = []
         if self._leaves:
-            self._output_gradients = derivatives([evaluation.loss], self._leaves, twice=True)
+            self._output_gradients = derivatives(
+                [evaluation.loss], self._leaves, twice=True
+            )
 
         # g, or J'c. The values of c do not matter.
-        self._cotangents = [torch.zeros_like(z, requires_grad=True) for z in self._roots]
+        self._cotangents = [
+            torch.zeros_like(z, requires_grad=True) for z in self._roots
+        ]
         roots = self._roots or [evaluation.loss]
-        self.gradients = derivatives(roots, params, self._cotangents or None, twice=True)
+        self.gradients = derivatives(
+            roots, params, self._cotangents or None, twice=True
+        )
 
-    def product(self, directions: Sequence[Tensor], *, retain: bool) -> Sequence[Tensor]:
+    def product(
+        self, directions: Sequence[Tensor], *, retain: bool
+    ) -> Sequence[Tensor]:
         """Multiply the curvature by a vector.
 
         Args:
@@ -281,14 +301,20 @@ class DifferentiableLoss:
             retain: Whether to retain the graph for another product.
         """
         if not self._roots:
-            return _vector_products(self.gradients, self._params, directions, retain=retain)
+            return _vector_products(
+                self.gradients, self._params, directions, retain=retain
+            )
 
         # J v
-        pushed = _vector_products(self.gradients, self._cotangents, directions, retain=True)
+        pushed = _vector_products(
+            self.gradients, self._cotangents, directions, retain=True
+        )
 
         # H J v
         if self._leaves:
-            pushed = _vector_products(self._output_gradients, self._leaves, pushed, retain=True)
+            pushed = _vector_products(
+                self._output_gradients, self._leaves, pushed, retain=True
+            )
         else:
             pushed = [u / len(u) for u in pushed]
 
@@ -297,7 +323,11 @@ class DifferentiableLoss:
 
 
 def _vector_products(
-    functions: Derivatives, inputs: Sequence[Tensor], vectors: Sequence[Tensor], *, retain: bool
+    functions: Derivatives,
+    inputs: Sequence[Tensor],
+    vectors: Sequence[Tensor],
+    *,
+    retain: bool,
 ) -> Sequence[Tensor]:
     """Return the derivatives of Σ fᵢᵀvᵢ with respect to the inputs, where v is constant.
 
@@ -333,7 +363,8 @@ def derivatives(
         twice: Whether the result gets a graph, to be differentiated again.
 
     Raises:
-        CurvatureError: If the roots cannot be differentiated, or not as often as needed.
+        CurvatureError: If the roots cannot be differentiated, or
+            not as often as needed.
     """
     with explain_errors():
         gradients = torch.autograd.grad(
@@ -394,7 +425,9 @@ def explain_errors() -> Iterator[None]:
                 f"torch has no derivative of {missing[1]}, so the loss cannot be differentiated "
                 f"twice; replace the operation in the curvature closure, {_USE_DIFFERENCES}"
             ) from error
-        raise CurvatureError(f"the loss could not be differentiated: {message}") from error
+        raise CurvatureError(
+            f"the loss could not be differentiated: {message}"
+        ) from error
 
 
 # The code that @once_differentiable wraps around a backward.
@@ -431,7 +464,7 @@ def _custom_functions(roots: Sequence[Tensor]) -> list[Any]:
     return functions
 
 
-# ----------------------------------------------------------- a data loader instead of a closure
+# --------------------------------------------------- a data loader instead of a closure
 
 
 def losses_over(
@@ -442,24 +475,25 @@ def losses_over(
         losses = losses_over(model, loader, torch.nn.functional.cross_entropy)
         eigenpairs(losses, model, largest=10)
 
-    The loss is the mean over all examples: batches are weighted by their numbers of examples, which
-    matters if the last batch is smaller. The loader is read once, so every product uses the same
-    batches even if the loader shuffles or augments. One batch at a time is moved to the model's
-    device, and has its graph in memory.
+    The loss is the mean over all examples: batches are weighted by their numbers of
+    examples, which matters if the last batch is smaller. The loader is read once, so
+    every product uses the same batches even if the loader shuffles or augments. One
+    batch at a time is moved to the model's device, and has its graph in memory.
 
     Args:
         model: Computes the outputs, in its current train/eval mode.
-        batches: Pairs (inputs, targets), such as a ``DataLoader``. Inputs are a tensor, a tuple or
-            list of positional arguments, or a mapping of keyword arguments. Targets are a tensor
-            with one row per example.
-        criterion: The loss of (outputs, targets): the mean over the batch's examples, or one loss
-            per example.
+        batches: Pairs (inputs, targets), such as a ``DataLoader``. Inputs are a tensor,
+            a tuple or list of positional arguments, or a mapping of keyword arguments.
+            Targets are a tensor with one row per example.
+        criterion: The loss of (outputs, targets): the mean over the batch's examples,
+            or one loss per example.
 
     Returns:
         One function per batch, which returns (:class:`Outputs`, number of examples).
 
     Raises:
-        ValueError: If ``batches`` is empty, a batch is not a pair, or the criterion sums.
+        ValueError: If ``batches`` is empty, a batch is not a pair,
+            or the criterion sums.
     """
     if getattr(criterion, "reduction", "mean") == "sum":
         raise ValueError(
@@ -476,12 +510,17 @@ def losses_over(
         inputs, targets = batch
         closures.append(partial(_evaluate_batch, model, criterion, inputs, targets))
     if not closures:
-        raise ValueError("there is no batch; pass a loader, or a list of (inputs, targets)")
+        raise ValueError(
+            "there is no batch; pass a loader, or a list of (inputs, targets)"
+        )
     return closures
 
 
 def _evaluate_batch(
-    model: nn.Module, criterion: Callable[[Any, Any], Tensor], inputs: Any, targets: Tensor
+    model: nn.Module,
+    criterion: Callable[[Any, Any], Tensor],
+    inputs: Any,
+    targets: Tensor,
 ) -> tuple[Outputs, int]:
     """Move a batch to the model's device, and return its outputs and its number of examples."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -33,12 +33,19 @@ from second_order.lanczos.lanczos import UNDECOMPOSED, agreed_ritz_pairs, tridia
 from second_order.lanczos.spectrum import ParamsOrModel, curvature_space
 from second_order.utils.checks import check_number, check_whole
 
-__all__ = ["Diagonal", "SpectralDensity", "Trace", "diagonal", "spectral_density", "trace"]
+__all__ = [
+    "Diagonal",
+    "SpectralDensity",
+    "Trace",
+    "diagonal",
+    "spectral_density",
+    "trace",
+]
 
 MIN_SAMPLES = 2  # for a standard error
 
-# Samples to leave by default. The standard error of two samples is 1.6 times too small on average,
-# that of four 1.3 times, by the chi-squared distribution.
+# Samples to leave by default. The standard error of two samples is 1.6 times too small
+# on average, that of four 1.3 times, by the chi-squared distribution.
 DEFAULT_SAMPLES = 4
 
 NOT_FINITE = (
@@ -53,8 +60,9 @@ class Trace:
 
     Attributes:
         value: tr H, the sum of all eigenvalues.
-        standard_error: Standard error of ``value``; 0 if nothing was sampled. Its square is correct
-            on average over seeds. With few samples it is too small more often than too large.
+        standard_error: Standard error of ``value``; 0 if nothing was sampled. Its
+            square is correct on average over seeds. With few samples it is too small
+            more often than too large.
         size: n, the number of eigenvalues; ``value / size`` is their mean.
         products: Number of Hessian-vector products.
     """
@@ -78,16 +86,17 @@ def trace(
 ) -> Trace:
     """Estimate the trace of the Hessian of a loss.
 
-    A third of the products finds the steep directions, a third computes their part of the trace
-    exactly, and a third samples the complement, which is small if few eigenvalues stand out.
+    A third of the products finds the steep directions, a third computes their part of
+    the trace exactly, and a third samples the complement, which is small if few
+    eigenvalues stand out.
 
     Args:
         loss_fn: Returns the loss, as for :func:`eigenpairs`.
         params: A module or its parameters, as for :func:`eigenpairs`.
         products: m, the maximum number of Hessian-vector products.
-        directions: Number of steep directions that are treated exactly, with two products each.
-            None: m / 3, or fewer to leave four samples. 0: none, which is better only if no
-            eigenvalues stand out.
+        directions: Number of steep directions that are treated exactly, with two
+            products each. None: m / 3, or fewer to leave four samples. 0: none, which
+            is better only if no eigenvalues stand out.
         seed: Seed of the random vectors.
         hvp: How to compute products, as for :func:`eigenpairs`.
         process_group: Processes that call this together, as for :func:`eigenpairs`.
@@ -156,15 +165,16 @@ def diagonal(
 ) -> Diagonal:
     """Estimate the diagonal of the Hessian of a loss.
 
-    As in :func:`trace`, steep directions are treated exactly, and the complement is sampled. The
-    variance of a sampled element is the sum of the squares of the other elements in its row,
-    divided by the number of samples.
+    As in :func:`trace`, steep directions are treated exactly, and the complement is
+    sampled. The variance of a sampled element is the sum of the squares of the other
+    elements in its row, divided by the number of samples.
 
     Args:
         loss_fn: Returns the loss, as for :func:`eigenpairs`.
         params: A module or its parameters, as for :func:`eigenpairs`.
         products: m, the maximum number of Hessian-vector products.
-        directions: Number of steep directions that are treated exactly, as for :func:`trace`.
+        directions: Number of steep directions that are treated
+            exactly, as for :func:`trace`.
         seed: Seed of the random vectors.
         hvp: How to compute products, as for :func:`eigenpairs`.
         process_group: Processes that call this together, as for :func:`eigenpairs`.
@@ -231,7 +241,8 @@ class _SteepDirections:
         candidates = [space.apply(space.random(seed + i, 1.0)) for i in range(count)]
 
         # Gram-Schmidt. A vector that is zero, or depends on the others, is left out.
-        # Estimates do not support FSDP2, which would have other rows than ``space.rows``.
+        # Estimates do not support FSDP2, which would have other
+        # rows than ``space.rows``.
         num_rows = space.rows.stop - space.rows.start
         Q = torch.empty((count, num_rows), dtype=space.dtype, device=space.device)
         self.Q = Q[:0]
@@ -251,7 +262,10 @@ class _SteepDirections:
         self.products = count + len(self.Q)
 
     def project_out(self, v: Tensor) -> Tensor:
-        """Return P v, the part of v that is orthogonal to Q. Twice, because of rounding."""
+        """Return P v, the part of v that is orthogonal to Q.
+
+        Twice, because of rounding.
+        """
         if not len(self.Q):
             return v
         for _ in range(2):
@@ -287,8 +301,8 @@ class SpectralDensity:
     """A quadrature of the density of a Hessian's eigenvalues.
 
     Attributes:
-        nodes: ``(probes, m)`` Ritz values; float64 on the CPU. A probe that ended early is padded
-            with nodes of weight 0.
+        nodes: ``(probes, m)`` Ritz values; float64 on the CPU. A probe that ended early
+            is padded with nodes of weight 0.
         weights: ``(probes, m)`` weights of the nodes. Those of a probe sum to 1.
         size: n, the number of eigenvalues.
         products: Number of Hessian-vector products.
@@ -318,10 +332,14 @@ class SpectralDensity:
             ValueError: If it is not above 0.
         """
         remedy = "use a percent of the spectrum's width, perhaps"
-        check_number("width", width, low=0.0, open_low=True, open_high=True, remedy=remedy)
+        check_number(
+            "width", width, low=0.0, open_low=True, open_high=True, remedy=remedy
+        )
         grid = grid.to("cpu", torch.float64)
         distance = (grid[:, None, None] - self.nodes[None]) / width
-        gaussians = torch.exp(-0.5 * distance.square()) / (width * math.sqrt(2 * math.pi))
+        gaussians = torch.exp(-0.5 * distance.square()) / (
+            width * math.sqrt(2 * math.pi)
+        )
         return (gaussians * self.weights).sum(dim=(1, 2)) / len(self.nodes)
 
 
@@ -342,8 +360,8 @@ def spectral_density(
         loss_fn: Returns the loss, as for :func:`eigenpairs`.
         params: A module or its parameters, as for :func:`eigenpairs`.
         probes: Number of random vectors to average over.
-        iterations: Number of products per probe. The density resolves details down to the width of
-            the spectrum divided by this number.
+        iterations: Number of products per probe. The density resolves details down to
+            the width of the spectrum divided by this number.
         seed: Seed of the random vectors.
         hvp: How to compute products, as for :func:`eigenpairs`.
         process_group: Processes that call this together, as for :func:`eigenpairs`.

@@ -6,13 +6,13 @@
     differences  H v ≈ (∇L(w + εv) − ∇L(w − εv)) / 2ε, for losses that cannot be differentiated
                  twice
 
-`closure.py` multiplies by the Gauss-Newton matrix and the empirical Fisher as well. Vectors are
-flat: the parameters in their order, each in the order of ``p.reshape(-1)``.
+`closure.py` multiplies by the Gauss-Newton matrix and the empirical Fisher as well.
+Vectors are flat: the parameters in their order, each in the order of ``p.reshape(-1)``.
 
-A :class:`RowSpace` distributes the rows of vectors over processes (DHO2, algorithm 2). Rank p
-stores the rows D_p of every vector. To multiply, it gathers d, multiplies d by the Hessian of its
-own batch, and receives the sum of all results for its rows, weighted by examples. The result is
-therefore that of one process on the union of all batches.
+A :class:`RowSpace` distributes the rows of vectors over processes (DHO2, algorithm 2).
+Rank p stores the rows D_p of every vector. To multiply, it gathers d, multiplies d by
+the Hessian of its own batch, and receives the sum of all results for its rows, weighted
+by examples. The result is therefore that of one process on the union of all batches.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class _SavedBuffer:
 
     def restore(self) -> None:
         """Put the buffer and its value back."""
-        # .data hides the change from autograd's version counter: a graph that was made before may
-        # have saved the buffer.
+        # .data hides the change from autograd's version counter: a graph that was made
+        # before may have saved the buffer.
         self.buffer.data.copy_(self.value)
         setattr(self.module, self.name, self.buffer)
 
@@ -89,10 +89,10 @@ def preserved_state(
 ) -> Iterator[Callable[[], None]]:
     """Evaluate and differentiate inside, and restore the state of the model and of torch at exit.
 
-    This covers torch's random state and settings, every buffer of every module that is called,
-    ``.grad`` of the parameters, the state of DistributedDataParallel's reducer, and ``training`` of
-    the model's modules. Inside, autocast is off, and attention runs without fused kernels, which
-    have no second derivative.
+    This covers torch's random state and settings, every buffer of every module that is
+    called, ``.grad`` of the parameters, the state of DistributedDataParallel's reducer,
+    and ``training`` of the model's modules. Inside, autocast is off, and attention runs
+    without fused kernels, which have no second derivative.
 
     Args:
         params: The parameters whose ``.grad`` is restored.
@@ -100,7 +100,8 @@ def preserved_state(
         model: The model whose modules' ``training`` is restored, if there is one.
 
     Yields:
-        A function that sets random state and buffers back to those of the first evaluation.
+        A function that sets random state and buffers back to those
+        of the first evaluation.
     """
     cpu_random_state = torch.get_rng_state()
     cuda_random_state: Tensor | None = None
@@ -147,8 +148,11 @@ def preserved_state(
         # The settings inside.
         stack.enter_context(torch.enable_grad())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        # Autocast's cache of cast weights would outlive the changes that differences make.
-        stack.enter_context(torch.autocast(device.type, enabled=False, cache_enabled=False))
+        # Autocast's cache of cast weights would outlive the changes
+        # that differences make.
+        stack.enter_context(
+            torch.autocast(device.type, enabled=False, cache_enabled=False)
+        )
         if model is not None:  # compiled code may call it without hooks
             save_modules(model)
         stack.callback(register_module_forward_pre_hook(save_modules).remove)
@@ -162,34 +166,37 @@ class Hessian:
             h = H.product(v)
 
     Args:
-        loss_fns: Returns the loss of a batch without calling ``backward``; or a sequence of such
-            functions, one per micro-batch. Each returns a scalar, or a pair of the scalar and the
-            number of examples that it is the mean of, by which micro-batches (and processes) are
-            weighted. Instead of the loss it may return :class:`~second_order.lanczos.Outputs`.
+        loss_fns: Returns the loss of a batch without calling ``backward``; or a
+            sequence of such functions, one per micro-batch. Each returns a scalar, or a
+            pair of the scalar and the number of examples that it is the mean of, by
+            which micro-batches (and processes) are weighted. Instead of the loss it may
+            return :class:`~second_order.lanczos.Outputs`.
         params: The parameters to differentiate with respect to, any of the model's.
-        mode: "retained" stores one graph, and multiplies through it. "recomputed" evaluates every
-            function again at each product. "differences" takes finite differences of gradients. It
-            supports losses that cannot be differentiated twice, but only the Hessian. The last two
-            reuse the random numbers of the first evaluation; the functions must use the same batch
-            each time. "auto": "retained" for one function, "recomputed" for several.
+        mode: "retained" stores one graph, and multiplies through it. "recomputed"
+            evaluates every function again at each product. "differences" takes finite
+            differences of gradients. It supports losses that cannot be differentiated
+            twice, but only the Hessian. The last two reuse the random numbers of the
+            first evaluation; the functions must use the same batch each time. "auto":
+            "retained" for one function, "recomputed" for several.
         model: The module whose train/eval mode is restored.
-        curvature: The matrix: "hessian"; "gauss-newton" for J'HJ, where J is the Jacobian of the
-            outputs and H the Hessian of the loss with respect to them; "empirical-fisher" for the
-            mean of ggᵀ over the examples' gradients. The last two need functions that return
-            Outputs. They have no negative eigenvalues ("gauss-newton" if the loss is convex in the
-            outputs).
+        curvature: The matrix: "hessian"; "gauss-newton" for J'HJ, where J is the
+            Jacobian of the outputs and H the Hessian of the loss with respect to them;
+            "empirical-fisher" for the mean of ggᵀ over the examples' gradients. The
+            last two need functions that return Outputs. They have no negative
+            eigenvalues ("gauss-newton" if the loss is convex in the outputs).
 
     Attributes:
         size: n, the number of elements of the parameters.
         examples: The weight of this process's batch, once it has been evaluated.
         loss: The loss of this process's batch times its weight.
         products: Number of products computed.
-        constant: Whether no loss so far depends on the parameters. None: before the first one.
+        constant: Whether no loss so far depends on the parameters.
+            None: before the first one.
 
     Raises:
-        CurvatureError: On entry or at a product, if the loss is not a scalar, its graph has been
-            freed, or it cannot be differentiated twice. The message names the operation and the
-            remedy.
+        CurvatureError: On entry or at a product, if the loss is not a scalar, its graph
+            has been freed, or it cannot be differentiated twice. The message names the
+            operation and the remedy.
     """
 
     def __init__(
@@ -203,7 +210,9 @@ class Hessian:
     ) -> None:
         check_curvature(curvature, mode)
         check_choice("hvp", mode, get_args(ProductMode))
-        self._loss_fns = list(loss_fns) if isinstance(loss_fns, Sequence) else [loss_fns]
+        self._loss_fns = (
+            list(loss_fns) if isinstance(loss_fns, Sequence) else [loss_fns]
+        )
         self._mode = mode
         if mode == "auto":
             self._mode = "retained" if len(self._loss_fns) == 1 else "recomputed"
@@ -278,9 +287,16 @@ class Hessian:
             yield loss_fn
 
     def _add(
-        self, total: Tensor | None, parts: Derivatives, factor: float, dtype: torch.dtype
+        self,
+        total: Tensor | None,
+        parts: Derivatives,
+        factor: float,
+        dtype: torch.dtype,
     ) -> Tensor:
-        """Return total + factor · parts, as one flat vector. ``total`` is changed in place."""
+        """Return total + factor · parts, as one flat vector.
+
+        ``total`` is changed in place.
+        """
         flat_parts = []
         for p, part in zip(self.params, parts, strict=True):
             tensor = torch.zeros_like(p) if part is None else part
@@ -301,7 +317,9 @@ class Hessian:
         total: Tensor | None = None
         try:
             for sign in (1.0, -1.0):
-                for p, before, direction in zip(params, params_before, directions, strict=True):
+                for p, before, direction in zip(
+                    params, params_before, directions, strict=True
+                ):
                     p.copy_(before).add_(direction, alpha=sign * epsilon)
                 total = self._add_gradients(total, sign / (2 * epsilon), v.dtype)
         finally:
@@ -309,7 +327,9 @@ class Hessian:
         assert total is not None
         return total
 
-    def _add_gradients(self, total: Tensor | None, factor: float, dtype: torch.dtype) -> Tensor:
+    def _add_gradients(
+        self, total: Tensor | None, factor: float, dtype: torch.dtype
+    ) -> Tensor:
         """Return total + factor · the sum of all functions' gradients, weighted by examples."""
         for loss_fn in self._rewound_loss_fns():
             evaluation = self._evaluate(loss_fn)
@@ -326,8 +346,9 @@ class Hessian:
         params_norm = math.sqrt(self._squared_norm(params))
         if direction_norm == 0.0:
             return 0.0
-        # For central differences the cube root of eps balances rounding against the change of the
-        # curvature itself. An element of the direction has a size of its norm over √n.
+        # For central differences the cube root of eps balances rounding against
+        # the change of the curvature itself. An element of the direction has a
+        # size of its norm over √n.
         eps = max(torch.finfo(dtype).eps for dtype in self._dtypes())
         scale = 1.0 + params_norm / math.sqrt(self.size)
         epsilon: float = 0.25 * eps ** (1 / 3) * scale / direction_norm
@@ -350,7 +371,9 @@ class Hessian:
     def _evaluate(self, loss_fn: LossFn) -> Evaluation:
         """Evaluate a loss under the autocast of the constructor's caller, and add it up."""
         with torch.autocast(
-            self._device.type, dtype=self._autocast_dtype, enabled=self._autocast_enabled
+            self._device.type,
+            dtype=self._autocast_dtype,
+            enabled=self._autocast_enabled,
         ):
             evaluation = evaluate_closure(loss_fn(), self._curvature)
         examples = evaluation.examples
@@ -373,10 +396,10 @@ class Hessian:
 class ShardedHessian(Hessian):
     """The Hessian of all processes' mean loss at parameters that FSDP2 has sharded, by differences.
 
-    FSDP2 supports first derivatives only, by ``backward``. It averages them over processes, and
-    leaves this process's rows. Products therefore are those of this process's rows with the mean
-    Hessian of all examples, and need no further communication. Every process must evaluate the same
-    number of functions.
+    FSDP2 supports first derivatives only, by ``backward``. It averages them over
+    processes, and leaves this process's rows. Products therefore are those of this
+    process's rows with the mean Hessian of all examples, and need no further
+    communication. Every process must evaluate the same number of functions.
     """
 
     def __init__(
@@ -397,34 +420,48 @@ class ShardedHessian(Hessian):
         return dtypes
 
     def _squared_norm(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the squared norm of a vector, given all processes' shards of it. Collective."""
+        """Return the squared norm of a vector, given all processes' shards of it.
+
+        Collective.
+        """
         squared_norm = super()._squared_norm(parts)
         self._world.all_reduce([squared_norm]).wait()
         return squared_norm
 
-    def _add_gradients(self, total: Tensor | None, factor: float, dtype: torch.dtype) -> Tensor:
-        """Return total + factor · the mean gradient over all processes' examples. Collective."""
+    def _add_gradients(
+        self, total: Tensor | None, factor: float, dtype: torch.dtype
+    ) -> Tensor:
+        """Return total + factor · the mean gradient over all processes' examples.
+
+        Collective.
+        """
         # FSDP2 averages the gradients of all processes in backward().
         for loss_fn in self._rewound_loss_fns():
             evaluation = self._evaluate(loss_fn)
             with explain_errors():
                 (evaluation.loss * evaluation.examples).backward()
-        all_examples = torch.tensor(self.examples, dtype=torch.float64, device=self._device)
+        all_examples = torch.tensor(
+            self.examples, dtype=torch.float64, device=self._device
+        )
         self._world.all_reduce([all_examples]).wait()
         gradients = [p.grad for p in self.params]
         self._update_constant(gradients)
         for p in self.params:
             p.grad = None
-        # Divide the sum of gradients by all examples instead of the number of processes.
+        # Divide the sum of gradients by all examples instead of
+        # the number of processes.
         factor = factor * self._world.size / float(all_examples)
         return self._add(total, gradients, factor, dtype)
 
 
-# ---------------------------------------------------------------------- vectors on many processes
+# ------------------------------------------------------------ vectors on many processes
 
 
 def row_slice(size: int, processes: int, rank: int) -> slice:
-    """Return the slice of the rows that a process has. Counts differ by at most one row."""
+    """Return the slice of the rows that a process has.
+
+    Counts differ by at most one row.
+    """
     return slice(size * rank // processes, size * (rank + 1) // processes)
 
 
@@ -440,17 +477,18 @@ def row_counts(size: int, processes: int) -> list[int]:
 class RowSpace:
     """This process's rows of vectors in R^n, and the Hessian of all processes' batches.
 
-    Use it as a context manager, in which autocast is off except in the loss. If the loss of one
-    process cannot be evaluated, every process raises an error on entry. If a product fails later on
-    one process, all processes get NaN, so that no process waits for it in a collective.
+    Use it as a context manager, in which autocast is off except in the loss. If the
+    loss of one process cannot be evaluated, every process raises an error on entry. If
+    a product fails later on one process, all processes get NaN, so that no process
+    waits for it in a collective.
 
     Args:
         hessian: The Hessian of this process's batch.
         world: The processes.
         dtype: The dtype of vectors.
         sign: −1.0 for the Hessian of the negative loss.
-        local_rows: With a :class:`ShardedHessian`, a function that returns this process's elements
-            of a complete vector. FSDP2 decides which these are.
+        local_rows: With a :class:`ShardedHessian`, a function that returns this
+            process's elements of a complete vector. FSDP2 decides which these are.
 
     Attributes:
         size: n.
@@ -502,22 +540,30 @@ class RowSpace:
         The vector depends neither on the device nor on the number of processes.
         """
         generator = torch.Generator().manual_seed(seed)
-        vector = torch.randn(self.size, generator=generator, dtype=torch.float32, device="cpu")
+        vector = torch.randn(
+            self.size, generator=generator, dtype=torch.float32, device="cpu"
+        )
         vector.mul_(scale)
-        rows = vector[self.rows] if self._local_rows is None else self._local_rows(vector)
+        rows = (
+            vector[self.rows] if self._local_rows is None else self._local_rows(vector)
+        )
         return rows.to(self.device, self.dtype)
 
     def gather(self, rows: Tensor) -> Tensor:
         """Gather a complete vector from all processes' rows. Collective."""
         if self._world.size == 1:
             return rows
-        return torch.cat(self._world.all_to_all([rows] * self._world.size, self._row_counts))
+        return torch.cat(
+            self._world.all_to_all([rows] * self._world.size, self._row_counts)
+        )
 
     def apply(self, d: Tensor) -> Tensor:
-        """Return this process's rows of H d, where H is the mean over all batches. Collective.
+        """Return this process's rows of H d, where H is the mean over all batches.
 
-        If FSDP2 has sharded the parameters, errors are raised immediately, because the other
-        processes then wait in the collectives of FSDP2.
+        Collective.
+
+        If FSDP2 has sharded the parameters, errors are raised immediately, because the
+        other processes then wait in the collectives of FSDP2.
         """
         if self._local_rows is not None:
             return self._hessian.product(d).mul_(self._sign)
@@ -539,14 +585,18 @@ class RowSpace:
 
         # Send each process its rows and the weight, and sum up what arrives.
         weight_element = h.new_full((1,), weight)
-        messages = [torch.cat([rows, weight_element]) for rows in h.split(self._row_counts)]
+        messages = [
+            torch.cat([rows, weight_element]) for rows in h.split(self._row_counts)
+        ]
         message_size = len(messages[self._world.rank])
         received = self._world.all_to_all(messages, [message_size] * self._world.size)
         total = torch.stack(received).sum(0)
         return total[:-1] / total[-1]
 
     def read(self, numbers: Sequence[Tensor]) -> list[float]:
-        """Return the values of flat tensors in float64. On a device this synchronizes once.
+        """Return the values of flat tensors in float64.
+
+        On a device this synchronizes once.
 
         The loss of a device is read in the same copy, because a refresh needs it next.
         """
@@ -561,7 +611,10 @@ class RowSpace:
         return values
 
     def _sum_losses(self) -> Tensor:
-        """Sum all processes' losses and examples of the last product, ``(2,)``. Collective."""
+        """Sum all processes' losses and examples of the last product, ``(2,)``.
+
+        Collective.
+        """
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         sums[0] += self._hessian.loss
         sums[1] += self._hessian.examples
@@ -573,14 +626,20 @@ class RowSpace:
         return self._sign * float(loss) / float(examples)
 
     def total(self, x: Tensor) -> Tensor:
-        """Sum a small tensor over the processes, in float64 if there are several. Collective."""
+        """Sum a small tensor over the processes, in float64 if there are several.
+
+        Collective.
+        """
         if self._world.size > 1:
             x = x.double()
             self._world.all_reduce([x]).wait()
         return x
 
     def broadcast_from_first(self, x: Tensor) -> Tensor:
-        """Return the first process's values of a small tensor, on the CPU. Collective."""
+        """Return the first process's values of a small tensor, on the CPU.
+
+        Collective.
+        """
         if self._world.size > 1:
             x = x.to(self.device)
             self._world.broadcast_from_first([x])
@@ -590,8 +649,8 @@ class RowSpace:
         """Raise on every process if a product has failed on one of them. Collective.
 
         Raises:
-            CurvatureError: On a process whose product did not fail, naming the one that failed; and
-                on all, if no process's loss depends on the parameters.
+            CurvatureError: On a process whose product did not fail, naming the one that
+                failed; and on all, if no process's loss depends on the parameters.
             Exception: The error of the product, on the process where it failed.
         """
         device = "cpu" if self._world.size == 1 else self.device

@@ -2,14 +2,14 @@
 
     h = H dᵢ;  Bᵢᵢ = dᵢᵀh;  h <- h − D(Dᵀh), twice;  B_{i,i+1} = ‖h‖;  d_{i+1} = h/‖h‖
 
-Then DᵀHD = B is tridiagonal, and B = U diag(u) Uᵀ gives the Ritz pairs u, DU of any symmetric H.
-The k largest and l smallest eigenpairs take
+Then DᵀHD = B is tridiagonal, and B = U diag(u) Uᵀ gives the Ritz pairs u, DU of any
+symmetric H. The k largest and l smallest eigenpairs take
 
     m <= max(4(k + l), 2 ln n) iterations, until every requested pair has β_m |s_{mi}| <= tol |θᵢ|
     V̂ = D U[:, last k ∪ first l]
 
-The rows of D may be distributed over processes: a :class:`RowSpace` multiplies vectors and
-completes sums.
+The rows of D may be distributed over processes: a :class:`RowSpace` multiplies vectors
+and completes sums.
 """
 
 from __future__ import annotations
@@ -35,15 +35,17 @@ __all__ = [
     "tridiagonalize",
 ]
 
-# Testing for convergence takes an eigendecomposition of B. Runs of up to TEST_ALWAYS iterations
-# test after each one, longer runs after each TEST_INTERVAL-th.
+# Testing for convergence takes an eigendecomposition of B. Runs of up to TEST_ALWAYS
+# iterations test after each one, longer runs after each TEST_INTERVAL-th.
 TEST_ALWAYS = 32
 TEST_INTERVAL = 4
 
-# On a device the host first reads coefficients after this multiple of the minimum of iterations.
+# On a device the host first reads coefficients after this multiple of the
+# minimum of iterations.
 FIRST_READ = 4
 
-# Relative error up to which an eigendecomposition of B is valid. In float64 it is near 1e-15.
+# Relative error up to which an eigendecomposition of B is valid. In
+# float64 it is near 1e-15.
 DECOMPOSITION_TOL = 1e-8
 
 UNDECOMPOSED = (
@@ -57,7 +59,10 @@ RANDOM_ATTEMPTS = 3  # random vectors to try if the Krylov space is exhausted
 
 @dataclass(frozen=True)
 class Ritz:
-    """Eigenpairs of B, ascending, in float64 on the CPU. All NaN if the decomposition failed."""
+    """Eigenpairs of B, ascending, in float64 on the CPU.
+
+    All NaN if the decomposition failed.
+    """
 
     values: Tensor  # (m,) θ
     vectors: Tensor  # (m, m) U, whose columns are the eigenvectors
@@ -70,9 +75,11 @@ class Tridiagonal:
 
     basis: Tensor  # (m, rows) this process's rows of D, transposed: orthonormal vectors
     diagonal: Tensor  # (m,) of B
-    off_diagonal: Tensor  # (m,) the m − 1 entries next to B's diagonal, and the last ‖h‖
+    # (m,) the m − 1 entries next to B's diagonal, and the last ‖h‖.
+    off_diagonal: Tensor
     finite: bool  # whether every number was finite
-    products: int  # number of products; a device may have computed some that are not used
+    # Number of products; a device may have computed some that are not used.
+    products: int
 
 
 def ritz_pairs(diagonal: Tensor, off_diagonal: Tensor) -> Ritz:
@@ -82,7 +89,8 @@ def ritz_pairs(diagonal: Tensor, off_diagonal: Tensor) -> Ritz:
     try:
         values, vectors = torch.linalg.eigh(B)
         valid = _are_eigenpairs(B, values, vectors)
-    except Exception:  # no error here, because the other processes wait in the next collective
+    # No error here, because the other processes wait in the next collective.
+    except Exception:
         valid = False
     if not valid:
         values = torch.full_like(diagonal, torch.nan)
@@ -93,8 +101,8 @@ def ritz_pairs(diagonal: Tensor, off_diagonal: Tensor) -> Ritz:
 def _are_eigenpairs(matrix: Tensor, values: Tensor, vectors: Tensor) -> bool:
     """Whether ‖B s − θ s‖ is small for every pair, the s are orthonormal, and the θ ascend.
 
-    LAPACK routines have returned wrong but finite numbers. The Newton step with them raised a loss
-    from 1.2 to 1.7e10.
+    LAPACK routines have returned wrong but finite numbers. The Newton step with them
+    raised a loss from 1.2 to 1.7e10.
     """
     norm = matrix.abs().amax()
     residual = (matrix @ vectors - vectors * values).abs().amax()
@@ -112,7 +120,8 @@ class _Coefficients:
     diagonal: list[float] = field(default_factory=list)
     off_diagonal: list[float] = field(default_factory=list)
     finite: bool = True
-    exhausted: bool = False  # whether the last ‖h‖ was 0, so that the Krylov space is invariant
+    # Whether the last ‖h‖ was 0, so that the Krylov space is invariant.
+    exhausted: bool = False
 
     def extend(self, numbers: Sequence[float], eps: float) -> None:
         """Append the entries of some iterations, up to one that is not finite or exhausted.
@@ -154,20 +163,22 @@ def tridiagonalize(
 ) -> Tridiagonal:
     """Run the Lanczos recurrence. Collective.
 
-    B is stored in float64, D in the dtype of ``start``. On the CPU, coefficients are read after
-    each iteration. On a device they are read rarely, to avoid synchronizing with it: first after
-    the ``expected`` number of iterations, and then after every few. Iterations beyond the end are
-    left out, so the result is the same.
+    B is stored in float64, D in the dtype of ``start``. On the CPU, coefficients are
+    read after each iteration. On a device they are read rarely, to avoid synchronizing
+    with it: first after the ``expected`` number of iterations, and then after every
+    few. Iterations beyond the end are left out, so the result is the same.
 
     Args:
         space: H, and the processes.
         start: This process's rows of the start vector.
         iterations: m, the maximum number of iterations.
-        at_least: The minimum number of iterations. If the Krylov space is exhausted before, the
-            recurrence continues with a random vector that is orthogonal to it.
+        at_least: The minimum number of iterations. If the Krylov space is
+            exhausted before, the recurrence continues with a random vector
+            that is orthogonal to it.
         finished: Whether the run can end, given the Ritz pairs. None: it cannot.
         seed: The seed of these random vectors.
-        expected: The number of iterations that are probably needed; 0 if it is not known.
+        expected: The number of iterations that are probably
+            needed; 0 if it is not known.
     """
     on_cpu = start.device.type == "cpu"
     iterations = min(iterations, space.size)
@@ -195,8 +206,8 @@ def tridiagonalize(
         ahead = 1 if on_cpu else TEST_INTERVAL
         count = len(B.diagonal)
 
-        # Stop if everything has converged. The first process decides, because rounding differs
-        # between processes.
+        # Stop if everything has converged. The first process decides, because rounding
+        # differs between processes.
         longest = count - 1 if B.exhausted else count
         lengths = range(max(before + 1, at_least), longest + 1)
         tested = [n for n in lengths if n <= TEST_ALWAYS or n % TEST_INTERVAL == 1]
@@ -224,7 +235,10 @@ def tridiagonalize(
 
 
 def _iterate(space: RowSpace, D: Tensor, j: int) -> Tensor:
-    """Compute row j + 1 of D if there is one. Returns B_jj in two parts, and ‖h‖², in float64."""
+    """Compute row j + 1 of D if there is one.
+
+    Returns B_jj in two parts, and ‖h‖², in float64.
+    """
     basis = D[: j + 1]
     h = space.apply(D[j])
     first = space.total(basis @ h)
@@ -245,7 +259,8 @@ def _squared_norm(x: Tensor) -> Tensor:
 
 def _random_orthogonal(space: RowSpace, basis: Tensor, seed: int) -> Tensor | None:
     """Return a random unit vector orthogonal to the basis; None if only rounding is left."""
-    # The first vector may be in the span: the start vector is, if it was drawn with the same seed.
+    # The first vector may be in the span: the start vector is, if it was
+    # drawn with the same seed.
     for attempt in range(RANDOM_ATTEMPTS):
         d = _orthogonalize(space, basis, space.random(seed + attempt * space.size, 1.0))
         if d is not None:
@@ -266,7 +281,7 @@ def _orthogonalize(space: RowSpace, basis: Tensor, d: Tensor) -> Tensor | None:
     return d
 
 
-# ------------------------------------------------------------------------------------- eigenpairs
+# --------------------------------------------------------------------------- eigenpairs
 
 
 @dataclass(frozen=True)
@@ -285,8 +300,8 @@ class Pairs:
     def vectors(self) -> Tensor:
         """Return V̂ transposed, ``(r, rows)``: this process's rows of the orthonormal vectors."""
         vectors = self.basis.new_empty((self.combination.shape[1], self.basis.shape[1]))
-        # One matrix-vector product each, because a GPU may round a matrix product to TF32. Autocast
-        # does not round operands if ``out`` is given.
+        # One matrix-vector product each, because a GPU may round a matrix product to
+        # TF32. Autocast does not round operands if ``out`` is given.
         for vector, column in zip(vectors, self.combination.t(), strict=True):
             torch.mv(self.basis.t(), column, out=vector)
         return vectors
@@ -308,7 +323,9 @@ def extreme_pairs(
     seed: int,
     expected: int = 0,
 ) -> Pairs:
-    """Compute the algebraically largest and smallest eigenpairs with one recurrence. Collective.
+    """Compute the algebraically largest and smallest eigenpairs with one recurrence.
+
+    Collective.
 
     Args:
         space: The Hessian, and the processes.
@@ -317,8 +334,10 @@ def extreme_pairs(
         smallest: l.
         iterations: m, the maximum number of products.
         tol: The run ends once every requested pair has a residual of at most tol |θ|.
-        seed: The seed of random vectors that are used if the Krylov space is exhausted early.
-        expected: The number of iterations that are probably needed; 0 if it is not known.
+        seed: The seed of random vectors that are used if the Krylov
+            space is exhausted early.
+        expected: The number of iterations that are probably
+            needed; 0 if it is not known.
     """
     # The Ritz values ascend: the last k are the largest, and the first l the smallest.
     num_pairs = min(largest + smallest, space.size)
@@ -352,7 +371,9 @@ def extreme_pairs(
             f"use a wider dtype for the model"
         )
     # Without valid Ritz pairs, return no pairs and the reason.
-    if ritz is None or not bool(ritz.vectors.isfinite().all() & ritz.values.isfinite().all()):
+    if ritz is None or not bool(
+        ritz.vectors.isfinite().all() & ritz.values.isfinite().all()
+    ):
         empty = torch.empty(0, dtype=torch.float64, device="cpu")
         return Pairs(
             values=empty,
@@ -365,9 +386,12 @@ def extreme_pairs(
             trouble=trouble,
         )
 
-    # The eigenvectors are combinations of the basis, which the caller computes if it needs them.
+    # The eigenvectors are combinations of the basis, which the caller
+    # computes if it needs them.
     residuals = ritz.residuals[indices]
-    rounding = ROUNDING * torch.finfo(run.basis.dtype).eps * float(ritz.values.abs().max())
+    rounding = (
+        ROUNDING * torch.finfo(run.basis.dtype).eps * float(ritz.values.abs().max())
+    )
     return Pairs(
         values=ritz.values[indices],
         residuals=residuals,

@@ -35,13 +35,14 @@ class Eigenpairs:
     """Extreme eigenpairs of a Hessian.
 
     Attributes:
-        eigenvalues: ``(k + l,)`` the k largest in descending order, then the l smallest in
-            ascending order; float64 on the CPU.
-        eigenvectors: ``(k + l, n)`` orthonormal rows over the flattened parameters, in their order.
-        residuals: ``(k + l,)`` ‖Hv − θv‖ of each pair as computed by the recurrence, at least
-            4 eps ‖H‖. If products are that accurate, H has an eigenvalue within this distance of
-            θ. Products in lower precision than ``eigenvectors.dtype``, and those by differences,
-            are not.
+        eigenvalues: ``(k + l,)`` the k largest in descending order, then the l smallest
+            in ascending order; float64 on the CPU.
+        eigenvectors: ``(k + l, n)`` orthonormal rows over the flattened
+            parameters, in their order.
+        residuals: ``(k + l,)`` ‖Hv − θv‖ of each pair as computed by the recurrence, at
+            least 4 eps ‖H‖. If products are that accurate, H has an eigenvalue within
+            this distance of θ. Products in lower precision than ``eigenvectors.dtype``,
+            and those by differences, are not.
         converged: ``(k + l,)`` whether the residual is at most ``tol`` |θ|.
         products: Number of Hessian-vector products.
         largest: k, the number of largest pairs.
@@ -58,7 +59,9 @@ class Eigenpairs:
         """Split the eigenvectors by parameter: ``(k + l, *p.shape)`` for each parameter."""
         shapes = [p.shape for p in params]
         columns = self.eigenvectors.split([shape.numel() for shape in shapes], dim=1)
-        return [v.reshape(len(v), *shape) for v, shape in zip(columns, shapes, strict=True)]
+        return [
+            v.reshape(len(v), *shape) for v, shape in zip(columns, shapes, strict=True)
+        ]
 
 
 def eigenpairs(
@@ -80,34 +83,37 @@ def eigenpairs(
         pairs = eigenpairs(lambda: criterion(model(x), y), model, largest=10)
         print(pairs.eigenvalues, pairs.residuals)
 
-    Random state, buffers, ``.grad`` and the train/eval mode of the model are as before afterwards.
+    Random state, buffers, ``.grad`` and the train/eval mode of the model
+    are as before afterwards.
 
     Args:
-        loss_fn: Returns the loss of a batch without calling ``backward``. It may return (loss,
-            number of examples), by which micro-batches and processes are weighted; otherwise they
-            have equal weights. Instead of a loss it may return :class:`Outputs`. For micro-batches
-            pass a sequence of such functions; one graph at a time is then in memory.
-            :func:`losses_over` makes the functions from a data loader.
-        params: A module, to use its trainable parameters, or some of its parameters. Eigenpairs are
-            those of the Hessian with respect to these parameters, with all others held fixed.
+        loss_fn: Returns the loss of a batch without calling ``backward``. It may return
+            (loss, number of examples), by which micro-batches and processes are
+            weighted; otherwise they have equal weights. Instead of a loss it may return
+            :class:`Outputs`. For micro-batches pass a sequence of such functions; one
+            graph at a time is then in memory. :func:`losses_over` makes the functions
+            from a data loader.
+        params: A module, to use its trainable parameters, or some of its parameters.
+            Eigenpairs are those of the Hessian with respect to these parameters, with
+            all others held fixed.
         largest: k, the number of algebraically largest pairs.
         smallest: l, the number of algebraically smallest (most negative) pairs.
-        iterations: Maximum number of Hessian-vector products. None: max(4(k + l), 2 ln n). Pairs
-            that have not converged by then are False in ``converged``.
+        iterations: Maximum number of Hessian-vector products. None: max(4(k + l), 2 ln
+            n). Pairs that have not converged by then are False in ``converged``.
         tol: Stop once ‖Hv − θv‖ <= tol |θ| for every requested pair.
-        start: Start vector, ``(n,)``, such as the sum of known eigenvectors. None: a seeded random
-            vector.
+        start: Start vector, ``(n,)``, such as the sum of known eigenvectors. None: a
+            seeded random vector.
         seed: Seed of the start vector.
-        hvp: How to compute products, as for :class:`Hessian`. "auto": "retained" for one function,
-            "recomputed" for several.
-        process_group: Processes that call this together, each with its own batch. The Hessian is
-            that of the union of the batches. None: this process alone.
+        hvp: How to compute products, as for :class:`Hessian`. "auto": "retained" for
+            one function, "recomputed" for several.
+        process_group: Processes that call this together, each with its own batch. The
+            Hessian is that of the union of the batches. None: this process alone.
         curvature: The matrix, as for :class:`Hessian`: "hessian", "gauss-newton" or
             "empirical-fisher".
 
     Raises:
-        CurvatureError: If the loss is not a scalar, cannot be differentiated twice, gives
-            non-finite numbers, or does not depend on the parameters.
+        CurvatureError: If the loss is not a scalar, cannot be differentiated twice,
+            gives non-finite numbers, or does not depend on the parameters.
         TypeError: If a count or a seed is not an integer, or ``tol`` is not a number.
         ValueError: For numbers outside their bounds.
     """
@@ -145,7 +151,8 @@ def eigenpairs(
             iterations=iterations,
             tol=tol,
             seed=seed,
-            expected=2 * num_pairs,  # a product takes longer than synchronizing with a device
+            # A product takes longer than synchronizing with a device.
+            expected=2 * num_pairs,
         )
         space.raise_together()
         if pairs.trouble:
@@ -177,7 +184,8 @@ def mean_loss(
             hessian.evaluate()
         sums[0] = hessian.loss
         sums[1] = hessian.examples
-    except Exception:  # no error here, because the other processes wait in the all-reduce
+    # No error here, because the other processes wait in the all-reduce.
+    except Exception:
         pass
     world.all_reduce([sums]).wait()
     loss, examples = sums.tolist()
@@ -186,7 +194,11 @@ def mean_loss(
 
 def lanczos_dtype(params: Sequence[Tensor]) -> torch.dtype:
     """Return the dtype of Lanczos vectors: float64 if a parameter has it, else float32."""
-    return torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
+    return (
+        torch.float64
+        if any(p.dtype == torch.float64 for p in params)
+        else torch.float32
+    )
 
 
 def curvature_space(
@@ -199,7 +211,8 @@ def curvature_space(
     """Check a loss and its parameters, and return the space to multiply in.
 
     Raises:
-        ValueError: If no parameter is trainable, or the parameters do not make one vector.
+        ValueError: If no parameter is trainable, or the parameters
+            do not make one vector.
     """
     # List the parameters, each once.
     model = params if isinstance(params, nn.Module) else None
@@ -217,7 +230,9 @@ def curvature_space(
         )
     # They have to be leaves on one device.
     if not all(p.is_leaf for p in trainable):
-        raise ValueError("a parameter is the result of a computation; pass leaf tensors")
+        raise ValueError(
+            "a parameter is the result of a computation; pass leaf tensors"
+        )
     check_one_device(trainable)
     world = World.alone() if process_group is None else World(process_group)
     hessian = Hessian(loss_fn, trainable, mode=hvp, model=model, curvature=curvature)
@@ -232,7 +247,9 @@ def check_one_device(params: Sequence[Tensor]) -> None:
     """
     for p in params:
         if not p.is_floating_point():
-            raise ValueError(f"a parameter of {p.dtype} has no real Hessian; use a real dtype")
+            raise ValueError(
+                f"a parameter of {p.dtype} has no real Hessian; use a real dtype"
+            )
     devices = sorted({str(p.device) for p in params})
     if len(devices) > 1:
         raise ValueError(

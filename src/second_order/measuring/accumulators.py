@@ -4,12 +4,12 @@
     PairAccumulator         the same A, and G += Σ d dᵀ over all rows of output gradients
     EigenvalueAccumulator   Λ += Σ_b (Q_Gᵀ ∇_b Q_A)², elementwise (George et al. 2018, equation 9)
 
-∇_b = Σ_t d_t x_tᵀ is the gradient of example b of the batch, a sum over the rows t of all calls of
-the layer. A and G of convolutions are those of Grosse & Martens 2016: A sums over the locations of
-an image.
+∇_b = Σ_t d_t x_tᵀ is the gradient of example b of the batch, a sum over the rows t of
+all calls of the layer. A and G of convolutions are those of Grosse & Martens 2016: A
+sums over the locations of an image.
 
-In each batch, ``measure`` calls ``begin_batch``, runs the model, and calls ``end_batch``. Hooks on
-the layers call ``receive`` or ``consume`` in between.
+In each batch, ``measure`` calls ``begin_batch``, runs the model, and calls
+``end_batch``. Hooks on the layers call ``receive`` or ``consume`` in between.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ ROWS_AS_EXAMPLES = (
 )
 
 CHUNK_BYTES = 2**26
-"""Bound on the memory of the gradients of single examples that exist at the same time: 64 MiB."""
+"""Bound on the memory of the gradients of single examples that exist at
+the same time: 64 MiB."""
 
 
 class Accumulator:
@@ -65,11 +66,11 @@ class Accumulator:
         sums: The sums of their matrices.
 
     Attributes:
-        rows: By layer, the number of rows in the sum of A. For experts a tensor ``(experts,)`` of
-            the numbers of each.
+        rows: By layer, the number of rows in the sum of A. For experts a tensor
+            ``(experts,)`` of the numbers of each.
         failed: By layer, why it has no factors.
-        num_terms: The number of loss terms so far, or a tensor on the device; 0 without a backward
-            pass.
+        num_terms: The number of loss terms so far, or a tensor on the device; 0
+            without a backward pass.
         num_batches: The number of batches so far.
         batch: The current batch.
         counts: Whether the current batch counts.
@@ -110,13 +111,15 @@ class Accumulator:
         self.sums.end_batch()
 
 
-# ------------------------------------------------------------------------------------------ inputs
+# ------------------------------------------------------------------------------- inputs
 
 
 class InputAccumulator(Accumulator):
     """Accumulates A of layers, from forward passes."""
 
-    def capture(self, model: nn.Module, is_sharded: bool) -> AbstractContextManager[None]:
+    def capture(
+        self, model: nn.Module, is_sharded: bool
+    ) -> AbstractContextManager[None]:
         """Capture the inputs of the layers within the block, without a backward pass."""
         return capture_inputs(self._layers_of, self.receive)
 
@@ -139,7 +142,9 @@ class InputAccumulator(Accumulator):
             self.rows[layer.name] += len(rows)
             self.sums.add_gram((layer.name, "A"), to_compute_dtype(rows))
 
-    def _add_routed(self, layers: Sequence[Layer], module: nn.Module, x: Routed) -> None:
+    def _add_routed(
+        self, layers: Sequence[Layer], module: nn.Module, x: Routed
+    ) -> None:
         """Add the rows that each of the fused experts multiplies."""
         routed = x.products(module, self.batch.rows.token_mask(x.hidden)).inputs
         for layer in layers:
@@ -151,14 +156,16 @@ class InputAccumulator(Accumulator):
             self.sums.add((layer.name, "A"), a)
 
 
-# ------------------------------------------------------------------------------------------- pairs
+# -------------------------------------------------------------------------------- pairs
 
 
 class PairAccumulator(Accumulator):
     """Accumulates A and G of layers, from pairs of inputs and output gradients."""
 
     @contextmanager
-    def capture(self, model: nn.Module, is_sharded: bool) -> Iterator[Callable[[Tensor], None]]:
+    def capture(
+        self, model: nn.Module, is_sharded: bool
+    ) -> Iterator[Callable[[Tensor], None]]:
         """Capture the pairs of the layers within the block; yield the backward function."""
         modules = list(self._layers_of)
         with capture_pairs(model, is_sharded, modules, consumer=self) as captured:
@@ -174,7 +181,9 @@ class PairAccumulator(Accumulator):
     def count_call(self, module: nn.Module) -> None:
         """Do nothing: only eigenvalues depend on the number of calls."""
 
-    def consume(self, module: nn.Module, x: Any, d: Tensor, pass_id: int, again: bool) -> None:
+    def consume(
+        self, module: nn.Module, x: Any, d: Tensor, pass_id: int, again: bool
+    ) -> None:
         """Add a pair."""
         for layer in self._layers_of[module]:
             if self._shares_indices(layer, x):
@@ -184,8 +193,8 @@ class PairAccumulator(Accumulator):
     def _shares_indices(self, layer: Layer, x: Any) -> bool:
         """Return whether all examples of a batch share an embedding's indices, as of positions.
 
-        They have their own indices if the first dimension is that of the batch, or if there are as
-        many indices as a tensor of the batch has elements.
+        They have their own indices if the first dimension is that of the batch, or if
+        there are as many indices as a tensor of the batch has elements.
         """
         if not layer.shape.diagonal_a or self.batch.size < 2:
             return False
@@ -200,12 +209,14 @@ class PairAccumulator(Accumulator):
             self.sums.add_gram((layer.name, "G"), d.reshape(-1, d.shape[-1]))
             return
 
-        # Other layers compute their statistics as they do in training. There, rows without a
-        # gradient are padding.
+        # Other layers compute their statistics as they do in training. There, rows
+        # without a gradient are padding.
         pair = Pair.widened(module, x, d)
         kind = layer.kinds[module]
         live = nonzero_row_mask(kind.gradient_rows(module, pair.x, pair.d).gradient)
-        form = PairOptions(has_bias=layer.has_bias, approximation="expand", row_mask=live)
+        form = PairOptions(
+            has_bias=layer.has_bias, approximation="expand", row_mask=live
+        )
         with ieee_matmul(d.device):
             statistics = kind.statistics(module, pair.x, pair.d, form)
         if statistics.examples_per_group is None:
@@ -216,7 +227,7 @@ class PairAccumulator(Accumulator):
             self.sums.add((layer.name, name), factor)
 
 
-# ------------------------------------------------------------------------------------- eigenvalues
+# -------------------------------------------------------------------------- eigenvalues
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,10 +250,10 @@ class Pair:
 class EigenvalueAccumulator(PairAccumulator):
     """Accumulates the second moment of the gradients of examples in the eigenbasis of A ⊗ G.
 
-    An example's gradient is a sum over all calls of a layer. Therefore, if a layer is called
-    several times in a forward pass, its pairs are stored until the last one arrives. If the rows of
-    a pair cannot be assigned to examples of the batch, each row counts as an example, with a
-    warning.
+    An example's gradient is a sum over all calls of a layer. Therefore, if a layer is
+    called several times in a forward pass, its pairs are stored until the last one
+    arrives. If the rows of a pair cannot be assigned to examples of the batch, each row
+    counts as an example, with a warning.
 
     Args:
         layers: The layers to measure.
@@ -250,7 +261,9 @@ class EigenvalueAccumulator(PairAccumulator):
         bases: By layer, the eigenvectors of the factors.
     """
 
-    def __init__(self, layers: Sequence[Layer], sums: Sums, bases: Mapping[str, Eigen]) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], sums: Sums, bases: Mapping[str, Eigen]
+    ) -> None:
         super().__init__(layers, sums)
         self._bases = bases
         self._num_calls: Counter[Layer] = Counter()  # in this batch
@@ -260,8 +273,13 @@ class EigenvalueAccumulator(PairAccumulator):
         """Count a call of a module in a forward pass."""
         self._num_calls.update(self._layers_of.get(module, ()))
 
-    def consume(self, module: nn.Module, x: Any, d: Tensor, pass_id: int, again: bool) -> None:
-        """Store a pair. If it is the last one of the layer, add the squares of its gradients."""
+    def consume(
+        self, module: nn.Module, x: Any, d: Tensor, pass_id: int, again: bool
+    ) -> None:
+        """Store a pair.
+
+        If it is the last one of the layer, add the squares of its gradients.
+        """
         pair = Pair.widened(module, x, d)
         for layer in self._layers_of[module]:
             pairs = self._pairs.setdefault(layer, [])
@@ -303,7 +321,8 @@ class EigenvalueAccumulator(PairAccumulator):
     def _num_examples(self, layer: Layer, pair: Pair) -> int:
         """Return the number of examples that the rows of a pair belong to.
 
-        If the number of rows is not a multiple of the batch size, each row counts as an example.
+        If the number of rows is not a multiple of the batch size, each
+        row counts as an example.
         """
         batch_size = self.batch.size
         num_rows = pair.d.numel() // pair.d.shape[-1]
@@ -340,8 +359,8 @@ def _squares_of_rows(layer: Layer, basis: Eigen, group: ExampleGroup) -> Tensor:
     if not pairs:
         return total
 
-    # Rotate the rows x Q_A and d Q_G, which have fewer entries than the gradients. With a bias, the
-    # last row of Q_A belongs to the 1 that is appended to x.
+    # Rotate the rows x Q_A and d Q_G, which have fewer entries than the gradients. With
+    # a bias, the last row of Q_A belongs to the 1 that is appended to x.
     num_examples = group.num_examples
     x = torch.cat([p.x.reshape(num_examples, -1, p.x.shape[-1]) for p in pairs], dim=1)
     d = torch.cat([p.d.reshape(num_examples, -1, p.d.shape[-1]) for p in pairs], dim=1)

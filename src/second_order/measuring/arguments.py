@@ -51,7 +51,8 @@ def check_arguments(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If a value is not among the choices, or if two arguments exclude each other.
+        ValueError: If a value is not among the choices, or if two
+            arguments exclude each other.
     """
     _check_model_and_loader(model, loader)
     check_choice("factors", factors, get_args(Factors))
@@ -77,7 +78,10 @@ def _check_ekfac(model: nn.Module, loader: Any) -> None:
             "pass a list of batches, or a DataLoader"
         )
     for name, module in unwrapping_chain(model)[-1].named_modules():
-        if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and not module.batch_first:
+        if (
+            isinstance(module, (nn.MultiheadAttention, nn.RNNBase))
+            and not module.batch_first
+        ):
             raise ValueError(POSITIONS_FIRST.format(name=name))
 
 
@@ -88,7 +92,9 @@ def _check_model_and_loader(model: Any, loader: Any) -> None:
             f"model={_describe(model)} is not a torch.nn.Module; write measure(model, loader)"
         )
     if isinstance(loader, Mapping):
-        raise TypeError(f"loader={_describe(loader)} looks like a single batch; write [batch]")
+        raise TypeError(
+            f"loader={_describe(loader)} looks like a single batch; write [batch]"
+        )
     if isinstance(loader, nn.Module) or not hasattr(loader, "__iter__"):
         raise TypeError(
             f"loader={_describe(loader)} cannot be iterated over; pass a DataLoader, or a list of "
@@ -99,7 +105,12 @@ def _check_model_and_loader(model: Any, loader: Any) -> None:
 
     # Two batches of inputs have the same dtype and shape. Inputs and targets do not.
     x, y = loader
-    if not isinstance(x, Tensor) or not isinstance(y, Tensor) or not x.dim() or not y.dim():
+    if (
+        not isinstance(x, Tensor)
+        or not isinstance(y, Tensor)
+        or not x.dim()
+        or not y.dim()
+    ):
         return
     if len(x) == len(y) and (x.dtype, x.shape) != (y.dtype, y.shape):
         raise TypeError(

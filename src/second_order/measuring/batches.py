@@ -1,13 +1,13 @@
 """Read a batch of the loader: call the model, find the rows that count, and sum the loss terms.
 
-Padding does not count. A mask of shape ``(examples, ...)`` says which positions of a batch are
-padding. It applies to every layer input whose leading dimensions are those of the mask, flattened
-or not. Masks are read on the host, before the batch moves to the model's device, so that the host
-never synchronizes with the device.
+Padding does not count. A mask of shape ``(examples, ...)`` says which positions of a
+batch are padding. It applies to every layer input whose leading dimensions are those of
+the mask, flattened or not. Masks are read on the host, before the batch moves to the
+model's device, so that the host never synchronizes with the device.
 
-All terms that a loss returns count, even if they are zero, because the cross-entropy of a confident
-prediction is exactly 0 in float32. If labels or masks say that fewer terms count, the loss is
-refused.
+All terms that a loss returns count, even if they are zero, because the cross-entropy of
+a confident prediction is exactly 0 in float32. If labels or masks say that fewer terms
+count, the loss is refused.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ Likelihood: TypeAlias = Literal["categorical", "bernoulli", "gaussian"]
 IGNORE_INDEX = -100
 """The label that torch's losses ignore."""
 
-NO_MASK_FITS = "measure: no mask of the batch fits rows of shape {shape}, so all of them count"
+NO_MASK_FITS = (
+    "measure: no mask of the batch fits rows of shape {shape}, so all of them count"
+)
 UNREDUCED = (
     'return the losses of all terms, as cross_entropy(..., reduction="none") does, or their sum '
     "and number as (sum, number)"
@@ -86,14 +88,18 @@ NO_BATCH_DIMENSION = (
 )
 
 
-# -------------------------------------------------------------------------------------- the model
+# ---------------------------------------------------------------------------- the model
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch on a device. Mappings become dictionaries, and tuples become lists."""
+    """Return a batch on a device.
+
+    Mappings become dictionaries, and tuples become lists.
+    """
     if isinstance(batch, Tensor):
         if batch.is_inference():
-            # Autograd cannot save an inference tensor for a backward pass. It can save a copy.
+            # Autograd cannot save an inference tensor for a backward
+            # pass. It can save a copy.
             batch = batch.clone()
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
@@ -106,9 +112,9 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
 def call_model(model: nn.Module, batch: Any) -> Any:
     """Call the model with a batch, as ``measure`` does without ``call``, and return the output.
 
-    A mapping is passed as keywords. Its labels are left out, unless an encoder-decoder model
-    computes the decoder's input from them. If the batch is a tuple or list, its first
-    entry is passed.
+    A mapping is passed as keywords. Its labels are left out, unless an encoder-decoder
+    model computes the decoder's input from them. If the batch is a tuple or list, its
+    first entry is passed.
 
     Raises:
         TypeError: If the batch has another type.
@@ -141,7 +147,7 @@ def _predicts_next_token(model: nn.Module) -> bool:
     return bool(can_generate())
 
 
-# -------------------------------------------------------------------------------------- the batch
+# ---------------------------------------------------------------------------- the batch
 
 
 @dataclass(frozen=True)
@@ -155,7 +161,8 @@ class Batch:
         targets: The targets of the batch; None if it has none.
         label_mask: Where class labels count, on the host; None without class labels.
         logit_rows: The rows of logits for which a label is sampled.
-        term_counts: The numbers of terms that a loss may return; empty if any number is valid.
+        term_counts: The numbers of terms that a loss may return; empty
+            if any number is valid.
     """
 
     size: int
@@ -167,7 +174,9 @@ class Batch:
     term_counts: frozenset[int]
 
 
-def read_batch(batch: Any, model: nn.Module, mask: Mask | None, device: torch.device) -> Batch:
+def read_batch(
+    batch: Any, model: nn.Module, mask: Mask | None, device: torch.device
+) -> Batch:
     """Read the size, masks and labels of a batch that is still on the host."""
     # Find the masks and the number of examples.
     tensors = batch_tensors(batch)
@@ -188,8 +197,8 @@ def read_batch(batch: Any, model: nn.Module, mask: Mask | None, device: torch.de
         size = len(user_mask)
     rows = Rows(masks, device)
 
-    # A row of logits is a term if it has a label and the masks include it. A causal language model
-    # has the label of the next position, and none at the last one.
+    # A row of logits is a term if it has a label and the masks include it. A causal
+    # language model has the label of the next position, and none at the last one.
     logit_rows = rows
     if label_mask is not None:
         logit_mask = label_mask
@@ -223,7 +232,8 @@ def _valid_term_counts(masks: Sequence[Tensor]) -> frozenset[int]:
     for mask in masks:
         counts.add(int(mask.sum()))
         if mask.dim() == 2:
-            # A language model may predict the labels of next positions, so the first has no term.
+            # A language model may predict the labels of next positions, so
+            # the first has no term.
             # A classifier of sequences has one term per example.
             counts.add(int(mask[:, 1:].sum()))
             counts.add(int(mask.any(1).sum()))
@@ -235,14 +245,18 @@ def batch_tensors(batch: Any) -> dict[Any, Tensor]:
     if isinstance(batch, Tensor):
         batch = [batch]
     items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
-    return {key: value for key, value in items if isinstance(value, Tensor) and value.dim() > 0}
+    return {
+        key: value
+        for key, value in items
+        if isinstance(value, Tensor) and value.dim() > 0
+    }
 
 
 def find_batch_size(tensors: Mapping[Any, Tensor]) -> int:
     """Return the number of examples, which is the first dimension of most tensors of a batch.
 
-    If two sizes are equally frequent, the larger one counts, because tensors such as positions of
-    shape ``(1, positions)`` may be shared by all examples.
+    If two sizes are equally frequent, the larger one counts, because tensors such as
+    positions of shape ``(1, positions)`` may be shared by all examples.
     """
     if not tensors:
         return 0
@@ -264,9 +278,9 @@ def _batch_masks(
     """Return the masks ``(examples, ...)`` of a batch, from its attention masks and labels.
 
     Raises:
-        ValueError: If an attention mask does not have the shape (examples, positions), or if the
-            masks of an encoder and its decoder have the same shape but differ, so that a row of
-            this shape could belong to either.
+        ValueError: If an attention mask does not have the shape (examples, positions),
+            or if the masks of an encoder and its decoder have the same shape but
+            differ, so that a row of this shape could belong to either.
     """
     # Labels belong to the outputs, which are those of the decoder.
     encoder_masks = []
@@ -301,7 +315,7 @@ def _attention_mask(mask: Tensor) -> Tensor:
     return (mask.detach() != 0).cpu()
 
 
-# -------------------------------------------------------------------------------------- the rows
+# ----------------------------------------------------------------------------- the rows
 
 
 @dataclass(frozen=True)
@@ -309,7 +323,8 @@ class RowSelection:
     """The rows of a tensor that count.
 
     Attributes:
-        index: Their positions among all rows, on the model's device; None if all rows count.
+        index: Their positions among all rows, on the model's device;
+            None if all rows count.
         count: Their number.
     """
 
@@ -321,8 +336,8 @@ class RowSelection:
 class Rows:
     """The rows that count in tensors of a batch, given the masks of the batch.
 
-    The shape of a tensor without its last dimension decides which mask applies. If no mask fits,
-    all rows count, with a warning.
+    The shape of a tensor without its last dimension decides which mask applies. If no
+    mask fits, all rows count, with a warning.
     """
 
     masks: Sequence[Tensor]
@@ -339,7 +354,9 @@ class Rows:
         selection = RowSelection(None, shape.numel())
         if mask is not None and not bool(mask.all()):
             (index,) = mask.flatten().nonzero(as_tuple=True)
-            selection = RowSelection(index.to(self.device, non_blocking=True), len(index))
+            selection = RowSelection(
+                index.to(self.device, non_blocking=True), len(index)
+            )
         self._selections[shape] = selection
         return selection
 
@@ -396,7 +413,7 @@ def _fit_mask(masks: Sequence[Tensor], shape: torch.Size) -> Tensor | None:
     return None
 
 
-# ------------------------------------------------------------------------------------- the terms
+# ---------------------------------------------------------------------------- the terms
 
 
 @dataclass(frozen=True)
@@ -411,15 +428,22 @@ def sum_loss_terms(value: Any, batch: Batch) -> LossTerms:
     """Sum the loss terms that the user's loss returned.
 
     Raises:
-        TypeError: If the loss returned a single number, because its number of terms is unknown.
-        ValueError: If some labels or positions do not count, and the number of terms differs from
-            those that count.
+        TypeError: If the loss returned a single number, because its
+            number of terms is unknown.
+        ValueError: If some labels or positions do not count, and the number of terms
+            differs from those that count.
     """
-    if isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], Tensor):
+    if (
+        isinstance(value, (tuple, list))
+        and len(value) == 2
+        and isinstance(value[0], Tensor)
+    ):
         total, count = value
         return LossTerms(total.sum(), count)
     if not isinstance(value, Tensor) or value.dim() == 0:
-        returned = "a scalar" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        returned = (
+            "a scalar" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        )
         raise TypeError(
             f"the loss returned {returned}, so its number of terms is not known; {UNREDUCED}"
         )
@@ -438,8 +462,9 @@ def sample_loss_terms(
 ) -> LossTerms:
     """Sample labels from the model's output, and sum the loss terms with these labels.
 
-    With "categorical", the default, a term is a row of logits. With other likelihoods it is an
-    example of the batch. No label is sampled for a row of logits that does not count.
+    With "categorical", the default, a term is a row of logits. With other
+    likelihoods it is an example of the batch. No label is sampled for a row of
+    logits that does not count.
 
     Raises:
         ValueError: If the output or the targets of the batch do not fit the likelihood.
@@ -464,20 +489,22 @@ def sample_loss_terms(
     if likelihood != "categorical":
         count = batch.logit_rows.count_examples(shape)
     if rows.index is not None:
-        logits = logits.reshape(-1, *logits.shape[len(shape) :]).index_select(0, rows.index)
+        logits = logits.reshape(-1, *logits.shape[len(shape) :]).index_select(
+            0, rows.index
+        )
     return LossTerms(sampled_loss(logits, likelihood, seed), count)
 
 
 def _move_classes_last(logits: Tensor, batch: Batch) -> Tensor:
     """Return logits with the classes in the last dimension.
 
-    The shape of the class labels decides which dimension has the classes: it may be the last one,
-    or the second one, as in ``torch.nn.functional.cross_entropy``. If the labels do not decide, it
-    is the last one of up to three dimensions.
+    The shape of the class labels decides which dimension has the classes: it may be the
+    last one, or the second one, as in ``torch.nn.functional.cross_entropy``. If the
+    labels do not decide, it is the last one of up to three dimensions.
 
     Raises:
-        ValueError: If the dimension of the classes is unknown, if there is only one class, or if a
-            label that counts is not one of the classes.
+        ValueError: If the dimension of the classes is unknown, if there is only one
+            class, or if a label that counts is not one of the classes.
     """
     shape = logits.shape
     if logits.dim() < 2:

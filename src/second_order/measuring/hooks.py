@@ -1,12 +1,12 @@
 """Hooks on the layers of a model that is left as it was.
 
-Inputs are captured by forward pre-hooks, in passes without autograd. Pairs of inputs and output
-gradients are captured by :class:`~second_order.kronecker.capture.Capture`.
+Inputs are captured by forward pre-hooks, in passes without autograd. Pairs of inputs
+and output gradients are captured by :class:`~second_order.kronecker.capture.Capture`.
 
-While pairs are captured, no parameter requires a gradient. Autograd's graph begins at the outputs
-of the first layers instead, which hooks make depend on an *anchor*, a scalar that requires a
-gradient. The backward pass ends at the anchor. It computes no weight gradient and touches no
-``.grad``.
+While pairs are captured, no parameter requires a gradient. Autograd's graph begins at
+the outputs of the first layers instead, which hooks make depend on an *anchor*, a
+scalar that requires a gradient. The backward pass ends at the anchor. It computes no
+weight gradient and touches no ``.grad``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ REENTRANT = (
 @contextmanager
 def set_requires_grad(model: nn.Module, value: bool) -> Iterator[None]:
     """Set ``requires_grad`` of all floating-point parameters within the block."""
-    previous = [(p, p.requires_grad) for p in model.parameters() if p.is_floating_point()]
+    previous = [
+        (p, p.requires_grad) for p in model.parameters() if p.is_floating_point()
+    ]
     try:
         for p, _ in previous:
             p.requires_grad_(value)
@@ -57,8 +59,8 @@ def set_requires_grad(model: nn.Module, value: bool) -> Iterator[None]:
 def evaluation_mode(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Run a model in evaluation mode, eagerly and without weight gradients, within the block.
 
-    Afterwards, modes, buffers, ``requires_grad`` and the states of the random number generators
-    are restored.
+    Afterwards, modes, buffers, ``requires_grad`` and the states of the random number
+    generators are restored.
     """
     modes = [(module, module.training) for module in model.modules()]
     buffers = []
@@ -71,11 +73,13 @@ def evaluation_mode(model: nn.Module, device: torch.device) -> Iterator[None]:
         fork_rng = torch.random.fork_rng([device], device_type=device.type)
     try:
         with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))  # for tensors that record a graph
+            # For tensors that record a graph.
+            stack.enter_context(torch.inference_mode(False))
             stack.enter_context(fork_rng)
             stack.enter_context(set_requires_grad(model, False))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            torch.backends.mha.set_fastpath_enabled(False)  # the fast path does not call modules
+            # The fast path does not call modules.
+            torch.backends.mha.set_fastpath_enabled(False)
             model.eval()
             yield
     finally:
@@ -90,7 +94,7 @@ def evaluation_mode(model: nn.Module, device: torch.device) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-# ------------------------------------------------------------------------------------------ inputs
+# ------------------------------------------------------------------------------- inputs
 
 
 @contextmanager
@@ -117,7 +121,7 @@ def capture_inputs(
         yield
 
 
-# ------------------------------------------------------------------------------------------- pairs
+# -------------------------------------------------------------------------------- pairs
 
 
 class PairConsumer(Protocol):
@@ -126,7 +130,9 @@ class PairConsumer(Protocol):
     def wants(self, module: nn.Module) -> bool:
         """Whether to capture pairs of a module in this forward pass."""
 
-    def consume(self, module: nn.Module, x: Any, d: Tensor, pass_id: int, again: bool) -> None:
+    def consume(
+        self, module: nn.Module, x: Any, d: Tensor, pass_id: int, again: bool
+    ) -> None:
         """Receive a pair."""
 
     def count_call(self, module: nn.Module) -> None:
@@ -159,12 +165,15 @@ class _DependOnAnchor(torch.autograd.Function):
 
 @contextmanager
 def capture_pairs(
-    model: nn.Module, is_sharded: bool, modules: Sequence[nn.Module], consumer: PairConsumer
+    model: nn.Module,
+    is_sharded: bool,
+    modules: Sequence[nn.Module],
+    consumer: PairConsumer,
 ) -> Iterator[PairCapture]:
     """Hand the pairs of the modules to the consumer within the block.
 
-    Run the backward pass with ``PairCapture.backward``. ``consumer.count_call`` is called at each
-    call of a module.
+    Run the backward pass with ``PairCapture.backward``. ``consumer.count_call`` is
+    called at each call of a module.
     """
     anchor = torch.zeros((), requires_grad=True, device="cpu")
     fsdp = FSDPParams(model) if is_sharded else None
@@ -186,10 +195,13 @@ def capture_pairs(
             return None
         return depend_on_anchor(output)
 
-    def before_attention(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def before_attention(
+        module: nn.Module, args: Any, kwargs: Mapping[str, Any]
+    ) -> Any:
         count_call(module)
         count_call(cast(nn.Module, module.out_proj))
-        # If query, key and value are one tensor, they must stay one, because attention checks it.
+        # If query, key and value are one tensor, they must stay one,
+        # because attention checks it.
         inputs = {id(x): depend_on_anchor(x) for x in (*args, *kwargs.values())}
         new_args = tuple(inputs[id(x)] for x in args)
         new_kwargs = {name: inputs[id(x)] for name, x in kwargs.items()}
@@ -206,8 +218,12 @@ def capture_pairs(
             raise SecondOrderError(REENTRANT) from error
 
     # An attention does not call its out_proj, so the hook on the attention serves both.
-    attention_of = {cast(nn.Module, m.out_proj): m for m in model.modules() if is_attention(m)}
-    hooked_modules = dict.fromkeys(attention_of.get(module, module) for module in modules)
+    attention_of = {
+        cast(nn.Module, m.out_proj): m for m in model.modules() if is_attention(m)
+    }
+    hooked_modules = dict.fromkeys(
+        attention_of.get(module, module) for module in modules
+    )
     with ExitStack() as stack:
         stack.callback(capture.detach)
         capture.attach(model, modules)
@@ -215,11 +231,14 @@ def capture_pairs(
         capture.missed.clear()
         for module in hooked_modules:
             if is_attention(module):
-                # Capture recognizes an attention's products by weights that require a gradient.
+                # Capture recognizes an attention's products by weights
+                # that require a gradient.
                 for part in (module, cast(nn.Module, module.out_proj)):
                     for name, p in part.named_parameters(recurse=False):
                         p.requires_grad_(name.endswith("weight"))
-                handle = module.register_forward_pre_hook(before_attention, with_kwargs=True)
+                handle = module.register_forward_pre_hook(
+                    before_attention, with_kwargs=True
+                )
             else:
                 handle = module.register_forward_hook(after_layer, prepend=True)
             stack.callback(handle.remove)

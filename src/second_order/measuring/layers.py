@@ -26,7 +26,8 @@ TIED = (
     "computed from its gradient"
 )
 LIKE_LINEAR = (
-    "it has the parameters of a Linear, but may compute something else; use register_layer"
+    "it has the parameters of a Linear, but may compute something else; "
+    "use register_layer"
 )
 NO_INPUT_ROWS = 'factors="inputs" measures Linears and fused experts only; use "kfac"'
 
@@ -39,7 +40,8 @@ class Layer:
         name: The name of the layer.
         block: The modules of the layer.
         kinds: By module, the rules for its kind.
-        shape: Sizes of the factors. If only inputs are measured, they leave the bias out.
+        shape: Sizes of the factors. If only inputs are measured,
+            they leave the bias out.
         shapes: Shapes of the measured parameters, by name; the weight first.
         has_bias: Whether A has a last row for the bias.
         factors: Names of the factors to measure.
@@ -62,7 +64,9 @@ class Layer:
 
     def stored_shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the factors as stored, which are triangles or diagonals."""
-        return {name: torch.Size(self.shape.stored_shape(name)) for name in self.factors}
+        return {
+            name: torch.Size(self.shape.stored_shape(name)) for name in self.factors
+        }
 
     def eigenvalue_shapes(self) -> dict[str, torch.Size]:
         """Return the shape ``(groups, out, in)`` of the eigenvalues of F, under the name "F"."""
@@ -98,7 +102,8 @@ def find_layers(
             f"shell-style patterns such as '*.mlp.*' or 'Linear'"
         )
 
-    # Frozen layers are measured as well, so each parameter counts as trainable for the search.
+    # Frozen layers are measured as well, so each parameter counts as
+    # trainable for the search.
     sizes = {id(p): p.numel() for p in model.parameters()}
     with set_requires_grad(model, True):
         blocks, skipped = find_blocks(model, sizes, (), {}, torch.float32)
@@ -106,7 +111,9 @@ def find_layers(
         # Skip the layers that do not match, and those that cannot be measured.
         names = {id(p): name for name, p in model.named_parameters()}
         modules = dict(model.named_modules(remove_duplicate=False))
-        never_called = {module.out_proj for module in modules.values() if is_attention(module)}
+        never_called = {
+            module.out_proj for module in modules.values() if is_attention(module)
+        }
         layers: list[Layer] = []
         for block in blocks:
             module = block.modules[0]
@@ -116,7 +123,9 @@ def find_layers(
                 reason = _reason_to_skip(block, inputs_only, never_called)
             if reason:
                 size = sum(p.numel() for p in params)
-                skipped.append(LeftToBase(block.name, type(module).__name__, reason, size))
+                skipped.append(
+                    LeftToBase(block.name, type(module).__name__, reason, size)
+                )
                 continue
 
             shape = block.shape
@@ -139,10 +148,15 @@ def find_layers(
         reasons = "; ".join(f"{row.name}: {row.reason}" for row in skipped[:3])
         raise ValueError(f"no layer of the model can be measured ({reasons})")
 
-    # Give each layer an owner, so that all ranks store about the same number of entries.
-    costs = [sum(size.numel() for size in layer.stored_shapes().values()) for layer in layers]
+    # Give each layer an owner, so that all ranks store about the
+    # same number of entries.
+    costs = [
+        sum(size.numel() for size in layer.stored_shapes().values()) for layer in layers
+    ]
     owners = balance_costs(costs, num_ranks)
-    owned = [replace(layer, owner=owner) for layer, owner in zip(layers, owners, strict=True)]
+    owned = [
+        replace(layer, owner=owner) for layer, owner in zip(layers, owners, strict=True)
+    ]
     return Selection(owned, skipped)
 
 

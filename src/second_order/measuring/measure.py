@@ -87,61 +87,69 @@ def measure(
         curvature["model.layers.0.mlp.down_proj"].A  # (1, in, in)
         curvature.solve(gradients, damping=0.1, relative=True)  # (F + γ)⁻¹ g, by parameter name
 
-    For each layer, F = A ⊗ G approximates the mean of g gᵀ over the loss terms, where g is the
-    gradient of a term with respect to the layer's parameters (Martens & Grosse 2015; Eschenhagen et
-    al. 2023, "expand").
+    For each layer, F = A ⊗ G approximates the mean of g gᵀ over the loss terms, where g
+    is the gradient of a term with respect to the layer's parameters (Martens & Grosse
+    2015; Eschenhagen et al. 2023, "expand").
 
-    A is the mean of x xᵀ over the rows x of the layer's inputs. For a convolution, it is a mean
-    over images of sums over locations. G is the sum of d dᵀ over all rows, divided by the number of
-    loss terms N. Here d is the gradient of the sum of all terms with respect to a row of the
-    layer's output.
+    A is the mean of x xᵀ over the rows x of the layer's inputs. For a convolution, it
+    is a mean over images of sums over locations. G is the sum of d dᵀ over all rows,
+    divided by the number of loss terms N. Here d is the gradient of the sum of all
+    terms with respect to a row of the layer's output.
 
-    Each example has the same weight, however you divide the data into batches and among ranks.
-    Padding does not count. The model runs in evaluation mode. Afterwards its hooks, ``.grad``,
-    buffers, modes and the states of the random number generators are what they were.
+    Each example has the same weight, however you divide the data into batches and
+    among ranks. Padding does not count. The model runs in evaluation mode. Afterwards
+    its hooks, ``.grad``, buffers, modes and the states of the random number
+    generators are what they were.
 
     Collective: every rank of ``process_group`` calls it, each with its own batches.
 
     Args:
         model: The model. It may be wrapped by FSDP2 or DistributedDataParallel.
-        loader: An iterable over the batches of this rank. A batch is a tensor, a tuple that begins
-            with the model's input, or a mapping of the model's keywords, as the collators of
-            ``transformers`` return it. "ekfac" iterates over it twice.
-        factors: "inputs" measures A of the weights, with forward passes only. "kfac" measures A and
-            G, where layers with a bias have a 1 appended to their inputs. "ekfac" also measures, in
-            a second pass, the eigenvalues of F in the eigenbasis of A ⊗ G (George et al. 2018),
-            from the gradients of the examples of a batch.
-        loss: ``loss(output, batch)`` returns the unreduced loss terms that count, or ``(sum,
-            number)``. Use it to measure with the data's own labels. None samples labels from the
-            model's predictions: one for each row of logits that has a label in the batch, or for
-            each row that counts.
-        likelihood: The distribution of sampled labels: "categorical", "bernoulli" or "gaussian".
-            None means "categorical" if the batch has class labels or no targets; for
-            floating-point targets you have to choose. To sample from another distribution, pass a
-            ``loss`` that does so.
-        layers: One or more shell-style patterns for the names or classes of modules. Everything
-            inside of a matching module is measured. None measures all layers.
-        mask: ``mask(batch)`` returns a tensor of shape ``(examples, ...)`` that is True where an
-            example or position counts. None uses the batch's ``attention_mask``, or else the labels
-            other than -100. The first dimension of the mask is the number of examples in the batch.
-            Without ``mask`` that is the first dimension of most of the batch's tensors.
-        call: ``call(model, batch)`` returns the model's output. Use it if the batch alone does not
-            say how to call the model.
-        keep: Where the sums are stored during the pass. "device" stores whole matrices on the
-            model's device, "cpu" stores triangles in host memory. "owner" stores each layer's
-            triangles on one rank only, to which the other ranks send their sums of each batch.
+        loader: An iterable over the batches of this rank. A batch is a tensor, a tuple
+            that begins with the model's input, or a mapping of the model's keywords, as
+            the collators of ``transformers`` return it. "ekfac" iterates over it twice.
+        factors: "inputs" measures A of the weights, with forward passes only.
+            "kfac" measures A and G, where layers with a bias have a 1 appended to
+            their inputs. "ekfac" also measures, in a second pass, the eigenvalues
+            of F in the eigenbasis of A ⊗ G (George et al. 2018), from the gradients
+            of the examples of a batch.
+        loss: ``loss(output, batch)`` returns the unreduced loss terms that count, or
+            ``(sum, number)``. Use it to measure with the data's own labels. None
+            samples labels from the model's predictions: one for each row of logits that
+            has a label in the batch, or for each row that counts.
+        likelihood: The distribution of sampled labels: "categorical", "bernoulli" or
+            "gaussian". None means "categorical" if the batch has class labels or no
+            targets; for floating-point targets you have to choose. To sample from
+            another distribution, pass a ``loss`` that does so.
+        layers: One or more shell-style patterns for the names or classes of
+            modules. Everything inside of a matching module is measured.
+            None measures all layers.
+        mask: ``mask(batch)`` returns a tensor of shape ``(examples, ...)`` that is True
+            where an example or position counts. None uses the batch's
+            ``attention_mask``, or else the labels other than -100. The first dimension
+            of the mask is the number of examples in the batch. Without ``mask`` that is
+            the first dimension of most of the batch's tensors.
+        call: ``call(model, batch)`` returns the model's output. Use it if the batch
+            alone does not say how to call the model.
+        keep: Where the sums are stored during the pass. "device" stores whole matrices
+            on the model's device, "cpu" stores triangles in host memory. "owner" stores
+            each layer's triangles on one rank only, to which the other ranks send their
+            sums of each batch.
         seed: Seed of the sampled labels.
         process_group: The ranks that measure. None means all ranks.
-        progress: Whether rank 0 shows a progress bar, if ``tqdm`` is installed, and the report.
+        progress: Whether rank 0 shows a progress bar, if ``tqdm`` is
+            installed, and the report.
 
     Returns:
-        The curvature, with a :class:`~second_order.measuring.report.Report` as ``report``. Factors
-        are float32, or float64 if a measured weight is. Each layer is stored on one rank.
+        The curvature, with a :class:`~second_order.measuring.report.Report` as
+        ``report``. Factors are float32, or float64 if a measured weight is. Each layer
+        is stored on one rank.
 
     Raises:
         ValueError: If an option is invalid, or if a pattern matches no module.
-        TypeError: If ``model``, ``loader``, ``layers`` or ``loss`` has the wrong type, if a batch
-            has an unknown type and ``call`` is not set, or if the loss is a single number.
+        TypeError: If ``model``, ``loader``, ``layers`` or ``loss`` has the wrong
+            type, if a batch has an unknown type and ``call`` is not set, or if the
+            loss is a single number.
         SecondOrderError: If the loader has no example, or if another rank has failed.
     """
     # Check the arguments, and find the layers and their owners.
@@ -199,7 +207,9 @@ def measure(
     for name, reason in failed.items():
         warn(f"measure: layer {name!r}: {reason}")
     if len(failed) == len(selected):
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(failed.items())[:3])
+        reasons = "; ".join(
+            f"{name}: {reason}" for name, reason in list(failed.items())[:3]
+        )
         raise SecondOrderError(f"measure: no layer has factors ({reasons})")
     report = build_report(
         title=f"Curvature of {type(model).__name__}: {factors}, {world.size} rank(s)",
@@ -219,7 +229,8 @@ class Run:
     """The arguments of ``measure`` that every pass over the data needs, and what follows from them.
 
     Attributes:
-        control: The ranks of ``world`` in a group for messages that do not synchronize the device.
+        control: The ranks of ``world`` in a group for messages that do not
+            synchronize the device.
         device: The device of the model.
         dtype: The dtype of the sums.
         is_sharded: Whether FSDP2 shards the model.
@@ -241,7 +252,7 @@ class Run:
     is_sharded: bool
 
 
-# ------------------------------------------------------------------------------------- one pass
+# ----------------------------------------------------------------------------- one pass
 
 
 def accumulate(run: Run, accumulator: InputAccumulator | PairAccumulator) -> None:
@@ -268,8 +279,8 @@ def accumulate(run: Run, accumulator: InputAccumulator | PairAccumulator) -> Non
             if not any_rank_has_batch(run, has_batch, failure):
                 break
 
-            # Run the model. FSDP2 needs every rank in each pass, so a rank without a batch repeats
-            # its last one, which does not count.
+            # Run the model. FSDP2 needs every rank in each pass, so a rank without a
+            # batch repeats its last one, which does not count.
             if has_batch:
                 last_batch = batch
             if has_batch or run.is_sharded:
@@ -285,12 +296,13 @@ def accumulate(run: Run, accumulator: InputAccumulator | PairAccumulator) -> Non
                     if has_batch:
                         accumulator.count_batch(terms)
                 except Exception as error:
-                    if run.is_sharded:  # the other ranks are inside of FSDP2's collectives
+                    # The other ranks are inside of FSDP2's collectives.
+                    if run.is_sharded:
                         raise
                     failure = error
 
-            # Send the sums of the batch. A rank that has failed sends zeros, because the other
-            # ranks wait for it, and raises in the next round.
+            # Send the sums of the batch. A rank that has failed sends zeros, because
+            # the other ranks wait for it, and raises in the next round.
             accumulator.end_batch()
             index += 1
 
@@ -352,16 +364,19 @@ def run_batch(
     return terms.count
 
 
-# ------------------------------------------------------------------------------------- averages
+# ----------------------------------------------------------------------------- averages
 
 
 def make_sums(
-    run: Run, layers: Sequence[Layer], shapes_of: Callable[[Layer], Mapping[str, torch.Size]]
+    run: Run,
+    layers: Sequence[Layer],
+    shapes_of: Callable[[Layer], Mapping[str, torch.Size]],
 ) -> Sums:
     """Make the sums of matrices of these shapes, which are sent in the order of the layers."""
     world = run.world
     if run.is_sharded or run.keep == "cpu":
-        # FSDP2's own collectives run between ours, in an order that differs from rank to rank.
+        # FSDP2's own collectives run between ours, in an order that
+        # differs from rank to rank.
         world = run.control
     return Sums(
         layers,
@@ -379,7 +394,8 @@ class RankCounts:
     """The counts that ranks exchange at the end of a pass.
 
     Attributes:
-        rows: By layer, the number of rows in the sum of A; for experts, one number for each.
+        rows: By layer, the number of rows in the sum of A; for
+            experts, one number for each.
         terms: The number of loss terms.
         batches: The number of batches.
         failed: By layer, why it has no factors.
@@ -400,7 +416,8 @@ def average(run: Run, accumulator: InputAccumulator | PairAccumulator) -> Measur
         if not bool(total.isfinite().all()):
             local_failed[name] = f"its {factor} is not finite"
 
-    # Exchange the counts of all ranks, and add them up. fsum does not depend on the order of ranks.
+    # Exchange the counts of all ranks, and add them up. fsum does not depend
+    # on the order of ranks.
     local_counts = RankCounts(
         rows={name: to_floats(count) for name, count in accumulator.rows.items()},
         terms=to_floats(accumulator.num_terms)[0],
@@ -428,8 +445,8 @@ def average(run: Run, accumulator: InputAccumulator | PairAccumulator) -> Measur
             "the loader gave no example on any rank, so there is nothing to measure"
         )
 
-    # Divide A by its number of rows, and all other factors by the number of terms. The sum of an
-    # expert without rows is zero, and so is its mean.
+    # Divide A by its number of rows, and all other factors by the number of terms. The
+    # sum of an expert without rows is zero, and so is its mean.
     for (name, factor), total in sums.items():
         divisors = rows[name] if factor == "A" else [terms]
         by_group = total.new_tensor(divisors).clamp_min(1.0)
@@ -450,27 +467,33 @@ def to_floats(count: int | Tensor) -> list[float]:
     return [float(count)]
 
 
-# ----------------------------------------------------------------------------- eigenvalues of F
+# --------------------------------------------------------------------- eigenvalues of F
 
 
 def correct_eigenvalues(
-    run: Run, curvature: KroneckerCurvature, layers: Sequence[Layer], measurement: Measurement
+    run: Run,
+    curvature: KroneckerCurvature,
+    layers: Sequence[Layer],
+    measurement: Measurement,
 ) -> Measurement:
     """Add EK-FAC's eigenvalues of F to a measurement of A and G. Collective.
 
-    The eigenvalues are the diagonal of F in the eigenbasis of A ⊗ G (George et al. 2018).
+    The eigenvalues are the diagonal of F in the eigenbasis of A ⊗
+    G (George et al. 2018).
     """
     # The owner of each layer decomposes its factors. Every rank needs the eigenvectors.
     bases = curvature.eigen()
 
-    # Accumulate the squares of the rotated gradients, and divide them by the number of terms.
+    # Accumulate the squares of the rotated gradients, and divide them
+    # by the number of terms.
     layers = [layer for layer in layers if layer.name in bases]
     backward_order = layers[::-1]
     sums = make_sums(run, backward_order, Layer.eigenvalue_shapes)
     if layers:
         accumulate(run, EigenvalueAccumulator(layers, sums, bases))
     eigenvalues = {
-        name: total.div_(measurement.num_terms) for (name, _), total in sums.finish().items()
+        name: total.div_(measurement.num_terms)
+        for (name, _), total in sums.finish().items()
     }
     local_bases = {name: layer.eigen for name, layer in curvature.local_layers.items()}
     return replace(measurement, corrected=eigenvalues, bases=local_bases)

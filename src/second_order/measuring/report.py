@@ -29,7 +29,8 @@ class Measurement:
     Attributes:
         factors: Mean factors of the layers that this rank owns.
         num_rows: By layer, the number of rows that A is the mean of, over all ranks.
-        num_terms: The number of loss terms over all ranks; 0 if only inputs are measured.
+        num_terms: The number of loss terms over all ranks; 0 if
+            only inputs are measured.
         num_batches: The number of batches of a pass, over all ranks.
         failed: By layer, why it has no factors. The same on all ranks.
         corrected: EK-FAC's eigenvalues of the layers that this rank owns.
@@ -80,7 +81,8 @@ def build_curvature(
             basis=measurement.bases.get(name),
         )
 
-    # Reasons for modules that were not measured. Modules that share a weight are one row, "a = b".
+    # Reasons for modules that were not measured. Modules that share a
+    # weight are one row, "a = b".
     reasons: dict[str, str] = {}
     for row in selection.skipped:
         reasons |= dict.fromkeys(row.name.split(" = "), row.reason)
@@ -92,10 +94,12 @@ def build_curvature(
         if name not in covered and name not in uncovered:
             module = name.rpartition(".")[0]
             uncovered[name] = reasons.get(name, reasons.get(module, INPUTS_ONLY))
-    return KroneckerCurvature(layers, names, uncovered, owners=owners, world=world, report=report)
+    return KroneckerCurvature(
+        layers, names, uncovered, owners=owners, world=world, report=report
+    )
 
 
-# ---------------------------------------------------------------------------------------- report
+# ------------------------------------------------------------------------------- report
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,8 @@ class ReportRow:
         kind: Name of its class.
         parameters: Number of its parameters that have curvature.
         factors: Sizes of its factors, or why it has none.
-        rows: Number of rows that A is the mean of. The rank of A is at most this number.
+        rows: Number of rows that A is the mean of. The rank of A
+            is at most this number.
         owner: The rank that stores the factors; None if the layer has none.
     """
 
@@ -153,7 +158,9 @@ class Report:
         table = [("layer", "type", "parameters", "factors / why not", "rows")]
         for row in self.rows:
             num_rows = "" if row.owner is None else f"{row.rows:,.0f}"
-            table.append((row.name, row.kind, f"{row.parameters:,}", row.factors, num_rows))
+            table.append(
+                (row.name, row.kind, f"{row.parameters:,}", row.factors, num_rows)
+            )
         lines = [
             self.title,
             f"{self.covered:.1%} of {self.parameters:,} parameters",
@@ -176,15 +183,18 @@ def build_report(
     """Build the report of a measurement."""
     layer_rows = [_report_row(layer, measurement) for layer in selection.layers]
     skipped_rows = [
-        ReportRow(row.name, row.kind, row.parameters, row.reason) for row in selection.skipped
+        ReportRow(row.name, row.kind, row.parameters, row.reason)
+        for row in selection.skipped
     ]
 
-    # If only inputs are measured, examples are rows. The rows of experts do not show the number of
-    # examples, because each token is a row of several experts.
+    # If only inputs are measured, examples are rows. The rows of experts do not show
+    # the number of examples, because each token is a row of several experts.
     examples = measurement.num_terms
     if not examples:
         layers = [layer for layer in selection.layers if not layer.shape.routed]
-        examples = max(measurement.num_rows[layer.name] for layer in layers or selection.layers)
+        examples = max(
+            measurement.num_rows[layer.name] for layer in layers or selection.layers
+        )
 
     stored = [*measurement.factors.values(), *measurement.corrected.values()]
     return Report(

@@ -4,10 +4,11 @@
     keep="cpu"      triangles in host memory, reduced to their owners at the end
     keep="owner"    triangles on their owner only, to which each rank sends its sums of each batch
 
-With "owner", all ranks have to issue the same collectives. Therefore the matrices have one order,
-in which layers usually receive their gradients. When a rank adds to a matrix, it reduces all
-matrices up to this one that it has not reduced in this batch, with zeros for layers that were not
-called. If a layer adds to its matrix after that, the addition is sent with the next batch.
+With "owner", all ranks have to issue the same collectives. Therefore the matrices have
+one order, in which layers usually receive their gradients. When a rank adds to a
+matrix, it reduces all matrices up to this one that it has not reduced in this batch,
+with zeros for layers that were not called. If a layer adds to its matrix after that,
+the addition is sent with the next batch.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from second_order.measuring.layers import Layer
 __all__ = ["WIDENING", "Keep", "Key", "Sums", "full_precision"]
 
 WIDENING = {"cuda"}
-"""Device types with ``torch.mm(..., out_dtype=torch.float32)`` of bfloat16 and float16."""
+"""Device types with ``torch.mm(..., out_dtype=torch.float32)`` of
+bfloat16 and float16."""
 
 Keep: TypeAlias = Literal["device", "cpu", "owner"]
 
@@ -46,15 +48,15 @@ class Sums:
 
     Args:
         layers: The layers, in the order in which their sums are sent to their owners.
-        shapes_of: Returns the shapes of a layer's matrices as their owner stores them, by name:
-            ``(groups, n (n + 1) / 2)``, ``(groups, n)`` or ``(groups, n, m)``.
+        shapes_of: Returns the shapes of a layer's matrices as their owner stores them,
+            by name: ``(groups, n (n + 1) / 2)``, ``(groups, n)`` or ``(groups, n, m)``.
         keep: Where the sums are stored.
         world: The ranks.
         device: The device of the model.
         dtype: The dtype of the sums.
-        sends_immediately: With "owner", whether each sum is sent when it is added to, instead of at
-            the end of the batch. FSDP2 needs the latter, because its own collectives run during the
-            batch.
+        sends_immediately: With "owner", whether each sum is sent when it is added to,
+            instead of at the end of the batch. FSDP2 needs the latter, because its own
+            collectives run during the batch.
     """
 
     def __init__(
@@ -91,7 +93,9 @@ class Sums:
     def add_gram(self, key: Key, rows: Tensor) -> None:
         """Add rowsᵀ rows for rows of shape ``(rows, n)``."""
         is_narrow = rows.dtype in (torch.bfloat16, torch.float16)
-        widens = is_narrow and self.dtype is torch.float32 and rows.device.type in WIDENING
+        widens = (
+            is_narrow and self.dtype is torch.float32 and rows.device.type in WIDENING
+        )
         if not widens:
             rows = rows.to(self.dtype)
 
@@ -114,7 +118,10 @@ class Sums:
                 self.add(key, product(slice(None), slice(None)))
 
     def add(self, key: Key, matrix: Tensor) -> None:
-        """Add a matrix ``(groups, n, n)``, or one in its stored shape. It may be overwritten."""
+        """Add a matrix ``(groups, n, n)``, or one in its stored shape.
+
+        It may be overwritten.
+        """
         if self._is_packed and matrix.shape != self._shapes[key]:
             matrix = pack_upper_triangular(matrix)
         if self._is_on_host:
@@ -130,7 +137,10 @@ class Sums:
             self._num_sent = 0
 
     def finish(self) -> dict[Key, Tensor]:
-        """Return the sums over ranks that this rank owns, in their stored shapes. Collective."""
+        """Return the sums over ranks that this rank owns, in their stored shapes.
+
+        Collective.
+        """
         self._send_until(len(self._order))
         return self._owned
 

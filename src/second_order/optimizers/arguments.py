@@ -19,7 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from second_order.distributed.fsdp import check_sharding, reshard
 from second_order.training.context import Training
-from second_order.training.groups import copy_group, group_params, named_trainable_params
+from second_order.training.groups import (
+    copy_group,
+    group_params,
+    named_trainable_params,
+)
 from second_order.utils.checks import brief, check_params
 from second_order.utils.modules import unwrapping_chain
 
@@ -48,8 +52,10 @@ class FoundModel:
 
     Attributes:
         module: The module that contains the parameters.
-        under_ddp: Whether DistributedDataParallel averages the gradients of all of them.
-        outer_class: Class of a module around it that may change its outputs; "" if there is none.
+        under_ddp: Whether DistributedDataParallel averages the
+            gradients of all of them.
+        outer_class: Class of a module around it that may change its
+            outputs; "" if there is none.
     """
 
     module: nn.Module
@@ -62,8 +68,8 @@ class Arguments:
     """The model and the parameters that an optimizer trains.
 
     Attributes:
-        model: The user's module without its wrappers. If the parameters belong to no module: an
-            empty module, or one that contains the parameters.
+        model: The user's module without its wrappers. If the parameters belong to no
+            module: an empty module, or one that contains the parameters.
         owns_params: Whether ``model`` is the user's module.
         under_ddp: Whether it is in DistributedDataParallel.
         outer_class: As in :class:`FoundModel`; "" for a model that the user passed.
@@ -86,8 +92,12 @@ def unwrap_model(model: nn.Module) -> FoundModel:
     """
     chain = unwrapping_chain(model)
     model = chain[-1]
-    class_names = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    has_flat_params = any(getattr(p, "_is_flat_param", False) for p in model.parameters())
+    class_names = {
+        kind.__name__ for module in model.modules() for kind in type(module).__mro__
+    }
+    has_flat_params = any(
+        getattr(p, "_is_flat_param", False) for p in model.parameters()
+    )
     if has_flat_params or "FullyShardedDataParallel" in class_names:
         raise TypeError(
             "the model is in FullyShardedDataParallel (FSDP1), which flattens its parameters, so "
@@ -117,12 +127,13 @@ def read_arguments(
         name: Name of the optimizer's class, for messages.
         params_or_model: The first argument.
         model: The keyword ``model``.
-        find_model: Finds the model of parameters. It is called if the user passed no model.
+        find_model: Finds the model of parameters. It is called if
+            the user passed no model.
         needs_model: Whether parameters that belong to no module get no curvature.
 
     Raises:
-        TypeError: For two models, an argument of another type, or parameters that something other
-            than FSDP2 has sharded.
+        TypeError: For two models, an argument of another type, or parameters that
+            something other than FSDP2 has sharded.
         ValueError: If no parameter trains, or if one that trains is on the meta device.
     """
     if model is not None and not isinstance(model, nn.Module):
@@ -182,8 +193,9 @@ def read_arguments(
 def check_not_on_meta(name: str, params: Iterable[Tensor], model: nn.Module) -> None:
     """Raise ValueError if a parameter that trains is on the meta device.
 
-    ``to_empty`` replaces the parameters of the model by other tensors. An optimizer that was made
-    before would still hold the tensors on the meta device, which have no data.
+    ``to_empty`` replaces the parameters of the model by other tensors. An
+    optimizer that was made before would still hold the tensors on the meta
+    device, which have no data.
     """
     for p in params:
         if p.device.type != "meta" or not p.requires_grad:
@@ -232,9 +244,12 @@ def warn_about_unowned(training: Training, groups: Sequence[Any]) -> None:
         return
 
     if training.owns_params:
-        # The remedy depends on whether the user passed the model or the package found it.
+        # The remedy depends on whether the user passed the model
+        # or the package found it.
         where = f"are not in the model, a {type(training.model).__name__}"
-        remedy = "if a module has them, make the optimizer with model= one that contains all"
+        remedy = (
+            "if a module has them, make the optimizer with model= one that contains all"
+        )
     else:
         where = "belong to no module that is alive"
         remedy = "keep a reference to the module that has them, or pass it as model="
@@ -273,7 +288,9 @@ class FrozenParams:
         in_groups = {id(p) for p in group_params(training.groups)}
         self._references = [r for r in self._references if id(r()) not in in_groups]
         names = training.param_names()
-        left_out = [repr(names.get(id(p), "")) for p in unfrozen if id(p) not in in_groups]
+        left_out = [
+            repr(names.get(id(p), "")) for p in unfrozen if id(p) not in in_groups
+        ]
         if left_out:
             self._references = []
             more = f", and {len(left_out) - 10} more" if len(left_out) > 10 else ""
@@ -294,7 +311,12 @@ def check_scaler(scaler: Any, averages_gradients: bool, num_ranks: int) -> None:
                 f"grad_scaler={scaler!r} has no {method}(); pass a torch.amp.GradScaler"
             )
     is_synchronized = type(scaler).__name__ == "ShardedGradScaler"
-    if averages_gradients and num_ranks > 1 and scaler.is_enabled() and not is_synchronized:
+    if (
+        averages_gradients
+        and num_ranks > 1
+        and scaler.is_enabled()
+        and not is_synchronized
+    ):
         raise ValueError(
             f"grad_scaler={type(scaler).__name__} with gradients averaged by the optimizer over "
             f"{num_ranks} processes: after an overflow on one process, only that process would "

@@ -15,14 +15,15 @@ One step, as :meth:`SecondOrderOptimizer.step` takes it:
     curvature.finish_step()            FOSI corrects the step; helper ranks receive parameters
     curvature.watch()                  registers the hooks that the next passes need
 
-The curvature and the base do the numerical work. This file connects them, and makes the result
-behave like any other ``torch.optim`` optimizer: groups, checkpoints, copies, ``train()`` and
-``eval()``.
+The curvature and the base do the numerical work. This file connects them, and makes the
+result behave like any other ``torch.optim`` optimizer: groups, checkpoints, copies,
+``train()`` and ``eval()``.
 
 ``state[p]`` has two parts. The base sees ``state[p]["base"]`` as its whole state for p.
-``state[p]["curvature"]`` has the curvature's entries. ``state_dict()`` writes all of them. In
-between they are written only when tensors that they refer to have been replaced, so that no old one
-is kept alive: after a checkpoint is loaded, when layers move to other ranks, and at the end.
+``state[p]["curvature"]`` has the curvature's entries. ``state_dict()`` writes all of
+them. In between they are written only when tensors that they refer to have been
+replaced, so that no old one is kept alive: after a checkpoint is loaded, when layers
+move to other ranks, and at the end.
 """
 
 from __future__ import annotations
@@ -81,7 +82,12 @@ from second_order.optimizers.checkpoint import (
 from second_order.optimizers.config import CommonOptions
 from second_order.optimizers.consistency import Consistency
 from second_order.optimizers.find_model import find_model
-from second_order.optimizers.keywords import Rate, check_base, keywords_of, split_base_keywords
+from second_order.optimizers.keywords import (
+    Rate,
+    check_base,
+    keywords_of,
+    split_base_keywords,
+)
 from second_order.reporting.summary import Summary
 from second_order.training.context import Training, step_without_hooks
 from second_order.training.curvature import NO_AVERAGE, Curvature, start_average
@@ -130,8 +136,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     Args:
         params: The model, or its parameters or parameter groups.
-        lr: Learning rate of the base. None: every parameter group has its own, and that of the
-            first group is the default for groups that are added later.
+        lr: Learning rate of the base. None: every parameter group has its own, and that
+            of the first group is the default for groups that are added later.
         common: The keywords that all optimizers share.
         base_kwargs: Arguments of the base optimizer.
         curvature: Builds the curvature of this training run.
@@ -141,7 +147,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     """
 
     options_by_layer = False
-    """Whether parameter groups may have ``damping``, ``factor_decay`` and ``precondition``."""
+    """Whether parameter groups may have ``damping``, ``factor_decay`` and
+    ``precondition``."""
 
     def __init__(
         self,
@@ -158,7 +165,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         name = type(self).__name__
         aux = common.aux
         self._constructed = False
-        self._collected: Collected | None = None  # set by consolidate(), for state_dict()
+        # Set by consolidate(), for state_dict().
+        self._collected: Collected | None = None
         self._loaded_since_step = False
         self._hooks_are_removed = False
         self._needs_model = needs_model
@@ -172,10 +180,14 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         shared_kwargs = dict(base_kwargs)
         if lr is not None:
             shared_kwargs = {"lr": lr, **base_kwargs}
-        kwargs_by_base = split_base_keywords(common.base, shared_kwargs, aux, own_keywords)
+        kwargs_by_base = split_base_keywords(
+            common.base, shared_kwargs, aux, own_keywords
+        )
         for kwargs in kwargs_by_base:
             check_learning_rate(kwargs.get("lr", 0.0))
-        check_choice("gradient_averaging", common.gradient_averaging, ("auto", True, False))
+        check_choice(
+            "gradient_averaging", common.gradient_averaging, ("auto", True, False)
+        )
 
         # Find the model, and check the parameter groups.
         arguments = read_arguments(name, params, common.model, find_model, needs_model)
@@ -211,7 +223,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 layers=aux.layers,
             )
             own_groups = self._base.param_groups
-        # PEAK_LR is the largest learning rate of a group's schedule so far; a step updates it.
+        # PEAK_LR is the largest learning rate of a group's schedule so
+        # far; a step updates it.
         defaults = {**self._base.defaults, PEAK_LR: 0.0}
         super().__init__([copy_group(group) for group in own_groups], defaults)
         self._share_groups_and_state()
@@ -231,15 +244,17 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             scaler=common.grad_scaler,
             debug=bool(common.debug),
             base=self._base,
-            # A weak reference, so that the optimizer and its hooks are freed with the last
-            # reference that the script has.
+            # A weak reference, so that the optimizer and its hooks are freed with the
+            # last reference that the script has.
             publish=partial(_publish_state_of, weakref.ref(self)),
         )
         self._training = training
         self._param_locations = ParamLocations(arguments.model, params_in_groups)
         # Given a model, the groups leave out the parameters that are frozen now.
         self._frozen: FrozenParams | None = None
-        if isinstance(params, nn.Module) and not all(p.requires_grad for p in params.parameters()):
+        if isinstance(params, nn.Module) and not all(
+            p.requires_grad for p in params.parameters()
+        ):
             self._frozen = FrozenParams(params.parameters())
         warn_if_no_process_group(training)
         check_model_owns_params(training, params_in_groups)
@@ -247,21 +262,30 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             warn_about_unowned(training, groups)
         if isinstance(self._base, BasePair):
             for pattern in self._base.unmatched:
-                training.warn(f"aux_base: the pattern {pattern!r} matches no module of the model")
+                training.warn(
+                    f"aux_base: the pattern {pattern!r} matches no module of the model"
+                )
         self._curvature = curvature(training)
-        num_training_ranks = world.size if helper_role is None else world.size - num_helpers
-        check_scaler(common.grad_scaler, training.averages_gradients, num_training_ranks)
+        num_training_ranks = (
+            world.size if helper_role is None else world.size - num_helpers
+        )
+        check_scaler(
+            common.grad_scaler, training.averages_gradients, num_training_ranks
+        )
 
         self._start_together(helper_role)
 
     def _share_groups_and_state(self) -> None:
         """Let the base work on the groups and the state of this optimizer."""
-        for group, base_group in zip(self.param_groups, self._base.param_groups, strict=True):
+        for group, base_group in zip(
+            self.param_groups, self._base.param_groups, strict=True
+        ):
             # A base may change its entries: torchao's turn learning rates into tensors.
             for key, value in base_group.items():
                 if key not in ("params", NAMES):
                     group[key] = value
-        initial_state = dict(self._base.state)  # Adagrad creates its state at construction
+        # Adagrad creates its state at construction.
+        initial_state = dict(self._base.state)
         self._bind_base()
         self._base.state.update(initial_state)
         self._base_step = step_without_hooks(self._base)
@@ -284,7 +308,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._consistency.check_construction(training, options)
         if helper_role is not None:
             is_sharded = any(is_dtensor(p) for p in training.model.parameters())
-            if any(world.all_gather_object(is_sharded)):  # all ranks raise if one has shards
+            # All ranks raise if one has shards.
+            if any(world.all_gather_object(is_sharded)):
                 raise ValueError(sharding_error(training.name, helper_role))
 
         # `begin` assigns roles, after which `training` has only the ranks of one role.
@@ -292,15 +317,18 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._constructed = True
         self._curvature.begin()
 
-        # Start from the parameters of rank 0 on all ranks, helpers included. If
-        # DistributedDataParallel or FSDP2 average gradients, they also take care of this.
+        # Start from the parameters of rank 0 on all ranks, helpers
+        # included. If DistributedDataParallel or FSDP2 average gradients,
+        # they also take care of this.
         if averages_gradients:
             tensors = [t for t in training.model_tensors() if not is_dtensor(t)]
             with torch.no_grad():
                 world.broadcast_from_first(tensors)
 
     def check_ranks(self, action: str, facts: Sequence[tuple[str, Any]] = ()) -> None:
-        """Raise RankMismatchError on every rank unless all are about to do the same. Collective.
+        """Raise RankMismatchError on every rank unless all are about to do the same.
+
+        Collective.
 
         Args:
             action: What this rank is about to do, for the message.
@@ -313,16 +341,18 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             self._training, self._curvature, f"{action} of {type(self).__name__}", facts
         )
 
-    # -------------------------------------------------------------------------------------- steps
+    # ---------------------------------------------------------------------------- steps
 
     @runs_eagerly
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step. On a helper rank, serve the workers until they have taken theirs.
+        """Take one step.
+
+        On a helper rank, serve the workers until they have taken theirs.
 
         Args:
-            closure: Evaluates the model, calls ``backward`` and returns the loss. It is called
-                once.
+            closure: Evaluates the model, calls ``backward`` and returns the
+                loss. It is called once.
 
         Returns:
             The result of the closure, or None.
@@ -342,8 +372,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        # Before it loads a checkpoint, torch.distributed.checkpoint takes a step with zero
-        # gradients, to create the state of the base.
+        # Before it loads a checkpoint, torch.distributed.checkpoint takes a step with
+        # zero gradients, to create the state of the base.
         if training.steps == 0 and not self.state and is_checkpointing():
             self._create_base_state()
             return loss
@@ -351,12 +381,13 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if DTENSORS in sys.modules:
             self.adopt_shards()
         if curvature.is_helper:
-            # This blocks: it sends what the last passes gave, and serves the workers until they
-            # have taken their step.
+            # This blocks: it sends what the last passes gave, and serves the workers
+            # until they have taken their step.
             curvature.prepare()
             return loss
         if self._collected is not None:
-            self._collected = None  # the state of consolidate() is outdated after this step
+            # The state of consolidate() is outdated after this step.
+            self._collected = None
             self._publish_state()
         if self._frozen is not None:
             self._frozen.warn_if_trained(training)
@@ -366,12 +397,18 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                     training,
                     curvature,
                     action=f"take a step of {training.name}",
-                    facts=[("a checkpoint loaded since the last step", self._loaded_since_step)],
+                    facts=[
+                        (
+                            "a checkpoint loaded since the last step",
+                            self._loaded_since_step,
+                        )
+                    ],
                     with_params=True,
                 )
         update_peak_rates(self.param_groups)
 
-        # Start the average of the gradients. Some ranks may not need those of every layer.
+        # Start the average of the gradients. Some ranks may not
+        # need those of every layer.
         curvature.prepare()
         average = NO_AVERAGE
         if training.averages_gradients:
@@ -423,9 +460,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 f"the block before you continue training"
             )
 
-        # A GradScaler calls step() from its method _maybe_opt_step. The statistics of an unknown
-        # GradScaler's passes are not unscaled. Factors would be too large by the square of the
-        # scale, and training would stall.
+        # A GradScaler calls step() from its method _maybe_opt_step. The statistics of
+        # an unknown GradScaler's passes are not unscaled. Factors would be too large by
+        # the square of the scale, and training would stall.
         reason = self._curvature.scaler_reason
         needs_scaler = training.scaler is None and reason != ""
         if training.steps == 0 and needs_scaler and caller(function="_maybe_opt_step"):
@@ -437,8 +474,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def _create_base_state(self) -> None:
         """Create the state of the base for torch.distributed.checkpoint.
 
-        The base takes a step with a learning rate of 0 and zero gradients, which torch has set. The
-        step is not counted and is not collective, because one rank may take it alone.
+        The base takes a step with a learning rate of 0 and zero gradients, which
+        torch has set. The step is not counted and is not collective, because one
+        rank may take it alone.
         """
         if DTENSORS in sys.modules and self.adopt_shards():
             # torch has set the gradients of the parameters that the shards replace.
@@ -465,7 +503,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._curvature.replace_params(shards)
         for p in shards.keys() & self.state.keys():
             self._move_state(p, shards[p])
-        self._param_locations = ParamLocations(training.model, group_params(self.param_groups))
+        self._param_locations = ParamLocations(
+            training.model, group_params(self.param_groups)
+        )
         training.publish()
         return True
 
@@ -494,8 +534,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         self._curvature.drop_pending()
 
-    # Properties, so that an optimizer has no train() and eval() if its base has none. Frameworks
-    # look for these methods to recognize schedule-free optimizers.
+    # Properties, so that an optimizer has no train() and eval() if its base has none.
+    # Frameworks look for these methods to recognize schedule-free optimizers.
 
     @property
     def train(self) -> Callable[[], None]:
@@ -504,10 +544,13 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     @property
     def eval(self) -> Callable[[], None]:
-        """The base's ``eval()``. A schedule-free base sets the parameters to their average."""
+        """The base's ``eval()``.
+
+        A schedule-free base sets the parameters to their average.
+        """
         return mode_switch(self._base, "eval", self._training.name, self.state)
 
-    # ------------------------------------------------------------------- groups and checkpoints
+    # ----------------------------------------------------------- groups and checkpoints
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Accept only an empty ``state``, and ``param_groups`` that begin with the current ones."""
@@ -553,7 +596,11 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     def _check_group_options(self, groups: Iterable[Any], first: int = 0) -> None:
         check_group_options(
-            type(self).__name__, groups, self._forbidden_in_groups, self.options_by_layer, first
+            type(self).__name__,
+            groups,
+            self._forbidden_in_groups,
+            self.options_by_layer,
+            first,
         )
 
     def _fill_defaults(self, group: dict[str, Any]) -> None:
@@ -563,7 +610,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             group.setdefault(key, value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group. Its layers are preconditioned from the next step on. Collective.
+        """Add a parameter group.
+
+        Its layers are preconditioned from the next step on. Collective.
 
         Raises:
             RankMismatchError: On every rank, if the ranks do not add the same group.
@@ -585,16 +634,18 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         except Exception:
             self.param_groups[:] = prev_groups
             raise
-        self._param_locations = ParamLocations(training.model, group_params(self.param_groups))
+        self._param_locations = ParamLocations(
+            training.model, group_params(self.param_groups)
+        )
         if self._needs_model:
             warn_about_unowned(training, [group])
 
     def _add_checked_group(self, group: dict[str, Any]) -> None:
         """Add a group to the list, and compare the outcome between ranks. Collective.
 
-        If one rank refuses the group, the others must not add it. So the outcome, with the text of
-        an error, is what the ranks compare. If it differs, the comparison raises on every rank. If
-        all ranks refuse the group, each raises its own error.
+        If one rank refuses the group, the others must not add it. So the outcome, with
+        the text of an error, is what the ranks compare. If it differs, the comparison
+        raises on every rank. If all ranks refuse the group, each raises its own error.
         """
         training = self._training
         names = training.param_names()
@@ -620,8 +671,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
             optimizer.consolidate(to=0)  # on every rank; then rank 0 saves state_dict()
 
-        The next step drops the collected state. If every rank has the whole state, this method
-        does nothing.
+        The next step drops the collected state. If every rank has the whole state, this
+        method does nothing.
 
         Args:
             to: The rank that saves the checkpoint. None: all ranks.
@@ -636,21 +687,24 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             ranks = range(size) if to is None else [to]
             self._collected = Collected(self._curvature.gather(ranks), to)
 
-    # Lightning calls the method of this name, torch's ZeroRedundancyOptimizer's, before it saves.
+    # Lightning calls the method of this name, torch's
+    # ZeroRedundancyOptimizer's, before it saves.
     consolidate_state_dict = consolidate
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as primitives and tensors, which ``torch.load`` reads by default.
 
-        The state holds everything that determines the next steps, including the inverses.
-        ``summary()`` prints how many bytes these take. Tensors are shared, not copied.
+        The state holds everything that determines the next steps, including
+        the inverses. ``summary()`` prints how many bytes these take. Tensors
+        are shared, not copied.
 
-        Collective only if ``torch.distributed.checkpoint`` calls it for the full state of a sharded
-        model: then it collects the state of other ranks.
+        Collective only if ``torch.distributed.checkpoint`` calls it for the full state
+        of a sharded model: then it collects the state of other ranks.
 
         Raises:
-            SecondOrderError: If other ranks store a part of the state. Call :meth:`consolidate`
-                first, or save with ``torch.distributed.checkpoint``.
+            SecondOrderError: If other ranks store a part of the state. Call
+                :meth:`consolidate` first, or save with
+                ``torch.distributed.checkpoint``.
         """
         training = self._training
         curvature = self._curvature
@@ -663,9 +717,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if self.state:
             self._publish_state()
         state_dict = super().state_dict()
-        # Copy the dictionaries of the parts. Those of `state` lose their factors in close(), and a
-        # checkpoint that the caller holds must not. The parts have the same order on every rank, in
-        # which torch.distributed.checkpoint gathers DTensors.
+        # Copy the dictionaries of the parts. Those of `state` lose their factors
+        # in close(), and a checkpoint that the caller holds must not. The parts
+        # have the same order on every rank, in which
+        # torch.distributed.checkpoint gathers DTensors.
         for index, entry in state_dict["state"].items():
             parts = [part for part in (BASE, CURVATURE) if part in entry]
             state_dict["state"][index] = {part: entry[part] for part in parts}
@@ -685,12 +740,13 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint from any number of ranks, or the state of the base alone.
 
-        If the checkpoint lacks inverses, the next step refreshes their layers. If it is the state
-        of the base alone, the curvature starts from the beginning.
+        If the checkpoint lacks inverses, the next step refreshes their layers. If it is
+        the state of the base alone, the curvature starts from the beginning.
 
         Raises:
-            ValueError: If an entry does not fit, is not finite, is out of bounds or unknown, or
-                belongs to another base. The error names the entry, and nothing has changed.
+            ValueError: If an entry does not fit, is not finite, is out of bounds or
+                unknown, or belongs to another base. The error names the entry, and
+                nothing has changed.
         """
         if "_constructed" not in vars(self):  # a wrapper of Lightning's
             self.optimizer.load_state_dict(state_dict)  # type: ignore[attr-defined]
@@ -704,7 +760,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             self._fill_defaults(group)
         self._bind_base()  # torch has replaced `param_groups` and `state`
         if len(self._base.state):  # some bases fail if their state has no first entry
-            self._base.__setstate__({"state": self._base.state, "param_groups": self.param_groups})
+            self._base.__setstate__(
+                {"state": self._base.state, "param_groups": self.param_groups}
+            )
 
         self._training.resume_at(checkpoint.steps)
         self._collected = None
@@ -715,8 +773,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def _load_groups_and_base(self, state_dict: dict[str, Any]) -> Checkpoint:
         """Check a checkpoint as a whole, and let torch load the groups and the base's state.
 
-        The checks run in torch's pre-hook, after the pre-hooks that users registered. A pre-hook
-        returns to torch, so it leaves the checkpoint for us in a list.
+        The checks run in torch's pre-hook, after the pre-hooks that users registered. A
+        pre-hook returns to torch, so it leaves the checkpoint for us in a list.
         """
         training = self._training
         names = training.param_names()
@@ -727,7 +785,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             checkpoint = read_checkpoint(state, self._base, groups, names)
             self._curvature.check(checkpoint.curvature)
             checkpoints.append(checkpoint)
-            # torch casts what it loads to the parameter's dtype, so it must not see the curvature.
+            # torch casts what it loads to the parameter's dtype, so it must
+            # not see the curvature.
             return checkpoint.state_dict
 
         hook = self.register_load_state_dict_pre_hook(read)
@@ -744,10 +803,12 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             )
         if checkpoint.absent:
             listed = ", ".join(checkpoint.absent[:20])
-            training.warn(f"the checkpoint lacks {listed}: their state starts from the beginning")
+            training.warn(
+                f"the checkpoint lacks {listed}: their state starts from the beginning"
+            )
         return checkpoint
 
-    # ------------------------------------------------------------------------- summary and close
+    # ---------------------------------------------------------------- summary and close
 
     @property
     def training(self) -> Training:
@@ -759,8 +820,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
             print(optimizer.summary())
 
-        With several parameter groups, it also lists the base and the settings of each group.
-        Memory is that of this rank. Synchronizes with the device.
+        With several parameter groups, it also lists the base and the settings of each
+        group. Memory is that of this rank. Synchronizes with the device.
         """
         summary = self._curvature.summary()
         training = self._training
@@ -776,8 +837,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             for name, value in optimizer.metrics().items():
                 writer.add_scalar(f"second_order/{name}", value, step)
 
-        All ranks return the same names, which the page *Monitoring* explains. A number that this
-        rank does not have is NaN. The call synchronizes with the device, but not with other ranks.
+        All ranks return the same names, which the page *Monitoring* explains. A number
+        that this rank does not have is NaN. The call synchronizes with the device, but
+        not with other ranks.
         """
         return {"step": float(self._training.steps), **self._curvature.metrics()}
 
@@ -788,8 +850,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             with optimizer.hooks_removed():
                 scripted = torch.jit.script(model)
 
-        Passes inside the block contribute no statistics, and :meth:`step` raises an error there.
-        Export, tracing, and inference with a compiled model do not need this block.
+        Passes inside the block contribute no statistics, and :meth:`step`
+        raises an error there. Export, tracing, and inference with a compiled
+        model do not need this block.
         """
         is_nested = self._hooks_are_removed
         self._hooks_are_removed = True
@@ -819,7 +882,8 @@ def _averages_gradients(
     option: str | bool, under_ddp: bool, params: Sequence[Tensor], world: World
 ) -> bool:
     """Whether the optimizer averages gradients over the ranks."""
-    all_sharded = bool(params) and all(is_dtensor(p) for p in params)  # FSDP2 averages them
+    # FSDP2 averages them.
+    all_sharded = bool(params) and all(is_dtensor(p) for p in params)
     if world.size == 1 or all_sharded:
         return False
     if option == "auto":

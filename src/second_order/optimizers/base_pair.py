@@ -5,9 +5,10 @@ aux_base   embeddings and weights tied to them; the output head, which is the la
            model; gains, biases and other vectors; parameters that are not the weight of a module,
            such as position embeddings; and the modules that the user names in ``layers``
 
-The two share the groups and the state of the whole optimizer, so that schedulers and checkpoints
-see one optimizer. The entry ``AUX_BASE`` of each group says which of the two trains it. Before each
-step, each of the two receives its own groups and their state.
+The two share the groups and the state of the whole optimizer, so that schedulers
+and checkpoints see one optimizer. The entry ``AUX_BASE`` of each group says
+which of the two trains it. Before each step, each of the two receives its own
+groups and their state.
 """
 
 from __future__ import annotations
@@ -20,28 +21,35 @@ import torch
 from torch import Tensor, nn
 
 from second_order.training.context import Training, base_class_names, step_without_hooks
-from second_order.training.groups import NAMES, group_params, group_settings, without_names
+from second_order.training.groups import (
+    NAMES,
+    group_params,
+    group_settings,
+    without_names,
+)
 from second_order.utils.checks import check_flag
 from second_order.utils.modules import first_match, unmatched_patterns
 
 __all__ = ["AUX_BASE", "BasePair", "base_of", "describe_groups", "mode_switch"]
 
 AUX_BASE = "aux_base"
-"""The entry of a group that says whether ``aux_base`` trains it. Absent if there is one base."""
+"""The entry of a group that says whether ``aux_base`` trains it. Absent
+if there is one base."""
 
 
 class BasePair(torch.optim.Optimizer):
     """Two optimizers that step their own groups, as one optimizer.
 
-    Its ``defaults`` are the settings that both have, with the values of ``base``. A scheduler that
-    cycles momentum therefore finds it there only if both have momentum.
+    Its ``defaults`` are the settings that both have, with the values of ``base``. A
+    scheduler that cycles momentum therefore finds it there only if both have momentum.
 
     Args:
         groups: Parameter groups, or parameters.
         model: The model, which shows which parameters are hidden weights.
         optimizer_classes: The classes of ``base`` and ``aux_base``.
         kwargs: The arguments of the two classes.
-        layers: Patterns of modules that ``aux_base`` trains, with all modules inside them.
+        layers: Patterns of modules that ``aux_base`` trains, with
+            all modules inside them.
 
     Attributes:
         parts: ``base`` and ``aux_base``.
@@ -56,7 +64,9 @@ class BasePair(torch.optim.Optimizer):
         self,
         groups: Sequence[Any],
         model: nn.Module,
-        optimizer_classes: tuple[type[torch.optim.Optimizer], type[torch.optim.Optimizer]],
+        optimizer_classes: tuple[
+            type[torch.optim.Optimizer], type[torch.optim.Optimizer]
+        ],
         kwargs: Sequence[Mapping[str, Any]],
         layers: Sequence[str],
     ) -> None:
@@ -102,12 +112,13 @@ class BasePair(torch.optim.Optimizer):
     def split_group(self, group: Any, model: nn.Module) -> list[Any]:
         """Split a group into one group per base, each with the entry ``AUX_BASE``.
 
-        A group that has this entry is not split. A value that is not a group is returned as it is,
-        so that torch refuses it.
+        A group that has this entry is not split. A value that is not a group is
+        returned as it is, so that torch refuses it.
 
         Raises:
             TypeError: If the group's entry is neither True nor False.
-            ValueError: If the entry is False, and ``base`` does not take a parameter of the group.
+            ValueError: If the entry is False, and ``base`` does not take a
+                parameter of the group.
         """
         if not isinstance(group, dict) or not isinstance(group.get("params"), list):
             return [group]
@@ -146,7 +157,9 @@ class BasePair(torch.optim.Optimizer):
     def _hidden_weights(self, model: nn.Module) -> set[int]:
         """Return the ids of the weights that ``base`` trains."""
         modules = dict(model.named_modules(remove_duplicate=False))
-        linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        linears = [
+            module for module in model.modules() if isinstance(module, nn.Linear)
+        ]
         head = linears[-1] if linears else None
         weights: set[int] = set()
         excluded: set[int] = set()
@@ -189,7 +202,11 @@ class BasePair(torch.optim.Optimizer):
         """Give each of the two its current groups and their state, and return both."""
         for is_aux, part in zip((False, True), self.parts, strict=True):
             part.param_groups = [g for g in self.param_groups if g[AUX_BASE] is is_aux]
-            state = {p: self.state[p] for p in group_params(part.param_groups) if p in self.state}
+            state = {
+                p: self.state[p]
+                for p in group_params(part.param_groups)
+                if p in self.state
+            }
             part.state = defaultdict(dict, state)
         return self.parts
 
@@ -197,7 +214,9 @@ class BasePair(torch.optim.Optimizer):
         super().__setstate__(state)
         for part in self.update_parts():
             if len(part.state):
-                part.__setstate__({"state": part.state, "param_groups": part.param_groups})
+                part.__setstate__(
+                    {"state": part.state, "param_groups": part.param_groups}
+                )
                 self.state.update(part.state)
 
 
@@ -216,7 +235,9 @@ def _build(
     return optimizer
 
 
-def base_of(base: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch.optim.Optimizer:
+def base_of(
+    base: torch.optim.Optimizer, group: Mapping[str, Any]
+) -> torch.optim.Optimizer:
     """Return the base that trains a group."""
     if not isinstance(base, BasePair):
         return base

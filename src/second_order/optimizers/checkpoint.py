@@ -21,7 +21,13 @@ from typing import Any, NamedTuple
 from torch import Tensor, optim
 
 from second_order.checkpoint.caller import is_checkpointing
-from second_order.checkpoint.saved import BASE, CURVATURE, HEADER, SavedPart, check_base_part
+from second_order.checkpoint.saved import (
+    BASE,
+    CURVATURE,
+    HEADER,
+    SavedPart,
+    check_base_part,
+)
 from second_order.distributed.fsdp import is_dtensor, local_tensor, shard_like
 from second_order.errors import SecondOrderError
 from second_order.optimizers.base_pair import AUX_BASE, base_of
@@ -47,7 +53,13 @@ __all__ = [
 MIN_LEARNING_RATE = -1e-8
 
 # Settings that only some versions of torch have.
-VERSION_DEPENDENT_SETTINGS = {"foreach", "fused", "capturable", "differentiable", "maximize"}
+VERSION_DEPENDENT_SETTINGS = {
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+    "maximize",
+}
 
 VERSION = 1
 NOTHING_LOADED = "Nothing has been loaded"
@@ -64,8 +76,8 @@ class Checkpoint(NamedTuple):
 
 def header(steps: int, base: optim.Optimizer) -> dict[str, Any]:
     """Return the entries, saved with every parameter, that identify a checkpoint."""
-    # The name of the base is a key, because torch.distributed.checkpoint flattens only numbers and
-    # tensors.
+    # The name of the base is a key, because torch.distributed.checkpoint flattens only
+    # numbers and tensors.
     return {"steps": steps, "version": VERSION, "base_class": {type(base).__name__: 1}}
 
 
@@ -84,7 +96,8 @@ def read_checkpoint(
         names: The names of the model's parameters, by id.
 
     Raises:
-        ValueError: If an entry does not fit, or belongs to another base. The error names it.
+        ValueError: If an entry does not fit, or belongs to another
+            base. The error names it.
     """
     check_is_state(state_dict)
     saved_groups = state_dict["param_groups"]
@@ -117,7 +130,9 @@ def read_checkpoint(
     # If the checkpoint has no options for layers, a group keeps its own.
     merged_groups = []
     for group, saved_group in zip(groups, saved_groups, strict=True):
-        own_options = {key: group[key] for key in (*LAYER_OPTIONS, AUX_BASE) if key in group}
+        own_options = {
+            key: group[key] for key in (*LAYER_OPTIONS, AUX_BASE) if key in group
+        }
         merged_groups.append({**own_options, **saved_group})
     if not any(curvature.values()):  # the state of the base alone
         absent = []
@@ -130,7 +145,10 @@ def read_checkpoint(
 
 
 def _shard_entries(part: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
-    """Return the base's entries of a parameter. If FSDP2 sharded it, tensors become shards."""
+    """Return the base's entries of a parameter.
+
+    If FSDP2 sharded it, tensors become shards.
+    """
     entries = {}
     for key, value in part.items():
         entries[key] = shard_like(p, value) if isinstance(value, Tensor) else value
@@ -144,7 +162,7 @@ def _local_entry(value: Any, p: Tensor) -> Any:
     return value
 
 
-# ----------------------------------------------------------------------------------------- checks
+# ------------------------------------------------------------------------------- checks
 
 
 def check_is_state(value: Any) -> None:
@@ -181,7 +199,8 @@ def _check_groups(
     for i, (saved_group, group) in enumerate(zip(saved_groups, groups, strict=True)):
         _check_group_options(i, saved_group, group)
 
-    # Other names alone are accepted, because a wrapper of the model may have renamed everything.
+    # Other names alone are accepted, because a wrapper of the model may
+    # have renamed everything.
     saved_names = [name for group in saved_groups for name in group.get(NAMES) or []]
     names = [name for group in groups for name in group.get(NAMES) or []]
     if saved_names == names or sorted(saved_names) != sorted(names):
@@ -196,7 +215,9 @@ def _check_groups(
             )
 
 
-def _check_group_options(i: int, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+def _check_group_options(
+    i: int, saved: Mapping[str, Any], group: Mapping[str, Any]
+) -> None:
     """Raise ValueError if options of group i are invalid, or make it another kind of group."""
     place = f"the checkpoint's param_groups[{i}]"
     try:
@@ -221,7 +242,10 @@ def _check_settings(i: int, saved: Mapping[str, Any], base: optim.Optimizer) -> 
     if missing:
         raise _wrong_base_error(f"an optimizer without {sorted(missing)}", base)
     lr = saved.get("lr")
-    if not isinstance(lr, (int, float, Tensor)) or not MIN_LEARNING_RATE <= float(lr) < math.inf:
+    if (
+        not isinstance(lr, (int, float, Tensor))
+        or not MIN_LEARNING_RATE <= float(lr) < math.inf
+    ):
         raise ValueError(
             f"the checkpoint's param_groups[{i}]['lr'] is {lr!r}, not a finite number of at least "
             f"0; nothing has been loaded"
@@ -259,7 +283,9 @@ def _check_headers(parts: Iterable[SavedPart]) -> int:
             )
         part_steps = part.whole("steps", 0)
         if steps not in (None, part_steps):
-            raise part.wrong("steps", f"is {part_steps}, and {steps} for another parameter")
+            raise part.wrong(
+                "steps", f"is {part_steps}, and {steps} for another parameter"
+            )
         steps = part_steps
     return steps or 0
 
@@ -272,32 +298,38 @@ def _split_parts(entry: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     return {BASE: entry}
 
 
-# ----------------------------------------------------------------------------------------- saving
+# ------------------------------------------------------------------------------- saving
 
 
-def export_base_state(state_dict: Mapping[str, Any], aux_base: bool = False) -> dict[str, Any]:
+def export_base_state(
+    state_dict: Mapping[str, Any], aux_base: bool = False
+) -> dict[str, Any]:
     """Return the state that the base alone would have saved, to continue with ``torch.optim``.
 
         plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         plain.load_state_dict(export_base_state(optimizer.state_dict()))
 
     Args:
-        state_dict: The ``state_dict()`` of an optimizer of this package, saved and loaded or not.
-            If ranks store only parts of the state, call ``consolidate()`` first.
+        state_dict: The ``state_dict()`` of an optimizer of this package, saved and
+            loaded or not. If ranks store only parts of the state, call
+            ``consolidate()`` first.
         aux_base: True for the state of ``aux_base`` instead of ``base``.
 
     Returns:
-        A state for the base's class, with its momentum and hyperparameters. Tensors are shared with
-        ``state_dict``, not copied.
+        A state for the base's class, with its momentum and hyperparameters. Tensors are
+        shared with ``state_dict``, not copied.
 
     Raises:
-        ValueError: If ``state_dict`` is not such a state, or has no part of ``aux_base``.
+        ValueError: If ``state_dict`` is not such a state, or has
+            no part of ``aux_base``.
     """
     check_is_state(state_dict)
     groups = state_dict["param_groups"]
     has_two_bases = all(isinstance(group.get(AUX_BASE), bool) for group in groups)
     if aux_base and not has_two_bases:
-        raise ValueError("this is the state of an optimizer with one base; leave aux_base=True out")
+        raise ValueError(
+            "this is the state of an optimizer with one base; leave aux_base=True out"
+        )
 
     own_entries = (PEAK_LR, AUX_BASE, *LAYER_OPTIONS)
     base_groups = []
@@ -305,7 +337,9 @@ def export_base_state(state_dict: Mapping[str, Any], aux_base: bool = False) -> 
     for group in groups:
         if has_two_bases and group[AUX_BASE] is not aux_base:
             continue
-        base_groups.append({key: value for key, value in group.items() if key not in own_entries})
+        base_groups.append(
+            {key: value for key, value in group.items() if key not in own_entries}
+        )
         for key in group["params"]:
             part = _split_parts(state_dict["state"].get(key, {})).get(BASE)
             if part:
@@ -331,14 +365,17 @@ def collects_in_state_dict(
 ) -> bool:
     """Whether ``state_dict`` is collective, and so collects the state of other ranks itself.
 
-    ``torch.distributed.checkpoint`` calls it on every rank if it gathers the full state of a
-    sharded model.
+    ``torch.distributed.checkpoint`` calls it on every rank if it gathers the full state
+    of a sharded model.
     """
     wants_full_state = is_checkpointing() and not is_checkpointing(part=True)
     is_sharded = any(is_dtensor(p) for p in group_params(training.groups))
     is_incomplete = collected is None and bool(curvature.remote_state)
     return (
-        wants_full_state and is_sharded and is_incomplete and curvature.resumes_without_remote_state
+        wants_full_state
+        and is_sharded
+        and is_incomplete
+        and curvature.resumes_without_remote_state
     )
 
 
@@ -389,7 +426,9 @@ def add_checkpoint_entries(
     """Add the entries that only checkpoints have to a state, by parameter number."""
     if not state:
         return
-    parts = {p: {CURVATURE: entries} for p, entries in curvature.state_to_save().items()}
+    parts = {
+        p: {CURVATURE: entries} for p, entries in curvature.state_to_save().items()
+    }
     _add_parts(training, state, parts)
 
 

@@ -6,14 +6,16 @@
     FOSIOptions       the keywords that DHO2 and MRDHO2 share
     EpochOptions      the keywords of MRDHO2
 
-Each optimizer repeats its keywords in the signature of its own ``__init__``, so that editors and
-``help()`` show them. A test checks that both places agree. The decorator ``documented`` in
-``keywords.py`` copies the descriptions under "Attributes:" into the docstrings of the optimizers.
-This module imports no other folder of the package except ``utils``, so every folder may import it.
+Each optimizer repeats its keywords in the signature of its own ``__init__``, so that
+editors and ``help()`` show them. A test checks that both places agree. The decorator
+``documented`` in ``keywords.py`` copies the descriptions under "Attributes:" into the
+docstrings of the optimizers. This module imports no other folder of the package except
+``utils``, so every folder may import it.
 
-In the descriptions, "the base" is the first-order optimizer ``base``, and "number or callable"
-means a constant or a function of the step. A and G are the Kronecker factors of a layer: the second
-moments of its inputs and of its output gradients. ∇ is the layer's gradient.
+In the descriptions, "the base" is the first-order optimizer ``base``, and "number or
+callable" means a constant or a function of the step. A and G are the Kronecker
+factors of a layer: the second moments of its inputs and of its output gradients. ∇
+is the layer's gradient.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-Likelihood: TypeAlias = Literal["categorical", "bernoulli", "gaussian"] | Callable[[Any], Tensor]
+Likelihood: TypeAlias = (
+    Literal["categorical", "bernoulli", "gaussian"] | Callable[[Any], Tensor]
+)
 Fisher: TypeAlias = Literal["empirical"] | Likelihood
 AutoScalar: TypeAlias = Scalar | Callable[[int], Scalar] | Literal["auto"]
 
@@ -75,10 +79,11 @@ DAMPING = 0.1  # share of a layer's mean curvature
 DAMPING_FLOOR = 0.25  # share of the mean curvature over all layers
 
 DEFAULT_INTERVAL = 10
-"""Steps between two checks of a TraceRule, and between two updates of the statistics."""
+"""Steps between two checks of a TraceRule, and between two
+updates of the statistics."""
 
 
-# ------------------------------------------------------------------------------ values of keywords
+# ------------------------------------------------------------------- values of keywords
 
 
 @dataclass(frozen=True)
@@ -88,11 +93,11 @@ class PerStep:
         KAISA(model, lr=0.1, factor_decay=PerStep(0.99))
 
     Attributes:
-        decay: Weight of the past per step, in [0, 1). The average covers about 1 / (1 - decay)
-            steps.
-        share: Early in training, the average covers at most this share of the steps taken so far,
-            but at least two steps. Curvature changes fastest then, and old statistics soon mislead.
-            None: no such limit.
+        decay: Weight of the past per step, in [0, 1). The average covers about
+            1 / (1 - decay) steps.
+        share: Early in training, the average covers at most this share of the steps
+            taken so far, but at least two steps. Curvature changes fastest then, and
+            old statistics soon mislead. None: no such limit.
 
     Raises:
         TypeError: If a value is not a number.
@@ -106,7 +111,9 @@ class PerStep:
         check_decay(self.decay)
         if self.share is not None:
             remedy = "1 / 3, say, or None"
-            check_number("share", self.share, low=0.0, open_low=True, high=1.0, remedy=remedy)
+            check_number(
+                "share", self.share, low=0.0, open_low=True, high=1.0, remedy=remedy
+            )
 
 
 @dataclass(frozen=True)
@@ -130,8 +137,12 @@ class DecayingClip:
     every: int = 100
 
     def __post_init__(self) -> None:
-        check_number("start", self.start, low=0.0, open_low=True, open_high=True, remedy="0.01")
-        check_number("decay", self.decay, low=0.0, open_low=True, high=1.0, remedy="0.96")
+        check_number(
+            "start", self.start, low=0.0, open_low=True, open_high=True, remedy="0.01"
+        )
+        check_number(
+            "decay", self.decay, low=0.0, open_low=True, high=1.0, remedy="0.96"
+        )
         check_count("every", self.every, "steps")
 
     def __call__(self, step: int) -> float:
@@ -145,13 +156,14 @@ class TraceRule:
 
         KAISA(model, lr=0.1, inv_update_steps=TraceRule(upper=0.05, every=20))
 
-    The rule compares the trace of a layer's damped curvature A ⊗ G + γ I with the trace at the
-    layer's last refresh.
+    The rule compares the trace of a layer's damped curvature A ⊗ G + γ I with the trace
+    at the layer's last refresh.
 
     Attributes:
-        upper: A layer is refreshed if its trace or its γ changed by more than this share.
-        lower: If the trace of a layer changed by less than this share, the layer is never checked
-            or refreshed again. 0: every layer is checked each time.
+        upper: A layer is refreshed if its trace or its γ changed
+            by more than this share.
+        lower: If the trace of a layer changed by less than this share, the layer is
+            never checked or refreshed again. 0: every layer is checked each time.
         every: Number of steps between two checks; number or callable.
 
     Raises:
@@ -166,9 +178,17 @@ class TraceRule:
     def __post_init__(self) -> None:
         for name in ("upper", "lower"):
             number = getattr(self, name)
-            check_number(name, number, low=0.0, open_high=True, remedy="TraceRule() has 0.1 and 0")
+            check_number(
+                name,
+                number,
+                low=0.0,
+                open_high=True,
+                remedy="TraceRule() has 0.1 and 0",
+            )
         if self.lower > self.upper:
-            raise ValueError(f"TraceRule(upper={self.upper}, lower={self.lower}): swap the two")
+            raise ValueError(
+                f"TraceRule(upper={self.upper}, lower={self.lower}): swap the two"
+            )
         check_interval("every", self.every)
 
 
@@ -185,10 +205,10 @@ class AuxBase:
 
     Attributes:
         optimizer_class: Class of the optimizer.
-        layers: Patterns of further modules that this optimizer trains, with all modules inside
-            them. They have the same form as in ``skip_layers``.
-        kwargs: Keyword arguments of this optimizer only. They override the keywords that you pass
-            for both optimizers.
+        layers: Patterns of further modules that this optimizer trains, with all modules
+            inside them. They have the same form as in ``skip_layers``.
+        kwargs: Keyword arguments of this optimizer only. They override the keywords
+            that you pass for both optimizers.
 
     Raises:
         TypeError: If ``layers`` or ``kwargs`` have the wrong type.
@@ -201,10 +221,12 @@ class AuxBase:
     def __post_init__(self) -> None:
         check_patterns(self.layers, "layers")
         if not isinstance(self.kwargs, Mapping):
-            raise TypeError(f"kwargs={self.kwargs!r} is not a mapping; write kwargs={{'lr': 1e-3}}")
+            raise TypeError(
+                f"kwargs={self.kwargs!r} is not a mapping; write kwargs={{'lr': 1e-3}}"
+            )
 
 
-# --------------------------------------------------------------------------------------- checks
+# ------------------------------------------------------------------------------- checks
 
 
 def check_damping(value: Any) -> None:
@@ -217,7 +239,9 @@ def check_decay(value: Any) -> None:
     """Raise unless a factor_decay is a PerStep, or lies in [0, 1)."""
     if not isinstance(value, PerStep):
         remedy = "'auto' counts steps"
-        check_number("factor_decay", value, low=0.0, high=1.0, open_high=True, remedy=remedy)
+        check_number(
+            "factor_decay", value, low=0.0, high=1.0, open_high=True, remedy=remedy
+        )
 
 
 def check_clip(value: Any) -> None:
@@ -246,13 +270,15 @@ def is_auto(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and value == AUTO
 
 
-# ------------------------------------------------------------------------------------- keywords
+# ----------------------------------------------------------------------------- keywords
 
 
 def options_from(option_class: type[T], arguments: Mapping[str, Any]) -> T:
     """Build an option dataclass from an optimizer's arguments, ignoring those of other classes."""
     names = {field.name for field in fields(option_class)}  # type: ignore[arg-type]
-    return option_class(**{name: value for name, value in arguments.items() if name in names})
+    return option_class(
+        **{name: value for name, value in arguments.items() if name in names}
+    )
 
 
 # Chosen by benchmarks/progress/defaults.py. Adaptive bases need a shorter average.
@@ -265,25 +291,30 @@ class CommonOptions:
     """The keywords that all optimizers share.
 
     Attributes:
-        base: Class of the first-order optimizer that takes the step. It receives the preconditioned
-            gradients.
-        aux_base: Class of a second base optimizer, or an :class:`~second_order.AuxBase`. It trains
-            embeddings, the output head (the last Linear), norms, biases and parameters outside of
-            modules. ``base`` then only trains hidden weights: the other weights of modules, if they
-            have at least two dimensions (exactly two with ``torch.optim.Muon``). None: ``base``
+        base: Class of the first-order optimizer that takes the step. It receives the
+            preconditioned gradients.
+        aux_base: Class of a second base optimizer, or an
+            :class:`~second_order.AuxBase`. It trains embeddings, the output head (the
+            last Linear), norms, biases and parameters outside of modules. ``base`` then
+            only trains hidden weights: the other weights of modules, if they have at
+            least two dimensions (exactly two with ``torch.optim.Muon``). None: ``base``
             trains everything.
-        model: The model, if you pass parameters. None: the smallest module that contains all of
-            them, widened to the whole network if all other parts of it are frozen. Wrappers
-            (DistributedDataParallel, ``torch.compile``) are removed.
+        model: The model, if you pass parameters. None: the smallest module that
+            contains all of them, widened to the whole network if all other parts
+            of it are frozen. Wrappers (DistributedDataParallel,
+            ``torch.compile``) are removed.
         grad_scaler: The ``GradScaler`` that scales the loss, if you use one.
-        gradient_averaging: Whether the optimizer averages gradients over the ranks that train.
-            "auto": yes, unless DistributedDataParallel or FSDP2 averages them. If the optimizer
-            averages, all ranks start from the parameters of the first rank.
-        process_group: The ranks that train together. None: the default group, if there is one.
-        debug: Whether to check that all ranks have the same parameters. They must be equal bit for
-            bit. True: before the first step and every 100 steps. A number: this many steps between
-            two checks. If they differ, every rank raises :class:`~second_order.RankMismatchError`
-            with the name of the parameter and the ranks. Checkpoints do not save this option.
+        gradient_averaging: Whether the optimizer averages gradients over the ranks
+            that train. "auto": yes, unless DistributedDataParallel or FSDP2
+            averages them. If the optimizer averages, all ranks start from the
+            parameters of the first rank.
+        process_group: The ranks that train together. None: the default
+            group, if there is one.
+        debug: Whether to check that all ranks have the same parameters. They must be
+            equal bit for bit. True: before the first step and every 100 steps. A
+            number: this many steps between two checks. If they differ, every rank
+            raises :class:`~second_order.RankMismatchError` with the name of the
+            parameter and the ranks. Checkpoints do not save this option.
     """
 
     base: type[torch.optim.Optimizer] = torch.optim.SGD
@@ -307,92 +338,105 @@ class KFACOptions:
     """The keywords that KAISA, DPKFAC and DistKFAC share.
 
     Attributes:
-        damping: γ, added to the curvature before it is inverted. Number or callable, at least 0.
-            Raise it if the loss jumps: the larger γ is, the closer the step is to the plain
-            gradient. "auto": 0.1. A number may be a tensor that a schedule changes in place. If the
-            tensor is on a device, its value is not checked.
-        damping_floor: Lower bound on the mean curvature from which γ of a layer is computed. With
-            ``relative_damping``, it is a share of the mean curvature of all layers, which is the
-            square of the mean of their square roots. "auto": 0.25 with ``relative_damping``,
-            otherwise 0, which means no bound.
-        relative_damping: Whether ``damping`` is a multiple of the layer's mean curvature. True: γ
-            of a layer is ``damping`` times the layer's mean curvature, tr A tr G / (dim A dim G),
-            so it does not depend on the scale of the loss. False: γ is ``damping``, as in the
-            papers. KAISA's published code scales factors differently, and needs another γ for the
-            same step: see "Where it differs from the paper" in its docs.
-        grafting: Scale of the preconditioned gradient P = (A ⊗ G + γ)⁻¹ ∇. "gradient": P is
-            multiplied by c + γ, where c is the layer's mean curvature, which gives it the scale of
-            the gradient. If the curvature is the same in all directions, the gradient does not
-            change. "none": P has the length of an approximate Newton step, as in the papers. Such a
-            step grows as gradients shrink, so also set ``kl_clip``. Adaptive bases normalize by
-            past gradients (Adam by the last thousand steps) and need "gradient".
-        kl_clip: κ, the bound on the change of the model's predictions in one step. The change is
-            lr² Σ P·∇ (Pauloski et al. 2022, section 5.1). Number, tensor, callable, or None for no
-            bound. A number is the bound at the largest learning rate, and shrinks with lr² when a
-            schedule lowers it. A callable is used as it is. "auto": Σ |P·∇|, without lr, may be at
-            most four times its running average over about twenty steps, so that a batch of outliers
-            cannot undo many steps. With ``grafting="none"``, "auto" is no bound.
-        step_scale: Whether to multiply steps by a factor τ that adapts to the changes of the loss.
-            Only the steps of preconditioned weights are multiplied. "auto": yes if ``grafting`` is
-            "gradient", unless the base is schedule-free.
-        factor_decay: Weight of the old values when the running averages of A and G are updated. A
-            number in [0, 1), a callable or a :class:`~second_order.PerStep`. "auto": the averages
-            cover about 45 steps (0.978 per step) with an adaptive base such as Adam, and about 200
-            steps (0.995 per step) with others, whatever the intervals are.
-        solver: How A ⊗ G + γ is inverted. "inverse": A and G are damped separately and inverted by
-            Cholesky decompositions. "eigen": (A ⊗ G + γ I)⁻¹ is exact. This costs several times as
-            much, and gained nothing on most of the tasks on which the defaults were chosen.
-        inv_update_steps: Steps between two refreshes of the inverses. Number or callable. "auto":
-            each layer has its own interval of 1 to 32 steps. It is halved if the old and the new
-            inverse give the gradient different directions, and doubled if they agree. Layers that
-            had no statistics at eight refreshes in a row are tried less and less often, down to
-            every 64 steps. A :class:`~second_order.TraceRule` only refreshes layers whose curvature
-            changed.
-        factor_update_steps: Steps between two updates of the statistics. Number or callable.
-            "auto": at each refresh if ``inv_update_steps`` is "auto", otherwise every 10 steps, or
-            at each refresh if that is more often. If ``inv_update_steps`` is a callable, also set
-            this option.
-        overhead: Limit on the time of refreshes, as a share of the time of other steps. Above 0 and
-            up to 10; needs ``inv_update_steps="auto"``. The first five refreshes are timed and set
-            the minimum number of steps between later ones, which checkpoints save. If layers drift
-            faster than that, a warning says so. None: no limit.
-        fisher: The labels of the loss whose gradients enter the factors. "empirical": the labels in
-            the data, so your own backward pass is used. Otherwise labels are sampled from the
-            distribution that the model's outputs describe, which costs one more backward pass when
-            statistics are due: "categorical" (logits, classes in the last dimension), "bernoulli"
-            (logits), "gaussian" (means), or a callable ``output -> loss`` that samples labels and
-            returns their summed negative log-likelihood.
-        kfac_approx: How to treat layers that are applied at many positions. "expand": each position
-            has a loss term, as in language models. "reduce": positions are pooled (Eschenhagen et
-            al. 2023). Fused experts then count as unsupported layers.
-        loss_reduction: How your loss is reduced over examples and passes. "mean": the mean over the
-            loss terms of a pass, divided by the number of passes per step, which is counted.
-            "pass_mean": the mean over the terms of a pass; the losses of several passes are added.
-            "sum": the sum over the terms of a pass. "step_mean": the sum of a pass, divided by the
-            number of terms in all passes of the step on all ranks, and multiplied by the number of
-            ranks that average gradients. "auto": "step_mean" if the model's forward receives
+        damping: γ, added to the curvature before it is inverted. Number or callable, at
+            least 0. Raise it if the loss jumps: the larger γ is, the closer the step is
+            to the plain gradient. "auto": 0.1. A number may be a tensor that a schedule
+            changes in place. If the tensor is on a device, its value is not checked.
+        damping_floor: Lower bound on the mean curvature from which γ of a layer is
+            computed. With ``relative_damping``, it is a share of the mean curvature of
+            all layers, which is the square of the mean of their square roots. "auto":
+            0.25 with ``relative_damping``, otherwise 0, which means no bound.
+        relative_damping: Whether ``damping`` is a multiple of the layer's mean
+            curvature. True: γ of a layer is ``damping`` times the layer's mean
+            curvature, tr A tr G / (dim A dim G), so it does not depend on the scale of
+            the loss. False: γ is ``damping``, as in the papers. KAISA's published code
+            scales factors differently, and needs another γ for the same step: see
+            "Where it differs from the paper" in its docs.
+        grafting: Scale of the preconditioned gradient P = (A ⊗ G + γ)⁻¹ ∇. "gradient":
+            P is multiplied by c + γ, where c is the layer's mean curvature, which gives
+            it the scale of the gradient. If the curvature is the same in all
+            directions, the gradient does not change. "none": P has the length of an
+            approximate Newton step, as in the papers. Such a step grows as gradients
+            shrink, so also set ``kl_clip``. Adaptive bases normalize by past gradients
+            (Adam by the last thousand steps) and need "gradient".
+        kl_clip: κ, the bound on the change of the model's predictions in one step. The
+            change is lr² Σ P·∇ (Pauloski et al. 2022, section 5.1). Number, tensor,
+            callable, or None for no bound. A number is the bound at the largest
+            learning rate, and shrinks with lr² when a schedule lowers it. A callable is
+            used as it is. "auto": Σ |P·∇|, without lr, may be at most four times its
+            running average over about twenty steps, so that a batch of outliers cannot
+            undo many steps. With ``grafting="none"``, "auto" is no bound.
+        step_scale: Whether to multiply steps by a factor τ that adapts to the changes
+            of the loss. Only the steps of preconditioned weights are multiplied.
+            "auto": yes if ``grafting`` is "gradient", unless the base is schedule-free.
+        factor_decay: Weight of the old values when the running averages of A and G are
+            updated. A number in [0, 1), a callable or a :class:`~second_order.PerStep`.
+            "auto": the averages cover about 45 steps (0.978 per step) with an adaptive
+            base such as Adam, and about 200 steps (0.995 per step) with others,
+            whatever the intervals are.
+        solver: How A ⊗ G + γ is inverted. "inverse": A and G are damped separately and
+            inverted by Cholesky decompositions. "eigen": (A ⊗ G + γ I)⁻¹ is exact. This
+            costs several times as much, and gained nothing on most of the tasks on
+            which the defaults were chosen.
+        inv_update_steps: Steps between two refreshes of the inverses. Number or
+            callable. "auto": each layer has its own interval of 1 to 32 steps. It is
+            halved if the old and the new inverse give the gradient different
+            directions, and doubled if they agree. Layers that had no statistics at
+            eight refreshes in a row are tried less and less often, down to every 64
+            steps. A :class:`~second_order.TraceRule` only refreshes layers whose
+            curvature changed.
+        factor_update_steps: Steps between two updates of the statistics. Number or
+            callable. "auto": at each refresh if ``inv_update_steps`` is "auto",
+            otherwise every 10 steps, or at each refresh if that is more often. If
+            ``inv_update_steps`` is a callable, also set this option.
+        overhead: Limit on the time of refreshes, as a share of the time of other
+            steps. Above 0 and up to 10; needs ``inv_update_steps="auto"``. The first
+            five refreshes are timed and set the minimum number of steps between later
+            ones, which checkpoints save. If layers drift faster than that, a warning
+            says so. None: no limit.
+        fisher: The labels of the loss whose gradients enter the factors. "empirical":
+            the labels in the data, so your own backward pass is used. Otherwise labels
+            are sampled from the distribution that the model's outputs describe, which
+            costs one more backward pass when statistics are due: "categorical" (logits,
+            classes in the last dimension), "bernoulli" (logits), "gaussian" (means), or
+            a callable ``output -> loss`` that samples labels and returns their summed
+            negative log-likelihood.
+        kfac_approx: How to treat layers that are applied at many positions. "expand":
+            each position has a loss term, as in language models. "reduce": positions
+            are pooled (Eschenhagen et al. 2023). Fused experts then count as
+            unsupported layers.
+        loss_reduction: How your loss is reduced over examples and passes. "mean": the
+            mean over the loss terms of a pass, divided by the number of passes per
+            step, which is counted. "pass_mean": the mean over the terms of a pass; the
+            losses of several passes are added. "sum": the sum over the terms of a pass.
+            "step_mean": the sum of a pass, divided by the number of terms in all passes
+            of the step on all ranks, and multiplied by the number of ranks that average
+            gradients. "auto": "step_mean" if the model's forward receives
             ``num_items_in_batch``, as from transformers' Trainer; otherwise "mean".
-        precondition_norms: Whether to precondition norm layers, and biases that train without their
-            weight. Their gains and biases get exact Fisher blocks (diagonal ones above 256
-            entries). False: the base trains them with their plain gradients. Norm layers of unknown
-            classes are recognized by what they compute.
-        unsupported_layers: What trains weights that no rule supports. Such weights are those of
-            recurrent layers, of layers larger than ``max_factor_dim``, and parameters outside of
-            modules. "gradient_factors": factors are computed from the weight's gradient, as in
-            Shampoo. A side longer than ``max_factor_dim`` gets a diagonal factor. "base_optimizer":
-            the base trains them with their plain gradients. "auto": "gradient_factors" if the base
-            is adaptive, FSDP2 has not sharded these weights, and they make up at least a tenth of
-            the parameters; otherwise "base_optimizer".
-        skip_layers: Patterns of modules that the base trains with their plain gradients. They match
-            module names or class names, as in ``["head", "blocks.*.mlp"]``, and include all modules
-            inside.
-        max_factor_dim: Maximum number of rows of a factor. Layers with a larger A or G fall back to
-            the base, and a warning names them. Memory grows with the square of this number, and the
-            time of a refresh with its cube. The A of an embedding is diagonal and may be larger.
-        factor_dtype: Dtype in which factors are stored and sent. One of float32, float64 and
-            bfloat16. Inverses have at least float32.
-        adaptive: Whether the base is adaptive. :meth:`resolve` sets this; it is not a keyword of
-            the optimizers.
+        precondition_norms: Whether to precondition norm layers, and biases that
+            train without their weight. Their gains and biases get exact Fisher
+            blocks (diagonal ones above 256 entries). False: the base trains them
+            with their plain gradients. Norm layers of unknown classes are
+            recognized by what they compute.
+        unsupported_layers: What trains weights that no rule supports. Such weights are
+            those of recurrent layers, of layers larger than ``max_factor_dim``, and
+            parameters outside of modules. "gradient_factors": factors are computed from
+            the weight's gradient, as in Shampoo. A side longer than ``max_factor_dim``
+            gets a diagonal factor. "base_optimizer": the base trains them with their
+            plain gradients. "auto": "gradient_factors" if the base is adaptive, FSDP2
+            has not sharded these weights, and they make up at least a tenth of the
+            parameters; otherwise "base_optimizer".
+        skip_layers: Patterns of modules that the base trains with their plain
+            gradients. They match module names or class names, as in ``["head",
+            "blocks.*.mlp"]``, and include all modules inside.
+        max_factor_dim: Maximum number of rows of a factor. Layers with a larger A or G
+            fall back to the base, and a warning names them. Memory grows with the
+            square of this number, and the time of a refresh with its cube. The A of an
+            embedding is diagonal and may be larger.
+        factor_dtype: Dtype in which factors are stored and sent. One of float32,
+            float64 and bfloat16. Inverses have at least float32.
+        adaptive: Whether the base is adaptive. :meth:`resolve` sets this; it is not a
+            keyword of the optimizers.
     """
 
     damping: AutoScalar = AUTO
@@ -447,8 +491,14 @@ class KFACOptions:
             )
         if not is_auto(self.damping_floor):
             remedy = "0 for no floor; 'auto' is 0.25"
-            check_number("damping_floor", self.damping_floor, low=0.0, high=1.0, remedy=remedy)
-        if self.kl_clip is not None and not is_auto(self.kl_clip) and not callable(self.kl_clip):
+            check_number(
+                "damping_floor", self.damping_floor, low=0.0, high=1.0, remedy=remedy
+            )
+        if (
+            self.kl_clip is not None
+            and not is_auto(self.kl_clip)
+            and not callable(self.kl_clip)
+        ):
             check_clip(self.kl_clip)
         if not is_auto(self.factor_decay) and not callable(self.factor_decay):
             check_decay(self.factor_decay)
@@ -463,7 +513,9 @@ class KFACOptions:
         if self.overhead is None:
             return
         remedy = "0.15, say"
-        check_number("overhead", self.overhead, low=0.0, open_low=True, high=10.0, remedy=remedy)
+        check_number(
+            "overhead", self.overhead, low=0.0, open_low=True, high=10.0, remedy=remedy
+        )
         if not is_auto(self.inv_update_steps):
             raise ValueError(
                 f"overhead={self.overhead} with inv_update_steps={self.inv_update_steps!r} would "
@@ -476,12 +528,17 @@ class KFACOptions:
         Some keywords may remain "auto", such as ``kl_clip`` and ``inv_update_steps``.
         """
         adaptive = is_adaptive(base)
-        # A schedule-free base has train() and eval(). Its step does not start from the parameters,
-        # so the change of the parameters cannot be scaled.
-        schedule_free = all(callable(getattr(base, name, None)) for name in ("train", "eval"))
+        # A schedule-free base has train() and eval(). Its step does not start from the
+        # parameters, so the change of the parameters cannot be scaled.
+        schedule_free = all(
+            callable(getattr(base, name, None)) for name in ("train", "eval")
+        )
         grafted = self.grafting == "gradient"
 
-        values: dict[str, Any] = {"adaptive": adaptive, "skip_layers": tuple(self.skip_layers)}
+        values: dict[str, Any] = {
+            "adaptive": adaptive,
+            "skip_layers": tuple(self.skip_layers),
+        }
         if is_auto(self.damping):
             values["damping"] = DAMPING
         if is_auto(self.damping_floor):
@@ -509,18 +566,26 @@ class KFACOptions:
     def by_drift(self) -> bool:
         """Whether each layer's refresh interval depends on its drift.
 
-        The drift is the change of the preconditioned gradient from the old to the new inverse.
+        The drift is the change of the preconditioned gradient from the
+        old to the new inverse.
         """
         return is_auto(self.inv_update_steps)
 
     @property
     def trace_rule(self) -> TraceRule | None:
         """The rule that skips refreshes of layers whose curvature did not change, or None."""
-        return self.inv_update_steps if isinstance(self.inv_update_steps, TraceRule) else None
+        return (
+            self.inv_update_steps
+            if isinstance(self.inv_update_steps, TraceRule)
+            else None
+        )
 
     @property
     def refresh_interval(self) -> Interval | None:
-        """Steps between two refreshes. None: the drift of each layer determines them."""
+        """Steps between two refreshes.
+
+        None: the drift of each layer determines them.
+        """
         every = self.inv_update_steps
         if isinstance(every, TraceRule):
             return every.every
@@ -530,7 +595,10 @@ class KFACOptions:
 
     @property
     def statistics_interval(self) -> Interval | None:
-        """Steps between two updates of the statistics. None: one update at each refresh."""
+        """Steps between two updates of the statistics.
+
+        None: one update at each refresh.
+        """
         every = self.factor_update_steps
         if isinstance(every, str):
             return None
@@ -538,7 +606,10 @@ class KFACOptions:
 
     @property
     def likelihood(self) -> Likelihood | None:
-        """The distribution that labels are sampled from. None: the data's labels are used."""
+        """The distribution that labels are sampled from.
+
+        None: the data's labels are used.
+        """
         return None if self.fisher == "empirical" else self.fisher
 
     @property
@@ -548,12 +619,18 @@ class KFACOptions:
 
     @property
     def follows_steps(self) -> bool:
-        """Whether the step scale adapts to the changes of the loss. Call :meth:`resolve` first."""
+        """Whether the step scale adapts to the changes of the loss.
+
+        Call :meth:`resolve` first.
+        """
         return self.step_scale is True
 
     @property
     def floor(self) -> float:
-        """``damping_floor`` as a number. Call :meth:`resolve` first: "auto" counts as 0 here."""
+        """``damping_floor`` as a number.
+
+        Call :meth:`resolve` first: "auto" counts as 0 here.
+        """
         if isinstance(self.damping_floor, str):
             return 0.0
         return self.damping_floor
@@ -564,7 +641,10 @@ class KFACOptions:
         return torch.promote_types(self.factor_dtype, torch.float32)
 
     def describe(self) -> str:
-        """Return damping, clip and decay for the summary. Call :meth:`resolve` first."""
+        """Return damping, clip and decay for the summary.
+
+        Call :meth:`resolve` first.
+        """
         # Damping.
         relative = " of the mean curvature" if self.relative_damping else ""
         damping = "by a schedule"
@@ -591,7 +671,13 @@ class KFACOptions:
         return f"damping {damping}; clip {clip}; {memory}"
 
 
-SCHEDULES = "damping", "factor_decay", "kl_clip", "factor_update_steps", "inv_update_steps"
+SCHEDULES = (
+    "damping",
+    "factor_decay",
+    "kl_clip",
+    "factor_update_steps",
+    "inv_update_steps",
+)
 """The keywords of KFACOptions that can be functions of the step."""
 
 
@@ -600,23 +686,27 @@ class KAISAOptions:
     """The keywords that only KAISA has.
 
     Attributes:
-        grad_worker_fraction: Share of the ranks that precondition a layer's gradient. 1.0: all
-            ranks, the least communication per step (COMM-OPT). 1 / ranks, or 0: one rank, the least
-            memory (MEM-OPT). "auto": the share that :func:`second_order.plan` predicts to be
-            fastest. Checkpoints save it. If FSDP2 has sharded the model, one rank preconditions
-            each layer, because it gathers the rows of the gradient. Below 1.0, not all ranks have
-            a layer's inverse, so call :meth:`consolidate` before you save.
-        factor_exchange: How ranks exchange and store factors. "all_reduce": every rank stores all
-            factors. "reduce": only the rank that decomposes a factor receives its statistics and
-            stores it. This halves the traffic, and memory shrinks with the number of ranks. A
-            checkpoint then needs :meth:`consolidate` or ``torch.distributed.checkpoint``.
-            "pipelined": "all_reduce" in buckets that are sent during the backward pass (Shi et al.
+        grad_worker_fraction: Share of the ranks that precondition a layer's gradient.
+            1.0: all ranks, the least communication per step (COMM-OPT). 1 / ranks, or
+            0: one rank, the least memory (MEM-OPT). "auto": the share that
+            :func:`second_order.plan` predicts to be fastest. Checkpoints save it. If
+            FSDP2 has sharded the model, one rank preconditions each layer, because it
+            gathers the rows of the gradient. Below 1.0, not all ranks have a layer's
+            inverse, so call :meth:`consolidate` before you save.
+        factor_exchange: How ranks exchange and store factors. "all_reduce": every rank
+            stores all factors. "reduce": only the rank that decomposes a factor
+            receives its statistics and stores it. This halves the traffic, and memory
+            shrinks with the number of ranks. A checkpoint then needs
+            :meth:`consolidate` or ``torch.distributed.checkpoint``. "pipelined":
+            "all_reduce" in buckets that are sent during the backward pass (Shi et al.
             2021), with the same results.
-        exchange_dtype: Dtype in which statistics and decompositions are sent. None: the dtype in
-            which they are stored. ``torch.bfloat16`` halves the bytes of float32, and rounds to 8
-            bits; all ranks receive the same numbers. Gradients, and statistics of the first 20
-            steps, are sent without conversion.
-        colocate_factors: Whether one rank decomposes both factors of a layer. False: two ranks do.
+        exchange_dtype: Dtype in which statistics and decompositions are sent.
+            None: the dtype in which they are stored. ``torch.bfloat16`` halves
+            the bytes of float32, and rounds to 8 bits; all ranks receive the
+            same numbers. Gradients, and statistics of the first 20 steps, are
+            sent without conversion.
+        colocate_factors: Whether one rank decomposes both factors of a
+            layer. False: two ranks do.
     """
 
     grad_worker_fraction: float | Literal["auto"] = 1.0
@@ -655,13 +745,14 @@ class DPKFACOptions:
     """The keywords that only DPKFAC has.
 
     Attributes:
-        assignment: Which rank owns which layer. "balanced": the next largest layer goes to the rank
-            with the least memory in use. "round_robin": layer i goes to rank i mod P, as in the
-            paper.
-        gradient_exchange: How gradients reach the owner of a layer. "owner": the gradients of a
-            layer are summed at its owner, which sends them back preconditioned. The volume is that
-            of one all-reduce. "all_reduce": all gradients are averaged on all ranks first, which
-            sends 1.5 times as much. DistributedDataParallel always does this.
+        assignment: Which rank owns which layer. "balanced": the next largest layer goes
+            to the rank with the least memory in use. "round_robin": layer i goes to
+            rank i mod P, as in the paper.
+        gradient_exchange: How gradients reach the owner of a layer. "owner": the
+            gradients of a layer are summed at its owner, which sends them back
+            preconditioned. The volume is that of one all-reduce. "all_reduce": all
+            gradients are averaged on all ranks first, which sends 1.5 times as much.
+            DistributedDataParallel always does this.
     """
 
     assignment: Literal["balanced", "round_robin"] = "balanced"
@@ -669,7 +760,9 @@ class DPKFACOptions:
 
     def __post_init__(self) -> None:
         check_choice("assignment", self.assignment, ("balanced", "round_robin"))
-        check_choice("gradient_exchange", self.gradient_exchange, ("owner", "all_reduce"))
+        check_choice(
+            "gradient_exchange", self.gradient_exchange, ("owner", "all_reduce")
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -677,28 +770,34 @@ class DistKFACOptions:
     """The keywords that only DistKFAC has.
 
     Attributes:
-        stats_workers: Number of ranks that compute statistics instead of training. If all of them
-            are lost, the other ranks compute statistics from their own passes.
-        helper_timeout: Seconds without a message after which a stats worker counts as lost.
-        inverse_threads: Number of threads of this process that compute inverses. None: half of the
-            cores that the process may use, at least 1 and at most 4.
-        inverse_device: Device that computes inverses. "cpu", or "cuda" for a separate stream.
-        async_inverse: Whether inverses are computed on threads while training continues. False:
-            training waits for every inverse, as with ``max_staleness=0``.
-        max_staleness: Maximum number of steps before training waits for an inverse. None: no
-            maximum, but with ``inv_update_steps="auto"`` training waits before the layer's next
-            refresh. 0: the synchronous algorithm.
-        deterministic: Whether to use each inverse after a fixed number of steps. This is
-            ``max_staleness`` steps after the snapshot of its factors (with
-            ``inv_update_steps="auto"`` at most the layer's interval minus one), even if it is ready
-            earlier. Runs are then repeatable bit for bit.
-        conv_factors: How the factors of a convolution are computed. "kfc": from all its locations.
-            "cheap": inputs are averaged over locations, and gradients are summed over them, before
-            their second moments are computed (Ba et al. 2017, appendix A).
-        doubly_factored: The wide Linears that get three small factors instead of A and G. Their
-            inputs are flattened feature maps (Ba et al. 2017, section 4). A dictionary from layer
-            names to (locations, channels). "auto": the layers with more than ``max_factor_dim``
-            inputs, with the channels of the preceding convolution. None: no layer.
+        stats_workers: Number of ranks that compute statistics instead of
+            training. If all of them are lost, the other ranks compute statistics
+            from their own passes.
+        helper_timeout: Seconds without a message after which a stats
+            worker counts as lost.
+        inverse_threads: Number of threads of this process that compute inverses. None:
+            half of the cores that the process may use, at least 1 and at most 4.
+        inverse_device: Device that computes inverses. "cpu", or "cuda"
+            for a separate stream.
+        async_inverse: Whether inverses are computed on threads while training
+            continues. False: training waits for every inverse, as with
+            ``max_staleness=0``.
+        max_staleness: Maximum number of steps before training waits for an inverse.
+            None: no maximum, but with ``inv_update_steps="auto"`` training waits before
+            the layer's next refresh. 0: the synchronous algorithm.
+        deterministic: Whether to use each inverse after a fixed number of steps. This
+            is ``max_staleness`` steps after the snapshot of its factors (with
+            ``inv_update_steps="auto"`` at most the layer's interval minus one), even if
+            it is ready earlier. Runs are then repeatable bit for bit.
+        conv_factors: How the factors of a convolution are computed. "kfc": from all
+            its locations. "cheap": inputs are averaged over locations, and
+            gradients are summed over them, before their second moments are computed
+            (Ba et al. 2017, appendix A).
+        doubly_factored: The wide Linears that get three small factors instead of A and
+            G. Their inputs are flattened feature maps (Ba et al. 2017, section 4). A
+            dictionary from layer names to (locations, channels). "auto": the layers
+            with more than ``max_factor_dim`` inputs, with the channels of the preceding
+            convolution. None: no layer.
     """
 
     stats_workers: int = 0
@@ -784,65 +883,72 @@ class FOSIOptions:
     """The keywords that DHO2 and MRDHO2 share.
 
     Attributes:
-        num_largest: k, the number of largest eigenpairs. Newton steps are taken along them.
-        num_smallest: l, the number of smallest (most negative) eigenpairs. Steps along negative
-            ones lead away from saddle points.
-        curvature_interval: T, steps between two refreshes of the eigenpairs. Number or callable.
-            "auto": as often as ``overhead`` allows.
-        overhead: Limit on the time of refreshes, as a share of the time of the base alone. Above 0
-            and up to 10; needs ``curvature_interval="auto"``. The first five refreshes are timed
-            and set the number of steps to the next one, which checkpoints save. Before the first
-            refresh, a Hessian-vector product counts as one step.
-        warmup_steps: W, steps of the base before the first refresh. None: ``curvature_interval``,
-            or with "auto" as many as ``overhead`` requires.
-        newton_scale: α, the length of a Newton step; 1.0 is a full step. A number is α at the
-            largest learning rate, and shrinks and grows with the learning rate. A callable of the
-            step is used as it is.
-        lr_scale_clip: Upper bound on s, the factor that multiplies the steps of the base. s = |λ₁|
-            / |λ_k| is the ratio of the largest and the k-th largest eigenvalue. The steps may be
-            longer because the k steepest directions no longer limit them. None: the published
-            values, 3 for SGD, and 1 for other bases, which scale their steps themselves.
-        lr_scale_guard: Whether s starts at 1 and grows only while the loss does not rise. s then
-            grows by half at each further refresh if the loss of the curvature batch did not rise,
-            and is halved if it did. The guard exists because three times the learning rate of the
-            base alone may be too large. False: s as published.
-        lanczos_iterations: m, the maximum number of Hessian-vector products per refresh. None:
-            max(4(k + l), 2 ln n), or max(2k, 20) if that is less, l is 0, and the refresh starts
-            from the last eigenvectors.
-        lanczos_tol: Relative residual of the eigenpairs at which a refresh ends. Every eigenpair
-            then has ‖Hv − θv‖ <= ``lanczos_tol`` · |θ|.
-        lanczos_dtype: Dtype of the eigenvectors. None: float64 if a parameter has it, otherwise
-            float32.
-        eigenvalue_floor: Lower bound on eigenvalues, as a share of the largest one. It bounds the
-            absolute values that steps are divided by.
-        subspace_momentum: Momentum in the span of the eigenvectors. "average": a running average
-            with the β of the base, so that α has the same meaning for every momentum. "base": as
-            the base does it. SGD with momentum β sums 1 / (1 − β) times as much, so FOSI with α =
-            0.01 and β = 0.9 corresponds to "average" with α = 0.1. A number: a running average with
-            this β.
+        num_largest: k, the number of largest eigenpairs. Newton
+            steps are taken along them.
+        num_smallest: l, the number of smallest (most negative) eigenpairs. Steps along
+            negative ones lead away from saddle points.
+        curvature_interval: T, steps between two refreshes of the eigenpairs. Number or
+            callable. "auto": as often as ``overhead`` allows.
+        overhead: Limit on the time of refreshes, as a share of the time of the base
+            alone. Above 0 and up to 10; needs ``curvature_interval="auto"``. The
+            first five refreshes are timed and set the number of steps to the next
+            one, which checkpoints save. Before the first refresh, a Hessian-vector
+            product counts as one step.
+        warmup_steps: W, steps of the base before the first refresh. None:
+            ``curvature_interval``, or with "auto" as many as ``overhead`` requires.
+        newton_scale: α, the length of a Newton step; 1.0 is a full step. A number is α
+            at the largest learning rate, and shrinks and grows with the learning rate.
+            A callable of the step is used as it is.
+        lr_scale_clip: Upper bound on s, the factor that multiplies the steps of the
+            base. s = |λ₁| / |λ_k| is the ratio of the largest and the k-th largest
+            eigenvalue. The steps may be longer because the k steepest directions no
+            longer limit them. None: the published values, 3 for SGD, and 1 for other
+            bases, which scale their steps themselves.
+        lr_scale_guard: Whether s starts at 1 and grows only while the loss does not
+            rise. s then grows by half at each further refresh if the loss of the
+            curvature batch did not rise, and is halved if it did. The guard exists
+            because three times the learning rate of the base alone may be too large.
+            False: s as published.
+        lanczos_iterations: m, the maximum number of Hessian-vector products per
+            refresh. None: max(4(k + l), 2 ln n), or max(2k, 20) if that is less, l is
+            0, and the refresh starts from the last eigenvectors.
+        lanczos_tol: Relative residual of the eigenpairs at which a refresh ends. Every
+            eigenpair then has ‖Hv − θv‖ <= ``lanczos_tol`` · |θ|.
+        lanczos_dtype: Dtype of the eigenvectors. None: float64 if a parameter has it,
+            otherwise float32.
+        eigenvalue_floor: Lower bound on eigenvalues, as a share of the largest one. It
+            bounds the absolute values that steps are divided by.
+        subspace_momentum: Momentum in the span of the eigenvectors. "average": a
+            running average with the β of the base, so that α has the same meaning for
+            every momentum. "base": as the base does it. SGD with momentum β sums 1 / (1
+            − β) times as much, so FOSI with α = 0.01 and β = 0.9 corresponds to
+            "average" with α = 0.1. A number: a running average with this β.
         warm_start: Whether a refresh starts from the last eigenvectors.
-        trust_region: Whether to shorten Newton steps if the eigenpairs are wrong. A step is at most
-            ten times as long as usual, in units of the loss. If V̂ᵀg changes faster along the steps
-            than the eigenvalues predict, steps are cut to half of what is stable, and grow again
-            later. V̂ are the eigenvectors, and g is the gradient. A step that leads to a gradient
-            that is not finite is reverted. As long as the eigenpairs are right, steps equal those
-            of False bit for bit.
-        hvp: How Hessian-vector products are computed. "retained": from one graph of the curvature
-            batch, which is kept for the whole refresh. "recomputed": the closure is called again
-            for each product, which needs the memory of one graph at a time. "differences": finite
-            differences of gradients, for models that cannot be differentiated twice. "auto":
-            "differences" if FSDP2 has sharded the model, "recomputed" if you pass several closures,
-            otherwise "retained". With "recomputed" and "differences", the closure must use the same
-            batch during a refresh.
-        curvature: The matrix of the eigenpairs. "hessian": the Hessian. "gauss-newton": the Hessian
-            of the loss with outputs that are linear in the weights, which has no negative
-            eigenvalues if the loss is convex in the outputs. "empirical-fisher": the mean of ggᵀ
-            over the gradients g of the examples. For "gauss-newton" and "empirical-fisher", the
-            closure returns :class:`second_order.lanczos.Outputs`.
-        layout: How r eigenvectors of n elements are stored on P ranks. "row": n/P rows of them, and
-            of the state of the base, on each rank. This works for elementwise bases: SGD, Adam,
-            AdamW, RMSprop. "column": r/P eigenvectors and the whole state of the base, for every
-            base.
+        trust_region: Whether to shorten Newton steps if the eigenpairs are wrong. A
+            step is at most ten times as long as usual, in units of the loss. If V̂ᵀg
+            changes faster along the steps than the eigenvalues predict, steps are
+            cut to half of what is stable, and grow again later. V̂ are the
+            eigenvectors, and g is the gradient. A step that leads to a gradient that
+            is not finite is reverted. As long as the eigenpairs are right, steps
+            equal those of False bit for bit.
+        hvp: How Hessian-vector products are computed. "retained": from one graph of the
+            curvature batch, which is kept for the whole refresh. "recomputed": the
+            closure is called again for each product, which needs the memory of one
+            graph at a time. "differences": finite differences of gradients, for models
+            that cannot be differentiated twice. "auto": "differences" if FSDP2 has
+            sharded the model, "recomputed" if you pass several closures, otherwise
+            "retained". With "recomputed" and "differences", the closure must use the
+            same batch during a refresh.
+        curvature: The matrix of the eigenpairs. "hessian": the Hessian. "gauss-newton":
+            the Hessian of the loss with outputs that are linear in the weights, which
+            has no negative eigenvalues if the loss is convex in the outputs.
+            "empirical-fisher": the mean of ggᵀ over the gradients g of the examples.
+            For "gauss-newton" and "empirical-fisher", the closure returns
+            :class:`second_order.lanczos.Outputs`.
+        layout: How r eigenvectors of n elements are stored on P ranks. "row": n/P rows
+            of them, and of the state of the base, on each rank. This works for
+            elementwise bases: SGD, Adam, AdamW, RMSprop. "column": r/P eigenvectors and
+            the whole state of the base, for every base.
         seed: Seed of the random start vector of the first refresh.
     """
 
@@ -873,17 +979,28 @@ class FOSIOptions:
         if not is_auto(self.curvature_interval):
             check_interval("curvature_interval", self.curvature_interval)
         remedy = "0.2 is the default"
-        check_number("overhead", self.overhead, low=0.0, open_low=True, high=10.0, remedy=remedy)
+        check_number(
+            "overhead", self.overhead, low=0.0, open_low=True, high=10.0, remedy=remedy
+        )
         if self.warmup_steps is not None:
-            check_whole("warmup_steps", self.warmup_steps, 0, "0 to begin with a refresh")
+            check_whole(
+                "warmup_steps", self.warmup_steps, 0, "0 to begin with a refresh"
+            )
         # Newton steps, and the scale of the base's step.
         if not callable(self.newton_scale):
             check_newton_scale(self.newton_scale)
         if self.lr_scale_clip is not None:
-            check_number("lr_scale_clip", self.lr_scale_clip, low=1.0, remedy="1.0 for no scaling")
+            check_number(
+                "lr_scale_clip",
+                self.lr_scale_clip,
+                low=1.0,
+                remedy="1.0 for no scaling",
+            )
         self._check_lanczos()
         if isinstance(self.subspace_momentum, str):
-            check_choice("subspace_momentum", self.subspace_momentum, ("average", "base"))
+            check_choice(
+                "subspace_momentum", self.subspace_momentum, ("average", "base")
+            )
         else:
             check_number(
                 "subspace_momentum",
@@ -904,14 +1021,23 @@ class FOSIOptions:
         most = self.lanczos_iterations
         if most is not None:
             check_whole(
-                "lanczos_iterations", most, max(self.num_pairs, 1), "4 (num_largest + num_smallest)"
+                "lanczos_iterations",
+                most,
+                max(self.num_pairs, 1),
+                "4 (num_largest + num_smallest)",
             )
         remedy = "1e-2 is the default"
-        check_number("lanczos_tol", self.lanczos_tol, low=0.0, open_high=True, remedy=remedy)
+        check_number(
+            "lanczos_tol", self.lanczos_tol, low=0.0, open_high=True, remedy=remedy
+        )
         if self.lanczos_dtype is not None:
-            check_choice("lanczos_dtype", self.lanczos_dtype, (torch.float32, torch.float64))
+            check_choice(
+                "lanczos_dtype", self.lanczos_dtype, (torch.float32, torch.float64)
+            )
         floor = self.eigenvalue_floor
-        check_number("eigenvalue_floor", floor, low=0.0, high=1.0, remedy="0.01 is usual")
+        check_number(
+            "eigenvalue_floor", floor, low=0.0, high=1.0, remedy="0.01 is usual"
+        )
         check_choice("hvp", self.hvp, ("auto", "retained", "recomputed", "differences"))
         if self.num_smallest > 0 and self.curvature != "hessian":
             raise ValueError(
@@ -929,21 +1055,24 @@ class FOSIOptions:
 class EpochOptions(FOSIOptions):
     """The keywords of MRDHO2.
 
-    Without helper ranks, MRDHO2 refreshes the eigenpairs every ``epoch_steps`` steps, as DHO2 does.
-    The descriptions here replace those in FOSIOptions.
+    Without helper ranks, MRDHO2 refreshes the eigenpairs every ``epoch_steps`` steps,
+    as DHO2 does. The descriptions here replace those in FOSIOptions.
 
     Attributes:
-        helper_ranks: A, the number of ranks that compute eigenpairs instead of training.
+        helper_ranks: A, the number of ranks that compute
+            eigenpairs instead of training.
         epoch_steps: E, the number of steps between two final updates.
-        final_update: When to apply equation 17 of the paper. "paper": after every epoch. "guarded":
-            only if it reduces the loss on the helpers' batches by at least half.
-        helper_timeout: Seconds without a message after which helpers count as lost. Workers also
-            wait at most this long at the end of an epoch for eigenpairs, and again for the losses
-            of "guarded".
-        warmup_steps: W, steps of the base alone before the first epoch with helpers. None: 0.
-            Without helper ranks: steps before the first eigenpairs; None: ``epoch_steps``.
-        lanczos_iterations: m, the maximum number of Hessian-vector products per epoch. None:
-            max(4(k + l), 2 ln n).
+        final_update: When to apply equation 17 of the paper. "paper": after
+            every epoch. "guarded": only if it reduces the loss on the helpers'
+            batches by at least half.
+        helper_timeout: Seconds without a message after which helpers count as lost.
+            Workers also wait at most this long at the end of an epoch for eigenpairs,
+            and again for the losses of "guarded".
+        warmup_steps: W, steps of the base alone before the first epoch with
+            helpers. None: 0. Without helper ranks: steps before the first
+            eigenpairs; None: ``epoch_steps``.
+        lanczos_iterations: m, the maximum number of Hessian-vector products per epoch.
+            None: max(4(k + l), 2 ln n).
     """
 
     helper_ranks: int = 1

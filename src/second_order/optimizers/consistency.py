@@ -1,15 +1,15 @@
 """Check that all ranks are about to issue the same collectives, by a 64-bit fingerprint per step.
 
-Facts that every rank knows decide which collectives a step issues: which layers train, which
-intervals are due, how many steps were taken.
+Facts that every rank knows decide which collectives a step issues: which layers train,
+which intervals are due, how many steps were taken.
 
     step             every rank hashes these facts; the ranks all-reduce the fingerprints
     difference       the ranks gather the facts, and all raise an error that names what differs
     construction     the same for the options, the model and the groups
 
-With the option ``debug``, the fingerprint of some steps includes checksums of the parameters. FSDP2
-parameters are left out, because each rank stores other rows. Buffers are left out as well, because
-each rank has its own running averages of BatchNorm.
+With the option ``debug``, the fingerprint of some steps includes checksums of the
+parameters. FSDP2 parameters are left out, because each rank stores other rows. Buffers
+are left out as well, because each rank has its own running averages of BatchNorm.
 """
 
 from __future__ import annotations
@@ -53,15 +53,17 @@ class Consistency:
     """Compares optimizers and steps between ranks.
 
     Args:
-        debug: The option of the same name: True, False, or steps between two comparisons of the
-            parameters.
+        debug: The option of the same name: True, False, or steps between two
+            comparisons of the parameters.
     """
 
     def __init__(self, debug: bool | int) -> None:
         self.steps_between_checksums = check_debug(debug)  # 0 for none
 
     def check_construction(self, training: Training, options: Sequence[str]) -> None:
-        """Raise on every rank unless all have the same model, groups and options. Collective.
+        """Raise on every rank unless all have the same model, groups and options.
+
+        Collective.
 
         Args:
             training: The model, the groups and the ranks.
@@ -88,7 +90,8 @@ class Consistency:
             remedy="build the same model with the same options on every rank; if only some ranks "
             "have a module that contains it, pass model=",
         )
-        training.world.equalize_group_counts()  # the user may have made groups on some ranks only
+        # The user may have made groups on some ranks only.
+        training.world.equalize_group_counts()
 
     def check(
         self,
@@ -99,11 +102,14 @@ class Consistency:
         *,
         with_params: bool = False,
     ) -> None:
-        """Raise RankMismatchError on every rank unless all are about to do the same. Collective.
+        """Raise RankMismatchError on every rank unless all are about to do the same.
+
+        Collective.
 
         Args:
             training: The groups, the step and the ranks.
-            curvature: Adds the facts that decide which collectives the next step issues.
+            curvature: Adds the facts that decide which
+                collectives the next step issues.
             action: What this rank is about to do, for the message.
             facts: Further names and values that must be equal.
             with_params: Whether to compare the parameters if ``debug`` is due.
@@ -112,7 +118,9 @@ class Consistency:
             return
         groups = training.groups
         settings = [("step", training.steps), *_group_settings(groups)]
-        sizes = [[p.numel() if p.requires_grad else -1 for p in g["params"]] for g in groups]
+        sizes = [
+            [p.numel() if p.requires_grad else -1 for p in g["params"]] for g in groups
+        ]
         others = [*curvature.fingerprint_values(), *facts]
         every = self.steps_between_checksums
         if with_params and every and training.steps % every == 0:
@@ -132,19 +140,21 @@ def require_same(
     describe: Callable[[], Facts],
     remedy: str = REMEDY,
 ) -> None:
-    """Raise on every rank unless all are about to do the same. Collective, one small message.
+    """Raise on every rank unless all are about to do the same.
+
+    Collective, one small message.
 
     Args:
         world: The ranks.
         action: What this rank is about to do, for the message.
         values: What must be equal, as primitives with distinct ``repr``.
-        describe: Returns the same facts with names. It is called if the fingerprints differ.
-            Differences by rounding are then accepted.
+        describe: Returns the same facts with names. It is called if the fingerprints
+            differ. Differences by rounding are then accepted.
         remedy: End of the error message.
 
     Raises:
-        RankMismatchError: With the first fact that differs. If a rank did not take part, with what
-            this rank is about to do.
+        RankMismatchError: With the first fact that differs. If a rank did not take
+            part, with what this rank is about to do.
     """
     try:
         control = world.control_world()
@@ -191,13 +201,17 @@ def first_difference(a: Facts, b: Facts) -> tuple[str, str] | None:
 def _is_close(a: Any, b: Any) -> bool:
     """Whether primitives are equal up to rounding."""
     if isinstance(a, int | float) and isinstance(b, int | float):
-        return math.isclose(a, b, rel_tol=TOLERANCE) or (math.isnan(a) and math.isnan(b))
+        return math.isclose(a, b, rel_tol=TOLERANCE) or (
+            math.isnan(a) and math.isnan(b)
+        )
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-        return len(a) == len(b) and all(_is_close(x, y) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(
+            _is_close(x, y) for x, y in zip(a, b, strict=True)
+        )
     return bool(type(a) is type(b) and a == b)
 
 
-# ------------------------------------------------------------------------------------------ facts
+# -------------------------------------------------------------------------------- facts
 
 
 def _model_facts(training: Training) -> Iterator[tuple[str, str]]:
@@ -229,7 +243,10 @@ def _group_members(training: Training) -> Iterator[tuple[str, Any]]:
 
 
 def _to_primitive(value: Any) -> Any:
-    """Return a setting as primitives. Tensors on a device are not read, and become None."""
+    """Return a setting as primitives.
+
+    Tensors on a device are not read, and become None.
+    """
     if value is None or isinstance(value, int | float | str):
         return value
     if isinstance(value, Tensor):
@@ -249,19 +266,24 @@ def _checksums(training: Training) -> Iterator[tuple[str, str]]:
     for p in dict.fromkeys(params):  # each once
         if not is_dtensor(p):
             name = names.get(id(p), "(not in the model)")
-            yield f"parameter {name!r}", f"{checksum(p):x} of {tuple(p.shape)} {p.dtype}"
+            yield (
+                f"parameter {name!r}",
+                f"{checksum(p):x} of {tuple(p.shape)} {p.dtype}",
+            )
 
 
 def checksum(tensor: Tensor) -> int:
     """Return a 64-bit checksum of a tensor's bits. Synchronizes with the device.
 
-    The bits are words wᵢ of 32, 16 or 8 bits. The checksum is Σ aᵢ wᵢ modulo 2⁶⁴ with odd numbers
-    aᵢ, so a change of one word always changes it.
+    The bits are words wᵢ of 32, 16 or 8 bits. The checksum is Σ aᵢ wᵢ modulo 2⁶⁴ with
+    odd numbers aᵢ, so a change of one word always changes it.
     """
     flat = tensor.detach().reshape(-1).contiguous()
     words = flat.view(WORD_DTYPES.get(flat.element_size(), torch.int32))
     generator = torch.Generator().manual_seed(0)
-    numbers = torch.randint(-(2**63), 2**63 - 1, (BLOCK_SIZE,), generator=generator, device="cpu")
+    numbers = torch.randint(
+        -(2**63), 2**63 - 1, (BLOCK_SIZE,), generator=generator, device="cpu"
+    )
     multipliers = (numbers | 1).to(words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for block in words.split(BLOCK_SIZE):

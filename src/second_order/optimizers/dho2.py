@@ -1,7 +1,7 @@
 """DHO2: FOSI on many ranks.
 
-Sivan et al., FOSI, ICLR 2024; algorithms 2 and 3 of "Accelerating Deep Neural Network Training via
-Distributed Hybrid Order Optimization", arXiv 2505.00982, first version.
+Sivan et al., FOSI, ICLR 2024; algorithms 2 and 3 of "Accelerating Deep Neural Network
+Training via Distributed Hybrid Order Optimization", arXiv 2505.00982, first version.
 
 for the first warmup_steps:      w <- w + Base(g)
 every curvature_interval steps:  û, V̂ <- Lanczos on the Hessian of the curvature batch, whose rows
@@ -10,8 +10,8 @@ every step:                      g₁ = V̂V̂ᵀg,  g₂ = g − g₁
                                  d₁ = −α V̂ diag(|û|⁻¹) V̂ᵀ mom(g₁),  d₂ = Base(g₂)
                                  w <- w + d₁ + s (d₂ − V̂V̂ᵀd₂)
 
-Steep directions get their own Newton steps, so they no longer limit the learning rate of the base.
-On one rank this is FOSI. On P ranks, each rank stores a part of V̂:
+Steep directions get their own Newton steps, so they no longer limit the learning rate
+of the base. On one rank this is FOSI. On P ranks, each rank stores a part of V̂:
 
 layout    part of V̂   part of the base's state   elements sent per step
 row       n/P × r     n/P                        the gradient's all-reduce, in two halves, and 2r
@@ -44,7 +44,10 @@ class EigenpairOptimizer(SecondOrderOptimizer):
 
     @property
     def curvature_closure(self) -> Closures | None:
-        """The function that returns the loss of the curvature batch. You can assign another one."""
+        """The function that returns the loss of the curvature batch.
+
+        You can assign another one.
+        """
         return self._curvature.closure
 
     @curvature_closure.setter
@@ -63,30 +66,35 @@ class EigenpairOptimizer(SecondOrderOptimizer):
         On an accelerator, serve the workers until they have taken theirs.
 
         Args:
-            closure: Evaluates the model, calls ``backward`` and returns the loss. It is called
-                once.
+            closure: Evaluates the model, calls ``backward`` and returns the
+                loss. It is called once.
             curvature_closure: Returns the loss of the curvature batch, without calling
-                ``backward``. If this step refreshes the eigenpairs, it replaces the optimizer's
-                own closure for this step.
+                ``backward``. If this step refreshes the eigenpairs, it replaces the
+                optimizer's own closure for this step.
 
         Returns:
             The result of the closure, or None.
 
         Raises:
-            CurvatureError: On every rank, if a refresh is due and there is no curvature closure, or
-                its loss cannot be evaluated or differentiated twice. Nothing has changed then,
-                except that eigenpairs are dropped if other parameters train now.
+            CurvatureError: On every rank, if a refresh is due and there is no curvature
+                closure, or its loss cannot be evaluated or differentiated twice.
+                Nothing has changed then, except that eigenpairs are dropped if other
+                parameters train now.
         """
         if curvature_closure is None:
             return super().step(closure)
         if self.training.world.size == 1:
-            check_closure(curvature_closure)  # several ranks check it together, when it is due
+            # Several ranks check it together, when it is due.
+            check_closure(curvature_closure)
         with self._curvature.replaced_closure(curvature_closure):
             return super().step(closure)
 
     @property
     def curvature(self) -> CurvatureReport:
-        """A report of the last refresh, and the cost of all. Synchronizes with the device."""
+        """A report of the last refresh, and the cost of all.
+
+        Synchronizes with the device.
+        """
         return self._curvature.report()
 
 
@@ -97,10 +105,10 @@ class DHO2(EigenpairOptimizer):
         optimizer = DHO2(model, lr=0.1, momentum=0.9)
         optimizer.curvature_closure = lambda: criterion(model(x_curv), y_curv)
 
-    The curvature closure returns the loss of the curvature batch: a few hundred examples, different
-    ones on each rank. It does not call ``backward``. Each refresh of the eigenpairs calls it, and
-    then restores the buffers, the random state and the gradients of the model. Every model that can
-    be differentiated twice works.
+    The curvature closure returns the loss of the curvature batch: a few hundred
+    examples, different ones on each rank. It does not call ``backward``. Each refresh
+    of the eigenpairs calls it, and then restores the buffers, the random state and the
+    gradients of the model. Every model that can be differentiated twice works.
     """
 
     def __init__(
@@ -171,6 +179,8 @@ class DHO2(EigenpairOptimizer):
             lr,
             common=common,
             base_kwargs=base_kwargs,
-            curvature=lambda training: FOSICurvature(training, options, curvature_closure),
+            curvature=lambda training: FOSICurvature(
+                training, options, curvature_closure
+            ),
             needs_model=False,
         )

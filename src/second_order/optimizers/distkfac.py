@@ -53,11 +53,13 @@ class DistKFAC(KroneckerOptimizer):
 
         optimizer = DistKFAC(model, lr=0.1, momentum=0.9)
 
-    The rest of the script does not change. Threads compute the inverses while training continues,
-    and all ranks start to use a new inverse at the same step. This step depends on the speed of the
-    machine, so two runs differ slightly, unless you set ``deterministic=True``.
+    The rest of the script does not change. Threads compute the inverses while training
+    continues, and all ranks start to use a new inverse at the same step. This step
+    depends on the speed of the machine, so two runs differ slightly, unless you set
+    ``deterministic=True``.
 
-    With ``stats_workers`` the last ranks do not train. They compute statistics for the others:
+    With ``stats_workers`` the last ranks do not train. They compute
+    statistics for the others:
 
         optimizer = DistKFAC(model, lr=0.1, momentum=0.9, stats_workers=1)
         with optimizer:
@@ -67,10 +69,12 @@ class DistKFAC(KroneckerOptimizer):
                 ...  # the usual loop
 
     If you use DistributedDataParallel, then make the optimizer first, and pass
-    ``process_group=optimizer.worker_group`` to DistributedDataParallel. ``overhead`` limits the
-    time that the training thread spends on refreshes, without the time of the inverse threads.
+    ``process_group=optimizer.worker_group`` to DistributedDataParallel. ``overhead``
+    limits the time that the training thread spends on refreshes, without the time of
+    the inverse threads.
 
-    Every "number or callable" is a constant or a function of the step (0, 1, ...) that returns one.
+    Every "number or callable" is a constant or a function of the step (0, 1,
+    ...) that returns one.
     """
 
     _curvature: KFAC | StatsWorker
@@ -88,7 +92,9 @@ class DistKFAC(KroneckerOptimizer):
         max_staleness: int | None = None,
         deterministic: bool = False,
         conv_factors: str = "kfc",
-        doubly_factored: Mapping[str, tuple[int, int]] | Literal["auto"] | None = "auto",
+        doubly_factored: Mapping[str, tuple[int, int]]
+        | Literal["auto"]
+        | None = "auto",
         damping: AutoScalar = "auto",
         damping_floor: float | Literal["auto"] = "auto",
         relative_damping: bool = True,
@@ -148,7 +154,10 @@ class DistKFAC(KroneckerOptimizer):
 
     @property
     def worker_group(self) -> Any:
-        """The process group of the gradient workers. On a stats worker: of the stats workers."""
+        """The process group of the gradient workers.
+
+        On a stats worker: of the stats workers.
+        """
         return self.training.world.group
 
     @property
@@ -166,15 +175,20 @@ class DistKFAC(KroneckerOptimizer):
         if isinstance(self._curvature, StatsWorker):
             return {}
         inverses = self._curvature.inverses.states
-        return {block.name: state.installed_at - state.step for block, state in inverses.items()}
+        return {
+            block.name: state.installed_at - state.step
+            for block, state in inverses.items()
+        }
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
-        """Compute statistics until the workers close. Stats workers call this instead of ``step``.
+        """Compute statistics until the workers close.
+
+        Stats workers call this instead of ``step``.
 
         Args:
             batches: The batches. When they end, they start again.
-            loss_fn: Returns the loss of a batch, neither scaled nor divided, without calling
-                ``backward``. Other values that it returns are ignored.
+            loss_fn: Returns the loss of a batch, neither scaled nor divided, without
+                calling ``backward``. Other values that it returns are ignored.
 
         Returns:
             Number of batches whose statistics were sent.

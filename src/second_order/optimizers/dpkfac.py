@@ -47,11 +47,13 @@ class DPKFAC(KroneckerOptimizer):
 
         optimizer = DPKFAC(model.parameters(), lr=0.1, momentum=0.9)
 
-    The rest of the script does not change. Each layer has an owner, the only rank that stores its
-    factors and its inverse. The owner computes the factors from its own share of the data. It
-    averages over more steps instead of over more ranks. On one rank, DPKFAC is :class:`KAISA`.
+    The rest of the script does not change. Each layer has an owner, the only rank that
+    stores its factors and its inverse. The owner computes the factors from its own
+    share of the data. It averages over more steps instead of over more ranks. On one
+    rank, DPKFAC is :class:`KAISA`.
 
-    Every "number or callable" is a constant or a function of the step (0, 1, ...) that returns one.
+    Every "number or callable" is a constant or a function of the step (0, 1,
+    ...) that returns one.
     """
 
     _curvature: KFAC

@@ -2,11 +2,13 @@
 
     optimizer = KAISA(model.parameters(), lr=0.1)
 
-1. Find all modules: one pass over the objects that Python's garbage collector tracks. It takes a
-   fraction of a second. ``gc.get_referrers`` for each parameter would take minutes.
-2. Find the owners of the parameters: the modules that have one of them in ``_parameters``.
-3. Choose the smallest module that contains all owners. If no module does, choose the largest
-   modules that do not overlap, and put them in a list.
+1. Find all modules: one pass over the objects that Python's garbage collector
+   tracks. It takes a fraction of a second. ``gc.get_referrers`` for each
+   parameter would take minutes.
+2. Find the owners of the parameters: the modules that have one of
+them in ``_parameters``.
+3. Choose the smallest module that contains all owners. If no module does, choose the
+   largest modules that do not overlap, and put them in a list.
 4. Widen the choice to the whole network if all other parts of it are frozen.
 
 Deep copies have other parameters, so they are never candidates.
@@ -29,9 +31,14 @@ from second_order.optimizers.arguments import FoundModel, UnenclosedModules
 
 __all__ = ["find_model"]
 
-# These often repeat the parameters of other modules, so they count as owners only of parameters
-# that no other module has.
-WEAK_OWNERS = (torch.jit.ScriptModule, torch.fx.GraphModule, nn.ParameterList, nn.ParameterDict)
+# These often repeat the parameters of other modules, so they count as owners only of
+# parameters that no other module has.
+WEAK_OWNERS = (
+    torch.jit.ScriptModule,
+    torch.fx.GraphModule,
+    nn.ParameterList,
+    nn.ParameterDict,
+)
 
 # These have no forward, so hooks on their outputs would never run.
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -53,7 +60,8 @@ class Candidate:
 
     module: nn.Module
     owners: list[Owner] = field(default_factory=list)
-    positions: set[int] = field(default_factory=set)  # of the parameters that it contains
+    # Of the parameters that it contains.
+    positions: set[int] = field(default_factory=set)
 
     def add(self, owner: Owner) -> None:
         """Add an owner that the module contains."""
@@ -66,7 +74,9 @@ class Candidate:
 
         It has no ids and addresses, so every rank chooses the same candidate.
         """
-        names = [name for name, _ in self.module.named_parameters(remove_duplicate=False)]
+        names = [
+            name for name, _ in self.module.named_parameters(remove_duplicate=False)
+        ]
         return (
             _is_instance(self.module, CONTAINERS),
             len(_submodules(self.module)),
@@ -77,14 +87,17 @@ class Candidate:
 
 
 def find_model(params: Sequence[Tensor]) -> FoundModel | None:
-    """Find the module that parameters belong to. Returns None if no module owns any of them.
+    """Find the module that parameters belong to.
+
+    Returns None if no module owns any of them.
 
     Parameters that belong to no module are ignored.
     """
     search = _Search(params)
     if search.is_enclosed():
-        # The enclosing modules may be garbage in reference cycles, which each rank collects at
-        # another time. A DistributedDataParallel that is garbage averages no gradients.
+        # The enclosing modules may be garbage in reference cycles, which each rank
+        # collects at another time. A DistributedDataParallel that is garbage
+        # averages no gradients.
         del search
         gc.collect()
         search = _Search(params)
@@ -139,15 +152,22 @@ class _Search:
             best = _best_candidates(candidates, remaining)
             roots += best
             remaining -= best[0].positions
-            candidates = [c for c in candidates if not remaining.isdisjoint(c.positions)]
+            candidates = [
+                c for c in candidates if not remaining.isdisjoint(c.positions)
+            ]
         return sorted(roots, key=lambda root: sorted(root.positions))
 
     def is_enclosed(self) -> bool:
         """Whether other modules contain a root, or there are several roots."""
-        return len(self.roots) > 1 or any(self.parents.get(id(root.module)) for root in self.roots)
+        return len(self.roots) > 1 or any(
+            self.parents.get(id(root.module)) for root in self.roots
+        )
 
     def found_model(self) -> FoundModel | None:
-        """Return the widened root, or a list of several. Returns None if there is none."""
+        """Return the widened root, or a list of several.
+
+        Returns None if there is none.
+        """
         if not self.roots:
             return None
         modules = [self._widen(root.module) for root in self.roots]
@@ -178,13 +198,16 @@ class _Search:
     def _widen(self, root: nn.Module) -> nn.Module:
         """Return the network that a root is part of, if all other parts of it are frozen.
 
-        A new head, or LoRA's adapters, are a small part of their model. The loss depends on the
-        outputs of the whole model, and all ranks start from the same parameters, including the
-        frozen ones.
+        A new head, or LoRA's adapters, are a small part of their model. The loss
+        depends on the outputs of the whole model, and all ranks start from the same
+        parameters, including the frozen ones.
         """
         enclosing = self._enclosing_modules(root)
-        sharded = [module for module in enclosing if _class_names(module) & FSDP_CLASSES]
-        if sharded:  # FSDP keeps the state of all its parameters in its outermost module
+        sharded = [
+            module for module in enclosing if _class_names(module) & FSDP_CLASSES
+        ]
+        # FSDP keeps the state of all its parameters in its outermost module.
+        if sharded:
             return max(sharded, key=lambda module: len(_submodules(module)))
 
         root_submodules = _submodules(root)
@@ -218,15 +241,17 @@ class _Search:
         return ""
 
 
-def _best_candidates(candidates: Sequence[Candidate], remaining: set[int]) -> list[Candidate]:
+def _best_candidates(
+    candidates: Sequence[Candidate], remaining: set[int]
+) -> list[Candidate]:
     """Return the smallest candidate that contains most of the remaining parameters.
 
-    A tied weight has several owners, and the model contains all of them. So the candidate with the
-    most owners comes first, then the smallest one.
+    A tied weight has several owners, and the model contains all of them. So the
+    candidate with the most owners comes first, then the smallest one.
 
     Two modules can still be equal. If they share their submodules, as a module and its
-    ``copy.copy`` do, hooks serve both, and one of them is returned. If they only share parameters,
-    all of them are returned, because any of them may be the one that runs.
+    ``copy.copy`` do, hooks serve both, and one of them is returned. If they only share
+    parameters, all of them are returned, because any of them may be the one that runs.
     """
     most_params = max(len(c.positions & remaining) for c in candidates)
     widest = [c for c in candidates if len(c.positions & remaining) == most_params]
@@ -244,11 +269,14 @@ def _best_candidates(candidates: Sequence[Candidate], remaining: set[int]) -> li
 
 def _live_modules() -> list[nn.Module]:
     """Return every module that is alive, except the lists that optimizers have made."""
-    # Only the types of objects are read, because reading an attribute of a proxy may import a
-    # module or raise. Types are compared by id, because not every type can be hashed.
+    # Only the types of objects are read, because reading an attribute of a
+    # proxy may import a module or raise. Types are compared by id, because not
+    # every type can be hashed.
     objects = gc.get_objects()
     classes = {id(type(each)): type(each) for each in objects}
-    module_classes = {key for key, kind in classes.items() if issubclass(kind, nn.Module)}
+    module_classes = {
+        key for key, kind in classes.items() if issubclass(kind, nn.Module)
+    }
     module_classes.discard(id(UnenclosedModules))
     return [each for each in objects if id(type(each)) in module_classes]
 

@@ -9,8 +9,9 @@ every step:             the gradient workers precondition the layer's mean gradi
                         each receiver gets the result from the worker in its grid column
                         all ranks step the base
 
-By default, a layer's statistics and inverses are due when its last inverse has drifted. Numbers for
-``factor_update_steps`` and ``inv_update_steps`` replace this by fixed intervals.
+By default, a layer's statistics and inverses are due when its last inverse has
+drifted. Numbers for ``factor_update_steps`` and ``inv_update_steps`` replace
+this by fixed intervals.
 """
 
 from __future__ import annotations
@@ -59,18 +60,20 @@ class KroneckerOptimizer(SecondOrderOptimizer):
 
             curvature = optimizer.curvature()
 
-        The factors are copied, so you can continue to train. With several ranks, each rank stores
-        the copies of some layers and sends them when another rank needs them; see
-        :class:`~second_order.KroneckerCurvature`. Collective if other ranks store some factors, as
-        with DPKFAC and ``factor_exchange="reduce"``. DPKFAC's factors come from the batches of the
-        layer's owner.
+        The factors are copied, so you can continue to train. With several ranks, each
+        rank stores the copies of some layers and sends them when another rank needs
+        them; see :class:`~second_order.KroneckerCurvature`. Collective if other ranks
+        store some factors, as with DPKFAC and ``factor_exchange="reduce"``. DPKFAC's
+        factors come from the batches of the layer's owner.
 
         Args:
             dtype: Dtype of the copies and of all results, at least float32.
-            gather: True to copy all factors to every rank, so that no rank depends on the others.
+            gather: True to copy all factors to every rank, so that no rank
+                depends on the others.
 
         Raises:
-            SecondOrderError: Before the first statistics, and on a rank that does not train.
+            SecondOrderError: Before the first statistics, and on a
+                rank that does not train.
         """
         curvature = self._curvature
         if not isinstance(curvature, KFAC):
@@ -91,10 +94,11 @@ class KAISA(KroneckerOptimizer):
 
         optimizer = KAISA(model.parameters(), lr=0.1, momentum=0.9)
 
-    The rest of the script does not change. ``base=torch.optim.AdamW`` preconditions AdamW instead
-    of SGD.
+    The rest of the script does not change. ``base=torch.optim.AdamW`` preconditions
+    AdamW instead of SGD.
 
-    Every "number or callable" is a constant or a function of the step (0, 1, ...) that returns one.
+    Every "number or callable" is a constant or a function of the step (0, 1,
+    ...) that returns one.
     """
 
     def __init__(

@@ -65,7 +65,10 @@ def documented(*option_classes: type) -> Callable[[type[T]], type[T]]:
 
     def document(optimizer: type[T]) -> type[T]:
         wrapper = textwrap.TextWrapper(
-            width=100, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False
+            width=100,
+            initial_indent=" " * 4,
+            subsequent_indent=" " * 8,
+            break_on_hyphens=False,
         )
         text = inspect.getdoc(optimizer) or ""
         names = ["params", *keywords_of(optimizer), "**base_kwargs"]
@@ -79,7 +82,9 @@ def documented(*option_classes: type) -> Callable[[type[T]], type[T]]:
 def keywords_of(optimizer: type) -> list[str]:
     """Return the names of an optimizer's own keywords, without those of its base."""
     parameters = inspect.signature(optimizer).parameters.values()
-    return [p.name for p in parameters if p.name != "params" and p.kind is not p.VAR_KEYWORD]
+    return [
+        p.name for p in parameters if p.name != "params" and p.kind is not p.VAR_KEYWORD
+    ]
 
 
 def _attribute_descriptions(option_class: type) -> dict[str, str]:
@@ -92,13 +97,14 @@ def _attribute_descriptions(option_class: type) -> dict[str, str]:
     for each_class in reversed(classes):
         _, _, section = (inspect.getdoc(each_class) or "").partition("Attributes:\n")
         entries = "\n" + section.split("\n\n")[0]
-        for entry in re.split(r"\n    (?=\S)", entries):  # deeper lines continue an entry
+        # Deeper lines continue an entry.
+        for entry in re.split(r"\n    (?=\S)", entries):
             name, _, description = entry.partition(": ")
             descriptions[name] = " ".join(description.split())
     return descriptions
 
 
-# --------------------------------------------------------------------- keywords of the base
+# ----------------------------------------------------------------- keywords of the base
 
 
 def check_base(base: Any, own_class: type, option: str = "base") -> None:
@@ -131,19 +137,24 @@ def check_base(base: Any, own_class: type, option: str = "base") -> None:
 
 
 def split_base_keywords(
-    base: type, kwargs: Mapping[str, Any], aux: AuxBase | None, own_keywords: Iterable[str]
+    base: type,
+    kwargs: Mapping[str, Any],
+    aux: AuxBase | None,
+    own_keywords: Iterable[str],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the keywords of ``base`` and of ``aux_base``: those that are in its signature.
 
     Args:
         base: Class of the base.
         kwargs: The keywords that the user passed for the two.
-        aux: The second base. Its own keywords replace those in ``kwargs``. If it is None, both
-            results are those of the base.
-        own_keywords: The optimizer's own keywords, to suggest the closest one to an unknown one.
+        aux: The second base. Its own keywords replace those in ``kwargs``. If it is
+            None, both results are those of the base.
+        own_keywords: The optimizer's own keywords, to suggest the closest
+            one to an unknown one.
 
     Raises:
-        TypeError: For a keyword that neither base has, or ``lr`` if a base has no learning rate.
+        TypeError: For a keyword that neither base has, or ``lr`` if a
+            base has no learning rate.
         ValueError: For ``differentiable=True``.
     """
     aux_class = base
@@ -171,7 +182,8 @@ def split_base_keywords(
             for each_class in classes:
                 known += inspect.signature(each_class).parameters
             hint = closest(name, known)
-            if _takes(torch.optim.AdamW, name):  # such as `betas`, which is not a misspelling
+            # Such as `betas`, which is not a misspelling.
+            if _takes(torch.optim.AdamW, name):
                 hint = "; AdamW has it: pass base=torch.optim.AdamW"
             raise TypeError(
                 f"unknown keyword {name!r}: neither an option here nor one of {class_names}{hint}"
@@ -186,7 +198,9 @@ def split_base_keywords(
 
     # Give each base the keywords that it has.
     base_result = {name: value for name, value in kwargs.items() if _takes(base, name)}
-    aux_result = {name: value for name, value in kwargs.items() if _takes(aux_class, name)}
+    aux_result = {
+        name: value for name, value in kwargs.items() if _takes(aux_class, name)
+    }
     aux_result.update(aux_kwargs)
     return base_result, aux_result
 

@@ -1,17 +1,18 @@
 """MRDHO2: some ranks compute eigenpairs while the others train.
 
-MR-DHO2 of "Accelerating Deep Neural Network Training via Distributed Hybrid Order Optimization",
-arXiv 2505.00982, first version.
+MR-DHO2 of "Accelerating Deep Neural Network Training via Distributed Hybrid Order
+Optimization", arXiv 2505.00982, first version.
 
 workers                                        accelerators, at the same time
 at the start of an epoch:  send c = w     ->   w = c; û, V̂ <- Lanczos on their own batches
 E steps:  w <- w + Base(g),  p <- p + g   <-   send V̂ⱼ and ûⱼ to worker j
 at the end:  w <- w_E − Σⱼ V̂ⱼ [α |ûⱼ|⁻¹ ∘ (V̂ⱼᵀp) + V̂ⱼᵀ(w_E − c)]      one all-reduce of n
 
-The last line is the paper's equation 17. It replaces the steps of the base in the span of V̂ by one
-Newton step on the summed gradient, which is stable only while α (1 − (1 − ηu)^E) / (ηu) < 2 for
-each eigenvalue u at a learning rate η. Therefore "guarded", the default, lets the accelerators
-compute the loss with and without this update, and applies it only if the loss falls by half.
+The last line is the paper's equation 17. It replaces the steps of the base in the span
+of V̂ by one Newton step on the summed gradient, which is stable only while α (1 − (1 −
+ηu)^E) / (ηu) < 2 for each eigenvalue u at a learning rate η. Therefore "guarded", the
+default, lets the accelerators compute the loss with and without this update, and
+applies it only if the loss falls by half.
 """
 
 from __future__ import annotations
@@ -50,16 +51,17 @@ class MRDHO2(EigenpairOptimizer):
             else:
                 ...  # the usual loop
 
-    The last ``helper_ranks`` ranks are accelerators: they compute eigenpairs. The other ranks, the
-    workers, average their gradients among themselves. They wait for late accelerators only at the
-    end of an epoch. If an accelerator exits, hangs or sends numbers that are not finite, workers
-    continue with the base alone. An accelerator that runs the usual loop computes eigenpairs in
-    :meth:`step`, with ``curvature_closure``. If you use DistributedDataParallel, make the optimizer
-    first, with ``gradient_averaging=False``, and then wrap the model with
+    The last ``helper_ranks`` ranks are accelerators: they compute eigenpairs. The other
+    ranks, the workers, average their gradients among themselves. They wait for late
+    accelerators only at the end of an epoch. If an accelerator exits, hangs or sends
+    numbers that are not finite, workers continue with the base alone. An accelerator
+    that runs the usual loop computes eigenpairs in :meth:`step`, with
+    ``curvature_closure``. If you use DistributedDataParallel, make the optimizer first,
+    with ``gradient_averaging=False``, and then wrap the model with
     ``process_group=optimizer.worker_group``.
 
-    With one rank, or ``helper_ranks=0``, it is :class:`~second_order.DHO2` with an interval of
-    ``epoch_steps``.
+    With one rank, or ``helper_ranks=0``, it is :class:`~second_order.DHO2` with an
+    interval of ``epoch_steps``.
     """
 
     _curvature: EpochCurvature
@@ -129,7 +131,9 @@ class MRDHO2(EigenpairOptimizer):
             lr,
             common=common,
             base_kwargs=base_kwargs,
-            curvature=lambda training: make_curvature(training, options, curvature_closure),
+            curvature=lambda training: make_curvature(
+                training, options, curvature_closure
+            ),
             needs_model=False,
             helper_role="accelerator" if has_helpers else None,
             num_helpers=helper_ranks,
@@ -151,13 +155,15 @@ class MRDHO2(EigenpairOptimizer):
         return self._curvature.reports
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
-        """Compute eigenpairs until the workers close. Accelerators call this instead of ``step``.
+        """Compute eigenpairs until the workers close.
+
+        Accelerators call this instead of ``step``.
 
         Args:
-            batches: One batch per epoch. When they end, they start again. If they have a length,
-                epoch i uses batch i modulo the length, also after a resume.
-            loss_fn: Returns the loss of a batch, or (loss, number of examples), without calling
-                ``backward``.
+            batches: One batch per epoch. When they end, they start again. If they have
+                a length, epoch i uses batch i modulo the length, also after a resume.
+            loss_fn: Returns the loss of a batch, or (loss, number of examples), without
+                calling ``backward``.
 
         Returns:
             Number of epochs whose eigenpairs were computed.

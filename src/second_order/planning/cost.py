@@ -1,13 +1,14 @@
 """The cost model: seconds, bytes sent and memory of a step, from the layers' sizes and their ranks.
 
-Statistics, every ``factor_update_steps``: R n² multiplications for a factor of size n with R rows
-in a rank's batch. KAISA and DistKFAC then sum all factors over the ranks.
+Statistics, every ``factor_update_steps``: R n² multiplications for a factor of size n
+with R rows in a rank's batch. KAISA and DistKFAC then sum all factors over the ranks.
 
-Inverses, every ``inv_update_steps``: one decomposition of each factor on its inverse rank. The
-layer's gradient workers then gather them.
+Inverses, every ``inv_update_steps``: one decomposition of each factor on its inverse
+rank. The layer's gradient workers then gather them.
 
-Preconditioning, every step: n · in · out multiplications for each factor of a layer, and twice as
-many with eigenvectors. Ranks with different layers then gather the preconditioned gradients.
+Preconditioning, every step: n · in · out multiplications for each factor of a layer,
+and twice as many with eigenvectors. Ranks with different layers then gather the
+preconditioned gradients.
 
 The busiest rank counts for each part. Packing, averaging and clipping are not
 counted, and inverses count with the bytes that they have in memory.
@@ -35,8 +36,8 @@ from second_order.planning.machine import Interconnect, Machine, bytes_sent
 __all__ = ["Costs", "Layer", "Setting", "cheapest_workers", "predict", "worker_counts"]
 
 SIMILAR = 0.03
-"""Settings whose steps differ by less than this share count as equally fast, because the cost model
-is no more accurate."""
+"""Settings whose steps differ by less than this share count as equally fast, because
+the cost model is no more accurate."""
 
 ITEMSIZE = 4
 """Bytes of an element: factors, inverses and gradients are in float32."""
@@ -66,7 +67,8 @@ class Setting:
         workers: Number of gradient workers of each layer.
         factor_update_steps: Steps between two updates of the factors.
         inv_update_steps: Steps between two refreshes.
-        owned_factors: Whether only a factor's inverse rank keeps it: ``factor_exchange="reduce"``.
+        owned_factors: Whether only a factor's inverse rank keeps it:
+            ``factor_exchange="reduce"``.
     """
 
     system: str
@@ -120,8 +122,8 @@ class Costs:
     Attributes:
         parts: Seconds per step by the part of the step.
         sent: Bytes per step that one rank sends.
-        curvature_bytes: Bytes of factors, inverses, and the last step of preconditioned parameters,
-            from which the step scale follows.
+        curvature_bytes: Bytes of factors, inverses, and the last step of preconditioned
+            parameters, from which the step scale follows.
         pending_bytes: Bytes of statistics that wait for the next update of the factors.
     """
 
@@ -153,9 +155,12 @@ def layer_costs(layer: Layer, solver: str, machine: Machine) -> LayerCosts:
     shape = layer.shape
     gradient_size = shape.groups * shape.in_dim * shape.out_dim
     factor_sizes = [math.prod(shape.stored_shape(name)) for name in shape.factor_names]
-    inverse_sizes = [math.prod(size) for size in SOLVERS[solver].saved_shapes(shape).values()]
+    inverse_sizes = [
+        math.prod(size) for size in SOLVERS[solver].saved_shapes(shape).values()
+    ]
 
-    # A factor of dimension n costs a product of its rows, a decomposition, and a product per step.
+    # A factor of dimension n costs a product of its rows, a decomposition,
+    # and a product per step.
     statistics = 0.0
     inverses = 0.0
     precondition = 0.0
@@ -203,8 +208,8 @@ def predict(
         gradient_bytes += costs.gradient_bytes
     all_factors = sum(factor_bytes.values())
 
-    # DPKFAC's owners compute the statistics of their own layers. DistKFAC computes inverses on
-    # threads. They cost nothing if training leaves the host idle.
+    # DPKFAC's owners compute the statistics of their own layers. DistKFAC computes
+    # inverses on threads. They cost nothing if training leaves the host idle.
     updates = setting.factor_update_steps
     refreshes = setting.inv_update_steps
     summed = sum(statistics.values())
@@ -219,7 +224,8 @@ def predict(
         "precondition": max(precondition.values()),
     }
 
-    # An all-reduce of the factors is a reduce-scatter and an all-gather. DPKFAC sends none.
+    # An all-reduce of the factors is a reduce-scatter and an
+    # all-gather. DPKFAC sends none.
     gathers = 1 if setting.owned_factors else 2
     if is_dpkfac:
         gathers = 0
@@ -250,12 +256,15 @@ def predict(
 def assign(layers: Sequence[Layer], setting: Setting) -> list[LayerAssignment]:
     """The ranks of each layer, as the systems assign them with default settings.
 
-    A row of the grid has a layer's gradient workers: one with DPKFAC, all with DistKFAC.
+    A row of the grid has a layer's gradient workers: one with
+    DPKFAC, all with DistKFAC.
     """
     dims = []
     for layer in layers:
         shape = layer.shape
-        dims.append(LayerDims(shape.groups, shape.in_dim, shape.out_dim, shape.diagonal_a))
+        dims.append(
+            LayerDims(shape.groups, shape.in_dim, shape.out_dim, shape.diagonal_a)
+        )
     grid = Grid(setting.ranks // setting.workers, setting.workers)
     cost: AssignmentCost = "compute"
     if setting.system == "DPKFAC":
@@ -281,7 +290,9 @@ def cheapest_workers(
     layers = [Layer(shape) for shape in shapes]
     seconds: dict[int, float] = {}
     for workers in worker_counts(ranks):
-        setting = Setting("KAISA", solver, ranks, workers, inv_update_steps, inv_update_steps)
+        setting = Setting(
+            "KAISA", solver, ranks, workers, inv_update_steps, inv_update_steps
+        )
         seconds[workers] = predict(layers, setting, machine, network).seconds
     bound = (1 + SIMILAR) * min(seconds.values())
     return min(workers for workers in seconds if seconds[workers] <= bound)

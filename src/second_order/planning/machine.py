@@ -1,8 +1,8 @@
 """A machine and its network as the cost model sees them: seconds and bandwidths, given or measured.
 
-Among g ranks, with latency a and bandwidth b, an all-gather or a reduce-scatter of n bytes in all
-takes ``ceil(log2 g) a + n (g - 1) / (g b)`` seconds, by recursive doubling or halving. An
-all-reduce is one after the other (Thakur, Rabenseifner & Gropp 2005).
+Among g ranks, with latency a and bandwidth b, an all-gather or a reduce-scatter of n
+bytes in all takes ``ceil(log2 g) a + n (g - 1) / (g b)`` seconds, by recursive doubling
+or halving. An all-reduce is one after the other (Thakur, Rabenseifner & Gropp 2005).
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from torch import Tensor
 
 from second_order.distributed.world import World
 
-__all__ = ["ASSUMED_NETWORKS", "Interconnect", "Machine", "bytes_sent", "calibrate", "seconds_of"]
+__all__ = [
+    "ASSUMED_NETWORKS",
+    "Interconnect",
+    "Machine",
+    "bytes_sent",
+    "calibrate",
+    "seconds_of",
+]
 
 
 @dataclass(frozen=True)
@@ -35,8 +42,8 @@ class Machine:
         eigh: Seconds of the eigendecomposition of a symmetric n x n matrix, by n.
         inverse: Seconds of the Cholesky inverse of an n x n matrix, by n.
         memory: Bytes of the device's memory. None: unknown.
-        device: "cuda" or "cpu". Beside a GPU, threads of the host compute DistKFAC's inverses
-            while training continues. On a CPU, training itself uses the cores.
+        device: "cuda" or "cpu". Beside a GPU, threads of the host compute DistKFAC's
+            inverses while training continues. On a CPU, training itself uses the cores.
     """
 
     name: str
@@ -60,8 +67,9 @@ class Machine:
 def interpolate(seconds: Mapping[int, float], n: float) -> float:
     """Seconds at a size n between sizes with known seconds.
 
-    Between two sizes, the seconds are a power of n. Below the smallest size, they are constant,
-    because the launch overhead dominates. Above the largest, they grow with n³.
+    Between two sizes, the seconds are a power of n. Below the smallest size,
+    they are constant, because the launch overhead dominates. Above the
+    largest, they grow with n³.
     """
     sizes = sorted(seconds)
     if n <= sizes[0]:
@@ -105,8 +113,8 @@ ASSUMED_NETWORKS = {
     "cpu": Interconnect(1e-4, 1e9, "assumed"),
     "cuda": Interconnect(2e-5, 2.5e10, "assumed"),
 }
-"""Used if there is no process group to measure: gloo over a fast link, and 200 Gbit/s per GPU.
-These are round numbers, not those of a machine."""
+"""Used if there is no process group to measure: gloo over a fast link, and 200 Gbit/s
+per GPU. These are round numbers, not those of a machine."""
 
 SIZES = (64, 256, 1024)
 """Sizes of the matrices that are measured."""
@@ -121,12 +129,13 @@ def calibrate(
 ) -> tuple[Machine, Interconnect]:
     """Measure this machine for some seconds, and the network if there is a process group.
 
-    If there is a process group, every rank must call this. All ranks get the first rank's machine
-    and the slowest rank's messages.
+    If there is a process group, every rank must call this. All ranks get the first
+    rank's machine and the slowest rank's messages.
 
     Args:
         device: The device to measure, a CPU or a CUDA device.
-        group: The process group to measure. None: the default one, if it is initialized.
+        group: The process group to measure. None: the default
+            one, if it is initialized.
 
     Raises:
         ValueError: For any other device.
@@ -136,7 +145,8 @@ def calibrate(
     if device.type not in ASSUMED_NETWORKS:
         raise ValueError(f"device={device} cannot be measured; use 'cpu' or 'cuda'")
 
-    # All ranks measure at the same time, because ranks on one host share its cores and memory.
+    # All ranks measure at the same time, because ranks on one host
+    # share its cores and memory.
     world.all_gather_object(None)
     machine: Machine = world.all_gather_object(_measured_machine(device))[0]
     if world.size == 1:
@@ -150,7 +160,9 @@ def _measured_machine(device: torch.device) -> Machine:
     inverse: dict[int, float] = {}
     generator = torch.Generator().manual_seed(0)
     for n in SIZES:
-        x = torch.randn((n, n), generator=generator, dtype=torch.float32, device="cpu").to(device)
+        x = torch.randn(
+            (n, n), generator=generator, dtype=torch.float32, device="cpu"
+        ).to(device)
         factor = x @ x.mT / n + torch.eye(n, dtype=torch.float32, device=device)
         matmul[n] = seconds_of(partial(torch.matmul, x, x), device)
         eigh[n] = seconds_of(partial(torch.linalg.eigh, factor), device)

@@ -16,7 +16,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.model_blocks import BlockRules, find_blocks
 from second_order.optimizers.config import KFACOptions
-from second_order.planning.cost import SIMILAR, Costs, Layer, Setting, predict, worker_counts
+from second_order.planning.cost import (
+    SIMILAR,
+    Costs,
+    Layer,
+    Setting,
+    predict,
+    worker_counts,
+)
 from second_order.planning.machine import (
     ASSUMED_NETWORKS,
     Interconnect,
@@ -42,8 +49,8 @@ class Choice:
         setting: The optimizer, and those of its keywords that decide its costs.
         costs: What the curvature costs.
         seconds: Seconds per step, with the model's passes and the average of gradients.
-        memory: Bytes on the fullest rank: parameters, gradients, the base optimizer's state,
-            activations, and the curvature.
+        memory: Bytes on the fullest rank: parameters, gradients, the base optimizer's
+            state, activations, and the curvature.
         sent: Bytes per step that one rank sends.
         fits: Whether the allowed memory is enough.
     """
@@ -70,7 +77,8 @@ class Plan:
         choices: The settings, the fastest first.
         recommended: The setting to take. None: no setting fits into memory.
         reason: Why, in words.
-        base: Seconds per step of the base optimizer alone, with its average of gradients.
+        base: Seconds per step of the base optimizer alone, with
+            its average of gradients.
         machine: The machine of every rank.
         network: The links between the ranks.
         memory: Bytes that a rank may use. None: no limit.
@@ -144,35 +152,41 @@ def plan(
 ) -> Plan:
     """Predict time, memory and bytes of every system's settings, and recommend one.
 
-    A copy of the model runs forward and backward on ``sample_batch``, the batch of one rank. All
-    else follows from the sizes of its layers: see docs/evidence/planning.md. Nothing is sent, and
-    the model stays as it is.
+    A copy of the model runs forward and backward on ``sample_batch``, the batch of one
+    rank. All else follows from the sizes of its layers: see docs/evidence/planning.md.
+    Nothing is sent, and the model stays as it is.
 
     Args:
         model: The model. It may be on the meta device if you pass ``machine``.
-        sample_batch: One rank's batch, as the model's arguments: a tensor, a tuple or list of
-            arguments, or a dictionary by name.
+        sample_batch: One rank's batch, as the model's arguments: a tensor, a tuple or
+            list of arguments, or a dictionary by name.
         world_size: Number of ranks.
-        machine: The machine of each rank; the passes then take the time of their matrix products.
-            None: the machine that the model is on is measured, and so are the passes.
-        network: The links between the ranks. None: round numbers, which the documentation gives.
-        memory: Bytes that a rank may use, as 80e9. None: the machine's memory, if it is known.
+        machine: The machine of each rank; the passes then take the time of their
+            matrix products. None: the machine that the model is on is measured,
+            and so are the passes.
+        network: The links between the ranks. None: round numbers, which the
+            documentation gives.
+        memory: Bytes that a rank may use, as 80e9. None: the machine's
+            memory, if it is known.
         systems: Names of the optimizers.
         factor_update_steps: Steps between two updates of the factors.
         inv_update_steps: Steps between two refreshes.
         skip_layers: As the optimizers' keyword.
-        base_state: The base optimizer's state, as a multiple of the parameters: 1.0 for SGD with
-            momentum, 2.0 for AdamW.
+        base_state: The base optimizer's state, as a multiple of the parameters: 1.0 for
+            SGD with momentum, 2.0 for AdamW.
 
     Raises:
-        TypeError: If the model is not a module, or the batch not a collection of arguments.
+        TypeError: If the model is not a module, or the batch not a
+            collection of arguments.
         ValueError: For values out of range, or a model that does not take the batch.
     """
     check_count("world_size", world_size, "ranks")
     check_count("factor_update_steps", factor_update_steps, "steps")
     check_count("inv_update_steps", inv_update_steps, "steps")
     if isinstance(systems, str) or not systems or not set(systems) <= set(SYSTEMS):
-        raise ValueError(f"systems={systems!r}; pass a list of some of {', '.join(SYSTEMS)}")
+        raise ValueError(
+            f"systems={systems!r}; pass a list of some of {', '.join(SYSTEMS)}"
+        )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
     if not isinstance(sample_batch, (Tensor, Mapping, list, tuple)):
@@ -182,12 +196,17 @@ def plan(
         )
     device = next((p.device for p in model.parameters() if p.requires_grad), None)
     if device is None:
-        raise ValueError("no parameter of the model requires a gradient; set requires_grad")
+        raise ValueError(
+            "no parameter of the model requires a gradient; set requires_grad"
+        )
     if device.type == "meta" and machine is None:
         raise ValueError("a model on the meta device cannot be timed; pass machine=")
 
-    # Run the model once, for the sizes of its layers' batches and the time of its passes.
-    found = run_model(model, sample_batch, device, skip_layers, is_timed=machine is None)
+    # Run the model once, for the sizes of its layers' batches and
+    # the time of its passes.
+    found = run_model(
+        model, sample_batch, device, skip_layers, is_timed=machine is None
+    )
     if not found.layers:
         raise ValueError(
             "no layer of the model has Kronecker factors; see docs/reference/layers.md"
@@ -207,13 +226,18 @@ def plan(
     gather = network.gather_seconds(found.trained_bytes, world_size)
     base = passes + 2 * gather
     first_order_bytes = (
-        found.parameter_bytes + found.activation_bytes + (1 + base_state) * found.trained_bytes
+        found.parameter_bytes
+        + found.activation_bytes
+        + (1 + base_state) * found.trained_bytes
     )
 
     choices: list[Choice] = []
-    for setting in _settings(systems, world_size, factor_update_steps, inv_update_steps):
+    for setting in _settings(
+        systems, world_size, factor_update_steps, inv_update_steps
+    ):
         costs = predict(found.layers, setting, machine, network)
-        # DPKFAC sums a layer's gradient at its owner alone, which is half an all-reduce.
+        # DPKFAC sums a layer's gradient at its owner alone, which
+        # is half an all-reduce.
         averages = 1 if setting.system == "DPKFAC" else 2
         seconds = passes + averages * gather + costs.seconds
         size = first_order_bytes + costs.curvature_bytes + costs.pending_bytes
@@ -222,7 +246,9 @@ def plan(
         choices.append(Choice(setting, costs, seconds, size, sent, fits=fits))
     choices.sort(key=lambda choice: choice.seconds)
     best, reason = _recommended(choices, allowed)
-    return Plan(world_size, tuple(choices), best, reason, base, machine, network, allowed)
+    return Plan(
+        world_size, tuple(choices), best, reason, base, machine, network, allowed
+    )
 
 
 @dataclass(frozen=True)
@@ -261,8 +287,8 @@ def run_model(
     rules = BlockRules(max_factor_dim=KFACOptions.max_factor_dim)
     blocks, _ = find_blocks(twin, sizes, skip_layers, {}, torch.float32, rules)
 
-    # Count the rows of each layer's output, examples times positions, the bytes that the graph
-    # keeps, and the operations.
+    # Count the rows of each layer's output, examples times positions, the bytes that
+    # the graph keeps, and the operations.
     rows = Counter[KroneckerBlock]()
     saved: dict[int, int] = {}
     owned = {p.untyped_storage()._cdata for p in twin.parameters()}
@@ -299,7 +325,9 @@ def run_model(
             handle.remove()
         seconds = None
         if is_timed:
-            seconds = seconds_of(lambda: _mean_square(_forward(twin, batch)).backward(), device)
+            seconds = seconds_of(
+                lambda: _mean_square(_forward(twin, batch)).backward(), device
+            )
 
     most = max(rows.values(), default=1)  # for layers whose own forward is not called
     return Passes(
@@ -323,9 +351,13 @@ def _forward(model: nn.Module, batch: Any) -> Any:
 
 def _mean_square(output: Any) -> Tensor:
     """The mean square of a model's outputs, in place of a loss; its cost is next to nothing."""
-    outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    outputs = [
+        t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad
+    ]
     if not outputs:
-        raise ValueError("no output of the model depends on a parameter that requires a gradient")
+        raise ValueError(
+            "no output of the model depends on a parameter that requires a gradient"
+        )
     return torch.stack([t.float().square().mean() for t in outputs]).sum()
 
 
@@ -345,7 +377,9 @@ def _settings(
                     yield replace(setting, owned_factors=True)
 
 
-def _recommended(choices: Sequence[Choice], memory: float | None) -> tuple[Choice | None, str]:
+def _recommended(
+    choices: Sequence[Choice], memory: float | None
+) -> tuple[Choice | None, str]:
     """The fastest setting that fits, and why; of similar ones the one with the least memory."""
     fitting = [choice for choice in choices if choice.fits]
     if not fitting:
@@ -358,7 +392,8 @@ def _recommended(choices: Sequence[Choice], memory: float | None) -> tuple[Choic
 
     bound = (1 + SIMILAR) * fitting[0].seconds
     best = min(
-        (choice for choice in fitting if choice.seconds <= bound), key=lambda choice: choice.memory
+        (choice for choice in fitting if choice.seconds <= bound),
+        key=lambda choice: choice.memory,
     )
     return best, (
         f"recommended: {best.setting.name}: {_in_ms(best.seconds)} ms per step. Of the settings "

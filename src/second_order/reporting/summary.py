@@ -51,8 +51,10 @@ class Summary:
         rows: One row for each layer.
         dropped: Statistics dropped so far on this process because they were not finite.
         failed: Layers whose last refresh gave no valid decomposition.
-        lines: Closing lines: options, intervals, ages, and parameter groups if there are several.
-        steps: Steps taken. Before the first, the layers have no factors, so the memory is unknown.
+        lines: Closing lines: options, intervals, ages, and parameter
+            groups if there are several.
+        steps: Steps taken. Before the first, the layers have no factors, so
+            the memory is unknown.
     """
 
     title: str
@@ -82,7 +84,9 @@ class Summary:
         """Share of the parameters that train that are preconditioned, 0 to 1."""
         trained = [row for row in self.rows if row.status != "frozen"]
         total = sum(row.parameters for row in trained)
-        preconditioned = sum(row.parameters for row in trained if row.status == "preconditioned")
+        preconditioned = sum(
+            row.parameters for row in trained if row.status == "preconditioned"
+        )
         return preconditioned / total if total else 0.0
 
     def __str__(self) -> str:
@@ -91,7 +95,17 @@ class Summary:
             nbytes = row.factor_bytes + row.inverse_bytes
             size = f"{nbytes / 1024:,.1f}" if nbytes else ""
             count = f"{row.parameters:,}"
-            table.append((row.name, row.kind, count, row.status, row.detail, row.computed_by, size))
+            table.append(
+                (
+                    row.name,
+                    row.kind,
+                    count,
+                    row.status,
+                    row.detail,
+                    row.computed_by,
+                    size,
+                )
+            )
         memory = (
             f"factors {self.factor_bytes / 2**20:.2f} MiB, inverses "
             f"{self.inverse_bytes / 2**20:.2f} MiB"
@@ -121,16 +135,17 @@ class CurvatureReport:
     """Numbers to log: the results of the last refresh, and the cost of all refreshes.
 
     Attributes:
-        eigenvalues: ``(k + l,)`` the k largest in descending order, then the l smallest in
-            ascending order; float64 on the CPU. Empty before the first refresh.
+        eigenvalues: ``(k + l,)`` the k largest in descending order, then the l smallest
+            in ascending order; float64 on the CPU. Empty before the first refresh.
         residuals: ``(k + l,)`` ‖Hv − θv‖ of each eigenpair.
-        gradient_share: The share of the gradient that was in the subspace at the step of the last
-            refresh, ‖V̂ᵀg‖² / ‖g‖², 0 to 1; None before.
+        gradient_share: The share of the gradient that was in the subspace at the step
+            of the last refresh, ‖V̂ᵀg‖² / ‖g‖², 0 to 1; None before.
         step: The step of the last refresh, -1 before the first.
         products: Number of Hessian-vector products of the last refresh.
         total_products: Number of products of all refreshes of this process.
         refreshes: Number of refreshes.
-        failures: Number of refreshes that were not finite, after which old pairs are kept.
+        failures: Number of refreshes that were not finite, after
+            which old pairs are kept.
         base_scale: s, by which the base's step is stretched.
     """
 
@@ -151,10 +166,12 @@ class EpochReport:
 
     Attributes:
         epoch: Number of the epoch.
-        waited: Seconds that this worker stood still for the accelerators at the epoch's end.
+        waited: Seconds that this worker stood still for the
+            accelerators at the epoch's end.
         applied: Whether the final update was made.
         reason: Why not, or "".
-        loss_before: Loss of the accelerators' batch without the update; only if guarded.
+        loss_before: Loss of the accelerators' batch without the
+            update; only if guarded.
         loss_after: Loss of that batch with the update; only if guarded.
         products: Number of Hessian-vector products that the accelerators made.
     """

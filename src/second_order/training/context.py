@@ -1,7 +1,7 @@
 """What an optimizer shares with its curvature: the model, the parameter groups and the ranks.
 
-The optimizer makes one :class:`Training` and passes it to its :class:`Curvature`, which reads the
-parameters, the step count and the ranks from it, and warns through it.
+The optimizer makes one :class:`Training` and passes it to its :class:`Curvature`, which
+reads the parameters, the step count and the ranks from it, and warns through it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ __all__ = ["Training", "base_class_names", "step_without_hooks"]
 def step_without_hooks(base: torch.optim.Optimizer) -> Callable[[], None]:
     """Return the base's ``step`` without the hooks of ``register_step_pre_hook`` and others.
 
-    torch replaces the ``step`` of every optimizer class by a function that runs these hooks, marks
-    it as ``hooked``, and keeps the original as ``__wrapped__``. Our own optimizer's ``step`` has
-    run the hooks already.
+    torch replaces the ``step`` of every optimizer class by a function that runs these
+    hooks, marks it as ``hooked``, and keeps the original as ``__wrapped__``. Our own
+    optimizer's ``step`` has run the hooks already.
     """
     step = type(base).step
     while getattr(step, "hooked", False):
@@ -53,17 +53,22 @@ class Training:
     name: str  # class name of the optimizer, for messages
     model: nn.Module  # the user's model, without wrappers
     owns_params: bool  # whether the optimized parameters belong to ``model``
-    outer_class: str  # class of a module around ``model`` that may change its outputs, or ""
+    # Class of a module around ``model`` that may change its outputs, or "".
+    outer_class: str
     under_ddp: bool  # whether DistributedDataParallel wraps the model
-    world: World  # the ranks of this rank's role: those that train together, or the helpers
+    # The ranks of this rank's role: those that train together, or the helpers.
+    world: World
     averages_gradients: bool  # whether the optimizer averages gradients over the ranks
     scaler: Any  # the GradScaler that scales the loss, or None
     base: torch.optim.Optimizer  # shares its groups and state with the optimizer
-    publish: Callable[[], None]  # writes counters and curvature to the optimizer's ``state``
-    debug: bool = False  # verify every layer at every step with statistics, not only at a few
+    # Writes counters and curvature to the optimizer's ``state``.
+    publish: Callable[[], None]
+    # Verify every layer at every step with statistics, not only at a few.
+    debug: bool = False
     steps: int = 0  # number of steps taken
     close_callbacks: list[Callable[[], None]] = field(default_factory=list)
-    warned: set[str] = field(default_factory=set)  # keys of warnings that have been shown
+    # Keys of warnings that have been shown.
+    warned: set[str] = field(default_factory=set)
     _pre_hooks: list[Callable[..., None]] = field(default_factory=list, init=False)
     _pre_hook_handles: list[RemovableHandle] = field(default_factory=list, init=False)
 
@@ -106,7 +111,8 @@ class Training:
         """Check that the process group still exists.
 
         Raises:
-            RuntimeError: If it was destroyed. ``action`` names what the caller wanted to do.
+            RuntimeError: If it was destroyed. ``action`` names what
+                the caller wanted to do.
         """
         if self.world.size > 1 and self.world.is_destroyed:
             raise RuntimeError(
@@ -147,7 +153,9 @@ class Training:
         finally:
             remove_handles(self._pre_hook_handles)
             for hook in self._pre_hooks:
-                self._pre_hook_handles.append(self.model.register_forward_pre_hook(hook))
+                self._pre_hook_handles.append(
+                    self.model.register_forward_pre_hook(hook)
+                )
 
     def model_tensors(self) -> list[Tensor]:
         """List all parameters, including those outside of the model, and all buffers."""

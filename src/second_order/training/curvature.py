@@ -27,7 +27,8 @@ from second_order.training.context import Training
 __all__ = ["NO_AVERAGE", "Curvature", "PendingAverage", "Routed", "start_average"]
 
 Routed: TypeAlias = tuple[Sequence[Tensor], Sequence[int]] | None
-"""Slices of the gradients, and the rank that receives the mean of each; None: every rank does."""
+"""Slices of the gradients, and the rank that receives the mean of each;
+None: every rank does."""
 
 
 class PendingAverage:
@@ -48,27 +49,35 @@ NO_AVERAGE = PendingAverage()
 
 
 class Curvature:
-    """Base class of all curvatures. By itself it leaves the base optimizer unchanged."""
+    """Base class of all curvatures.
 
-    is_helper = False  # whether this process is a helper, whose steps only call prepare()
-    saves_by_rank = False  # whether torch.distributed.checkpoint may save each rank's part
-    scaler_reason = ""  # why the optimizer needs the GradScaler, if there is one; "" if it does not
+    By itself it leaves the base optimizer unchanged.
+    """
+
+    # Whether this process is a helper, whose steps only call prepare().
+    is_helper = False
+    # Whether torch.distributed.checkpoint may save each rank's part.
+    saves_by_rank = False
+    # Why the optimizer needs the GradScaler, if there is one; "" if it does not.
+    scaler_reason = ""
 
     def __init__(self, training: Training) -> None:
         self.training = training
 
-    # ------------------------------------------------------------------- construction and changes
+    # --------------------------------------------------------- construction and changes
 
     def description(self) -> list[str]:
         """List the options that must be equal on all ranks, one per line."""
         return []
 
     def begin(self) -> None:
-        """Check the ranks, split them into roles, and assign layers to them. Collective.
+        """Check the ranks, split them into roles, and assign layers to them.
+
+        Collective.
 
         Raises:
-            ValueError: If these ranks or devices do not support the options. Nothing has changed
-                then.
+            ValueError: If these ranks or devices do not support the options.
+                Nothing has changed then.
         """
 
     def replan(self) -> None:
@@ -82,12 +91,17 @@ class Curvature:
         return nullcontext()
 
     def close(self) -> None:
-        """Stop threads and remove hooks. From now on the base optimizer trains alone."""
+        """Stop threads and remove hooks.
 
-    # ------------------------------------------------------------------------------------- a step
+        From now on the base optimizer trains alone.
+        """
+
+    # --------------------------------------------------------------------------- a step
 
     def fingerprint_values(self) -> list[tuple[str, Any]]:
-        """List names and values that decide which collectives a step issues. Primitives only.
+        """List names and values that decide which collectives a step issues.
+
+        Primitives only.
 
         Ranks compare a fingerprint of them at every step.
         """
@@ -105,7 +119,10 @@ class Curvature:
         pending.wait()
 
     def step_base(self, step: Callable[[], None]) -> None:
-        """Run ``step``, the base optimizer's step. A curvature may scale what it changes."""
+        """Run ``step``, the base optimizer's step.
+
+        A curvature may scale what it changes.
+        """
         step()
 
     def finish_step(self) -> None:
@@ -117,17 +134,20 @@ class Curvature:
     def drop_pending(self) -> None:
         """Discard the statistics captured since the last step."""
 
-    # -------------------------------------------------------------------------------------- state
+    # ---------------------------------------------------------------------------- state
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        """Return each parameter's ``"curvature"`` part. Tensors are shared, not copied."""
+        """Return each parameter's ``"curvature"`` part.
+
+        Tensors are shared, not copied.
+        """
         return {}
 
     def state_to_save(self) -> dict[Tensor, dict[str, Any]]:
         """Return the entries that checkpoints have in addition to :meth:`state`.
 
-        They are tensors that later steps replace. ``optimizer.state`` excludes them, because it
-        would keep the old tensors in memory.
+        They are tensors that later steps replace. ``optimizer.state`` excludes them,
+        because it would keep the old tensors in memory.
         """
         return {}
 
@@ -155,23 +175,26 @@ class Curvature:
         """Send to ``ranks`` the state that they lack. Collective.
 
         Returns:
-            The parts that this rank received. A ``"base"`` part replaces the rank's own, and a
-            ``"curvature"`` part adds to it.
+            The parts that this rank received. A ``"base"`` part replaces the rank's
+            own, and a ``"curvature"`` part adds to it.
         """
         return {}
 
-    # ---------------------------------------------------------------------------------- reporting
+    # ------------------------------------------------------------------------ reporting
 
     def summary(self) -> Summary:
         """Return a table of the preconditioned layers."""
         return Summary(self.training.summary_title(), [])
 
     def metrics(self) -> dict[str, float]:
-        """Return numbers to log, with the same names on every rank. Does not communicate."""
+        """Return numbers to log, with the same names on every rank.
+
+        Does not communicate.
+        """
         return {}
 
 
-# ------------------------------------------------------------------------- averaging of gradients
+# --------------------------------------------------------------- averaging of gradients
 
 
 def start_average(
@@ -200,10 +223,11 @@ def start_average(
             "a sparse gradient cannot be averaged in buckets; use sparse=False in the embedding, "
             "or wrap the model in DistributedDataParallel"
         )
-    torch._foreach_div_(gradients, float(world.size))  # before the sum, which could overflow
+    # Before the sum, which could overflow.
+    torch._foreach_div_(gradients, float(world.size))
 
-    # Count for each parameter the ranks that have a gradient. The dtype is explicit, because
-    # ranks may have different default dtypes.
+    # Count for each parameter the ranks that have a gradient. The dtype is explicit,
+    # because ranks may have different default dtypes.
     missing = [p for p in params if p.grad is None]
     device = params[0].device
     present = torch.ones(len(params), dtype=torch.float32, device=device)
@@ -222,7 +246,9 @@ def start_average(
     def finish() -> None:
         work.wait()
         if missing:  # a gradient that is None on every rank stays None
-            for p, gradient, ranks in zip(params, gradients, present.tolist(), strict=True):
+            for p, gradient, ranks in zip(
+                params, gradients, present.tolist(), strict=True
+            ):
                 if p.grad is None and ranks > 0:
                     p.grad = gradient
 
@@ -239,7 +265,9 @@ def _drop_frozen_gradients(training: Training) -> None:
                 dropped.append(p)
     if dropped and training.is_first_warning("frozen gradients"):
         names = training.param_names()
-        listed = ", ".join(repr(names.get(id(p), "(not in the model)")) for p in dropped[:20])
+        listed = ", ".join(
+            repr(names.get(id(p), "(not in the model)")) for p in dropped[:20]
+        )
         training.warn(
             f"frozen parameters have gradients, which the ranks do not average; they are "
             f"discarded: {listed}; call zero_grad() after you freeze parameters"

@@ -1,7 +1,8 @@
 """Parameter groups: their parameters, names and settings, and their peak learning rates.
 
-A group is a dictionary, as in ``torch.optim``. Its parameters may be tensors or ``(name, tensor)``
-pairs. The functions here also accept bare parameters instead of groups.
+A group is a dictionary, as in ``torch.optim``. Its parameters may be
+tensors or ``(name, tensor)`` pairs. The functions here also accept bare
+parameters instead of groups.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ __all__ = [
 ]
 
 NAMES = "param_names"
-RATES = ("lr", "initial_lr", "max_lr")  # the last two are set by learning-rate schedulers
+# The last two are set by learning-rate schedulers.
+RATES = ("lr", "initial_lr", "max_lr")
 
 
 def named_trainable_params(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -106,8 +108,8 @@ def match_names(
     Args:
         others: The groups that the optimizer has.
         group: The group that joins them.
-        names: Names of the model's parameters, keyed by the parameters' ids. Other parameters are
-            named by their position in the optimizer.
+        names: Names of the model's parameters, keyed by the parameters' ids. Other
+            parameters are named by their position in the optimizer.
     """
     is_named = any(isinstance(p, tuple) for p in group["params"])
     if is_named or not any(NAMES in other for other in others):
@@ -124,8 +126,8 @@ def match_names(
 def update_peak_rates(groups: Iterable[dict[str, Any]]) -> None:
     """Raise each group's peak learning rate to its current one, or to that of its schedule.
 
-    Learning rates may be device tensors, which schedulers fill in place. The host does not read
-    them.
+    Learning rates may be device tensors, which schedulers fill in place. The
+    host does not read them.
     """
     for group in groups:
         peak = group[PEAK_LR]

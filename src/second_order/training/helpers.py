@@ -1,7 +1,7 @@
 """The split of the ranks into workers and helpers, after all ranks have agreed on their options.
 
-:func:`split_into_roles` links the two kinds of ranks and makes a process group for each kind. Then
-the optimizer on a worker trains with the workers only.
+:func:`split_into_roles` links the two kinds of ranks and makes a process group for each
+kind. Then the optimizer on a worker trains with the workers only.
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ from second_order.training.context import Training
 __all__ = ["split_into_roles"]
 
 
-def split_into_roles(training: Training, roles: Roles, timeout: float) -> list[HelperLink]:
-    """Restrict training to the ranks of this rank's role, and link workers to helpers. Collective.
+def split_into_roles(
+    training: Training, roles: Roles, timeout: float
+) -> list[HelperLink]:
+    """Restrict training to the ranks of this rank's role, and link workers to helpers.
 
-    From now on, passes with gradients raise if DistributedDataParallel wraps the model over workers
-    and helpers. If the model was wrapped before the optimizer was made, the optimizer has refused
-    it; but some frameworks wrap it later.
+    Collective.
+
+    From now on, passes with gradients raise if DistributedDataParallel wraps the model
+    over workers and helpers. If the model was wrapped before the optimizer was made,
+    the optimizer has refused it; but some frameworks wrap it later.
 
     Returns:
         On a worker a link to each helper, on a helper one link to worker 0.
@@ -47,7 +51,11 @@ def split_into_roles(training: Training, roles: Roles, timeout: float) -> list[H
 
 
 def _refuse_ddp_with_helpers(
-    workers: Sequence[int], helpers: Sequence[int], option: str, module: nn.Module, _: Any
+    workers: Sequence[int],
+    helpers: Sequence[int],
+    option: str,
+    module: nn.Module,
+    _: Any,
 ) -> None:
     """Forward pre-hook that raises ValueError if DDP averages over workers and helpers."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():

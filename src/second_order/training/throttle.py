@@ -4,9 +4,10 @@
     R    median duration of a step with a refresh, minus T
     n    ⌈R / (overhead T)⌉, the smallest number of steps from one refresh to the next
 
-A duration runs from the end of one step to the end of the next, so it includes the forward and
-backward passes and the loading of data. The steps up to the fifth refresh are timed. After that n
-is fixed, and a resumed run uses the n of its checkpoint. All ranks use the largest n of any rank.
+A duration runs from the end of one step to the end of the next, so it includes the
+forward and backward passes and the loading of data. The steps up to the fifth refresh
+are timed. After that n is fixed, and a resumed run uses the n of its checkpoint. All
+ranks use the largest n of any rank.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ from second_order.training.context import Training
 __all__ = ["THROTTLE_ENTRIES", "Throttle"]
 
 THROTTLE_ENTRIES = ("throttle_interval", "throttle_refreshes", "throttle_overhead")
-"""The entries of a checkpoint, equal for all parameters: n, the number of timed refreshes, and the
-overhead that n was computed for."""
+"""The entries of a checkpoint, equal for all parameters: n, the number of timed
+refreshes, and the overhead that n was computed for."""
 
 TIMED_REFRESHES = 5
 TIMED_STEPS = 50  # T is the median of so many last steps
-ENOUGH_STEPS = 10  # if a refresh was timed first, n is computed after so many other steps
-MAX_INTERVAL = 100_000  # bounds n if the clock is too coarse to time a step without a refresh
+# If a refresh was timed first, n is computed after so many other steps.
+ENOUGH_STEPS = 10
+# Bounds n if the clock is too coarse to time a step without a refresh.
+MAX_INTERVAL = 100_000
 
 
 def record_time(device: torch.device) -> Any:
@@ -67,7 +70,8 @@ class Throttle:
 
     Args:
         training: Has the ranks and the device.
-        overhead: Limit on the time of refreshes, as a fraction of the time of the other steps.
+        overhead: Limit on the time of refreshes, as a fraction of the
+            time of the other steps.
         min_refreshes: Number of timed refreshes after which n is first computed.
 
     Attributes:
@@ -75,7 +79,9 @@ class Throttle:
         refreshes: Number of refreshes that have been timed.
     """
 
-    def __init__(self, training: Training, overhead: float, *, min_refreshes: int) -> None:
+    def __init__(
+        self, training: Training, overhead: float, *, min_refreshes: int
+    ) -> None:
         self._training = training
         self._overhead = overhead
         self._min_refreshes = min_refreshes
@@ -86,7 +92,8 @@ class Throttle:
         """Measure again, because other parameters train now or the machine has changed."""
         self.interval = 0
         self.refreshes = 0
-        self._steps: deque[tuple[Any, Any]] = deque(maxlen=TIMED_STEPS)  # without a refresh
+        # Without a refresh.
+        self._steps: deque[tuple[Any, Any]] = deque(maxlen=TIMED_STEPS)
         self._refresh_steps: list[tuple[Any, Any]] = []
         self._start: Any = None  # of the current step
 
@@ -94,8 +101,8 @@ class Throttle:
     def measures(self) -> bool:
         """Whether steps are timed: up to the fifth refresh, and until there is an interval.
 
-        Checkpoints have no durations, so a resumed run may reach its fifth refresh with too few
-        durations for an interval.
+        Checkpoints have no durations, so a resumed run may reach its fifth refresh with
+        too few durations for an interval.
         """
         return self.refreshes < TIMED_REFRESHES or self.interval == 0
 
@@ -105,7 +112,10 @@ class Throttle:
             self._start = self.clock(self._training.device)
 
     def end_step(self, *, refreshed: bool) -> None:
-        """Record the duration of a step. After a refresh, agree on the interval: a collective."""
+        """Record the duration of a step.
+
+        After a refresh, agree on the interval: a collective.
+        """
         if not self.measures:
             return
         end = self.clock(self._training.device)
@@ -123,7 +133,8 @@ class Throttle:
         interval = self.interval
         if self._steps and self._refresh_steps:
             T = statistics.median(seconds_between(*times) for times in self._steps)
-            R = statistics.median(seconds_between(*times) for times in self._refresh_steps) - T
+            durations = [seconds_between(*times) for times in self._refresh_steps]
+            R = statistics.median(durations) - T
             interval = min_interval(R, T, self._overhead)
         world = self._training.world
         if world.size > 1:

@@ -50,7 +50,8 @@ Interval: TypeAlias = int | Callable[[int], int]
 
 AUTO: Literal["auto"] = "auto"
 
-LONGEST_WAIT = 1e6  # seconds (11 days); threads and process groups do not accept infinity
+# Seconds (11 days); threads and process groups do not accept infinity.
+LONGEST_WAIT = 1e6
 
 DEBUG_STEPS = 100
 
@@ -63,7 +64,9 @@ If the schedule is known, as with ``OneCycleLR``, it is the largest rate of the 
 
 def is_adaptive(base: Any) -> bool:
     """Return whether an optimizer normalizes its steps, as all do that do not derive from SGD."""
-    return isinstance(base, type) and not issubclass(base, (torch.optim.SGD, torch.optim.ASGD))
+    return isinstance(base, type) and not issubclass(
+        base, (torch.optim.SGD, torch.optim.ASGD)
+    )
 
 
 def closest(name: str, known: Iterable[str]) -> str:
@@ -92,11 +95,16 @@ def check_number(
     if not (above and below):
         left = "(" if open_low else "["
         right = ")" if open_high else "]"
-        raise ValueError(f"{name}={value} is outside {left}{low:g}, {high:g}{right}; {remedy}")
+        raise ValueError(
+            f"{name}={value} is outside {left}{low:g}, {high:g}{right}; {remedy}"
+        )
 
 
 def check_scalar(name: str, value: Any, **bounds: Any) -> None:
-    """Check a number or a tensor with one element. The value of a tensor on a GPU is not read."""
+    """Check a number or a tensor with one element.
+
+    The value of a tensor on a GPU is not read.
+    """
     if isinstance(value, Tensor):
         if value.numel() != 1 or not value.is_floating_point():
             raise TypeError(
@@ -132,19 +140,24 @@ def check_debug(value: Any) -> int:
     """Check the option ``debug``, and return the steps between two comparisons (0: never)."""
     if isinstance(value, bool):
         return DEBUG_STEPS if value else 0
-    check_whole("debug", value, 1, f"True for every {DEBUG_STEPS} steps, False for never")
+    check_whole(
+        "debug", value, 1, f"True for every {DEBUG_STEPS} steps, False for never"
+    )
     return int(value)
 
 
 LARGEST_SEED = 2**63 - 1
-"""Torch's generators accept 64 bits. One bit is left for the step, which is added to a seed."""
+"""Torch's generators accept 64 bits. One bit is left for the step, which
+is added to a seed."""
 
 
 def check_seed(name: str, value: Any) -> None:
     """Raise unless ``value`` is an integer that torch's generators accept as a seed."""
     check_whole(name, value, 0, "0")
     if value > LARGEST_SEED:
-        raise ValueError(f"{name}={value} is above {LARGEST_SEED}, 2^63 - 1; use a smaller one, 0")
+        raise ValueError(
+            f"{name}={value} is above {LARGEST_SEED}, 2^63 - 1; use a smaller one, 0"
+        )
 
 
 def check_timeout(name: str, value: Any) -> None:
@@ -153,16 +166,23 @@ def check_timeout(name: str, value: Any) -> None:
 
 
 def check_learning_rate(value: Any) -> None:
-    """Raise unless ``value`` is a finite number or a tensor. The base checks its bounds."""
+    """Raise unless ``value`` is a finite number or a tensor.
+
+    The base checks its bounds.
+    """
     if not isinstance(value, Tensor):  # a tensor can be on a GPU, and is not read
         remedy = "pass a finite number or a tensor, such as 0.1"
-        check_number("lr", value, low=-math.inf, open_low=True, open_high=True, remedy=remedy)
+        check_number(
+            "lr", value, low=-math.inf, open_low=True, open_high=True, remedy=remedy
+        )
 
 
 def check_params(name: str, value: Any) -> None:
     """Raise TypeError unless ``value`` is an iterable of parameters or groups."""
     if isinstance(value, Tensor):
-        raise TypeError(f"{name} got a tensor; put it into a list, as in {name}([tensor], lr=...)")
+        raise TypeError(
+            f"{name} got a tensor; put it into a list, as in {name}([tensor], lr=...)"
+        )
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
         raise TypeError(
             f"{name} got {brief(value)}, which is neither a torch.nn.Module nor an iterable of "
@@ -195,7 +215,9 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``."""
     choices = list(choices)
     # Compare the types first: 1 == True, and a comparison with a tensor is not a bool.
-    if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
+    if not any(
+        isinstance(value, type(choice)) and value == choice for choice in choices
+    ):
         listed = ", ".join(map(repr, choices))
         hint = closest(str(value), map(str, choices))
         raise ValueError(f"{name}={value!r} is not one of {listed}{hint}")
@@ -239,7 +261,11 @@ LAYER_OPTIONS: dict[str, Callable[[str, Any], object]] = {
 
 
 def check_group_options(
-    name: str, groups: Iterable[Any], own_options: Collection[str], by_layer: bool, first: int = 0
+    name: str,
+    groups: Iterable[Any],
+    own_options: Collection[str],
+    by_layer: bool,
+    first: int = 0,
 ) -> None:
     """Raise ValueError if a parameter group sets an option that cannot differ between groups.
 
@@ -255,7 +281,9 @@ def check_group_options(
             continue
         for option, value in group.items():
             if by_layer and option in LAYER_OPTIONS:
-                LAYER_OPTIONS[option](f"{option!r} of parameter group {i}: {option}", value)
+                LAYER_OPTIONS[option](
+                    f"{option!r} of parameter group {i}: {option}", value
+                )
             elif option in own_options or option in LAYER_OPTIONS:
                 remedy = f"{name} has no such option, so leave it out"
                 if option in own_options:
@@ -281,7 +309,10 @@ def rate_of_groups(name: str, groups: Sequence[Any]) -> Scalar:
 
 
 def value_at(option: Any, step: int) -> Any:
-    """Return the value of an option at a step. The option is a constant or a callable."""
+    """Return the value of an option at a step.
+
+    The option is a constant or a callable.
+    """
     if callable(option):
         return option(step)
     return option
@@ -297,8 +328,8 @@ def as_scalar(value: Scalar) -> Scalar:
 def scheduled(options: Any, names: Iterable[str], step: int) -> list[tuple[str, Any]]:
     """Return the values of all options that are callables, by name, to compare them among ranks.
 
-    If a callable raises an exception, its text is the value. The exception is raised again when the
-    option is used.
+    If a callable raises an exception, its text is the value. The exception is raised
+    again when the option is used.
     """
     values: list[tuple[str, Any]] = []
     for name in names:

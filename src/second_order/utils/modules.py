@@ -28,7 +28,8 @@ def first_match(
     Args:
         patterns: Such as "blocks.*.mlp" (names) or "Conv*" (classes).
         everything: All modules of the model by name. A shared module has several names.
-        name: The name of the module. Parameters of fused experts have names but no modules.
+        name: The name of the module. Parameters of fused experts
+            have names but no modules.
     """
     # The module and those around it, from the outside in.
     parts = name.split(".") if name else []
@@ -43,11 +44,17 @@ def first_match(
 def unmatched_patterns(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     """Return the patterns that match no module of a model."""
     modules = list(model.named_modules())
-    return [p for p in patterns if not any(_matches(p, name, module) for name, module in modules)]
+    return [
+        p
+        for p in patterns
+        if not any(_matches(p, name, module) for name, module in modules)
+    ]
 
 
 def _matches(pattern: str, name: str, module: nn.Module) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(plain_type(module).__name__, pattern)
+    return fnmatchcase(name, pattern) or fnmatchcase(
+        plain_type(module).__name__, pattern
+    )
 
 
 def unwrapping_chain(model: nn.Module) -> list[nn.Module]:

@@ -31,8 +31,8 @@ def stage(name: str) -> AbstractContextManager[Any]:
     """Return a context manager that records a range, if a profiler is running."""
     if _recorders:
         return _recorders[-1](name)
-    # The first is true in the thread that started the profiler and in those that inherit its
-    # state; the second is true in all threads.
+    # The first is true in the thread that started the profiler and in those that
+    # inherit its state; the second is true in all threads.
     if torch._C._autograd._profiler_enabled() or profiler._is_profiler_enabled:
         return profiler.record_function(RANGES + name)
     return nullcontext()
