@@ -656,10 +656,9 @@ derivatives outside of the loss warn
   +             return
 gradients beside the loss as examples  <-  example_counts::gradients_of_other_quantities_add_no_examples
   -         if not self._counts(module):
-  -             # With sampled labels, this may be their own pass,
-  -             # which accumulates nowhere.
+  -             # With sampled labels this may be their own pass, which accumulates nowhere.
   +         if False:
-  +             # With sampled labels, this may be their own pass, which accumulates nowhere.
+  +             # With sampled labels this may be their own pass, which accumulates nowhere.
 the view of a layer's output hooked, which an operation in place replaces
   <-  verification::in_place_operations_lose_no_pairs
     if edge.node.name() != "ViewBackward0":  =>  if True:
@@ -872,7 +871,7 @@ a row without a gradient at one layer leaves its A
   + self.has_gradient = row_mask.mask
 passes that have nothing in common count together
   <-  loss_terms::losses_of_separate_layers_count_their_own_terms
-    each for each in candidates if not layers.isdisjoint(each.layers)  =>  each for each in candidates
+    p for p in candidates if not layers.isdisjoint(p.layers)  =>  p for p in candidates
 
 == kronecker/solvers.py
 an inverse by Cholesky without its scale

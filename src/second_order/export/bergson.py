@@ -1,4 +1,7 @@
-"""Export a Hessian for influence functions with Bergson: https://github.com/EleutherAI/bergson."""
+"""Export a Hessian for influence functions with Bergson.
+
+https://github.com/EleutherAI/bergson
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def to_bergson(
     include_bias: bool = False,
     documents: int | None = None,
 ) -> dict[str, str]:
-    """Write a Hessian that Bergson loads with ``--hessian_path`` or ``load_preconditioner``.
+    """Write a Hessian for Bergson's ``--hessian_path`` or ``load_preconditioner``.
 
         curvature = second_order.measure(model, loader, factors="ekfac")
         to_bergson(curvature, "hessian", prefix="model.", documents=num_sequences)
@@ -39,12 +42,13 @@ def to_bergson(
     tokens of a document. With R rows, N loss terms and D documents, the files are, each
     in a folder of its own as ``shard_0.safetensors``:
 
-        activation_sharded, gradient_sharded              Σ x xᵀ and Σ d dᵀ
-        eigen_activation_sharded, eigen_gradient_sharded  the eigenvectors of both
-        factor_eig_a, factor_eig_g                        eigenvalues whose products are the next
-        eigenvalue_sharded                                eigenvalues of A ⊗ G N / D, a mean over
-                                                          documents
-        eigenvalue_correction_sharded                     Λ N / D, if there is Λ
+        activation_sharded              Σ x xᵀ
+        gradient_sharded                Σ d dᵀ
+        eigen_activation_sharded        the eigenvectors of Σ x xᵀ
+        eigen_gradient_sharded          the eigenvectors of Σ d dᵀ
+        factor_eig_a, factor_eig_g      eigenvalues whose products are the next
+        eigenvalue_sharded              eigenvalues of A ⊗ G N / D, means over documents
+        eigenvalue_correction_sharded   Λ N / D, if there is Λ
 
     ``total_processed.pt`` contains R. Bergson leaves the last token of each sequence
     out of A. To do so in :func:`second_order.measure`, use ``mask=``. If ranks own
@@ -56,8 +60,8 @@ def to_bergson(
         prefix: Prefix of the layers to write, which is removed from their names:
             "model." for a causal Llama.
         include_bias: As Bergson's option. False drops the column of a bias from A.
-        documents: D, the number of examples of the batches. None means N, one
-            loss term per document.
+        documents: D, the number of examples of the batches. None means N, one loss term
+            per document.
 
     Returns:
         The reason for each layer that was skipped, by name.

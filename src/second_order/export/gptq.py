@@ -23,7 +23,7 @@ __all__ = ["to_gptq"]
 def to_gptq(
     curvature: KroneckerCurvature, folder: str | Path | None = None
 ) -> dict[str, Tensor]:
-    """Return GPTQ's Hessian H = 2/R Σ x xᵀ = 2 A of each module, ``(in, in)`` on the CPU.
+    """Return GPTQ's Hessian H = 2/R Σ x xᵀ = 2 A, ``(in, in)``, of each module.
 
         curvature = second_order.measure(model, loader, factors="inputs")
         H = to_gptq(curvature)["model.layers.0.mlp.down_proj"]
@@ -43,7 +43,7 @@ def to_gptq(
             "nsamples"; None to write no files.
 
     Returns:
-        H by module name, on every rank.
+        H by module name, on the CPU of every rank.
 
     Raises:
         ValueError: If no layer has a factor of inputs.

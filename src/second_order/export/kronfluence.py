@@ -1,7 +1,7 @@
-"""Export factors for influence functions with kronfluence: https://github.com/pomonam/kronfluence.
+"""Export factors for influence functions with kronfluence.
 
 kronfluence fits factors to a loss that is a sum over a batch. It stores sums, and the
-counts to divide them by.
+counts to divide them by: https://github.com/pomonam/kronfluence
 """
 
 from __future__ import annotations
@@ -41,22 +41,21 @@ def to_kronfluence(
     its count. kronfluence tracks ``nn.Linear`` and ``nn.Conv2d`` by module name, and as
     here, a bias is the last column of A.
 
-    ``factor_arguments.json`` says "ekfac" if all layers have corrected
-    eigenvalues, and otherwise "kfac", which
-    ``analyzer.fit_lambda_matrices(..., load_from_factors_name=)`` completes.
-    If ranks own different layers, it is a collective.
+    ``factor_arguments.json`` says "ekfac" if all layers have corrected eigenvalues, and
+    otherwise "kfac", which
+    ``analyzer.fit_lambda_matrices(..., load_from_factors_name=)`` completes. If ranks
+    own different layers, it is a collective.
 
     Args:
         curvature: The curvature, with G.
-        folder: ``factors_NAME`` in the folder of the analysis.
-            Existing files are replaced.
-        documents: The number of examples of the batches, such as sequences, by
-            which kronfluence divides corrected eigenvalues. None means N, one
-            loss term per document.
+        folder: ``factors_NAME`` in the analysis's folder. Existing files are replaced.
+        documents: The number of examples of the batches, such as sequences, by which
+            kronfluence divides corrected eigenvalues. None means N, one loss term per
+            document.
 
     Returns:
-        The reason for each layer that was skipped, by name. kronfluence
-        must not track its module.
+        The reason for each layer that was skipped, by name. kronfluence must not track
+        its module.
 
     Raises:
         ValueError: If there is no G, or no layer to write.
@@ -100,8 +99,7 @@ def _layer_tensors(layer: LayerCurvature, documents: int | None) -> dict[str, Te
         "gradient_eigenvalues": g * (terms / rows),
     }
     if layer.corrected is not None:
+        num_documents = torch.tensor([[documents or terms]], device="cpu")
         tensors["lambda_matrix"] = layer.corrected * terms
-        tensors["num_lambda_processed"] = torch.tensor(
-            [[documents or terms]], device="cpu"
-        )
+        tensors["num_lambda_processed"] = num_documents
     return tensors

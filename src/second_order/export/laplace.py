@@ -1,4 +1,7 @@
-"""Export a Hessian for posteriors with laplace-torch: https://github.com/aleximmer/Laplace."""
+"""Export a Hessian for posteriors with laplace-torch.
+
+https://github.com/aleximmer/Laplace
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def to_laplace(
     *,
     examples: float | None = None,
 ) -> None:
-    """Set the Hessian of a laplace-torch posterior, instead of ``laplace.fit(train_loader)``.
+    """Set the Hessian of a laplace-torch posterior, instead of ``laplace.fit``.
 
         la = Laplace(model, "classification", subset_of_weights="last_layer",
                      hessian_structure="kron", last_layer_name="head")
@@ -41,13 +44,13 @@ def to_laplace(
     for the loss in ``log_marginal_likelihood``.
 
     Args:
-        curvature: The curvature of the same model, with G. It must cover all
-            parameters of ``laplace``.
-        laplace: A ``KronLaplace``, or a ``KronLLLaplace`` with
-            ``last_layer_name``. It is modified.
+        curvature: The curvature of the same model, with G. It must cover all parameters
+            of ``laplace``.
+        laplace: A ``KronLaplace``, or a ``KronLLLaplace`` with ``last_layer_name``. It
+            is modified.
         train_loader: As for ``laplace.fit``.
-        examples: The number of loss terms that H is a sum over. None means
-            N, the measured number.
+        examples: The number of loss terms that H is a sum over. None means N, the
+            measured number.
 
     Raises:
         TypeError: If ``laplace`` is another posterior.
@@ -104,7 +107,7 @@ def to_laplace(
 
 
 class TrainingLoss(NamedTuple):
-    """The loss of a posterior over the training data, and the model's number of outputs."""
+    """A posterior's loss over the training data, and the model's number of outputs."""
 
     loss: Any
     num_outputs: int
@@ -113,7 +116,7 @@ class TrainingLoss(NamedTuple):
 def _evaluate_loss(
     laplace: Any, train_loader: Any, device: torch.device
 ) -> TrainingLoss:
-    """Evaluate the loss of a posterior over the training data, as ``laplace.fit`` does."""
+    """Evaluate a posterior's loss over the training data, as ``laplace.fit`` does."""
     total: Any = 0.0
     with torch.no_grad():
         for data in train_loader:
@@ -157,7 +160,7 @@ def _layer_blocks(
 
 
 def _exact_blocks(layer: LayerCurvature, g: Tensor) -> dict[str, list[Tensor]]:
-    """Return the blocks of a layer whose G is F: a matrix, or its diagonal if it has groups."""
+    """Return the blocks of a layer whose G is F, or the diagonal of F as groups."""
     f = g[0] if layer.shape.groups == 1 else g.flatten()
     blocks = {}
     start = 0

@@ -1,8 +1,9 @@
 """What all exporters share: the layers that a format can represent, and their counts.
 
-    F = A ⊗ G      A = Σ x xᵀ / R over the R rows of a layer's inputs, x with a 1 for the bias
-                   G = Σ d dᵀ / N over the N loss terms, d the gradient of their sum
-                   Λ = Σ_b (Q_Gᵀ ∇_b Q_A)² / N over the examples b of the batches (EK-FAC)
+    F = A ⊗ G
+    A = Σ x xᵀ / R                 over the R rows of inputs, x with a 1 for the bias
+    G = Σ d dᵀ / N                 over the N loss terms, d the gradient of their sum
+    Λ = Σ_b (Q_Gᵀ ∇_b Q_A)² / N    over the examples b of the batches (EK-FAC)
 
 Each of the other packages divides by another count. A always belongs to inputs and G to
 outputs, even if the weight is ``(in, out)``, as in ``transformers.Conv1D``. For a
@@ -50,7 +51,7 @@ def exported_layers(
     prefix: str = "",
     with_groups: bool = False,
 ) -> Iterator[LayerCurvature]:
-    """Yield the layers that have a pair of factors, one at a time, so that one is in memory.
+    """Yield the layers with a pair of factors, one at a time to save memory.
 
     Args:
         curvature: The curvature.
@@ -79,8 +80,7 @@ def exported_layers(
             skipped[name] = f"it has {shape.groups} groups, with a pair of factors each"
         else:
             check_factors(layer, factors, package)
-            # The copy caches eigendecompositions instead of the layer
-            # itself, and is then freed.
+            # The copy, which is freed, caches eigendecompositions instead of the layer.
             yield replace(layer)
     if len(skipped) == len(curvature):
         name, reason = next(iter(skipped.items()), ("none", "there is none"))
@@ -103,17 +103,14 @@ def is_writer(curvature: KroneckerCurvature) -> bool:
 
 
 class Counts(NamedTuple):
-    """The numbers N of loss terms and R of rows that the factors of a layer are means of."""
+    """The numbers N of loss terms and R of rows that a layer's factors are means of."""
 
     terms: int
     rows: int
 
 
 def read_counts(layer: LayerCurvature) -> Counts:
-    """Return the counts of a layer as integers of at least 1.
-
-    If R is unknown, it is N.
-    """
+    """Return the counts of a layer as integers of at least 1. An unknown R is N."""
     terms = layer.examples * layer.updates
     rows = layer.rows or terms
     return Counts(max(1, round(terms)), max(1, round(rows)))

@@ -1,1 +1,1 @@
-"""Kronecker-factored curvature: capture, statistics, running averages, damped solves."""
+"""Kronecker-factored curvature: capture, statistics, running averages, inverses."""

@@ -1,15 +1,15 @@
-"""Read from autograd what it saved for a layer's call, and what the running backward pass reaches.
+"""Read autograd's graph: the saved inputs of a layer, and what a backward pass reaches.
 
 All private names of torch that the Kronecker factors use are in this file. They exist
 in torch 2.6 to 2.13, and no public function replaces them.
 
 ``nn.MultiheadAttention`` multiplies by its weights without calling a module. Its
-in-projection is one matrix with the rows of q, k and v, and ``out_proj`` is a
-Linear that is never called. A forward hook therefore does not see the inputs of
-these products. But autograd's graph has a node for each product. The node has saved
-the product's input, and receives the gradient of its output.
-:func:`find_projections` finds these nodes. The in-projection is a layer of three
-groups, with A and G of q, of k and of v.
+in-projection is one matrix with the rows of q, k and v, and ``out_proj`` is a Linear
+that is never called. A forward hook therefore does not see the inputs of these
+products. But autograd's graph has a node for each product. The node has saved the
+product's input, and receives the gradient of its output. :func:`find_projections` finds
+these nodes. The in-projection is a layer of three groups, with A and G of q, of k and
+of v.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ NO_PASS = -1
 # The node that runs now.
 current_node = torch._C._current_autograd_node
 
-# Whether the running pass keeps the graph (retain_graph=True), and
-# with it the saved inputs.
+# Whether the running pass keeps the graph and its saved inputs (retain_graph=True).
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 # Whether the running pass will run a node.
@@ -55,8 +54,7 @@ top_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 # Whether a torch.func transform is active, which hides gradients from hooks.
 inside_functorch = torch._C._are_functorch_transforms_active
 
-# An entry of a node's metadata: the number of the first backward
-# pass that ran the node.
+# An entry of a node's metadata: the number of the first pass that ran the node.
 _FIRST_PASS = "second_order: the first backward pass that came through"
 
 
@@ -79,7 +77,7 @@ def call_after_pass(function: Callable[[], None]) -> None:
 
 
 def reaches_parameters(module: nn.Module, fsdp: FSDPParams | None) -> bool:
-    """Whether the running backward pass accumulates into a parameter of the module itself."""
+    """Whether the running pass accumulates into a parameter of the module itself."""
     return any(is_reached(p) for p in params_in_pass(module, fsdp).values())
 
 
@@ -99,16 +97,14 @@ def is_reached(p: Tensor) -> bool:
         return False
     try:
         return bool(will_execute(get_gradient_edge(p).node))
-    # Raised for the inputs of torch.autograd.grad, which does not accumulate.
     except RuntimeError:
+        # Raised for the inputs of torch.autograd.grad, which does not accumulate.
         return False
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context manager that disables autocast.
-
-    It is slow to enter, so only if needed.
-    """
+    """Return a context manager that disables autocast."""
+    # It is slow to enter, so only if needed.
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
@@ -205,7 +201,7 @@ class QKVInputs(NamedTuple):
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether a module is an ``nn.MultiheadAttention``, or a subclass with its forward."""
+    """Whether a module has the class and the forward of ``nn.MultiheadAttention``."""
     return (
         isinstance(module, nn.MultiheadAttention)
         and type(module).forward is nn.MultiheadAttention.forward
@@ -292,8 +288,7 @@ def _find_weight(product: Any) -> tuple[Tensor | None, int]:
 def read_product_input() -> Tensor:
     """Return the input of the product whose node's hook is running.
 
-    The hook of a node calls this instead of holding the input, which
-    would keep both alive.
+    A hook that held the input instead would keep the node and itself alive.
     """
     node = current_node()
     return cast(Tensor, getattr(node, PRODUCTS[node.name()]))

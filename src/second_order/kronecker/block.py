@@ -1,13 +1,13 @@
-"""One preconditioned layer, and batches of equal layers that are preconditioned together.
+"""One preconditioned layer, and batches of equal layers.
 
-A :class:`KroneckerBlock` has the state of one layer: its staged statistics,
-running averages, inverse and status. A :class:`LayerBatch` has layers whose
-gradients are matrices of one shape, so that the number of kernel launches does not
-grow with the number of layers:
+A :class:`KroneckerBlock` has the state of one layer: its staged statistics, running
+averages, inverse and status. A :class:`LayerBatch` has layers whose gradients are
+matrices of one shape, so that the number of kernel launches does not grow with the
+number of layers:
 
     gradient            the layers' gradients, concatenated to one stack of matrices
     precondition        their inverses, as one stack, applied to it
-    parameter_parts     the parts of the results by parameter, to be written into the gradients
+    parameter_parts     the parts of the results by parameter, for the gradients
 """
 
 from __future__ import annotations
@@ -107,22 +107,20 @@ class KroneckerBlock:
         all_params: The weight, and the bias if the optimizer trains it.
         shape: The sizes of the factors, for the parameters that are trainable now.
         trains_bias: Whether A has a last row and column for the bias.
-        work_dtype: The dtype in which gradients are clipped and
-            communicated: float32 at least.
+        work_dtype: The dtype of clipping and communication: float32 at least.
         staged: Statistics since the last step.
         factors: Running averages; None before the first statistics or checkpoint.
         owned_factors: The factors that this rank owns, and therefore stores.
-        inverse: The damped inverse, on the ranks that
-            precondition the layer's gradient.
+        inverse: The damped inverse, on ranks that precondition the layer's gradient.
         solved: Whether these ranks have an inverse.
         status: What this rank knows about the layer's statistics.
         no_statistics: Whether no rank had statistics at the last refresh.
         failures: Number of successive refreshes that gave no valid decomposition.
         comparisons: Number of steps at which the pairs were compared with the gradient.
-        residual: The share of the gradient that the pairs did not
-            reproduce, at the last of these.
-        work: Operations of the layer in this rank's passes of the
-            last step with statistics.
+        residual: The share of the gradient that the pairs did not reproduce, at the
+            last of these steps.
+        work: Operations of the layer in this rank's passes of the last step with
+            statistics.
     """
 
     def __init__(
@@ -143,9 +141,8 @@ class KroneckerBlock:
         self.all_params = list(params)
         if not params:
             first = self.modules[0]
-            self.all_params.append(
-                cast(nn.Parameter, getattr(first, self.kinds[first].weight))
-            )
+            weight = getattr(first, self.kinds[first].weight)
+            self.all_params.append(cast(nn.Parameter, weight))
             if bias is not None:
                 self.all_params.append(bias)
 
@@ -227,7 +224,7 @@ class KroneckerBlock:
         ]
 
     def reset_if_changed(self) -> None:
-        """Reset a trainable layer if its bias was frozen or unfrozen, or if its device changed."""
+        """Reset a trainable layer if it was moved, or if its bias was (un)frozen."""
         if not self.trainable:
             return
         was_moved = self.weight.device != self.staged.device
@@ -251,15 +248,13 @@ class KroneckerBlock:
             pass_id: The number that its pairs have. With sampled labels the two differ.
 
         Returns:
-            Whether the parameters have no gradients although the layer has
-            statistics. The user has then set the gradients to None, unless FSDP2 has
-            not averaged them yet.
+            Whether the parameters have no gradients although the layer has statistics.
+            The user has then set the gradients to None, unless FSDP2 has not averaged
+            them yet.
         """
-        is_first = self._last_backward != running_pass and not self.staged.has_pass(
-            pass_id
-        )
+        same_pass = self._last_backward == running_pass
         self._last_backward = running_pass
-        if not is_first:
+        if same_pass or self.staged.has_pass(pass_id):
             return False
         self.reset_if_changed()
         return not self.staged.empty and not self.has_gradient
@@ -267,7 +262,7 @@ class KroneckerBlock:
     def statistics(
         self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions
     ) -> PairStatistics:
-        """Form the statistics of a captured pair of a module, in the dtype of the pair."""
+        """Form the statistics of a module's captured pair, in the dtype of the pair."""
         return self.kinds[module].statistics(module, x, d, options)
 
     def gradient_rows(self, module: nn.Module, x: Any, d: Tensor) -> PairRows:
@@ -305,7 +300,7 @@ class KroneckerBlock:
         self.staged.ensure_verification().add(product, rows, d, weight)
 
     def record_capture(self, work: int) -> None:
-        """Record that a pair was captured, and the operations of the step's passes so far."""
+        """Record that a pair was captured, and the step's operations so far."""
         self.status = LayerStatus.CAPTURED
         self.work = work
 
@@ -315,12 +310,11 @@ class KroneckerBlock:
         return self.status is LayerStatus.UNVERIFIED
 
     def record_residual(self, residual: float | None) -> None:
-        """Record the result of a comparison, and drop pairs that do not reproduce the gradient.
+        """Record a comparison, and drop pairs that do not reproduce the gradient.
 
         Args:
-            residual: The share of the gradient that the step's pairs do not
-                reproduce. None if a hook of the user on the weight makes the
-                comparison impossible.
+            residual: The share of the gradient that the step's pairs do not reproduce.
+                None if a hook of the user on the weight makes comparison impossible.
         """
         self.comparisons += 1
         if residual is not None:
@@ -328,8 +322,7 @@ class KroneckerBlock:
             if residual > TOLERANCE:
                 self.status = LayerStatus.UNVERIFIED
             elif self.unverified:
-                # The pairs are right again, but were not kept while
-                # the layer was unverified.
+                # The pairs are right again. Those of the unverified time were not kept.
                 self.status = LayerStatus.NOT_CAPTURED
         if self.unverified:
             self.staged.clear()
@@ -340,8 +333,7 @@ class KroneckerBlock:
         """Return the running averages, and create them on first use.
 
         Args:
-            statistics_due: Whether the caller needs them because
-                statistics are due at this step.
+            statistics_due: Whether statistics are due at this step.
         """
         if statistics_due and self.status is LayerStatus.WAITING:
             self.status = LayerStatus.NOT_CAPTURED
@@ -360,8 +352,7 @@ class KroneckerBlock:
     def set_owned_factors(self, owned: OwnedFactors) -> None:
         """Set the factors that this rank owns, and free the others.
 
-        An owned factor is copied if it is a slice, which would keep
-        its whole stack alive.
+        An owned factor is copied if it is a slice, which would keep its stack alive.
         """
         self.owned_factors = owned
         if self.factors is None:
@@ -373,22 +364,16 @@ class KroneckerBlock:
                 self.factors.entries[name] = factor.clone()
 
     def stored(self, name: str) -> Tensor | None:
-        """A factor as it is stored.
-
-        None if this rank does not own it, or has lost it.
-        """
+        """A factor as stored; None if this rank does not own it or has lost it."""
         return None if self.factors is None else self.factors.entries.get(name)
 
     @property
     def has_lost_factor(self) -> bool:
-        """Whether a factor that this rank owns is missing, although the averages exist."""
+        """Whether this rank's averages lack a factor that it owns."""
         if self.factors is None:
             return False
-        owned = [
-            name
-            for name in self.shape.factor_names
-            if self.owned_factors.includes(name)
-        ]
+        owns = self.owned_factors.includes
+        owned = [name for name in self.shape.factor_names if owns(name)]
         return len(self.factors.stored) < len(owned)
 
     @property
@@ -399,10 +384,7 @@ class KroneckerBlock:
         return sum(factor.nbytes for factor in self.factors.stored.values())
 
     def restart_averages(self) -> None:
-        """Start the running averages again.
-
-        Until then the layer has its plain gradient.
-        """
+        """Start the running averages again, and drop the inverse."""
         self.factors = None
         self.failures = 0
         if self.status is LayerStatus.NOT_CAPTURED:
@@ -412,7 +394,7 @@ class KroneckerBlock:
     # ---------------------------------------------------------------------- checkpoints
 
     def to_checkpoint_tensor(self, values: Sequence[float]) -> Tensor:
-        """Numbers as a tensor on the weight's device, which all tensors of a checkpoint are on."""
+        """Return numbers as a tensor on the weight's device, like the other entries."""
         device = self.weight.device
         dtype = torch.float32 if device.type == "mps" else torch.float64
         return torch.tensor(values, dtype=dtype, device=device)
@@ -427,24 +409,20 @@ class KroneckerBlock:
         """The entry of the captured passes.
 
         Args:
-            ranks: Number of ranks that share the layer's passes. The
-                entry has their total work.
+            ranks: Number of ranks that share the layer's passes and their total work.
         """
         work = self.work * ranks
         history = [self.status.value, self.comparisons, self.residual, work]
         return self.to_checkpoint_tensor(history)
 
     def load_history(self, saved: Mapping[str, Any], ranks: int) -> None:
-        """Load :meth:`agreed_entries` and :meth:`pass_history`, for a number of ranks."""
+        """Load :meth:`agreed_entries` and :meth:`pass_history`."""
         if saved.keys() >= set(AGREED_STATE):
-            no_statistics, statistics_due, failures = (
-                saved[name] for name in AGREED_STATE
-            )
-            self.no_statistics = bool(no_statistics)
-            self.status = (
-                LayerStatus.NOT_CAPTURED if statistics_due else LayerStatus.WAITING
-            )
-            self.failures = failures
+            self.no_statistics = bool(saved["no_statistics"])
+            self.status = LayerStatus.WAITING
+            if saved["statistics_due"]:
+                self.status = LayerStatus.NOT_CAPTURED
+            self.failures = saved["failures"]
         if PASS_HISTORY in saved:
             status, comparisons, residual, work = saved[PASS_HISTORY].tolist()
             self.status = LayerStatus(int(status))
@@ -453,12 +431,9 @@ class KroneckerBlock:
             self.work = int(work / ranks)
 
     def saved_factors(self) -> dict[str, Tensor]:
-        """The factors of this rank by checkpoint entry.
+        """The factors of this rank by checkpoint entry. They are shared, not copied.
 
-        The tensors are shared, not copied.
-
-        They are zeros before the first statistics; saving does not
-        create the running averages.
+        They are zeros before the first statistics; saving does not create averages.
         """
         factors = self.factors or self._new_factors()
         return dict(factors.entries)
@@ -478,10 +453,7 @@ class KroneckerBlock:
         return factors
 
     def receive_factors(self, entries: Mapping[str, Tensor | None]) -> None:
-        """Replace entries of the averages by those of another rank.
-
-        None stands for a lost one.
-        """
+        """Replace entries by those of another rank; None stands for a lost one."""
         factors = self.ensure_factors()
         for name, value in entries.items():
             if value is not None:
@@ -503,16 +475,13 @@ class KroneckerBlock:
         self.inverse = inverse
 
     def mark_solved(self) -> None:
-        """Record that the ranks that precondition the layer, not only this one, have an inverse."""
+        """Record that all ranks that precondition the layer have an inverse."""
         self.solved = True
         self.no_statistics = False
         self.failures = 0
 
     def count_failed_refresh(self) -> None:
-        """Count a refresh without a valid decomposition.
-
-        The layer keeps its last inverse.
-        """
+        """Count a refresh without a valid decomposition; the last inverse stays."""
         self.no_statistics = False
         self.failures += 1
 
@@ -529,9 +498,9 @@ class KroneckerBlock:
     @property
     def inverse_bytes(self) -> int:
         """Bytes of the inverse on this rank."""
-        return (
-            0 if self.inverse is None else sum(t.nbytes for t in self.inverse.tensors)
-        )
+        if self.inverse is None:
+            return 0
+        return sum(tensor.nbytes for tensor in self.inverse.tensors)
 
 
 # ---------------------------------------------------------------- gradients as matrices
@@ -544,36 +513,30 @@ Gradients: TypeAlias = Callable[[Tensor], Tensor | None]
 def to_matrices(gradients: list[Tensor], layout: Layout) -> Tensor:
     """Concatenate the gradients of equal layers to ``(layers x groups, out, in)``.
 
-    For two Linears with a weight (out, in) and a bias (out,), the views
-    of the gradients are (out, in) and (out, 1), the axis is 1, and the
-    result is (2, out, in + 1).
+    For two Linears with a weight (out, in) and a bias (out,), the views of the
+    gradients are (out, in) and (out, 1), the axis is 1, and the result is
+    (2, out, in + 1).
 
     Args:
-        gradients: The gradients of all parameters of the first layer,
-            then those of the next.
+        gradients: The gradients of all parameters of the first layer, then the next.
         layout: The layout of the layers.
 
     Returns:
-        The matrices. For a layer with one parameter they are a view
-        where that is possible.
+        The matrices. For a layer with one parameter they are a view where possible.
     """
     num_params = len(layout.views)
     has_groups = len(layout.views[0]) > 2
     layers = len(gradients) // num_params
-    views = [
-        g.reshape(view)
-        for g, view in zip(gradients, layout.views * layers, strict=True)
-    ]
+    shapes = layout.views * layers
+    views = [g.reshape(shape) for g, shape in zip(gradients, shapes, strict=True)]
     if layers > 1 and gradients[0].device.type == "cpu":
-        # Stacked first, because products of matrices with distant
-        # rows take twice as long.
+        # Stacked first: products of matrices with distant rows take twice as long.
         columns = [torch.stack(views[i::num_params]) for i in range(num_params)]
-        matrices = (
-            columns[0] if num_params == 1 else torch.cat(columns, layout.axis + 1)
-        )
+        matrices = columns[0]
+        if num_params > 1:
+            matrices = torch.cat(columns, layout.axis + 1)
     else:
-        # Next to each other along the axis, e.g. (out, 2 (in + 1)),
-        # and then split by layer.
+        # Next to each other along the axis, e.g. (out, 2 (in + 1)); then by layer.
         matrices = views[0] if len(views) == 1 else torch.cat(views, layout.axis)
         matrices = matrices.unflatten(layout.axis, (layers, -1)).movedim(layout.axis, 0)
     if has_groups:
@@ -587,8 +550,7 @@ def split_by_parameter(
     """Split the matrices of equal layers, ``(layers x groups, out, in)``, by parameter.
 
     Returns:
-        Views ``(layers, ...)``, one per parameter of a layer. Their elements have the
-        order of the parameter's.
+        Views ``(layers, ...)``, one per parameter of a layer, in its order of elements.
     """
     stacked = matrices.mT if layout.transposed else matrices
     if len(layout.views[0]) > 2:
@@ -632,9 +594,8 @@ class LayerBatch:
         if self._inverse is None or layer_inverses != self._layer_inverses:
             inverses = [inverse for inverse in layer_inverses if inverse is not None]
             entries = [inverse.entries for inverse in inverses]
-            stacks = [
-                stack_in_place(entries, name).flatten(0, 1) for name in entries[0]
-            ]
+            stacks = [stack_in_place(entries, name) for name in entries[0]]
+            stacks = [stack.flatten(0, 1) for stack in stacks]
             self._inverse = inverses[0].with_tensors(stacks)
             self._layer_inverses = layer_inverses
         return self._inverse
@@ -674,10 +635,7 @@ class LayerBatch:
         return to_matrices(gradients, self._layout).to(self._dtype)
 
     def precondition(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        """Apply the inverses to the result of :meth:`gradient`.
-
-        ``dtype``: that of the inverses.
-        """
+        """Apply the inverses, of a dtype, to the result of :meth:`gradient`."""
         return self.inverse.precondition(gradient.to(dtype)).to(gradient.dtype)
 
     def split_layers(self, results: Tensor) -> Sequence[Tensor]:
@@ -701,10 +659,9 @@ class LayerBatch:
 
 
 def per_group(numbers: Sequence[float | Tensor], groups: int, like: Tensor) -> Any:
-    """The number that all layers share; or a tensor with each layer's number for each group.
+    """The number that all layers share, or each layer's number, once for each group.
 
-    Layers may have different numbers of damping if threads began their
-    inversions at different steps.
+    Layers have different damping if threads began their inversions at different steps.
     """
     number = merge_numbers(numbers, like)
     if isinstance(number, Tensor) and number.dim() > 0:
@@ -712,9 +669,8 @@ def per_group(numbers: Sequence[float | Tensor], groups: int, like: Tensor) -> A
     return number
 
 
-# Bytes of gradients in one batch, unless a single layer has more. On a CPU a
-# batch only saves calls, and the results should still be in the cache when the
-# next operation reads them.
+# Bytes of gradients in one batch, unless a single layer has more. On a CPU a batch only
+# saves calls, and its results should stay in the cache for the next operation.
 CPU_LAYER_BATCH_BYTES = 2**20
 LAYER_BATCH_BYTES = 64 * 2**20
 
@@ -727,8 +683,7 @@ def batch_layers(blocks: Iterable[KroneckerBlock]) -> list[LayerBatch]:
     for block in blocks:
         weight = block.weight
         shape = block.shape
-        # Doubly factored layers, which have locations, are few and
-        # wide: no batches of these.
+        # Doubly factored layers, which have locations, are few and wide: no batches.
         own_batch = block if shape.locations else None
         dtypes = (block.work_dtype, weight.dtype)
         keys.append((shape, dtypes, weight.device, block.layout, own_batch))

@@ -1,10 +1,11 @@
-"""Capture pairs of a layer's input x and the gradient d of the layer's output in training passes.
+"""Capture pairs, a layer's input x and its output's gradient d, in training passes.
 
-    forward     ``Capture.observe``, called by a forward hook on the layer, finds the autograd node
-                of the layer's product and registers a ``_NodeHook``, which keeps x.
+    forward     ``Capture.observe``, called by a forward hook on the layer, finds the
+                autograd node of the layer's product and registers a ``_NodeHook``,
+                which keeps x.
     backward    The node runs its ``_NodeHook``, which passes d to ``Capture.take``.
-                ``Capture.take`` hands the pair to the consumer, which adds it to A and G. From a
-                compiled graph, pairs come to ``Capture.receive`` instead.
+                ``Capture.take`` hands the pair to the consumer, which adds it to A and
+                G. From a compiled graph, pairs come to ``Capture.receive`` instead.
 
 The gradient is read on the node and not by a backward hook on the module, because
 such a hook wraps the output in a view, which in-place activations cannot modify.
@@ -141,15 +142,12 @@ class Consumer(Protocol):
         """
 
     def verify(self, module: nn.Module, x: Any, d: Tensor) -> None:
-        """With sampled labels: receive the pair of the user's own loss, to verify the layer."""
+        """Verify a layer by a pair of the user's own loss, if labels are sampled."""
 
 
 @dataclass
 class Gate:
-    """Whether pairs are captured now.
-
-    Compiled graphs with hooks in them guard on it.
-    """
+    """Whether pairs are captured now. Compiled graphs with hooks guard on it."""
 
     open: bool = True
 
@@ -181,7 +179,7 @@ class CaptureHook:
 
     @property
     def __name__(self) -> str:
-        """Raise. torch.jit.script reads a hook's name first, and so shows this message."""
+        """Raise. torch.jit.script reads a hook's name first, and shows the error."""
         raise AttributeError(SCRIPTED)
 
     def __reduce__(self) -> Any:
@@ -210,10 +208,7 @@ class LayerHook(CaptureHook):
         kwargs: dict[str, Any],
         output: Any,
     ) -> Any:
-        """Observe a call.
-
-        Inside a graph, return an output whose backward delivers the pair.
-        """
+        """Observe a call. Inside a graph, return an output that delivers the pair."""
         if is_exporting() or not self.gate.open:
             return None
         if not torch.compiler.is_dynamo_compiling():
@@ -224,9 +219,8 @@ class LayerHook(CaptureHook):
 
         # From here on, Dynamo traces this hook into a graph.
         if hides_products(module):
-            # torch.compiler.disable(module.forward) sets an attribute of the
-            # instance. Such a module runs outside of the graph, where its
-            # products can be observed.
+            # torch.compiler.disable(module.forward) sets an attribute of the instance.
+            # Such a module runs outside of the graph, where its products are visible.
             if "forward" in vars(module):
                 _observe_outside_graph(self, module, args, kwargs, output)
             return None
@@ -234,8 +228,7 @@ class LayerHook(CaptureHook):
         if not compiled_capture.has_pair(module, x, output):
             return None
         if self.sampled:
-            # BeforeModelHook keeps the model out of graphs, but not a
-            # part compiled by itself.
+            # BeforeModelHook keeps the model out of graphs, but not a compiled part.
             _refuse_compiled_part()
         return compiled_capture.capture_output(x, output, self.anchor)
 
@@ -251,10 +244,7 @@ class BeforeModelHook(CaptureHook):
     """The forward pre-hook on the whole model, for sampled labels."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Start a call of the model.
-
-        Inside a graph, break it, so that Python calls the model.
-        """
+        """Start a call of the model, or break the graph so that Python calls it."""
         if is_exporting():
             return
         if torch.compiler.is_dynamo_compiling():
@@ -305,7 +295,7 @@ def _refuse_compiled_part() -> None:
 
 
 def input_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A layer's input in a call: the first positional argument, or else the first keyword tensor.
+    """A layer's input: the first positional argument, or else the first keyword tensor.
 
     The keyword may have any name.
     """
@@ -323,12 +313,9 @@ class _Product(NamedTuple):
     module: nn.Module
     edge: GradientEdge  # the product's output in autograd's graph
     x: Any = None  # the input; None if it must be read from autograd's node
-    # Of the output; the node's gradient may be flattened.
-    shape: torch.Size | None = None
-    # For an in-projection: which of q, k and v, as 0, 1 and 2.
-    qkv: tuple[int, ...] = ()
-    # Of an attention call; joins the pairs of q, k and v.
-    assembly: Assembly | None = None
+    shape: torch.Size | None = None  # of the output; the node may have flattened it
+    qkv: tuple[int, ...] = ()  # for an in-projection: q, k and v as 0, 1 and 2
+    assembly: Assembly | None = None  # joins the pairs of an attention call
 
 
 class _Pass(NamedTuple):
@@ -364,16 +351,15 @@ class _NodeHook:
         self.is_only_product = product.assembly is None  # of the layer's call
         self._sampled: _SampledGradient | None = None
 
-        # A reentrant checkpoint repeats its forward in each backward pass, and
-        # calls backward() inside of it. The pair then belongs to the outer
-        # pass, which is running now.
+        # A reentrant checkpoint repeats its forward in each backward pass, and calls
+        # backward() inside of it. The pair then belongs to the outer pass, which is
+        # running now.
         self._outer_pass = autograd.current_pass()
         self._again = False
         if self._outer_pass != autograd.NO_PASS:
             self._again = autograd.has_earlier_pass(self._outer_pass)
 
-        # How the backward pass reads the input: without an x, from
-        # the node that is running.
+        # How the backward pass reads the input: without an x, from the running node.
         self._read_input: Callable[[], Any] = autograd.read_product_input
         self._is_freed = False
         x = product.x
@@ -392,16 +378,13 @@ class _NodeHook:
         with stage("statistics"):
             capture.take(self, gradient)
         if not autograd.keeps_graph():
-            # Free the input when autograd frees its own, even if the user
-            # keeps the loss. The function that is set here holds no tensor,
-            # and is not called any more.
+            # Free the input when autograd frees its own, even if the user keeps the
+            # loss. The function that is set here holds no tensor, and is not called.
             self._is_freed = True
             self._read_input = autograd.read_product_input
 
     def pair(self, gradient: Tensor) -> tuple[Any, Tensor] | None:
-        """The pair of the layer's call.
-
-        None if the pairs of q, k and v are not complete yet.
+        """The pair of the layer's call; None until q, k and v all have their pairs.
 
         Raises:
             _ChangedInputError: If the input has been changed in place.
@@ -420,7 +403,7 @@ class _NodeHook:
         return x, d
 
     def running_pass(self) -> _Pass:
-        """The backward pass that is running; with a reentrant checkpoint, the outer one."""
+        """The running backward pass; with a reentrant checkpoint, the outer one."""
         if self._outer_pass != autograd.NO_PASS:
             return _Pass(self._outer_pass, self._again)
         number = autograd.current_pass()
@@ -437,14 +420,14 @@ class _NodeHook:
         self._sampled = sampled
 
     def pop_sampled(self) -> _SampledGradient | None:
-        """Return the gradient for sampled labels and forget it, so that it counts once."""
+        """Return and forget the gradient for sampled labels, so that it counts once."""
         sampled = self._sampled
         self._sampled = None
         return sampled
 
 
 def _edge_of(output: Tensor) -> GradientEdge:
-    """The graph edge of the value that a layer returned, which in-place operations do not replace.
+    """The graph edge of a layer's result, which in-place operations do not replace.
 
     With a bias and an input of three or more dimensions, ``nn.Linear`` returns a view
     of its product. An in-place operation on the view gives the view a new node, on
@@ -467,26 +450,24 @@ def _edge_of(output: Tensor) -> GradientEdge:
 class Capture:
     """Captures the pairs of a set of layers and hands them to a consumer.
 
-    With a ``sampler`` the pairs carry the gradients of the loss on sampled
-    labels. These gradients are computed as soon as the forward of the root module
-    returns, and do not touch any parameter's ``.grad``. The pairs are delivered
-    during the user's backward pass.
+    With a ``sampler`` the pairs carry the gradients of the loss on sampled labels.
+    These gradients are computed as soon as the forward of the root module returns, and
+    do not touch any parameter's ``.grad``. The pairs are delivered during the user's
+    backward pass.
 
     Args:
-        consumer: Receives the pairs of the layers that it wants, under
-            ``no_grad`` and without autocast.
+        consumer: Receives the pairs of the layers that it wants, under ``no_grad`` and
+            without autocast.
         sampler: For the sampled Fisher. ``sampler(model_output, call)`` samples labels
             from the model's output and returns their summed negative log-likelihood.
             ``call`` is the value of ``root_calls``.
         fsdp: The parameters of a model that FSDP2 shards.
-        accumulated: Only count the backward passes that accumulate into
-            the layer's parameters.
+        accumulated: Only count backward passes that accumulate into a layer's
+            parameters.
 
     Attributes:
-        gate: Whether pairs are captured in the passes that follow, in
-            compiled graphs as well.
-        missed: For each layer, why one of its pairs did not count, or why
-            it may never have one.
+        gate: Whether pairs are captured from now on, in compiled graphs as well.
+        missed: By layer, why one of its pairs did not count, or why it may have none.
         root_calls: The number of model calls for which labels have been sampled.
     """
 
@@ -517,7 +498,7 @@ class Capture:
         self._sampler = sampler
         self.root_calls = 0
         self._inside_model = False
-        # Of the model's running call.
+        # The hooks of the model's running call.
         self._pending: list[tuple[_NodeHook, GradientEdge]] = []
         # Dynamo's callback (a function, False or None), while the model runs eagerly.
         self._compiler: Any = None
@@ -538,26 +519,20 @@ class Capture:
         self._observed = weakref.WeakSet(layers)
         self._pending.clear()
 
-        # An attention computes the product of its out_proj
-        # itself: its hook serves both.
+        # An attention computes the product of its out_proj. Its hook serves both.
         attention_of: dict[nn.Module, nn.Module] = {}
         for module in root.modules():
             if is_attention(module):
                 attention_of[cast(nn.Module, module.out_proj)] = module
 
-        # A compiled graph does not call the hooks of these layers, so give
-        # the reason in advance.
-        for layer in (
-            *attention_of,
-            *attention_of.values(),
-            *filter(hides_products, layers),
-        ):
+        # A compiled graph does not call the hooks of these layers: give the reason now.
+        hidden = [*attention_of, *attention_of.values()]
+        hidden += [layer for layer in layers if hides_products(layer)]
+        for layer in hidden:
             self.missed.setdefault(layer, COMPILED)
 
-        # Register the hooks that are not there yet.
-        hooked_layers = dict.fromkeys(
-            attention_of.get(layer, layer) for layer in layers
-        )
+        # Register the hooks that are not there yet, one for each layer.
+        hooked_layers = {attention_of.get(layer, layer): None for layer in layers}
         required: list[tuple[nn.Module, type[CaptureHook]]] = []
         required += [(layer, LayerHook) for layer in hooked_layers]
         if self.sampled and layers:
@@ -583,7 +558,7 @@ class Capture:
             self._handles.append(handle)
 
     def detach(self) -> None:
-        """Stop capturing: remove every hook, and forget the pairs that await their gradients."""
+        """Remove every hook, and forget the pairs that await their gradients."""
         remove_handles(self._handles)
         self._hooks.clear()
         self._observed = weakref.WeakSet()
@@ -608,10 +583,7 @@ class Capture:
         kwargs: Mapping[str, Any],
         output: Any,
     ) -> None:
-        """Observe a call of a layer.
-
-        In training passes, hook the nodes of its products.
-        """
+        """Observe a call of a layer: in training passes, hook its products' nodes."""
         if cast(Any, torch.jit).is_tracing():
             return
 
@@ -620,9 +592,8 @@ class Capture:
         candidates = [module]
         if with_attention:
             candidates.append(cast(nn.Module, module.out_proj))
-        layers = [
-            m for m in candidates if m in self._observed and self._consumer.wants(m)
-        ]
+        observed = [layer for layer in candidates if layer in self._observed]
+        layers = [layer for layer in observed if self._consumer.wants(layer)]
         if autograd.inside_functorch():
             self.missed.update(dict.fromkeys(layers, TRANSFORMED))
             return
@@ -631,8 +602,8 @@ class Capture:
         if self.sampled and not self._inside_model:
             return  # no labels will be sampled for a layer that is called on its own
 
-        # Hook the nodes of the products.
-        # A router's logits, an attention's output.
+        # Hook the nodes of the products. A router's logits and an attention's output
+        # come first in a tuple.
         if isinstance(output, tuple) and output:
             output = output[0]
         with stage("statistics"):
@@ -655,12 +626,9 @@ class Capture:
         kwargs: Mapping[str, Any],
         output: Any,
     ) -> list[_Product]:
-        """The product of a layer that is not an attention; empty if the call has no pair."""
-        x: Any = (
-            Routed.from_call(args, kwargs)
-            if is_experts(module)
-            else input_in(args, kwargs)
-        )
+        """The product of any layer but an attention; empty if the call has no pair."""
+        find_input = Routed.from_call if is_experts(module) else input_in
+        x: Any = find_input(args, kwargs)
         if not isinstance(x, (Tensor, Routed)) or not isinstance(output, Tensor):
             self.missed[module] = NOT_TENSORS
             return []
@@ -668,8 +636,8 @@ class Capture:
             return []
         shape = output.shape
         if isinstance(x, Tensor):
-            # A router flattens its input (batch, positions, in): give
-            # the gradient that shape.
+            # A router flattens its input (batch, positions, in). The gradient gets
+            # this shape.
             is_flattened = output.dim() == 2 and x.dim() > 2
             if is_flattened and x.shape[:-1].numel() == len(output):
                 shape = torch.Size([*x.shape[:-1], shape[-1]])
@@ -683,14 +651,13 @@ class Capture:
         kwargs: Mapping[str, Any],
         output: Tensor,
     ) -> list[_Product]:
-        """The products of an attention with its in-projection and with its ``out_proj``."""
+        """The products of an attention with its in-projection and its ``out_proj``."""
         if not output.requires_grad:
             return []
         qkv_inputs, found = find_projections(module, args, kwargs, output, self.fsdp)
         assembly = Assembly(batch=len(qkv_inputs[0]))
 
-        # A non-reentrant checkpoint saves no tensors, and recomputes
-        # them for autograd alone.
+        # A non-reentrant checkpoint recomputes saved tensors, for autograd alone.
         saved_tensor_hooks: Any = autograd.top_saved_tensor_hooks(True)
         is_checkpointed = False
         if saved_tensor_hooks:
@@ -715,13 +682,12 @@ class Capture:
     # ------------------------------------------------------------------ backward passes
 
     def take(self, hook: _NodeHook, gradient: Tensor) -> None:
-        """Pair the gradient that a node received with the node's input, for the consumer."""
+        """Pair the gradient that a node received with the node's input."""
         module = hook.module
         if torch.is_grad_enabled() and gradient.requires_grad:  # with create_graph=True
             gradient.register_hook(hook.note_derivative)
         if not self._counts(module):
-            # With sampled labels, this may be their own pass,
-            # which accumulates nowhere.
+            # With sampled labels this may be their own pass, which accumulates nowhere.
             if not self.sampled:
                 self.missed[module] = NOT_ACCUMULATED
             return
@@ -731,8 +697,8 @@ class Capture:
             else:
                 self._emit(module, hook.pair(gradient), hook.running_pass())
         except _ChangedInputError:
-            # Autograd allows the change if the layer multiplied a copy, as
-            # of a transposed input.
+            # Autograd allows the change if the layer multiplied a copy of its input,
+            # for example of a transposed one.
             self.missed[module] = CHANGED
 
     def _counts(self, module: nn.Module) -> bool:
@@ -740,7 +706,7 @@ class Capture:
         return not self._accumulated or autograd.reaches_parameters(module, self.fsdp)
 
     def _take_sampled(self, hook: _NodeHook, gradient: Tensor) -> None:
-        """In the user's pass, deliver the pair that has the gradient of the sampled labels.
+        """Deliver the pair with the gradient of the sampled labels, in the user's pass.
 
         The user's own gradient serves to verify the layer, unless this is one of
         several products of an attention, whose pairs only come together.
@@ -755,10 +721,7 @@ class Capture:
                 self._consumer.verify(hook.module, x, d)
 
     def note_derivative(self, module: nn.Module) -> None:
-        """Note that a loss depends on the gradient of a layer's output.
-
-        Warn after its pass.
-        """
+        """Note that a loss depends on the gradient of a layer's output; warn later."""
         if module in self._differentiated:
             return
         if not autograd.reaches_parameters(module, self.fsdp):
@@ -778,7 +741,7 @@ class Capture:
         warn(DERIVATIVES.format(names=", ".join(names[:MAX_NAMES])))
 
     def receive(self, module: nn.Module, x: Tensor, gradient: Tensor) -> None:
-        """Receive a pair from the backward of a compiled graph, which will reuse its memory."""
+        """Receive a pair from a compiled graph, which will reuse its memory."""
         if not self._counts(module):
             self.missed[module] = NOT_ACCUMULATED
             return
@@ -787,7 +750,8 @@ class Capture:
         number = autograd.current_pass()
         with stage("statistics"):
             backward_pass = _Pass(number, autograd.has_earlier_pass(number))
-            self._emit(module, (x.clone(), gradient.detach().clone()), backward_pass)
+            pair = (x.clone(), gradient.detach().clone())
+            self._emit(module, pair, backward_pass)
 
     def _emit(
         self, module: nn.Module, pair: tuple[Any, Tensor] | None, backward_pass: _Pass
@@ -803,10 +767,7 @@ class Capture:
     # ------------------------------------------------------------------- sampled labels
 
     def enter_model(self) -> None:
-        """Start a call of the model.
-
-        If pairs are captured, run the call without torch.compile.
-        """
+        """Start a call of the model, without torch.compile if pairs are captured."""
         self._pending.clear()
         self._inside_model = True
         self._compiler = None
@@ -817,7 +778,7 @@ class Capture:
                 warn(RUNS_EAGERLY)
 
     def leave_model(self, model: nn.Module, output: Any) -> None:
-        """End a call of the model: sample labels, and compute the gradients of their loss."""
+        """End a call of the model, and compute the gradients for sampled labels."""
         self._inside_model = False
         pending = self._pending
         self._pending = []
@@ -835,7 +796,7 @@ class Capture:
         pending: Sequence[tuple[_NodeHook, GradientEdge]],
         output: Any,
     ) -> None:
-        """Compute the gradients of the loss on labels sampled from the model's output."""
+        """Sample labels from the output, and keep the gradients of their loss."""
         with torch.autocast(next(model.parameters()).device.type, enabled=False):
             loss = sampler(output, self.root_calls)
         if not loss.requires_grad:

@@ -10,12 +10,12 @@ operator that returns it unchanged and whose derivative delivers the pair:
     forward     output = second_order::capture(x, output, anchor)
     backward    gradient of anchor = second_order::deliver(x, d, anchor), which is 0
 
-``capture`` is composed of operators that Inductor knows, so that it costs no
-copy. ``deliver`` is opaque to Inductor, and runs Python. The anchor is a scalar
-with two purposes. Its value is the number of a hook; because it is an input of
-the graph, blocks of one kind share a graph. And it requires a gradient, which
-makes the call of ``deliver`` an output of the backward graph. Otherwise the call
-would be removed as dead code.
+``capture`` is composed of operators that Inductor knows, so that it costs no copy.
+``deliver`` is opaque to Inductor, and runs Python. The anchor is a scalar with two
+purposes. Its value is the number of a hook; because it is an input of the graph, blocks
+of one kind share a graph. And it requires a gradient, which makes the call of
+``deliver`` an output of the backward graph. Otherwise the call would be removed as dead
+code.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def is_exporting() -> bool:
 
 
 def hides_products(module: nn.Module) -> bool:
-    """Whether a module's matrix products cannot be captured at its output inside a graph."""
+    """Whether a graph hides a module's matrix products from a hook on its output."""
     return is_attention(module) or is_experts(module) or is_router(module)
 
 
@@ -75,17 +75,15 @@ def has_pair(module: nn.Module, x: Any, output: Any) -> bool:
     """Whether a call inside a graph will have a pair."""
     if not torch.is_grad_enabled() or inside_functorch():
         return False
-    if (
-        not isinstance(x, Tensor)
-        or not isinstance(output, Tensor)
-        or not output.requires_grad
-    ):
+    if not isinstance(x, Tensor) or not isinstance(output, Tensor):
+        return False
+    if not output.requires_grad:
         return False
     return any(p is not None and p.requires_grad for p in module._parameters.values())
 
 
 def capture_output(x: Tensor, output: Tensor, anchor: Tensor) -> Tensor:
-    """Return the output, with a derivative that delivers its gradient together with x."""
+    """Return the output, with a derivative that delivers its gradient and x."""
     x = to_compute_dtype(x).detach()
     return cast(Tensor, torch.ops.second_order.capture(x, output, anchor))
 
@@ -131,8 +129,7 @@ _library.impl("deliver", torch.compiler.disable(_deliver), "CompositeExplicitAut
 torch.library.register_fake(
     "second_order::deliver", lambda x, d, anchor: torch.empty_like(anchor), lib=_library
 )
-# `capture` is a composite operator, which compilers decompose. An
-# autograd.Function alone becomes a subgraph of the graph, which
-# DistributedDataParallel's graph splitting refuses.
+# `capture` is a composite operator, which compilers decompose. An autograd.Function
+# alone becomes a subgraph, which DistributedDataParallel's graph splitting refuses.
 _library.define("capture(Tensor x, Tensor output, Tensor anchor) -> Tensor")
 _library.impl("capture", _capture, "CompositeImplicitAutograd")

@@ -4,10 +4,10 @@ A convolution multiplies each patch of its input by the weight. A is therefore a
 over patches, and G is a sum over the locations of the output. The rows of a pair are
 whole images or signals.
 
-A transposed convolution multiplies each location of its input by the weight, and
-adds the products to a patch of its output. It is a Linear whose output is that
-patch. Its bias is added at locations of the output, and is therefore not the
-homogeneous coordinate of A.
+A transposed convolution multiplies each location of its input by the weight, and adds
+the products to a patch of its output. It is a Linear whose output is that patch. Its
+bias is added at locations of the output, and is therefore not the homogeneous
+coordinate of A.
 
 On CPUs, at stride 1 and without groups or dilation, ``patch_second_moment`` computes
 the sum of a aᵀ over the patches a without forming them, which would take k² times the
@@ -18,9 +18,9 @@ memory of the input. The sum is a cross-correlation of the input with itself:
    positions by one row.
 2. Blocks of pairs of taps that start in a corner of the kernel are computed as the
    weight gradients of a convolution. These are 13 of 81 blocks for a 3 x 3 kernel.
-3. Each other block follows from a neighbor: add the row or column at one end of
-   the window, and subtract that at the other ("displacement structure",
-   Kailath, Kung & Morf 1979).
+3. Each other block follows from a neighbor: add the row or column at one end of the
+   window, and subtract that at the other ("displacement structure", Kailath, Kung &
+   Morf 1979).
 
 Because of these differences, rounding errors are relative to the largest block: in
 float32 up to 3e-6 of the largest element, compared with 1e-6 with patches.
@@ -85,9 +85,7 @@ def pad_input(x: Tensor, conv: Convolution) -> Tensor:
 
 
 def extract_patches(x: Tensor, conv: Convolution) -> Tensor:
-    """Extract the patches of ``x``, ``(N, C, *spatial)``.
-
-    A view, unless ``x`` is padded.
+    """Extract the patches of ``x``, ``(N, C, *spatial)``: a view, unless it is padded.
 
     Returns:
         A tensor ``(N, groups, C / groups, *kernel, *output)``. Its dimensions from 2 to
@@ -98,8 +96,8 @@ def extract_patches(x: Tensor, conv: Convolution) -> Tensor:
     for i in range(dims):
         dilation = conv.dilation[i]
         window = dilation * (conv.kernel_size[i] - 1) + 1
-        # unfold appends the window as the last dimension. Every
-        # dilation-th entry is a tap.
+        # unfold appends the window as the last dimension. Every dilation-th entry is a
+        # tap.
         x = x.unfold(2 + i, window, conv.stride[i])[..., ::dilation]
     # (N, C, *output, *kernel) -> (N, C, *kernel, *output)
     output_dims = range(2, 2 + dims)
@@ -112,7 +110,7 @@ def extract_patches(x: Tensor, conv: Convolution) -> Tensor:
 
 
 def patch_second_moment(x: Tensor, kernel: tuple[int, int]) -> Tensor:
-    """Sum the outer products of all patches, over examples and output positions, at stride 1.
+    """Sum the outer products of all patches at stride 1.
 
     Args:
         x: The padded input, ``(N, C, H', W')``.
@@ -129,7 +127,7 @@ def patch_second_moment(x: Tensor, kernel: tuple[int, int]) -> Tensor:
 
 
 def _tap_blocks(x: Tensor, y: Tensor, kernel: tuple[int, int]) -> Tensor:
-    """Compute the blocks of the second moment for all pairs of taps, ``(k₁, k₂, C, k₁, k₂, C)``.
+    """Compute the blocks of all pairs of taps, ``(k₁, k₂, C, k₁, k₂, C)``.
 
     Entry [i', j', a, i, j, b] is the sum of y[a, s + (i, j)] x[b, s + (i', j')] over s.
     ``y`` is x with a sign per example, which is the example's weight in the sum.
@@ -160,9 +158,9 @@ def _tap_blocks(x: Tensor, y: Tensor, kernel: tuple[int, int]) -> Tensor:
 
 
 def _correlation(x: Tensor, y: Tensor, taps: tuple[int, int]) -> Tensor:
-    """Correlate two images: [i', j', a, b] is the sum of y[a, s] x[b, s + (i', j')] over s.
+    """Correlate two images, with shifts (i', j') less than ``taps``.
 
-    i' and j' are less than ``taps``.
+    Entry [i', j', a, b] is the sum of y[a, s] x[b, s + (i', j')] over s.
     """
     channels = x.shape[1]
     examples = max(1, LONGEST_SUM // y[0, 0].numel())
@@ -178,7 +176,7 @@ def _ends(x: Tensor, dim: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _column_change(x: Tensor, y: Tensor, kernel: tuple[int, int]) -> Tensor:
-    """How the blocks of the first row of taps change if both taps move one column to the right.
+    """How the blocks of the first row change if both taps move one column right.
 
     Returns ``(k₁, k₂ - 1, C, k₂ - 1, C)``. Entry [i', j', :, j, :] is the change from
     (j, j') to (j + 1, j' + 1).
@@ -225,19 +223,17 @@ def _row_change(x: Tensor, y: Tensor, kernel: tuple[int, int]) -> Tensor:
     first, last = _ends(y, 2, taps)
     right = as_channels(*_ends(x, 2, taps))
     change = _tap_blocks(right, as_channels(-first, last), (1, kernel[1]))
-    return change.view(kernel[1], taps, channels, kernel[1], taps, channels).movedim(
-        4, 0
-    )
+    change = change.view(kernel[1], taps, channels, kernel[1], taps, channels)
+    return change.movedim(4, 0)
 
 
 def _shift_rows(blocks: Tensor, change: Tensor) -> None:
     """Fill in all blocks from those whose first tap is in the first row."""
     for i in range(blocks.shape[0]):
         if i > 0:
+            previous = blocks[i - 1 : -1, :, :, i - 1]
             out = blocks[i:, :, :, i]
-            torch.add(
-                blocks[i - 1 : -1, :, :, i - 1], change[i - 1 :, :, i - 1], out=out
-            )
+            torch.add(previous, change[i - 1 :, :, i - 1], out=out)
         blocks[:i, :, :, i] = blocks[i, :, :, :i].permute(2, 3, 4, 0, 1)
 
 
@@ -279,15 +275,15 @@ def _gram_without_patches(x: Tensor, conv: Convolution, homogeneous: bool) -> Te
     if not homogeneous:
         return moment
     windows = x.sum(0).unfold(1, height, 1).unfold(2, width, 1)  # (C, k₁, k₂, H, W)
-    return append_ones(
-        moment, windows.sum((-2, -1)).view(1, -1), len(x) * height * width
-    )
+    sums = windows.sum((-2, -1)).view(1, -1)
+    return append_ones(moment, sums, len(x) * height * width)
 
 
 def _to_rows(maps: Tensor, dims: int) -> Tensor:
-    """Reshape maps ``(N, groups, *features, *locations)`` to ``(groups, N x locations, features)``.
+    """Reshape ``(N, groups, *features, *locations)`` to one row per location.
 
-    The copy runs along the locations, which are contiguous in most inputs.
+    The result is ``(groups, N x locations, features)``. The copy runs along the
+    locations, which are contiguous in most inputs.
     """
     columns = maps.movedim(0, -dims - 1)
     return columns.reshape(len(columns), maps.shape[2:-dims].numel(), -1).mT
@@ -321,18 +317,15 @@ class ConvolutionKind(LayerKind):
     def statistics(
         self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions
     ) -> PairStatistics:
-        """Compute the sums of a pair ``(N, channels, *spatial)``.
-
-        A single example has no N.
-        """
+        """Compute the sums of a pair ``(N, channels, *spatial)``, or without N."""
         conv = cast(Convolution, module)
         dims = len(conv.kernel_size)
         spatial = tuple(range(-dims, 0))
         x, d = _add_batch_dim(x, d, dims)
         is_reduced = options.approximation == "reduce"
-        avoids_patches = (
-            not is_reduced and not self.transposed and _avoids_patches(conv, d)
-        )
+        avoids_patches = False
+        if not is_reduced and not self.transposed:
+            avoids_patches = _avoids_patches(conv, d)
 
         # Maps of the inputs and of the gradients, (N, groups, *features, *locations).
         if self.transposed:

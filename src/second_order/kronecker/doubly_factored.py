@@ -1,4 +1,4 @@
-"""Doubly factored Linears, whose input is a flattened feature map (Ba et al. 2017, section 4).
+"""Doubly factored Linears, whose input is a flattened feature map.
 
 The input of an example is a matrix of channels by locations. Its best rank-one
 approximation is ψ κᵀ, which splits the largest singular value σ evenly: ψ and κ have
@@ -6,8 +6,10 @@ the norm √σ. The block is
 
     F ≈ E[ψ ψᵀ] ⊗ E[κ κᵀ] ⊗ E[d dᵀ], stored as A, L and G.
 
-With one location the block is not that of K-FAC: ‖κ‖² = σ is
-averaged separately from ψ ψᵀ.
+With one location the block is not that of K-FAC: ‖κ‖² = σ is averaged separately from
+ψ ψᵀ.
+
+Source: Ba et al. 2017, section 4.
 """
 
 from __future__ import annotations
@@ -43,8 +45,7 @@ def rank_one(x: Tensor) -> tuple[Tensor, Tensor]:
         kappa, psi = rank_one(x.mT)
         return psi, kappa
 
-    # Scale each matrix to the size 1, so that its squares neither
-    # overflow nor underflow.
+    # Scale each matrix to the size 1, so that its squares do not overflow or underflow.
     size = x.abs().amax((1, 2), keepdim=True)
     scaled = x / torch.where(size > 0, size, 1.0)
 
@@ -60,7 +61,7 @@ def rank_one(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class DoublyFactored(Linear):
-    """The weight of a Linear whose input was flattened from ``(channels, locations)``.
+    """A Linear whose input was flattened from ``(channels, locations)``.
 
     Its bias has its own block.
     """

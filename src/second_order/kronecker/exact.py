@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -45,13 +46,12 @@ CHANNELS_SECOND = (*CONVOLUTIONS, *BATCH_NORMS, nn.GroupNorm)
 
 @dataclass(frozen=True)
 class Gain:
-    """The rule of a class whose output is ``gain * factor(x)``, plus a bias if it has one.
+    """The rule of a class whose output is ``gain * factor(x)``, or that plus a bias.
 
     Attributes:
-        factor: Computes the tensor that the gain multiplies, from
-            the module and its input.
-        weight: Name of the gain, which has the shape of the last
-            dimensions of the output.
+        factor: Computes the tensor that the gain multiplies, from the module and its
+            input.
+        weight: Name of the gain, which has the shape of the output's last dimensions.
         bias: Name of the bias, in the shape of the gain. None: there is none.
         same_shape: Input and output have the same shape.
     """
@@ -83,7 +83,7 @@ def _batch_normalized(module: nn.BatchNorm2d, x: Tensor) -> Tensor:
 
 
 def _assumed_normalized(module: nn.Module, x: Tensor) -> Tensor:
-    """Normalize as a LayerNorm if the module has a bias, and as an RMSNorm if it has none."""
+    """Normalize as a LayerNorm if the module has a bias, or else as an RMSNorm."""
     eps = 1e-6
     for name in ("variance_epsilon", "eps", "epsilon"):
         value = getattr(module, name, None)
@@ -102,17 +102,15 @@ GAINS: dict[type[nn.Module], Gain | None] = {
     nn.RMSNorm: Gain(_rms_normalized),
     nn.GroupNorm: Gain(_group_normalized),
     **dict.fromkeys(BATCH_NORMS, Gain(_batch_normalized)),
-    # SyncBatchNorm divides by the variance over all processes, which
-    # no single process knows.
+    # SyncBatchNorm divides by the variance over all processes, which one does not know.
     nn.SyncBatchNorm: None,
     **dict.fromkeys(INSTANCE_NORMS),
 }
-"""The rules by class, including the classes that users register. None: a
-norm without a rule."""
+"""The rules by class, also of classes that users register. None: a norm without one."""
 
 
 def gain_of(module: nn.Module) -> Gain | None:
-    """Find the rule of a module whose gain and bias can have an exact block; None for others.
+    """Find the rule of a module's gain and bias; None if they have no exact block.
 
     An unknown class with "norm" in its name is assumed to normalize the last dimension.
     Its first statistics verify this.
@@ -134,7 +132,7 @@ def gain_of(module: nn.Module) -> Gain | None:
 
 
 class ExactBlock(KroneckerBlock):
-    """The exact curvature of the gain and bias of a norm layer, or of the bias of any layer.
+    """The exact curvature of a norm layer's gain and bias, or of any layer's bias.
 
     Args:
         name: Name of the module.
@@ -154,12 +152,9 @@ class ExactBlock(KroneckerBlock):
     ) -> None:
         self.max_dim = max_dim
         self.gain = gain_of(module)
-        # Keep the names of the parameters, because FSDP2 replaces the
-        # objects during a pass.
-        own = module._parameters.items()
-        self._param_names = [
-            next(name for name, other in own if other is p) for p in params
-        ]
+        # Keep the parameters' names, because FSDP2 replaces the objects during a pass.
+        name_of = {p: name for name, p in module._parameters.items()}
+        self._param_names = [name_of[p] for p in params]
         super().__init__([name], [module], None, factor_dtype, params=params)
         # The weight of the module has a block with the module's name.
         if self.gain is None:
@@ -176,7 +171,7 @@ class ExactBlock(KroneckerBlock):
         return any(self.training)
 
     def reset_if_changed(self) -> None:
-        """Reset the statistics if other parameters train now, even if they have the same size."""
+        """Reset the statistics if other parameters train now, even of the same size."""
         if self.trainable and self._staged_for != self.training:
             self._reset(self.staged.dropped)
         super().reset_if_changed()
@@ -196,29 +191,22 @@ class ExactBlock(KroneckerBlock):
         return rows[:, : p.numel()].sum(0).view(p.shape)
 
     def fits_pair(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
-        """Whether the shapes of a pair agree with the layer.
-
-        A registered gain accepts all.
-        """
-        # An assumed norm normalizes the last dimension.
-        if (
-            self.gain is ASSUMED_NORM
-            and x.shape[-1:] != cast(Tensor, module.weight).shape
-        ):
-            return False
+        """Whether the shapes of a pair agree. A registered gain accepts all shapes."""
+        if self.gain is ASSUMED_NORM:
+            # It normalizes the last dimension.
+            weight = cast(Tensor, module.weight)
+            if x.shape[-1:] != weight.shape:
+                return False
         if self.gain is None or not self.gain.same_shape:
             return True
         return x.shape == d.shape
 
     def _current_shape(self) -> FactorShape:
         size = sum(p.numel() for p in self.params or self.all_params)
+        exact_shape = partial(FactorShape, in_dim=1, diagonal_a=True, exact=True)
         if size > self.max_dim:
-            return FactorShape(
-                groups=size, in_dim=1, out_dim=1, diagonal_a=True, exact=True
-            )
-        return FactorShape(
-            groups=1, in_dim=1, out_dim=size, diagonal_a=True, exact=True
-        )
+            return exact_shape(groups=size, out_dim=1)
+        return exact_shape(groups=1, out_dim=size)
 
     def statistics(
         self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions
@@ -249,7 +237,7 @@ class ExactBlock(KroneckerBlock):
     def _example_gradients(
         self, module: nn.Module, x: Tensor, d: Tensor, approximation: Approximation
     ) -> Tensor:
-        """Compute ĝ of each example, ``(examples, entries)``, for the parameters that train now."""
+        """Compute ĝ of each example for the trainable parameters: a row per example."""
         gain = self.gain
         gradients: list[Tensor] = []
         for name, trains in zip(self._param_names, self.training, strict=True):

@@ -1,9 +1,9 @@
-"""Fused experts: modules that hold the weights of all their experts in two 3-D parameters.
+"""Fused experts: modules with the weights of all their experts in two 3-D parameters.
 
-    is_experts, is_router   recognize the modules by the attributes that transformers gives them
-    Routed                  the input of a call: tokens, and the experts that each token goes to
-    Routed.pairs            the rows of inputs and gradients of both products, sorted by expert
-    ExpertsKind             the layer kind of one of the two weights, with one group per expert
+    is_experts, is_router   recognize the modules by the attributes of transformers
+    Routed                  the input of a call: tokens, and the experts of each token
+    Routed.pairs            rows of both products' inputs and gradients, by expert
+    ExpertsKind             the layer kind of one of the weights: a group per expert
 
 Such a module is called with hidden states ``(tokens, in)``, and with the experts of
 each token and their weights, both ``(tokens, k)``, as transformers'
@@ -18,9 +18,9 @@ A is a mean over the tokens of the expert. G is a mean over all tokens, because 
 expert with fewer tokens has a smaller curvature. A step without a token for e leaves
 A_e as it is, and adds zeros to G_e.
 
-The rows are recomputed from the module's input and the gradient of its output.
-They therefore do not depend on the implementation that the model runs, or on
-what a checkpoint saves.
+The rows are recomputed from the module's input and the gradient of its output. They
+therefore do not depend on the implementation that the model runs, or on what a
+checkpoint saves.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def is_router(module: nn.Module) -> bool:
-    """Whether a module is the router of fused experts, in the form that transformers defines."""
+    """Whether a module is a router of fused experts, in the form of transformers."""
     weight = module._parameters.get("weight")
     sizes = [getattr(module, name, None) for name in ROUTER_SIZES]
     return weight is not None and list(weight.shape) == sizes
@@ -74,8 +74,7 @@ class ExpertRows(NamedTuple):
     """Inputs of the two products, or gradients of their outputs, sorted by expert.
 
     Attributes:
-        by_weight: The rows by the name of the weight, ``(rows,
-            in)`` or ``(rows, out)``.
+        by_weight: The rows by the weight's name, ``(rows, in)`` or ``(rows, out)``.
         tokens: The index of each row's token, ``(rows,)``.
         counts: Number of rows of each expert.
     """
@@ -122,9 +121,8 @@ class Routed:
         The hidden states come first. The experts are integers and the weights are
         floats, in whichever order.
         """
-        tensors = [
-            value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)
-        ]
+        values = (*args, *kwargs.values())
+        tensors = [value for value in values if isinstance(value, Tensor)]
         if len(tensors) != 3:
             return None
         hidden = tensors[0]
@@ -138,10 +136,7 @@ class Routed:
     def save(
         self, save: Callable[[Tensor], Callable[[], Tensor]]
     ) -> Callable[[], Routed]:
-        """Save each tensor with a function of it.
-
-        Returns a function that reads them.
-        """
+        """Save each tensor with ``save``, and return a function that reads them."""
         read_hidden = save(self.hidden)
         read_index = save(self.index)
         read_weights = save(self.weights)
@@ -176,9 +171,8 @@ class Routed:
         first_output = _multiply(module, first, x, counts)
         by_weight = {first: x, second: _activate(module, first_output)}
         weights = self.weights[token, slot].unsqueeze(1)
-        return RoutedProducts(
-            ExpertRows(by_weight, token, counts), first_output, weights
-        )
+        inputs = ExpertRows(by_weight, token, counts)
+        return RoutedProducts(inputs, first_output, weights)
 
     def pairs(
         self, module: nn.Module, d: Tensor, mask: Tensor | None = None
@@ -198,8 +192,8 @@ class Routed:
         first, second = inputs.by_weight
         counts = inputs.counts
 
-        # Backward through the weighted sum, the norm, the second
-        # product and the activation.
+        # Backward through the weighted sum, the norm, the second product and the
+        # activation.
         second_d = (d[inputs.tokens] * weights).to(inputs.by_weight[first].dtype)
         if getattr(module, "has_post_expert_norm", False):
             second_output = _multiply(module, second, inputs.by_weight[second], counts)
@@ -208,9 +202,8 @@ class Routed:
         activation_d = _multiply(module, second, second_d, counts, backwards=True)
         first_d = _backpropagate(partial(_activate, module), first_output, activation_d)
 
-        gradients = ExpertRows(
-            {first: first_d, second: second_d}, inputs.tokens, counts
-        )
+        d_by_weight = {first: first_d, second: second_d}
+        gradients = ExpertRows(d_by_weight, inputs.tokens, counts)
         self._pairs = inputs, gradients
         return self._pairs
 
@@ -277,11 +270,10 @@ class ExpertsKind(LayerKind):
         self, module: nn.Module, x: Any, d: Tensor, options: PairOptions
     ) -> PairStatistics:
         inputs, gradients = x.pairs(module, d, options.row_mask.mask)
-        a = [
-            gram(rows.unsqueeze(0), options.has_bias)
-            for rows in self._by_expert(inputs, d)
-        ]
-        g = [gram(rows.unsqueeze(0)) for rows in self._by_expert(gradients, d)]
+        x_by_expert = self._by_expert(inputs, d)
+        d_by_expert = self._by_expert(gradients, d)
+        a = [gram(rows.unsqueeze(0), options.has_bias) for rows in x_by_expert]
+        g = [gram(rows.unsqueeze(0)) for rows in d_by_expert]
         counts = torch.tensor(inputs.counts, dtype=d.dtype, device=d.device)
         return PairStatistics(
             factors={"A": torch.cat(a), "G": torch.cat(g)},
@@ -303,9 +295,8 @@ class ExpertsKind(LayerKind):
 
     def _by_expert(self, rows: ExpertRows, d: Tensor) -> Sequence[Tensor]:
         """The rows of each expert, in the dtype of d."""
-        by_expert: Sequence[Tensor] = (
-            rows.by_weight[self.weight].to(d.dtype).split(rows.counts)
-        )
+        all_rows = rows.by_weight[self.weight].to(d.dtype)
+        by_expert: Sequence[Tensor] = all_rows.split(rows.counts)
         return by_expert
 
 

@@ -1,15 +1,15 @@
 """Sum a layer's statistics over one step, and average them over the steps.
 
-    pair    ``add_pairs`` adds the sums of each captured pair to those of its backward pass.
-    pass    ``close_pass`` adds the sums of a pass to those of the step, when the pass is over and
-            the number of its loss terms is known.
-    step    ``collect_sums`` returns the sums of the step, which the ranks then all-reduce.
+    pair    ``add_pairs`` adds the sums of each captured pair to those of its pass.
+    pass    ``close_pass`` adds the sums of a pass to those of the step, when the pass
+            is over and the number of its loss terms is known.
+    step    ``collect_sums`` returns the sums of the step, which the ranks all-reduce.
             ``update_running_averages`` adds them to the running averages.
 
-With W = 0 at first, a statistic x updates its average X by ``W <- β W + 1`` and
-then ``X <- X + (x - X) / W``. X is the exponential moving average divided by 1 -
-βᵗ, as in Adam. Every decision is a tensor operation, so that no update
-synchronizes with the device.
+With W = 0 at first, a statistic x updates its average X by ``W <- β W + 1`` and then
+``X <- X + (x - X) / W``. X is the exponential moving average divided by 1 - βᵗ, as in
+Adam. Every decision is a tensor operation, so that no update synchronizes with the
+device.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ __all__ = [
 MAX_GROWTH = 2.0**64
 
 Reduction: TypeAlias = Literal["mean", "sum", "step_mean"]
-"""How a loss is reduced: mean or sum over its pass's terms, or divided by
-the terms of the step."""
+"""How a loss is reduced: mean or sum over its pass's terms, or divided by the terms of
+the step."""
 
 
 @dataclass
@@ -71,12 +71,11 @@ class StatisticsSums:
         [N | rows | means of A: group 0, group 1 | means of G: group 0, group 1]
 
     Attributes:
-        factors: By factor name, the sum over examples, stored as
-            the running average is.
-        head: N, the number of loss terms. Then the number of data rows that A
-            sums over. Then the sums of the mean eigenvalues: of A's groups, of
-            G's, of L's. Then the number of rows of each group, if the groups have
-            examples of their own.
+        factors: By factor name, the sum over examples, stored as the average is.
+        head: N, the number of loss terms. Then the number of data rows that A sums
+            over. Then the sums of the mean eigenvalues: of A's groups, of G's, of L's.
+            Then the number of rows of each group, if the groups have examples of their
+            own.
     """
 
     factors: dict[str, Tensor]
@@ -88,8 +87,7 @@ class PassSums:
     """A layer's sums of a pair, of a pass or of the passes of a step.
 
     Attributes:
-        factors: By factor name, the sum over examples, stored as
-            the running average is.
+        factors: By factor name, the sum over examples, stored as the average is.
         record: The head of :class:`StatisticsSums` without N, which is known later.
     """
 
@@ -98,7 +96,7 @@ class PassSums:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The factors and the record, in an order that is the same for all sums of a layer."""
+        """The factors and the record, in one order for all sums of a layer."""
         return [*self.factors.values(), self.record]
 
 
@@ -106,7 +104,7 @@ class PassSums:
 
 
 class StagedStatistics:
-    """A layer's sums over the pairs of one step, which the next step adds to the averages.
+    """A layer's sums over the pairs of a step, until the next step averages them.
 
     The sums of a pass stay separate until it is over, when the number of its loss terms
     is known. They are stored as the running averages are (packed), so that full
@@ -117,14 +115,12 @@ class StagedStatistics:
         device: The device of the sums.
         factor_dtype: The dtype in which :func:`collect_sums` returns the factors.
         dtype: The dtype of the sums: float32 at least.
-        dropped: Number of pairs dropped so far: a statistic was
-            non-finite or close to overflow.
+        dropped: Number of pairs dropped so far, because a statistic was non-finite or
+            close to overflow.
         pairs: Number of pairs since the last :meth:`clear`.
         work: Number of operations of the layer in their passes.
-        verification: The comparison of the pairs with the weight's
-            gradient, if there is one.
-        cleared_at: A serial number. Passes that began after the last
-            :meth:`clear` have larger ones.
+        verification: The comparison of the pairs with the weight's gradient, if any.
+        cleared_at: A serial number, smaller than those of passes after :meth:`clear`.
     """
 
     def __init__(
@@ -144,10 +140,8 @@ class StagedStatistics:
         self.work = 0
         self.cleared_at = next_serial()
         self._total: PassSums | None = None  # of the passes that are over
-        # Of the passes that are running, by number.
-        self._open: dict[int, PassSums] = {}
-        # By pass: whether it was the first through a forward.
-        self._is_first: dict[int, bool] = {}
+        self._open: dict[int, PassSums] = {}  # of the running passes, by number
+        self._is_first: dict[int, bool] = {}  # by pass: is it a forward's first?
 
     def ensure_verification(self) -> Verification:
         """Return :attr:`verification`, and create it on first use."""
@@ -191,10 +185,7 @@ class StagedStatistics:
         self.pairs += 1
 
     def open_sums(self, pass_id: int, first: PassSums) -> PassSums:
-        """The sums of a running pass.
-
-        If it has none yet, ``first`` becomes its sums.
-        """
+        """The sums of a running pass. ``first`` becomes its sums if it has none."""
         return self._open.setdefault(pass_id, first)
 
     def end_sums(self, pass_id: int) -> tuple[PassSums | None, PassSums | None]:
@@ -233,7 +224,7 @@ class PairSums(NamedTuple):
 
 
 def is_far_from_overflow(numbers: Tensor) -> Tensor:
-    """Return which numbers of new statistics are finite and far from the largest of their dtype.
+    """Return which numbers of new statistics are finite, with room to grow.
 
     Later they are multiplied by up to N² and n, and added over passes and ranks.
     """
@@ -241,7 +232,7 @@ def is_far_from_overflow(numbers: Tensor) -> Tensor:
 
 
 def count_dropped(layers: Sequence[StagedStatistics], dropped: Tensor) -> None:
-    """Add to the layers' counts of dropped pairs, ``(layers,)``, without reading a device."""
+    """Add to the layers' counts of dropped pairs, ``(layers,)``; reads no device."""
     counts = dropped.to(torch.int64).unbind()
     torch._foreach_add_([staged.dropped for staged in layers], counts)
 
@@ -299,8 +290,7 @@ def close_pass(
             if isinstance(terms, Tensor):
                 square = terms.to(device, dtype) ** 2
             elif device.type == "cpu":
-                # A CPU takes a third of the time if the number is a
-                # tensor of the same dtype.
+                # A tensor of the same dtype takes a third of the time on a CPU.
                 square = torch.tensor(float(terms) ** 2, dtype=dtype, device=device)
             else:
                 square = float(terms) ** 2
@@ -324,9 +314,9 @@ def collect_sums(
 ) -> list[StatisticsSums]:
     """Return the sums of a step by layer, which the caller adds over ranks.
 
-    A module that is used k times in a pass has k times as many rows. A is then
-    the mean over its uses, and G is their sum (the lumped statistics of Ba et
-    al. 2017, appendix C).
+    A module that is used k times in a pass has k times as many rows. A is then the mean
+    over its uses, and G is their sum (the lumped statistics of Ba et al. 2017, appendix
+    C).
 
     Args:
         layers: The layers' staged statistics.
@@ -352,9 +342,8 @@ def collect_sums(
         else:
             stacked_heads[:, 0] = merge_numbers([terms[i] for i in group], stack)
 
-        # Gradients of a loss that was divided by k are 1/k of the loss's own.
-        # The A of a gradient-factored layer is not scaled: the running
-        # average gives it the trace 1.
+        # Gradients of a loss that was divided by k are 1/k of the loss's own. The A of
+        # a gradient-factored layer is not scaled: its average gives it the trace 1.
         if micro_batches > 1:
             square = float(micro_batches**2)
             places = _places_of_means(layers[group[0]].shape, "G", before=2)
@@ -378,8 +367,7 @@ def _places_of_means(shape: FactorShape, factor_name: str, before: int = 1) -> s
     Args:
         shape: Sizes of the layer's factors.
         factor_name: The name of the factor.
-        before: How many numbers precede all mean eigenvalues: 1 in
-            a record, 2 in a head.
+        before: How many numbers precede the means: 1 in a record, 2 in a head.
     """
     start = before + shape.groups * shape.factor_names.index(factor_name)
     return slice(start, start + shape.groups)
@@ -388,7 +376,7 @@ def _places_of_means(shape: FactorShape, factor_name: str, before: int = 1) -> s
 def scale_to_one_term(
     sums: Sequence[StatisticsSums], shapes: Sequence[FactorShape], share: Tensor | float
 ) -> list[StatisticsSums]:
-    """Return the sums with G scaled to one term, for losses that were divided by N of the step.
+    """Scale G to one term, for losses that were divided by N of the step.
 
     Args:
         sums: The sums over all ranks.
@@ -433,9 +421,9 @@ class KroneckerFactors:
     Attributes:
         shape: Sizes of the layer's factors.
         dtype: The dtype in which the factors are stored.
-        entries: By their names in a checkpoint: the factors that this rank
-            owns, and :attr:`weight`, :attr:`means` and :attr:`examples`. A
-            lost factor has no entry.
+        entries: By their names in a checkpoint: the factors that this rank owns, and
+            :attr:`weight`, :attr:`means` and :attr:`examples`. A lost factor has no
+            entry.
     """
 
     def __init__(
@@ -447,9 +435,8 @@ class KroneckerFactors:
     ) -> None:
         self.shape = shape
         self.dtype = dtype
-        zeros = partial(
-            torch.zeros, dtype=torch.promote_types(dtype, torch.float32), device=device
-        )
+        small_dtype = torch.promote_types(dtype, torch.float32)
+        zeros = partial(torch.zeros, dtype=small_dtype, device=device)
         self.entries = {
             "average_weight": zeros(()),
             "mean_eigenvalues": zeros((shape.record_size, shape.groups)),
@@ -467,7 +454,7 @@ class KroneckerFactors:
 
     @property
     def weight(self) -> Tensor:
-        """W, the weight of the average (see the top of this file), a scalar; at first 0."""
+        """W, the weight of the average (top of this file), a scalar; at first 0."""
         return self.entries["average_weight"]
 
     @property
@@ -477,7 +464,7 @@ class KroneckerFactors:
 
     @property
     def means(self) -> Tensor:
-        """The mean eigenvalues of A and G, averaged as the factors are, ``(2, groups)``.
+        """The averages of the mean eigenvalues of A and G, ``(2, groups)``.
 
         ``(3, 1)`` if the layer also has L. ``(3, groups)`` if the groups have examples
         of their own; the last row is then each group's share of the examples.
@@ -514,8 +501,8 @@ def update_running_averages(
     Args:
         averages: The averages of each layer.
         sums: The sums of each layer over all ranks. Their tensors may be overwritten.
-        decay: β, which multiplies the weight W of all earlier updates.
-            This update has weight 1.
+        decay: β, which multiplies the weight W of all earlier updates. This update has
+            weight 1.
     """
     # Layers whose small tensors have one shape are updated together.
     keys: list[object] = []
@@ -546,7 +533,7 @@ def _update(
     run_lengths: Sequence[int],
     decay: float,
 ) -> None:
-    """Update the averages of layers with one key, in which equal shapes form consecutive runs."""
+    """Update layers with one key, in which equal shapes form consecutive runs."""
     shape = averages[0].shape
     entries = [layer.entries for layer in averages]
     heads = as_stack([layer_sums.head for layer_sums in sums])
@@ -573,9 +560,8 @@ def _update(
     stack_in_place(entries, "examples").lerp_(examples.to(weight.dtype), step)
 
     # The mean eigenvalues. A and L are means over rows, G is a mean over terms.
-    counts = torch.stack(
-        [terms if name == "G" else examples for name in shape.factor_names], 1
-    )
+    names = shape.factor_names
+    counts = torch.stack([terms if name == "G" else examples for name in names], 1)
     if shape.routed:
         counts = torch.cat([counts, examples.unsqueeze(1)], 1)
     counts = counts.clamp_min(1.0)
@@ -590,7 +576,7 @@ def _update(
     average.lerp_(new_means, steps)
 
     # The factors, (layers, groups, elements) each.
-    for column, name in enumerate(shape.factor_names):
+    for column, name in enumerate(names):
         if name not in entries[0]:
             continue
         counts_of_factor = counts[:, column].view(-1, 1, 1)
@@ -605,7 +591,7 @@ def _update(
             start += length
             average = stack_in_place(entries[run], name)
             total = as_stack([layer_sums.factors[name] for layer_sums in sums[run]])
-            # So that a narrow mean is rounded only once, at the end.
+            # A narrow mean is rounded only once, at the end.
             mean = total.to(counts.dtype)
             if unit_trace is not None and name == "A":
                 mean.mul_(_expand_to(unit_trace[run], mean))
@@ -616,7 +602,7 @@ def _update(
 
 
 def _expand_to(numbers: Tensor, stack: Tensor) -> Tensor:
-    """Append dimensions of size 1, so that numbers broadcast to the slices of a stack."""
+    """Append dimensions of size 1, so that numbers broadcast to a stack's slices."""
     return numbers.reshape(*numbers.shape, *[1] * (stack.dim() - numbers.dim()))
 
 
@@ -636,14 +622,12 @@ def _average_routed(shares: Tensor, new_shares: Tensor, step: Tensor) -> _Routed
     mean over the expert's new examples.
 
     Args:
-        shares: Running average of each expert's share of the
-            examples, ``(layers, groups)``.
+        shares: Average of each expert's share of the examples, ``(layers, groups)``.
         new_shares: Its share of this step's examples.
         step: The step of the average of shares, ``(layers, 1)``.
     """
     after = torch.lerp(shares, new_shares, step)
     seen = new_shares > 0
     scale = torch.where(seen, 1.0 / new_shares.where(seen, 1.0), 0.0)
-    return _Routed(
-        scale, torch.where(seen, step * new_shares / after.where(seen, 1.0), 0.0)
-    )
+    step_of_a = torch.where(seen, step * new_shares / after.where(seen, 1.0), 0.0)
+    return _Routed(scale, step_of_a)

@@ -37,9 +37,8 @@ def _bernoulli(output: Tensor, generator: torch.Generator) -> Tensor:
     with torch.no_grad():
         uniform = torch.empty_like(output).uniform_(generator=generator)
         labels = (uniform < output.sigmoid()).to(output.dtype)
-    return nn.functional.binary_cross_entropy_with_logits(
-        output, labels, reduction="sum"
-    )
+    cross_entropy = nn.functional.binary_cross_entropy_with_logits
+    return cross_entropy(output, labels, reduction="sum")
 
 
 def _gaussian(output: Tensor, generator: torch.Generator) -> Tensor:
@@ -57,7 +56,7 @@ LIKELIHOODS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 
 
 def sampled_loss(output: Any, likelihood: Likelihood, seed: int) -> Tensor:
-    """Sample labels from a model's output, and compute their summed negative log-likelihood.
+    """Sample labels from a model's output, and sum their negative log-likelihoods.
 
     Args:
         output: A tensor, a mapping or an object with ``logits``, or a tuple whose first
@@ -76,8 +75,7 @@ def sampled_loss(output: Any, likelihood: Likelihood, seed: int) -> Tensor:
     if callable(likelihood):
         return likelihood(output)
     logits = logits_of(output)
-    # Sample in float32 at least: probabilities from half-precision
-    # logits are too coarse.
+    # In float32 at least: probabilities from half-precision logits are too coarse.
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     generator = torch.Generator(logits.device).manual_seed(seed)
     return LIKELIHOODS[likelihood](logits, generator)
@@ -106,7 +104,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 class LabelSampler:
-    """Samples labels with a seed that is a function of the step, the pass and the rank."""
+    """Samples labels with a seed that depends on the step, the pass and the rank."""
 
     def __init__(self, likelihood: Likelihood, rank: int) -> None:
         self._likelihood = likelihood
@@ -120,10 +118,7 @@ class LabelSampler:
         self._step = step
 
     def __call__(self, output: Any, call: int) -> Tensor:
-        """Return the loss on sampled labels.
-
-        ``call`` counts the passes of the training run.
-        """
+        """Return the loss on sampled labels. ``call`` counts the run's passes."""
         if self._sampled_step != self._step:
             self._sampled_step = self._step
             self._first_call = call

@@ -1,4 +1,4 @@
-"""Gradient-factored blocks: factors of matrices without a layer kind, from their gradients alone.
+"""Gradient-factored blocks: factors of matrices from their gradients alone.
 
 Let M, ``(out, in)``, be the mean gradient of a step. The factors are M Mᵀ and Mᵀ M, as
 in Shampoo (Gupta et al. 2018) and SOAP (Vyas et al. 2024). The block is their product
@@ -41,7 +41,7 @@ __all__ = ["GradientBlock", "gradient_sums", "matrix_shape"]
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Fold a tensor's shape into rows and columns, where the factors cost the least to invert.
+    """Fold a tensor's shape into rows and columns, with the cheapest inversion.
 
     A convolution's ``(out, in, *kernel)`` usually becomes ``(out, in x kernel)``, and a
     stack of matrices ``(experts, in, out)`` becomes ``(experts x in, out)``.
@@ -51,7 +51,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 class GradientBlock(KroneckerBlock):
-    """A parameter of two or more dimensions, with factors computed from its gradient, not by hooks.
+    """A parameter of two or more dimensions, with factors from its gradient, not hooks.
 
     Args:
         name: Name of the parameter.
@@ -103,8 +103,8 @@ def gradient_sums(
     Args:
         blocks: The blocks.
         examples: Number of examples in the step.
-        scale: The factor that brings M Mᵀ to the scale of an example, which is N
-            if the loss is a mean.
+        scale: The factor that brings M Mᵀ to the scale of an example: N if the loss is
+            a mean.
     """
     sums: dict[KroneckerBlock, StatisticsSums] = {}
     for block in blocks:
@@ -124,8 +124,8 @@ def _block_sums(
     matrix = to_matrices([cast(Tensor, block.weight.grad)], block.layout).to(dtype)
     square_norm = matrix.square().sum()
 
-    # Zero the gradient if its products could overflow or lose precision. The
-    # host does not read it.
+    # Zero the gradient if its products could overflow or lose precision, without a
+    # device read.
     limits = torch.finfo(dtype)
     is_finite = is_far_from_overflow(square_norm * scale)
     count_dropped([block.staged], ~is_finite.view(1))

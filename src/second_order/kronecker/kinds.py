@@ -5,15 +5,15 @@ up the module's class in ``KINDS`` and in ``OTHER_PACKAGES``. ``register_layer``
 user's class to ``KINDS``, or to ``GAINS`` if it multiplies its input by a vector. The
 kinds of this file are
 
-| kind                      | weight            | A                       | G                      |
-|---------------------------|-------------------|-------------------------|------------------------|
-| transposed linear         | (in, out)         | inputs                  | gradients              |
-| attention's in-projection | (3 E, E)          | inputs of q, of k, of v | gradients of q, k, v   |
-| tied embedding and output | (entries, width)  | entries, a diagonal     | width                  |
+| kind                   | weight           | A                 | G                    |
+|------------------------|------------------|-------------------|----------------------|
+| transposed linear      | (in, out)        | inputs            | gradients            |
+| in-projection          | (3 E, E)         | inputs of q, k, v | gradients of q, k, v |
+| tied embedding, output | (entries, width) | entries, diagonal | width                |
 
 If an embedding and an output layer share a weight, ``(entries, width)``, a token adds
-to its gradient twice. Where the token is looked up, with its one-hot row e, it adds e
-gᵀ: g is the gradient of the row that was looked up. Where it is predicted from the
+to its gradient twice. Where the token is looked up, with its one-hot row e, it adds
+e gᵀ: g is the gradient of the row that was looked up. Where it is predicted from the
 hidden state h, it adds d hᵀ: d is the gradient of its logits. The block consists of the
 second moments of these matrices:
 
@@ -62,8 +62,7 @@ OTHER_PACKAGES: dict[str, LayerKind] = {
     "transformers.pytorch_utils.Conv1D": Linear(transposed=True),
     "torch_geometric.nn.dense.linear.Linear": LINEAR,
 }
-"""Classes of other packages by full name, so that these packages
-need not be imported."""
+"""Classes of other packages by full name, so that we need not import them."""
 
 ASSUMED_LINEAR = Linear(assumed=True)
 """A subclass of Linear with its own forward, or a router of experts.
@@ -77,11 +76,11 @@ Its first statistics verify that it computes a Linear.
 
 @dataclass(frozen=True)
 class Attention(LayerKind):
-    """The in-projection of an attention, with a group each for queries, keys and values.
+    """The in-projection of an attention, with one group each for q, k and v.
 
-    If q, k and v have the same input, its pairs are *packed*: x is ``(batch,
-    positions, E)`` and d is ``(batch, positions, 3 E)``. Otherwise both are ``(3,
-    batch, positions, E)``.
+    If q, k and v have the same input, its pairs are *packed*: x is
+    ``(batch, positions, E)`` and d is ``(batch, positions, 3 E)``. Otherwise both are
+    ``(3, batch, positions, E)``.
     """
 
     weight: str = "in_proj_weight"
@@ -105,9 +104,8 @@ class Attention(LayerKind):
         num_rows = d.shape[1:-1].numel()  # of each of the three
         row_masks = [full_row_mask(num_rows)] * 3
         if options.row_mask.mask is not None:
-            row_masks = [
-                to_row_mask(mask) for mask in options.row_mask.mask.view(3, -1)
-            ]
+            masks = options.row_mask.mask.view(3, -1)
+            row_masks = [to_row_mask(mask) for mask in masks]
         qkv: list[PairStatistics] = []
         for x_part, d_part, row_mask in zip(x, d, row_masks, strict=True):
             part_options = replace(options, row_mask=row_mask)
@@ -115,8 +113,8 @@ class Attention(LayerKind):
 
         # The masks of q, k and v may have different numbers of rows n. Each A is a mean
         # over its own rows, but all three sums will be divided by one number. Take that
-        # of the queries, to which the loss terms belong, and scale the others: A_k /
-        # n_k = (A_k n_q / n_k) / n_q.
+        # of the queries, to which the loss terms belong, and scale the others:
+        # A_k / n_k = (A_k n_q / n_k) / n_q.
         counts = [at_least_one(part.num_examples) for part in qkv]
         a_sums = []
         for part, count in zip(qkv, counts, strict=True):
@@ -128,10 +126,9 @@ class Attention(LayerKind):
     def weight_gradient(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
         if _is_packed(x, d):
             return sum_outer_products(x, d)
-        qkv = [
-            sum_outer_products(x_part, d_part)
-            for x_part, d_part in zip(x, d, strict=True)
-        ]
+        qkv: list[Tensor] = []
+        for x_part, d_part in zip(x, d, strict=True):
+            qkv.append(sum_outer_products(x_part, d_part))
         return torch.cat(qkv)
 
 
@@ -141,8 +138,7 @@ def _is_packed(x: Tensor, d: Tensor) -> bool:
 
 
 KINDS[nn.MultiheadAttention] = Attention()
-# The attention's out-projection.
-KINDS[NonDynamicallyQuantizableLinear] = Linear(family=ATTENTION)
+KINDS[NonDynamicallyQuantizableLinear] = Linear(family=ATTENTION)  # out-projection
 
 
 # ------------------------------------------------------------------- tied output layers
@@ -152,9 +148,8 @@ KINDS[NonDynamicallyQuantizableLinear] = Linear(family=ATTENTION)
 class TiedOutput(Linear):
     """An output layer whose weight is also that of an embedding.
 
-    Its factors are named as those of the embedding: A is that of the entries,
-    which come from the gradients d, and G is that of the width, which comes from
-    the inputs x (h above).
+    Its factors are named as those of the embedding: A is that of the entries, which
+    come from the gradients d. G is that of the width, from the inputs x (h above).
     """
 
     separate_bias_reason = "tied to an embedding"
@@ -190,7 +185,7 @@ TIED_KINDS: dict[LayerKind | None, LayerKind] = {
 def tied_kinds(
     kinds: Mapping[nn.Module, LayerKind | None],
 ) -> dict[nn.Module, LayerKind]:
-    """The tied kinds of modules that use one weight as an embedding and as an output layer."""
+    """The tied kinds of modules that share the weight of an embedding and an output."""
     modules_of: dict[Tensor, list[nn.Module]] = {}
     for module in kinds:
         weight = dict(module.named_parameters(recurse=False)).get("weight")
@@ -214,7 +209,7 @@ class Match(NamedTuple):
 
 
 def match(module: nn.Module) -> Match:
-    """Find the kind of a module by its class, if the module has the forward of that class.
+    """Find the kind of a module by its class, if it has the forward of that class.
 
     A router of fused experts, or a subclass of Linear with its own forward, is assumed
     to be a Linear. Its first statistics verify this
@@ -222,9 +217,8 @@ def match(module: nn.Module) -> Match:
     """
     name = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
-        return Match(
-            None, "torch.jit has compiled it and runs no hooks; train the plain module"
-        )
+        reason = "torch.jit has compiled it and runs no hooks; train the plain module"
+        return Match(None, reason)
     if is_router(module):
         return Match(ASSUMED_LINEAR)
 
@@ -233,22 +227,20 @@ def match(module: nn.Module) -> Match:
         return Match(None, f"{name} has no Kronecker factors")
     cls, kind = registered
 
-    # With its own forward, a Linear without layers of its own is assumed to be a
-    # Linear all the same, and an embedding may scale its output. Nothing else
-    # may override the forward.
+    # With its own forward, a Linear without layers of its own is assumed to be a Linear
+    # all the same, and an embedding may scale its output. Nothing else may override the
+    # forward.
     if type(module).forward is not cls.forward:
-        scales_output = isinstance(module, nn.Embedding) and hasattr(
-            module, "embed_scale"
-        )
+        is_embedding = isinstance(module, nn.Embedding)
+        scales_output = is_embedding and hasattr(module, "embed_scale")
         if cls is nn.Linear and not _has_layers(module):
             kind = ASSUMED_LINEAR
         elif not scales_output:
             return Match(None, f"{name} overrides {cls.__name__}.forward")
 
-    reason = _reason_without_factors(module, module._parameters.get(kind.weight))
-    if reason is not None:
-        return Match(None, reason)
-    return Match(kind)
+    weight = module._parameters.get(kind.weight)
+    missing = _reason_without_factors(module, weight)
+    return Match(kind) if missing is None else Match(None, missing)
 
 
 class _RegisteredKind(NamedTuple):
@@ -261,9 +253,8 @@ class _RegisteredKind(NamedTuple):
 def _find_kind(module: nn.Module) -> _RegisteredKind | None:
     """Find the kind of a module's class, or of the first base class that has one."""
     for cls in type(module).__mro__:
-        kind = KINDS.get(cls) or OTHER_PACKAGES.get(
-            f"{cls.__module__}.{cls.__qualname__}"
-        )
+        full_name = f"{cls.__module__}.{cls.__qualname__}"
+        kind = KINDS.get(cls) or OTHER_PACKAGES.get(full_name)
         if kind is not None:
             return _RegisteredKind(cls, kind)
     return None
@@ -275,7 +266,7 @@ def _has_layers(module: nn.Module) -> bool:
 
 
 def _reason_without_factors(module: nn.Module, weight: Tensor | None) -> str | None:
-    """Why a module has no factors though its class has a kind; None if it has factors."""
+    """Why a module of a class with a kind has no factors; None if it has factors."""
     if isinstance(weight, nn.parameter.UninitializedParameter):
         return "its weight is not initialized yet; run one forward before you create the optimizer"
     if getattr(module, "sparse", False):
@@ -303,7 +294,7 @@ def register_layer(
     weight: str = "weight",
     bias: str | None = "bias",
 ) -> None:
-    """Register a class of modules, so that KAISA, DPKFAC and DistKFAC can precondition it.
+    """Register a class of modules that KAISA, DPKFAC and DistKFAC can precondition.
 
     A class is either a product or a gain.
 
@@ -319,9 +310,9 @@ def register_layer(
 
     Args:
         kind: The class.
-        rows: A function ``rows(module, input, output_gradient)`` that returns x ``(...,
-            in)`` and d ``(..., out)`` with the same leading dimensions, the first of
-            which counts examples. None: x is the input, and d is the gradient.
+        rows: A function ``rows(module, input, output_gradient)`` that returns x
+            ``(..., in)`` and d ``(..., out)`` with the same leading dimensions, the
+            first of which counts examples. None: x is the input, and d is the gradient.
         gain: A function ``gain(module, input)`` that returns f(x), the tensor that the
             gain multiplies, in the shape of the output. None: the class is a product.
         transposed: Whether the weight is stored as ``(in, out)``.
@@ -335,7 +326,9 @@ def register_layer(
 
     Example:
         >>> register_layer(MyLinear, weight="kernel", transposed=True)
-        >>> register_layer(LayerScale, gain=lambda module, x: x, weight="gamma", bias=None)
+        >>> register_layer(
+        ...     LayerScale, gain=lambda module, x: x, weight="gamma", bias=None
+        ... )
     """
     module_class: Any = kind  # the annotation does not bind the caller
     is_valid = isinstance(module_class, type) and issubclass(module_class, nn.Module)

@@ -1,12 +1,13 @@
 """The curvature F of one layer, as a Kronecker product of its factors.
 
     F = A ⊗ G,   or A ⊗ L ⊗ G,   or one such block for each group of a convolution
-    A = Q_A diag(a) Q_Aᵀ,  G = Q_G diag(g) Q_Gᵀ   =>   f(F) V = Q_G [ f(g aᵀ) ∘ (Q_Gᵀ V Q_A) ] Q_Aᵀ
+    A = Q_A diag(a) Q_Aᵀ,   G = Q_G diag(g) Q_Gᵀ
+    f(F) V = Q_G [ f(g aᵀ) ∘ (Q_Gᵀ V Q_A) ] Q_Aᵀ
 
-V is a vector of the layer's parameters, written as a matrix of shape ``(groups, out,
-in)``. A bias is its last column. Several vectors have the shape ``(..., groups, out,
-in)``. If there are corrected eigenvalues Λ (EK-FAC, George et al. 2018), they replace
-the products g aᵀ.
+V is a vector of the layer's parameters, written as a matrix of shape
+``(groups, out, in)``. A bias is its last column. Several vectors have the shape
+``(..., groups, out, in)``. If there are corrected eigenvalues Λ (EK-FAC, George et al.
+2018), they replace the products g aᵀ.
 """
 
 from __future__ import annotations
@@ -40,8 +41,7 @@ class FactorEigen(NamedTuple):
 
     Attributes:
         values: Eigenvalues ``(groups, n)``.
-        vectors: Eigenvectors ``(groups, n, n)``, in columns; None if
-            the factor is diagonal.
+        vectors: Eigenvectors ``(groups, n, n)``, in columns; None for a diagonal.
     """
 
     values: Tensor
@@ -86,9 +86,9 @@ class LayerCurvature:
             inputs were measured, and there is no F.
         examples: Number of examples that the factors are the mean of; for running
             averages, the mean number per update.
-        updates: Effective number of updates in running averages, which is
-            the sum of their weights with the latest weighted by 1. It is 1
-            for a mean over a data set.
+        updates: Effective number of updates in running averages, which is the sum of
+            their weights with the latest weighted by 1. It is 1 for a mean over a data
+            set.
         damping: The damping γ that training used with these factors, without its
             floor; None if unknown.
         corrected: Corrected eigenvalues Λ of F in the eigenbasis of the factors,
@@ -116,13 +116,11 @@ class LayerCurvature:
 
     @property
     def factors(self) -> dict[str, Tensor]:
-        """The factors, by name: matrices ``(groups, n, n)``, or ``(groups, n)`` of a diagonal A."""
+        """The factors, by name: ``(groups, n, n)``, or ``(groups, n)`` if diagonal."""
         return {name: self.factor(name) for name in self.stored}
 
     def factor(self, name: str) -> Tensor:
-        """Return the factor "A", "G" or "L".
-
-        If it is stored as a triangle, the tensor is new.
+        """Return the factor "A", "G" or "L". If stored as a triangle, it is copied.
 
         Raises:
             ValueError: If the layer does not have this factor on this rank.
@@ -139,7 +137,7 @@ class LayerCurvature:
 
     @property
     def A(self) -> Tensor:  # noqa: N802
-        """E[x xᵀ] of the layer's inputs x, with a 1 appended for the bias: ``(groups, in, in)``."""
+        """E[x xᵀ] of the inputs x, with a 1 for the bias: ``(groups, in, in)``."""
         return self.factor("A")
 
     @property
@@ -149,13 +147,10 @@ class LayerCurvature:
 
     @cached_property
     def eigen(self) -> Eigen:
-        """The eigendecompositions of the factors, by factor name.
-
-        They are computed once.
+        """The eigendecompositions of the factors, by factor name, computed once.
 
         Raises:
-            DecompositionError: If a factor is not finite, or if no
-                routine can decompose it.
+            DecompositionError: If a factor is not finite, or cannot be decomposed.
         """
         if self.basis is not None:
             return self.basis
@@ -185,7 +180,7 @@ class LayerCurvature:
 
     @property
     def values(self) -> Tensor:
-        """The eigenvalues of F, ``(groups, out, in)``, at their places in the eigenbasis.
+        """The eigenvalues of F, ``(groups, out, in)``, in the order of the eigenbasis.
 
         Raises:
             ValueError: If the layer has only A. All functions of F raise it.
@@ -212,8 +207,7 @@ class LayerCurvature:
         Missing parameters count as zeros. The matrix has the dtype of the factors, at
         least float32, as have all results that are computed with the factors.
         """
-        # An empty slice has the device and the dtype of a factor, and
-        # its conversion is free.
+        # An empty slice has a factor's device and dtype, and its conversion is free.
         like = _to_float32(next(iter(self.stored.values()))[:0])
         parts = []
         for name, size in self.shapes.items():
@@ -222,20 +216,18 @@ class LayerCurvature:
         return to_matrices(parts, self._layout)
 
     def to_vector(self, matrix: Tensor) -> dict[str, Tensor]:
-        """Return a matrix ``(groups, out, in)`` as a vector by parameter name, in new tensors."""
+        """Return a matrix ``(groups, out, in)`` as new tensors by parameter name."""
         vector = {}
+        contiguous = torch.contiguous_format
         parts = split_by_parameter(matrix, self._layout)
         for (name, size), part in zip(self.shapes.items(), parts, strict=True):
-            vector[name] = part.reshape(size).clone(
-                memory_format=torch.contiguous_format
-            )
+            vector[name] = part.reshape(size).clone(memory_format=contiguous)
         return vector
 
     @property
     def _layout(self) -> Layout:
-        return matrix_layout(
-            self.shape, [math.prod(size) for size in self.shapes.values()]
-        )
+        numels = [math.prod(size) for size in self.shapes.values()]
+        return matrix_layout(self.shape, numels)
 
     # ------------------------------------------------------------------------ functions
 
@@ -259,7 +251,10 @@ class LayerCurvature:
     def solve(
         self, matrix: Tensor, damping: float | None = None, *, relative: bool = False
     ) -> Tensor:
-        """Return (F + γ)⁻¹ V for V of shape ``(..., groups, out, in)``; see :meth:`gamma` for γ."""
+        """Return (F + γ)⁻¹ V for V of shape ``(..., groups, out, in)``.
+
+        See :meth:`gamma` for γ.
+        """
         gamma = self.gamma(damping, relative)
         return self.function(matrix, lambda values: 1.0 / (values + gamma))
 
@@ -309,19 +304,17 @@ class LayerCurvature:
     def to_dense(self) -> Tensor:
         """Return F as a dense matrix ``(n, n)``, for small layers.
 
-        Rows and columns are the entries of the parameters, flattened, in
-        the order of ``shapes``.
+        Rows and columns are the parameters' entries, flattened, in the order of
+        ``shapes``.
         """
         numels = [math.prod(size) for size in self.shapes.values()]
-        identity = torch.eye(
-            sum(numels), device=next(iter(self.stored.values())).device
-        )
+        device = next(iter(self.stored.values())).device
+        identity = torch.eye(sum(numels), device=device)
 
         def column(unit: Tensor) -> Tensor:
             vector = {}
-            for (name, size), part in zip(
-                self.shapes.items(), unit.split(numels), strict=True
-            ):
+            parts = unit.split(numels)
+            for (name, size), part in zip(self.shapes.items(), parts, strict=True):
                 vector[name] = part.view(size)
             product = self.to_vector(self.apply(self.to_matrix(vector)))
             return torch.cat([part.flatten() for part in product.values()])
@@ -373,7 +366,7 @@ class LayerCurvature:
         """Return all tensors of the layer by name, which :meth:`with_tensors` reads.
 
         They are the factors in their stored form, under their names. If there are
-        corrected eigenvalues, they are "corrected", and those of
+        corrected eigenvalues, they are "corrected", and the tensors of
         :meth:`eigen_tensors` are included.
         """
         tensors = dict(self.stored)
@@ -418,9 +411,8 @@ class LayerCurvature:
     @property
     def _diagonals(self) -> dict[str, Tensor]:
         """Diagonals ``(groups, n)`` of the factors, by factor name."""
-        return {
-            name: _to_float32(diagonal(factor)) for name, factor in self.factors.items()
-        }
+        diagonals = {name: diagonal(factor) for name, factor in self.factors.items()}
+        return {name: _to_float32(entries) for name, entries in diagonals.items()}
 
     def _outer(self, entries: Mapping[str, Tensor]) -> Tensor:
         """Return the products of one entry of each factor, ``(groups, out, in)``.
@@ -434,7 +426,7 @@ class LayerCurvature:
 
 
 def read_eigen(tensors: Mapping[str, Tensor]) -> Eigen:
-    """Return the eigendecompositions in the tensors of :meth:`LayerCurvature.eigen_tensors`."""
+    """Return the decompositions in tensors of :meth:`LayerCurvature.eigen_tensors`."""
     eigen = {}
     for name in "ALG":
         values = tensors.get(name + VALUES_SUFFIX)

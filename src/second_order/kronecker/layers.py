@@ -1,8 +1,8 @@
 """Kronecker statistics of a captured pair, for each kind of layer.
 
 A layer computes s = W a, where a is the input, with a 1 appended if the layer has a
-bias. A pair is an input x and the gradient d of the loss with respect to the
-output. From pairs come
+bias. A pair is an input x and the gradient d of the loss with respect to the output.
+From pairs come
 
     A    the mean of a aᵀ over the rows that take part in a pass
     G    N Σ d dᵀ if the loss is a mean over N terms, Σ d dᵀ / N if it is their sum
@@ -28,8 +28,7 @@ In G they need no mask, because their gradients are zero.
 :mod:`second_order.kronecker.rows` decides for all layers of a pass which rows take
 part. Pairs come here in float32 or wider.
 
-Sources: Martens & Grosse 2015 (Linear), Eschenhagen et al. 2023
-("expand" and "reduce").
+Sources: Martens & Grosse 2015 (Linear), Eschenhagen et al. 2023 ("expand", "reduce").
 """
 
 from __future__ import annotations
@@ -61,25 +60,21 @@ Approximation: TypeAlias = Literal["expand", "reduce"]
 
 @dataclass(frozen=True)
 class FactorShape:
-    """Sizes of a layer's factors: A is ``groups x in x in``, G is ``groups x out x out``.
+    """Sizes of a layer's factors, with flags for special layers.
 
-    The flags are for special layers.
+    A is ``(groups, in, in)``, and G is ``(groups, out, out)``.
 
     Attributes:
-        groups: Number of groups. Most layers have one, a grouped
-            convolution has several.
+        groups: Number of groups. Most layers have one, a grouped convolution several.
         in_dim: Columns of the gradient as a matrix, the homogeneous coordinate
             included: a Linear with a bias has in + 1.
         out_dim: Rows of the gradient as a matrix.
-        diagonal_a: A is diagonal, and stored as ``(groups, in)``. An
-            embedding is an example.
-        locations: Size of the factor L of a doubly factored layer, a wide
-            Linear behind a flattened feature map. Its A has the size in /
-            locations. 0 for all other layers.
-        exact: G is the exact curvature, and A is 1. The gain of a
-            LayerNorm is an example.
-        transposed: The weight is stored with the inputs first, as
-            ``(groups * in, out)``.
+        diagonal_a: A is diagonal, and stored as ``(groups, in)``, as for an embedding.
+        locations: Size of the factor L of a doubly factored layer, a wide Linear behind
+            a flattened feature map. Its A has the size in / locations. 0 for all other
+            layers.
+        exact: G is the exact curvature, and A is 1, as for the gain of a LayerNorm.
+        transposed: The weight has the inputs first: ``(groups * in, out)``.
         gradient_factored: A and G are the second moments of the columns and of the rows
             of weight gradients, as in Shampoo, and A is divided by its trace. A tied
             embedding is an example.
@@ -110,15 +105,12 @@ class FactorShape:
 
     @cached_property
     def factor_names(self) -> str:
-        """The names of the factors, one letter each: "AG" or "AGL".
-
-        Code iterates over them.
-        """
+        """The names of the factors, one letter each: "AG" or "AGL"."""
         return "".join(self.dims)
 
     @cached_property
     def diagonals(self) -> str:
-        """The names of the factors that are stored as diagonals: "A", or "" for none."""
+        """The names of the factors that are stored as diagonals: "A" or ""."""
         return "A" if self.diagonal_a else ""
 
     @cached_property
@@ -130,8 +122,7 @@ class FactorShape:
     def record_size(self) -> int:
         """How many numbers statistics have per group next to the factors.
 
-        These are the factors' mean eigenvalues, and the number of a
-        routed group's own examples.
+        These are the factors' mean eigenvalues, and the examples of a routed group.
         """
         return len(self.dims) + self.routed
 
@@ -166,8 +157,7 @@ class RowMask:
     """The rows of a captured pair that take part.
 
     Attributes:
-        mask: ``(rows,)``, True for a row that takes part. None if
-            all rows are known to.
+        mask: ``(rows,)``, True for a row that takes part. None if all rows do.
         count: Number of rows that take part. On a device it is a scalar tensor, which
             the host does not read.
     """
@@ -186,10 +176,7 @@ class RowMask:
         return rows * self.mask.view(-1, *[1] * (rows.dim() - 1))
 
     def to_examples(self, num_examples: int) -> RowMask:
-        """Group the rows into examples of equal size.
-
-        An example takes part if any row does.
-        """
+        """Group the rows into equal examples, which take part if any row does."""
         if self.mask is None or num_examples == 0:
             return full_row_mask(num_examples)
         return to_row_mask(self.mask.view(num_examples, -1).any(1))
@@ -206,10 +193,7 @@ def nonzero_row_mask(d: Tensor) -> RowMask:
 
 
 def to_row_mask(mask: Tensor) -> RowMask:
-    """Count the rows of a mask, ``(rows,)``.
-
-    On the CPU, drop a mask that is True everywhere.
-    """
+    """Count the rows of a mask, ``(rows,)``. On the CPU, drop an all-True mask."""
     if mask.device.type != "cpu":
         return RowMask(mask, mask.sum())
     count = int(mask.count_nonzero())
@@ -236,8 +220,8 @@ class PairStatistics:
     number of loss terms, which is known only at the end of the pass.
 
     Attributes:
-        factors: Sums by factor name, ``(groups, n, n)``, or
-            ``(groups, n)`` of a diagonal.
+        factors: Sums by factor name, ``(groups, n, n)``, or ``(groups, n)`` of a
+            diagonal.
         num_examples: Number of examples. On a device it is a scalar tensor, which the
             host does not read.
         examples_per_group: Number of examples of each group, ``(groups,)``, if a layer
@@ -255,8 +239,8 @@ class PairOptions:
 
     Attributes:
         has_bias: A includes the homogeneous coordinate.
-        approximation: How to treat dimensions that share the weight
-            (Eschenhagen et al. 2023).
+        approximation: How to treat dimensions that share the weight (Eschenhagen et al.
+            2023).
         row_mask: The rows that A is a sum over.
     """
 
@@ -269,8 +253,7 @@ CPU_STRIP = 128
 """Rows of the upper triangle that the CPU computes by one product."""
 
 TRANSPOSED_ROWS = 64
-"""Rows that one transposed copy writes. With more rows, each
-element is a cache miss."""
+"""Rows that one transposed copy writes. With more, each element is a cache miss."""
 
 
 def gram(
@@ -281,8 +264,7 @@ def gram(
     Args:
         x: The rows.
         homogeneous: Append a 1 to every row, without a copy of the rows.
-        ones: Number of rows that get a 1, if the other rows are
-            zero. None: all of them.
+        ones: Number of rows that get a 1, if the other rows are zero. None: all rows.
 
     Returns:
         A tensor ``(groups, n, n)``, where n is dim, or dim + 1 if ``homogeneous``.
@@ -312,9 +294,9 @@ def gram(
         matrix[:, :dim, dim] = x.sum(1)
         matrix[:, dim, dim] = ones
 
-    # The lower triangle. The squares on the diagonal are complete already, so
-    # it does not matter that the copied blocks leave them out:
-    # TRANSPOSED_ROWS divides CPU_STRIP.
+    # The lower triangle. The squares on the diagonal are complete already, so it does
+    # not matter that the copied blocks leave them out: TRANSPOSED_ROWS divides
+    # CPU_STRIP.
     for start in range(0, total, TRANSPOSED_ROWS):
         stop = start + TRANSPOSED_ROWS
         matrix[:, stop:, start:stop] = matrix[:, start:stop, stop:].mT
@@ -361,8 +343,7 @@ class PairRows(NamedTuple):
         family: "", or one of the families above.
         shape: Leading dimensions of the pair, whose product is the number of rows.
         d: The gradient of the output.
-        examples: Each row is a whole example, as in a convolution.
-            Then all rows take part.
+        examples: Each row is a whole example, as in a convolution. All take part then.
     """
 
     family: str
@@ -403,10 +384,8 @@ class LinearRows(NamedTuple):
 def linear_rows(x: Tensor, d: Tensor, options: PairOptions) -> LinearRows:
     """Reshape a Linear's pair into rows.
 
-    Rows of x that do not take part are set to zero.
-
-    Those of d are zero already. With "reduce", a row has the mean input and the summed
-    gradients of one example.
+    Rows of x that do not take part are set to zero. Those of d are zero already. With
+    "reduce", a row has the mean input and the summed gradients of one example.
     """
     row_mask = options.row_mask
     if options.approximation == "reduce" and x.dim() > 2:
@@ -420,7 +399,7 @@ def linear_rows(x: Tensor, d: Tensor, options: PairOptions) -> LinearRows:
 
 
 def reduce_positions(x: Tensor, d: Tensor, row_mask: RowMask) -> tuple[Tensor, Tensor]:
-    """Average inputs ``(N, T, in)`` over the positions that take part; sum ``(N, T, out)``."""
+    """Average ``(N, T, in)`` over positions that take part; sum ``(N, T, out)``."""
     if row_mask.mask is None:
         return x.mean(1), d.sum(1)
     mask = row_mask.mask.view(-1, d.shape[1], 1)
@@ -431,8 +410,7 @@ def reduce_positions(x: Tensor, d: Tensor, row_mask: RowMask) -> tuple[Tensor, T
 
 
 RowsFunction: TypeAlias = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""A function of a module, its input and the gradient of its output
-that returns x and d."""
+"""A function of a module, its input and its output's gradient that returns x and d."""
 
 CONVOLUTIONS = (
     nn.Conv1d,
@@ -454,8 +432,8 @@ class LayerKind(ABC):
         family: Family of the rows of its pairs.
         rows: Computes x and d from the input and the gradient of the output. None: x is
             the input, and d is the gradient.
-        separate_bias_reason: Why the bias is not the homogeneous
-            coordinate of A. "" if it is.
+        separate_bias_reason: Why the bias is not the homogeneous coordinate of A. "" if
+            it is.
         multiplies_rows: Whether the layer multiplies the rows of its input by a matrix,
             and does nothing else. Pairs of such layers are added up in batches.
     """
@@ -496,8 +474,7 @@ class Linear(LayerKind):
 
     Attributes:
         transposed: The weight is stored as ``(in, out)``.
-        assumed: The layer is only assumed to be a Linear, until its
-            first statistics verify it.
+        assumed: The layer is assumed to be a Linear. Its first statistics verify it.
     """
 
     transposed: bool = False
@@ -556,8 +533,7 @@ class Linear(LayerKind):
 class Embedding(LayerKind):
     """A table of rows, which are looked up by index.
 
-    If the weight is ``tied`` to that of an output layer, a token adds
-    ‖d‖² to A instead of 1.
+    If its weight is ``tied`` to an output layer, a token adds ‖d‖² to A instead of 1.
     """
 
     tied: bool = False
@@ -591,9 +567,8 @@ class Embedding(LayerKind):
                 d_rows = d_rows * (tokens != padding).unsqueeze(1)
             added = d_rows.square().sum(1)
         else:
-            added = row_mask.apply(
-                torch.ones(tokens.shape, dtype=d.dtype, device=d.device)
-            )
+            ones = torch.ones(tokens.shape, dtype=d.dtype, device=d.device)
+            added = row_mask.apply(ones)
             if padding is not None:
                 added = added * (tokens != padding)
         a = torch.zeros(embedding.num_embeddings, dtype=d.dtype, device=d.device)
@@ -660,7 +635,7 @@ class Layout:
     Examples:
         Linear(3, 5), weight and bias:       views (5, 3), (5, 1), axis 1
         two groups of it:                    views (2, 5, 3), (2, 5, 1), axis 2
-        LayerNorm(8), a full matrix:         views (8, 1), (8, 1), axis 0: one column of 16
+        LayerNorm(8), one column of 16:      views (8, 1), (8, 1), axis 0
         LayerNorm(8), 16 groups of 1 x 1:    views (8, 1, 1), (8, 1, 1), axis 0
     """
 
@@ -675,11 +650,11 @@ class Layout:
 
 
 def matrix_layout(shape: FactorShape, sizes: Iterable[int]) -> Layout:
-    """The layout of a layer's parameters, given their numbers of elements, the weight first."""
+    """The layout of parameters with these numbers of elements, the weight first."""
     groups = (shape.groups,) if shape.groups > 1 else ()
 
-    # An exact block is one column. If only its diagonal is stored,
-    # each entry is a group.
+    # An exact block is one column. If only its diagonal is stored, each entry is a
+    # group.
     if shape.exact:
         ones = (1, 1) if groups else (1,)
         return Layout(0, tuple((size, *ones) for size in sizes))
@@ -687,7 +662,7 @@ def matrix_layout(shape: FactorShape, sizes: Iterable[int]) -> Layout:
     out = shape.out_dim
     columns = [size // (shape.groups * out) for size in sizes]
     if shape.transposed:
-        return Layout(
-            len(groups), tuple((*groups, n, out) for n in columns), transposed=True
-        )
-    return Layout(len(groups) + 1, tuple((*groups, out, n) for n in columns))
+        views = tuple((*groups, n, out) for n in columns)
+        return Layout(len(groups), views, transposed=True)
+    views = tuple((*groups, out, n) for n in columns)
+    return Layout(len(groups) + 1, views)

@@ -1,8 +1,8 @@
-"""Divide a model into blocks with curvature, and parameters that the base optimizer trains alone.
+"""Divide a model into blocks with curvature, and parameters left to the base optimizer.
 
     BlockRules     the options that decide which modules become blocks
-    find_blocks    visits the modules in order, classifies each, and then makes one block per weight
-    LeftToBase     parameters without a block, with the reason for the summary and the warnings
+    find_blocks    visits and classifies the modules, then makes one block per weight
+    LeftToBase     parameters without a block, and why, for the summary and the warnings
 
 A module can be a layer with a kind (:mod:`second_order.kronecker.kinds`), fused
 experts, or a norm layer with an exact block. Modules that share a weight share a block,
@@ -40,8 +40,8 @@ PARAMETER = "Parameter"
 """Stands for the class of a module, for a parameter that belongs to no layer."""
 
 AUTO_SHARE = 0.1
-"""unsupported_layers="auto" makes gradient-factored blocks if these would have this
-share of all parameters."""
+"""unsupported_layers="auto" makes gradient-factored blocks if they have this share of
+all parameters."""
 
 # Reasons in `LeftToBase`.
 EXCLUDED = "precondition=False in its parameter group"
@@ -67,10 +67,8 @@ class LeftToBase:
         parameters: Number of scalars.
         unexpected: It would have a block, but for its size or its state.
         norm: It is a norm layer.
-        in_part: The matrices of the module have gradient-factored blocks, and
-            only its vectors are left.
-        exact_if_allowed: It would have an exact block if
-            ``max_exact_dim`` were not None.
+        in_part: Only its vectors are left. Its matrices have gradient-factored blocks.
+        exact_if_allowed: It would have an exact block, but ``max_exact_dim`` is None.
         by_option: The user left it out, by ``skip_layers`` or ``precondition=False``.
     """
 
@@ -101,8 +99,7 @@ class BlockRules:
     """Options that decide which modules become blocks.
 
     Attributes:
-        max_factor_dim: A layer with a larger factor is left to
-            the base. None: no limit.
+        max_factor_dim: Layers with larger factors are left to the base. None: no limit.
         doubly_factored: (locations, channels) of the inputs of Linears, by name.
             "auto": double factoring for each Linear whose A would be too large, with
             the channels of the convolution before it.
@@ -131,8 +128,7 @@ class BlockRules:
             locations, _ = self.doubly_factored.get(name, (0, 0))
             return locations
 
-        # "auto": only if A would be too large, and the input consists
-        # of whole feature maps.
+        # "auto": only if A would be too large, and the input has whole feature maps.
         in_features = module.in_features
         a_dim = in_features + (module.bias is not None)
         if self.max_factor_dim is None or a_dim <= self.max_factor_dim or not channels:
@@ -153,19 +149,14 @@ class BlockRules:
         for name, (locations, channels) in self.doubly_factored.items():
             module = modules.get(name)
             if not isinstance(module, nn.Linear):
-                kind = (
-                    "not in the model"
-                    if module is None
-                    else f"a {type(module).__name__}"
-                )
+                kind = "not in the model"
+                if module is not None:
+                    kind = f"a {type(module).__name__}"
                 raise ValueError(
                     f"doubly_factored: {name!r} is {kind}; name an nn.Linear"
                 )
-            if (
-                locations < 1
-                or channels < 1
-                or locations * channels != module.in_features
-            ):
+            fits = locations * channels == module.in_features
+            if locations < 1 or channels < 1 or not fits:
                 raise ValueError(
                     f"doubly_factored: {name!r} has {module.in_features} inputs, not {locations} "
                     f"locations x {channels} channels; give (locations, channels) of its input"
@@ -173,14 +164,12 @@ class BlockRules:
 
     def too_large(self, shape: FactorShape) -> str | None:
         """Why the factors of a layer are too large; None if they are not."""
-        largest = max(
-            n for name, n in shape.dims.items() if name not in shape.diagonals
-        )
+        dims = shape.dims
+        largest = max(dims[name] for name in dims if name not in shape.diagonals)
         if self.max_factor_dim is None or largest <= self.max_factor_dim:
             return None
-        return (
-            f"a factor of {largest} rows exceeds max_factor_dim={self.max_factor_dim}"
-        )
+        limit = f"max_factor_dim={self.max_factor_dim}"
+        return f"a factor of {largest} rows exceeds {limit}"
 
 
 def find_blocks(
@@ -192,20 +181,19 @@ def find_blocks(
     rules: BlockRules | None = None,
     excluded: Set[int] = frozenset(),
 ) -> tuple[list[KroneckerBlock], list[LeftToBase]]:
-    """Find the blocks of a model, in the order of its modules, and the parameters without one.
+    """Find a model's blocks, in the order of the modules, and what has no block.
 
     Args:
         model: The user's module, unwrapped.
         owned: Sizes of the parameters in the optimizer's groups, by ``id``.
         skip: Shell-style patterns of names or classes of modules to leave to the base,
             with all modules inside them.
-        known: Blocks of an earlier call by ``id`` of their weight. They are
-            reused if they still fit.
+        known: Blocks of an earlier call by ``id`` of their weight, reused if they fit.
         factor_dtype: Dtype of the factors of new blocks.
         rules: Options that decide which modules become blocks. None: the defaults.
-        excluded: The ``id`` of parameters in groups with ``precondition=False``.
-            If only some parameters of a module are excluded, the module is
-            treated as if none were.
+        excluded: The ``id`` of parameters in groups with ``precondition=False``. If
+            only some parameters of a module are excluded, the module is treated as if
+            none were.
 
     Raises:
         ValueError: If the rules do not fit the model.
@@ -224,8 +212,7 @@ def find_blocks(
     patterns = list(skip)
     modules = dict(model.named_modules(remove_duplicate=False))
 
-    # Go through the modules, and note the channels that a flattened input
-    # of a Linear would have.
+    # Go through the modules, and note the channels of a Linear's flattened input.
     channels: int | None = None  # of the last convolution, if no Linear came after it
     for name, module in model.named_modules():
         if isinstance(module, CONVOLUTIONS):
@@ -277,8 +264,8 @@ class _BlockSearch:
         self._factor_dtype = factor_dtype
         self._rules = rules
 
-        # By id of a weight, in the order of the modules: its block, or the
-        # modules that share it.
+        # By id of a weight, in the order of the modules: its block, or the modules that
+        # share it.
         self._by_weight: dict[int, KroneckerBlock | dict[nn.Module, str]] = {}
         self._in_exact: set[int] = set()  # ids of the parameters in exact blocks
         self._excluded = set(excluded)  # ids of the parameters that get no block
@@ -310,7 +297,7 @@ class _BlockSearch:
         self._add_use_of_weight(name, module)
 
     def add(self, name: str, module: nn.Module, input_channels: int | None) -> None:
-        """Classify a module: experts, a norm layer, a layer with a kind, or left to the base."""
+        """Classify a module: experts, norm, layer with a kind, or left to the base."""
         if is_experts(module):
             self._add_experts(name, module)
             return
@@ -339,16 +326,14 @@ class _BlockSearch:
                 if locations:
                     kind = DoublyFactored(locations=locations)
                     self._kinds[module] = kind
-                has_bias = (
-                    not kind.separate_bias_reason and params.get(kind.bias) is not None
-                )
-                reason = self._rules.too_large(kind.shape(module, has_bias))
+                has_bias = params.get(kind.bias) is not None
+                in_a = has_bias and not kind.separate_bias_reason
+                reason = self._rules.too_large(kind.shape(module, in_a))
                 unexpected = reason is not None
 
-        # Anything else is left to the base.
+        # Anything else is left to the base. `gain_params` only lack an option.
         if getattr(module, "sparse", False):
             self._excluded.update(map(id, params.values()))
-        # Names of those that only lack an option.
         gain_params: tuple[str | None, ...] = ()
         if kind is None and gain is not None and self._rules.max_exact_dim is None:
             gain_params = (gain.weight, gain.bias)
@@ -422,10 +407,7 @@ class _BlockSearch:
     def _make_exact_block(
         self, name: str, module: nn.Module, param_names: Sequence[str]
     ) -> ExactBlock | None:
-        """Make an exact block of some parameters of a module.
-
-        None if the rules forbid it.
-        """
+        """Make an exact block of some parameters of a module, if the rules allow it."""
         # Take the parameters that belong to the optimizer and to no other exact block.
         available = self._owned.keys() - self._in_exact
         params: list[nn.Parameter] = []
@@ -516,15 +498,16 @@ class _BlockSearch:
     def _can_share(self, modules: Sequence[nn.Module]) -> bool:
         """Whether modules with one weight can have one block.
 
-        They can if they have one class and one bias, or if they are an
-        embedding and an output layer.
+        They can if they are an embedding and an output layer, or if they have one class
+        and one bias.
         """
         if self._tied_kinds.keys() >= {*modules}:
             return True
-        biases = {
-            id(module._parameters.get(self._kinds[module].bias)) for module in modules
-        }
         classes = {plain_type(module) for module in modules}
+        biases: set[int] = set()
+        for module in modules:
+            bias_name = self._kinds[module].bias
+            biases.add(id(module._parameters.get(bias_name)))
         return len(biases) == 1 and len(classes) == 1
 
     def make_gradient_blocks(
@@ -618,21 +601,19 @@ class _BlockSearch:
 
     def rows_without_block(self, blocks: Sequence[KroneckerBlock]) -> list[LeftToBase]:
         """The parameters without a block, each of which is counted once."""
-        gradient_factored = {
-            id(b.weight) for b in blocks if isinstance(b, GradientBlock)
-        }
+        gradient_blocks = [b for b in blocks if isinstance(b, GradientBlock)]
+        gradient_factored = {id(block.weight) for block in gradient_blocks}
         counted = self._params_in(blocks)
         rows: list[LeftToBase] = []
         for row, params in self._rows:
             owned = [p for p in dict.fromkeys(params) if p in self._owned]
             size = sum(self._owned[p] for p in owned if p not in counted)
             counted.update(owned)
+            counted_row = replace(row, parameters=size)
             if gradient_factored.isdisjoint(owned):
-                rows.append(replace(row, parameters=size))
+                rows.append(counted_row)
             elif size:
-                rows.append(
-                    replace(row, parameters=size, reason=VECTORS_LEFT, in_part=True)
-                )
+                rows.append(replace(counted_row, reason=VECTORS_LEFT, in_part=True))
 
         outside = sum(size for p, size in self._owned.items() if p not in counted)
         if outside:
@@ -646,7 +627,7 @@ def _is_vector(p: Tensor) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether a module of any class is a norm layer, judged by its class name and parameters."""
+    """Whether a module of any class is a norm layer, by class name and parameters."""
     has_name = any("norm" in cls.__name__.lower() for cls in type(module).__mro__)
     only_vectors = all(p.dim() < 2 for p in module.parameters(recurse=False))
     has_children = next(module.children(), None) is not None

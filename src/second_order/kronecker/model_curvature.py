@@ -44,7 +44,8 @@ Damping: TypeAlias = float | Mapping[str, float] | None
 class KroneckerCurvature(Mapping[str, LayerCurvature]):
     """The Fisher information F of a model, with a Kronecker product for each layer.
 
-        curvature = second_order.measure(model, loader, factors="kfac")  # or optimizer.curvature()
+        # or curvature = optimizer.curvature()
+        curvature = second_order.measure(model, loader, factors="kfac")
         gradient = {
             name: p.grad
             for name, p in model.named_parameters()
@@ -73,8 +74,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
             another rank stores a layer, its ``stored`` is empty.
         names: Names of the model's or the optimizer's parameters, in their order.
         uncovered: By parameter name, why the parameter has no curvature.
-        owners: By layer, the rank that stores it. Layers without an
-            owner are on every rank.
+        owners: By layer, the rank that stores it. Others are on every rank.
         world: The ranks; needed with ``owners``.
         report: What was measured; a string, or an object with a ``__str__``.
     """
@@ -149,9 +149,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         return {name: layer for name, layer in self._layers.items() if layer.stored}
 
     def gather(self, to: int | None = None) -> KroneckerCurvature:
-        """Return the curvature with all factors on every rank, or on one rank.
-
-        Collective.
+        """Return the curvature with all factors on every rank, or on one. Collective.
 
         Args:
             to: The rank that receives all factors; None for all ranks. On the other
@@ -174,9 +172,8 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
             if to is None or to == self._world.rank:
                 layers[name] = layer
             else:
-                uncovered |= dict.fromkeys(
-                    layer.shapes, f"it has been gathered on rank {to}"
-                )
+                reason = f"it has been gathered on rank {to}"
+                uncovered |= dict.fromkeys(layer.shapes, reason)
         return KroneckerCurvature(layers, self.names, uncovered, report=self.report)
 
     # ------------------------------------------------------------------------ functions
@@ -184,8 +181,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
     def apply(self, vector: Tensors) -> dict[str, Tensor]:
         """Return F v by parameter name.
 
-        Results are on the device of the vector, in the dtype of the
-        factors, but at least float32.
+        Results are on the vector's device, in the factors' dtype, at least float32.
 
         Args:
             vector: Tensors by parameter name. Missing parameters count as zeros. The
@@ -194,8 +190,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
                 result then has it as well.
 
         Raises:
-            ValueError: If a parameter has no curvature, or if a
-                tensor has a wrong shape.
+            ValueError: If a parameter has no curvature, or a tensor has a wrong shape.
             SecondOrderError: If another rank raises.
         """
         return self._map(vector, LayerCurvature.apply)
@@ -216,9 +211,8 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         """
 
         def solve_layer(layer: LayerCurvature, matrix: Tensor) -> Tensor:
-            return layer.solve(
-                matrix, self._layer_damping(layer, damping), relative=relative
-            )
+            layer_damping = self._layer_damping(layer, damping)
+            return layer.solve(matrix, layer_damping, relative=relative)
 
         return self._map(vector, solve_layer)
 
@@ -269,7 +263,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         return self._vector(LayerCurvature.diagonal)
 
     def eigen(self) -> dict[str, Eigen]:
-        """Return the eigendecompositions of the factors of all layers, by layer, on every rank.
+        """Return the factors' eigendecompositions by layer, on every rank.
 
         Raises:
             DecompositionError: If a factor cannot be decomposed.
@@ -302,11 +296,11 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         """Write one file for each layer, and then the index ``curvature.json``.
 
         ``<layer>.safetensors`` contains the factors "A", "G" and "L" as matrices
-        ``(groups, n, n)``, or ``(groups, n)`` for a diagonal A. If there are
-        corrected eigenvalues, it also contains them as "corrected", with their
-        eigenvectors "A_eigenvectors" and so on. Characters of a layer name other than
-        letters, digits and ``.-_~`` are percent-encoded, as in a URL. The index lists
-        the file of each layer.
+        ``(groups, n, n)``, or ``(groups, n)`` for a diagonal A. If there are corrected
+        eigenvalues, it also contains them as "corrected", with their eigenvectors
+        "A_eigenvectors" and so on. Characters of a layer name other than letters,
+        digits and ``.-_~`` are percent-encoded, as in a URL. The index lists the file
+        of each layer.
 
         Each owner writes its own layers, into a folder that all ranks can access. If
         there are no owners, call it on one rank only.
@@ -325,12 +319,15 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         def write_last() -> dict[str, Tensors]:
             if rank == 0:
                 write_index(
-                    folder, self._layers, self.names, self.uncovered, self.report
+                    folder=folder,
+                    layers=self._layers,
+                    names=self.names,
+                    uncovered=self.uncovered,
+                    report=self.report,
                 )
             return {}
 
-        # The index says that the folder is complete, so no rank writes it
-        # before all layers exist.
+        # The index says that the folder is complete. Write it once all layers exist.
         self._share(write_layers)
         self._share(write_last)
 
@@ -342,9 +339,8 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
         Args:
             folder: The folder.
-            device: Device of the factors. None is the CPU, where a factor is
-                read from its file when it is used. Then the files must not
-                change in the meantime.
+            device: Device of the factors. None is the CPU, where a factor is read from
+                its file when it is used. The files must not change until then.
 
         Raises:
             CheckpointError: If the folder has no index, or if a file is missing,
@@ -352,9 +348,9 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         """
         folder = Path(folder)
         index = read_index(folder)
-        layers = {
-            layer.name: read_layer(folder, layer, device) for layer in index.layers
-        }
+        layers: dict[str, LayerCurvature] = {}
+        for layer in index.layers:
+            layers[layer.name] = read_layer(folder, layer, device)
         return cls(layers, index.names, index.uncovered, report=index.report)
 
     # --------------------------------------------------------------- work on all layers
@@ -362,7 +358,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
     def _map(
         self, vector: Tensors, f: Callable[[LayerCurvature, Tensor], Tensor]
     ) -> dict[str, Tensor]:
-        """Return the results of ``f(layer, matrix)``, where the matrix is the layer's vector."""
+        """Return the results of ``f(layer, vector of the layer as a matrix)``."""
 
         def map_layers() -> dict[str, Tensors]:
             is_stacked = self._check_vector(vector)
@@ -370,13 +366,11 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
             def map_layer(layer: LayerCurvature) -> Tensors:
                 parts = {name: vector[name] for name in layer.shapes if name in vector}
                 device = next(iter(parts.values())).device
-                to_matrix = (
-                    torch.vmap(layer.to_matrix) if is_stacked else layer.to_matrix
-                )
-                to_vector = (
-                    torch.vmap(layer.to_vector) if is_stacked else layer.to_vector
-                )
-                result = to_vector(f(layer, to_matrix(parts)))
+                if is_stacked:
+                    matrices = torch.vmap(layer.to_matrix)(parts)
+                    result = torch.vmap(layer.to_vector)(f(layer, matrices))
+                else:
+                    result = layer.to_vector(f(layer, layer.to_matrix(parts)))
                 return {name: part.to(device) for name, part in result.items()}
 
             names = []
@@ -395,11 +389,8 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         """Return the sum over all layers of a number."""
 
         def as_tensor(layer: LayerCurvature) -> Tensors:
-            return {
-                "number": torch.tensor(
-                    compute(layer), dtype=torch.float64, device="cpu"
-                )
-            }
+            number = torch.tensor(compute(layer), dtype=torch.float64, device="cpu")
+            return {"number": number}
 
         by_layer = self._compute_all(as_tensor)
         return sum(float(tensors["number"]) for tensors in by_layer.values())
@@ -413,7 +404,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
     def _compute(
         self, names: Sequence[str], compute: Callable[[LayerCurvature], Tensors]
     ) -> dict[str, Tensors]:
-        """Return tensors by layer, which are empty for layers that another rank owns."""
+        """Return tensors by layer; none for layers that another rank owns."""
         tensors: dict[str, Tensors] = {}
         for name in names:
             is_local = self.owners.get(name, self._world.rank) == self._world.rank
@@ -432,12 +423,11 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         return damping.get(layer.name)
 
     def _check_vector(self, vector: Tensors) -> bool:
-        """Check the shapes of a vector, and return whether it is a stack of several vectors.
+        """Check the shapes of a vector, and return whether it is a stack of vectors.
 
         Raises:
             TypeError: If the vector is not a mapping.
-            ValueError: If a parameter has no curvature, or if a
-                tensor has a wrong shape.
+            ValueError: If a parameter has no curvature, or a tensor has a wrong shape.
         """
         if not isinstance(vector, Mapping):
             raise TypeError(
@@ -449,9 +439,8 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         stack_shapes: dict[torch.Size, str] = {}
         for name, tensor in vector.items():
             if name not in self._param_shapes:
-                reason = self.uncovered.get(
-                    name, "it is not a parameter of the optimizer"
-                )
+                unknown = "it is not a parameter of the optimizer"
+                reason = self.uncovered.get(name, unknown)
                 raise ValueError(
                     f"{name!r} has no curvature: {reason}; leave it out of the vector"
                 )
@@ -468,21 +457,20 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
                 )
             stack_shapes[tensor.shape[: tensor.dim() - len(shape)]] = name
         if len(stack_shapes) > 1:
-            counts = ", ".join(
-                f"{list(n) or 'one'} for {name!r}" for n, name in stack_shapes.items()
-            )
+            counts = []
+            for n, name in stack_shapes.items():
+                counts.append(f"{list(n) or 'one'} for {name!r}")
             raise ValueError(
-                f"all parameters need the same number of vectors, not {counts}"
+                f"all parameters need the same number of vectors, not {', '.join(counts)}"
             )
         return any(len(stack_shape) > 0 for stack_shape in stack_shapes)
 
     # -------------------------------------------------------------------- communication
 
     def _share(self, work: Callable[[], dict[str, Tensors]]) -> dict[str, Tensors]:
-        """Do this rank's work, and return the resulting tensors by layer, on every rank.
+        """Do this rank's work, and return the tensors of all ranks' work, by layer.
 
-        Collective, unless every rank has all layers. If one rank
-        raises, all ranks raise.
+        Collective, unless every rank has all layers. If one rank raises, all raise.
         """
         if not self.owners:
             return work()
@@ -498,26 +486,24 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
     def _exchange_specs(
         self, tensors: Mapping[str, Tensors], error: Exception | None
     ) -> list[SpecsByLayer]:
-        """Return the shapes of every rank's tensors, once all ranks have succeeded.
-
-        Collective.
+        """Return the shapes of all ranks' tensors, if all succeeded. Collective.
 
         Raises:
             SecondOrderError: If another rank has raised, or has worked on other layers.
         """
-        # Tell all ranks the shapes of this one's tensors, or its error.
+        # Send the shapes of this rank's tensors, or its error, to all ranks.
         specs: SpecsByLayer = {}
         for name, layer_tensors in tensors.items():
-            specs[name] = {
-                key: TensorSpec.of(tensor) for key, tensor in layer_tensors.items()
-            }
+            spec_of = {key: TensorSpec.of(t) for key, t in layer_tensors.items()}
+            specs[name] = spec_of
         local_result = RankResult(repr(error) if error else "", specs)
         results: list[RankResult] = self._world.all_gather_object(local_result)
         if error is not None:
             raise error
-        failures = [
-            f"rank {rank}: {r.error}" for rank, r in enumerate(results) if r.error
-        ]
+        failures = []
+        for rank, result in enumerate(results):
+            if result.error:
+                failures.append(f"rank {rank}: {result.error}")
         if failures:
             raise SecondOrderError("; ".join(failures))
 
@@ -535,9 +521,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         self, tensors: Mapping[str, Tensors], specs: Sequence[SpecsByLayer]
     ) -> dict[str, Tensors]:
         """Broadcast the tensors of each layer from its owner. Collective."""
-        received = {
-            name: dict(local_tensors) for name, local_tensors in tensors.items()
-        }
+        received = {name: dict(local) for name, local in tensors.items()}
         buffers: list[Tensor] = []
         owners: list[int] = []
         for name, layer_tensors in received.items():
@@ -580,7 +564,7 @@ SpecsByLayer: TypeAlias = dict[str, dict[str, TensorSpec]]
 
 @dataclass(frozen=True)
 class RankResult:
-    """What a rank sends to the other ranks about its work: its error, if any, and its tensors."""
+    """What a rank sends to the others: its error, or the specs of its tensors."""
 
     error: str
     specs: SpecsByLayer

@@ -1,7 +1,7 @@
-"""Decide which rows of a backward pass are terms of its loss, and which rows count in A.
+"""Decide which rows of a backward pass are terms of its loss, and which count in A.
 
-The loss is a mean over N terms. N is one number for all layers of a pass, and G = N Σ
-d dᵀ. A is the mean of x xᵀ over the rows that *take part*: those that the loss
+The loss is a mean over N terms. N is one number for all layers of a pass, and
+G = N Σ d dᵀ. A is the mean of x xᵀ over the rows that *take part*: those that the loss
 depends on. A gradient may happen to vanish at one layer: dead units, dropped paths, a
 hinge, tokens that went to another expert. This must change neither N nor A. A leaves
 out only rows that have no gradient at any layer, such as padding. A prompt's tokens
@@ -14,15 +14,16 @@ sees these rows flattened sees the same rows too. The pairs of an
 model, so their rows are compared with no other layer's. Rows are of one of three types.
 The leading dimensions of the layers decide the type:
 
-    positions   Shape (B, T, ...), or B T rows where another layer has (B, T), or tokens of fused
-                experts. A row takes part if it has a gradient at any layer that sees it.
-    examples    Shape (B, ...) at a convolution, or B rows otherwise. All take part, even without a
-                gradient: the loss may be flat for an example (hinge, clipped ratios) and is still
-                a mean over the batch.
-    selected    n rows, where other pairs have positions and none of B, T and B T is n. These are
-                tokens that were picked, for example for an expert. A row takes part if it has a
-                gradient in its group. Once positions have been seen, each such pair is a group of
-                its own.
+    positions   Shape (B, T, ...), or B T rows where another layer has (B, T), or tokens
+                of fused experts. A row takes part if it has a gradient at any layer
+                that sees it.
+    examples    Shape (B, ...) at a convolution, or B rows otherwise. All take part,
+                even without a gradient: the loss may be flat for an example (hinge,
+                clipped ratios) and is still a mean over the batch.
+    selected    n rows, where other pairs have positions and none of B, T and B T is n.
+                These are tokens that were picked, for example for an expert. A row
+                takes part if it has a gradient in its group. Once positions have been
+                seen, each such pair is a group of its own.
 
 The layer called last receives its gradient first. It shows the terms: its examples, or
 those of its positions that have a gradient. It may be called several times in one pass.
@@ -68,8 +69,7 @@ class RowGroup:
         family: ATTENTION, ROUTED (fused experts), or "" for all other layers.
         shape: Leading dimensions of the layers' inputs.
         are_examples: Whether a layer showed that the rows are the batch's examples.
-        are_selected: Whether the rows were selected for one call,
-            which no other call shares.
+        are_selected: Whether the rows were selected for one call and no other.
         has_gradient: ``(rows,)``, True for rows with a gradient at any layer so far.
             None before the first layer, and if all rows have one.
         all_have_gradient: Whether every row is known to have a gradient at some layer.
@@ -145,8 +145,7 @@ class BackwardPass:
         serial: Larger than that of all passes that began earlier, and than
             ``cleared_at`` of statistics that were cleared earlier.
         again: Whether an earlier pass went through the same calls of layers.
-        layers: The staged statistics of the layers that have pairs of
-            this pass, by ``id()``.
+        layers: Staged statistics of the layers with pairs of this pass, by ``id()``.
     """
 
     def __init__(self, number: int, reduce: bool = False) -> None:
@@ -159,8 +158,7 @@ class BackwardPass:
         self._terms: float | Tensor | None = None  # once counted
         self._groups: dict[Hashable, RowGroup] = {}
 
-        # The numbers of rows that are known to be positions, and that
-        # may be those of examples.
+        # The numbers of rows that are known to be positions, or may be examples.
         self._position_counts: set[int] = set()
         self._example_counts: set[int] = set()
 
@@ -171,10 +169,7 @@ class BackwardPass:
     # -------------------------------------------------------------- while the pass runs
 
     def find_group(self, rows: PairRows) -> RowGroup:
-        """Return the group of a pair's rows.
-
-        Selected rows get a new group for each pair.
-        """
+        """Return the group of a pair's rows. Selected rows get one for each pair."""
         key: Hashable = (rows.family, rows.shape, rows.examples)
         group = self._groups.get(key)
         if group is not None:
@@ -212,8 +207,8 @@ class BackwardPass:
             rows: The rows.
             group: Their group, as :meth:`find_group` returned it.
             module: The module.
-            has_label_per_row: Whether a label was sampled for each row of
-                the layer called last.
+            has_label_per_row: Whether a label was sampled for each row of the layer
+                called last.
             read_gradient: Whether the host reads now which rows have a gradient. To
                 avoid a synchronization, it does not on a GPU, where this is decided
                 when the pass is over.
@@ -243,19 +238,13 @@ class BackwardPass:
         return to_row_mask(group.has_gradient)
 
     def schedule_end(self) -> bool:
-        """Note that autograd will call us at the end of this pass.
-
-        Returns whether that is new.
-        """
+        """Note that autograd will call at the pass's end; return whether it is new."""
         is_new = not self._end_is_scheduled
         self._end_is_scheduled = True
         return is_new
 
     def mark_repeated(self) -> bool:
-        """Note that an earlier pass went through the same calls.
-
-        Returns whether that is new.
-        """
+        """Note an earlier pass through the same calls; return whether that is new."""
         is_new = not self.again
         self.again = True
         return is_new
@@ -277,7 +266,7 @@ class BackwardPass:
     # -------------------------------------------------------------------- types of rows
 
     def _type_of(self, group: RowGroup) -> str:
-        """The type of a group's rows, as far as the pairs show it that have arrived so far."""
+        """The type of a group's rows, as far as the pairs so far show it."""
         if group.are_examples:
             return "examples"
         if len(group.shape) > 1 or group.family == ROUTED:
@@ -335,17 +324,15 @@ class BackwardPass:
 
     def _count_terms(self) -> float | Tensor:
         calls = self._calls if self._calls_are_parts() else self._calls[:1]
-        terms = _sum(
-            [self._count(call, call.row_mask, call.all_terms) for call in calls]
-        )
+        counts = [self._count(call, call.row_mask, call.all_terms) for call in calls]
+        terms = _sum(counts)
         if not isinstance(terms, Tensor) and terms != 0.0:
             return terms
 
-        # If the layer called last has no gradient, its terms are
-        # the rows that take part.
-        rows = _sum(
-            [self._count(call, self.find_row_mask(call.group)) for call in calls]
-        )
+        # If the layer called last has no gradient, its terms are the rows that take
+        # part.
+        counts = [self._count(call, self.find_row_mask(call.group)) for call in calls]
+        rows = _sum(counts)
         if not isinstance(terms, Tensor):
             return rows
         return torch.where(terms > 0, terms, torch.as_tensor(rows, device=terms.device))
@@ -431,26 +418,26 @@ class StepPasses:
         by_candidates: dict[tuple[tuple[int, ...], tuple[int, ...]], Terms] = {}
         terms: list[Terms] = []
         for staged in layers:
-            pass_numbers = [number for number in self.passes if staged.has_pass(number)]
-            passes_since_clear = [
-                number
-                for number, each in self.passes.items()
-                if each.serial > staged.cleared_at
-            ]
+            pass_numbers: list[int] = []
+            passes_since_clear: list[int] = []
+            for number, each in self.passes.items():
+                if staged.has_pass(number):
+                    pass_numbers.append(number)
+                if each.serial > staged.cleared_at:
+                    passes_since_clear.append(number)
             key = (tuple(pass_numbers), tuple(passes_since_clear))
             if key not in by_candidates:
                 passes = self._select_passes(pass_numbers, passes_since_clear)
-                number = _sum([each.count_terms() for each in passes])
-                by_candidates[key] = Terms(
-                    number, tuple([each.serial for each in passes])
-                )
+                total = _sum([each.count_terms() for each in passes])
+                serials = tuple([each.serial for each in passes])
+                by_candidates[key] = Terms(total, serials)
             terms.append(by_candidates[key])
         return terms
 
     def _select_passes(
         self, pass_numbers: Collection[int], passes_since_clear: Collection[int]
     ) -> list[BackwardPass]:
-        """The passes whose terms count for a layer, including passes that do not reach it.
+        """The passes whose terms count for a layer, even if they do not reach it.
 
         Passes that have a layer in common have parts of one loss. A pass that goes
         through the same calls again has terms that were counted before. It is left out
@@ -471,8 +458,6 @@ class StepPasses:
 
         # Among these, the passes of the same loss.
         if layers:
-            candidates = [
-                each for each in candidates if not layers.isdisjoint(each.layers)
-            ]
+            candidates = [p for p in candidates if not layers.isdisjoint(p.layers)]
         first_passes = [each for each in candidates if not each.again]
         return first_passes or candidates[:1]

@@ -1,4 +1,4 @@
-"""Save the curvature of a model in a folder: a safetensors file for each layer, and an index.
+"""Save a model's curvature in a folder: a safetensors file per layer, and an index.
 
 The index, ``curvature.json``, is written last. A folder without it is incomplete.
 """
@@ -58,7 +58,7 @@ class Index:
 
 
 def file_name(layer: str) -> str:
-    """Return the name of a layer's file, which is inside of the folder and not hidden."""
+    """Return the name of a layer's file, in the folder itself and not hidden."""
     name = quote(layer, safe="") or "%"
     if name.startswith("."):
         name = "%2E" + name[1:]
@@ -106,7 +106,7 @@ def read_layer(
 
 
 def remove_index(folder: Path) -> None:
-    """Remove the index of a folder that is about to be written, so that it is incomplete."""
+    """Mark a folder as incomplete before it is written: remove its index."""
     (folder / INDEX).unlink(missing_ok=True)
 
 
@@ -146,10 +146,9 @@ def read_index(folder: Path) -> Index:
         content = json.loads(path.read_bytes())
         if content["format"] != FORMAT:
             raise ValueError(f"{content['format']} is not {FORMAT}")
+        entries = content["layers"]
         return Index(
-            layers=[
-                _from_json(name, entry) for name, entry in content["layers"].items()
-            ],
+            layers=[_from_json(name, entry) for name, entry in entries.items()],
             names=list(content["names"]),
             uncovered=dict(content["uncovered"]),
             report=content["report"],
@@ -189,7 +188,7 @@ def _from_json(name: str, entry: Mapping[str, Any]) -> LayerCurvature:
 
 
 def _find_class(name: str) -> type[nn.Module]:
-    """Return the class of ``torch.nn`` with a name, or ``nn.Module`` for any other class."""
+    """Return the class of ``torch.nn`` with a name, or else ``nn.Module``."""
     kind = getattr(nn, name, None)
     if isinstance(kind, type) and issubclass(kind, nn.Module):
         return kind

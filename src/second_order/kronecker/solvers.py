@@ -1,18 +1,18 @@
-"""Damped inverses of Kronecker factors, from eigendecompositions or from Cholesky factorizations.
+"""Damped inverses of Kronecker factors, by eigendecomposition or by Cholesky.
 
-attempt    decompose all factors in the working precision, those of equal size in one batch
-check      read their errors from the device in one transfer
-retry      decompose a factor with a large error alone, in float64, then in float64 on the CPU
-combine    form the inverse of a layer from the decompositions of its factors
+    attempt    decompose all factors, those of equal size in one batch
+    check      read their errors from the device in one transfer
+    retry      decompose a factor with a large error in float64, then on the CPU as well
+    combine    form the inverse of a layer from the decompositions of its factors
 
-A layer has the factor A of its inputs and the factor G of its output gradients. If
-its inputs are channels by locations, it may have a third factor L: A is then that of
-the channels, and L that of the locations. Each factor is ``groups`` matrices, one
-per group of a grouped layer, and one for most layers. P is the preconditioned
-gradient, (A ⊗ G + γ)⁻¹ ∇.
+A layer has the factor A of its inputs and the factor G of its output gradients. If its
+inputs are channels by locations, it may have a third factor L: A is then that of the
+channels, and L that of the locations. Each factor is ``groups`` matrices, one per group
+of a grouped layer, and one for most layers. P is the preconditioned gradient,
+(A ⊗ G + γ)⁻¹ ∇.
 
-A solver is a subclass of :class:`Inverse`. Its instances are the
-inverses that it has computed.
+A solver is a subclass of :class:`Inverse`. Its instances are the inverses that it has
+computed.
 
 A bad factor leaves the results of the other factors in its batch as they are. If the
 routine raises for a batch, it is a routine that stops at the first bad factor. Each
@@ -68,8 +68,7 @@ Each part has a leading dimension of ``groups``.
 """
 
 Decompose: TypeAlias = Callable[[Tensor], tuple[Decomposition, Tensor]]
-"""A routine for ``(batch, n, n)``. Returns the parts, and the relative
-errors ``(batch,)``."""
+"""A routine for ``(batch, n, n)`` that returns the parts and relative errors."""
 
 Damping: TypeAlias = float | Tensor
 
@@ -91,7 +90,7 @@ _lengths: Callable[[Tensor], Tensor] = partial(torch.linalg.vector_norm, dim=-2)
 def ieee_matmul(
     device: torch.device, dtype: torch.dtype = torch.float32, *, narrow: bool = False
 ) -> Iterator[None]:
-    """Compute float32 products on CUDA in full precision, where TF32 keeps ten bits of each number.
+    """Compute float32 products on CUDA in full precision, because TF32 keeps ten bits.
 
     The setting is global in a process, so it must not change while another thread
     multiplies in float32. DistKFAC's threads multiply in float64 on CUDA, which the
@@ -148,9 +147,7 @@ def diagonal(factor: Tensor) -> Tensor:
 
 
 def eigh(matrix: Tensor) -> tuple[Decomposition, Tensor]:
-    """Decompose ``(batch, n, n)`` into eigenvectors and eigenvalues.
-
-    Returns the errors as well.
+    """Decompose ``(batch, n, n)`` into eigenvectors and eigenvalues, with errors.
 
     Negative eigenvalues become 0. Diagonals ``(batch, n)`` have no eigenvectors. LAPACK
     receives zeros instead of non-finite numbers, for which some routines return
@@ -170,26 +167,21 @@ def eigh(matrix: Tensor) -> tuple[Decomposition, Tensor]:
     # Check Q Λ Qᵀ x = M x, and Q Qᵀ x = x. The second check also finds vectors that are
     # not orthogonal where Λ vanishes.
     coordinates = vectors.mT @ probe
-    products = vectors @ torch.cat(
-        [values.unsqueeze(-1) * coordinates, coordinates], -1
-    )
+    scaled_coordinates = values.unsqueeze(-1) * coordinates
+    products = vectors @ torch.cat([scaled_coordinates, coordinates], -1)
     exact = torch.cat([expected, probe.expand_as(expected)], -1)
     errors = _lengths(products - exact) / torch.maximum(_lengths(exact), length)
     return (vectors, values.clamp_min(0) * size.squeeze(-1)), errors.amax(-1)
 
 
 def cholesky_inverse(matrix: Tensor) -> tuple[Decomposition, Tensor]:
-    """Invert positive definite ``(batch, n, n)``, or diagonals.
-
-    Returns the errors as well.
-    """
+    """Invert positive definite ``(batch, n, n)``, or diagonals, with errors."""
     if matrix.dim() == 2:
         inverse = matrix.reciprocal()
         return (inverse,), _zero_if_finite(matrix + inverse)
     factor, info = torch.linalg.cholesky_ex(matrix)
     failed = info != 0
-    # Some routines raise for a zero.
-    diagonal(factor).masked_fill_(failed.unsqueeze(1), 1.0)
+    diagonal(factor).masked_fill_(failed.unsqueeze(1), 1.0)  # some routines raise for 0
     inverse = _invert_from_cholesky(factor)
     del factor  # frees memory
 
@@ -225,8 +217,8 @@ def _zero_if_finite(x: Tensor) -> Tensor:
 def _probe_vector(
     dim: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """A fixed vector without zeros and without a pattern, ``(1, n, 1)``, and its norm, ``(1,)``."""
-    # So that the cached tensors can be used with autograd.
+    """A fixed vector ``(1, n, 1)`` without zeros or a pattern, and its norm."""
+    # Leave inference mode, so that the cached tensors can be used with autograd.
     with torch.inference_mode(False):
         steps = torch.arange(1, dim + 1, dtype=dtype, device=device)
         wave = torch.cos(steps * steps * 0.7).add_(1.5).view(1, -1, 1)
@@ -278,8 +270,7 @@ class Attempts:
             inaccurate: The indices of these factors.
 
         Returns:
-            The decompositions of all factors; None for a factor
-            that has no accurate one.
+            The decompositions of all factors; None for a factor that has none.
         """
         parts = list(self.parts)
         for i in inaccurate:
@@ -290,7 +281,7 @@ class Attempts:
 def attempt_all(
     problems: Sequence[Problem], routine: Decompose, dtype: torch.dtype | None = None
 ) -> Attempts:
-    """Attempt to decompose many factors, those of equal size, dtype and device in one batch.
+    """Attempt to decompose many factors, in batches of equal size, dtype and device.
 
     The parts of a factor are views of those of its batch.
 
@@ -308,8 +299,8 @@ def attempt_all(
         try:
             with ieee_matmul(matrices.device, matrices.dtype):
                 batch_parts, batch_errors = routine(matrices)
-        # Torch.linalg.LinAlgError, errors of the library, out of memory.
         except RuntimeError:
+            # It may be a LinAlgError, another error of the library, or out of memory.
             batch_errors = matrices.new_full((len(matrices),), torch.inf)
         else:
             columns = [part.split(sizes) for part in _in_dtype(batch_parts, dtype)]
@@ -325,8 +316,7 @@ def _decompose_in_float64(
 ) -> Decomposition | None:
     """Decompose one factor on its device, then on the CPU; None if both are inaccurate.
 
-    The damping is added in float64. In float32, a γ below 1e-7 of the
-    diagonal would be lost.
+    The damping is added in float64. In float32, γ below 1e-7 of the diagonal is lost.
     """
     stored = problem.stored
     if problem.is_diagonal or not bool(stored.isfinite().all()):
@@ -383,10 +373,7 @@ def _build_matrices(problems: Sequence[Problem], dtype: torch.dtype) -> Tensor:
 
 
 def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to the nearest numbers of a narrower dtype.
-
-    The result has the dtype of ``x``.
-    """
+    """Round to the nearest numbers of a narrower dtype, in the dtype of ``x``."""
     return x.to(dtype).to(x.dtype)
 
 
@@ -406,9 +393,8 @@ def round_definite(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     # Round the diagonal up: to the next number where the nearest is too small.
     narrow = raised.to(dtype)
     infinity = torch.full_like(narrow, torch.inf)
-    above = torch.where(
-        narrow.to(raised.dtype) < raised, narrow.nextafter(infinity), narrow
-    )
+    is_below = narrow.to(raised.dtype) < raised
+    above = torch.where(is_below, narrow.nextafter(infinity), narrow)
     diagonal(rounded).copy_(above)
     return rounded
 
@@ -432,8 +418,8 @@ INVERSE_ENTRIES = (
 class Inverse:
     """The damped inverse of a layer, or of a stack of layers of equal shape.
 
-    The subclasses are the solvers. These methods belong to a solver,
-    before there is an inverse:
+    The subclasses are the solvers. These methods belong to a solver, before there is an
+    inverse:
 
     split_damping     splits γ into what is added to the diagonal of each factor
     decompose         decomposes the damped factors
@@ -448,12 +434,11 @@ class Inverse:
     precondition      applies the inverse to a gradient
     split_layers      splits the inverse of a stack into those of its layers
 
-    A message is what the rank that has decomposed a factor sends to the
-    layer's gradient workers.
+    A message is what the rank that has decomposed a factor sends to the layer's
+    gradient workers.
 
     Attributes:
-        entries: The tensors, ``(layers x groups, ...)``, by their
-            names in a checkpoint.
+        entries: The tensors, ``(layers x groups, ...)``, by their checkpoint names.
         routine: The routine that decomposes a batch of factors.
     """
 
@@ -465,10 +450,9 @@ class Inverse:
     def split_damping(
         means: Tensor, damping: Damping, exact: bool = False
     ) -> Sequence[Tensor | None]:
-        """Split γ into what is added to the diagonal of each factor before it is decomposed.
+        """Split γ into what is added to each factor's diagonal before decomposition.
 
-        By default that is nothing, because γ is added to the
-        products of eigenvalues later.
+        By default that is nothing, because γ is added to products of eigenvalues later.
 
         Args:
             means: The mean eigenvalues of A, G, and L if there is one,
@@ -520,16 +504,15 @@ class Inverse:
         damping: Damping,
         multiplier: Tensor | None = None,
     ) -> Inverse:
-        """Form the inverse of a layer, or of a stack of layers.
-
-        It shares the memory of the parts.
+        """Form the inverse of a layer, or of a stack of layers, in the parts' memory.
 
         Args:
             parts: The decompositions by factor, ``(layers x groups, ...)``.
             damping: γ, a scalar or ``(layers x groups,)``. A solver that has added it
                 to the factors ignores it here.
-            multiplier: The inverse is multiplied by this, a scalar or ``(layers x
-                groups,)``. With grafting, it is the mean eigenvalue of A ⊗ G + γ.
+            multiplier: The inverse is multiplied by this, a scalar or
+                ``(layers x groups,)``. With grafting, it is the mean eigenvalue of
+                A ⊗ G + γ.
         """
         raise NotImplementedError
 
@@ -571,9 +554,9 @@ class EigenInverse(Inverse):
     Q and v are those of A, or of A ⊗ L if an input is channels by locations. P equals
     the dense solution with A ⊗ G + γ I, or A ⊗ L ⊗ G + γ I.
 
-    The eigenvectors of a factor are the columns of ``(groups, n, n)``. A diagonal A
-    has none. The scale is 1 / (v_G vᵀ + γ), ``(groups, out, in)`` or ``(1, out,
-    channels, locations)``.
+    The eigenvectors of a factor are the columns of ``(groups, n, n)``. A diagonal A has
+    none. The scale is 1 / (v_G vᵀ + γ), ``(groups, out, in)`` or
+    ``(1, out, channels, locations)``.
     """
 
     routine = staticmethod(eigh)
@@ -595,13 +578,12 @@ class EigenInverse(Inverse):
         multiplier: Tensor | None = None,
     ) -> Inverse:
         """Compute 1 / (v_G vᵀ + γ) for all steps until the next refresh."""
-        # The eigenvalues of A ⊗ G, (layers x groups, out, in). With L there
-        # is one more dimension.
+        # The eigenvalues of A ⊗ G, (layers x groups, out, in), or of A ⊗ L ⊗ G,
+        # (layers x groups, out, channels, locations).
         curvature = parts["A"][-1].unsqueeze(-2)
         if "L" in parts:
-            curvature = curvature.unsqueeze(-1) * parts["L"][-1].unsqueeze(
-                -2
-            ).unsqueeze(-2)
+            locations = parts["L"][-1].unsqueeze(-2).unsqueeze(-2)
+            curvature = curvature.unsqueeze(-1) * locations
         g = parts["G"][-1]
         ones = [1] * (curvature.dim() - 2)
         added = damping.view(-1, 1, *ones) if isinstance(damping, Tensor) else damping
@@ -641,8 +623,8 @@ class EigenInverse(Inverse):
         scale = self.entries[EIGEN_SCALE]
         rotated = torch.bmm(q_g.mT, gradient)
 
-        # With L: rotate each output's map of channels by locations. Such
-        # layers have one group.
+        # With L: rotate each output's map of channels by locations. Such layers have
+        # one group.
         if q_l is not None:
             assert q_a is not None
             rotated = q_a[0].mT @ rotated.view(scale.shape) @ q_l[0]
@@ -660,7 +642,7 @@ class EigenInverse(Inverse):
 
 
 class CholeskyInverse(Inverse):
-    """P = (G + √γ/π I)⁻¹ ∇ (A + π √γ I)⁻¹ (Martens & Grosse 2015, section 6.3), by Cholesky.
+    """P = (G + √γ/π I)⁻¹ ∇ (A + π √γ I)⁻¹ (Martens & Grosse 2015, section 6.3).
 
     With L, the inverse on the inputs is that of A ⊗ L, where A and L are damped
     separately (Ba et al. 2017, eq. 9). The inverse of a factor is ``(groups, n, n)``,
@@ -673,20 +655,18 @@ class CholeskyInverse(Inverse):
     def split_damping(
         means: Tensor, damping: Damping, exact: bool = False
     ) -> Sequence[Tensor | None]:
-        """Split γ over N factors: factor i gets πᵢ γ^(1/N).
+        """Split γ over N factors: factor i gets πᵢ γ^(1/N). An exact G gets all of γ.
 
-        An exact G gets γ, its A nothing.
-
-        The ``means`` are nᵢ = tr Fᵢ / dim Fᵢ, and πᵢ = nᵢ / (Π n)^(1/N). If a
-        trace is 0, all πᵢ are 1. These πᵢ, whose product is 1, minimize the bound
-        on the error of the cross terms (Ba et al. 2017, section 4.1). Two factors
-        have π √γ and √γ / π, with π² = (tr A / dim A) / (tr G / dim G) (Martens &
-        Grosse 2015, section 6.3).
+        The ``means`` are nᵢ = tr Fᵢ / dim Fᵢ, and πᵢ = nᵢ / (Π n)^(1/N). If a trace is
+        0, all πᵢ are 1. These πᵢ, whose product is 1, minimize the bound on the error
+        of the cross terms (Ba et al. 2017, section 4.1). Two factors have π √γ and
+        √γ / π, with π² = (tr A / dim A) / (tr G / dim G) (Martens & Grosse 2015,
+        section 6.3).
         """
         if exact:
             return None, torch.zeros_like(means[1]) + damping
         usable = (means > 0).all(0)
-        # Because the product may overflow.
+        # Take logarithms, because the product may overflow.
         logarithms = torch.where(usable, means, 1.0).log()
         pi = (logarithms - logarithms.mean(0)).exp()
         return (pi * damping ** (1 / len(means))).unbind()
@@ -705,15 +685,12 @@ class CholeskyInverse(Inverse):
 
     @staticmethod
     def pack_message(parts: Decomposition, dtype: torch.dtype | None) -> Decomposition:
-        """Round the inverse so that it remains positive definite, and pack a large one."""
+        """Round the inverse, which stays positive definite, and pack a large one."""
         (inverse,) = parts
         is_diagonal = inverse.dim() == 2
         if dtype is not None:
-            inverse = (
-                round_to(inverse, dtype)
-                if is_diagonal
-                else round_definite(inverse, dtype)
-            )
+            round_inverse = round_to if is_diagonal else round_definite
+            inverse = round_inverse(inverse, dtype)
         if not is_diagonal and inverse.shape[-1] >= MIN_TRIANGLE_DIM:
             inverse = pack_upper_triangular(inverse)
         return (inverse,)
@@ -733,7 +710,7 @@ class CholeskyInverse(Inverse):
         damping: Damping,
         multiplier: Tensor | None = None,
     ) -> Inverse:
-        """Collect the inverses of the factors, which include γ, and multiply that of G."""
+        """Collect the factors' inverses, which include γ, and multiply that of G."""
         entries: dict[str, Tensor] = {}
         for factor_name, (inverse,) in parts.items():
             entries[f"inverse_{factor_name}"] = inverse

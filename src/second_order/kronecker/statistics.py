@@ -4,8 +4,9 @@ A pair is the input of a module's call and the gradient of the call's output. Fo
 pair of a backward pass, ``StatisticsCollector.consume``:
 
 1. drops the layer's statistics if the user has dropped the gradients that belong to
-them; 2. adds the pair to the comparison with the weight's gradient, if that is due; 3.
-records the pair's rows among those of the whole pass, and keeps the pair.
+   them;
+2. adds the pair to the comparison with the weight's gradient, if that is due;
+3. records the pair's rows among those of the whole pass, and keeps the pair.
 
 At the end of the pass, or when the kept pairs exceed a number of bytes,
 ``StatisticsCollector.sum_pairs``:
@@ -82,10 +83,7 @@ CHANGED_IN_PLACE = (
 
 
 def max_queued_bytes(device: torch.device) -> int:
-    """Bytes of pairs to keep before they are summed.
-
-    A larger pair keeps a device busy alone.
-    """
+    """Bytes of pairs to keep before they are summed: enough to keep a device busy."""
     return 2**22 if device.type == "cpu" else 2**26
 
 
@@ -99,8 +97,7 @@ class GradientScale:
         """Return the factor, as a number or as a scalar on the gradient's device."""
         if self.scaler is None or not self.scaler.is_enabled():
             return 1.0
-        # scale(1) is the scale as a tensor. get_scale() would
-        # synchronize with the device.
+        # scale(1) is the scale as a tensor. get_scale() would synchronize.
         one = torch.ones((), dtype=torch.float32, device=gradient.device)
         scale: Tensor = self.scaler.scale(one)
         return 1.0 / scale
@@ -126,8 +123,8 @@ class Pair:
         size: Number of elements of the pair and of its sums.
         nbytes: Bytes that the pair keeps, but at least 4 per element in ``size``. A
             slice keeps the memory of its whole tensor.
-        cleared_at: ``staged.cleared_at`` when this object was made.
-            ``replace`` reads it again.
+        cleared_at: ``staged.cleared_at`` when this object was made. ``replace`` reads
+            it again.
         versions: The version counters of the pair's tensors when this object was made.
             In-place operations increase them.
     """
@@ -163,12 +160,12 @@ class Pair:
 
     @property
     def is_valid(self) -> bool:
-        """Whether the layer's statistics have not been cleared since this object was made."""
+        """Whether the layer's statistics have not been cleared in the meantime."""
         return self.cleared_at == self.staged.cleared_at
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether no tensor of the pair has been changed in place since this object was made."""
+        """Whether no tensor of the pair has been changed in place."""
         return self.versions == tuple([t._version for t in _tensors_of(self.x, self.d)])
 
 
@@ -198,14 +195,12 @@ class StatisticsCollector:
         gradient_scale: Returns a factor for captured gradients.
         comparisons_due: Returns how many comparisons of its pairs with the gradient a
             layer should have had by the current step.
-        conv_approximation: Replaces ``approximation`` for
-            convolutions. None to keep it.
+        conv_approximation: Replaces ``approximation`` for convolutions, if not None.
         fsdp: The parameters of a model that FSDP2 shards.
         on_new_statistics: Called when statistics of layers have grown. If it is set,
             the host reads during the pass which rows have a gradient, and so
             synchronizes with the device.
-        sampled: Whether the pairs are those of sampled labels, which do not
-            add up to the gradient.
+        sampled: Whether labels are sampled. The pairs then do not give the gradient.
         label_per_row: Whether a label is sampled for each row of the layer called last.
         step_passes: The passes since the last step.
     """
@@ -252,7 +247,7 @@ class StatisticsCollector:
                 self._blocks.setdefault(module, []).append(block)
 
     def expect_unscaled_losses(self) -> None:
-        """Use captured gradients as they are from now on, because no GradScaler scales the loss."""
+        """Use captured gradients as they are, because no GradScaler scales the loss."""
         self.gradient_scale = GradientScale(None)
 
     def _trainable_blocks(self, module: nn.Module) -> list[KroneckerBlock]:
@@ -265,7 +260,7 @@ class StatisticsCollector:
         return bool(self._trainable_blocks(module))
 
     def verify(self, module: nn.Module, x: Tensor, d: Tensor) -> None:
-        """Add a pair of the user's own loss to the comparison with the gradient, if it is due."""
+        """Compare a pair of the user's own loss with the gradient, if that is due."""
         for block in self._trainable_blocks(module):
             if block.fits_pair(module, x, d):
                 self._verify(block, module, x, d)
@@ -297,8 +292,7 @@ class StatisticsCollector:
             pass_id: A number that all pairs of one backward pass share. With sampled
                 labels, all pairs of one call of the model share it, because the user's
                 backward pass may go through several calls.
-            again: Whether an earlier backward pass went through
-                this call of the module.
+            again: Whether an earlier backward pass went through this call.
         """
         blocks = self._begin_pass(module, pass_id)
         blocks = self._select_fitting(blocks, module, x, d)
@@ -311,8 +305,8 @@ class StatisticsCollector:
         if again:
             self._mark_repeated(backward_pass, blocks)
 
-        # Record the pair's rows. On a CPU, reading the gradient
-        # needs no synchronization.
+        # Record the pair's rows. On a CPU, reading the gradient needs no
+        # synchronization.
         rows = blocks[0].gradient_rows(module, x, d)
         group = backward_pass.find_group(rows)
         read_gradient = d.device.type == "cpu" or self.on_new_statistics is not None
@@ -339,15 +333,14 @@ class StatisticsCollector:
             )
             self._keep(pair, again)
 
-        # Sum experts at once: their sums need the weights, which
-        # FSDP2 will shard again.
+        # Sum experts at once: this needs the weights, which FSDP2 will shard again.
         if self._bytes > max_queued_bytes(d.device) or isinstance(x, Routed):
             self.sum_pairs(pass_is_over=False)
         if self.on_new_statistics is not None and backward_pass.all_take_part:
             self.on_new_statistics()
 
     def _keep(self, pair: Pair, again: bool) -> None:
-        """Count a pair in the statistics of its layer, and keep it until it is summed."""
+        """Count a pair in its layer's statistics, and keep it until it is summed."""
         block = pair.block
         pair.backward_pass.layers[id(block.staged)] = block.staged
         inputs = 1 if block.shape.diagonal_a else block.shape.in_dim
@@ -361,15 +354,12 @@ class StatisticsCollector:
             self._bytes += pair.nbytes
 
     def _begin_pass(self, module: nn.Module, pass_id: int) -> list[KroneckerBlock]:
-        """Return a module's trainable blocks.
-
-        Clear statistics whose gradients were dropped.
-        """
+        """Return a module's trainable blocks, and clear outdated statistics."""
         blocks = self._trainable_blocks(module)
-        # With sampled labels, one backward pass delivers the pairs of
-        # several calls of the model.
+        # With sampled labels, one backward pass delivers the pairs of several calls.
         running_pass = autograd.current_pass() if self.sampled else pass_id
         for block in blocks:
+            # The user may have dropped the gradients that the statistics belong to.
             lacks_gradient = block.begin_pass(running_pass, pass_id)
             if lacks_gradient and not self._has_unreduced_gradients(module):
                 block.staged.clear()
@@ -382,30 +372,23 @@ class StatisticsCollector:
     def _select_fitting(
         self, blocks: Iterable[KroneckerBlock], module: nn.Module, x: Any, d: Tensor
     ) -> list[KroneckerBlock]:
-        """Return the blocks whose sizes the pair fits.
-
-        The others fail their verification.
-        """
+        """Return the blocks whose sizes the pair fits. Others fail verification."""
         fitting: list[KroneckerBlock] = []
         for block in blocks:
             if block.fits_pair(module, x, d):
                 fitting.append(block)
             else:
-                # The pair reproduces nothing of the gradient.
-                block.record_residual(1.0)
+                block.record_residual(1.0)  # the pair does not reproduce the gradient
         return fitting
 
     def _mark_repeated(
         self, backward_pass: BackwardPass, blocks: Iterable[KroneckerBlock]
     ) -> None:
-        """Mark a pass that goes through the same forward as an earlier one, and warn once."""
+        """Mark a pass through the same forward as an earlier pass, and warn once."""
         number = backward_pass.number
         is_other_loss = any(block.staged.has_other_pass(number) for block in blocks)
-        if (
-            is_other_loss
-            and backward_pass.mark_repeated()
-            and not self._warned_of_losses
-        ):
+        is_new = is_other_loss and backward_pass.mark_repeated()
+        if is_new and not self._warned_of_losses:
             self._warned_of_losses = True
             warn(SEVERAL_LOSSES)
 
@@ -415,22 +398,17 @@ class StatisticsCollector:
         """Return the pass with this number. If it is new, schedule its end."""
         passes = self.step_passes.passes
         if pass_id not in passes:
-            passes[pass_id] = BackwardPass(
-                pass_id, reduce=self.approximation == "reduce"
-            )
+            is_reduced = self.approximation == "reduce"
+            passes[pass_id] = BackwardPass(pass_id, reduce=is_reduced)
         backward_pass = passes[pass_id]
-        # Inside a reentrant checkpoint, autograd runs a pass of
-        # its own within this one.
+        # Inside a reentrant checkpoint, autograd runs an inner pass within this one.
         is_running = self.sampled or autograd.current_pass() == pass_id
         if is_running and backward_pass.schedule_end():
             autograd.call_after_pass(partial(self._end_pass, backward_pass))
         return backward_pass
 
     def _end_pass(self, backward_pass: BackwardPass) -> None:
-        """Finish a pass.
-
-        Autograd calls this when the pass has delivered all its pairs.
-        """
+        """Finish a pass. Autograd calls this after the last pair of the pass."""
         self._finish_pass(backward_pass)
         if self.on_new_statistics is not None:
             self.on_new_statistics()
@@ -461,9 +439,9 @@ class StatisticsCollector:
         """Add the kept pairs to the statistics of their layers.
 
         Args:
-            pass_is_over: Whether the backward passes of the pairs are
-                over. If not, rows without a gradient may still get one at
-                another layer, and are kept.
+            pass_is_over: Whether the backward passes of the pairs are over. If not,
+                rows without a gradient may still get one at another layer, and are
+                kept.
         """
         with self._lock, torch.no_grad():
             pairs = self._take_pairs()
@@ -475,16 +453,15 @@ class StatisticsCollector:
                 if pass_is_over or group.all_take_part:
                     if id(group) not in row_masks:
                         row_masks[id(group)] = pair.backward_pass.find_row_mask(group)
-                    ready.append(
-                        ReadyPair(pair, select_rows(row_masks[id(group)], pair.index))
-                    )
+                    row_mask = select_rows(row_masks[id(group)], pair.index)
+                    ready.append(ReadyPair(pair, row_mask))
                 elif self._can_split(pair):
                     first, rest = split_pair(pair)
                     ready.append(first)
                     self._pairs += rest
                 else:
-                    # `_bytes` does not count it, or each new pair
-                    # would try to sum it again.
+                    # `_bytes` does not count it, or each new pair would try to sum it
+                    # again.
                     self._pairs.append(replace(pair, gradient=None))
             self._add(ready)
 
@@ -520,8 +497,8 @@ class StatisticsCollector:
 
     def _add(self, ready: Sequence[ReadyPair]) -> None:
         """Add pairs to the statistics of their layers, in the order of the model."""
-        # Pairs of one layer are added one after the other: round k has the
-        # k-th pair of each layer.
+        # Pairs of one layer are added one after the other: round k has the k-th pair of
+        # each layer.
         rounds: list[list[ReadyPair]] = []
         num_pairs: dict[int, int] = {}  # by the id of a layer's statistics
         for each in ready:
@@ -552,9 +529,9 @@ class StatisticsCollector:
         in_order = [each.pair for batch in batches for each in batch]
         layers = [pair.staged for pair in in_order]
 
-        # The sums of equal layers are computed together. A record has the number
-        # of data rows that A sums over, the mean eigenvalues, and the numbers of
-        # rows of routed groups.
+        # The sums of equal layers are computed together. A record has the number of
+        # data rows that A sums over, the mean eigenvalues, and the numbers of rows of
+        # routed groups.
         size = (len(layers), _record_length(first))
         records = torch.empty(size, dtype=first.dtype, device=first.device)
         sums: list[dict[str, Tensor]] = []
@@ -563,10 +540,9 @@ class StatisticsCollector:
 
         # Non-finite sums and sums close to overflow are dropped: they count as zeros.
         # If a sum of outer products has a non-finite element, its mean eigenvalue is
-        # not finite either.
-        bad = ~is_far_from_overflow(records.sum(1))
-        # On a CPU, reading `bad` costs less than a pass over the
+        # not finite either. On a CPU, reading `bad` costs less than a pass over the
         # sums. Devices are not read.
+        bad = ~is_far_from_overflow(records.sum(1))
         if bad.device.type != "cpu" or bad.any():
             records.masked_fill_(bad.unsqueeze(1), 0.0)
             count_dropped(layers, bad)
@@ -580,9 +556,8 @@ class StatisticsCollector:
         for stacks in sums:
             factors += _split_by_layer(stacks)
         added: list[PairSums] = []
-        for pair, own_factors, record in zip(
-            in_order, factors, records.unbind(), strict=True
-        ):
+        rows = records.unbind()
+        for pair, own_factors, record in zip(in_order, factors, rows, strict=True):
             sums_of_pair = PassSums(own_factors, record)
             added.append(PairSums(pair.staged, pair.backward_pass.number, sums_of_pair))
         add_pairs(added)
@@ -597,7 +572,7 @@ class StatisticsCollector:
         return sizes, pair.staged.shape, id(ready.row_mask.mask)
 
     def _is_multiplied_in_batch(self, pair: Pair) -> bool:
-        """Whether the pair is a Linear's, and is multiplied in one batch with equal pairs.
+        """Whether the pair, of a Linear, is multiplied in one batch with equal pairs.
 
         A CPU multiplies a large pair faster in strips of a triangle.
         """
@@ -612,8 +587,8 @@ class StatisticsCollector:
     ) -> dict[str, Tensor]:
         """Compute the sums of pairs with one :meth:`_batch_key`.
 
-        Returns the stacked sums by factor, as they are stored,
-        and fills in ``records``.
+        Returns the stacked sums by factor, as they are stored, and fills in
+        ``records``.
         """
         pairs = [each.pair for each in ready]
         shape = pairs[0].staged.shape
@@ -623,22 +598,19 @@ class StatisticsCollector:
             factors, examples = self._multiply_linears(pairs, ready[0].row_mask)
             records.select(1, 0).fill_(examples)
         else:
+            form = self._form_statistics
             with ieee_matmul(records.device):
-                formed = [
-                    self._form_statistics(each.pair, each.row_mask) for each in ready
-                ]
+                formed = [form(each.pair, each.row_mask) for each in ready]
             factors = {}
             for name in formed[0].factors:
                 factors[name] = as_stack([each.factors[name] for each in formed])
-            records[:, 0] = merge_numbers(
-                [each.num_examples for each in formed], records
-            )
+            num_examples = [each.num_examples for each in formed]
+            records[:, 0] = merge_numbers(num_examples, records)
             if shape.routed:
                 counts = [cast(Tensor, each.examples_per_group) for each in formed]
                 records[:, -shape.groups :] = torch.stack(counts)
 
-        # Undo the scale of the gradients. In gradient-factored
-        # layers, A has it as well.
+        # Undo the scale of the gradients. A of gradient-factored layers has it as well.
         scale = self.gradient_scale(factors["G"])
         if isinstance(scale, Tensor) or scale != 1:
             factors["G"].mul_(scale**2)
@@ -659,9 +631,8 @@ class StatisticsCollector:
     def _form_statistics(self, pair: Pair, row_mask: RowMask) -> PairStatistics:
         """Form the statistics of one pair, from the rows that take part."""
         approximation = self.approximation
-        if self.conv_approximation is not None and isinstance(
-            pair.module, CONVOLUTIONS
-        ):
+        is_convolution = isinstance(pair.module, CONVOLUTIONS)
+        if is_convolution and self.conv_approximation is not None:
             approximation = self.conv_approximation
         dtype = pair.staged.dtype
         x = pair.x
@@ -679,15 +650,13 @@ class StatisticsCollector:
         :class:`~second_order.kronecker.layers.Linear` for each pair.
 
         Returns:
-            A and G, ``(n, 1, size, size)`` each, and the number of
-            examples of each pair.
+            A and G, ``(n, 1, size, size)`` each, and the number of examples of a pair.
         """
         first = pairs[0]
         dtype = first.staged.dtype
         is_reduced = self.approximation == "reduce" and first.x.dim() > 2
-        is_narrow = (
-            first.x.dtype.itemsize == first.d.dtype.itemsize == 2 and not is_reduced
-        )
+        two_bytes = first.x.dtype.itemsize == first.d.dtype.itemsize == 2
+        is_narrow = two_bytes and not is_reduced
         x = as_stack([pair.x for pair in pairs]).to(dtype)
         d = as_stack([pair.d for pair in pairs]).to(dtype)
 
@@ -720,12 +689,12 @@ class StatisticsCollector:
 
 
 def _split_by_layer(stacks: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Split the stacks of a batch's factors, by name, into the factors of each layer."""
-    slices = {name: stack.unbind() for name, stack in stacks.items()}
-    num_layers = len(stacks["G"])
-    return [
-        {name: parts[i] for name, parts in slices.items()} for i in range(num_layers)
-    ]
+    """Split the stacks of a batch's factors, by name, into each layer's factors."""
+    layers: list[dict[str, Tensor]] = [{} for _ in range(len(stacks["G"]))]
+    for name, stack in stacks.items():
+        for factors, part in zip(layers, stack.unbind(), strict=True):
+            factors[name] = part
+    return layers
 
 
 def _record_length(staged: StagedStatistics) -> int:
@@ -781,21 +750,16 @@ def _read_complete_groups(groups: Iterable[RowGroup]) -> None:
 
 
 def select_rows(row_mask: RowMask, index: Tensor | None) -> RowMask:
-    """Return the mask of the rows in ``index``, from the group's mask.
-
-    None: all rows.
-    """
+    """Return the mask of the rows in ``index``, or of all rows, from a group's mask."""
     if index is None:
         return row_mask
-    return (
-        full_row_mask(len(index))
-        if row_mask.mask is None
-        else to_row_mask(row_mask.mask[index])
-    )
+    if row_mask.mask is None:
+        return full_row_mask(len(index))
+    return to_row_mask(row_mask.mask[index])
 
 
 def split_pair(pair: Pair) -> tuple[ReadyPair, list[Pair]]:
-    """Split a pair into the rows with a gradient so far, and a pair of the others, if any."""
+    """Split a pair into its rows with a gradient so far, and a pair of the others."""
     group = pair.group
     row_mask = pair.backward_pass.rows_with_gradient(group)
     ready = ReadyPair(pair, row_mask)

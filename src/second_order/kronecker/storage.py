@@ -1,8 +1,8 @@
-"""Tensors of many layers: groups of equal ones, device reads, stacks, and packed triangles.
+"""Tensors of many layers: equal groups, device reads, stacks, and packed triangles.
 
-**Groups and numbers.** :func:`group_equal` finds the layers that one kernel
-can handle together. :class:`DeviceRead` copies the numbers of many tensors to
-the host in one transfer.
+**Groups and numbers.** :func:`group_equal` finds the layers that one kernel can handle
+together. :class:`DeviceRead` copies the numbers of many tensors to the host in one
+transfer.
 
 **Stacks.** Each layer owns its tensors, which code may read, load, move or free one by
 one. If the tensors of several layers are consecutive slices of one tensor,
@@ -14,8 +14,8 @@ call finds a view.
 unpacking a large matrix then take a few block copies instead of a gather, whose indices
 take memory. For a small matrix the gather is faster. With h = n // 2 and m = n - h,
 
-    X = [ X11  X12 ]   X11: h x h      first rectangle:  X12                      (h x m)
-        [  .   X22 ]   X22: m x m      second rectangle: tril(X22) | triu(X11)    (m x (h + 1))
+    X = [ X11  X12 ]    X11: h x h    first:  X12                       h x m
+        [  .   X22 ]    X22: m x m    second: tril(X22) | triu(X11)     m x (h + 1)
 
 where triu(X11) is shifted one column to the right, into the entries that tril(X22)
 leaves free. For n = 4, with capital letters for X11 and X22:
@@ -60,9 +60,9 @@ __all__ = [
 def max_stacked_elements(device: torch.device) -> int:
     """The largest number of elements of a tensor that is worth stacking.
 
-    One kernel on a stack saves the launches of the others. The kernel of a
-    larger tensor takes much longer than a launch, so a stack would save
-    little and cost a copy.
+    One kernel on a stack saves the launches of the others. The kernel of a larger
+    tensor takes much longer than a launch, so a stack would save little and cost a
+    copy.
     """
     return 2**16 if device.type == "cpu" else 2**24
 
@@ -79,8 +79,7 @@ def group_equal(
     Args:
         keys: The keys.
         sizes: The size of each entry, for ``max_size``.
-        max_size: The limit of a group's total size. An entry that is
-            larger has its own group.
+        max_size: The limit of a group's total size. A larger entry has its own group.
     """
     groups: list[list[int]] = []
     totals: list[float] = []  # the sizes of the groups
@@ -121,10 +120,9 @@ Numbers: TypeAlias = Callable[[], list[float]]
 
 
 class DeviceRead:
-    """One device-to-host copy of the numbers of many tensors, when the first of them is needed.
+    """One device-to-host copy of the numbers of many tensors, when one is needed.
 
-    The host synchronizes with the device once for everything that has
-    been added until then:
+    The host synchronizes with the device once for all that was added until then:
 
         losses = read.add(loss_tensors)
         norms = read.add(norm_tensors)
@@ -137,10 +135,7 @@ class DeviceRead:
         self._numbers: list[list[float]] = []
 
     def add(self, tensors: Sequence[Tensor]) -> Numbers:
-        """Add tensors.
-
-        Returns a function that returns all their numbers, one after the other.
-        """
+        """Add tensors, and return a function that returns all their numbers."""
         index = len(self._tensors)
         self._tensors.append(tensors)
 
@@ -178,8 +173,7 @@ def merge_numbers(numbers: Sequence[Tensor | float], like: Tensor) -> Tensor | f
 def as_stack(parts: Sequence[Tensor]) -> Tensor:
     """Stack tensors of one shape as ``(n, *shape)``.
 
-    Returns a view if the tensors are consecutive slices of one
-    tensor, and a copy otherwise.
+    Returns a view of consecutive slices of one tensor, and a copy of other tensors.
     """
     first = parts[0]
     if len(parts) == 1:
@@ -202,10 +196,9 @@ def as_stack(parts: Sequence[Tensor]) -> Tensor:
 
 
 def stack_in_place(owners: Sequence[MutableMapping[str, Tensor]], name: str) -> Tensor:
-    """Stack the owners' tensors of a name, and replace each owner's tensor by its slice."""
+    """Stack the owners' tensors of a name, and replace the tensors by the slices."""
     stack = as_stack([owner[name] for owner in owners])
-    # Views of a tensor have it as their base. A stack that
-    # torch.stack has made has none.
+    # Views of a tensor have it as their base. The result of torch.stack has no base.
     is_copy = stack._base is None
     if is_copy:
         for owner, part in zip(owners, stack.unbind(), strict=True):
@@ -223,7 +216,7 @@ GATHERED_UP_TO = 320
 
 
 def packed_length(dim: int) -> int:
-    """Number of elements in the triangle of a ``dim`` x ``dim`` matrix: dim (dim + 1) / 2."""
+    """Number of elements in the triangle of a ``dim`` x ``dim`` matrix."""
     return dim * (dim + 1) // 2
 
 
@@ -231,8 +224,8 @@ def pack_upper_triangular(matrix: Tensor) -> Tensor:
     """Pack symmetric matrices of shape ``(..., n, n)`` into ``(..., n (n + 1) / 2)``.
 
     The elements above the diagonal are read. Only block copies read X22 below the
-    diagonal. Two equal elements may differ in the last bit, because products such as xᵀ
-    x are not symmetric to the last bit.
+    diagonal. Two equal elements may differ in the last bit, because products such as
+    xᵀ x are not symmetric to the last bit.
     """
     dim = matrix.shape[-1]
     if dim <= GATHERED_UP_TO:
@@ -242,7 +235,7 @@ def pack_upper_triangular(matrix: Tensor) -> Tensor:
 
 
 class _GatherIndices(NamedTuple):
-    """Indices that gather a triangle from its matrix, and the matrix from its triangle."""
+    """Indices that gather a triangle from its matrix, and the reverse."""
 
     pack: Tensor  # (n (n + 1) / 2,)
     unpack: Tensor  # (n²,)
@@ -256,7 +249,7 @@ def _gather_indices(dim: int, device: torch.device) -> _GatherIndices:
     indices that packing reads. Likewise, an unpacked triangle of indices lists those
     that unpacking reads.
     """
-    # So that the cached tensors can be used with autograd.
+    # Leave inference mode, so that the cached tensors can be used with autograd.
     with torch.inference_mode(False):
         indices = torch.arange(dim * dim, device="cpu").view(dim, dim)
         # The smaller index of two equal elements is the one above the diagonal.
@@ -270,18 +263,19 @@ def _gather_indices(dim: int, device: torch.device) -> _GatherIndices:
 
 def _pack_by_blocks(matrix: Tensor) -> Tensor:
     """Pack by three block copies, of X12, X22 and X11."""
-    return pack_from_blocks(
-        matrix.shape[-1], lambda rows, columns: matrix[..., rows, columns]
-    )
+
+    def block(rows: slice, columns: slice) -> Tensor:
+        return matrix[..., rows, columns]
+
+    return pack_from_blocks(matrix.shape[-1], block)
 
 
 def pack_from_blocks(dim: int, block: Callable[[slice, slice], Tensor]) -> Tensor:
-    """Pack symmetric matrices ``(..., dim, dim)`` without storing all of their blocks at a time.
+    """Pack symmetric ``(..., dim, dim)``, without all blocks in memory at a time.
 
     Args:
         dim: The dimension of the matrices.
-        block: Returns ``matrix[..., rows, columns]`` for two slices. It
-            is called three times.
+        block: Returns ``matrix[..., rows, columns]``. It is called three times.
     """
     h = dim // 2
     first = slice(0, h)
@@ -292,8 +286,8 @@ def pack_from_blocks(dim: int, block: Callable[[slice, slice], Tensor]) -> Tenso
     blocks.x12.copy_(x12)
     del x12  # frees its memory
 
-    # X22 fills a square. X11's upper triangle then replaces the
-    # entries above X22's diagonal.
+    # X22 fills a square. X11's upper triangle then replaces the entries above X22's
+    # diagonal.
     blocks.x22.copy_(block(last, last))
     mask = torch.ones(h, h, dtype=torch.bool, device=packed.device).triu_()
     torch.where(mask, block(first, first), blocks.x11, out=blocks.x11)
@@ -332,23 +326,22 @@ def unpack_upper_triangular(packed: Tensor, dim: int) -> Tensor:
     if dim <= GATHERED_UP_TO:
         indices = _gather_indices(dim, packed.device)
         rows = packed.reshape(-1, packed.shape[-1])
-        return _gather(rows, indices.unpack, packed.shape[:-1]).view(
-            *packed.shape[:-1], dim, dim
-        )
+        batch = packed.shape[:-1]
+        return _gather(rows, indices.unpack, batch).view(*batch, dim, dim)
     return _unpack_by_blocks(packed, dim)
 
 
 def _gather(rows: Tensor, index: Tensor, batch: torch.Size) -> Tensor:
-    """Select columns of ``(matrices, length)``, and return them as ``(*batch, columns)``.
+    """Select columns of ``(matrices, length)``, as ``(*batch, columns)``.
 
-    On a CPU, ``index_select`` is ten times slower along the last of
-    three or more dimensions.
+    On a CPU, ``index_select`` is ten times slower along the last of three dimensions or
+    more.
     """
     return rows.index_select(1, index).view(*batch, len(index))
 
 
 def _unpack_by_blocks(packed: Tensor, dim: int) -> Tensor:
-    """Unpack by block copies: X12 twice, and X11 and X22 with their mirrored triangles."""
+    """Unpack by block copies: X12 twice, and X11 and X22 with mirrored triangles."""
     x12, x11, x22 = _blocks_of(packed, dim)
     h = dim // 2
     matrix = packed.new_empty(*packed.shape[:-1], dim, dim)

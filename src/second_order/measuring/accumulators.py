@@ -1,8 +1,9 @@
-"""Accumulate sums over the data: second moments of inputs, of pairs, and EK-FAC's eigenvalues.
+"""Accumulate sums over the data: A, A and G, or EK-FAC's eigenvalues.
 
     InputAccumulator        A += Σ x xᵀ over the rows of inputs that count
-    PairAccumulator         the same A, and G += Σ d dᵀ over all rows of output gradients
-    EigenvalueAccumulator   Λ += Σ_b (Q_Gᵀ ∇_b Q_A)², elementwise (George et al. 2018, equation 9)
+    PairAccumulator         the same A, and G += Σ d dᵀ over all rows of gradients
+    EigenvalueAccumulator   Λ += Σ_b (Q_Gᵀ ∇_b Q_A)², elementwise (George et al. 2018,
+                            equation 9)
 
 ∇_b = Σ_t d_t x_tᵀ is the gradient of example b of the batch, a sum over the rows t of
 all calls of the layer. A and G of convolutions are those of Grosse & Martens 2016: A
@@ -54,8 +55,7 @@ ROWS_AS_EXAMPLES = (
 )
 
 CHUNK_BYTES = 2**26
-"""Bound on the memory of the gradients of single examples that exist at
-the same time: 64 MiB."""
+"""Bound on the memory of gradients of single examples at one time: 64 MiB."""
 
 
 class Accumulator:
@@ -69,8 +69,8 @@ class Accumulator:
         rows: By layer, the number of rows in the sum of A. For experts a tensor
             ``(experts,)`` of the numbers of each.
         failed: By layer, why it has no factors.
-        num_terms: The number of loss terms so far, or a tensor on the device; 0
-            without a backward pass.
+        num_terms: The number of loss terms so far, or a tensor on the device; 0 without
+            a backward pass.
         num_batches: The number of batches so far.
         batch: The current batch.
         counts: Whether the current batch counts.
@@ -120,7 +120,7 @@ class InputAccumulator(Accumulator):
     def capture(
         self, model: nn.Module, is_sharded: bool
     ) -> AbstractContextManager[None]:
-        """Capture the inputs of the layers within the block, without a backward pass."""
+        """Capture the inputs of the layers within the block, without backward."""
         return capture_inputs(self._layers_of, self.receive)
 
     def receive(self, module: nn.Module, x: Any) -> None:
@@ -166,7 +166,7 @@ class PairAccumulator(Accumulator):
     def capture(
         self, model: nn.Module, is_sharded: bool
     ) -> Iterator[Callable[[Tensor], None]]:
-        """Capture the pairs of the layers within the block; yield the backward function."""
+        """Capture the layers' pairs within the block; yield the backward function."""
         modules = list(self._layers_of)
         with capture_pairs(model, is_sharded, modules, consumer=self) as captured:
             yield captured.backward
@@ -191,7 +191,7 @@ class PairAccumulator(Accumulator):
             self._add_pair(layer, module, x, d)
 
     def _shares_indices(self, layer: Layer, x: Any) -> bool:
-        """Return whether all examples of a batch share an embedding's indices, as of positions.
+        """Return whether all examples share an embedding's indices, as of positions.
 
         They have their own indices if the first dimension is that of the batch, or if
         there are as many indices as a tensor of the batch has elements.
@@ -213,12 +213,10 @@ class PairAccumulator(Accumulator):
         # without a gradient are padding.
         pair = Pair.widened(module, x, d)
         kind = layer.kinds[module]
-        live = nonzero_row_mask(kind.gradient_rows(module, pair.x, pair.d).gradient)
-        form = PairOptions(
-            has_bias=layer.has_bias, approximation="expand", row_mask=live
-        )
+        row_mask = nonzero_row_mask(kind.gradient_rows(module, pair.x, pair.d).gradient)
+        options = PairOptions(layer.has_bias, "expand", row_mask)
         with ieee_matmul(d.device):
-            statistics = kind.statistics(module, pair.x, pair.d, form)
+            statistics = kind.statistics(module, pair.x, pair.d, options)
         if statistics.examples_per_group is None:
             self.rows[layer.name] += statistics.num_examples
         else:
@@ -232,7 +230,7 @@ class PairAccumulator(Accumulator):
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """A pair of a module: the input x and the output gradient d, in float32 or float64."""
+    """A pair of a module: input x and output gradient d, in float32 or float64."""
 
     module: nn.Module
     x: Any
@@ -248,7 +246,7 @@ class Pair:
 
 
 class EigenvalueAccumulator(PairAccumulator):
-    """Accumulates the second moment of the gradients of examples in the eigenbasis of A ⊗ G.
+    """Accumulates squares of the examples' gradients in the eigenbasis of A ⊗ G.
 
     An example's gradient is a sum over all calls of a layer. Therefore, if a layer is
     called several times in a forward pass, its pairs are stored until the last one
@@ -276,10 +274,7 @@ class EigenvalueAccumulator(PairAccumulator):
     def consume(
         self, module: nn.Module, x: Any, d: Tensor, pass_id: int, again: bool
     ) -> None:
-        """Store a pair.
-
-        If it is the last one of the layer, add the squares of its gradients.
-        """
+        """Store a pair. After a layer's last pair, add the squares of its gradients."""
         pair = Pair.widened(module, x, d)
         for layer in self._layers_of[module]:
             pairs = self._pairs.setdefault(layer, [])
@@ -321,8 +316,7 @@ class EigenvalueAccumulator(PairAccumulator):
     def _num_examples(self, layer: Layer, pair: Pair) -> int:
         """Return the number of examples that the rows of a pair belong to.
 
-        If the number of rows is not a multiple of the batch size, each
-        row counts as an example.
+        If their number is not a multiple of the batch size, each row is an example.
         """
         batch_size = self.batch.size
         num_rows = pair.d.numel() // pair.d.shape[-1]
@@ -351,7 +345,7 @@ def _batch_dim(pair: Pair) -> int:
 
 
 def _squares_of_rows(layer: Layer, basis: Eigen, group: ExampleGroup) -> Tensor:
-    """Return Λ of a Linear, ``(1, out, in)``, from rows ``(..., in)`` and ``(..., out)``."""
+    """Return Λ ``(1, out, in)`` of a Linear, from rows of all examples together."""
     q_a = cast(Tensor, basis["A"].vectors)
     q_g = cast(Tensor, basis["G"].vectors)
     total = group.pairs[0].d.new_zeros(1, q_g.shape[-1], q_a.shape[-1])
@@ -380,7 +374,7 @@ def _squares_of_rows(layer: Layer, basis: Eigen, group: ExampleGroup) -> Tensor:
 
 
 def _squares_of_gradients(layer: Layer, basis: Eigen, group: ExampleGroup) -> Tensor:
-    """Return Λ ``(groups, out, in)`` of a layer of any kind, from one example after the other."""
+    """Return Λ ``(groups, out, in)`` of any layer, from one example after the other."""
     q_a = basis["A"].vectors
     q_g = cast(Tensor, basis["G"].vectors)
     total = q_g.new_zeros(layer.shape.gradient_shape, device=group.pairs[0].d.device)

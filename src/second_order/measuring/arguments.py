@@ -25,7 +25,7 @@ POSITIONS_FIRST = (
 
 
 def parse_patterns(layers: Any) -> list[str] | None:
-    """Return the patterns of ``layers=``, which may be a single one; None for all layers.
+    """Return the patterns of ``layers=``, which may be a single one; None for all.
 
     Raises:
         TypeError: If there are modules or classes instead of names.
@@ -51,8 +51,8 @@ def check_arguments(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If a value is not among the choices, or if two
-            arguments exclude each other.
+        ValueError: If a value is not among the choices, or if two arguments exclude
+            each other.
     """
     _check_model_and_loader(model, loader)
     check_choice("factors", factors, get_args(Factors))
@@ -71,17 +71,15 @@ def check_arguments(
 
 
 def _check_ekfac(model: nn.Module, loader: Any) -> None:
-    """Check that a second pass is possible, and that examples come first in all tensors."""
+    """Check that a second pass is possible, and that examples come first in tensors."""
     if hasattr(loader, "__next__"):
         raise ValueError(
             'the loader can be iterated over only once, but factors="ekfac" needs a second pass; '
             "pass a list of batches, or a DataLoader"
         )
     for name, module in unwrapping_chain(model)[-1].named_modules():
-        if (
-            isinstance(module, (nn.MultiheadAttention, nn.RNNBase))
-            and not module.batch_first
-        ):
+        has_order = isinstance(module, (nn.MultiheadAttention, nn.RNNBase))
+        if has_order and not module.batch_first:
             raise ValueError(POSITIONS_FIRST.format(name=name))
 
 
@@ -105,12 +103,9 @@ def _check_model_and_loader(model: Any, loader: Any) -> None:
 
     # Two batches of inputs have the same dtype and shape. Inputs and targets do not.
     x, y = loader
-    if (
-        not isinstance(x, Tensor)
-        or not isinstance(y, Tensor)
-        or not x.dim()
-        or not y.dim()
-    ):
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        return
+    if x.dim() == 0 or y.dim() == 0:
         return
     if len(x) == len(y) and (x.dtype, x.shape) != (y.dtype, y.shape):
         raise TypeError(

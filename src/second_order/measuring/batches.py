@@ -1,4 +1,4 @@
-"""Read a batch of the loader: call the model, find the rows that count, and sum the loss terms.
+"""Read a batch: call the model, find the rows that count, and sum the loss terms.
 
 Padding does not count. A mask of shape ``(examples, ...)`` says which positions of a
 batch are padding. It applies to every layer input whose leading dimensions are those of
@@ -92,14 +92,10 @@ NO_BATCH_DIMENSION = (
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch on a device.
-
-    Mappings become dictionaries, and tuples become lists.
-    """
+    """Return a batch on a device, with tuples as lists and mappings as dictionaries."""
     if isinstance(batch, Tensor):
         if batch.is_inference():
-            # Autograd cannot save an inference tensor for a backward
-            # pass. It can save a copy.
+            # Autograd cannot save an inference tensor, but it can save a copy.
             batch = batch.clone()
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
@@ -110,7 +106,7 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """Call the model with a batch, as ``measure`` does without ``call``, and return the output.
+    """Call the model with a batch, as ``measure`` does without ``call``.
 
     A mapping is passed as keywords. Its labels are left out, unless an encoder-decoder
     model computes the decoder's input from them. If the batch is a tuple or list, its
@@ -140,7 +136,7 @@ def _is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def _predicts_next_token(model: nn.Module) -> bool:
-    """Return whether a ``transformers`` model predicts, at each position, the next label."""
+    """Return whether a ``transformers`` model predicts the next position's label."""
     can_generate = getattr(model, "can_generate", None)
     if not callable(can_generate) or _is_encoder_decoder(model):
         return False
@@ -161,8 +157,7 @@ class Batch:
         targets: The targets of the batch; None if it has none.
         label_mask: Where class labels count, on the host; None without class labels.
         logit_rows: The rows of logits for which a label is sampled.
-        term_counts: The numbers of terms that a loss may return; empty
-            if any number is valid.
+        term_counts: The numbers of terms that a loss may return; empty if any is valid.
     """
 
     size: int
@@ -225,35 +220,31 @@ def read_batch(
 
 
 def _valid_term_counts(masks: Sequence[Tensor]) -> frozenset[int]:
-    """Return the numbers of terms that a loss may have; an empty set if any number is valid."""
+    """Return the numbers of terms that a loss may have; empty if any is valid."""
     if all(bool(mask.all()) for mask in masks):
         return frozenset()
     counts: set[int] = set()
     for mask in masks:
         counts.add(int(mask.sum()))
         if mask.dim() == 2:
-            # A language model may predict the labels of next positions, so
-            # the first has no term.
-            # A classifier of sequences has one term per example.
+            # A language model may predict the labels of next positions, so the first
+            # has no term. A classifier of sequences has one term per example.
             counts.add(int(mask[:, 1:].sum()))
             counts.add(int(mask.any(1).sum()))
     return frozenset(counts)
 
 
 def batch_tensors(batch: Any) -> dict[Any, Tensor]:
-    """Return the tensors of a batch with at least one dimension, by their keys or positions."""
+    """Return the tensors of a batch by key or position, without scalars."""
     if isinstance(batch, Tensor):
         batch = [batch]
     items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
-    return {
-        key: value
-        for key, value in items
-        if isinstance(value, Tensor) and value.dim() > 0
-    }
+    tensors = {key: value for key, value in items if isinstance(value, Tensor)}
+    return {key: tensor for key, tensor in tensors.items() if tensor.dim() > 0}
 
 
 def find_batch_size(tensors: Mapping[Any, Tensor]) -> int:
-    """Return the number of examples, which is the first dimension of most tensors of a batch.
+    """Return the number of examples, the first dimension of most tensors of a batch.
 
     If two sizes are equally frequent, the larger one counts, because tensors such as
     positions of shape ``(1, positions)`` may be shared by all examples.
@@ -266,7 +257,7 @@ def find_batch_size(tensors: Mapping[Any, Tensor]) -> int:
 
 
 def _label_mask(targets: Tensor | None) -> Tensor | None:
-    """Return where class labels count, on the host; None if targets are not class labels."""
+    """Return where class labels count, on the host; None for other targets."""
     if targets is None or targets.is_floating_point() or targets.dtype is torch.bool:
         return None
     return (targets.detach() != IGNORE_INDEX).cpu()
@@ -275,7 +266,7 @@ def _label_mask(targets: Tensor | None) -> Tensor | None:
 def _batch_masks(
     tensors: Mapping[Any, Tensor], label_mask: Tensor | None, model: nn.Module
 ) -> list[Tensor]:
-    """Return the masks ``(examples, ...)`` of a batch, from its attention masks and labels.
+    """Return the masks ``(examples, ...)`` of a batch, from attention masks and labels.
 
     Raises:
         ValueError: If an attention mask does not have the shape (examples, positions),
@@ -323,8 +314,7 @@ class RowSelection:
     """The rows of a tensor that count.
 
     Attributes:
-        index: Their positions among all rows, on the model's device;
-            None if all rows count.
+        index: Their positions among all rows, on the model's device; None if all count.
         count: Their number.
     """
 
@@ -345,7 +335,7 @@ class Rows:
     _selections: dict[torch.Size, RowSelection] = field(default_factory=dict)
 
     def select(self, shape: torch.Size) -> RowSelection:
-        """Return the rows that count among the rows of a shape, which is one of leading dims."""
+        """Return the rows that count, of tensors with these leading dimensions."""
         if shape in self._selections:
             return self._selections[shape]
         mask = _fit_mask(self.masks, shape)
@@ -354,14 +344,13 @@ class Rows:
         selection = RowSelection(None, shape.numel())
         if mask is not None and not bool(mask.all()):
             (index,) = mask.flatten().nonzero(as_tuple=True)
-            selection = RowSelection(
-                index.to(self.device, non_blocking=True), len(index)
-            )
+            index = index.to(self.device, non_blocking=True)
+            selection = RowSelection(index, len(index))
         self._selections[shape] = selection
         return selection
 
     def count_examples(self, shape: torch.Size) -> int:
-        """Return how many examples, the first dimension of a shape, have a row that counts."""
+        """Return how many of the ``shape[0]`` examples have a row that counts."""
         mask = _fit_mask(self.masks, shape)
         if mask is None:
             return shape[0]
@@ -390,7 +379,7 @@ class Rows:
 
 
 def _fit_mask(masks: Sequence[Tensor], shape: torch.Size) -> Tensor | None:
-    """Return the mask that fits a shape best, expanded to the shape; None if no mask fits."""
+    """Return the mask that fits a shape best, expanded to it; None if none fits."""
     # Positions may be the first dimension.
     transposed_masks = [mask.mT for mask in masks if mask.dim() == 2]
     candidates = [*masks, *transposed_masks]
@@ -428,22 +417,19 @@ def sum_loss_terms(value: Any, batch: Batch) -> LossTerms:
     """Sum the loss terms that the user's loss returned.
 
     Raises:
-        TypeError: If the loss returned a single number, because its
-            number of terms is unknown.
+        TypeError: If the loss returned a single number, whose number of terms is
+            unknown.
         ValueError: If some labels or positions do not count, and the number of terms
             differs from those that count.
     """
-    if (
-        isinstance(value, (tuple, list))
-        and len(value) == 2
-        and isinstance(value[0], Tensor)
-    ):
+    is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+    if is_pair and isinstance(value[0], Tensor):
         total, count = value
         return LossTerms(total.sum(), count)
     if not isinstance(value, Tensor) or value.dim() == 0:
-        returned = (
-            "a scalar" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        )
+        returned = f"a {type(value).__name__}"
+        if isinstance(value, Tensor):
+            returned = "a scalar"
         raise TypeError(
             f"the loss returned {returned}, so its number of terms is not known; {UNREDUCED}"
         )
@@ -462,9 +448,9 @@ def sample_loss_terms(
 ) -> LossTerms:
     """Sample labels from the model's output, and sum the loss terms with these labels.
 
-    With "categorical", the default, a term is a row of logits. With other
-    likelihoods it is an example of the batch. No label is sampled for a row of
-    logits that does not count.
+    With "categorical", the default, a term is a row of logits. With other likelihoods
+    it is an example of the batch. No label is sampled for a row of logits that does not
+    count.
 
     Raises:
         ValueError: If the output or the targets of the batch do not fit the likelihood.
@@ -489,9 +475,8 @@ def sample_loss_terms(
     if likelihood != "categorical":
         count = batch.logit_rows.count_examples(shape)
     if rows.index is not None:
-        logits = logits.reshape(-1, *logits.shape[len(shape) :]).index_select(
-            0, rows.index
-        )
+        logits = logits.reshape(-1, *logits.shape[len(shape) :])
+        logits = logits.index_select(0, rows.index)
     return LossTerms(sampled_loss(logits, likelihood, seed), count)
 
 

@@ -43,9 +43,8 @@ REENTRANT = (
 @contextmanager
 def set_requires_grad(model: nn.Module, value: bool) -> Iterator[None]:
     """Set ``requires_grad`` of all floating-point parameters within the block."""
-    previous = [
-        (p, p.requires_grad) for p in model.parameters() if p.is_floating_point()
-    ]
+    params = [p for p in model.parameters() if p.is_floating_point()]
+    previous = [(p, p.requires_grad) for p in params]
     try:
         for p, _ in previous:
             p.requires_grad_(value)
@@ -57,7 +56,7 @@ def set_requires_grad(model: nn.Module, value: bool) -> Iterator[None]:
 
 @contextmanager
 def evaluation_mode(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run a model in evaluation mode, eagerly and without weight gradients, within the block.
+    """Run a model in evaluation mode, eagerly and without weight gradients.
 
     Afterwards, modes, buffers, ``requires_grad`` and the states of the random number
     generators are restored.
@@ -73,7 +72,7 @@ def evaluation_mode(model: nn.Module, device: torch.device) -> Iterator[None]:
         fork_rng = torch.random.fork_rng([device], device_type=device.type)
     try:
         with ExitStack() as stack:
-            # For tensors that record a graph.
+            # Tensors of inference mode record no graph.
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(fork_rng)
             stack.enter_context(set_requires_grad(model, False))
@@ -152,7 +151,7 @@ class PairCapture(NamedTuple):
 
 
 class _DependOnAnchor(torch.autograd.Function):
-    """The identity, with an output that depends on an anchor, where the graph begins."""
+    """The identity, with an output that depends on an anchor. The graph begins here."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:
@@ -200,8 +199,8 @@ def capture_pairs(
     ) -> Any:
         count_call(module)
         count_call(cast(nn.Module, module.out_proj))
-        # If query, key and value are one tensor, they must stay one,
-        # because attention checks it.
+        # If query, key and value are one tensor, they must stay one, because attention
+        # checks it.
         inputs = {id(x): depend_on_anchor(x) for x in (*args, *kwargs.values())}
         new_args = tuple(inputs[id(x)] for x in args)
         new_kwargs = {name: inputs[id(x)] for name, x in kwargs.items()}
@@ -218,12 +217,11 @@ def capture_pairs(
             raise SecondOrderError(REENTRANT) from error
 
     # An attention does not call its out_proj, so the hook on the attention serves both.
-    attention_of = {
-        cast(nn.Module, m.out_proj): m for m in model.modules() if is_attention(m)
-    }
-    hooked_modules = dict.fromkeys(
-        attention_of.get(module, module) for module in modules
-    )
+    attention_of: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
+        if is_attention(module):
+            attention_of[cast(nn.Module, module.out_proj)] = module
+    hooked_modules = {attention_of.get(module, module): None for module in modules}
     with ExitStack() as stack:
         stack.callback(capture.detach)
         capture.attach(model, modules)
@@ -231,14 +229,13 @@ def capture_pairs(
         capture.missed.clear()
         for module in hooked_modules:
             if is_attention(module):
-                # Capture recognizes an attention's products by weights
-                # that require a gradient.
+                # Capture recognizes an attention's products by weights that require a
+                # gradient.
                 for part in (module, cast(nn.Module, module.out_proj)):
                     for name, p in part.named_parameters(recurse=False):
                         p.requires_grad_(name.endswith("weight"))
-                handle = module.register_forward_pre_hook(
-                    before_attention, with_kwargs=True
-                )
+                register = module.register_forward_pre_hook
+                handle = register(before_attention, with_kwargs=True)
             else:
                 handle = module.register_forward_hook(after_layer, prepend=True)
             stack.callback(handle.remove)

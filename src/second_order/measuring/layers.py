@@ -1,4 +1,4 @@
-"""Select the layers of a model to measure, and the rank that owns the factors of each."""
+"""Select the layers of a model to measure, and the rank that owns each."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ class Layer:
         name: The name of the layer.
         block: The modules of the layer.
         kinds: By module, the rules for its kind.
-        shape: Sizes of the factors. If only inputs are measured,
-            they leave the bias out.
+        shape: Sizes of the factors. If only inputs are measured, without the bias.
         shapes: Shapes of the measured parameters, by name; the weight first.
         has_bias: Whether A has a last row for the bias.
         factors: Names of the factors to measure.
@@ -63,18 +62,17 @@ class Layer:
         return self.kinds[self.block.modules[0]].weight
 
     def stored_shapes(self) -> dict[str, torch.Size]:
-        """Return the shapes of the factors as stored, which are triangles or diagonals."""
-        return {
-            name: torch.Size(self.shape.stored_shape(name)) for name in self.factors
-        }
+        """Return the shapes of the factors as stored: triangles or diagonals."""
+        stored_shape = self.shape.stored_shape
+        return {name: torch.Size(stored_shape(name)) for name in self.factors}
 
     def eigenvalue_shapes(self) -> dict[str, torch.Size]:
-        """Return the shape ``(groups, out, in)`` of the eigenvalues of F, under the name "F"."""
+        """Return the shape ``(groups, out, in)`` of the eigenvalues of "F"."""
         return {"F": torch.Size(self.shape.gradient_shape)}
 
 
 class Selection(NamedTuple):
-    """The layers to measure, and the modules and layers that are skipped, with the reason."""
+    """The layers to measure, and what is skipped, with the reasons."""
 
     layers: list[Layer]
     skipped: list[LeftToBase]
@@ -102,8 +100,8 @@ def find_layers(
             f"shell-style patterns such as '*.mlp.*' or 'Linear'"
         )
 
-    # Frozen layers are measured as well, so each parameter counts as
-    # trainable for the search.
+    # Frozen layers are measured as well, so each parameter counts as trainable for the
+    # search.
     sizes = {id(p): p.numel() for p in model.parameters()}
     with set_requires_grad(model, True):
         blocks, skipped = find_blocks(model, sizes, (), {}, torch.float32)
@@ -111,9 +109,8 @@ def find_layers(
         # Skip the layers that do not match, and those that cannot be measured.
         names = {id(p): name for name, p in model.named_parameters()}
         modules = dict(model.named_modules(remove_duplicate=False))
-        never_called = {
-            module.out_proj for module in modules.values() if is_attention(module)
-        }
+        attentions = [module for module in modules.values() if is_attention(module)]
+        never_called = {attention.out_proj for attention in attentions}
         layers: list[Layer] = []
         for block in blocks:
             module = block.modules[0]
@@ -122,10 +119,9 @@ def find_layers(
             if patterns is None or _matches(block, patterns, modules):
                 reason = _reason_to_skip(block, inputs_only, never_called)
             if reason:
+                kind = type(module).__name__
                 size = sum(p.numel() for p in params)
-                skipped.append(
-                    LeftToBase(block.name, type(module).__name__, reason, size)
-                )
+                skipped.append(LeftToBase(block.name, kind, reason, size))
                 continue
 
             shape = block.shape
@@ -148,15 +144,14 @@ def find_layers(
         reasons = "; ".join(f"{row.name}: {row.reason}" for row in skipped[:3])
         raise ValueError(f"no layer of the model can be measured ({reasons})")
 
-    # Give each layer an owner, so that all ranks store about the
-    # same number of entries.
-    costs = [
-        sum(size.numel() for size in layer.stored_shapes().values()) for layer in layers
-    ]
+    # Give each layer an owner, so that all ranks store about the same number of
+    # entries.
+    stored_shapes = [layer.stored_shapes().values() for layer in layers]
+    costs = [sum(shape.numel() for shape in shapes) for shapes in stored_shapes]
     owners = balance_costs(costs, num_ranks)
-    owned = [
-        replace(layer, owner=owner) for layer, owner in zip(layers, owners, strict=True)
-    ]
+    owned: list[Layer] = []
+    for layer, owner in zip(layers, owners, strict=True):
+        owned.append(replace(layer, owner=owner))
     return Selection(owned, skipped)
 
 

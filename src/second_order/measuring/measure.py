@@ -1,13 +1,14 @@
 """Measure the curvature of a trained model over a data set, without an optimizer.
 
-1. Find the layers, and assign each layer to the rank that stores its factors    (layers.py).
+1. Find the layers, and assign each to the rank that stores its factors (layers.py).
 2. Pass over the data. For each batch:
-find the rows that are not padding                                        (batches.py)
-"inputs":          run the forward pass;              A += xᵀ x           (accumulators.py)
-"kfac", "ekfac":   run forward and backward passes;   A += xᵀ x, G += dᵀ d
-3. Reduce the sums to their owners and divide them by the number of rows or terms (sums.py).
-4. "ekfac": decompose A and G, and pass over the data again: Λ += (Q_Gᵀ ∇ Q_A)²
-5. Return the curvature with a report                                             (report.py).
+   - find the rows that are not padding (batches.py);
+   - "inputs": run the forward pass, and add A += xᵀ x (accumulators.py);
+   - "kfac", "ekfac": run forward and backward passes, and add A += xᵀ x, G += dᵀ d.
+3. Reduce the sums to their owners, and divide them by the number of rows or terms
+   (sums.py).
+4. "ekfac": decompose A and G, and pass over the data again: Λ += (Q_Gᵀ ∇ Q_A)².
+5. Return the curvature with a report (report.py).
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def measure(
 
         curvature = second_order.measure(model, loader, factors="kfac")
         curvature["model.layers.0.mlp.down_proj"].A  # (1, in, in)
-        curvature.solve(gradients, damping=0.1, relative=True)  # (F + γ)⁻¹ g, by parameter name
+        curvature.solve(gradients, damping=0.1, relative=True)  # (F + γ)⁻¹ g, by name
 
     For each layer, F = A ⊗ G approximates the mean of g gᵀ over the loss terms, where g
     is the gradient of a term with respect to the layer's parameters (Martens & Grosse
@@ -96,10 +97,10 @@ def measure(
     divided by the number of loss terms N. Here d is the gradient of the sum of all
     terms with respect to a row of the layer's output.
 
-    Each example has the same weight, however you divide the data into batches and
-    among ranks. Padding does not count. The model runs in evaluation mode. Afterwards
-    its hooks, ``.grad``, buffers, modes and the states of the random number
-    generators are what they were.
+    Each example has the same weight, however you divide the data into batches and among
+    ranks. Padding does not count. The model runs in evaluation mode. Afterwards its
+    hooks, ``.grad``, buffers, modes and the states of the random number generators are
+    what they were.
 
     Collective: every rank of ``process_group`` calls it, each with its own batches.
 
@@ -108,11 +109,11 @@ def measure(
         loader: An iterable over the batches of this rank. A batch is a tensor, a tuple
             that begins with the model's input, or a mapping of the model's keywords, as
             the collators of ``transformers`` return it. "ekfac" iterates over it twice.
-        factors: "inputs" measures A of the weights, with forward passes only.
-            "kfac" measures A and G, where layers with a bias have a 1 appended to
-            their inputs. "ekfac" also measures, in a second pass, the eigenvalues
-            of F in the eigenbasis of A ⊗ G (George et al. 2018), from the gradients
-            of the examples of a batch.
+        factors: "inputs" measures A of the weights, with forward passes only. "kfac"
+            measures A and G, where layers with a bias have a 1 appended to their
+            inputs. "ekfac" also measures, in a second pass, the eigenvalues of F in the
+            eigenbasis of A ⊗ G (George et al. 2018), from the gradients of the examples
+            of a batch.
         loss: ``loss(output, batch)`` returns the unreduced loss terms that count, or
             ``(sum, number)``. Use it to measure with the data's own labels. None
             samples labels from the model's predictions: one for each row of logits that
@@ -121,9 +122,9 @@ def measure(
             "gaussian". None means "categorical" if the batch has class labels or no
             targets; for floating-point targets you have to choose. To sample from
             another distribution, pass a ``loss`` that does so.
-        layers: One or more shell-style patterns for the names or classes of
-            modules. Everything inside of a matching module is measured.
-            None measures all layers.
+        layers: One or more shell-style patterns for the names or classes of modules.
+            Everything inside of a matching module is measured. None measures all
+            layers.
         mask: ``mask(batch)`` returns a tensor of shape ``(examples, ...)`` that is True
             where an example or position counts. None uses the batch's
             ``attention_mask``, or else the labels other than -100. The first dimension
@@ -137,8 +138,8 @@ def measure(
             sums of each batch.
         seed: Seed of the sampled labels.
         process_group: The ranks that measure. None means all ranks.
-        progress: Whether rank 0 shows a progress bar, if ``tqdm`` is
-            installed, and the report.
+        progress: Whether rank 0 shows the report, and a progress bar if ``tqdm`` is
+            installed.
 
     Returns:
         The curvature, with a :class:`~second_order.measuring.report.Report` as
@@ -147,9 +148,9 @@ def measure(
 
     Raises:
         ValueError: If an option is invalid, or if a pattern matches no module.
-        TypeError: If ``model``, ``loader``, ``layers`` or ``loss`` has the wrong
-            type, if a batch has an unknown type and ``call`` is not set, or if the
-            loss is a single number.
+        TypeError: If ``model``, ``loader``, ``layers`` or ``loss`` has the wrong type,
+            if a batch has an unknown type and ``call`` is not set, or if the loss is a
+            single number.
         SecondOrderError: If the loader has no example, or if another rank has failed.
     """
     # Check the arguments, and find the layers and their owners.
@@ -207,9 +208,8 @@ def measure(
     for name, reason in failed.items():
         warn(f"measure: layer {name!r}: {reason}")
     if len(failed) == len(selected):
-        reasons = "; ".join(
-            f"{name}: {reason}" for name, reason in list(failed.items())[:3]
-        )
+        first_failed = list(failed.items())[:3]
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in first_failed)
         raise SecondOrderError(f"measure: no layer has factors ({reasons})")
     report = build_report(
         title=f"Curvature of {type(model).__name__}: {factors}, {world.size} rank(s)",
@@ -226,11 +226,11 @@ def measure(
 
 @dataclass(frozen=True)
 class Run:
-    """The arguments of ``measure`` that every pass over the data needs, and what follows from them.
+    """The arguments of ``measure`` for every pass, and what follows from them.
 
     Attributes:
-        control: The ranks of ``world`` in a group for messages that do not
-            synchronize the device.
+        control: The ranks of ``world`` in a group for messages that do not synchronize
+            the device.
         device: The device of the model.
         dtype: The dtype of the sums.
         is_sharded: Whether FSDP2 shards the model.
@@ -256,7 +256,7 @@ class Run:
 
 
 def accumulate(run: Run, accumulator: InputAccumulator | PairAccumulator) -> None:
-    """Run the model on all batches of this rank once, while the accumulator captures its layers.
+    """Run the model on all batches of this rank once, and accumulate the sums.
 
     Collective: every rank continues while any rank has a batch.
     """
@@ -372,11 +372,11 @@ def make_sums(
     layers: Sequence[Layer],
     shapes_of: Callable[[Layer], Mapping[str, torch.Size]],
 ) -> Sums:
-    """Make the sums of matrices of these shapes, which are sent in the order of the layers."""
+    """Make the sums of matrices of these shapes, sent in the order of the layers."""
     world = run.world
     if run.is_sharded or run.keep == "cpu":
-        # FSDP2's own collectives run between ours, in an order that
-        # differs from rank to rank.
+        # FSDP2's own collectives run between ours, in an order that differs from rank
+        # to rank.
         world = run.control
     return Sums(
         layers,
@@ -394,8 +394,7 @@ class RankCounts:
     """The counts that ranks exchange at the end of a pass.
 
     Attributes:
-        rows: By layer, the number of rows in the sum of A; for
-            experts, one number for each.
+        rows: By layer, the number of rows in the sum of A; for experts, one for each.
         terms: The number of loss terms.
         batches: The number of batches.
         failed: By layer, why it has no factors.
@@ -416,8 +415,8 @@ def average(run: Run, accumulator: InputAccumulator | PairAccumulator) -> Measur
         if not bool(total.isfinite().all()):
             local_failed[name] = f"its {factor} is not finite"
 
-    # Exchange the counts of all ranks, and add them up. fsum does not depend
-    # on the order of ranks.
+    # Exchange the counts of all ranks, and add them up. fsum does not depend on the
+    # order of ranks.
     local_counts = RankCounts(
         rows={name: to_floats(count) for name, count in accumulator.rows.items()},
         terms=to_floats(accumulator.num_terms)[0],
@@ -478,22 +477,20 @@ def correct_eigenvalues(
 ) -> Measurement:
     """Add EK-FAC's eigenvalues of F to a measurement of A and G. Collective.
 
-    The eigenvalues are the diagonal of F in the eigenbasis of A ⊗
-    G (George et al. 2018).
+    They are the diagonal of F in the eigenbasis of A ⊗ G (George et al. 2018).
     """
     # The owner of each layer decomposes its factors. Every rank needs the eigenvectors.
     bases = curvature.eigen()
 
-    # Accumulate the squares of the rotated gradients, and divide them
-    # by the number of terms.
+    # Accumulate the squares of the rotated gradients, and divide them by the number of
+    # terms.
     layers = [layer for layer in layers if layer.name in bases]
     backward_order = layers[::-1]
     sums = make_sums(run, backward_order, Layer.eigenvalue_shapes)
     if layers:
         accumulate(run, EigenvalueAccumulator(layers, sums, bases))
-    eigenvalues = {
-        name: total.div_(measurement.num_terms)
-        for (name, _), total in sums.finish().items()
-    }
+    eigenvalues: dict[str, Tensor] = {}
+    for (name, _), total in sums.finish().items():
+        eigenvalues[name] = total.div_(measurement.num_terms)
     local_bases = {name: layer.eigen for name, layer in curvature.local_layers.items()}
     return replace(measurement, corrected=eigenvalues, bases=local_bases)

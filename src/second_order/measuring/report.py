@@ -1,4 +1,4 @@
-"""Build the results of ``measure``: the curvature, and a report of what it covers and cost."""
+"""Build the results of ``measure``: the curvature, and a report of what it covers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ class Measurement:
     Attributes:
         factors: Mean factors of the layers that this rank owns.
         num_rows: By layer, the number of rows that A is the mean of, over all ranks.
-        num_terms: The number of loss terms over all ranks; 0 if
-            only inputs are measured.
+        num_terms: The number of loss terms over all ranks; 0 for inputs only.
         num_batches: The number of batches of a pass, over all ranks.
         failed: By layer, why it has no factors. The same on all ranks.
         corrected: EK-FAC's eigenvalues of the layers that this rank owns.
@@ -53,7 +52,7 @@ def build_curvature(
     world: World,
     report: Report | None = None,
 ) -> KroneckerCurvature:
-    """Build the curvature from a measurement, and note why other parameters have none."""
+    """Build the curvature from a measurement; note why other parameters have none."""
     layers: dict[str, LayerCurvature] = {}
     owners: dict[str, int] = {}
     uncovered: dict[str, str] = {}
@@ -63,17 +62,17 @@ def build_curvature(
             uncovered |= dict.fromkeys(layer.shapes, measurement.failed[name])
             continue
         owners[name] = layer.owner
+        stored: dict[str, Tensor] = {}
+        for factor in layer.shape.factor_names:
+            if (name, factor) in measurement.factors:
+                stored[factor] = measurement.factors[name, factor]
         layers[name] = LayerCurvature(
             name=name,
             modules=tuple(layer.block.names),
             kind=type(layer.block.modules[0]),
             shapes=layer.shapes,
             shape=layer.shape,
-            stored={
-                factor: measurement.factors[name, factor]
-                for factor in layer.shape.factor_names
-                if (name, factor) in measurement.factors
-            },
+            stored=stored,
             examples=measurement.num_terms or measurement.num_rows[name],
             updates=1.0,
             corrected=measurement.corrected.get(name),
@@ -81,8 +80,8 @@ def build_curvature(
             basis=measurement.bases.get(name),
         )
 
-    # Reasons for modules that were not measured. Modules that share a
-    # weight are one row, "a = b".
+    # Reasons for modules that were not measured. Modules that share a weight are one
+    # row, "a = b".
     reasons: dict[str, str] = {}
     for row in selection.skipped:
         reasons |= dict.fromkeys(row.name.split(" = "), row.reason)
@@ -111,8 +110,7 @@ class ReportRow:
         kind: Name of its class.
         parameters: Number of its parameters that have curvature.
         factors: Sizes of its factors, or why it has none.
-        rows: Number of rows that A is the mean of. The rank of A
-            is at most this number.
+        rows: Number of rows that A is the mean of, which bounds the rank of A.
         owner: The rank that stores the factors; None if the layer has none.
     """
 
@@ -157,10 +155,9 @@ class Report:
     def __str__(self) -> str:
         table = [("layer", "type", "parameters", "factors / why not", "rows")]
         for row in self.rows:
+            parameters = f"{row.parameters:,}"
             num_rows = "" if row.owner is None else f"{row.rows:,.0f}"
-            table.append(
-                (row.name, row.kind, f"{row.parameters:,}", row.factors, num_rows)
-            )
+            table.append((row.name, row.kind, parameters, row.factors, num_rows))
         lines = [
             self.title,
             f"{self.covered:.1%} of {self.parameters:,} parameters",
@@ -181,25 +178,23 @@ def build_report(
     seconds: float,
 ) -> Report:
     """Build the report of a measurement."""
-    layer_rows = [_report_row(layer, measurement) for layer in selection.layers]
-    skipped_rows = [
-        ReportRow(row.name, row.kind, row.parameters, row.reason)
-        for row in selection.skipped
-    ]
+    rows = [_report_row(layer, measurement) for layer in selection.layers]
+    for skipped in selection.skipped:
+        row = ReportRow(skipped.name, skipped.kind, skipped.parameters, skipped.reason)
+        rows.append(row)
 
     # If only inputs are measured, examples are rows. The rows of experts do not show
     # the number of examples, because each token is a row of several experts.
     examples = measurement.num_terms
     if not examples:
-        layers = [layer for layer in selection.layers if not layer.shape.routed]
-        examples = max(
-            measurement.num_rows[layer.name] for layer in layers or selection.layers
-        )
+        unrouted = [layer for layer in selection.layers if not layer.shape.routed]
+        layers = unrouted or selection.layers
+        examples = max(measurement.num_rows[layer.name] for layer in layers)
 
     stored = [*measurement.factors.values(), *measurement.corrected.values()]
     return Report(
         title=title,
-        rows=layer_rows + skipped_rows,
+        rows=rows,
         parameters=sum(p.numel() for p in model.parameters()),
         examples=examples,
         batches=measurement.num_batches,

@@ -1,8 +1,8 @@
 """Sums of matrices of layers over a data set, and where they are stored during a pass.
 
-    keep="device"   whole matrices on the model's device, reduced to their owners at the end
+    keep="device"   whole matrices on the model's device, reduced to owners at the end
     keep="cpu"      triangles in host memory, reduced to their owners at the end
-    keep="owner"    triangles on their owner only, to which each rank sends its sums of each batch
+    keep="owner"    triangles on their owner only, which receives sums of each batch
 
 With "owner", all ranks have to issue the same collectives. Therefore the matrices have
 one order, in which layers usually receive their gradients. When a rank adds to a
@@ -34,8 +34,7 @@ from second_order.measuring.layers import Layer
 __all__ = ["WIDENING", "Keep", "Key", "Sums", "full_precision"]
 
 WIDENING = {"cuda"}
-"""Device types with ``torch.mm(..., out_dtype=torch.float32)`` of
-bfloat16 and float16."""
+"""Device types with ``torch.mm(..., out_dtype=torch.float32)`` of 16-bit floats."""
 
 Keep: TypeAlias = Literal["device", "cpu", "owner"]
 
@@ -93,9 +92,8 @@ class Sums:
     def add_gram(self, key: Key, rows: Tensor) -> None:
         """Add rowsᵀ rows for rows of shape ``(rows, n)``."""
         is_narrow = rows.dtype in (torch.bfloat16, torch.float16)
-        widens = (
-            is_narrow and self.dtype is torch.float32 and rows.device.type in WIDENING
-        )
+        can_widen = self.dtype is torch.float32 and rows.device.type in WIDENING
+        widens = is_narrow and can_widen
         if not widens:
             rows = rows.to(self.dtype)
 
@@ -118,10 +116,7 @@ class Sums:
                 self.add(key, product(slice(None), slice(None)))
 
     def add(self, key: Key, matrix: Tensor) -> None:
-        """Add a matrix ``(groups, n, n)``, or one in its stored shape.
-
-        It may be overwritten.
-        """
+        """Add a matrix ``(groups, n, n)``, or one as stored. It may be overwritten."""
         if self._is_packed and matrix.shape != self._shapes[key]:
             matrix = pack_upper_triangular(matrix)
         if self._is_on_host:
@@ -137,10 +132,7 @@ class Sums:
             self._num_sent = 0
 
     def finish(self) -> dict[Key, Tensor]:
-        """Return the sums over ranks that this rank owns, in their stored shapes.
-
-        Collective.
-        """
+        """Return the sums over ranks that this rank owns, as stored. Collective."""
         self._send_until(len(self._order))
         return self._owned
 
@@ -151,7 +143,7 @@ class Sums:
             self._send(key)
 
     def _send(self, key: Key) -> None:
-        """Reduce what the ranks have added since the last call, and add it to the owner's sum."""
+        """Reduce what the ranks have added since the last call, to the owner's sum."""
         part = self._local.pop(key, None)
         if part is None:
             device = torch.device("cpu") if self._is_on_host else self.device
@@ -177,6 +169,6 @@ def _add_to(sums: dict[Key, Tensor], key: Key, part: Tensor) -> None:
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Compute matrix products in full float32 within the block, without TF32 and autocast."""
+    """Compute matrix products in full float32, without TF32 and autocast."""
     with ieee_matmul(device), torch.autocast(device.type, enabled=False):
         yield
