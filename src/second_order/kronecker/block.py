@@ -224,7 +224,7 @@ class KroneckerBlock:
         ]
 
     def reset_if_changed(self) -> None:
-        """Reset a trainable layer if it was moved, or if its bias was (un)frozen."""
+        """Reset a layer that was moved, or whose bias was frozen or unfrozen."""
         if not self.trainable:
             return
         was_moved = self.weight.device != self.staged.device
@@ -409,7 +409,8 @@ class KroneckerBlock:
         """The entry of the captured passes.
 
         Args:
-            ranks: Number of ranks that share the layer's passes and their total work.
+            ranks: Number of ranks that share the layer's passes. The entry has their
+                total work.
         """
         work = self.work * ranks
         history = [self.status.value, self.comparisons, self.residual, work]
@@ -683,7 +684,7 @@ def batch_layers(blocks: Iterable[KroneckerBlock]) -> list[LayerBatch]:
     for block in blocks:
         weight = block.weight
         shape = block.shape
-        # Doubly factored layers, which have locations, are few and wide: no batches.
+        # Doubly factored layers, which have locations, are few and wide. Each is alone.
         own_batch = block if shape.locations else None
         dtypes = (block.work_dtype, weight.dtype)
         keys.append((shape, dtypes, weight.device, block.layout, own_batch))

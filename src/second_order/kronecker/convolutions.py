@@ -317,7 +317,7 @@ class ConvolutionKind(LayerKind):
     def statistics(
         self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions
     ) -> PairStatistics:
-        """Compute the sums of a pair ``(N, channels, *spatial)``, or without N."""
+        """Compute the sums of ``(N, channels, *spatial)``. One example has no N."""
         conv = cast(Convolution, module)
         dims = len(conv.kernel_size)
         spatial = tuple(range(-dims, 0))

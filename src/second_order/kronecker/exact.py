@@ -102,7 +102,7 @@ GAINS: dict[type[nn.Module], Gain | None] = {
     nn.RMSNorm: Gain(_rms_normalized),
     nn.GroupNorm: Gain(_group_normalized),
     **dict.fromkeys(BATCH_NORMS, Gain(_batch_normalized)),
-    # SyncBatchNorm divides by the variance over all processes, which one does not know.
+    # SyncBatchNorm divides by the variance over all processes, unknown to a single one.
     nn.SyncBatchNorm: None,
     **dict.fromkeys(INSTANCE_NORMS),
 }
@@ -237,7 +237,7 @@ class ExactBlock(KroneckerBlock):
     def _example_gradients(
         self, module: nn.Module, x: Tensor, d: Tensor, approximation: Approximation
     ) -> Tensor:
-        """Compute ĝ of each example for the trainable parameters: a row per example."""
+        """Compute ĝ, ``(examples, entries)``, for the parameters that train now."""
         gain = self.gain
         gradients: list[Tensor] = []
         for name, trains in zip(self._param_names, self.training, strict=True):

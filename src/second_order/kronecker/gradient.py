@@ -1,4 +1,4 @@
-"""Gradient-factored blocks: factors of matrices from their gradients alone.
+"""Gradient-factored blocks of matrices without a layer kind: factors from gradients.
 
 Let M, ``(out, in)``, be the mean gradient of a step. The factors are M Mᵀ and Mᵀ M, as
 in Shampoo (Gupta et al. 2018) and SOAP (Vyas et al. 2024). The block is their product
@@ -41,7 +41,7 @@ __all__ = ["GradientBlock", "gradient_sums", "matrix_shape"]
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Fold a tensor's shape into rows and columns, with the cheapest inversion.
+    """Fold a tensor's shape into the rows and columns that are cheapest to invert.
 
     A convolution's ``(out, in, *kernel)`` usually becomes ``(out, in x kernel)``, and a
     stack of matrices ``(experts, in, out)`` becomes ``(experts x in, out)``.

@@ -157,7 +157,7 @@ class RowMask:
     """The rows of a captured pair that take part.
 
     Attributes:
-        mask: ``(rows,)``, True for a row that takes part. None if all rows do.
+        mask: ``(rows,)``, True for a row that takes part. None if all are known to.
         count: Number of rows that take part. On a device it is a scalar tensor, which
             the host does not read.
     """
@@ -635,7 +635,7 @@ class Layout:
     Examples:
         Linear(3, 5), weight and bias:       views (5, 3), (5, 1), axis 1
         two groups of it:                    views (2, 5, 3), (2, 5, 1), axis 2
-        LayerNorm(8), one column of 16:      views (8, 1), (8, 1), axis 0
+        LayerNorm(8), a 16 x 16 matrix:      views (8, 1), (8, 1), axis 0
         LayerNorm(8), 16 groups of 1 x 1:    views (8, 1, 1), (8, 1, 1), axis 0
     """
 

@@ -331,7 +331,8 @@ class _BlockSearch:
                 reason = self._rules.too_large(kind.shape(module, in_a))
                 unexpected = reason is not None
 
-        # Anything else is left to the base. `gain_params` only lack an option.
+        # Anything else is left to the base. The parameters in `gain_params` only lack
+        # an option.
         if getattr(module, "sparse", False):
             self._excluded.update(map(id, params.values()))
         gain_params: tuple[str | None, ...] = ()

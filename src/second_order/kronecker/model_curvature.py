@@ -74,7 +74,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
             another rank stores a layer, its ``stored`` is empty.
         names: Names of the model's or the optimizer's parameters, in their order.
         uncovered: By parameter name, why the parameter has no curvature.
-        owners: By layer, the rank that stores it. Others are on every rank.
+        owners: By layer, the rank that stores it. Layers without one are on every rank.
         world: The ranks; needed with ``owners``.
         report: What was measured; a string, or an object with a ``__str__``.
     """
@@ -494,8 +494,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         # Send the shapes of this rank's tensors, or its error, to all ranks.
         specs: SpecsByLayer = {}
         for name, layer_tensors in tensors.items():
-            spec_of = {key: TensorSpec.of(t) for key, t in layer_tensors.items()}
-            specs[name] = spec_of
+            specs[name] = {key: TensorSpec.of(t) for key, t in layer_tensors.items()}
         local_result = RankResult(repr(error) if error else "", specs)
         results: list[RankResult] = self._world.all_gather_object(local_result)
         if error is not None:

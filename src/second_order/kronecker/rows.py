@@ -169,7 +169,7 @@ class BackwardPass:
     # -------------------------------------------------------------- while the pass runs
 
     def find_group(self, rows: PairRows) -> RowGroup:
-        """Return the group of a pair's rows. Selected rows get one for each pair."""
+        """Return the group of a pair's rows: for selected rows, a new one."""
         key: Hashable = (rows.family, rows.shape, rows.examples)
         group = self._groups.get(key)
         if group is not None:
