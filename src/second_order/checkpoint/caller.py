@@ -1,4 +1,4 @@
-"""Find the caller on the stack, where torch does not pass the information as an argument."""
+"""Find the caller on the stack, where torch does not pass it as an argument."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["caller", "is_checkpointing"]
 
 
 def caller(module: str = "", function: str = "") -> FrameType | None:
-    """Return the nearest frame of a module whose name starts with ``module``, or a function's."""
+    """Return the nearest frame of a module with this prefix, or of a function."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")

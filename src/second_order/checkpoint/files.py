@@ -1,4 +1,4 @@
-"""Write checkpoints and safetensors files atomically: a file is complete or does not exist."""
+"""Write checkpoints and safetensors files atomically: completely or not at all."""
 
 from __future__ import annotations
 
@@ -66,8 +66,7 @@ def save_checkpoint(state: Any, path: str | os.PathLike[str]) -> None:
         path: The file. An existing file is replaced, unless an error is raised.
 
     Raises:
-        TypeError: ``state`` contains an object that
-            :func:`load_checkpoint` cannot load.
+        TypeError: ``state`` has an object that :func:`load_checkpoint` cannot load.
     """
     with replacing(Path(path)) as file:
         torch.save(state, file.name)  # four times as fast as with the file object
@@ -117,8 +116,7 @@ def _is_readable(path: str | os.PathLike[str]) -> bool:
 def _damage(path: str | os.PathLike[str]) -> str:
     """Describe why a file cannot be loaded, and the remedy.
 
-    The messages of ``torch.load`` recommend to load the file with
-    ``weights_only=False``.
+    The messages of ``torch.load`` recommend ``weights_only=False``.
     """
     remedy = "load an older checkpoint, or copy this one again"
     with Path(path).open("rb") as file:
@@ -169,10 +167,9 @@ def load_tensors(
         FileNotFoundError: The file does not exist.
     """
     package = _safetensors()
+    device_name = str(device or "cpu")
     try:
-        tensors: dict[str, Tensor] = package.load_file(
-            path, device=str(device or "cpu")
-        )
+        tensors: dict[str, Tensor] = package.load_file(path, device=device_name)
     except OSError:
         raise
     except Exception as error:

@@ -26,7 +26,7 @@ HEADER = ("steps", "version", "base_class")
 
 
 class BaseState(MutableMapping[Tensor, dict[str, Any]]):
-    """``state[p]["base"]`` by parameter: a view that the base optimizer uses as its state."""
+    """A view of ``state[p]["base"]`` by parameter, which the base uses as its state."""
 
     def __init__(self, state: MutableMapping[Tensor, dict[str, Any]]) -> None:
         self._state = state
@@ -52,7 +52,7 @@ class BaseState(MutableMapping[Tensor, dict[str, Any]]):
 
 
 class SavedPart(dict[str, Any]):
-    """The entries of a checkpoint in one part, "base" or "curvature", of a parameter's state."""
+    """One part, "base" or "curvature", of a parameter's state in a checkpoint."""
 
     def __init__(self, key: Any, part: str, name: str, entries: dict[str, Any]) -> None:
         super().__init__(entries)
@@ -95,7 +95,7 @@ class SavedPart(dict[str, Any]):
         return value
 
     def number(self, key: str, low: float = -math.inf, high: float = math.inf) -> float:
-        """Return the number of an entry, after checking that it is finite and within bounds.
+        """Return the number of an entry, after a check that it is finite and in bounds.
 
         The entry can also be a tensor with one element.
         """
@@ -109,7 +109,7 @@ class SavedPart(dict[str, Any]):
         return float(value)
 
     def tensor(self, key: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Return the tensor of an entry, after checking its shape and that it is finite.
+        """Return the tensor of an entry, after a check that it is finite and fits.
 
         If the tensor is sharded, only the local rows are checked.
         """
@@ -138,10 +138,10 @@ def check_base_part(part: SavedPart, base: torch.optim.Optimizer, p: Tensor) -> 
     for key, value in part.items():
         if not isinstance(value, Tensor):
             continue
-        same_dim = value.dim() == p.dim()
-        fits = same_dim and all(
-            n in (1, m) for n, m in zip(value.shape, p.shape, strict=True)
-        )
+        fits = value.dim() == p.dim()
+        if fits:
+            sizes = zip(value.shape, p.shape, strict=True)
+            fits = all(n in (1, m) for n, m in sizes)
         if value.dim() > 0 and not fits:
             raise part.wrong(
                 key,

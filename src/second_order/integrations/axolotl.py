@@ -48,7 +48,7 @@ class SecondOrderPlugin(BasePlugin):
         return f"{__name__}.SecondOrderArgs"
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Set the optimizer that the trainer will make with its own parameter groups."""
+        """Set the optimizer that the trainer makes with its own parameter groups."""
         if cfg.second_order is None:
             return
         options = dict(cfg.second_order)

@@ -13,7 +13,7 @@ __all__ = ["MetricsCallback"]
 
 
 class MetricsCallback(TrainerCallback):
-    """Logs the optimizer's metrics with the Trainer's, and consolidates its state before a save.
+    """Logs the optimizer's metrics, and consolidates its state before each save.
 
         trainer = Trainer(
             model, arguments, train_dataset=data, optimizers=(optimizer, None)
@@ -42,7 +42,7 @@ class MetricsCallback(TrainerCallback):
         return callback
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add the metrics that are known, so not NaN, to the logs of a training step."""
+        """Add the metrics that are known, so not NaN, to the logs of a step."""
         optimizer = _unwrapped(kwargs.get("optimizer"))
         logs = kwargs["logs"]
         if optimizer is None or "loss" not in logs or not state.is_world_process_zero:
@@ -67,13 +67,12 @@ class MetricsCallback(TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Consolidate it after each evaluation if the Trainer saves the best model."""
         optimizer = _unwrapped(kwargs.get("optimizer"))
-        if optimizer is not None and (
-            control.should_save or args.save_strategy == "best"
-        ):
+        may_save = control.should_save or args.save_strategy == "best"
+        if optimizer is not None and may_save:
             optimizer.consolidate(to=self.save_to)
 
 
 def _unwrapped(optimizer: Any) -> SecondOrderOptimizer | None:
-    """The optimizer, without Accelerate's wrapper; None if it is not one of this package."""
+    """Return the optimizer inside Accelerate's wrapper, or None if it is another's."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return inner if isinstance(inner, SecondOrderOptimizer) else None

@@ -1,1 +1,1 @@
-"""The K-FAC step: statistics, averages, solves, preconditioned gradients, and who does which."""
+"""The K-FAC step: statistics, averages, inverses, and preconditioned gradients."""

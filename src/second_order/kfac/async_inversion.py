@@ -95,7 +95,10 @@ def _run_unless_exiting(work: Callable[[], T]) -> T:
 
 
 def default_num_threads() -> int:
-    """Half of the cores of this process, from 1 to MAX_THREADS; training uses the other half."""
+    """Return half of the cores of this process, at least 1 and at most MAX_THREADS.
+
+    Training uses the other half.
+    """
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -145,8 +148,7 @@ class ThreadedInverter:
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Copy the factors of some layers, and queue them for the threads."""
-        # Start with the largest layers, so that all threads finish
-        # at about the same time.
+        # Start with the largest layers, so that all threads finish at a similar time.
         jobs = sorted(jobs, key=lambda job: job.cost, reverse=True)
 
         # Copy all factors with one kernel.
@@ -171,10 +173,9 @@ class ThreadedInverter:
             self._futures[job.block] = self._submit_work(work)
 
     def _submit_work(self, work: Callable[[], T]) -> Future[T]:
-        """Queue work for a thread, which starts it when the device has computed its inputs.
+        """Queue work, which a thread starts when the device has computed its inputs.
 
-        On CUDA, the work has its own stream, and its results are
-        complete when it returns.
+        On CUDA, work has its own stream. Its results are complete when it returns.
         """
         stream = self._stream
         if stream is None:
@@ -223,8 +224,7 @@ class ThreadedInverter:
             return Result(block, error=describe_error(error))
         result = future.result()
         if self._stream is not None:
-            # The memory belongs to the stream of the threads, and
-            # is used by another one.
+            # The memory belongs to the threads' stream, and another stream uses it.
             for parts in result.parts.values():
                 for part in parts:
                     part.record_stream(torch.cuda.current_stream(part.device))
@@ -272,19 +272,15 @@ def decompose_snapshot(
         added = None if problem.added is None else problem.added.to(device)
         moved = replace(problem, stored=problem.stored.to(device), added=added)
         if device.type == "cuda":
-            # The precision of float32 products on CUDA is a
-            # setting of the whole process.
+            # On CUDA, the precision of float32 products is a process-wide setting.
             moved = replace(moved, dtype=torch.float64)
         problems.append(moved)
     with torch.no_grad():
         decompositions = solver.decompose(problems, dtype)
 
     parts: dict[str, Decomposition] = {}
-    for (factor_name, problem), decomposition in zip(
-        job.problems.items(), decompositions, strict=True
-    ):
+    for factor_name, decomposition in zip(job.problems, decompositions, strict=True):
         if decomposition is not None:
-            parts[factor_name] = tuple(
-                part.to(problem.stored.device) for part in decomposition
-            )
+            factor_device = job.problems[factor_name].stored.device
+            parts[factor_name] = tuple(part.to(factor_device) for part in decomposition)
     return Result(job.block, parts)

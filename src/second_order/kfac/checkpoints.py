@@ -4,15 +4,15 @@ A checkpoint contains the running averages, the inverses, and the numbers that l
 steps need. :mod:`second_order.kfac.state` lists the entries of a layer, and says what
 shared numbers are. A training run resumes in this order:
 
-    check      raises an error if the entries do not fit the layers, before anything is loaded
-    load       loads the running averages and the state of throttle, drift, step scale and clip,
-               reads the remaining shared numbers, and installs the inverses
+    check      raises an error if the entries do not fit; nothing has been loaded yet
+    load       loads the running averages and the state of throttle, drift, step scale
+               and clip, reads the remaining shared numbers, and installs the inverses
     install    installs the saved inverses, and computes again those that were pending
-    assign     may come next, before the first step: if the script freezes layers after loading, the
-               optimizer assigns the layers to ranks again. This drops all inverses, so the
-               optimizer calls ``install`` again.
-    agree      at the first step, requests a refresh of each layer if any rank lacks an entry that
-               it needs for this layer
+    assign     may come next, before the first step: if the script freezes layers after
+               loading, the optimizer assigns the layers to ranks again. This drops all
+               inverses, so the optimizer calls ``install`` again.
+    agree      at the first step, requests a refresh of each layer if any rank lacks an
+               entry that it needs for this layer
 
 ``load`` and ``install`` return a :class:`Resumption`, which the optimizer keeps until
 ``agree``. Until then, ``summary()`` and ``metrics()`` show the loaded state, because
@@ -82,7 +82,7 @@ class Resumption:
     missing: Set[KroneckerBlock] = frozenset()
 
     def has_same_layers(self, plan: Mapping[KroneckerBlock, LayerPlan]) -> bool:
-        """Return whether the layers that train now are those that trained when it was written.
+        """Return whether the same layers train now as when it was written.
 
         Args:
             plan: The plans of the layers that train now.
@@ -149,9 +149,8 @@ class Checkpoints:
             shared |= part.saved()
         shared |= numbers.entries(training.world.size)
 
-        # Before the first step, every rank has the same entries, because
-        # set_optimizer_state_dict(full_state_dict=True) fails for 0-d
-        # tensors that a rank lacks.
+        # Before the first step, every rank has the same entries, because a rank that
+        # lacks a 0-d tensor makes set_optimizer_state_dict(full_state_dict=True) fail.
         is_first = training.steps == 0
         state: dict[Tensor, dict[str, Any]] = {}
         for block in self._layers.blocks:
@@ -172,7 +171,7 @@ class Checkpoints:
     def state_to_save(
         self, plan: Mapping[KroneckerBlock, LayerPlan]
     ) -> dict[Tensor, dict[str, Any]]:
-        """Return the entries that only checkpoints have: inverses and the parameters' last step.
+        """Return what only checkpoints have: inverses and the parameters' last step.
 
         A resumed run needs them until the next refresh. Tensors are not copied. This
         method waits for the inverses that threads compute.
@@ -182,8 +181,7 @@ class Checkpoints:
         """
         inverses = self._inverses
         inverses.inverter.finish()
-        # torch.distributed.checkpoint loads into existing tensors, so
-        # zeros replace absent ones.
+        # torch.distributed.checkpoint loads in place, so zeros replace absent tensors.
         fill = is_checkpointing(part=True)
         damping = float(inverses.damping_option)
         if math.isnan(damping):  # there has been no refresh
@@ -251,7 +249,7 @@ class Checkpoints:
     def install(
         self, resumption: Resumption, plan: Mapping[KroneckerBlock, LayerPlan]
     ) -> Resumption:
-        """Install the inverses of a checkpoint, and compute again those that were pending.
+        """Install a checkpoint's inverses, and recompute those that were pending.
 
         Call this while the layers are still without inverses.
 
@@ -260,8 +258,7 @@ class Checkpoints:
             plan: The plans of the layers that train now.
 
         Returns:
-            The checkpoint, with the layers for which it lacks an
-            entry that this rank needs.
+            The checkpoint, and the layers that lack an entry that this rank needs.
         """
         saved = resumption.saved
         loaded = load_inverses(saved, plan, self._inverses)

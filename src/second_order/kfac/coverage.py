@@ -28,10 +28,9 @@ COVER_MORE = (
 
 
 def warn_of_uncovered(training: Training, options: KFACOptions, layers: Layers) -> None:
-    """Warn once of each pattern without a match and each module that only the base trains.
+    """Warn once of each unmatched pattern and each module that only the base trains.
 
-    Modules that the user left out, by ``skip_layers`` or
-    ``precondition=False``, are not named.
+    Modules left out by ``skip_layers`` or ``precondition=False`` are not named.
     """
     for pattern in unmatched_patterns(training.model, options.skip_layers):
         if training.is_first_warning(f"pattern:{pattern}"):
@@ -90,7 +89,7 @@ def _trained_by_base(training: Training, layers: Layers) -> list[LeftToBase]:
 
 
 def _list_modules(rows: Sequence[LeftToBase]) -> str:
-    """Return the names of modules that only the base trains: the largest first, norms last."""
+    """List the modules that only the base trains: the largest first, norms last."""
     num_norms = sum(row.norm and not row.unexpected for row in rows)
     others = [row for row in rows if not row.norm or row.unexpected]
     others.sort(key=lambda row: -row.parameters)

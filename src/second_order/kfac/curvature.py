@@ -7,7 +7,7 @@
     precondition   P = c (A ⊗ G + γ)⁻¹ ∇, on the layer's gradient workers
     clip           a factor ν <= 1 bounds the change of the model's predictions
     p.grad         <- ν P, on all ranks
-    feedback       after a refresh, the intervals, the step scale τ and the floor of γ adapt
+    feedback       after a refresh, intervals, the step scale τ and the floor of γ adapt
 
 ∇ is the mean gradient and γ the damping. By default, c is the mean eigenvalue of A ⊗ G
 + γ, which is part of the inverse (``grafting="gradient"``); with ``grafting="none"`` it
@@ -20,12 +20,11 @@ At each step, the optimizer calls :meth:`KFAC.prepare`, which assigns layers, an
 :meth:`KFAC.precondition`, which does the rest. :meth:`KFAC.step_base` then runs the
 base optimizer, which uses ``p.grad`` as its gradient, and applies the step scale τ.
 
-If KAISA averages the gradients, a step with a refresh sends these
-messages, in this order:
+If KAISA averages the gradients, a step with a refresh sends these messages, in order:
 
     content                         collective            sent by
     values equal on all ranks       all-reduce, maximum   ``consistency.py``
-    gradients                       all-reduce, sum       ``start_average``; awaited before P
+    gradients                       all-reduce, sum       ``start_average``
     sums of A and G                 all-reduce, sum       ``_sum_statistics``
     outcomes of the inversions      all-reduce, maximum   ``Inverses.refresh``
     inverses, to gradient workers   all-to-all            ``Inverses.refresh``
@@ -33,10 +32,11 @@ messages, in this order:
     ν P, to the other ranks         all-to-all            ``precondition_gradients``
     slope, curvatures, cosines      all-reduce, sum       ``share_feedback``
 
-With ``grad_worker_fraction=1``, every rank preconditions every layer, so the change
-and ν P are not sent. A step without a refresh only sends the first two messages,
-the change and ν P. If ``factor_update_steps`` is a number, sums of A and G are also
-sent between refreshes.
+The step waits for the mean gradients before it computes P. With
+``grad_worker_fraction=1``, every rank preconditions every layer, so the change and ν P
+are not sent. A step without a refresh only sends the first two messages, the change and
+ν P. If ``factor_update_steps`` is a number, sums of A and G are also sent between
+refreshes.
 
 See :mod:`second_order.kfac.checkpoints` for how a run is saved and resumed.
 """
@@ -57,11 +57,7 @@ from second_order.distributed.roles import sharding_error
 from second_order.distributed.world import World
 from second_order.kfac.checkpoints import Checkpoints, Resumption
 from second_order.kfac.coverage import summarize_layers, warn_of_uncovered
-from second_order.kfac.feedback import (
-    Report,
-    report_refresh,
-    share_feedback,
-)
+from second_order.kfac.feedback import Report, report_refresh, share_feedback
 from second_order.kfac.inversion import Inverses, Refresh, SelectionRule
 from second_order.kfac.layers import (
     Layers,
@@ -115,13 +111,11 @@ __all__ = ["KFAC", "LayeredCurvature"]
 # Operations to invert an n × n factor, divided by n³.
 INVERSION_COST = {"inverse": 4.0, "eigen": 15.0}
 
-
 # During the first steps, statistics are sent in their own dtype. The running average
 # then covers few steps, so the rounding error of one step may exceed a small damping.
 FULL_PRECISION_STEPS = 20
 
-# The refresh interval that the cost model assumes if the measured drift
-# will set the intervals.
+# The refresh interval that the cost model assumes if drift will set the intervals.
 ASSUMED_INTERVAL = 10
 
 
@@ -146,7 +140,7 @@ class StatsWorkersInterface(Protocol):
     def receive_statistics(
         self, layers: Mapping[str, KroneckerBlock], training: Training, /
     ) -> Iterable[Sums]:
-        """Return the summed statistics of each message that arrived since the last step."""
+        """Return the sums of each message that arrived since the last step."""
 
     def restart(self) -> None:
         """Use this rank's own passes until statistics for the new assignment arrive."""
@@ -183,7 +177,7 @@ class LayeredCurvature(Curvature):
         self.layers.drop_pending()
 
     def hooks_removed(self) -> AbstractContextManager[None]:
-        """Return a context manager that removes all hooks from the model and restores them."""
+        """Return a context manager that removes all hooks, and restores them."""
         return self.layers.hooks_removed()
 
 
@@ -207,10 +201,8 @@ def choose_num_workers(
 ) -> int:
     """Return the number of gradient workers per layer that makes steps fastest.
 
-    Collective.
-
-    The cost model predicts the time per step from measurements of
-    this machine and network.
+    Collective. The cost model predicts the time per step from measurements of this
+    machine and network.
     """
     world = training.world
     shapes = [block.shape for block in blocks if block.trainable]
@@ -276,8 +268,7 @@ class KFAC(LayeredCurvature):
         self.latest_plan: dict[KroneckerBlock, LayerPlan] = {}
         self._step_plan = StepPlan({}, World.alone(), World.alone())
         self._buckets: list[Bucket] = []  # for FSDP2-sharded gradients
-        # The rank that receives the mean of each gradient at this
-        # step; None if all ranks do.
+        # Which rank receives each gradient's mean at this step; None if all ranks do.
         self._mean_receivers: dict[Tensor, int] | None = None
         # Gradient workers per layer by the cost model; 0 if it is not used.
         self.num_workers = 0
@@ -291,10 +282,9 @@ class KFAC(LayeredCurvature):
         # THOR's rule: which due layers are refreshed.
         self.traces: TraceRefresh | None = None
         rule: SelectionRule | None = None
-        if options.trace_rule is not None:
-            self.traces = TraceRefresh(
-                options.trace_rule.upper, options.trace_rule.lower
-            )
+        trace_rule = options.trace_rule
+        if trace_rule is not None:
+            self.traces = TraceRefresh(trace_rule.upper, trace_rule.lower)
             rule = self.traces.choose
         self.inverses = Inverses(
             training,
@@ -305,8 +295,7 @@ class KFAC(LayeredCurvature):
             inverter=system.inverter,
         )
         self._averaged_at = 0  # the step of the last update of the running averages
-        # The mean eigenvalue over all layers, at the last refresh.
-        # It sets the floor of γ.
+        # The mean curvature of all layers at the last refresh, for the floor of γ.
         self.mean_curvature = 0.0
 
         # Exchange, clip and step scale.
@@ -399,12 +388,11 @@ class KFAC(LayeredCurvature):
         self.watch()
 
     def _set_num_workers(self, workers: int) -> None:
-        """Set the number of gradient workers per layer, starting with the next assignment."""
+        """Set the number of gradient workers per layer from the next assignment on."""
         self.num_workers = workers
         fraction = workers / self.training.world.size
-        self._system = replace(
-            self._system, plan=partial(self._system.plan, fraction=fraction)
-        )
+        plan = partial(self._system.plan, fraction=fraction)
+        self._system = replace(self._system, plan=plan)
         self.layers.mark_changed()
 
     # ------------------------------------------------------------------------- the step
@@ -444,11 +432,8 @@ class KFAC(LayeredCurvature):
         # Update A and G from this step's batches. Stats workers may
         # also have sent statistics.
         statistics_due = self._schedule.statistics_due(step, due)
-        if (
-            statistics_due
-            or self.stats_workers is not None
-            or self._pipeline is not None
-        ):
+        may_have_messages = self.stats_workers is not None or self._pipeline is not None
+        if statistics_due or may_have_messages:
             with stage("statistics"):
                 self._update_factors(statistics_due, pending)
 
@@ -457,8 +442,7 @@ class KFAC(LayeredCurvature):
         report: Report | None = None
         if due or inverses.requested or inverses.pending:
             with stage("solve"):
-                # This collects tensors. When one is first needed, all
-                # are copied to the host.
+                # Collects tensors. When one is needed, all are copied to the host.
                 read = DeviceRead()
                 if inverses.reads_once:
                     # One process, whose gradients are the mean already. Report before
@@ -501,8 +485,7 @@ class KFAC(LayeredCurvature):
                     owners=self._mean_receivers,
                 )
 
-        # Adapt the refresh intervals, the step scale and the
-        # floor of γ after a refresh.
+        # After a refresh, adapt the intervals, the step scale and the floor of γ.
         if refresh.installed and report is not None:
             self._adapt(report, refresh.cosines, result.cosines)
 
@@ -528,7 +511,7 @@ class KFAC(LayeredCurvature):
         step_scale.scale_step()
 
     def finish_step(self) -> None:
-        """Send the parameters to stats workers, time the step, and warn of dropped statistics."""
+        """Send snapshots, time the step, and warn of dropped statistics."""
         if self.stats_workers is not None:
             self.stats_workers.send_snapshots(
                 self.training, self.inverses.inverter.post
@@ -541,7 +524,7 @@ class KFAC(LayeredCurvature):
             self.layers.warn_of_dropped_statistics()
 
     def watch(self) -> None:
-        """Turn capture on for the next step's passes if statistics are due then, else off."""
+        """Turn capture on if statistics may be due at the next step, and off if not."""
         due = self._schedule.statistics_may_be_due(self.training.steps)
         if self.stats_workers is not None and not self.stats_workers.own_passes:
             due = False
@@ -553,20 +536,18 @@ class KFAC(LayeredCurvature):
     # ---------------------------------------------------------- statistics and averages
 
     def _update_factors(self, due: bool, pending: PendingAverage) -> None:
-        """Update A and G, from this step's passes if ``due``, and from stats workers' messages."""
+        """Update A and G from this step's passes if ``due``, and from stats workers."""
         stats_workers = self.stats_workers
         gradient_factored = self._step_plan.gradient_factored
         step = self.training.steps
         age = step - self._averaged_at  # computed here, before an update makes it 0
 
-        # This step's passes. If there are stats workers, also check that
-        # the passes were captured: the gate is open only if statistics were
-        # due when the passes ran.
+        # This step's passes. If there are stats workers, also check that the passes
+        # were captured: the gate is open only if statistics were due when they ran.
         from_passes = due
         if stats_workers is not None:
-            from_passes = (
-                due and stats_workers.own_passes and self.layers.capture.gate.open
-            )
+            is_captured = stats_workers.own_passes and self.layers.capture.gate.open
+            from_passes = due and is_captured
         num_terms: Tensor | None = None
         if from_passes:
             decay = self._schedule.factor_decay(age)
@@ -579,8 +560,7 @@ class KFAC(LayeredCurvature):
         elif self._pipeline is not None:
             self._pipeline.drain()
 
-        # Messages of stats workers. Each contains statistics of batches
-        # that no other rank has.
+        # Messages of stats workers. Each has statistics of batches of its own.
         if stats_workers is not None:
             owned = {block.name: block for block in self._step_plan.measured}
             for sums in stats_workers.receive_statistics(owned, self.training):
@@ -615,17 +595,15 @@ class KFAC(LayeredCurvature):
 
         if layers.losses.current() != "step_mean":
             return sums
-        # The sums of KAISA and DistKFAC contain the loss terms of all ranks.
-        # Those of DPKFAC only contain the owner's, and the other ranks are
-        # assumed to have the same number.
+        # The sums of KAISA and DistKFAC contain the loss terms of all ranks. Those of
+        # DPKFAC only contain the owner's. We assume that the other ranks have as many.
         num_counted = 1 if self._system.from_owner else world.size
         return layers.undo_step_mean(sums, share=1.0 / num_counted)
 
     def _update_averages(self, sums: Sums, decay: float) -> None:
         """Update the running averages.
 
-        A checkpoint needs the factors from which a pending inverse is
-        computed, so copy them first.
+        Checkpoints need the factors of pending inverses, so copy these factors first.
         """
         if self.inverses.pending:
             self.inverses.snapshot_factors(sums)
@@ -658,7 +636,7 @@ class KFAC(LayeredCurvature):
 
     @property
     def _statistics_dtype(self) -> torch.dtype | None:
-        """The communication dtype of statistics at this step; None for their own dtype."""
+        """The communication dtype of statistics at this step; None: their own dtype."""
         if self.training.steps < FULL_PRECISION_STEPS:
             return None
         return self._system.exchange_dtype
@@ -694,8 +672,7 @@ class KFAC(LayeredCurvature):
             report: The numbers that this rank measured.
             host_cosines: Cosines between P by the old and by the new inverse, if they
                 are on the host already.
-            device_cosines: The same cosines of other layers, which
-                are still on the device.
+            device_cosines: The same cosines of other layers, still on the device.
         """
         step_plan = self._step_plan
         with stage("solve_exchange"):
@@ -712,8 +689,7 @@ class KFAC(LayeredCurvature):
         if self.drift is not None:
             cost = INVERSION_COST[self._options.solver]
             costs = [cost * step_plan.costs[block] for block in step_plan.layers]
-            # A layer's work counts the passes of one rank. All
-            # ranks run the same number.
+            # A layer's work counts the passes of one rank. All ranks run as many.
             work = feedback.work * self.training.world.size
             self.drift.record(list(step_plan.layers), feedback.cosines, work, costs)
 
@@ -727,7 +703,7 @@ class KFAC(LayeredCurvature):
     # ----------------------------------------------------------------------- assignment
 
     def _update_mean_receivers(self) -> None:
-        """Assign each gradient to the rank that receives its mean, if parameters have changed.
+        """If parameters have changed, choose the rank that receives each mean gradient.
 
         The owner of a layer receives the means for its parameters. Parameters outside
         of layers are spread over the ranks.
@@ -740,11 +716,11 @@ class KFAC(LayeredCurvature):
             )
 
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
-        """Return the gradients and the rank that receives each mean; None if all ranks do."""
+        """Return the gradients and each mean's receiver; None if all ranks get it."""
         receivers = self._mean_receivers
-        return (
-            None if receivers is None else (gradients, [receivers[p] for p in params])
-        )
+        if receivers is None:
+            return None
+        return gradients, [receivers[p] for p in params]
 
     def _contributes(self, block: KroneckerBlock) -> bool:
         """Return whether this rank's batches contribute to a layer's factors."""
@@ -760,9 +736,8 @@ class KFAC(LayeredCurvature):
         world = self.training.world
 
         # Assign the layers to ranks.
-        plan: Plan = self._system.plan(
-            [layer_dims(block) for block in layers.active], world.size
-        )
+        dims = [layer_dims(block) for block in layers.active]
+        plan: Plan = self._system.plan(dims, world.size)
         if layers.sharded:
             plan = with_one_worker(plan)
         before = self.latest_plan
@@ -812,14 +787,13 @@ class KFAC(LayeredCurvature):
         if self.stats_workers is not None:
             self.stats_workers.restart()
         if resumption is not None:
-            # load() has installed inverses for the old assignment,
-            # which were dropped above.
+            # load() installed inverses for the old plan, which were dropped above.
             self._resumption = self._checkpoints.install(resumption, self.plan)
         if steps > 0:
             self.training.publish()  # frees factors that other ranks store now
 
     def fingerprint_values(self) -> list[tuple[str, Any]]:
-        """Return the named values that must be equal on all ranks, checked at every step."""
+        """Return the named values that must be equal on all ranks at every step."""
         requested = [
             block.name for block in self.plan if block in self.inverses.requested
         ]
@@ -865,7 +839,7 @@ class KFAC(LayeredCurvature):
         )
 
     def state_to_save(self) -> dict[Tensor, dict[str, Any]]:
-        """Return the entries that only checkpoints have: inverses and the parameters' last step."""
+        """Return what only checkpoints have: inverses and the parameters' last step."""
         return self._checkpoints.state_to_save(self.plan)
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
@@ -893,7 +867,7 @@ class KFAC(LayeredCurvature):
 
     @property
     def remote_state(self) -> str:
-        """A phrase for error messages that names state that only other ranks store, or ""."""
+        """The state that only other ranks store, as a phrase for messages; or ""."""
         if self.factors_elsewhere:
             return "the factors that other processes store"
         if self._checkpoints.has_remote_inverses(self.plan):
@@ -902,7 +876,7 @@ class KFAC(LayeredCurvature):
 
     @property
     def resumes_without_remote_state(self) -> bool:
-        """Whether the next step can recompute everything that only other ranks store."""
+        """Whether the next step can recompute all that only other ranks store."""
         return not self.factors_elsewhere
 
     def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
@@ -960,7 +934,7 @@ class KFAC(LayeredCurvature):
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return numbers to log: clip, damping, step scale, ages, intervals, drift, failures."""
+        """Return numbers to log, such as the clip, the damping, ages and failures."""
         last_step = self.training.steps - 1
         metrics = layer_metrics(self.layers, self.plan, self.inverses, last_step)
         metrics["clip"] = 1.0
@@ -976,7 +950,7 @@ class KFAC(LayeredCurvature):
         return metrics
 
     def summary(self) -> Summary:
-        """Return a table of all layers: their factors, and the ranks that work on them."""
+        """Return a table of layers, their factors, and the ranks that work on them."""
         assignment = {block.name: str(layer) for block, layer in self.plan.items()}
         table = summarize_layers(self.training, self._options, self.layers, assignment)
         lines = [
@@ -1009,7 +983,7 @@ class KFAC(LayeredCurvature):
         return replace(table, lines=lines)
 
     def _describe_ages(self) -> str:
-        """Return a line with the ages of inverses, which are computed while training continues."""
+        """Return a line with the ages of the inverses that threads compute."""
         steps = self.training.steps
         ages = sorted(steps - inverse.step for inverse in self.inverses.states.values())
         if not ages:

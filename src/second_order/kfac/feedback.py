@@ -1,9 +1,10 @@
 """What all ranks receive after a refresh, so that they adapt to it equally.
 
-report    each rank adds its numbers to a read of the device: the slope of the loss along the last
-          step, the mean curvatures of layers, and the learning rates
-share     the ranks sum slopes and curvatures, with the cosines between P by the previous and by the
-          new inverse, and the work of the passes. Learning rates are equal on all ranks.
+report    each rank adds its numbers to a read of the device: the slope of the loss
+          along the last step, the mean curvatures of layers, and the learning rates
+share     the ranks sum slopes and curvatures, with the cosines between P by the
+          previous and by the new inverse, and the work of the passes. Learning rates
+          are equal on all ranks.
 
 The step scale follows from the slope, the refresh intervals from cosines and work,
 and the floor of γ from the mean curvature of all layers. P is the preconditioned
@@ -180,8 +181,7 @@ def share_feedback(
         work=work,
     )
 
-    # Sum over the ranks. Only one rank reports each layer; the
-    # others add 0 to its cosine.
+    # Sum over the ranks. One rank reports each layer; the others add 0 to its cosine.
     numbers: list[float] = list(local)
     reporting = set(step_plan.reporting)
     for block in step_plan.layers:

@@ -1,11 +1,12 @@
 """The damped inverses of the layers' factors, and the refresh that recomputes them.
 
-damp       gradient workers compute γ of each due layer, and what it adds to each factor's diagonal
+damp       gradient workers compute γ of each due layer, and what it adds to the
+           diagonal of each factor
 submit     each inverse rank submits its damped factors to its inverter
 collect    each inverse rank collects the decompositions that its inverter has finished
 agree      all ranks all-reduce (max) the outcome of each layer
 exchange   inverse ranks send the decompositions of valid layers to the gradient workers
-install    gradient workers combine them into the inverses that they use from this step on
+install    gradient workers combine them into inverses, which they use from this step on
 
 The inverse ranks of a layer decompose its factors. Its gradient workers precondition
 its gradient: they are one row of the grid of ranks
@@ -18,10 +19,10 @@ in a row, every rank raises an error.
 
 A layer has an inverse in use, a pending inverse, both or neither:
 
-    pending            the inverse that was submitted; removed when all ranks know its outcome
+    pending            the submitted inverse, until all ranks know its outcome
     block.inverse      the inverse in use, on the layer's gradient workers
     block.solved       whether those workers have one; equal on all ranks
-    states             when it was computed; all ranks have an entry for each solved layer
+    states             when it was computed; all ranks have an entry per solved layer
 
 See :mod:`second_order.kfac.inverter` for the inverters, and
 :mod:`second_order.kfac.async_inversion` for the one with threads.
@@ -87,8 +88,7 @@ __all__ = [
 MAX_CONSECUTIVE_FAILURES = 3  # failed refreshes of a layer in a row that raise an error
 
 DAMPING_ENTRY = "damping"
-"""Key of a layer's γ and mean eigenvalue in the exchange, where the
-other keys name factors."""
+"""Key of γ and the mean eigenvalue in the exchange, whose other keys name factors."""
 
 
 class Outcome(IntEnum):
@@ -97,10 +97,12 @@ class Outcome(IntEnum):
     A rank that decomposes no factor of the layer reports PENDING. If one rank
     decomposes A and another one G, both report what became of their factor:
 
-        VALID and PENDING       VALID. The PENDING rank decomposes no factor: with threads, which
-                                may take several steps, one rank decomposes both factors.
+        VALID and PENDING       VALID. The PENDING rank decomposes no factor: with
+                                threads, which may take several steps, one rank
+                                decomposes both factors.
         VALID and FAILED        FAILED, because both factors must be valid.
-        NO_STATISTICS           never meets VALID: all ranks read the same weight of the averages.
+        NO_STATISTICS           never meets VALID: all ranks read the same weight of
+                                the averages.
         UNVERIFIED on any rank  UNVERIFIED.
     """
 
@@ -116,8 +118,7 @@ class Outcome(IntEnum):
 class InverseState:
     """When and with which damping a layer's installed inverse was computed.
 
-    All ranks have the steps. Only the layer's gradient workers have
-    all the other numbers.
+    All ranks have the steps. Only the layer's gradient workers have the other numbers.
     """
 
     step: int  # the step at which its factors were submitted
@@ -143,8 +144,7 @@ class LoadedInverses:
     """The inverses in a checkpoint, as far as this rank needs them.
 
     Attributes:
-        damping_option: The value of ``damping=`` at the last
-            refresh; NaN before the first.
+        damping_option: ``damping=`` at the last refresh; NaN before the first.
         inverses: The inverses of layers that had one.
         pending: The inverses that were pending.
         missing: Layers without an entry that this rank needs.
@@ -192,9 +192,9 @@ class Refresh:
         installed: The layers that have a new inverse; the same on every rank.
         cosines: The cosine between P from the last inverse and P from the new one, only
             for the layers of this rank whose cosine the refresh itself has measured.
-        previous: The last inverses of this rank's other refreshed layers, from
-            which the caller can compute the cosine. Empty unless refresh
-            intervals follow drift.
+        previous: The last inverses of this rank's other refreshed layers, from which
+            the caller can compute the cosine. Empty unless refresh intervals follow
+            drift.
     """
 
     installed: Sequence[KroneckerBlock] = ()
@@ -245,10 +245,8 @@ class Inverses:
             that P is about as long as the gradient.
         requested: Layers to refresh at the next step, whether or not they are due.
         states: Origin of each installed inverse. All ranks have an entry.
-        pending: The inverses that were submitted and are not installed
-            yet. All ranks have them.
-        damping_option: The value of ``damping=`` at the last
-            refresh; NaN before the first.
+        pending: The submitted inverses that are not installed. All ranks have them.
+        damping_option: ``damping=`` at the last refresh; NaN before the first.
         num_failures: Number of failed decompositions so far, one per layer and refresh.
     """
 
@@ -280,7 +278,7 @@ class Inverses:
         self.restart(StepPlan(layers={}, row=training.world, column=training.world))
 
     def restart(self, step_plan: StepPlan) -> None:
-        """Adopt a new plan: drop all records of inverses, and request every layer of the plan."""
+        """Adopt a plan: drop all records of inverses, and request all of its layers."""
         self.step_plan = step_plan
         self.requested: set[KroneckerBlock] = set(step_plan.layers)
         self.states: dict[KroneckerBlock, InverseState] = {}
@@ -339,15 +337,13 @@ class Inverses:
             read: The device read to which this adds the tensors that it needs.
 
         Raises:
-            DecompositionError: On every rank, if a layer has failed
-                too many times in a row.
+            DecompositionError: On every rank, if a layer has failed too often in a row.
         """
         if self.requested:
             due = [b for b in self.step_plan.layers if b in self.requested or b in due]
         pending_before = set(self.pending)
         try:
-            # Damp the factors of the layers that are due, and
-            # submit them to the inverter.
+            # Damp the factors of the due layers, and submit them to the inverter.
             if due:
                 self.damping_option = self._evaluate_damping_option()
             self._submit([b for b in due if b not in pending_before], mean_curvature)
@@ -393,7 +389,7 @@ class Inverses:
         return Refresh(installed=valid, cosines=cosines, previous=previous)
 
     def _raise_on_repeated_failures(self, blocks: Iterable[KroneckerBlock]) -> None:
-        """Raise DecompositionError if any of the layers has failed too many times in a row."""
+        """Raise DecompositionError if a layer has failed too many times in a row."""
         limit = MAX_CONSECUTIVE_FAILURES
         names = [repr(block.name) for block in blocks if block.failures >= limit]
         if names:
@@ -417,7 +413,7 @@ class Inverses:
         return as_scalar(damping)
 
     def _submit(self, blocks: Sequence[KroneckerBlock], mean_curvature: float) -> None:
-        """Start to compute inverses from the running averages, for layers that the rule selects."""
+        """Start to invert the factors of the layers that the rule selects."""
         if not blocks:
             return
         # A parameter group may have a value of ``damping=`` of its own.
@@ -434,7 +430,7 @@ class Inverses:
     def _damp_and_submit(
         self, factors: Mapping[KroneckerBlock, KroneckerFactors]
     ) -> None:
-        """Compute γ of this rank's layers, and submit the factors that this rank decomposes."""
+        """Compute this rank's γ, and submit the factors that this rank decomposes."""
         preconditioned = [
             block for block in factors if block in self.step_plan.preconditioned
         ]
@@ -442,9 +438,8 @@ class Inverses:
         try:
             pending = {block: self.pending[block] for block in preconditioned}
             self._dampings |= self.compute_dampings(factors, pending)
-            self.inverter.submit(
-                [self._job(block, factors[block]) for block in inverted]
-            )
+            jobs = [self._job(block, factors[block]) for block in inverted]
+            self.inverter.submit(jobs)
         except Exception as error:  # all ranks must reach the all-reduce of outcomes
             for block in preconditioned:
                 if block in inverted or block not in self._dampings:
@@ -467,9 +462,8 @@ class Inverses:
 
             # γ: a number; or a tensor, (1, 1) if all layers share it, and
             # (layers, 1) otherwise.
-            damping: Any = merge_numbers(
-                [pending[b].damping_option for b in blocks], curvature
-            )
+            options = [pending[b].damping_option for b in blocks]
+            damping: Any = merge_numbers(options, curvature)
             if isinstance(damping, Tensor):
                 damping = damping.to(curvature).view(-1, 1)
             if self.options.relative_damping:
@@ -496,10 +490,7 @@ class Inverses:
                 dampings[block] = LayerDamping(
                     damping=layer_dampings[i],
                     mean_eigenvalue=mean_eigenvalues[i],
-                    added={
-                        factor_name: numbers[i]
-                        for factor_name, numbers in added.items()
-                    },
+                    added={name: numbers[i] for name, numbers in added.items()},
                 )
         return dampings
 
@@ -537,12 +528,9 @@ class Inverses:
         for batch in self.step_plan.batches:
             previous: dict[KroneckerBlock, Inverse] = {}
             for block in batch.blocks:
-                if (
-                    block in attempts
-                    and block.inverse is not None
-                    and block.has_gradient
-                ):
-                    previous[block] = block.inverse
+                inverse = block.inverse
+                if block in attempts and block.has_gradient and inverse is not None:
+                    previous[block] = inverse
             if previous:
                 parts = {block: dict(attempts[block]) for block in previous}
                 attempt = LayerBatch(list(previous), self._combine(parts))
@@ -569,8 +557,7 @@ class Inverses:
         """
         if not block.solved:
             return True
-        # With refresh intervals that follow drift, wait before
-        # the layer's next refresh.
+        # If refresh intervals follow drift, wait before the layer's next refresh.
         age = self.training.steps - self.pending[block].step
         if self._drift is not None and age >= self._drift.interval(block) - 1:
             return True
@@ -639,15 +626,13 @@ class Inverses:
 
         Collective.
 
-        Returns the decompositions of the layers that this rank
-        preconditions, by factor.
+        Returns the decompositions of layers that this rank preconditions, by factor.
         """
         blocks = [block for block in valid if block in self.step_plan.preconditioned]
         parts: dict[KroneckerBlock, dict[str, Decomposition]] = {}
         if self.step_plan.row.size == 1 or not valid:
             for block in blocks:
-                # The result is dropped, so that the caller can
-                # free the parts one by one.
+                # Drop the result, so that the caller can free the parts one by one.
                 parts[block] = dict(self._results.pop(block).parts)
             return parts
 
@@ -670,7 +655,7 @@ class Inverses:
     def _send_decompositions(
         self, blocks: Sequence[KroneckerBlock]
     ) -> dict[FactorKey, tuple[Tensor, ...]]:
-        """Send this rank's decompositions to its row of gradient workers, and receive theirs.
+        """Exchange decompositions with the other gradient workers of this rank's row.
 
         If the inverter uses threads, γ and the mean eigenvalue are sent as well. If
         stats workers compute the statistics, they send those of a layer to its inverse
@@ -725,11 +710,9 @@ class Inverses:
 
         This empties ``parts`` as it goes, to free memory.
 
-        Returns the inverses that were replaced on this rank, if refresh
-        intervals follow drift.
+        Returns the inverses that it replaced, if refresh intervals follow drift.
         """
-        # Gradient workers combine the parts of layers of the same shape
-        # into one stacked inverse.
+        # Gradient workers stack the parts of same-shape layers into one inverse.
         previous: dict[KroneckerBlock, Inverse] = {}
         for batch in self.step_plan.batches:
             blocks = [block for block in batch.blocks if block in parts]
@@ -761,8 +744,7 @@ class Inverses:
 
     def _take_pending(self, block: KroneckerBlock) -> PendingInverse:
         """Remove a layer from those that are pending."""
-        # If another rank failed, a thread of this rank may still be
-        # decomposing its factors.
+        # If another rank failed, a thread of this rank may still decompose its factors.
         self.inverter.forget(block)
         self._dampings.pop(block, None)
         self._results.pop(block, None)
@@ -771,7 +753,7 @@ class Inverses:
     def _combine(
         self, parts: dict[KroneckerBlock, dict[str, Decomposition]]
     ) -> Inverse:
-        """Combine the decompositions of pending layers of the same shape into one stacked inverse.
+        """Combine decompositions of layers of the same shape into a stacked inverse.
 
         This removes the decompositions from ``parts``, to free memory.
         """
@@ -825,8 +807,7 @@ class Inverses:
             )
             return
 
-        # The statistics are not those of the layer's gradient, so
-        # they are dropped as well.
+        # Its statistics are not those of its gradient, so they are dropped as well.
         self.layers.mark_unverified(block)
         had_inverse = block.solved
         block.restart_averages()
@@ -854,23 +835,20 @@ class Inverses:
     def snapshot_factors(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Copy the factors of pending inverses.
 
-        Call this before the running averages change.
-
-        Checkpoints contain the copies, so that :meth:`load` can compute the same
-        inverses. Every rank copies them, because any rank may write a checkpoint.
+        Call this before the running averages change. Checkpoints contain the copies, so
+        that :meth:`load` can compute the same inverses. Every rank copies them, because
+        any rank may write a checkpoint.
         """
         for block in blocks:
             pending = self.pending.get(block)
-            if (
-                pending is not None
-                and pending.factors is None
-                and block.factors is not None
-            ):
+            if pending is None or pending.factors is not None:
+                continue
+            if block.factors is not None:
                 copies = block.read_factors(block.saved_factors())
                 self.pending[block] = replace(pending, factors=copies)
 
     def load(self, loaded: LoadedInverses) -> None:
-        """Install the inverses of a checkpoint, and compute those again that were pending.
+        """Install a checkpoint's inverses, and recompute those that were pending.
 
         The layers have no inverses yet. Only an inverter with threads has pending
         inverses between two steps. This waits for them.

@@ -92,10 +92,10 @@ class Inverter(Protocol):
     deterministic: bool
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Start to decompose the factors of some layers, none of which is being decomposed."""
+        """Start to decompose the factors of layers that are not pending."""
 
     def unchecked_parts(self) -> Mapping[KroneckerBlock, Mapping[str, Decomposition]]:
-        """Decompositions of submitted layers, before it is known whether they are accurate."""
+        """Return submitted layers' decompositions, whose errors are not known yet."""
 
     def collect(
         self, must_wait: Callable[[KroneckerBlock], bool], read: DeviceRead
@@ -151,14 +151,13 @@ class SynchronousInverter:
         self._attempts: Attempts | None = None
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Attempt to decompose the factors of some layers, those of equal size together."""
+        """Attempt to decompose layers' factors, those of equal size together."""
         self.clear()  # a refresh that raised may not have collected its layers
         if not jobs:
             return
 
-        # Group factors by shape and name. In their batches, the factors of
-        # layers of equal shape then lie next to each other, so that they can be
-        # stacked without a copy.
+        # Group factors by shape and name. In their batches, the factors of layers of
+        # equal shape then lie next to each other, and can be stacked without a copy.
         same_factors: dict[object, list[FactorKey]] = {}
         problems: dict[FactorKey, Problem] = {}
         for job in jobs:
@@ -176,7 +175,7 @@ class SynchronousInverter:
         self._jobs = jobs
 
     def unchecked_parts(self) -> Mapping[KroneckerBlock, Mapping[str, Decomposition]]:
-        """Decompositions of submitted layers, before it is known whether they are accurate."""
+        """Return submitted layers' decompositions, whose errors are not known yet."""
         if self._attempts is None:
             return {}
         parts = _by_layer(self._items, self._attempts.parts)
@@ -202,8 +201,7 @@ class SynchronousInverter:
         jobs = self._jobs
         self.clear()
 
-        # Add the errors to the read, and the weights that show which
-        # layers have statistics.
+        # Add the errors, and the weights that show which layers have statistics.
         read_errors = read.add(attempts.errors)
         uncertain: list[KroneckerBlock] = []
         weights: list[Tensor] = []
@@ -258,7 +256,7 @@ class SynchronousInverter:
 def _by_layer(
     items: Sequence[FactorKey], parts: Sequence[Decomposition | None]
 ) -> dict[KroneckerBlock, dict[str, Decomposition]]:
-    """Group decompositions by layer and name of the factor, without those that are None."""
+    """Group decompositions by layer and factor name, without those that are None."""
     by_layer: dict[KroneckerBlock, dict[str, Decomposition]] = {}
     for (block, factor_name), decomposition in zip(items, parts, strict=True):
         layer_parts = by_layer.setdefault(block, {})

@@ -35,8 +35,7 @@ ASSUMPTIONS: dict[Reduction, str] = {
         "If the model takes the mean over a pass anyway, set loss_reduction='pass_mean'"
     ),
 }
-"""What the optimizer assumes of a step with several backward
-passes, by the reduction."""
+"""The assumption on a step with several backward passes, by the reduction."""
 
 
 class ItemsHook:

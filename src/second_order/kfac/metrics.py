@@ -1,8 +1,8 @@
 """Metrics of the layers, and a copy of their factors as a :class:`KroneckerCurvature`.
 
-Metrics are those of this process, of the factors and inverses that it stores.
-Nothing is sent. A metric that this process does not know is NaN, so that all
-processes report the same names.
+Metrics are those of this process, of the factors and inverses that it stores. Nothing
+is sent. A metric that this process does not know is NaN, so that all processes report
+the same names.
 """
 
 from __future__ import annotations
@@ -91,9 +91,8 @@ def layer_metrics(
     metrics["layers/failing"] = float(sum(block.failures > 0 for block in plan))
     metrics["layers/pending"] = float(len(inverses.pending))
     metrics["failed"] = float(inverses.num_failures)
-    metrics["dropped"] = float(
-        sum(int(block.staged.dropped) for block in layers.blocks)
-    )
+    num_dropped = sum(int(block.staged.dropped) for block in layers.blocks)
+    metrics["dropped"] = float(num_dropped)
     return metrics
 
 
@@ -117,8 +116,7 @@ def build_curvature(
         plan: The owners of the factors, of all layers that have ever trained.
         damping: The option γ at the last refresh; NaN before it.
         dtype: Dtype of the copies.
-        gather: Whether all ranks get the copies; otherwise the
-            inverse rank of A gets them.
+        gather: Whether all ranks get the copies; if not, the inverse rank of A does.
 
     Raises:
         SecondOrderError: If no layer has statistics.

@@ -1,17 +1,17 @@
 """Plans: which rank does what for each layer.
 
-| system   | statistics from | factors stored by   | inverted by      | preconditioned by         |
-|----------|-----------------|---------------------|------------------|---------------------------|
-| KAISA    | every rank      | every rank, or the  | one rank, or one | a row of the grid of      |
-|          |                 | inverse rank        | for each factor  | ranks                     |
-| DPKFAC   | the owner       | the owner           | the owner        | the owner                 |
-| DistKFAC | every rank, or  | every rank, or the  | one rank, on     | every rank                |
-|          | stats workers   | inverse rank        | threads          |                           |
+| system   | statistics from | factors stored by  | inverted by    | preconditioned by |
+|----------|-----------------|--------------------|----------------|-------------------|
+| KAISA    | every rank      | every rank, or the | one rank, or   | a row of the grid |
+|          |                 | inverse rank       | one per factor | of ranks          |
+| DPKFAC   | the owner       | the owner          | the owner      | the owner         |
+| DistKFAC | every rank, or  | every rank, or the | one rank, on   | every rank        |
+|          | stats workers   | inverse rank       | threads        |                   |
 
-    a planner         (layer dimensions, world size) -> Plan, a pure function: every rank computes
-                      the same plan without messages
-    Plan              for each layer a LayerPlan: its inverse ranks, gradient workers and owners
-    compile_step      Plan -> StepPlan: what this rank does, as data that the steps loop over
+    a planner         (layer dimensions, world size) -> Plan, a pure function: every
+                      rank computes the same plan without messages
+    Plan              a LayerPlan per layer: its inverse ranks, workers and owners
+    compile_step      Plan -> StepPlan: this rank's work, as data that steps loop over
     sum_statistics    adds statistics over the ranks, as the plan says
 
 Layers are planned when they change, and the plan is compiled once for the steps that
@@ -64,8 +64,7 @@ __all__ = [
 ]
 
 MAX_EXACT_DIM = 256
-"""Largest norm layer, in entries, whose exact block is a full matrix. Above,
-it is the diagonal."""
+"""Largest norm layer, in entries, with a full exact block; a larger one is diagonal."""
 
 FactorKey: TypeAlias = tuple[KroneckerBlock, str]
 """A layer, and the name of one of its factors."""
@@ -98,10 +97,8 @@ class LayerPlan:
     Attributes:
         inverse_ranks: The ranks that decompose A and G.
         workers: The gradient workers, which precondition the layer's gradient.
-        factors_everywhere: Whether all ranks store A and G;
-            otherwise the inverse ranks do.
-        batch_rank: The only rank whose batches enter the statistics;
-            None if all ranks' do.
+        factors_everywhere: Whether all ranks store A and G; if not, inverse ranks do.
+        batch_rank: The only rank whose batches enter the statistics; None if all do.
     """
 
     inverse_ranks: tuple[int, int]
@@ -171,7 +168,7 @@ def kaisa_plan(
     colocate: bool,
     factors_everywhere: bool,
 ) -> Plan:
-    """Plan as KAISA does: inverses by longest processing time first, and rows of gradient workers.
+    """Plan as KAISA does: by longest processing time, with rows of gradient workers.
 
     Args:
         layers: The dimensions of each layer.
@@ -213,7 +210,7 @@ def dpkfac_plan(
 def distkfac_plan(
     layers: Sequence[LayerDims], ranks: int, *, factors_everywhere: bool
 ) -> Plan:
-    """Plan as DistKFAC does: inverses are spread over the ranks, and all ranks precondition."""
+    """Plan as DistKFAC does: spread the inverses, and let all ranks precondition."""
     plans = []
     for rank in balance_costs([layer.cost for layer in layers], ranks):
         plan = LayerPlan(
@@ -226,7 +223,7 @@ def distkfac_plan(
 
 
 def with_one_worker(plan: Plan) -> Plan:
-    """Return the plan with one inverse rank and gradient worker per layer: the one of A.
+    """Return the plan in which A's inverse rank alone inverts and preconditions.
 
     This suits sharded gradients. The rows of a gradient must be collected on one rank
     anyway, and the other ranks then need no inverse.
@@ -246,9 +243,9 @@ def assign_gradient_owners(
 
     Args:
         sizes: Elements of each gradient.
-        owners: The owner of each gradient's layer. A gradient outside of layers
-            has None: it goes to the rank with the fewest elements so far, the
-            largest gradient first.
+        owners: The owner of each gradient's layer. A gradient outside of layers has
+            None: it goes to the rank with the fewest elements so far, the largest
+            gradient first.
         ranks: Number of ranks.
     """
     load = [0] * ranks
@@ -266,7 +263,7 @@ def assign_gradient_owners(
 
 
 def layer_dims(block: KroneckerBlock) -> LayerDims:
-    """Return the dimensions of a layer that a plan is made from, and the cost of its inverse.
+    """Return a layer's dimensions for a plan, with the cost of its inverse.
 
     The cost is the sum of n³ over the factors. A diagonal factor costs n.
     """
@@ -287,13 +284,11 @@ class System:
             and the number of ranks.
         rules: The rules that decide which modules become layers.
         description: The system's own options as text, which ranks compare.
-        from_owner: Whether only the batches of a layer's owner enter
-            its statistics (DPKFAC).
+        from_owner: Whether only the owner's batches enter the statistics (DPKFAC).
         means_to_owners: Whether only the owner of a layer receives its mean gradient.
             Otherwise all ranks do.
         conv_approximation: Replaces the option ``kfac_approx`` for convolutions.
-        inverter: Makes an inverter that uses threads. None: the step
-            computes the inverses.
+        inverter: Makes an inverter with threads. None: the step computes the inverses.
         pipelined: Whether statistics are sent while backward still runs (SPD-KFAC).
         exchange_dtype: Communication dtype of factors and
             decompositions; None for their own.
@@ -323,17 +318,15 @@ class StepPlan:
     Attributes:
         layers: The layers that train, with their plans.
         row: The ranks that precondition the same layers as this rank.
-        column: The ranks that it exchanges preconditioned gradients
-            with, one of each row.
+        column: The ranks, one of each row, that exchange preconditioned gradients.
         exchange_dtype: Communication dtype of decompositions; None for their own.
         contributing: Layers whose statistics this rank's passes contribute to.
         gradient_factored: Layers with factors computed from the weight gradient.
         reporting: Layers whose metrics this rank reports after a refresh.
-        measured: Layers whose running averages this rank has, if one rank is chosen
-            for each layer. It reports their mean curvature, and receives the
-            statistics of stats workers.
-        preconditioned: Layers that this rank preconditions. A layer's
-            inverse ranks always do.
+        measured: Layers whose running averages this rank has, if one rank is chosen for
+            each layer. It reports their mean curvature, and receives the statistics of
+            stats workers.
+        preconditioned: Layers that this rank preconditions, as inverse ranks always do.
         to_invert: The factors that this rank decomposes, by layer.
         sources: For each factor that this row preconditions with, the rank that
             decomposes it and sends it to the row, by its position in the row. For
@@ -457,8 +450,7 @@ def sum_statistics(
             factors.append(tensor)
             owners.append(layer_plan.factor_owner(factor))
 
-    # A narrow dtype would round the numbers of examples, so heads are
-    # then sent by themselves.
+    # A narrow dtype would round numbers of examples, so send the heads separately.
     pending: list[PendingReduction] = []
     with_factors = heads
     if dtype is not None:

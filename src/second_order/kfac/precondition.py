@@ -1,4 +1,4 @@
-"""Precondition the gradients, exchange the results between ranks, clip them, and write ``p.grad``.
+"""Precondition the gradients, clip and exchange the results, and write ``p.grad``.
 
     P          (A ⊗ G + γ)⁻¹ ∇ of the layers that this rank preconditions
     change     Σ P·∇ over these layers: the sum of the products of P's and ∇'s elements
@@ -6,8 +6,7 @@
     p.grad     <- ν P
     exchange   ν P, to the ranks that do not have it
 
-The change estimates how much a step along P changes the model's
-predictions. ν bounds it:
+The change estimates how much a step along P changes the predictions. ν bounds it:
 
 - By default, the change may be four times its running average at most, so that a batch
   of outliers cannot undo progress.
@@ -24,8 +23,7 @@ the first half of the layers:
     row 0       rank 0     rank 1       layers a, b
     row 1       rank 2     rank 3       layers c, d
 
-A sum over a column is therefore a sum over all layers. Each column
-exchanges ν P by itself.
+A sum over a column is therefore a sum over all layers. Each column exchanges its ν P.
 
 Sources: Pauloski et al. 2022, section 5.1; Ba et al. 2017, eq. 14.
 """
@@ -67,10 +65,9 @@ __all__ = [
 ]
 
 USUAL_CHANGE = ("usual_change_bound", "usual_change_steps")
-"""Checkpoint entries, two shared numbers: ``UsualChange.bound`` and
-``UsualChange.steps``."""
+"""Checkpoint entries, shared numbers: ``bound`` and ``steps`` of UsualChange."""
 
-# Of the bound to the average change: a step may be twice as long as usual.
+# The bound, in average changes: a step may be twice as long as usual.
 MAX_RATIO = 4.0
 WINDOW = 20  # steps that the running average remembers
 WARMUP_STEPS = 5  # first steps, which are not clipped
@@ -81,7 +78,7 @@ MIN_RATIO = 4e-4  # of the bound to a change; its square root, 1/50, is the leas
 
 
 def kl_change(products: Sequence[Tensor], learning_rates: Sequence[Scalar]) -> Tensor:
-    """Return Σ lr² |P·∇| over layers, which estimates the change of the model's predictions.
+    """Return Σ lr² |P·∇| over layers, an estimate of the change of predictions.
 
     lr² Σ P·∇ estimates twice the KL divergence between the model before and after the
     step. A layer whose product is not finite does not count.
@@ -107,7 +104,7 @@ def kl_clip_coefficient(change: Tensor, kl_clip: Scalar) -> Tensor:
 
 
 class UsualChange:
-    """The running average of the changes Σ P·∇ of the steps, and the bound that it sets.
+    """The running average of the steps' changes Σ P·∇, and the bound that it sets.
 
     The bound is four times the average. With the weight w of a new step, which is 1/20
     (and 1/n at the n-th of the first 20 steps),
@@ -119,8 +116,7 @@ class UsualChange:
     until it has caught up. The last term lets a bound of 0 grow: the step keeps at
     least 1/50 of its length.
 
-    The bound is a scalar on the device of the changes. The host reads
-    it only for checkpoints.
+    The bound is on the device of the changes. The host reads it only for checkpoints.
 
     Attributes:
         bound: Four times the average; a float before the first change.
@@ -132,7 +128,7 @@ class UsualChange:
         self.steps = 0
 
     def coefficient(self, change: Tensor) -> Tensor | None:
-        """Return ν for the change of a step, and update the average; None for the first steps."""
+        """Update the average, and return ν for a change; None for the first steps."""
         weight = max(1 / WINDOW, 1 / (self.steps + 1))
         is_warm = self.steps >= WARMUP_STEPS
         self.steps = min(self.steps + 1, WINDOW)
@@ -141,8 +137,7 @@ class UsualChange:
         if not is_warm:
             self.bound.mul_(1 - weight).add_(change, alpha=MAX_RATIO * weight)
             return None
-        # ``tiny`` avoids 0 / 0. Rounding can make a change negative, which
-        # is then no large change.
+        # ``tiny`` avoids 0 / 0. A change that rounding made negative is not large.
         tiny = torch.finfo(change.dtype).tiny
         ratio = ((self.bound + tiny) / change.clamp_min(tiny)).clamp(MIN_RATIO, 1.0)
         self.bound.mul_(1 - weight).addcmul_(change, ratio, value=MAX_RATIO * weight)
@@ -150,9 +145,8 @@ class UsualChange:
 
     def saved(self) -> dict[str, float]:
         """Return the shared numbers of a checkpoint."""
-        return dict(
-            zip(USUAL_CHANGE, (float(self.bound), float(self.steps)), strict=True)
-        )
+        bound_name, steps_name = USUAL_CHANGE
+        return {bound_name: float(self.bound), steps_name: float(self.steps)}
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Load the average of a checkpoint. Without one, start an empty average."""
@@ -182,7 +176,7 @@ class Clip:
         self._message_dtype = torch.promote_types(options.inv_dtype, torch.float32)
 
     def change(self, batches: Sequence[PreconditionedBatch]) -> Tensor:
-        """Return Σ lr² |P·∇| over preconditioned layers; without lr if κ is not given."""
+        """Return Σ lr² |P·∇| over the batches' layers; Σ P·∇ if κ is not given."""
         if not batches:
             return torch.zeros((), dtype=torch.float32, device=self._training.device)
         products = [preconditioned.products() for preconditioned in batches]
@@ -197,13 +191,12 @@ class Clip:
                 rates[id(p)] = group[self._rate]
         layer_rates: list[Scalar] = []
         for preconditioned in batches:
-            layer_rates += [
-                rates[id(block.weight)] for block in preconditioned.batch.blocks
-            ]
+            blocks = preconditioned.batch.blocks
+            layer_rates.extend(rates[id(block.weight)] for block in blocks)
         return kl_change(products, layer_rates)
 
     def coefficient(self, change: Tensor, world: World) -> Tensor | None:
-        """Return ν from the change of each rank's layers; None if this step is not clipped.
+        """Return ν from the change of each rank's layers; None if nothing is clipped.
 
         Collective over ``world``.
 
@@ -259,11 +252,10 @@ class PreconditionedBatch:
     def products(self) -> Tensor:
         """Return P·∇ of each layer, ``(layers,)``."""
         num_layers = len(self.batch.blocks)
-        # No full-size temporary.
         if num_layers == 1 and self.result.device.type == "cpu":
-            return torch.dot(self.result.flatten(), self.gradient.flatten()).unsqueeze(
-                0
-            )
+            # A dot product needs no full-size temporary.
+            product = torch.dot(self.result.flatten(), self.gradient.flatten())
+            return product.unsqueeze(0)
         products = (self.result * self.gradient).sum((1, 2))
         if len(products) == num_layers:
             return products
@@ -380,9 +372,8 @@ def scale_tensors(tensors: Iterable[Tensor], factor: Scalar) -> None:
     for tensor in tensors:
         same_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for (device, dtype), members in same_kind.items():
-        torch._foreach_mul_(
-            members, torch.as_tensor(factor, dtype=dtype, device=device)
-        )
+        scalar = torch.as_tensor(factor, dtype=dtype, device=device)
+        torch._foreach_mul_(members, scalar)
 
 
 # ----------------------------------------------------------------------- P on all ranks
@@ -395,7 +386,7 @@ def precondition_gradients(
     previous: Mapping[KroneckerBlock, Inverse],
     owners: Mapping[Tensor, int] | None = None,
 ) -> PreconditionResult:
-    """Precondition the layers of this rank, write ν P, and exchange it with the other ranks.
+    """Precondition this rank's layers, write ν P, and exchange it with other ranks.
 
     Args:
         step_plan: The layers of this rank, and the ranks that it exchanges ν P with.
@@ -412,8 +403,7 @@ def precondition_gradients(
     if previous:
         cosines = compare_inverses(batches, previous, dtype)
 
-    # Clip by the change of all layers. A step without P must not
-    # enter the running average.
+    # Clip by the change of all layers. Steps without P do not enter the average.
     solved = [block for block in step_plan.layers if block.solved]
     coefficient: Scalar | None = None
     if clip is not None and solved:

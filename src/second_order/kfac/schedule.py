@@ -1,13 +1,13 @@
 """When statistics and refreshes are due: by numbers, callables, drift and the throttle.
 
-Refreshes by drift compare the old and the new inverse of a layer
-and adapt its interval:
+Refreshes by drift compare a layer's old and new inverse, and adapt its interval:
 
-    at a refresh   P₀ = (old inverse) ∇, P = (new inverse) ∇    ∇ is the step's mean gradient
-                   c = cos(P₀, P)                               all ranks receive c
-    interval       halved if c is low, doubled if c is high; between 1 and 32 steps, or more if the
-                   bounds below require it
-    tick           the lower quartile of the layers' intervals: no layer is refreshed more often
+    at a refresh   P₀ = (old inverse) ∇, P = (new inverse) ∇   for the mean gradient ∇
+                   c = cos(P₀, P)                              all ranks receive c
+    interval       halved if c is low, doubled if c is high; between 1 and 32 steps, or
+                   more if the bounds below require it
+    tick           the lower quartile of the layers' intervals: no layer is refreshed
+                   more often
     due            at the multiples of the interval and of the tick
 
 A layer without an inverse is due at each tick. From the eighth refresh in a row that
@@ -63,7 +63,8 @@ DRIFT = ("drift_interval", "drift_alike", "drift_least", "drift_missing")
 """Checkpoint entries of each layer: interval, num_stable, cost_bound and num_missing of
 its LayerDrift."""
 
-# Steps; longer only if the cost of a refresh or the throttle requires it.
+# Longest interval by drift, in steps. The cost of refreshes or the throttle may
+# require a longer one.
 MAX_INTERVAL = 32
 MAX_COST_EXPONENT = 10  # cost bounds are at most 2 ** 10 steps
 # Refreshes in a row without an inverse, after which the interval doubles.
@@ -73,7 +74,7 @@ MAX_RETRY_EXPONENT = 6  # it doubles up to 2 ** 6 steps
 TICK_QUANTILE = 0.25
 # Operations in the time that a step spends outside of matrix products.
 STEP_OVERHEAD = 5e8
-# While the throttle measures: it must time steps with and without a refresh.
+# The interval while the throttle measures steps with and without a refresh.
 TIMED_INTERVAL = 2
 
 
@@ -108,9 +109,9 @@ class LayerDrift:
     """The refresh interval of a layer by its drift, and what it was adapted from.
 
     Attributes:
-        interval: Steps between two refreshes, as the drift requires. Each
-            refresh starts from this number, or from a longer bound, and
-            halves, keeps or doubles it.
+        interval: Steps between two refreshes, as the drift requires. Each refresh
+            starts from this number, or from a longer bound, and halves, keeps or
+            doubles it.
         cosine: Between P₀ and P; NaN before the second refresh.
         num_stable: Refreshes in a row whose cosine exceeded ``Bounds.double_above``.
         cost_bound: The shortest interval that the cost of the layer's refresh allows.
@@ -137,8 +138,7 @@ class LayerDrift:
         Args:
             cosine: Between P₀ and P.
             bounds: The cosines at which the interval changes.
-            shortest: The shortest interval that the cost and the
-                throttle allowed until now.
+            shortest: The shortest interval that cost and throttle allowed until now.
         """
         interval = max(self.interval, shortest)
         num_stable = 0
@@ -153,7 +153,7 @@ class LayerDrift:
 
 
 def cost_bounds(costs: Sequence[float], work: float) -> list[int]:
-    """Return the shortest interval of each layer, a power of two, that bounds the refreshes' cost.
+    """Return each layer's shortest interval, a power of two, by the cost of refreshes.
 
     Args:
         costs: Operations of each layer's refresh.
@@ -183,8 +183,7 @@ class DriftIntervals:
     Attributes:
         throttle_bound: The throttle's bound, for which these intervals were computed.
         tick: Smallest number of steps between two refreshes.
-        by_layer: The interval of each layer. If a layer has no inverse,
-            the bounds do not apply.
+        by_layer: The interval of each layer; without bounds if it has no inverse.
     """
 
     throttle_bound: int
@@ -209,7 +208,7 @@ class Drift:
         self._stored: DriftIntervals | None = None  # None after a change
 
     def invalidate(self) -> None:
-        """Compute the intervals again when they are needed, because layers have changed."""
+        """Recompute the intervals when they are needed, because layers have changed."""
         self._stored = None
 
     def _throttle_bound(self) -> int:
@@ -246,16 +245,12 @@ class Drift:
         return due
 
     def intervals(self, blocks: Sequence[KroneckerBlock]) -> DriftIntervals:
-        """Return the intervals of all layers that train.
-
-        They are equal on all ranks.
-        """
+        """Return the intervals of all layers that train, equal on all ranks."""
         throttle_bound = self._throttle_bound()
         if self._stored is not None and self._stored.throttle_bound == throttle_bound:
             return self._stored
 
-        # Compute them again. Only layers with an inverse decide the
-        # tick, if there are any.
+        # Compute them again. If any layers have an inverse, these decide the tick.
         by_layer: list[int] = []
         of_solved: list[int] = []
         for block in blocks:
@@ -274,8 +269,8 @@ class Drift:
         """Count the refreshes in a row that left layers without an inverse.
 
         Args:
-            due: The layers that a refresh has just tried. All ranks know
-                which have an inverse.
+            due: The layers that a refresh has just tried. All ranks know which are
+                solved.
         """
         for block in due:
             change = self.changes.get(block, LayerDrift())
@@ -349,7 +344,7 @@ class Drift:
             )
 
     def _reported_intervals(self) -> list[int]:
-        """Return the intervals of the layers with an inverse; of all layers if none has one."""
+        """Return the intervals of layers with an inverse; of all if none has one."""
         solved = [block for block in self.changes if block.solved]
         return [self.interval(block) for block in solved or self.changes]
 
@@ -389,7 +384,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def per_step_decay(decay: PerStep, age: int, step: int) -> float:
-    """Return the weight of the past in an update at a step, ``age`` steps after the last update.
+    """Return the weight of the past in an update ``age`` steps after the last one.
 
     The averages of a ``PerStep`` remember 1 / (1 - decay) steps, but at most ``share``
     of the steps so far, and at least two. Per step the past is multiplied by
@@ -417,8 +412,7 @@ class Schedule:
 
     Attributes:
         throttle: Bounds the cost of refreshes; None without ``overhead=``.
-        drift: The layers' own intervals; None if the interval is
-            a number or a callable.
+        drift: The layers' own intervals; None if a number or a callable sets them.
     """
 
     def __init__(
@@ -482,7 +476,7 @@ class Schedule:
         and all of them raise.
         """
         layers_due: Sequence[KroneckerBlock] = ()
-        # Refreshes are then by drift, not by a callable.
+        # Without an interval of statistics, refreshes are by drift, not by a callable.
         if self._statistics_interval is None:
             layers_due = self.layers_due(step)
         try:

@@ -3,10 +3,10 @@
 Each layer has one gradient worker, the only rank with its inverse.
 
     for each bucket of layers
-        send the rows of the gradients to the layers' workers               one all-to-all
+        send the rows of the gradients to the layers' workers            one all-to-all
         P = (A ⊗ G + γ)⁻¹ ∇ on each layer's worker
-        send the rows of P to the ranks that store these rows               one all-to-all
-    scale all rows by the KL clip ν, which needs a sum over the workers     one all-reduce
+        send the rows of P to the ranks that store these rows            one all-to-all
+    scale all rows by the KL clip ν, which needs a sum over the workers  one all-reduce
 
 A bucket has as many layers of each worker as fit into BUCKET_BYTES of whole
 gradients. A rank never stores whole gradients of more than one bucket, and a small
@@ -17,7 +17,7 @@ only its results are sent.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,7 +51,7 @@ class LayerParam(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """Parameters whose gradients are sent together, by the rank that preconditions them."""
+    """Parameters whose gradients are sent together, by the rank of their worker."""
 
     dtype: torch.dtype
     params: list[list[LayerParam]]
@@ -134,9 +134,8 @@ def make_buckets(step: StepPlan, world: World) -> list[Bucket]:
         bucket = buckets.setdefault(key, Bucket(dtype, [[] for _ in range(world.size)]))
         for block in run:
             for p in block.params:
-                bucket.params[worker].append(
-                    LayerParam(block, p, shard_layout(p, world))
-                )
+                layer_param = LayerParam(block, p, shard_layout(p, world))
+                bucket.params[worker].append(layer_param)
     return list(buckets.values())
 
 
@@ -155,20 +154,17 @@ def _gather(bucket: Bucket, world: World, device: torch.device) -> dict[Tensor, 
                 parts.append(gradient.detach().reshape(-1).to(bucket.dtype))
         sent.append(torch.cat(parts))
 
-    # Each rank of this rank's replica has sent its rows of every
-    # parameter, in the same order.
+    # Each rank of the replica has sent its rows of every parameter, in one order.
     own_params = bucket.params[rank]
+    layouts = [param.layout for param in own_params]
     sizes: list[list[int]] = []
     for source in range(world.size):
-        layouts = [param.layout for param in own_params]
-        sizes.append(
-            [x.size(source) for x in layouts if x.in_same_replica(source, rank)]
-        )
+        in_replica = [x for x in layouts if x.in_same_replica(source, rank)]
+        sizes.append([layout.size(source) for layout in in_replica])
     received = world.all_to_all(sent, [sum(row_sizes) for row_sizes in sizes])
-    rows_from = [
-        iter(flat.split(row_sizes))
-        for flat, row_sizes in zip(received, sizes, strict=True)
-    ]
+    rows_from: list[Iterator[Tensor]] = []
+    for flat, row_sizes in zip(received, sizes, strict=True):
+        rows_from.append(iter(flat.split(row_sizes)))
     whole: dict[Tensor, Tensor] = {}
     for _, p, layout in own_params:
         flat = torch.cat([next(rows_from[source]) for source in layout.replicas[rank]])

@@ -1,15 +1,15 @@
-"""Sum statistics over the ranks while the backward pass still runs (SPD-KFAC, Shi et al. 2021).
+"""Sum statistics over the ranks during the backward pass (SPD-KFAC, Shi et al. 2021).
 
-    during backward    all-reduce a bucket as soon as the statistics of all its layers are complete
-                       and the previous buckets have been sent
-    at the step        all-reduce the remaining buckets; agree on the layers whose statistics have
-                       changed since they were sent; all-reduce these again
+    during backward    all-reduce a bucket as soon as the statistics of all its layers
+                       are complete and the previous buckets have been sent
+    at the step        all-reduce the remaining buckets; agree on the layers whose
+                       statistics have changed since; all-reduce these again
 
-Between two steps every rank sends every bucket once, in the same order, whatever
-its passes do. A layer that no pass has reached is sent as zeros. So one rank may
-send a bucket in a pass while another sends it at the step, and an exception may
-end a pass. The messages have their own process group, so that no other
-collective comes between them.
+Between two steps every rank sends every bucket once, in the same order, whatever its
+passes do. A layer that no pass has reached is sent as zeros. So one rank may send a
+bucket in a pass while another sends it at the step, and an exception may end a pass.
+The messages have their own process group, so that no other collective comes between
+them.
 
 During a pass, no rank can know whether more statistics follow. They count as complete
 once the layer has as many pairs as in the last step, over all its calls and
@@ -64,7 +64,7 @@ class Slot:
 
 
 class StatisticsVersion(NamedTuple):
-    """A value that changes when a layer's statistics, or their weight in the sum, change."""
+    """A value that changes with a layer's statistics or their weight in the sum."""
 
     staged: StagedStatistics
     revision: tuple[int, int]
@@ -77,8 +77,7 @@ class SentBucket:
     """A bucket whose all-reduces are in progress.
 
     Attributes:
-        sums: Copies of the statistics. The all-reduces replace them by
-            the sums over the ranks.
+        sums: Copies of the statistics, which the all-reduces replace by their sums.
         reductions: The all-reduces.
         versions: The version of each layer's statistics that was copied.
     """
@@ -112,7 +111,7 @@ class Pipeline:
         self._start([])
 
     def _start(self, blocks: Sequence[KroneckerBlock]) -> None:
-        """Make buckets for the layers of a plan, whose numbers of pairs are not known yet."""
+        """Make buckets for the layers of a plan, without known numbers of pairs."""
         slots = [
             Slot(b, b.staged.shape, b.staged.device, self._dtype)
             for b in reversed(blocks)
@@ -137,7 +136,7 @@ class Pipeline:
         self._start(blocks)
 
     def expect(self, communication_dtype: torch.dtype | None) -> None:
-        """Send the statistics of the next passes, because they are due at the next step."""
+        """Send the statistics of the next passes, which are due at the next step."""
         if not self._sent:
             self._communication_dtype = communication_dtype
         self._expected = True
@@ -163,7 +162,7 @@ class Pipeline:
             self._send(bucket, micro_batches)
 
     def _send(self, bucket: Sequence[Slot], micro_batches: int) -> None:
-        """Start to all-reduce copies of a bucket's statistics, which later passes may change."""
+        """Start to all-reduce copies of a bucket, whose statistics may still change."""
         assert self._world is not None
 
         # Copy the statistics.
@@ -181,8 +180,7 @@ class Pipeline:
             }
             sums[slot.block] = StatisticsSums(factors, layer_sums.head.clone())
 
-        # Send the heads in their own dtype, so that numbers of
-        # examples are not rounded.
+        # Send heads in their own dtype, so that numbers of examples are not rounded.
         heads = [layer_sums.head for layer_sums in sums.values()]
         all_factors: list[Tensor] = []
         for layer_sums in sums.values():
@@ -219,13 +217,10 @@ class Pipeline:
     def pop_sums(self, exchange: Callable[[Sums, torch.dtype | None], None]) -> Sums:
         """Return the statistics of this step's passes, summed over the ranks.
 
-        Collective.
-
-        Clears the layers' statistics.
+        Collective. Clears the layers' statistics.
 
         Args:
-            exchange: Sums statistics over the ranks in place, with
-                a communication dtype.
+            exchange: Sums statistics over the ranks in place, in a communication dtype.
         """
         blocks = [slot.block for bucket in self._buckets for slot in bucket]
         if not blocks:
@@ -234,8 +229,7 @@ class Pipeline:
         with stage("statistics_exchange"):
             self._send_rest(micro_batches)
 
-            # Agree on the layers whose statistics have changed on any
-            # rank since they were sent.
+            # Which layers' statistics have changed on any rank since they were sent?
             sent = [version for bucket in self._sent for version in bucket.versions]
             now = [self._version(block.staged, micro_batches) for block in blocks]
             changed = [float(a != b) for a, b in zip(sent, now, strict=True)]

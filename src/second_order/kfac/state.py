@@ -1,28 +1,30 @@
-"""The layers' entries in a checkpoint: how they are saved, checked, loaded and sent between ranks.
+"""The layers' entries in a checkpoint: how they are saved, checked, loaded and sent.
 
 The entries of a layer, in the ``"curvature"`` part of its weight:
 
-A, G, L                          the running averages that this rank stores
+A, G, L                     the running averages that this rank stores
 average_weight, mean_eigenvalues, examples
-                                 the weight of the averages, their mean eigenvalues, and the number
-                                 of examples
-inverse_step                     the step of the factors that the inverse was computed from; -1 if
-                                 the layer has no inverse
-inverse_delay                    the number of steps from inverse_step until the inverse was
-                                 installed
-inverse_requested                1 if the layer is refreshed at the next step even if it is not due
-inverse_A, inverse_G, ...        the tensors of the inverse, named by the solver; only gradient
-                                 workers save them
-inverse_damping                  four numbers, saved with these tensors: the layer's γ, the mean
-                                 eigenvalue of A ⊗ G + γ, the option ``damping``, and 1 if the
-                                 inverse is multiplied by that mean eigenvalue; all are 0 if there
-                                 is no inverse
-snapshot_step                    the step of the factors of a pending inverse; -1 if none is pending
-snapshot_A, snapshot_G, ...      these factors
+                            the weight of the averages, their mean eigenvalues, and the
+                            number of examples
+inverse_step                the step of the factors that the inverse was computed from;
+                            -1 if the layer has no inverse
+inverse_delay               the number of steps from inverse_step until the inverse was
+                            installed
+inverse_requested           1 if the layer is refreshed at the next step even if it is
+                            not due
+inverse_A, inverse_G, ...   the tensors of the inverse, named by the solver; only
+                            gradient workers save them
+inverse_damping             four numbers, saved with these tensors: the layer's γ, the
+                            mean eigenvalue of A ⊗ G + γ, the option ``damping``, and 1
+                            if the inverse is multiplied by that mean eigenvalue; all
+                            are 0 if there is no inverse
+snapshot_step               the step of the factors of a pending inverse; -1 if none is
+                            pending
+snapshot_A, snapshot_G, ... these factors
 
-Shared numbers describe the whole model and not one layer, for example the step
-scale. A checkpoint has entries only for parameters, so the entries of each layer
-repeat the shared numbers.
+Shared numbers describe the whole model and not one layer, for example the step scale. A
+checkpoint has entries only for parameters, so the entries of each layer repeat the
+shared numbers.
 
 :func:`factor_entries` and :func:`inverse_entries` list the tensors and the ranks that
 have them. Saving, checking and sending use these lists. The functions that send are
@@ -162,8 +164,7 @@ class Entry:
 def factor_entries(block: KroneckerBlock, layer: LayerPlan | None) -> list[Entry]:
     """List the running averages of a layer.
 
-    ``layer`` is its plan, or None for a layer that has never trained,
-    which every rank may have.
+    ``layer`` is its plan, or None if it has never trained: any rank may then have it.
     """
     owners: dict[str, Sequence[int] | None] = {}
     for name in block.shape.factor_names:
@@ -186,7 +187,7 @@ def factor_entries(block: KroneckerBlock, layer: LayerPlan | None) -> list[Entry
 def inverse_entries(
     block: KroneckerBlock, layer: LayerPlan | None, inverses: Inverses
 ) -> list[Entry]:
-    """List the tensors of a layer's inverse, of its pending inverse, and its history of passes."""
+    """List the tensors of a layer's inverse, pending inverse and history of passes."""
     workers: Sequence[int] | None = None
     contributors: Sequence[int] | None = None
     if layer is not None:
@@ -220,9 +221,9 @@ def inverse_state(
         block: The layer.
         layer: The layer's plan.
         inverses: The inverses of all layers.
-        fill: Whether to return zeros instead of tensors that this rank should
-            have and lacks. torch.distributed.checkpoint loads into existing
-            tensors, so it needs them.
+        fill: Whether to return zeros instead of tensors that this rank should have and
+            lacks. torch.distributed.checkpoint loads into existing tensors, so it needs
+            them.
     """
     world = inverses.training.world
     state = InverseState(step=-1, installed_at=-1)
@@ -248,8 +249,7 @@ def inverse_state(
             [float(number) for number in numbers]
         )
 
-    # The pending inverse. If only the owner has its factors, the resumed
-    # run computes it again.
+    # The pending inverse. If only the owner has its factors, resumed runs recompute it.
     if not layer.factors_everywhere:
         entries[REQUESTED] = int(entries[REQUESTED] or block in inverses.pending)
     elif not inverses.waits_for_all:
@@ -271,25 +271,23 @@ def inverse_state(
             entries[entry.name] = tensors[entry.name]
         elif fill:
             device = block.weight.device
-            entries[entry.name] = torch.zeros(
-                entry.shape, dtype=entry.dtype, device=device
-            )
+            zeros = torch.zeros(entry.shape, dtype=entry.dtype, device=device)
+            entries[entry.name] = zeros
     return entries
 
 
 @dataclass(frozen=True)
 class SharedNumbers:
-    """The shared numbers, without ``damping`` and those of the throttle, step scale and clip.
+    """The shared numbers of the curvature itself, without those of its parts.
 
     Attributes:
-        mean_curvature: The mean eigenvalue of A ⊗ G over all
-            layers, at the last refresh.
+        mean_curvature: The mean curvature of all layers at the last refresh.
         averaged_at: The step of the last update of the running averages.
         newly_trainable_at: The step at which all layers are due, as in
             :class:`second_order.kfac.layers.Layers`; -1 if there is none.
-        num_workers: Gradient workers per layer, by the cost model. None if it does
-            not choose them, or if it chose them for another number of ranks; 0
-            before it has chosen them.
+        num_workers: Gradient workers per layer, by the cost model. None if it does not
+            choose them, or if it chose them for another number of ranks; 0 before it
+            has chosen them.
     """
 
     mean_curvature: float
@@ -327,14 +325,14 @@ def send_entries(
     Args:
         world: The ranks.
         block: The layer.
-        entries: The entries, and the ranks that have them. The
-            first of these ranks sends.
+        entries: The entries, with the ranks that have them. The first rank sends.
         saved: The tensors of this rank, by entry name.
         ranks: The ranks that receive the entries.
 
     Returns:
         The entries that this rank has now, without those that their sender lacks.
     """
+    device = block.weight.device
     local: dict[str, Tensor] = {}
     for entry in entries:
         has = entry.ranks is None or world.rank in entry.ranks
@@ -343,9 +341,7 @@ def send_entries(
             source = entry.ranks[0]
             sent = value
             if sent is None or world.rank != source:
-                sent = torch.zeros(
-                    entry.shape, dtype=entry.dtype, device=block.weight.device
-                )
+                sent = torch.zeros(entry.shape, dtype=entry.dtype, device=device)
             present = sent.new_full((), float(value is not None))
             world.broadcast([present, sent], [source, source])
             if world.rank in ranks and not has and bool(present):
@@ -366,16 +362,13 @@ def move_factors(
     for block, layer in plan.items():
         prev_layer = prev_plan.get(block, layer)
         received: dict[str, Tensor | None] = {}
-        if (
-            not layer.factors_everywhere
-            and prev_layer.inverse_ranks != layer.inverse_ranks
-        ):
+        is_moved = prev_layer.inverse_ranks != layer.inverse_ranks
+        if is_moved and not layer.factors_everywhere:
             saved: dict[str, Tensor] = {}
             if block.factors is not None:
                 saved = block.saved_factors()
             for entry in factor_entries(block, prev_layer):
-                # A factor goes to its owner, the other entries to
-                # the owners of A and of G.
+                # A factor goes to its owner, other entries to the owners of A and G.
                 is_factor = entry.name in block.shape.factor_names
                 receivers: Sequence[int] = layer.inverse_ranks
                 if is_factor:
@@ -408,8 +401,7 @@ def check_saved(
     are those of a parameter without a block.
 
     Raises:
-        ValueError: If an entry is unknown or non-finite, or a tensor
-            does not fit its layer.
+        ValueError: If an entry is unknown or non-finite, or does not fit its layer.
     """
     block_of: dict[Tensor, KroneckerBlock] = {block.weight: block for block in blocks}
     for p, part in saved.items():
@@ -421,10 +413,9 @@ def check_saved(
         if block is not None and (block.trainable or block.has_sizes_of(part)):
             if part.keys() & {*FACTOR_NAMES, MEANS, EXAMPLES}:
                 part.require([WEIGHT, MEANS])
-            for entry in (
-                *factor_entries(block, None),
-                *inverse_entries(block, None, inverses),
-            ):
+            entries = factor_entries(block, None)
+            entries += inverse_entries(block, None, inverses)
+            for entry in entries:
                 shapes[entry.name] = entry.shape
 
         # The values.
@@ -468,11 +459,8 @@ def read_shared_numbers(
     saved_workers = int(_read_shared_number(saved, CHOSEN_WORKERS[0], 0.0))
     saved_world_size = int(_read_shared_number(saved, CHOSEN_WORKERS[1], 0.0))
     num_workers: int | None = None
-    if (
-        saved_workers
-        and saved_world_size == world_size
-        and world_size % saved_workers == 0
-    ):
+    same_size = saved_world_size == world_size
+    if same_size and saved_workers and world_size % saved_workers == 0:
         num_workers = saved_workers
     return SharedNumbers(
         mean_curvature=_read_shared_number(saved, MEAN_CURVATURE, 0.0),
@@ -536,22 +524,18 @@ def load_inverses(
             loaded.inverses[block] = inverse
 
         # The pending inverse.
-        if (
-            part.get(SNAPSHOT_STEP, -1) >= 0
-            and not inverses.waits_for_all
-            and layer.factors_everywhere
-        ):
+        may_be_pending = layer.factors_everywhere and not inverses.waits_for_all
+        if may_be_pending and part.get(SNAPSHOT_STEP, -1) >= 0:
             names = (*AVERAGE_ENTRIES, *block.shape.factor_names)
             if any(SNAPSHOT + name not in part for name in names):
                 loaded.missing.add(block)
                 continue
+            snapshot = {name: part[SNAPSHOT + name] for name in names}
             loaded.pending[block] = PendingInverse(
                 step=int(part[SNAPSHOT_STEP]),
                 damping_option=float(part[SNAPSHOT_NUMBERS[0]]),
                 mean_curvature=float(part[SNAPSHOT_NUMBERS[1]]),
-                factors=block.read_factors(
-                    {name: part[SNAPSHOT + name] for name in names}
-                ),
+                factors=block.read_factors(snapshot),
             )
     return loaded
 
@@ -564,8 +548,7 @@ def _read_inverse(
 ) -> LoadedInverse:
     """Read the tensors of an inverse; return ``loaded`` if this run cannot use them.
 
-    The run may have another solver or ``grafting``, or the
-    checkpoint may lack the tensors.
+    It may have another solver or ``grafting``, or the checkpoint may lack the tensors.
     """
     names = inverses.solver.saved_shapes(block.shape)
     if not part.keys() >= {INVERSE_DAMPING, *names}:
@@ -574,11 +557,11 @@ def _read_inverse(
     empty = not all(bool(part[name].any()) for name in names)  # zeros from ``fill``
     if empty or scaled != inverses.scaled:
         return loaded
+    device = block.weight.device
+    dtype = inverses.options.inv_dtype
     entries: dict[str, Tensor] = {}
     for name in names:
-        entries[name] = part[name].to(
-            block.weight.device, inverses.options.inv_dtype, copy=True
-        )
+        entries[name] = part[name].to(device, dtype, copy=True)
     state = replace(
         loaded.state,
         damping=damping,

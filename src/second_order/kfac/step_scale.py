@@ -2,18 +2,19 @@
 
 The effect of the last step Δ decides how τ changes at a refresh:
 
-slope    s = -∇·Δ, with the mean gradient ∇ of the next step before it is preconditioned. The loss
-         still falls along Δ if s > 0. It rises if s < 0, because the step was too long.
+slope    s = -∇·Δ, with the mean gradient ∇ of the next step before preconditioning. The
+         loss still falls along Δ if s > 0. It rises if s < 0, because the step was too
+         long.
 S, Z     <- running averages of the sign of s and of |s|, debiased
 τ        <- τ exp(c)
 w        <- w + (τ - 1) Δ₀, after the base's own step Δ₀, so that Δ = τ Δ₀
 
 c follows from the evidence S - b, for a threshold b, and from the slope itself:
 
-    S > b               c = 0.2 (S - b) k    τ grows slowly; k <= 4 steps since the last slope
-    S < b               c = S - b            τ falls fast
-    -s > 2 Z            c is also lowered by min(-s / Z, 4) / 2, and τ does not grow: the loss has
-                        risen by far more than usual (Z is that before this step)
+    S > b       c = 0.2 (S - b) k    τ grows slowly; k <= 4 steps since the last slope
+    S < b       c = S - b            τ falls fast
+    -s > 2 Z    c is also lowered by min(-s / Z, 4) / 2, and τ does not grow: the loss
+                has risen by far more than usual (Z is that before this step)
 
 The threshold b depends on τ. If τ > 1, it is 0.3: τ grows further if at least 65% of
 the slopes are positive. If τ <= 1, it is -0.3: when the loss falls slowly, s is mostly
@@ -63,12 +64,10 @@ __all__ = [
 ]
 
 LAST_STEP = "last_step"
-"""The entry of a checkpoint with the last step of a parameter, scaled
-by τ and negated: -Δ."""
+"""The checkpoint entry of a parameter's last step, scaled by τ and negated: -Δ."""
 
 LAST_STEP_KNOWN = "last_step_known"
-"""The entry of a checkpoint that is 1 if the next refresh may measure
-the last step, else 0."""
+"""The checkpoint entry that is 1 if the next refresh may measure that step, else 0."""
 
 DECAY = 0.9  # of the running averages S and Z
 GROWTH = 0.2  # a, per step, if τ grows
@@ -78,7 +77,7 @@ THRESHOLD = 0.3  # |b|
 MAX_SCHEDULED_SCALE = 2.0  # upper bound of τ while a schedule changes the learning rate
 LARGE_RISE = 2.0  # -s in units of Z, above which τ falls immediately
 MAX_RISE = 4.0  # -s in units of Z that count in the fall of τ
-# Share of all steps; a learning rate that changed within it follows a schedule.
+# A learning rate that changed in this last share of all steps follows a schedule.
 RECENT = 0.1
 
 # Bytes of gradients and steps whose products are computed together. On a CPU, to copy
@@ -112,8 +111,7 @@ SCALE_ENTRIES = (
     "step_rate",
     "step_rate_changed",
 )
-"""The entries of a checkpoint with the fields of :class:`ScaleState`, which
-are shared numbers."""
+"""The checkpoint entries of :class:`ScaleState`'s fields, which are shared numbers."""
 
 
 @dataclass(frozen=True)
@@ -217,9 +215,9 @@ class StepScale:
     """Scales the steps of preconditioned weights by τ; the same on every rank.
 
     At each step, :meth:`keep_weights` comes before the base's step and
-    :meth:`scale_step` after it. At a refresh, :meth:`measure_slope` comes
-    before gradients are preconditioned, and :meth:`update` after the ranks
-    have summed the slopes.
+    :meth:`scale_step` after it. At a refresh, :meth:`measure_slope` comes before
+    gradients are preconditioned, and :meth:`update` after the ranks have summed the
+    slopes.
 
     Attributes:
         state: τ, which is ``state.scale``, and what its next value depends on.
@@ -262,8 +260,7 @@ class StepScale:
         reporting = set(step_plan.reporting)
         products: list[_Product] = []
         for block in step_plan.layers:
-            # Each parameter counts once over all ranks; of a sharded
-            # one, each rank has rows.
+            # Each parameter counts once over all ranks. Ranks store rows of shards.
             is_reported = block in reporting or is_dtensor(block.weight)
             if not is_reported or block.has_lost_factor or block.unverified:
                 continue
@@ -299,7 +296,7 @@ class StepScale:
             self._weights = dict(zip(params, copies, strict=True))
 
     def scale_step(self) -> None:
-        """Scale the base's step by τ, and keep it if the next refresh may measure it."""
+        """Scale the base's step by τ, and keep it if a refresh may measure it."""
         weights = self._weights
         self._weights = {}
         if not weights:

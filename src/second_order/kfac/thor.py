@@ -7,8 +7,7 @@ C = A ⊗ G + γ at this refresh, C₀ at the layer's last computed one, and
     lower <= Δ <= upper   skip this refresh: keep the inverse until the next one
     Δ < lower             stop: keep the inverse, and do not compare traces any more
 
-A stopped layer is computed again only if a schedule changes the option γ
-by more than ``upper``.
+A stopped layer is computed again only if the option γ changes by more than ``upper``.
 
 Only the inverse ranks of a layer know its traces. One all-reduce per refresh gives all
 ranks their decisions.
@@ -33,15 +32,14 @@ __all__ = ["STOPPED", "TraceRefresh", "relative_change"]
 STOPPED = "stopped"
 """The entry of a checkpoint, in the part of every layer: 1 if the layer is stopped."""
 
-# Decisions. Ranks without a layer's traces send COMPUTE, and the
-# largest number decides.
+# Decisions. Ranks without a layer's traces send COMPUTE. The largest decides.
 COMPUTE = 0.0
 STOP = 1.0
 SKIP = 2.0
 
 
 def relative_change(now: float, before: float) -> float:
-    """Return |now - before| / |before|; infinite if ``before`` is 0 or either number is NaN."""
+    """Return |now - before| / |before|; infinite if that is undefined."""
     if now == before:
         return 0.0
     if before == 0.0:
@@ -75,8 +73,7 @@ class TraceRefresh:
     ) -> list[KroneckerBlock]:
         """Return the layers to compute, of those that are due. Collective.
 
-        Layers without an inverse, and those whose last refresh
-        failed, are always computed.
+        Layers without an inverse or with a failed last refresh are always computed.
         """
         # Only layers with a valid inverse can skip a refresh.
         self.stopped -= {block for block in due if not block.solved}
@@ -86,8 +83,7 @@ class TraceRefresh:
             if block.solved and not block.failures
         }
 
-        # The largest decision counts, because ranks that do not invert
-        # the layer send COMPUTE.
+        # The largest number counts, because ranks without the traces send COMPUTE.
         decisions = self._decide(inverses, candidates)
         if candidates and inverses.training.world.size > 1:
             message = torch.tensor(decisions, dtype=torch.float32, device="cpu")
@@ -107,14 +103,12 @@ class TraceRefresh:
     def _decide(
         self, inverses: Inverses, candidates: Mapping[KroneckerBlock, PendingInverse]
     ) -> list[float]:
-        """Return this rank's decision for each candidate; COMPUTE if other ranks invert it."""
+        """Return this rank's decisions; COMPUTE for layers that other ranks invert."""
         # Damp the factors that this rank inverts, to get their mean eigenvalues.
-        local = {
-            b: p for b, p in candidates.items() if b in inverses.step_plan.to_invert
-        }
-        dampings = inverses.compute_dampings(
-            {block: block.ensure_factors() for block in local}, local
-        )
+        to_invert = inverses.step_plan.to_invert
+        local = {b: pending for b, pending in candidates.items() if b in to_invert}
+        factors = {block: block.ensure_factors() for block in local}
+        dampings = inverses.compute_dampings(factors, local)
 
         # Read four numbers per layer from the device in one transfer.
         numbers: list[Tensor] = []
@@ -133,8 +127,7 @@ class TraceRefresh:
             ]
         (values,) = read_numbers(numbers)
 
-        # Compare with the last refresh: THOR's two thresholds on the
-        # relative change of the trace.
+        # Compare the traces with those of the last refresh, by THOR's two thresholds.
         decisions = dict.fromkeys(candidates, COMPUTE)
         for i, block in enumerate(dampings):
             trace, prev_trace, option, prev_option = values[4 * i : 4 * i + 4]

@@ -1,8 +1,8 @@
-"""Read and check an optimizer's arguments: the parameters or the model, and a GradScaler.
+"""Read and check an optimizer's arguments: parameters or model, and a GradScaler.
 
-unwrap_model       the user's module without DistributedDataParallel and ``torch.compile``
+unwrap_model       the user's module without DistributedDataParallel or torch.compile
 read_arguments     the model and the parameter groups, whichever of the two was passed
-check_..., warn_...     errors and warnings about them
+check_*, warn_*    errors and warnings about them
 """
 
 from __future__ import annotations
@@ -52,10 +52,8 @@ class FoundModel:
 
     Attributes:
         module: The module that contains the parameters.
-        under_ddp: Whether DistributedDataParallel averages the
-            gradients of all of them.
-        outer_class: Class of a module around it that may change its
-            outputs; "" if there is none.
+        under_ddp: Whether DistributedDataParallel averages all of their gradients.
+        outer_class: Class of a module around it that may change its outputs, or "".
     """
 
     module: nn.Module
@@ -92,9 +90,9 @@ def unwrap_model(model: nn.Module) -> FoundModel:
     """
     chain = unwrapping_chain(model)
     model = chain[-1]
-    class_names = {
-        kind.__name__ for module in model.modules() for kind in type(module).__mro__
-    }
+    class_names: set[str] = set()
+    for module in model.modules():
+        class_names.update(kind.__name__ for kind in type(module).__mro__)
     has_flat_params = any(
         getattr(p, "_is_flat_param", False) for p in model.parameters()
     )
@@ -127,8 +125,7 @@ def read_arguments(
         name: Name of the optimizer's class, for messages.
         params_or_model: The first argument.
         model: The keyword ``model``.
-        find_model: Finds the model of parameters. It is called if
-            the user passed no model.
+        find_model: Finds the model of parameters, if the user passed none.
         needs_model: Whether parameters that belong to no module get no curvature.
 
     Raises:
@@ -193,9 +190,9 @@ def read_arguments(
 def check_not_on_meta(name: str, params: Iterable[Tensor], model: nn.Module) -> None:
     """Raise ValueError if a parameter that trains is on the meta device.
 
-    ``to_empty`` replaces the parameters of the model by other tensors. An
-    optimizer that was made before would still hold the tensors on the meta
-    device, which have no data.
+    ``to_empty`` replaces the parameters of the model by other tensors. An optimizer
+    that was made before would still hold the tensors on the meta device, which have no
+    data.
     """
     for p in params:
         if p.device.type != "meta" or not p.requires_grad:
@@ -244,8 +241,7 @@ def warn_about_unowned(training: Training, groups: Sequence[Any]) -> None:
         return
 
     if training.owns_params:
-        # The remedy depends on whether the user passed the model
-        # or the package found it.
+        # A model was passed or found.
         where = f"are not in the model, a {type(training.model).__name__}"
         remedy = (
             "if a module has them, make the optimizer with model= one that contains all"
@@ -275,7 +271,7 @@ class FrozenParams:
         self._references = [weakref.ref(p) for p in params if not p.requires_grad]
 
     def warn_if_trained(self, training: Training) -> None:
-        """Warn once if some of them have gradients now, but are in none of the groups."""
+        """Warn once if some of them have gradients now, but are in no group."""
         unfrozen = []
         for reference in self._references:
             p = reference()
@@ -302,7 +298,7 @@ class FrozenParams:
 
 
 def check_scaler(scaler: Any, averages_gradients: bool, num_ranks: int) -> None:
-    """Raise unless ``scaler`` is a GradScaler that skips a step on all ranks or on none."""
+    """Raise unless ``scaler`` is a GradScaler that skips steps on all ranks or none."""
     if scaler is None:
         return
     for method in ("scale", "is_enabled"):
@@ -311,12 +307,8 @@ def check_scaler(scaler: Any, averages_gradients: bool, num_ranks: int) -> None:
                 f"grad_scaler={scaler!r} has no {method}(); pass a torch.amp.GradScaler"
             )
     is_synchronized = type(scaler).__name__ == "ShardedGradScaler"
-    if (
-        averages_gradients
-        and num_ranks > 1
-        and scaler.is_enabled()
-        and not is_synchronized
-    ):
+    may_differ = averages_gradients and num_ranks > 1 and not is_synchronized
+    if may_differ and scaler.is_enabled():
         raise ValueError(
             f"grad_scaler={type(scaler).__name__} with gradients averaged by the optimizer over "
             f"{num_ranks} processes: after an overflow on one process, only that process would "

@@ -1,19 +1,21 @@
-"""The base class of all optimizers: a ``torch.optim`` optimizer that wraps a base optimizer.
+"""The base class of all optimizers: a ``torch.optim`` optimizer around another one.
 
 One step, as :meth:`SecondOrderOptimizer.step` takes it:
 
-    check                              that a step can be taken now
-    loss = closure()                   if there is one, with gradients enabled
-    compare                            that all ranks are about to take the same step
-    curvature.prepare()                assigns layers to ranks, or refreshes eigenpairs; on a helper
-                                       rank, serves the workers until they have taken the step
-    gradients <- mean over ranks       unless DistributedDataParallel or FSDP2 has averaged them, or
-                                       gradient_averaging=False
-    curvature.precondition()           gradients <- curvature⁻¹ gradients, in place
-    curvature.step_base()              base.step(), the base optimizer, on the same groups and
-                                       state; K-FAC scales the step
-    curvature.finish_step()            FOSI corrects the step; helper ranks receive parameters
-    curvature.watch()                  registers the hooks that the next passes need
+    check                           that a step can be taken now
+    loss = closure()                if there is one, with gradients enabled
+    compare                         that all ranks are about to take the same step
+    curvature.prepare()             assigns layers to ranks, or refreshes eigenpairs; on
+                                    a helper rank, serves the workers until they have
+                                    taken the step
+    gradients <- mean over ranks    unless DistributedDataParallel or FSDP2 has averaged
+                                    them, or gradient_averaging=False
+    curvature.precondition()        gradients <- curvature⁻¹ gradients, in place
+    curvature.step_base()           base.step(), the base optimizer, on the same groups
+                                    and state; K-FAC scales the step
+    curvature.finish_step()         FOSI corrects the step; helper ranks receive the
+                                    parameters
+    curvature.watch()               registers the hooks that the next passes need
 
 The curvature and the base do the numerical work. This file connects them, and makes the
 result behave like any other ``torch.optim`` optimizer: groups, checkpoints, copies,
@@ -122,7 +124,7 @@ NO_BACKWARD = -1
 
 
 def runs_eagerly(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a method that ``torch.compile`` must not trace, so that it breaks the graph."""
+    """Decorate a method that ``torch.compile`` must not trace: it breaks the graph."""
     disabled = torch.compiler.disable(
         method,
         reason="a second-order step exchanges and decomposes factors in Python, between graphs: "
@@ -147,8 +149,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     """
 
     options_by_layer = False
-    """Whether parameter groups may have ``damping``, ``factor_decay`` and
-    ``precondition``."""
+    """Whether groups may have ``damping``, ``factor_decay`` and ``precondition``."""
 
     def __init__(
         self,
@@ -223,8 +224,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 layers=aux.layers,
             )
             own_groups = self._base.param_groups
-        # PEAK_LR is the largest learning rate of a group's schedule so
-        # far; a step updates it.
+        # PEAK_LR is the largest learning rate of a group so far. Each step updates it.
         defaults = {**self._base.defaults, PEAK_LR: 0.0}
         super().__init__([copy_group(group) for group in own_groups], defaults)
         self._share_groups_and_state()
@@ -252,10 +252,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._param_locations = ParamLocations(arguments.model, params_in_groups)
         # Given a model, the groups leave out the parameters that are frozen now.
         self._frozen: FrozenParams | None = None
-        if isinstance(params, nn.Module) and not all(
-            p.requires_grad for p in params.parameters()
-        ):
-            self._frozen = FrozenParams(params.parameters())
+        if isinstance(params, nn.Module):
+            all_params = list(params.parameters())
+            if not all(p.requires_grad for p in all_params):
+                self._frozen = FrozenParams(all_params)
         warn_if_no_process_group(training)
         check_model_owns_params(training, params_in_groups)
         if needs_model:
@@ -266,20 +266,17 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                     f"aux_base: the pattern {pattern!r} matches no module of the model"
                 )
         self._curvature = curvature(training)
-        num_training_ranks = (
-            world.size if helper_role is None else world.size - num_helpers
-        )
-        check_scaler(
-            common.grad_scaler, training.averages_gradients, num_training_ranks
-        )
+        num_workers = world.size
+        if helper_role is not None:
+            num_workers -= num_helpers
+        check_scaler(common.grad_scaler, training.averages_gradients, num_workers)
 
         self._start_together(helper_role)
 
     def _share_groups_and_state(self) -> None:
         """Let the base work on the groups and the state of this optimizer."""
-        for group, base_group in zip(
-            self.param_groups, self._base.param_groups, strict=True
-        ):
+        base_groups = self._base.param_groups
+        for group, base_group in zip(self.param_groups, base_groups, strict=True):
             # A base may change its entries: torchao's turn learning rates into tensors.
             for key, value in base_group.items():
                 if key not in ("params", NAMES):
@@ -299,7 +296,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._base.state = BaseState(self.state)  # type: ignore[assignment]
 
     def _start_together(self, helper_role: Role | None) -> None:
-        """Check that all ranks built the same optimizer, and broadcast the parameters."""
+        """Check that all ranks built the same optimizer, and broadcast parameters."""
         training = self._training
         world = training.world
         options = self._curvature.description()
@@ -317,9 +314,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._constructed = True
         self._curvature.begin()
 
-        # Start from the parameters of rank 0 on all ranks, helpers
-        # included. If DistributedDataParallel or FSDP2 average gradients,
-        # they also take care of this.
+        # Start from the parameters of rank 0 on all ranks, helpers included. If
+        # DistributedDataParallel or FSDP2 average gradients, they do so themselves.
         if averages_gradients:
             tensors = [t for t in training.model_tensors() if not is_dtensor(t)]
             with torch.no_grad():
@@ -351,8 +347,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         On a helper rank, serve the workers until they have taken theirs.
 
         Args:
-            closure: Evaluates the model, calls ``backward`` and returns the
-                loss. It is called once.
+            closure: Calls ``backward`` and returns the loss. It is called once.
 
         Returns:
             The result of the closure, or None.
@@ -392,23 +387,18 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if self._frozen is not None:
             self._frozen.warn_if_trained(training)
         if training.world.size > 1:
+            is_loaded = self._loaded_since_step
             with stage("compare"):
                 self._consistency.check(
                     training,
                     curvature,
                     action=f"take a step of {training.name}",
-                    facts=[
-                        (
-                            "a checkpoint loaded since the last step",
-                            self._loaded_since_step,
-                        )
-                    ],
+                    facts=[("a checkpoint loaded since the last step", is_loaded)],
                     with_params=True,
                 )
         update_peak_rates(self.param_groups)
 
-        # Start the average of the gradients. Some ranks may not
-        # need those of every layer.
+        # Start the average of the gradients. Ranks may need those of some layers only.
         curvature.prepare()
         average = NO_AVERAGE
         if training.averages_gradients:
@@ -486,7 +476,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._base_step()
 
     def adopt_shards(self) -> bool:
-        """Adopt the DTensor parameters that ``fully_shard`` created since the last call.
+        """Adopt DTensor parameters that ``fully_shard`` created since the last call.
 
         Returns:
             Whether any parameter changed.
@@ -503,9 +493,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._curvature.replace_params(shards)
         for p in shards.keys() & self.state.keys():
             self._move_state(p, shards[p])
-        self._param_locations = ParamLocations(
-            training.model, group_params(self.param_groups)
-        )
+        params = group_params(self.param_groups)
+        self._param_locations = ParamLocations(training.model, params)
         training.publish()
         return True
 
@@ -518,7 +507,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 parts[BASE][key] = shard_like(shard, value)
 
     def _publish_state(self) -> None:
-        """Write the step counter and the curvature to ``state``, which checkpoints read."""
+        """Write the step counter and the curvature to ``state``, for checkpoints."""
         curvature_parts = self._curvature.state()
         steps = self._training.steps
         for group in self.param_groups:
@@ -529,7 +518,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     @runs_eagerly
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, and drop the statistics of the passes since the last step."""
+        """Reset the gradients, and drop the statistics since the last step."""
         self.adopt_shards()
         super().zero_grad(set_to_none)
         self._curvature.drop_pending()
@@ -553,7 +542,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     # ----------------------------------------------------------- groups and checkpoints
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Accept only an empty ``state``, and ``param_groups`` that begin with the current ones."""
+        """Accept only an empty ``state``, and more groups after the current ones."""
         # Lightning's wrapper has this class, but no attributes of its own.
         is_constructed = getattr(self, "_constructed", False)
         if name not in ("state", "param_groups") or not is_constructed:
@@ -569,7 +558,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             )
 
     def _assign_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Adopt the groups of an earlier run, as Lightning's BaseFinetuning assigns them."""
+        """Adopt an earlier run's groups, as Lightning's BaseFinetuning assigns them."""
         num_groups = len(self.param_groups)
         current = [[id(p) for p in group["params"]] for group in self.param_groups]
         assigned = [[id(p) for p in group["params"]] for group in groups]
@@ -634,9 +623,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         except Exception:
             self.param_groups[:] = prev_groups
             raise
-        self._param_locations = ParamLocations(
-            training.model, group_params(self.param_groups)
-        )
+        params = group_params(self.param_groups)
+        self._param_locations = ParamLocations(training.model, params)
         if self._needs_model:
             warn_about_unowned(training, [group])
 
@@ -687,16 +675,15 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             ranks = range(size) if to is None else [to]
             self._collected = Collected(self._curvature.gather(ranks), to)
 
-    # Lightning calls the method of this name, torch's
-    # ZeroRedundancyOptimizer's, before it saves.
+    # The name that Lightning calls before it saves, as in ZeroRedundancyOptimizer.
     consolidate_state_dict = consolidate
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as primitives and tensors, which ``torch.load`` reads by default.
+        """Return the state, which ``torch.load`` reads by default.
 
-        The state holds everything that determines the next steps, including
-        the inverses. ``summary()`` prints how many bytes these take. Tensors
-        are shared, not copied.
+        It consists of primitives and tensors, and holds everything that determines the
+        next steps, including the inverses. ``summary()`` prints how many bytes these
+        take. Tensors are shared, not copied.
 
         Collective only if ``torch.distributed.checkpoint`` calls it for the full state
         of a sharded model: then it collects the state of other ranks.
@@ -717,10 +704,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if self.state:
             self._publish_state()
         state_dict = super().state_dict()
-        # Copy the dictionaries of the parts. Those of `state` lose their factors
-        # in close(), and a checkpoint that the caller holds must not. The parts
-        # have the same order on every rank, in which
-        # torch.distributed.checkpoint gathers DTensors.
+        # Copy the dictionaries of the parts. Those of `state` lose their factors in
+        # close(), and a checkpoint that the caller holds must not. The parts have the
+        # same order on every rank, in which torch.distributed.checkpoint gathers
+        # DTensors.
         for index, entry in state_dict["state"].items():
             parts = [part for part in (BASE, CURVATURE) if part in entry]
             state_dict["state"][index] = {part: entry[part] for part in parts}
@@ -771,7 +758,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._publish_state()
 
     def _load_groups_and_base(self, state_dict: dict[str, Any]) -> Checkpoint:
-        """Check a checkpoint as a whole, and let torch load the groups and the base's state.
+        """Check a whole checkpoint, and let torch load the groups and the base's state.
 
         The checks run in torch's pre-hook, after the pre-hooks that users registered. A
         pre-hook returns to torch, so it leaves the checkpoint for us in a list.
@@ -785,8 +772,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             checkpoint = read_checkpoint(state, self._base, groups, names)
             self._curvature.check(checkpoint.curvature)
             checkpoints.append(checkpoint)
-            # torch casts what it loads to the parameter's dtype, so it must
-            # not see the curvature.
+            # torch casts what it loads to a parameter's dtype, so hide the curvature.
             return checkpoint.state_dict
 
         hook = self.register_load_state_dict_pre_hook(read)
@@ -816,7 +802,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         return self._training
 
     def summary(self) -> Summary:
-        """Return a table of the layers: which ranks precondition them, and which the base trains.
+        """Return a table of the layers: the ranks that precondition them, or the base.
 
             print(optimizer.summary())
 
@@ -832,7 +818,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return numbers to log about the last step and the inverses or eigenpairs in use.
+        """Return numbers to log about the last step, the inverses and the eigenpairs.
 
             for name, value in optimizer.metrics().items():
                 writer.add_scalar(f"second_order/{name}", value, step)
@@ -850,9 +836,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             with optimizer.hooks_removed():
                 scripted = torch.jit.script(model)
 
-        Passes inside the block contribute no statistics, and :meth:`step`
-        raises an error there. Export, tracing, and inference with a compiled
-        model do not need this block.
+        Passes inside the block contribute no statistics, and :meth:`step` raises an
+        error there. Export, tracing, and inference with a compiled model do not need
+        this block.
         """
         is_nested = self._hooks_are_removed
         self._hooks_are_removed = True

@@ -1,21 +1,22 @@
-"""Two base optimizers as one: ``base`` trains hidden weights, ``aux_base`` everything else.
+"""Two bases as one: ``base`` trains hidden weights, ``aux_base`` everything else.
 
 base       weights with at least two dimensions; with exactly two if the base is Muon
-aux_base   embeddings and weights tied to them; the output head, which is the last Linear of the
-           model; gains, biases and other vectors; parameters that are not the weight of a module,
-           such as position embeddings; and the modules that the user names in ``layers``
+aux_base   embeddings and weights tied to them; the output head, which is the last
+           Linear of the model; gains, biases and other vectors; parameters that are not
+           the weight of a module, such as position embeddings; and the modules that the
+           user names in ``layers``
 
-The two share the groups and the state of the whole optimizer, so that schedulers
-and checkpoints see one optimizer. The entry ``AUX_BASE`` of each group says
-which of the two trains it. Before each step, each of the two receives its own
-groups and their state.
+The two share the groups and the state of the whole optimizer, so that schedulers and
+checkpoints see one optimizer. The entry ``AUX_BASE`` of each group says which of the
+two trains it. Before each step, each of the two receives its own groups and their
+state.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +34,9 @@ from second_order.utils.modules import first_match, unmatched_patterns
 __all__ = ["AUX_BASE", "BasePair", "base_of", "describe_groups", "mode_switch"]
 
 AUX_BASE = "aux_base"
-"""The entry of a group that says whether ``aux_base`` trains it. Absent
-if there is one base."""
+"""The group entry that says whether ``aux_base`` trains it; absent with one base."""
+
+OptimizerClass: TypeAlias = type[torch.optim.Optimizer]
 
 
 class BasePair(torch.optim.Optimizer):
@@ -48,8 +50,7 @@ class BasePair(torch.optim.Optimizer):
         model: The model, which shows which parameters are hidden weights.
         optimizer_classes: The classes of ``base`` and ``aux_base``.
         kwargs: The arguments of the two classes.
-        layers: Patterns of modules that ``aux_base`` trains, with
-            all modules inside them.
+        layers: Patterns of modules that ``aux_base`` trains, with all that is inside.
 
     Attributes:
         parts: ``base`` and ``aux_base``.
@@ -64,9 +65,7 @@ class BasePair(torch.optim.Optimizer):
         self,
         groups: Sequence[Any],
         model: nn.Module,
-        optimizer_classes: tuple[
-            type[torch.optim.Optimizer], type[torch.optim.Optimizer]
-        ],
+        optimizer_classes: tuple[OptimizerClass, OptimizerClass],
         kwargs: Sequence[Mapping[str, Any]],
         layers: Sequence[str],
     ) -> None:
@@ -117,8 +116,7 @@ class BasePair(torch.optim.Optimizer):
 
         Raises:
             TypeError: If the group's entry is neither True nor False.
-            ValueError: If the entry is False, and ``base`` does not take a
-                parameter of the group.
+            ValueError: If the entry is False, but ``base`` does not take a parameter.
         """
         if not isinstance(group, dict) or not isinstance(group.get("params"), list):
             return [group]
@@ -157,9 +155,7 @@ class BasePair(torch.optim.Optimizer):
     def _hidden_weights(self, model: nn.Module) -> set[int]:
         """Return the ids of the weights that ``base`` trains."""
         modules = dict(model.named_modules(remove_duplicate=False))
-        linears = [
-            module for module in model.modules() if isinstance(module, nn.Linear)
-        ]
+        linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
         head = linears[-1] if linears else None
         weights: set[int] = set()
         excluded: set[int] = set()
@@ -184,7 +180,7 @@ class BasePair(torch.optim.Optimizer):
         return weights - excluded  # a weight tied to an embedding is excluded
 
     def description(self) -> list[str]:
-        """Return the classes, their defaults and the patterns, which must be equal on all ranks."""
+        """Describe the classes, defaults and patterns, which all ranks must share."""
         lines = [f"layers of aux_base: {list(self._layers)}"]
         for part in self.parts:
             settings = group_settings(part.defaults)
@@ -202,11 +198,8 @@ class BasePair(torch.optim.Optimizer):
         """Give each of the two its current groups and their state, and return both."""
         for is_aux, part in zip((False, True), self.parts, strict=True):
             part.param_groups = [g for g in self.param_groups if g[AUX_BASE] is is_aux]
-            state = {
-                p: self.state[p]
-                for p in group_params(part.param_groups)
-                if p in self.state
-            }
+            params = group_params(part.param_groups)
+            state = {p: self.state[p] for p in params if p in self.state}
             part.state = defaultdict(dict, state)
         return self.parts
 
@@ -221,11 +214,11 @@ class BasePair(torch.optim.Optimizer):
 
 
 def _build(
-    optimizer_class: type[torch.optim.Optimizer],
+    optimizer_class: OptimizerClass,
     groups: Sequence[dict[str, Any]],
     kwargs: Mapping[str, Any],
 ) -> torch.optim.Optimizer:
-    """Build an optimizer, and write the settings that it gave to its groups into ``groups``."""
+    """Build an optimizer, and copy the settings of its groups to ``groups``."""
     # No optimizer accepts an empty list.
     optimizer = optimizer_class(without_names(groups) or [{"params": []}], **kwargs)
     for group, complete in zip(groups, optimizer.param_groups, strict=False):
@@ -246,7 +239,7 @@ def base_of(
 
 
 def describe_groups(training: Training) -> list[str]:
-    """Return one line per group with its base, settings and members, if there are several."""
+    """Return a line per group with base, settings and members; none for one group."""
     if len(training.groups) == 1:
         return []
     lines = []
@@ -266,7 +259,7 @@ def describe_groups(training: Training) -> list[str]:
 def mode_switch(
     base: torch.optim.Optimizer, method: str, owner: str, state: dict[Tensor, Any]
 ) -> Callable[[], None]:
-    """Return a function that calls a base's ``train()`` or ``eval()``, or those of both bases.
+    """Return a function that calls ``train()`` or ``eval()`` of the base, or of both.
 
     Args:
         base: The base, or both.

@@ -1,8 +1,8 @@
 """The layout of a checkpoint, and the checks before any of it is loaded.
 
-    state[p]["base"]        the entries that the base stores for p, as it would on its own
+    state[p]["base"]        the entries that the base stores for p, as it would alone
     state[p]["curvature"]   the entries of the curvature, and those of HEADER
-    param_groups            as torch's; "aux_base" says which of two bases trains the group
+    param_groups            as torch's; "aux_base" says which base trains the group
 
 Loading    ``read_checkpoint`` checks all entries, and separates the two parts.
 Saving     If other ranks store a part of the state, ``consolidate()`` collects it, and
@@ -96,8 +96,7 @@ def read_checkpoint(
         names: The names of the model's parameters, by id.
 
     Raises:
-        ValueError: If an entry does not fit, or belongs to another
-            base. The error names it.
+        ValueError: If an entry does not fit or is another base's. The error names it.
     """
     check_is_state(state_dict)
     saved_groups = state_dict["param_groups"]
@@ -156,7 +155,7 @@ def _shard_entries(part: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
 
 
 def _local_entry(value: Any, p: Tensor) -> Any:
-    """Return the local rows of an entry, if it is a DTensor of the parameter's shape."""
+    """Return the local rows of an entry that is a DTensor of the parameter's shape."""
     if is_dtensor(value) and value.shape == p.shape:
         return local_tensor(value)
     return value
@@ -187,7 +186,7 @@ def _check_groups(
     groups: Sequence[Mapping[str, Any]],
     base: optim.Optimizer,
 ) -> None:
-    """Raise ValueError unless groups have the same sizes, bases, options and order of names."""
+    """Raise ValueError unless sizes, bases, options and order of names are equal."""
     saved_sizes = [len(group.get("params", ())) for group in saved_groups]
     sizes = [len(group["params"]) for group in groups]
     if saved_sizes != sizes:
@@ -199,8 +198,7 @@ def _check_groups(
     for i, (saved_group, group) in enumerate(zip(saved_groups, groups, strict=True)):
         _check_group_options(i, saved_group, group)
 
-    # Other names alone are accepted, because a wrapper of the model may
-    # have renamed everything.
+    # Entirely different names are accepted, because a wrapper may rename everything.
     saved_names = [name for group in saved_groups for name in group.get(NAMES) or []]
     names = [name for group in groups for name in group.get(NAMES) or []]
     if saved_names == names or sorted(saved_names) != sorted(names):
@@ -218,7 +216,7 @@ def _check_groups(
 def _check_group_options(
     i: int, saved: Mapping[str, Any], group: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError if options of group i are invalid, or make it another kind of group."""
+    """Raise ValueError if options of group i are invalid, or change its kind."""
     place = f"the checkpoint's param_groups[{i}]"
     try:
         for option in LAYER_OPTIONS.keys() & saved.keys():
@@ -237,7 +235,7 @@ def _check_group_options(
 
 
 def _check_settings(i: int, saved: Mapping[str, Any], base: optim.Optimizer) -> None:
-    """Raise ValueError if group i lacks settings of the base, or its learning rate is invalid."""
+    """Raise ValueError if group i lacks settings, or its learning rate is invalid."""
     missing = base.defaults.keys() - saved.keys() - VERSION_DEPENDENT_SETTINGS
     if missing:
         raise _wrong_base_error(f"an optimizer without {sorted(missing)}", base)
@@ -269,7 +267,7 @@ def _wrong_base_error(saved_by: str, base: optim.Optimizer) -> ValueError:
 
 
 def _check_headers(parts: Iterable[SavedPart]) -> int:
-    """Check the versions, and return the number of steps, which all parameters must share."""
+    """Check the versions, and return the number of steps, equal for all parameters."""
     steps: int | None = None
     for part in parts:
         if not part:
@@ -304,7 +302,7 @@ def _split_parts(entry: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 def export_base_state(
     state_dict: Mapping[str, Any], aux_base: bool = False
 ) -> dict[str, Any]:
-    """Return the state that the base alone would have saved, to continue with ``torch.optim``.
+    """Return the state that the base alone would have saved, for ``torch.optim``.
 
         plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         plain.load_state_dict(export_base_state(optimizer.state_dict()))
@@ -320,8 +318,7 @@ def export_base_state(
         shared with ``state_dict``, not copied.
 
     Raises:
-        ValueError: If ``state_dict`` is not such a state, or has
-            no part of ``aux_base``.
+        ValueError: If ``state_dict`` is not such a state, or has no ``aux_base``.
     """
     check_is_state(state_dict)
     groups = state_dict["param_groups"]
@@ -337,9 +334,8 @@ def export_base_state(
     for group in groups:
         if has_two_bases and group[AUX_BASE] is not aux_base:
             continue
-        base_groups.append(
-            {key: value for key, value in group.items() if key not in own_entries}
-        )
+        base_group = {k: value for k, value in group.items() if k not in own_entries}
+        base_groups.append(base_group)
         for key in group["params"]:
             part = _split_parts(state_dict["state"].get(key, {})).get(BASE)
             if part:
@@ -363,7 +359,7 @@ class Collected:
 def collects_in_state_dict(
     training: Training, curvature: Curvature, collected: Collected | None
 ) -> bool:
-    """Whether ``state_dict`` is collective, and so collects the state of other ranks itself.
+    """Whether ``state_dict`` is collective and collects the state of other ranks.
 
     ``torch.distributed.checkpoint`` calls it on every rank if it gathers the full state
     of a sharded model.
@@ -382,7 +378,7 @@ def collects_in_state_dict(
 def check_is_complete(
     training: Training, curvature: Curvature, collected: Collected | None
 ) -> None:
-    """Warn, or raise SecondOrderError, if ``state_dict`` on this rank would lack entries.
+    """Warn or raise SecondOrderError if this rank's ``state_dict`` lacks entries.
 
     ``torch.distributed.checkpoint`` only needs this rank's part of the state.
     """
@@ -426,9 +422,8 @@ def add_checkpoint_entries(
     """Add the entries that only checkpoints have to a state, by parameter number."""
     if not state:
         return
-    parts = {
-        p: {CURVATURE: entries} for p, entries in curvature.state_to_save().items()
-    }
+    to_save = curvature.state_to_save()
+    parts = {p: {CURVATURE: entries} for p, entries in to_save.items()}
     _add_parts(training, state, parts)
 
 

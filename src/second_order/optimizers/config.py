@@ -1,8 +1,9 @@
 """Every keyword of the optimizers: its default, its meaning and its check.
 
-    CommonOptions     the keywords that all optimizers share: the base, the model, the ranks
+    CommonOptions     the keywords of all optimizers: the base, the model, the ranks
     KFACOptions       the keywords that KAISA, DPKFAC and DistKFAC share
-    KAISAOptions, DPKFACOptions, DistKFACOptions     the keywords that only one of them has
+    KAISAOptions, DPKFACOptions, DistKFACOptions
+                      the keywords that only one of them has
     FOSIOptions       the keywords that DHO2 and MRDHO2 share
     EpochOptions      the keywords of MRDHO2
 
@@ -13,9 +14,9 @@ docstrings of the optimizers. This module imports no other folder of the package
 ``utils``, so every folder may import it.
 
 In the descriptions, "the base" is the first-order optimizer ``base``, and "number or
-callable" means a constant or a function of the step. A and G are the Kronecker
-factors of a layer: the second moments of its inputs and of its output gradients. ∇
-is the layer's gradient.
+callable" means a constant or a function of the step. A and G are the Kronecker factors
+of a layer: the second moments of its inputs and of its output gradients. ∇ is the
+layer's gradient.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ __all__ = [
     "DPKFACOptions",
     "DecayingClip",
     "DistKFACOptions",
+    "DoublyFactored",
     "EpochOptions",
     "FOSIOptions",
     "KAISAOptions",
@@ -73,14 +75,14 @@ Likelihood: TypeAlias = (
 )
 Fisher: TypeAlias = Literal["empirical"] | Likelihood
 AutoScalar: TypeAlias = Scalar | Callable[[int], Scalar] | Literal["auto"]
+DoublyFactored: TypeAlias = Mapping[str, tuple[int, int]] | Literal["auto"] | None
 
 # Chosen by benchmarks/progress/defaults.py.
 DAMPING = 0.1  # share of a layer's mean curvature
 DAMPING_FLOOR = 0.25  # share of the mean curvature over all layers
 
 DEFAULT_INTERVAL = 10
-"""Steps between two checks of a TraceRule, and between two
-updates of the statistics."""
+"""Steps between two checks of a TraceRule, and two updates of the statistics."""
 
 
 # ------------------------------------------------------------------- values of keywords
@@ -118,9 +120,10 @@ class PerStep:
 
 @dataclass(frozen=True)
 class DecayingClip:
-    """A ``kl_clip`` that shrinks over time: c₀ ζᵏ after k decays (Ba et al. 2017, section 5).
+    """A ``kl_clip`` that shrinks: c₀ ζᵏ after k decays (Ba et al. 2017, section 5).
 
-        DistKFAC(model, lr=0.1, grafting="none", kl_clip=DecayingClip(every=len(loader) // 2))
+        clip = DecayingClip(every=len(loader) // 2)
+        DistKFAC(model, lr=0.1, grafting="none", kl_clip=clip)
 
     Attributes:
         start: c₀, the bound κ of ``kl_clip`` until the first decay.
@@ -152,7 +155,7 @@ class DecayingClip:
 
 @dataclass(frozen=True)
 class TraceRule:
-    """An ``inv_update_steps`` that refreshes only layers whose curvature changed (THOR, Chen 2021).
+    """An ``inv_update_steps`` that skips unchanged layers (THOR, Chen et al. 2021).
 
         KAISA(model, lr=0.1, inv_update_steps=TraceRule(upper=0.05, every=20))
 
@@ -160,8 +163,7 @@ class TraceRule:
     at the layer's last refresh.
 
     Attributes:
-        upper: A layer is refreshed if its trace or its γ changed
-            by more than this share.
+        upper: A layer is refreshed if its trace or γ changed by more than this share.
         lower: If the trace of a layer changed by less than this share, the layer is
             never checked or refreshed again. 0: every layer is checked each time.
         every: Number of steps between two checks; number or callable.
@@ -176,15 +178,10 @@ class TraceRule:
     every: Interval = DEFAULT_INTERVAL
 
     def __post_init__(self) -> None:
+        remedy = "TraceRule() has 0.1 and 0"
         for name in ("upper", "lower"):
             number = getattr(self, name)
-            check_number(
-                name,
-                number,
-                low=0.0,
-                open_high=True,
-                remedy="TraceRule() has 0.1 and 0",
-            )
+            check_number(name, number, low=0.0, open_high=True, remedy=remedy)
         if self.lower > self.upper:
             raise ValueError(
                 f"TraceRule(upper={self.upper}, lower={self.lower}): swap the two"
@@ -274,11 +271,10 @@ def is_auto(value: Any) -> TypeGuard[str]:
 
 
 def options_from(option_class: type[T], arguments: Mapping[str, Any]) -> T:
-    """Build an option dataclass from an optimizer's arguments, ignoring those of other classes."""
+    """Build an option dataclass from those of an optimizer's arguments that it has."""
     names = {field.name for field in fields(option_class)}  # type: ignore[arg-type]
-    return option_class(
-        **{name: value for name, value in arguments.items() if name in names}
-    )
+    own = {name: value for name, value in arguments.items() if name in names}
+    return option_class(**own)
 
 
 # Chosen by benchmarks/progress/defaults.py. Adaptive bases need a shorter average.
@@ -300,16 +296,15 @@ class CommonOptions:
             least two dimensions (exactly two with ``torch.optim.Muon``). None: ``base``
             trains everything.
         model: The model, if you pass parameters. None: the smallest module that
-            contains all of them, widened to the whole network if all other parts
-            of it are frozen. Wrappers (DistributedDataParallel,
-            ``torch.compile``) are removed.
+            contains all of them, widened to the whole network if all other parts of it
+            are frozen. Wrappers (DistributedDataParallel, ``torch.compile``) are
+            removed.
         grad_scaler: The ``GradScaler`` that scales the loss, if you use one.
-        gradient_averaging: Whether the optimizer averages gradients over the ranks
-            that train. "auto": yes, unless DistributedDataParallel or FSDP2
-            averages them. If the optimizer averages, all ranks start from the
-            parameters of the first rank.
-        process_group: The ranks that train together. None: the default
-            group, if there is one.
+        gradient_averaging: Whether the optimizer averages gradients over the ranks that
+            train. "auto": yes, unless DistributedDataParallel or FSDP2 averages them.
+            If the optimizer averages, all ranks start from the parameters of the first
+            rank.
+        process_group: The ranks that train together. None: the default group, if any.
         debug: Whether to check that all ranks have the same parameters. They must be
             equal bit for bit. True: before the first step and every 100 steps. A
             number: this many steps between two checks. If they differ, every rank
@@ -389,11 +384,11 @@ class KFACOptions:
             callable. "auto": at each refresh if ``inv_update_steps`` is "auto",
             otherwise every 10 steps, or at each refresh if that is more often. If
             ``inv_update_steps`` is a callable, also set this option.
-        overhead: Limit on the time of refreshes, as a share of the time of other
-            steps. Above 0 and up to 10; needs ``inv_update_steps="auto"``. The first
-            five refreshes are timed and set the minimum number of steps between later
-            ones, which checkpoints save. If layers drift faster than that, a warning
-            says so. None: no limit.
+        overhead: Limit on the time of refreshes, as a share of the time of other steps.
+            Above 0 and up to 10; needs ``inv_update_steps="auto"``. The first five
+            refreshes are timed and set the minimum number of steps between later ones,
+            which checkpoints save. If layers drift faster than that, a warning says so.
+            None: no limit.
         fisher: The labels of the loss whose gradients enter the factors. "empirical":
             the labels in the data, so your own backward pass is used. Otherwise labels
             are sampled from the distribution that the model's outputs describe, which
@@ -413,11 +408,11 @@ class KFACOptions:
             of the step on all ranks, and multiplied by the number of ranks that average
             gradients. "auto": "step_mean" if the model's forward receives
             ``num_items_in_batch``, as from transformers' Trainer; otherwise "mean".
-        precondition_norms: Whether to precondition norm layers, and biases that
-            train without their weight. Their gains and biases get exact Fisher
-            blocks (diagonal ones above 256 entries). False: the base trains them
-            with their plain gradients. Norm layers of unknown classes are
-            recognized by what they compute.
+        precondition_norms: Whether to precondition norm layers, and biases that train
+            without their weight. Their gains and biases get exact Fisher blocks
+            (diagonal ones above 256 entries). False: the base trains them with their
+            plain gradients. Norm layers of unknown classes are recognized by what they
+            compute.
         unsupported_layers: What trains weights that no rule supports. Such weights are
             those of recurrent layers, of layers larger than ``max_factor_dim``, and
             parameters outside of modules. "gradient_factors": factors are computed from
@@ -494,11 +489,8 @@ class KFACOptions:
             check_number(
                 "damping_floor", self.damping_floor, low=0.0, high=1.0, remedy=remedy
             )
-        if (
-            self.kl_clip is not None
-            and not is_auto(self.kl_clip)
-            and not callable(self.kl_clip)
-        ):
+        has_own_clip = self.kl_clip is not None and not is_auto(self.kl_clip)
+        if has_own_clip and not callable(self.kl_clip):
             check_clip(self.kl_clip)
         if not is_auto(self.factor_decay) and not callable(self.factor_decay):
             check_decay(self.factor_decay)
@@ -523,7 +515,7 @@ class KFACOptions:
             )
 
     def resolve(self, base: Any) -> KFACOptions:
-        """Return a copy in which values replace "auto", wherever options and base determine them.
+        """Return a copy in which values replace "auto" where the base determines them.
 
         Some keywords may remain "auto", such as ``kl_clip`` and ``inv_update_steps``.
         """
@@ -566,19 +558,15 @@ class KFACOptions:
     def by_drift(self) -> bool:
         """Whether each layer's refresh interval depends on its drift.
 
-        The drift is the change of the preconditioned gradient from the
-        old to the new inverse.
+        Drift is the change of the preconditioned gradient by the new inverse.
         """
         return is_auto(self.inv_update_steps)
 
     @property
     def trace_rule(self) -> TraceRule | None:
-        """The rule that skips refreshes of layers whose curvature did not change, or None."""
-        return (
-            self.inv_update_steps
-            if isinstance(self.inv_update_steps, TraceRule)
-            else None
-        )
+        """The rule that skips refreshes of unchanged layers, or None."""
+        rule = self.inv_update_steps
+        return rule if isinstance(rule, TraceRule) else None
 
     @property
     def refresh_interval(self) -> Interval | None:
@@ -700,13 +688,12 @@ class KAISAOptions:
             :meth:`consolidate` or ``torch.distributed.checkpoint``. "pipelined":
             "all_reduce" in buckets that are sent during the backward pass (Shi et al.
             2021), with the same results.
-        exchange_dtype: Dtype in which statistics and decompositions are sent.
-            None: the dtype in which they are stored. ``torch.bfloat16`` halves
-            the bytes of float32, and rounds to 8 bits; all ranks receive the
-            same numbers. Gradients, and statistics of the first 20 steps, are
-            sent without conversion.
-        colocate_factors: Whether one rank decomposes both factors of a
-            layer. False: two ranks do.
+        exchange_dtype: Dtype in which statistics and decompositions are sent. None: the
+            dtype in which they are stored. ``torch.bfloat16`` halves the bytes of
+            float32, and rounds to 8 bits; all ranks receive the same numbers.
+            Gradients, and statistics of the first 20 steps, are sent without
+            conversion.
+        colocate_factors: Whether one rank decomposes a layer's factors. False: two do.
     """
 
     grad_worker_fraction: float | Literal["auto"] = 1.0
@@ -730,7 +717,7 @@ class KAISAOptions:
         check_flag("colocate_factors", self.colocate_factors)
 
     def check_with(self, options: KFACOptions) -> None:
-        """Raise ValueError if factors would be sent in a wider dtype than they are stored in."""
+        """Raise ValueError if factors would be sent in a wider dtype than stored."""
         sent = self.exchange_dtype
         stored = options.factor_dtype
         if sent is not None and sent.itemsize > stored.itemsize:
@@ -760,9 +747,8 @@ class DPKFACOptions:
 
     def __post_init__(self) -> None:
         check_choice("assignment", self.assignment, ("balanced", "round_robin"))
-        check_choice(
-            "gradient_exchange", self.gradient_exchange, ("owner", "all_reduce")
-        )
+        exchanges = ("owner", "all_reduce")
+        check_choice("gradient_exchange", self.gradient_exchange, exchanges)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -770,15 +756,13 @@ class DistKFACOptions:
     """The keywords that only DistKFAC has.
 
     Attributes:
-        stats_workers: Number of ranks that compute statistics instead of
-            training. If all of them are lost, the other ranks compute statistics
-            from their own passes.
-        helper_timeout: Seconds without a message after which a stats
-            worker counts as lost.
+        stats_workers: Number of ranks that compute statistics instead of training. If
+            all of them are lost, the other ranks compute statistics from their own
+            passes.
+        helper_timeout: Seconds without a message until a stats worker counts as lost.
         inverse_threads: Number of threads of this process that compute inverses. None:
             half of the cores that the process may use, at least 1 and at most 4.
-        inverse_device: Device that computes inverses. "cpu", or "cuda"
-            for a separate stream.
+        inverse_device: Where inverses are computed: "cpu", or "cuda" in its own stream.
         async_inverse: Whether inverses are computed on threads while training
             continues. False: training waits for every inverse, as with
             ``max_staleness=0``.
@@ -789,10 +773,10 @@ class DistKFACOptions:
             is ``max_staleness`` steps after the snapshot of its factors (with
             ``inv_update_steps="auto"`` at most the layer's interval minus one), even if
             it is ready earlier. Runs are then repeatable bit for bit.
-        conv_factors: How the factors of a convolution are computed. "kfc": from all
-            its locations. "cheap": inputs are averaged over locations, and
-            gradients are summed over them, before their second moments are computed
-            (Ba et al. 2017, appendix A).
+        conv_factors: How the factors of a convolution are computed. "kfc": from all its
+            locations. "cheap": inputs are averaged over locations, and gradients are
+            summed over them, before their second moments are computed (Ba et al. 2017,
+            appendix A).
         doubly_factored: The wide Linears that get three small factors instead of A and
             G. Their inputs are flattened feature maps (Ba et al. 2017, section 4). A
             dictionary from layer names to (locations, channels). "auto": the layers
@@ -808,7 +792,7 @@ class DistKFACOptions:
     max_staleness: int | None = None
     deterministic: bool = False
     conv_factors: str = "kfc"
-    doubly_factored: Mapping[str, tuple[int, int]] | Literal["auto"] | None = AUTO
+    doubly_factored: DoublyFactored = AUTO
 
     def __post_init__(self) -> None:
         # Each option by itself.
@@ -862,7 +846,7 @@ class DistKFACOptions:
 
     @property
     def staleness(self) -> int | None:
-        """Maximum steps before training waits for an inverse; 0 for the synchronous algorithm."""
+        """Maximum steps before training waits for an inverse; 0 if synchronous."""
         if not self.async_inverse:
             return 0
         return self.max_staleness
@@ -883,17 +867,16 @@ class FOSIOptions:
     """The keywords that DHO2 and MRDHO2 share.
 
     Attributes:
-        num_largest: k, the number of largest eigenpairs. Newton
-            steps are taken along them.
+        num_largest: k, the number of largest eigenpairs. Newton steps follow them.
         num_smallest: l, the number of smallest (most negative) eigenpairs. Steps along
             negative ones lead away from saddle points.
         curvature_interval: T, steps between two refreshes of the eigenpairs. Number or
             callable. "auto": as often as ``overhead`` allows.
         overhead: Limit on the time of refreshes, as a share of the time of the base
-            alone. Above 0 and up to 10; needs ``curvature_interval="auto"``. The
-            first five refreshes are timed and set the number of steps to the next
-            one, which checkpoints save. Before the first refresh, a Hessian-vector
-            product counts as one step.
+            alone. Above 0 and up to 10; needs ``curvature_interval="auto"``. The first
+            five refreshes are timed and set the number of steps to the next one, which
+            checkpoints save. Before the first refresh, a Hessian-vector product counts
+            as one step.
         warmup_steps: W, steps of the base before the first refresh. None:
             ``curvature_interval``, or with "auto" as many as ``overhead`` requires.
         newton_scale: α, the length of a Newton step; 1.0 is a full step. A number is α
@@ -920,17 +903,17 @@ class FOSIOptions:
             bounds the absolute values that steps are divided by.
         subspace_momentum: Momentum in the span of the eigenvectors. "average": a
             running average with the β of the base, so that α has the same meaning for
-            every momentum. "base": as the base does it. SGD with momentum β sums 1 / (1
-            − β) times as much, so FOSI with α = 0.01 and β = 0.9 corresponds to
+            every momentum. "base": as the base does it. SGD with momentum β sums
+            1 / (1 − β) times as much, so FOSI with α = 0.01 and β = 0.9 corresponds to
             "average" with α = 0.1. A number: a running average with this β.
         warm_start: Whether a refresh starts from the last eigenvectors.
         trust_region: Whether to shorten Newton steps if the eigenpairs are wrong. A
             step is at most ten times as long as usual, in units of the loss. If V̂ᵀg
-            changes faster along the steps than the eigenvalues predict, steps are
-            cut to half of what is stable, and grow again later. V̂ are the
-            eigenvectors, and g is the gradient. A step that leads to a gradient that
-            is not finite is reverted. As long as the eigenpairs are right, steps
-            equal those of False bit for bit.
+            changes faster along the steps than the eigenvalues predict, steps are cut
+            to half of what is stable, and grow again later. V̂ are the eigenvectors,
+            and g is the gradient. A step that leads to a gradient that is not finite is
+            reverted. As long as the eigenpairs are right, steps equal those of False
+            bit for bit.
         hvp: How Hessian-vector products are computed. "retained": from one graph of the
             curvature batch, which is kept for the whole refresh. "recomputed": the
             closure is called again for each product, which needs the memory of one
@@ -983,33 +966,29 @@ class FOSIOptions:
             "overhead", self.overhead, low=0.0, open_low=True, high=10.0, remedy=remedy
         )
         if self.warmup_steps is not None:
-            check_whole(
-                "warmup_steps", self.warmup_steps, 0, "0 to begin with a refresh"
-            )
+            remedy = "0 to begin with a refresh"
+            check_whole("warmup_steps", self.warmup_steps, 0, remedy)
+
         # Newton steps, and the scale of the base's step.
         if not callable(self.newton_scale):
             check_newton_scale(self.newton_scale)
         if self.lr_scale_clip is not None:
-            check_number(
-                "lr_scale_clip",
-                self.lr_scale_clip,
-                low=1.0,
-                remedy="1.0 for no scaling",
-            )
+            remedy = "1.0 for no scaling"
+            check_number("lr_scale_clip", self.lr_scale_clip, low=1.0, remedy=remedy)
         self._check_lanczos()
-        if isinstance(self.subspace_momentum, str):
-            check_choice(
-                "subspace_momentum", self.subspace_momentum, ("average", "base")
-            )
+        momentum = self.subspace_momentum
+        if isinstance(momentum, str):
+            check_choice("subspace_momentum", momentum, ("average", "base"))
         else:
             check_number(
                 "subspace_momentum",
-                self.subspace_momentum,
+                momentum,
                 low=0.0,
                 high=1.0,
                 open_high=True,
                 remedy="use 'average' for that of the base",
             )
+
         # Flags and choices.
         for name in ("lr_scale_guard", "warm_start", "trust_region"):
             check_flag(name, getattr(self, name))
@@ -1020,24 +999,17 @@ class FOSIOptions:
         """Check the options of the Lanczos algorithm."""
         most = self.lanczos_iterations
         if most is not None:
-            check_whole(
-                "lanczos_iterations",
-                most,
-                max(self.num_pairs, 1),
-                "4 (num_largest + num_smallest)",
-            )
+            remedy = "4 (num_largest + num_smallest)"
+            check_whole("lanczos_iterations", most, max(self.num_pairs, 1), remedy)
+        tol = self.lanczos_tol
         remedy = "1e-2 is the default"
-        check_number(
-            "lanczos_tol", self.lanczos_tol, low=0.0, open_high=True, remedy=remedy
-        )
+        check_number("lanczos_tol", tol, low=0.0, open_high=True, remedy=remedy)
         if self.lanczos_dtype is not None:
-            check_choice(
-                "lanczos_dtype", self.lanczos_dtype, (torch.float32, torch.float64)
-            )
+            dtypes = (torch.float32, torch.float64)
+            check_choice("lanczos_dtype", self.lanczos_dtype, dtypes)
         floor = self.eigenvalue_floor
-        check_number(
-            "eigenvalue_floor", floor, low=0.0, high=1.0, remedy="0.01 is usual"
-        )
+        remedy = "0.01 is usual"
+        check_number("eigenvalue_floor", floor, low=0.0, high=1.0, remedy=remedy)
         check_choice("hvp", self.hvp, ("auto", "retained", "recomputed", "differences"))
         if self.num_smallest > 0 and self.curvature != "hessian":
             raise ValueError(
@@ -1059,18 +1031,17 @@ class EpochOptions(FOSIOptions):
     as DHO2 does. The descriptions here replace those in FOSIOptions.
 
     Attributes:
-        helper_ranks: A, the number of ranks that compute
-            eigenpairs instead of training.
+        helper_ranks: A, the number of ranks that compute eigenpairs and do not train.
         epoch_steps: E, the number of steps between two final updates.
-        final_update: When to apply equation 17 of the paper. "paper": after
-            every epoch. "guarded": only if it reduces the loss on the helpers'
-            batches by at least half.
+        final_update: When to apply equation 17 of the paper. "paper": after every
+            epoch. "guarded": only if it reduces the loss on the helpers' batches by at
+            least half.
         helper_timeout: Seconds without a message after which helpers count as lost.
             Workers also wait at most this long at the end of an epoch for eigenpairs,
             and again for the losses of "guarded".
-        warmup_steps: W, steps of the base alone before the first epoch with
-            helpers. None: 0. Without helper ranks: steps before the first
-            eigenpairs; None: ``epoch_steps``.
+        warmup_steps: W, steps of the base alone before the first epoch with helpers.
+            None: 0. Without helper ranks: steps before the first eigenpairs; None:
+            ``epoch_steps``.
         lanczos_iterations: m, the maximum number of Hessian-vector products per epoch.
             None: max(4(k + l), 2 ln n).
     """

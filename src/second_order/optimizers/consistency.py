@@ -1,11 +1,12 @@
-"""Check that all ranks are about to issue the same collectives, by a 64-bit fingerprint per step.
+"""Check that all ranks will issue the same collectives, by a fingerprint per step.
 
 Facts that every rank knows decide which collectives a step issues: which layers train,
 which intervals are due, how many steps were taken.
 
-    step             every rank hashes these facts; the ranks all-reduce the fingerprints
-    difference       the ranks gather the facts, and all raise an error that names what differs
-    construction     the same for the options, the model and the groups
+    step            every rank hashes these facts; the ranks all-reduce the fingerprints
+    difference      the ranks gather the facts, and all raise an error with those that
+                    differ
+    construction    the same for the options, the model and the groups
 
 With the option ``debug``, the fingerprint of some steps includes checksums of the
 parameters. FSDP2 parameters are left out, because each rank stores other rows. Buffers
@@ -108,8 +109,7 @@ class Consistency:
 
         Args:
             training: The groups, the step and the ranks.
-            curvature: Adds the facts that decide which
-                collectives the next step issues.
+            curvature: Adds the facts that decide which collectives the step issues.
             action: What this rank is about to do, for the message.
             facts: Further names and values that must be equal.
             with_params: Whether to compare the parameters if ``debug`` is due.
@@ -184,7 +184,7 @@ def fingerprint(facts: Sequence[Any]) -> int:
 
 
 def first_difference(a: Facts, b: Facts) -> tuple[str, str] | None:
-    """Return the first fact that differs between two lists, as each has it; None if none does."""
+    """Return the first fact that differs, as each list has it; None if none does."""
     for (name, value), (other_name, other_value) in zip(a, b, strict=False):
         if name != other_name or not _is_close(value, other_value):
             return f"{name}: {value}", f"{other_name}: {other_value}"
@@ -201,13 +201,12 @@ def first_difference(a: Facts, b: Facts) -> tuple[str, str] | None:
 def _is_close(a: Any, b: Any) -> bool:
     """Whether primitives are equal up to rounding."""
     if isinstance(a, int | float) and isinstance(b, int | float):
-        return math.isclose(a, b, rel_tol=TOLERANCE) or (
-            math.isnan(a) and math.isnan(b)
-        )
+        both_nan = math.isnan(a) and math.isnan(b)
+        return both_nan or math.isclose(a, b, rel_tol=TOLERANCE)
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-        return len(a) == len(b) and all(
-            _is_close(x, y) for x, y in zip(a, b, strict=True)
-        )
+        if len(a) != len(b):
+            return False
+        return all(_is_close(x, y) for x, y in zip(a, b, strict=True))
     return bool(type(a) is type(b) and a == b)
 
 
@@ -266,10 +265,8 @@ def _checksums(training: Training) -> Iterator[tuple[str, str]]:
     for p in dict.fromkeys(params):  # each once
         if not is_dtensor(p):
             name = names.get(id(p), "(not in the model)")
-            yield (
-                f"parameter {name!r}",
-                f"{checksum(p):x} of {tuple(p.shape)} {p.dtype}",
-            )
+            value = f"{checksum(p):x} of {tuple(p.shape)} {p.dtype}"
+            yield f"parameter {name!r}", value
 
 
 def checksum(tensor: Tensor) -> int:

@@ -4,8 +4,9 @@ Sivan et al., FOSI, ICLR 2024; algorithms 2 and 3 of "Accelerating Deep Neural N
 Training via Distributed Hybrid Order Optimization", arXiv 2505.00982, first version.
 
 for the first warmup_steps:      w <- w + Base(g)
-every curvature_interval steps:  û, V̂ <- Lanczos on the Hessian of the curvature batch, whose rows
-                                 are distributed over the ranks; k largest and l smallest eigenpairs
+every curvature_interval steps:  û, V̂ <- Lanczos on the Hessian of the curvature batch,
+                                 whose rows are distributed over the ranks; k largest
+                                 and l smallest eigenpairs
 every step:                      g₁ = V̂V̂ᵀg,  g₂ = g − g₁
                                  d₁ = −α V̂ diag(|û|⁻¹) V̂ᵀ mom(g₁),  d₂ = Base(g₂)
                                  w <- w + d₁ + s (d₂ − V̂V̂ᵀd₂)
@@ -13,9 +14,9 @@ every step:                      g₁ = V̂V̂ᵀg,  g₂ = g − g₁
 Steep directions get their own Newton steps, so they no longer limit the learning rate
 of the base. On one rank this is FOSI. On P ranks, each rank stores a part of V̂:
 
-layout    part of V̂   part of the base's state   elements sent per step
-row       n/P × r     n/P                        the gradient's all-reduce, in two halves, and 2r
-column    n × r/P     n                          all-reduces of n: the gradient, g₁, and the step
+layout    part of V̂   base's state   elements sent per step
+row       n/P × r     n/P            the gradient's all-reduce, in two halves, and 2r
+column    n × r/P     n              all-reduces of n: the gradient, g₁, and the step
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ __all__ = ["DHO2", "EigenpairOptimizer"]
 
 
 class EigenpairOptimizer(SecondOrderOptimizer):
-    """A base optimizer with eigenpairs of the Hessian of a curvature closure: DHO2, MRDHO2."""
+    """The base class of DHO2 and MRDHO2, with eigenpairs of the Hessian."""
 
     _curvature: FOSICurvature
 
@@ -52,7 +53,7 @@ class EigenpairOptimizer(SecondOrderOptimizer):
 
     @curvature_closure.setter
     def curvature_closure(self, closure: Closures | None) -> None:
-        """Replace the curvature closure by another function, or a sequence of functions."""
+        """Replace the curvature closure by one or several other functions."""
         self._curvature.set_closure(closure)
 
     def step(
@@ -61,13 +62,12 @@ class EigenpairOptimizer(SecondOrderOptimizer):
         *,
         curvature_closure: Closures | None = None,
     ) -> Any:
-        """Take one step: refresh the eigenpairs if due, split the gradient, step the base.
+        """Take one step: refresh eigenpairs if due, split the gradient, step the base.
 
         On an accelerator, serve the workers until they have taken theirs.
 
         Args:
-            closure: Evaluates the model, calls ``backward`` and returns the
-                loss. It is called once.
+            closure: Calls ``backward`` and returns the loss. It is called once.
             curvature_closure: Returns the loss of the curvature batch, without calling
                 ``backward``. If this step refreshes the eigenpairs, it replaces the
                 optimizer's own closure for this step.
@@ -100,7 +100,7 @@ class EigenpairOptimizer(SecondOrderOptimizer):
 
 @documented(FOSIOptions, CommonOptions)
 class DHO2(EigenpairOptimizer):
-    """Newton steps along the Hessian's extreme eigenvectors, the base in all other directions.
+    """Newton steps along the Hessian's extreme eigenvectors, base steps along others.
 
         optimizer = DHO2(model, lr=0.1, momentum=0.9)
         optimizer.curvature_closure = lambda: criterion(model(x_curv), y_curv)

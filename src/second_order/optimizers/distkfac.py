@@ -1,18 +1,21 @@
-"""DistKFAC: K-FAC with asynchronous statistics and inverses (Ba, Grosse and Martens, 2017).
+"""DistKFAC: K-FAC with asynchronous statistics and inverses (Ba et al., 2017).
 
-stats workers, all the time:  compute A and G of their own batches at the last parameters that they
-                              received, and send them to the layers' owners
+stats workers, all the time:  compute A and G of their own batches at the last
+                              parameters that they received, and send them to the
+                              layers' owners
 without stats workers, every factor_update_steps:
-                              A and G of the training batches, summed over the gradient workers
+                              A and G of the training batches, summed over the gradient
+                              workers
 every inv_update_steps:       the owners' threads receive snapshots of the factors
 every step:                   the owners send finished inverses to all gradient workers
-                              each worker preconditions the mean gradients of all layers:
-                              P = F̃⁻¹ ∇,  ν = min(1, sqrt(c₀ ζᵏ / Σ η² |P·∇|)),  ∇ <- ν P
+                              each worker preconditions the mean gradients of all
+                              layers: P = F̃⁻¹ ∇, and ∇ <- ν P, with the clip
+                              ν = min(1, sqrt(c₀ ζᵏ / Σ η² |P·∇|))
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -32,6 +35,7 @@ from second_order.optimizers.config import (
     AuxBase,
     CommonOptions,
     DistKFACOptions,
+    DoublyFactored,
     Fisher,
     KFACOptions,
     PerStep,
@@ -58,13 +62,12 @@ class DistKFAC(KroneckerOptimizer):
     depends on the speed of the machine, so two runs differ slightly, unless you set
     ``deterministic=True``.
 
-    With ``stats_workers`` the last ranks do not train. They compute
-    statistics for the others:
+    With ``stats_workers``, the last ranks only compute statistics for the others:
 
         optimizer = DistKFAC(model, lr=0.1, momentum=0.9, stats_workers=1)
         with optimizer:
             if optimizer.role == "stats":
-                optimizer.serve(loader, lambda batch: criterion(model(batch[0]), batch[1]))
+                optimizer.serve(loader, lambda b: criterion(model(b[0]), b[1]))
             else:
                 ...  # the usual loop
 
@@ -73,8 +76,7 @@ class DistKFAC(KroneckerOptimizer):
     limits the time that the training thread spends on refreshes, without the time of
     the inverse threads.
 
-    Every "number or callable" is a constant or a function of the step (0, 1,
-    ...) that returns one.
+    Every "number or callable" is a constant or a function of the step (0, 1, ...).
     """
 
     _curvature: KFAC | StatsWorker
@@ -92,9 +94,7 @@ class DistKFAC(KroneckerOptimizer):
         max_staleness: int | None = None,
         deterministic: bool = False,
         conv_factors: str = "kfc",
-        doubly_factored: Mapping[str, tuple[int, int]]
-        | Literal["auto"]
-        | None = "auto",
+        doubly_factored: DoublyFactored = "auto",
         damping: AutoScalar = "auto",
         damping_floor: float | Literal["auto"] = "auto",
         relative_damping: bool = True,
@@ -162,7 +162,7 @@ class DistKFAC(KroneckerOptimizer):
 
     @property
     def staleness(self) -> dict[str, int]:
-        """The age in steps, by layer, of the factors of the inverse that the next step uses."""
+        """The age in steps of the factors of each layer's inverse, at the next step."""
         if isinstance(self._curvature, StatsWorker):
             return {}
         steps = self.training.steps
@@ -171,7 +171,7 @@ class DistKFAC(KroneckerOptimizer):
 
     @property
     def delays(self) -> dict[str, int]:
-        """The number of steps, by layer, between the snapshot and the use of its inverse."""
+        """The steps between the snapshot and the first use of each layer's inverse."""
         if isinstance(self._curvature, StatsWorker):
             return {}
         inverses = self._curvature.inverses.states

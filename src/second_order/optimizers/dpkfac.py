@@ -1,11 +1,12 @@
 """DPKFAC: K-FAC that sends no factors (Zhang et al., 2023).
 
 at construction:            each layer is assigned to a rank, its owner
-every factor_update_steps:  the owner updates its running averages of A and G from its own batch
+every factor_update_steps:  the owner updates its running averages of A and G from its
+                            own batch
 every inv_update_steps:     the owner computes the layer's damped inverse
 every step:                 a layer's gradients are summed over the ranks at its owner
-                            the owner preconditions the mean, and sends it to all ranks, with its
-                            part of the sum for the clip
+                            the owner preconditions the mean, and sends it to all ranks,
+                            with its part of the sum for the clip
                             all ranks clip, and step the base
 """
 
@@ -41,7 +42,7 @@ __all__ = ["DPKFAC"]
 
 @documented(DPKFACOptions, KFACOptions, CommonOptions)
 class DPKFAC(KroneckerOptimizer):
-    """K-FAC that sends no factors: one rank per layer computes them (Zhang et al., 2023).
+    """K-FAC that sends no factors: each layer has one owner (Zhang et al., 2023).
 
     Replace ``optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)`` by
 
@@ -52,8 +53,7 @@ class DPKFAC(KroneckerOptimizer):
     share of the data. It averages over more steps instead of over more ranks. On one
     rank, DPKFAC is :class:`KAISA`.
 
-    Every "number or callable" is a constant or a function of the step (0, 1,
-    ...) that returns one.
+    Every "number or callable" is a constant or a function of the step (0, 1, ...).
     """
 
     _curvature: KFAC

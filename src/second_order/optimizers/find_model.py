@@ -2,11 +2,10 @@
 
     optimizer = KAISA(model.parameters(), lr=0.1)
 
-1. Find all modules: one pass over the objects that Python's garbage collector
-   tracks. It takes a fraction of a second. ``gc.get_referrers`` for each
-   parameter would take minutes.
-2. Find the owners of the parameters: the modules that have one of
-them in ``_parameters``.
+1. Find all modules: one pass over the objects that Python's garbage collector tracks.
+   It takes a fraction of a second. ``gc.get_referrers`` for each parameter would take
+   minutes.
+2. Find the owners of the parameters: modules that have one of them in ``_parameters``.
 3. Choose the smallest module that contains all owners. If no module does, choose the
    largest modules that do not overlap, and put them in a list.
 4. Widen the choice to the whole network if all other parts of it are frozen.
@@ -60,7 +59,7 @@ class Candidate:
 
     module: nn.Module
     owners: list[Owner] = field(default_factory=list)
-    # Of the parameters that it contains.
+    # Positions of the parameters that it contains, as in Owner.
     positions: set[int] = field(default_factory=set)
 
     def add(self, owner: Owner) -> None:
@@ -74,9 +73,8 @@ class Candidate:
 
         It has no ids and addresses, so every rank chooses the same candidate.
         """
-        names = [
-            name for name, _ in self.module.named_parameters(remove_duplicate=False)
-        ]
+        named_params = self.module.named_parameters(remove_duplicate=False)
+        names = [name for name, _ in named_params]
         return (
             _is_instance(self.module, CONTAINERS),
             len(_submodules(self.module)),
@@ -89,9 +87,8 @@ class Candidate:
 def find_model(params: Sequence[Tensor]) -> FoundModel | None:
     """Find the module that parameters belong to.
 
-    Returns None if no module owns any of them.
-
-    Parameters that belong to no module are ignored.
+    Returns None if no module owns any of them. Parameters that belong to no module are
+    ignored.
     """
     search = _Search(params)
     if search.is_enclosed():
@@ -105,7 +102,7 @@ def find_model(params: Sequence[Tensor]) -> FoundModel | None:
 
 
 class _Search:
-    """The owners of some parameters, among all live modules, and the modules around them."""
+    """The owners of parameters among all live modules, and the modules around them."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.positions = {id(p): i for i, p in enumerate(params)}
@@ -139,7 +136,7 @@ class _Search:
         self.roots = self._find_roots()
 
     def _find_roots(self) -> list[Candidate]:
-        """Return the smallest module around all owners, or several if no module contains all."""
+        """Return the smallest module around all owners, or several if there is none."""
         by_module: dict[int, Candidate] = {}
         for owner in self.owners:
             for module in self._enclosing_modules(owner.module):
@@ -152,16 +149,14 @@ class _Search:
             best = _best_candidates(candidates, remaining)
             roots += best
             remaining -= best[0].positions
-            candidates = [
-                c for c in candidates if not remaining.isdisjoint(c.positions)
-            ]
+            candidates = [c for c in candidates if c.positions & remaining]
         return sorted(roots, key=lambda root: sorted(root.positions))
 
     def is_enclosed(self) -> bool:
         """Whether other modules contain a root, or there are several roots."""
-        return len(self.roots) > 1 or any(
-            self.parents.get(id(root.module)) for root in self.roots
-        )
+        if len(self.roots) > 1:
+            return True
+        return any(self.parents.get(id(root.module)) for root in self.roots)
 
     def found_model(self) -> FoundModel | None:
         """Return the widened root, or a list of several.
@@ -196,17 +191,15 @@ class _Search:
         return list(modules.values())
 
     def _widen(self, root: nn.Module) -> nn.Module:
-        """Return the network that a root is part of, if all other parts of it are frozen.
+        """Return the network around a root, if all other parts of it are frozen.
 
         A new head, or LoRA's adapters, are a small part of their model. The loss
         depends on the outputs of the whole model, and all ranks start from the same
         parameters, including the frozen ones.
         """
         enclosing = self._enclosing_modules(root)
-        sharded = [
-            module for module in enclosing if _class_names(module) & FSDP_CLASSES
-        ]
         # FSDP keeps the state of all its parameters in its outermost module.
+        sharded = [m for m in enclosing if _class_names(m) & FSDP_CLASSES]
         if sharded:
             return max(sharded, key=lambda module: len(_submodules(module)))
 
@@ -232,7 +225,7 @@ class _Search:
         return any(_is_instance(outer, DistributedDataParallel) for outer in enclosing)
 
     def _outer_class(self, root: nn.Module) -> str:
-        """Return the class of a module around a root that may change its outputs, or ""."""
+        """Return the class of a module around a root that may change outputs, or ""."""
         for module in self._enclosing_modules(root)[1:]:
             is_compiled = "_orig_mod" in (vars(module).get("_modules") or {})
             is_wrapper = _is_instance(module, (DistributedDataParallel, *CONTAINERS))
@@ -269,9 +262,9 @@ def _best_candidates(
 
 def _live_modules() -> list[nn.Module]:
     """Return every module that is alive, except the lists that optimizers have made."""
-    # Only the types of objects are read, because reading an attribute of a
-    # proxy may import a module or raise. Types are compared by id, because not
-    # every type can be hashed.
+    # Only the types of objects are read, because reading an attribute of a proxy may
+    # import a module or raise. Types are compared by id, because not every type can be
+    # hashed.
     objects = gc.get_objects()
     classes = {id(type(each)): type(each) for each in objects}
     module_classes = {
@@ -282,7 +275,7 @@ def _live_modules() -> list[nn.Module]:
 
 
 def _is_instance(module: nn.Module, classes: Any) -> bool:
-    """Like ``isinstance``, but does not read ``__class__``, which a module may define."""
+    """Like ``isinstance``, without reading ``__class__``, which modules may define."""
     return issubclass(type(module), classes)
 
 
@@ -291,7 +284,7 @@ def _class_names(module: nn.Module) -> set[str]:
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:
-    """Return a module's own submodules; none if ``nn.Module.__init__`` has not run yet."""
+    """Return a module's own submodules; none before ``nn.Module.__init__`` has run."""
     children = vars(module).get("_modules") or {}
     return (child for child in children.values() if child is not None)
 

@@ -1,17 +1,18 @@
 """KAISA: K-FAC that trades memory for communication (Pauloski et al., 2022).
 
-statistics are due:     each rank computes A and G of its batch; the ranks all-reduce them into
-                        running averages
-inverses are due:       one rank decomposes each factor (assigned by longest processing time), and
-                        sends the result to the layer's gradient workers, max(1, f P) of the P
-                        ranks, where f is ``grad_worker_fraction``
-every step:             the gradient workers precondition the layer's mean gradient, and clip
-                        each receiver gets the result from the worker in its grid column
-                        all ranks step the base
+statistics are due:   each rank computes A and G of its batch; the ranks all-reduce them
+                      into running averages
+inverses are due:     one rank decomposes each factor (assigned by longest processing
+                      time), and sends the result to the layer's gradient workers,
+                      max(1, f P) of the P ranks, where f is ``grad_worker_fraction``
+every step:           the gradient workers precondition and clip the layer's mean
+                      gradient
+                      each receiver gets the result from the worker in its grid column
+                      all ranks step the base
 
-By default, a layer's statistics and inverses are due when its last inverse has
-drifted. Numbers for ``factor_update_steps`` and ``inv_update_steps`` replace
-this by fixed intervals.
+By default, a layer's statistics and inverses are due when its last inverse has drifted.
+Numbers for ``factor_update_steps`` and ``inv_update_steps`` replace this by fixed
+intervals.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ __all__ = ["KAISA", "KroneckerOptimizer"]
 
 
 class KroneckerOptimizer(SecondOrderOptimizer):
-    """A base optimizer with Kronecker factors of the model's layers: KAISA, DPKFAC, DistKFAC."""
+    """The base class of KAISA, DPKFAC and DistKFAC, with Kronecker factors."""
 
     options_by_layer = True
     _curvature: Curvature
@@ -72,8 +73,7 @@ class KroneckerOptimizer(SecondOrderOptimizer):
                 depends on the others.
 
         Raises:
-            SecondOrderError: Before the first statistics, and on a
-                rank that does not train.
+            SecondOrderError: Without statistics, or on a rank that does not train.
         """
         curvature = self._curvature
         if not isinstance(curvature, KFAC):
@@ -88,7 +88,7 @@ class KroneckerOptimizer(SecondOrderOptimizer):
 
 @documented(KAISAOptions, KFACOptions, CommonOptions)
 class KAISA(KroneckerOptimizer):
-    """K-FAC on one rank or many, around any first-order optimizer (Pauloski et al., 2022).
+    """K-FAC on any number of ranks, with any base optimizer (Pauloski et al., 2022).
 
     Replace ``optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)`` by
 
@@ -97,8 +97,7 @@ class KAISA(KroneckerOptimizer):
     The rest of the script does not change. ``base=torch.optim.AdamW`` preconditions
     AdamW instead of SGD.
 
-    Every "number or callable" is a constant or a function of the step (0, 1,
-    ...) that returns one.
+    Every "number or callable" is a constant or a function of the step (0, 1, ...).
     """
 
     def __init__(

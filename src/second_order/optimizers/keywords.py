@@ -1,6 +1,6 @@
-"""Keywords of the optimizers: their descriptions in docstrings, and their division between bases.
+"""Keywords of the optimizers: their descriptions, and their division between bases.
 
-documented            adds a description of every keyword to the docstring of an optimizer
+documented            adds a description of every keyword to an optimizer's docstring
 check_base            checks the class that the user passed as base
 split_base_keywords   gives each base the arguments that its signature has
 """
@@ -82,9 +82,8 @@ def documented(*option_classes: type) -> Callable[[type[T]], type[T]]:
 def keywords_of(optimizer: type) -> list[str]:
     """Return the names of an optimizer's own keywords, without those of its base."""
     parameters = inspect.signature(optimizer).parameters.values()
-    return [
-        p.name for p in parameters if p.name != "params" and p.kind is not p.VAR_KEYWORD
-    ]
+    named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+    return [p.name for p in named if p.name != "params"]
 
 
 def _attribute_descriptions(option_class: type) -> dict[str, str]:
@@ -142,19 +141,17 @@ def split_base_keywords(
     aux: AuxBase | None,
     own_keywords: Iterable[str],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the keywords of ``base`` and of ``aux_base``: those that are in its signature.
+    """Divide keywords between ``base`` and ``aux_base``, by their signatures.
 
     Args:
         base: Class of the base.
         kwargs: The keywords that the user passed for the two.
         aux: The second base. Its own keywords replace those in ``kwargs``. If it is
             None, both results are those of the base.
-        own_keywords: The optimizer's own keywords, to suggest the closest
-            one to an unknown one.
+        own_keywords: The optimizer's own keywords, from which errors suggest one.
 
     Raises:
-        TypeError: For a keyword that neither base has, or ``lr`` if a
-            base has no learning rate.
+        TypeError: For a keyword that neither base has, or ``lr`` if a base has none.
         ValueError: For ``differentiable=True``.
     """
     aux_class = base

@@ -3,14 +3,14 @@
 MR-DHO2 of "Accelerating Deep Neural Network Training via Distributed Hybrid Order
 Optimization", arXiv 2505.00982, first version.
 
-workers                                        accelerators, at the same time
-at the start of an epoch:  send c = w     ->   w = c; û, V̂ <- Lanczos on their own batches
-E steps:  w <- w + Base(g),  p <- p + g   <-   send V̂ⱼ and ûⱼ to worker j
-at the end:  w <- w_E − Σⱼ V̂ⱼ [α |ûⱼ|⁻¹ ∘ (V̂ⱼᵀp) + V̂ⱼᵀ(w_E − c)]      one all-reduce of n
+workers                                      accelerators, at the same time
+at the start of an epoch:  send c = w    ->  w = c; û, V̂ <- Lanczos on own batches
+E steps:  w <- w + Base(g),  p <- p + g  <-  send V̂ⱼ and ûⱼ to worker j
+at the end:  w <- w_E − Σⱼ V̂ⱼ [α |ûⱼ|⁻¹ ∘ (V̂ⱼᵀp) + V̂ⱼᵀ(w_E − c)]  all-reduce of n
 
 The last line is the paper's equation 17. It replaces the steps of the base in the span
-of V̂ by one Newton step on the summed gradient, which is stable only while α (1 − (1 −
-ηu)^E) / (ηu) < 2 for each eigenvalue u at a learning rate η. Therefore "guarded", the
+of V̂ by one Newton step on the summed gradient. At a learning rate η, this is stable
+only while α (1 − (1 − ηu)^E) / (ηu) < 2 for each eigenvalue u. Therefore "guarded", the
 default, lets the accelerators compute the loss with and without this update, and
 applies it only if the loss falls by half.
 """
@@ -47,7 +47,7 @@ class MRDHO2(EigenpairOptimizer):
         optimizer = MRDHO2(model, lr=0.1, momentum=0.9, epoch_steps=len(loader))
         with optimizer:
             if optimizer.role == "accelerator":
-                optimizer.serve(loader, lambda batch: criterion(model(batch[0]), batch[1]))
+                optimizer.serve(loader, lambda b: criterion(model(b[0]), b[1]))
             else:
                 ...  # the usual loop
 
