@@ -4,8 +4,7 @@
 
     optimizer = KAISA(model.parameters(), lr=0.1, momentum=0.9)
 
-The modules are imported on first use. DHO2 imports no module of K-FAC, and
-KAISA none of Lanczos.
+Modules are imported on first use. DHO2 imports none of K-FAC, KAISA none of Lanczos.
 """
 
 import importlib

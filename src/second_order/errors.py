@@ -34,7 +34,7 @@ class SecondOrderError(RuntimeError):
 
 
 class CheckpointError(SecondOrderError, ValueError):
-    """A checkpoint is truncated or damaged, or an entry of its state is wrong or does not fit.
+    """A checkpoint is truncated or damaged, or one of its entries does not fit.
 
     The message names the file or the entry. Nothing was loaded.
     """
@@ -43,13 +43,12 @@ class CheckpointError(SecondOrderError, ValueError):
 class DecompositionError(SecondOrderError):
     """The decomposition of a layer's factors failed.
 
-    An optimizer raises this on every rank, if a layer fails at
-    three refreshes in a row.
+    An optimizer raises this on every rank if a layer fails at three refreshes in a row.
     """
 
 
 class CurvatureError(SecondOrderError):
-    """The curvature closure is missing, or its loss is not valid, finite or twice differentiable.
+    """The closure is missing, or its loss is not valid, finite or twice differentiable.
 
     If the closure raises an exception on one rank, that rank raises it. The other ranks
     raise this error, which names the rank.
@@ -65,11 +64,11 @@ class RankMismatchError(SecondOrderError):
 
 
 class SecondOrderWarning(UserWarning):
-    """A layer falls back to the base optimizer, data is ignored, or a fallback is used."""
+    """A layer falls back to the base, data is ignored, or a fallback is used."""
 
 
 def warn(message: str) -> None:
-    """Show a SecondOrderWarning that points at the first line outside of this package and of torch.
+    """Show a SecondOrderWarning at the first line outside of this package and torch.
 
     If a hook runs in a thread of autograd, its stack has no such line. The warning then
     points at the package's own line.

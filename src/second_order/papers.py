@@ -1,4 +1,4 @@
-"""The settings of the papers, for users who want the published algorithm instead of our defaults.
+"""The settings of the papers, for users who want the published algorithms.
 
     from second_order import KAISA
     from second_order.papers import paper_settings

@@ -241,7 +241,7 @@ def warn_about_unowned(training: Training, groups: Sequence[Any]) -> None:
         return
 
     if training.owns_params:
-        # A model was passed or found.
+        # The remedy depends on whether there is a model.
         where = f"are not in the model, a {type(training.model).__name__}"
         remedy = (
             "if a module has them, make the optimizer with model= one that contains all"

@@ -867,7 +867,7 @@ class FOSIOptions:
     """The keywords that DHO2 and MRDHO2 share.
 
     Attributes:
-        num_largest: k, the number of largest eigenpairs. Newton steps follow them.
+        num_largest: k, the number of largest eigenpairs. Newton steps go along them.
         num_smallest: l, the number of smallest (most negative) eigenpairs. Steps along
             negative ones lead away from saddle points.
         curvature_interval: T, steps between two refreshes of the eigenpairs. Number or

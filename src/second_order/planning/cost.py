@@ -1,4 +1,4 @@
-"""The cost model: seconds, bytes sent and memory of a step, from the layers' sizes and their ranks.
+"""The cost model: the time, traffic and memory of a step, from the layers' sizes.
 
 Statistics, every ``factor_update_steps``: R n² multiplications for a factor of size n
 with R rows in a rank's batch. KAISA and DistKFAC then sum all factors over the ranks.
@@ -10,8 +10,8 @@ Preconditioning, every step: n · in · out multiplications for each factor of a
 and twice as many with eigenvectors. Ranks with different layers then gather the
 preconditioned gradients.
 
-The busiest rank counts for each part. Packing, averaging and clipping are not
-counted, and inverses count with the bytes that they have in memory.
+The busiest rank counts for each part. Packing, averaging and clipping are not counted,
+and inverses count with the bytes that they have in memory.
 """
 
 from __future__ import annotations
@@ -155,12 +155,10 @@ def layer_costs(layer: Layer, solver: str, machine: Machine) -> LayerCosts:
     shape = layer.shape
     gradient_size = shape.groups * shape.in_dim * shape.out_dim
     factor_sizes = [math.prod(shape.stored_shape(name)) for name in shape.factor_names]
-    inverse_sizes = [
-        math.prod(size) for size in SOLVERS[solver].saved_shapes(shape).values()
-    ]
+    inverse_shapes = SOLVERS[solver].saved_shapes(shape).values()
+    inverse_sizes = [math.prod(inverse_shape) for inverse_shape in inverse_shapes]
 
-    # A factor of dimension n costs a product of its rows, a decomposition,
-    # and a product per step.
+    # A factor costs a product of its rows, a decomposition, and a product per step.
     statistics = 0.0
     inverses = 0.0
     precondition = 0.0
@@ -186,7 +184,7 @@ def layer_costs(layer: Layer, solver: str, machine: Machine) -> LayerCosts:
 def predict(
     layers: Sequence[Layer], setting: Setting, machine: Machine, network: Interconnect
 ) -> Costs:
-    """Predict what the curvature costs, without the model's passes and the base optimizer."""
+    """Predict the costs of the curvature, without the model's passes and the base."""
     is_dpkfac = setting.system == "DPKFAC"
     is_distkfac = setting.system == "DistKFAC"
 
@@ -224,8 +222,7 @@ def predict(
         "precondition": max(precondition.values()),
     }
 
-    # An all-reduce of the factors is a reduce-scatter and an
-    # all-gather. DPKFAC sends none.
+    # An all-reduce is a reduce-scatter and an all-gather. DPKFAC sends no factors.
     gathers = 1 if setting.owned_factors else 2
     if is_dpkfac:
         gathers = 0
@@ -256,15 +253,13 @@ def predict(
 def assign(layers: Sequence[Layer], setting: Setting) -> list[LayerAssignment]:
     """The ranks of each layer, as the systems assign them with default settings.
 
-    A row of the grid has a layer's gradient workers: one with
-    DPKFAC, all with DistKFAC.
+    A row of the grid has a layer's gradient workers: one with DPKFAC, all with
+    DistKFAC.
     """
     dims = []
     for layer in layers:
-        shape = layer.shape
-        dims.append(
-            LayerDims(shape.groups, shape.in_dim, shape.out_dim, shape.diagonal_a)
-        )
+        s = layer.shape
+        dims.append(LayerDims(s.groups, s.in_dim, s.out_dim, s.diagonal_a))
     grid = Grid(setting.ranks // setting.workers, setting.workers)
     cost: AssignmentCost = "compute"
     if setting.system == "DPKFAC":
@@ -286,7 +281,7 @@ def cheapest_workers(
     solver: str,
     inv_update_steps: int,
 ) -> int:
-    """KAISA's number of gradient workers with the fastest step; of similar ones, the smallest."""
+    """Return KAISA's fastest number of workers; of similar ones, the smallest."""
     layers = [Layer(shape) for shape in shapes]
     seconds: dict[int, float] = {}
     for workers in worker_counts(ranks):

@@ -1,4 +1,4 @@
-"""A machine and its network as the cost model sees them: seconds and bandwidths, given or measured.
+"""A machine and its network in the cost model: their speeds, given or measured.
 
 Among g ranks, with latency a and bandwidth b, an all-gather or a reduce-scatter of n
 bytes in all takes ``ceil(log2 g) a + n (g - 1) / (g b)`` seconds, by recursive doubling
@@ -42,7 +42,7 @@ class Machine:
         eigh: Seconds of the eigendecomposition of a symmetric n x n matrix, by n.
         inverse: Seconds of the Cholesky inverse of an n x n matrix, by n.
         memory: Bytes of the device's memory. None: unknown.
-        device: "cuda" or "cpu". Beside a GPU, threads of the host compute DistKFAC's
+        device: "cuda" or "cpu". With a GPU, threads of the host compute DistKFAC's
             inverses while training continues. On a CPU, training itself uses the cores.
     """
 
@@ -54,22 +54,21 @@ class Machine:
     device: str = "cuda"
 
     def product_seconds(self, flops: float) -> float:
-        """Seconds of matrix products, as fast as a product of cubes with so many operations."""
+        """Return the seconds of matrix products, if they are as fast as square ones."""
         return interpolate(self.matmul, (flops / 2) ** (1 / 3))
 
     def decomposition_seconds(self, solver: str, n: int) -> float:
-        """Seconds to decompose one factor of size n with the "eigen" or "inverse" solver."""
+        """Return the seconds to decompose one factor of size n with a solver."""
         if solver == "eigen":
             return interpolate(self.eigh, n)
         return interpolate(self.inverse, n)
 
 
 def interpolate(seconds: Mapping[int, float], n: float) -> float:
-    """Seconds at a size n between sizes with known seconds.
+    """Return the seconds at a size n, between sizes with known seconds.
 
-    Between two sizes, the seconds are a power of n. Below the smallest size,
-    they are constant, because the launch overhead dominates. Above the
-    largest, they grow with n³.
+    Between two sizes, the seconds are a power of n. Below the smallest size, they are
+    constant, because the launch overhead dominates. Above the largest, they grow as n³.
     """
     sizes = sorted(seconds)
     if n <= sizes[0]:
@@ -105,7 +104,7 @@ class Interconnect:
 
 
 def bytes_sent(nbytes: float, ranks: int) -> float:
-    """Bytes that each rank sends in an all-gather of n bytes in all, or in a reduce-scatter."""
+    """Return the bytes that each rank sends in an all-gather or a reduce-scatter."""
     return nbytes * (ranks - 1) / ranks
 
 
@@ -127,15 +126,14 @@ LARGE_MESSAGE = 2**20
 def calibrate(
     device: torch.device | str = "cpu", group: Any = None
 ) -> tuple[Machine, Interconnect]:
-    """Measure this machine for some seconds, and the network if there is a process group.
+    """Measure this machine for some seconds, and the network of a process group.
 
     If there is a process group, every rank must call this. All ranks get the first
     rank's machine and the slowest rank's messages.
 
     Args:
         device: The device to measure, a CPU or a CUDA device.
-        group: The process group to measure. None: the default
-            one, if it is initialized.
+        group: The process group to measure. None: the default group, if any.
 
     Raises:
         ValueError: For any other device.
@@ -145,8 +143,7 @@ def calibrate(
     if device.type not in ASSUMED_NETWORKS:
         raise ValueError(f"device={device} cannot be measured; use 'cpu' or 'cuda'")
 
-    # All ranks measure at the same time, because ranks on one host
-    # share its cores and memory.
+    # All ranks measure at once, because ranks on one host share cores and memory.
     world.all_gather_object(None)
     machine: Machine = world.all_gather_object(_measured_machine(device))[0]
     if world.size == 1:
@@ -160,9 +157,8 @@ def _measured_machine(device: torch.device) -> Machine:
     inverse: dict[int, float] = {}
     generator = torch.Generator().manual_seed(0)
     for n in SIZES:
-        x = torch.randn(
-            (n, n), generator=generator, dtype=torch.float32, device="cpu"
-        ).to(device)
+        x = torch.randn(n, n, generator=generator, dtype=torch.float32, device="cpu")
+        x = x.to(device)
         factor = x @ x.mT / n + torch.eye(n, dtype=torch.float32, device=device)
         matmul[n] = seconds_of(partial(torch.matmul, x, x), device)
         eigh[n] = seconds_of(partial(torch.linalg.eigh, factor), device)
@@ -180,7 +176,7 @@ def _cholesky_inverse(factor: Tensor) -> Tensor:
 
 
 def _measured_network(world: World, device: torch.device) -> Interconnect:
-    """Latency and bandwidth, from the formula of an all-reduce and the time of two of them."""
+    """Compute latency and bandwidth from the times of two all-reduces."""
     small = torch.ones(SMALL_MESSAGE, dtype=torch.float32, device=device)
     large = torch.ones(LARGE_MESSAGE, dtype=torch.float32, device=device)
 

@@ -77,8 +77,7 @@ class Plan:
         choices: The settings, the fastest first.
         recommended: The setting to take. None: no setting fits into memory.
         reason: Why, in words.
-        base: Seconds per step of the base optimizer alone, with
-            its average of gradients.
+        base: Seconds per step of the base optimizer alone, with averaged gradients.
         machine: The machine of every rank.
         network: The links between the ranks.
         memory: Bytes that a rank may use. None: no limit.
@@ -112,15 +111,12 @@ class Plan:
                 note = "recommended"
             elif not choice.fits:
                 note = "does not fit"
-            table.append(
-                [
-                    *(setting.system, setting.mode, setting.solver),
-                    *(_in_ms(choice.seconds), f"{choice.seconds / self.base - 1:+.0%}"),
-                    *map(_in_ms, seconds),
-                    *(_in_words(choice.memory), _in_words(choice.sent)),
-                    note,
-                ]
-            )
+            row = [setting.system, setting.mode, setting.solver]
+            row += [_in_ms(choice.seconds), f"{choice.seconds / self.base - 1:+.0%}"]
+            row += map(_in_ms, seconds)
+            row += [_in_words(choice.memory), _in_words(choice.sent), note]
+            table.append(row)
+
         # The base's own time comes first, the reason of the recommendation last.
         lines = [
             f"{self.world_size} ranks, {self.machine.name}; network {self.network.origin}; the "
@@ -161,13 +157,12 @@ def plan(
         sample_batch: One rank's batch, as the model's arguments: a tensor, a tuple or
             list of arguments, or a dictionary by name.
         world_size: Number of ranks.
-        machine: The machine of each rank; the passes then take the time of their
-            matrix products. None: the machine that the model is on is measured,
-            and so are the passes.
+        machine: The machine of each rank; the passes then take the time of their matrix
+            products. None: the machine that the model is on is measured, and so are the
+            passes.
         network: The links between the ranks. None: round numbers, which the
             documentation gives.
-        memory: Bytes that a rank may use, as 80e9. None: the machine's
-            memory, if it is known.
+        memory: Bytes that a rank may use, as 80e9. None: the machine's, if known.
         systems: Names of the optimizers.
         factor_update_steps: Steps between two updates of the factors.
         inv_update_steps: Steps between two refreshes.
@@ -176,8 +171,7 @@ def plan(
             SGD with momentum, 2.0 for AdamW.
 
     Raises:
-        TypeError: If the model is not a module, or the batch not a
-            collection of arguments.
+        TypeError: If the model is not a module, or the batch has another type.
         ValueError: For values out of range, or a model that does not take the batch.
     """
     check_count("world_size", world_size, "ranks")
@@ -202,11 +196,9 @@ def plan(
     if device.type == "meta" and machine is None:
         raise ValueError("a model on the meta device cannot be timed; pass machine=")
 
-    # Run the model once, for the sizes of its layers' batches and
-    # the time of its passes.
-    found = run_model(
-        model, sample_batch, device, skip_layers, is_timed=machine is None
-    )
+    # Run the model once, for the sizes of layers' batches and the time of passes.
+    is_timed = machine is None
+    found = run_model(model, sample_batch, device, skip_layers, is_timed=is_timed)
     if not found.layers:
         raise ValueError(
             "no layer of the model has Kronecker factors; see docs/reference/layers.md"
@@ -225,19 +217,15 @@ def plan(
         passes = machine.product_seconds(found.flops)
     gather = network.gather_seconds(found.trained_bytes, world_size)
     base = passes + 2 * gather
-    first_order_bytes = (
-        found.parameter_bytes
-        + found.activation_bytes
-        + (1 + base_state) * found.trained_bytes
-    )
+    first_order_bytes: float = found.parameter_bytes + found.activation_bytes
+    first_order_bytes += (1 + base_state) * found.trained_bytes
 
+    # Predict the costs of each setting.
     choices: list[Choice] = []
-    for setting in _settings(
-        systems, world_size, factor_update_steps, inv_update_steps
-    ):
+    settings = _settings(systems, world_size, factor_update_steps, inv_update_steps)
+    for setting in settings:
         costs = predict(found.layers, setting, machine, network)
-        # DPKFAC sums a layer's gradient at its owner alone, which
-        # is half an all-reduce.
+        # DPKFAC sums a gradient only at its owner, which is half an all-reduce.
         averages = 1 if setting.system == "DPKFAC" else 2
         seconds = passes + averages * gather + costs.seconds
         size = first_order_bytes + costs.curvature_bytes + costs.pending_bytes
@@ -247,7 +235,14 @@ def plan(
     choices.sort(key=lambda choice: choice.seconds)
     best, reason = _recommended(choices, allowed)
     return Plan(
-        world_size, tuple(choices), best, reason, base, machine, network, allowed
+        world_size=world_size,
+        choices=tuple(choices),
+        recommended=best,
+        reason=reason,
+        base=base,
+        machine=machine,
+        network=network,
+        memory=allowed,
     )
 
 
@@ -280,7 +275,7 @@ def run_model(
     *,
     is_timed: bool,
 ) -> Passes:
-    """Run a copy of the model forward and backward; the generators' states stay as they are."""
+    """Run a copy of the model forward and backward, and keep generators' states."""
     twin = copy.deepcopy(model).train()
     trained = [p for p in twin.parameters() if p.requires_grad]
     sizes = {id(p): p.numel() for p in trained}
@@ -350,10 +345,9 @@ def _forward(model: nn.Module, batch: Any) -> Any:
 
 
 def _mean_square(output: Any) -> Tensor:
-    """The mean square of a model's outputs, in place of a loss; its cost is next to nothing."""
-    outputs = [
-        t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad
-    ]
+    """Return the mean square of a model's outputs, a cheap replacement of a loss."""
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    outputs = [tensor for tensor in tensors if tensor.requires_grad]
     if not outputs:
         raise ValueError(
             "no output of the model depends on a parameter that requires a gradient"
@@ -380,7 +374,7 @@ def _settings(
 def _recommended(
     choices: Sequence[Choice], memory: float | None
 ) -> tuple[Choice | None, str]:
-    """The fastest setting that fits, and why; of similar ones the one with the least memory."""
+    """Return the fastest setting that fits, of similar ones the smallest, and why."""
     fitting = [choice for choice in choices if choice.fits]
     if not fitting:
         least = min(choices, key=lambda choice: choice.memory)
@@ -391,10 +385,8 @@ def _recommended(
         )
 
     bound = (1 + SIMILAR) * fitting[0].seconds
-    best = min(
-        (choice for choice in fitting if choice.seconds <= bound),
-        key=lambda choice: choice.memory,
-    )
+    similar = [choice for choice in fitting if choice.seconds <= bound]
+    best = min(similar, key=lambda choice: choice.memory)
     return best, (
         f"recommended: {best.setting.name}: {_in_ms(best.seconds)} ms per step. Of the settings "
         f"that fit and are within {SIMILAR:.0%} of the fastest, it needs the least memory"

@@ -11,7 +11,7 @@ __all__ = ["CurvatureReport", "EpochReport", "LayerRow", "Summary", "describe_sh
 
 
 def describe_share(share: float) -> str:
-    """Return the share of the parameters that are preconditioned as text: 100.0% only for all."""
+    """Return the preconditioned share as text, with 100.0% only for all parameters."""
     if share < 1.0:
         share = min(share, 0.999)
     return f"{share:.1%} of the parameters preconditioned"
@@ -51,10 +51,8 @@ class Summary:
         rows: One row for each layer.
         dropped: Statistics dropped so far on this process because they were not finite.
         failed: Layers whose last refresh gave no valid decomposition.
-        lines: Closing lines: options, intervals, ages, and parameter
-            groups if there are several.
-        steps: Steps taken. Before the first, the layers have no factors, so
-            the memory is unknown.
+        lines: Closing lines: options, intervals, ages, and groups if several.
+        steps: Steps taken. Before the first one, the memory of factors is unknown.
     """
 
     title: str
@@ -84,28 +82,17 @@ class Summary:
         """Share of the parameters that train that are preconditioned, 0 to 1."""
         trained = [row for row in self.rows if row.status != "frozen"]
         total = sum(row.parameters for row in trained)
-        preconditioned = sum(
-            row.parameters for row in trained if row.status == "preconditioned"
-        )
+        covered = [row for row in trained if row.status == "preconditioned"]
+        preconditioned = sum(row.parameters for row in covered)
         return preconditioned / total if total else 0.0
 
     def __str__(self) -> str:
-        table = [("name", "type", "parameters", "status", "detail", "ranks", "KiB")]
+        table = [["name", "type", "parameters", "status", "detail", "ranks", "KiB"]]
         for row in self.rows:
             nbytes = row.factor_bytes + row.inverse_bytes
             size = f"{nbytes / 1024:,.1f}" if nbytes else ""
-            count = f"{row.parameters:,}"
-            table.append(
-                (
-                    row.name,
-                    row.kind,
-                    count,
-                    row.status,
-                    row.detail,
-                    row.computed_by,
-                    size,
-                )
-            )
+            cells = [row.name, row.kind, f"{row.parameters:,}", row.status, row.detail]
+            table.append([*cells, row.computed_by, size])
         memory = (
             f"factors {self.factor_bytes / 2**20:.2f} MiB, inverses "
             f"{self.inverse_bytes / 2**20:.2f} MiB"
@@ -120,7 +107,7 @@ class Summary:
 
 
 def aligned(table: Sequence[Sequence[str]], right: set[int]) -> list[str]:
-    """The lines of a table, its header underlined; the columns in ``right`` end alike."""
+    """Return a table as lines; the columns in ``right`` are right-aligned."""
     columns = []
     for i, column in enumerate(zip(*table, strict=True)):
         width = max(map(len, column))
@@ -144,8 +131,7 @@ class CurvatureReport:
         products: Number of Hessian-vector products of the last refresh.
         total_products: Number of products of all refreshes of this process.
         refreshes: Number of refreshes.
-        failures: Number of refreshes that were not finite, after
-            which old pairs are kept.
+        failures: Number of non-finite refreshes, after which old pairs are kept.
         base_scale: s, by which the base's step is stretched.
     """
 
@@ -166,12 +152,10 @@ class EpochReport:
 
     Attributes:
         epoch: Number of the epoch.
-        waited: Seconds that this worker stood still for the
-            accelerators at the epoch's end.
+        waited: Seconds that this worker waited for accelerators at the epoch's end.
         applied: Whether the final update was made.
         reason: Why not, or "".
-        loss_before: Loss of the accelerators' batch without the
-            update; only if guarded.
+        loss_before: Loss of the accelerators' batch before the update; only if guarded.
         loss_after: Loss of that batch with the update; only if guarded.
         products: Number of Hessian-vector products that the accelerators made.
     """

@@ -1,4 +1,4 @@
-"""What an optimizer shares with its curvature: the model, the parameter groups and the ranks.
+"""What an optimizer shares with its curvature: model, parameter groups and ranks.
 
 The optimizer makes one :class:`Training` and passes it to its :class:`Curvature`, which
 reads the parameters, the step count and the ranks from it, and warns through it.
@@ -28,11 +28,12 @@ __all__ = ["Training", "base_class_names", "step_without_hooks"]
 
 
 def step_without_hooks(base: torch.optim.Optimizer) -> Callable[[], None]:
-    """Return the base's ``step`` without the hooks of ``register_step_pre_hook`` and others.
+    """Return the base's ``step`` without its registered hooks.
 
-    torch replaces the ``step`` of every optimizer class by a function that runs these
-    hooks, marks it as ``hooked``, and keeps the original as ``__wrapped__``. Our own
-    optimizer's ``step`` has run the hooks already.
+    torch replaces the ``step`` of every optimizer class by a function that runs the
+    hooks of ``register_step_pre_hook`` and others, marks it as ``hooked``, and keeps
+    the original as ``__wrapped__``. Our own optimizer's ``step`` has run the hooks
+    already.
     """
     step = type(base).step
     while getattr(step, "hooked", False):
@@ -41,7 +42,7 @@ def step_without_hooks(base: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 def base_class_names(base: torch.optim.Optimizer) -> str:
-    """Return the class name of a base optimizer, or both names of two combined bases."""
+    """Return the class name of a base optimizer, or the names of two combined ones."""
     parts = getattr(base, "parts", (base,))
     return " and ".join(type(part).__name__ for part in parts)
 
@@ -104,15 +105,14 @@ class Training:
         return [p for group in self.groups for p in group["params"] if p.requires_grad]
 
     def averaged_params(self) -> list[Tensor]:
-        """List the trainable parameters, without those whose gradients FSDP2 averages."""
+        """List the trainable parameters whose gradients FSDP2 does not average."""
         return [p for p in self.trainable_params() if not is_dtensor(p)]
 
     def require_process_group(self, action: str) -> None:
         """Check that the process group still exists.
 
         Raises:
-            RuntimeError: If it was destroyed. ``action`` names what
-                the caller wanted to do.
+            RuntimeError: If it was destroyed. ``action`` says what the caller wanted.
         """
         if self.world.size > 1 and self.world.is_destroyed:
             raise RuntimeError(
@@ -127,7 +127,7 @@ class Training:
         return {id(p): name for name, p in self.model.named_parameters()}
 
     def restrict_to(self, world: World) -> None:
-        """Work only with the ranks of ``world`` from now on, which have the same role as this one.
+        """Work only with the ranks of ``world`` from now on, which share this role.
 
         There are two roles: workers, which train, and helpers.
         """
@@ -135,7 +135,7 @@ class Training:
         self.averages_gradients = self.averages_gradients and world.size > 1
 
     def add_forward_pre_hook(self, hook: Callable[..., None]) -> None:
-        """Register a forward pre-hook on the model until the optimizer is closed or deleted."""
+        """Register a forward pre-hook on the model until the optimizer is closed."""
         handles = self._pre_hook_handles
         self.close_callbacks.append(self._pre_hooks.clear)
         self.close_callbacks.append(partial(remove_handles, handles))
@@ -153,17 +153,16 @@ class Training:
         finally:
             remove_handles(self._pre_hook_handles)
             for hook in self._pre_hooks:
-                self._pre_hook_handles.append(
-                    self.model.register_forward_pre_hook(hook)
-                )
+                handle = self.model.register_forward_pre_hook(hook)
+                self._pre_hook_handles.append(handle)
 
     def model_tensors(self) -> list[Tensor]:
-        """List all parameters, including those outside of the model, and all buffers."""
+        """List all parameters, also those outside of the model, and all buffers."""
         params = [*self.model.parameters(), *group_params(self.groups)]
         return list(dict.fromkeys([*params, *self.model.buffers()]))
 
     def is_first_warning(self, key: str) -> bool:
-        """Return True at the first call with a key, so that each warning is shown once."""
+        """Return True at the first call with a key, to show each warning once."""
         new = key not in self.warned
         self.warned.add(key)
         return new
@@ -173,7 +172,7 @@ class Training:
         warn(message)
 
     def summary_title(self, *details: str) -> str:
-        """Return the first line of a summary: optimizer, base, learning rate, ranks and step.
+        """Return the first line of a summary: optimizer, base, rate, ranks and step.
 
         The learning rate is that of the first group.
         """

@@ -2,7 +2,7 @@
 
 A step of the optimizer calls, in this order:
 
-    prepare         before gradients are averaged: assign layers to ranks, or refresh eigenpairs
+    prepare         before gradients are averaged: assign layers, or refresh eigenpairs
     precondition    replace p.grad by the preconditioned gradient
     step_base       run the step of the base optimizer, and perhaps scale it
     finish_step     add to the step, or send the new parameters to helper ranks
@@ -27,8 +27,7 @@ from second_order.training.context import Training
 __all__ = ["NO_AVERAGE", "Curvature", "PendingAverage", "Routed", "start_average"]
 
 Routed: TypeAlias = tuple[Sequence[Tensor], Sequence[int]] | None
-"""Slices of the gradients, and the rank that receives the mean of each;
-None: every rank does."""
+"""Gradient slices, and the rank that receives each mean; None: every rank does."""
 
 
 class PendingAverage:
@@ -76,18 +75,18 @@ class Curvature:
         Collective.
 
         Raises:
-            ValueError: If these ranks or devices do not support the options.
-                Nothing has changed then.
+            ValueError: If these ranks or devices do not support the options. Nothing
+                has changed then.
         """
 
     def replan(self) -> None:
-        """Search the model for layers again, after parameters or groups have changed."""
+        """Search the model for layers again, because parameters or groups changed."""
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
         """Adopt the shards that replaced parameters in the groups under FSDP2."""
 
     def hooks_removed(self) -> AbstractContextManager[None]:
-        """Return a context manager without hooks on the model; it restores them at its exit."""
+        """Return a context manager that removes all hooks, and restores them."""
         return nullcontext()
 
     def close(self) -> None:
@@ -101,9 +100,7 @@ class Curvature:
     def fingerprint_values(self) -> list[tuple[str, Any]]:
         """List names and values that decide which collectives a step issues.
 
-        Primitives only.
-
-        Ranks compare a fingerprint of them at every step.
+        The values are primitives. Ranks compare a fingerprint of them at every step.
         """
         return []
 
@@ -126,7 +123,7 @@ class Curvature:
         step()
 
     def finish_step(self) -> None:
-        """Add to the base optimizer's step, or send the new parameters to helper ranks."""
+        """Add to the base's step, or send the new parameters to helper ranks."""
 
     def watch(self) -> None:
         """Turn capture on or off for the passes of the next step."""
@@ -159,7 +156,7 @@ class Curvature:
         """
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Load the ``"curvature"`` parts of a checkpoint, in the checkpoint's dtypes."""
+        """Load a checkpoint's ``"curvature"`` parts, in the checkpoint's dtypes."""
 
     @property
     def remote_state(self) -> str:
@@ -223,7 +220,7 @@ def start_average(
             "a sparse gradient cannot be averaged in buckets; use sparse=False in the embedding, "
             "or wrap the model in DistributedDataParallel"
         )
-    # Before the sum, which could overflow.
+    # Divide before the sum, which could overflow.
     torch._foreach_div_(gradients, float(world.size))
 
     # Count for each parameter the ranks that have a gradient. The dtype is explicit,
@@ -246,17 +243,16 @@ def start_average(
     def finish() -> None:
         work.wait()
         if missing:  # a gradient that is None on every rank stays None
-            for p, gradient, ranks in zip(
-                params, gradients, present.tolist(), strict=True
-            ):
-                if p.grad is None and ranks > 0:
+            counts = present.tolist()
+            for p, gradient, count in zip(params, gradients, counts, strict=True):
+                if p.grad is None and count > 0:
                     p.grad = gradient
 
     return PendingAverage(finish)
 
 
 def _drop_frozen_gradients(training: Training) -> None:
-    """Set the gradients of frozen parameters to None, because they differ between ranks."""
+    """Drop the gradients of frozen parameters, which the ranks do not average."""
     dropped = []
     for group in training.groups:
         for p in group["params"]:
@@ -265,9 +261,8 @@ def _drop_frozen_gradients(training: Training) -> None:
                 dropped.append(p)
     if dropped and training.is_first_warning("frozen gradients"):
         names = training.param_names()
-        listed = ", ".join(
-            repr(names.get(id(p), "(not in the model)")) for p in dropped[:20]
-        )
+        members = [repr(names.get(id(p), "(not in the model)")) for p in dropped[:20]]
+        listed = ", ".join(members)
         training.warn(
             f"frozen parameters have gradients, which the ranks do not average; they are "
             f"discarded: {listed}; call zero_grad() after you freeze parameters"

@@ -1,8 +1,8 @@
-"""Parameter groups: their parameters, names and settings, and their peak learning rates.
+"""Parameter groups: their parameters, names, settings and peak learning rates.
 
-A group is a dictionary, as in ``torch.optim``. Its parameters may be
-tensors or ``(name, tensor)`` pairs. The functions here also accept bare
-parameters instead of groups.
+A group is a dictionary, as in ``torch.optim``. Its parameters may be tensors or
+``(name, tensor)`` pairs. The functions here also accept bare parameters instead of
+groups.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def without_names(groups: Iterable[Any]) -> list[Any]:
 
 
 def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's settings without its parameters, with tensors as Python numbers."""
+    """Return a group's settings, without its parameters and with tensors as numbers."""
     settings = {}
     for key, value in group.items():
         if key != "params":
@@ -103,7 +103,7 @@ def group_params(groups: Iterable[Any]) -> list[Tensor]:
 def match_names(
     others: Sequence[Mapping[str, Any]], group: dict[str, Any], names: Mapping[int, str]
 ) -> dict[str, Any]:
-    """Name a group's parameters if the other groups have names; torch requires all or none.
+    """Name a group's parameters if other groups have names, as torch requires.
 
     Args:
         others: The groups that the optimizer has.
@@ -124,10 +124,10 @@ def match_names(
 
 
 def update_peak_rates(groups: Iterable[dict[str, Any]]) -> None:
-    """Raise each group's peak learning rate to its current one, or to that of its schedule.
+    """Raise each group's peak learning rate to its current or scheduled one.
 
-    Learning rates may be device tensors, which schedulers fill in place. The
-    host does not read them.
+    Learning rates may be device tensors, which schedulers fill in place. The host does
+    not read them.
     """
     for group in groups:
         peak = group[PEAK_LR]

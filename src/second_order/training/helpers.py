@@ -1,4 +1,4 @@
-"""The split of the ranks into workers and helpers, after all ranks have agreed on their options.
+"""The split of the ranks into workers and helpers, once all agree on their options.
 
 :func:`split_into_roles` links the two kinds of ranks and makes a process group for each
 kind. Then the optimizer on a worker trains with the workers only.
@@ -57,7 +57,7 @@ def _refuse_ddp_with_helpers(
     module: nn.Module,
     _: Any,
 ) -> None:
-    """Forward pre-hook that raises ValueError if DDP averages over workers and helpers."""
+    """A forward pre-hook that raises if DDP averages over workers and helpers."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
     ddp = active_ddp()

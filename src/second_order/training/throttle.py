@@ -1,4 +1,4 @@
-"""A limit on the time spent in refreshes: at most ``overhead`` of the time of the other steps.
+"""A limit on the time of refreshes: at most ``overhead`` of the time of other steps.
 
     T    median duration of a step without a refresh
     R    median duration of a step with a refresh, minus T
@@ -40,7 +40,7 @@ MAX_INTERVAL = 100_000
 
 
 def record_time(device: torch.device) -> Any:
-    """Return the time now: an event on CUDA, which does not block the host, otherwise seconds."""
+    """Return the time now: a CUDA event, which does not block the host, or seconds."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -49,7 +49,7 @@ def record_time(device: torch.device) -> Any:
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """Return the seconds between two recorded times; synchronizes with a CUDA device."""
+    """Return the seconds between two times. Synchronizes with a CUDA device."""
     if isinstance(start, float):
         return float(end - start)
     end.synchronize()
@@ -70,8 +70,7 @@ class Throttle:
 
     Args:
         training: Has the ranks and the device.
-        overhead: Limit on the time of refreshes, as a fraction of the
-            time of the other steps.
+        overhead: Limit on the time of refreshes, as a share of that of other steps.
         min_refreshes: Number of timed refreshes after which n is first computed.
 
     Attributes:
@@ -89,17 +88,17 @@ class Throttle:
         self.restart()
 
     def restart(self) -> None:
-        """Measure again, because other parameters train now or the machine has changed."""
+        """Measure again, because parameters or the machine have changed."""
         self.interval = 0
         self.refreshes = 0
-        # Without a refresh.
+        # Start and end of the last steps without a refresh, and of those with one.
         self._steps: deque[tuple[Any, Any]] = deque(maxlen=TIMED_STEPS)
         self._refresh_steps: list[tuple[Any, Any]] = []
         self._start: Any = None  # of the current step
 
     @property
     def measures(self) -> bool:
-        """Whether steps are timed: up to the fifth refresh, and until there is an interval.
+        """Whether steps are timed: until the fifth refresh, and until n is known.
 
         Checkpoints have no durations, so a resumed run may reach its fifth refresh with
         too few durations for an interval.
@@ -156,7 +155,7 @@ class Throttle:
         return dict(zip(THROTTLE_ENTRIES, values, strict=True))
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Adopt a checkpoint's interval, or measure again if it is for another overhead."""
+        """Adopt a checkpoint's interval, or measure again for another overhead."""
         self.restart()
         interval_entry, refreshes_entry, overhead_entry = THROTTLE_ENTRIES
         for part in saved.values():

@@ -58,19 +58,19 @@ DEBUG_STEPS = 100
 PEAK_LR = "peak_lr"
 """The entry of a parameter group with the largest learning rate of its schedule so far.
 
-If the schedule is known, as with ``OneCycleLR``, it is the largest rate of the whole schedule.
+If the schedule is known, as with ``OneCycleLR``, it is the schedule's largest rate.
 """
 
 
 def is_adaptive(base: Any) -> bool:
-    """Return whether an optimizer normalizes its steps, as all do that do not derive from SGD."""
-    return isinstance(base, type) and not issubclass(
-        base, (torch.optim.SGD, torch.optim.ASGD)
-    )
+    """Return whether a base normalizes its steps, as all do except SGD and ASGD."""
+    if not isinstance(base, type):
+        return False
+    return not issubclass(base, (torch.optim.SGD, torch.optim.ASGD))
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """Return a question that suggests the most similar known name, or "" if none is similar."""
+    """Return a question that suggests the most similar known name, or ""."""
     matches = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
     if not matches:
         return ""
@@ -87,7 +87,7 @@ def check_number(
     open_high: bool = False,
     remedy: str,
 ) -> None:
-    """Raise TypeError unless a value is a number, and ValueError unless it is within its bounds."""
+    """Raise TypeError unless a value is a number, ValueError unless it is in bounds."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}={value!r} is not a number; {remedy}")
     above = value > low or (value == low and not open_low)
@@ -137,18 +137,16 @@ def check_whole(name: str, value: Any, low: int, remedy: str) -> None:
 
 
 def check_debug(value: Any) -> int:
-    """Check the option ``debug``, and return the steps between two comparisons (0: never)."""
+    """Check ``debug``, and return the steps between two comparisons; 0 for none."""
     if isinstance(value, bool):
         return DEBUG_STEPS if value else 0
-    check_whole(
-        "debug", value, 1, f"True for every {DEBUG_STEPS} steps, False for never"
-    )
+    remedy = f"True for every {DEBUG_STEPS} steps, False for never"
+    check_whole("debug", value, 1, remedy)
     return int(value)
 
 
 LARGEST_SEED = 2**63 - 1
-"""Torch's generators accept 64 bits. One bit is left for the step, which
-is added to a seed."""
+"""Torch's generators accept 64 bits. One is left for the step, which is added."""
 
 
 def check_seed(name: str, value: Any) -> None:
@@ -161,7 +159,7 @@ def check_seed(name: str, value: Any) -> None:
 
 
 def check_timeout(name: str, value: Any) -> None:
-    """Raise unless ``value`` is a number of seconds that threads and process groups accept."""
+    """Raise unless ``value`` is a valid timeout of threads and process groups."""
     check_number(name, value, low=0.1, high=LONGEST_WAIT, remedy="60.0 is the default")
 
 
@@ -192,7 +190,7 @@ def check_params(name: str, value: Any) -> None:
 
 
 def brief(value: Any) -> str:
-    """Return a value as text for a message, or only its class if the text is longer than a line."""
+    """Return a value as text for a message, or only its class if the text is long."""
     text = repr(value)
     if len(text) <= 80 and "\n" not in text:
         return text
@@ -215,9 +213,8 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``."""
     choices = list(choices)
     # Compare the types first: 1 == True, and a comparison with a tensor is not a bool.
-    if not any(
-        isinstance(value, type(choice)) and value == choice for choice in choices
-    ):
+    same_type = [choice for choice in choices if isinstance(value, type(choice))]
+    if not any(value == choice for choice in same_type):
         listed = ", ".join(map(repr, choices))
         hint = closest(str(value), map(str, choices))
         raise ValueError(f"{name}={value!r} is not one of {listed}{hint}")
@@ -267,7 +264,7 @@ def check_group_options(
     by_layer: bool,
     first: int = 0,
 ) -> None:
-    """Raise ValueError if a parameter group sets an option that cannot differ between groups.
+    """Raise ValueError if a group sets an option that cannot differ between groups.
 
     Args:
         name: The name of the optimizer's class.
@@ -281,9 +278,8 @@ def check_group_options(
             continue
         for option, value in group.items():
             if by_layer and option in LAYER_OPTIONS:
-                LAYER_OPTIONS[option](
-                    f"{option!r} of parameter group {i}: {option}", value
-                )
+                place = f"{option!r} of parameter group {i}: {option}"
+                LAYER_OPTIONS[option](place, value)
             elif option in own_options or option in LAYER_OPTIONS:
                 remedy = f"{name} has no such option, so leave it out"
                 if option in own_options:
@@ -295,7 +291,7 @@ def check_group_options(
 
 
 def rate_of_groups(name: str, groups: Sequence[Any]) -> Scalar:
-    """Return the first group's learning rate, or raise TypeError if a group has none."""
+    """Return the first group's learning rate; raise TypeError if a group has none."""
     for i, group in enumerate(groups):
         if not isinstance(group, dict) or "lr" not in group:
             absent = f"; group {i} has none" if isinstance(group, dict) else ""
@@ -326,7 +322,7 @@ def as_scalar(value: Scalar) -> Scalar:
 
 
 def scheduled(options: Any, names: Iterable[str], step: int) -> list[tuple[str, Any]]:
-    """Return the values of all options that are callables, by name, to compare them among ranks.
+    """Return the values of options that are callables, by name, to compare ranks.
 
     If a callable raises an exception, its text is the value. The exception is raised
     again when the option is used.

@@ -1,4 +1,4 @@
-"""Unwrap modules, match them by patterns of names and classes, and remove their hooks."""
+"""Unwrap modules, match them by patterns of names and classes, and remove hooks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ def first_match(
     Args:
         patterns: Such as "blocks.*.mlp" (names) or "Conv*" (classes).
         everything: All modules of the model by name. A shared module has several names.
-        name: The name of the module. Parameters of fused experts
-            have names but no modules.
+        name: The name of the module. Fused experts have names but no modules.
     """
     # The module and those around it, from the outside in.
     parts = name.split(".") if name else []
@@ -52,9 +51,8 @@ def unmatched_patterns(model: nn.Module, patterns: Iterable[str]) -> list[str]:
 
 
 def _matches(pattern: str, name: str, module: nn.Module) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(
-        plain_type(module).__name__, pattern
-    )
+    class_name = plain_type(module).__name__
+    return fnmatchcase(name, pattern) or fnmatchcase(class_name, pattern)
 
 
 def unwrapping_chain(model: nn.Module) -> list[nn.Module]:
@@ -73,7 +71,7 @@ def unwrapping_chain(model: nn.Module) -> list[nn.Module]:
 
 
 def plain_type(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module before ``fully_shard`` changed it: Linear, not FSDPLinear."""
+    """Return a module's class before ``fully_shard``: Linear, not FSDPLinear."""
     fsdp_module = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     ancestors = type(module).__mro__
     if fsdp_module is None or fsdp_module not in ancestors[1:]:

@@ -40,7 +40,7 @@ def stage(name: str) -> AbstractContextManager[Any]:
 
 @contextmanager
 def recorded_by(recorder: Recorder) -> Iterator[None]:
-    """Inside the ``with`` block, record stages with ``recorder(name)`` instead of the profiler."""
+    """Record stages by ``recorder(name)`` in a ``with`` block, not by the profiler."""
     _recorders.append(recorder)
     try:
         yield
