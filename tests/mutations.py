@@ -106,7 +106,7 @@ gradients summed, not averaged  <-  kaisa::micro_batches_on_many_processes_equal
     torch._foreach_div_(gradients, float(world.size))  =>  pass
 a gradient that is None everywhere becomes zeros
   <-  placements_gradients::a_gradient_that_is_none_on_all_ranks_stays_none
-    if p.grad is None and ranks > 0:  =>  if p.grad is None:
+    if p.grad is None and count > 0:  =>  if p.grad is None:
 
 == training/groups.py
 names of a group that is added are left out

@@ -232,8 +232,7 @@ class Checkpoints:
 
         Args:
             saved: The checkpoint.
-            step_plan: The current plan. The layers start without inverses,
-                as after an assignment.
+            step_plan: The current plan, whose layers start without inverses.
         """
         training = self._training
         blocks = self._layers.blocks
@@ -283,10 +282,10 @@ class Checkpoints:
 
         Collective.
 
-        If the layers that train have changed since the checkpoint was written,
-        refresh all layers. An uninterrupted run does the same when you freeze or
-        unfreeze layers. If any rank has lost a layer's factor, the layer starts
-        again without statistics.
+        If the layers that train have changed since the checkpoint was written, refresh
+        all layers. An uninterrupted run does the same when you freeze or unfreeze
+        layers. If any rank has lost a layer's factor, the layer starts again without
+        statistics.
 
         Args:
             resumption: The checkpoint.

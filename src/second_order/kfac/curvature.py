@@ -337,7 +337,7 @@ class KFAC(LayeredCurvature):
         Raises:
             ValueError: If the processes or devices do not support the options.
         """
-        # Raises for an unsupported world size.
+        # This raises for an unsupported world size.
         self._system.plan([], self.training.world.size)
         if self.stats_workers is not None:
             self.stats_workers.begin(self.training)
@@ -400,8 +400,7 @@ class KFAC(LayeredCurvature):
     def prepare(self) -> None:
         """Reassign layers to ranks if the layers that train have changed. Collective.
 
-        Call this before gradients are averaged, because the averages are
-        sent to the new owners.
+        Call this before gradients are averaged, because new owners receive averages.
         """
         if self.throttle is not None:
             self.throttle.begin_step()
@@ -422,15 +421,13 @@ class KFAC(LayeredCurvature):
         and the floor of γ.
 
         Args:
-            pending: The average of the gradients over the ranks, which
-                may still be under way.
+            pending: The average of the gradients, which may still be in progress.
         """
         step = self.training.steps
         inverses = self.inverses
         due = self._schedule.layers_due(step)
 
-        # Update A and G from this step's batches. Stats workers may
-        # also have sent statistics.
+        # Update A and G from this step's batches, and from stats workers' statistics.
         statistics_due = self._schedule.statistics_due(step, due)
         may_have_messages = self.stats_workers is not None or self._pipeline is not None
         if statistics_due or may_have_messages:
@@ -646,8 +643,7 @@ class KFAC(LayeredCurvature):
     def _report_refresh(self, read: DeviceRead) -> Report | None:
         """Return this rank's report on a refresh; None if no option uses reports.
 
-        If the step scale is on, this measures the slope along the last
-        step, and drops that step.
+        If the step scale is on, measure the slope of the last step, then drop the step.
         """
         if not self._uses_reports:
             return None

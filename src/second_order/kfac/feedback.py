@@ -6,9 +6,9 @@ share     the ranks sum slopes and curvatures, with the cosines between P by the
           previous and by the new inverse, and the work of the passes. Learning rates
           are equal on all ranks.
 
-The step scale follows from the slope, the refresh intervals from cosines and work,
-and the floor of γ from the mean curvature of all layers. P is the preconditioned
-gradient, (A ⊗ G + γ)⁻¹ ∇.
+The step scale follows from the slope, the refresh intervals from cosines and work, and
+the floor of γ from the mean curvature of all layers. P is the preconditioned gradient,
+(A ⊗ G + γ)⁻¹ ∇.
 """
 
 from __future__ import annotations
@@ -38,12 +38,10 @@ class Report:
 
     Attributes:
         read: The device read to which the numbers below were added.
-        slopes: Returns the slope s along the last step; no number if
-            the step was not kept.
+        slopes: Returns the slope s along the last step, if the step was kept.
         layers: The layers whose mean curvature this rank reports.
         curvatures: Returns the mean curvature of each of these layers.
-        host_rates: The learning rates of parameter groups with layers,
-            if they are on the host.
+        host_rates: The learning rates on the host, of parameter groups with layers.
         device_rates: Returns those that are on the device.
     """
 
@@ -61,8 +59,7 @@ class Feedback:
 
     Attributes:
         slope: The slope s along the last step; NaN if the step was not kept.
-        learning_rate: The largest learning rate of the parameter
-            groups that have layers.
+        learning_rate: The largest learning rate of parameter groups with layers.
         mean_curvature: The mean curvature of all layers; None if there is none.
         work: Operations of the passes of one step on one rank. Each layer is counted by
             the rank that reports it.
@@ -97,8 +94,7 @@ def report_refresh(
 
     Args:
         training: The parameter groups.
-        step_plan: The layers of all ranks, and those whose mean
-            curvature this rank reports.
+        step_plan: The layers of all ranks, and those that this rank measures.
         slopes: The slope s along the last step, if the step was kept.
         read: The read of the device.
     """

@@ -10,8 +10,8 @@ install    gradient workers combine them into inverses, which they use from this
 
 The inverse ranks of a layer decompose its factors. Its gradient workers precondition
 its gradient: they are one row of the grid of ranks
-(:class:`second_order.distributed.assignment.Grid`). P is the preconditioned
-gradient, (A ⊗ G + γ)⁻¹ ∇.
+(:class:`second_order.distributed.assignment.Grid`). P is the preconditioned gradient,
+(A ⊗ G + γ)⁻¹ ∇.
 
 If a layer's factors cannot be decomposed, the layer keeps its last inverse. If it has
 none, it falls back to the base optimizer. If this happens to a layer at three refreshes
@@ -264,7 +264,7 @@ class Inverses:
         self.layers = layers
         self.solver = SOLVERS[options.solver]
         self._dtype = options.inv_dtype
-        # As a share of the mean curvature of all layers.
+        # The floor of γ, as a share of the mean curvature of all layers.
         self._damping_floor = options.floor
         self._drift = drift
         self._rule = rule
@@ -287,9 +287,9 @@ class Inverses:
     def _forget_pending(self) -> None:
         """Drop the inverses that were submitted and are not installed yet."""
         self.pending: dict[KroneckerBlock, PendingInverse] = {}
-        # On the gradient workers.
+        # The damping of pending layers, on their gradient workers.
         self._dampings: dict[KroneckerBlock, LayerDamping] = {}
-        # Of those finished on this rank.
+        # The results of pending layers that are finished on this rank.
         self._results: dict[KroneckerBlock, Result] = {}
         self.inverter.clear()
 
@@ -460,8 +460,7 @@ class Inverses:
         for blocks, means in stack_means({block: factors[block] for block in pending}):
             curvature = layer_mean_curvature(means).unsqueeze(-1)  # (layers, 1)
 
-            # γ: a number; or a tensor, (1, 1) if all layers share it, and
-            # (layers, 1) otherwise.
+            # γ: a number; or a tensor, (1, 1) if layers share it, else (layers, 1).
             options = [pending[b].damping_option for b in blocks]
             damping: Any = merge_numbers(options, curvature)
             if isinstance(damping, Tensor):
@@ -760,8 +759,7 @@ class Inverses:
         shape = next(iter(parts)).shape
         stacked: dict[str, Decomposition] = {}
         for factor_name in shape.factor_names:
-            # Stack the first parts of all layers to (layers x groups, ...),
-            # then the second parts.
+            # Stack all first parts to (layers x groups, ...), then all second parts.
             by_layer = [layer_parts.pop(factor_name) for layer_parts in parts.values()]
             columns = zip(*by_layer, strict=True)
             stacked[factor_name] = tuple(

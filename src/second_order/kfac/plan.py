@@ -280,8 +280,8 @@ class System:
     """What distinguishes KAISA, DPKFAC and DistKFAC.
 
     Attributes:
-        plan: Makes the plan from the layers, in an order that all ranks share,
-            and the number of ranks.
+        plan: Makes the plan from the layers, in an order that all ranks share, and the
+            number of ranks.
         rules: The rules that decide which modules become layers.
         description: The system's own options as text, which ranks compare.
         from_owner: Whether only the owner's batches enter the statistics (DPKFAC).

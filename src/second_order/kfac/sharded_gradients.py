@@ -8,10 +8,10 @@ Each layer has one gradient worker, the only rank with its inverse.
         send the rows of P to the ranks that store these rows            one all-to-all
     scale all rows by the KL clip ν, which needs a sum over the workers  one all-reduce
 
-A bucket has as many layers of each worker as fit into BUCKET_BYTES of whole
-gradients. A rank never stores whole gradients of more than one bucket, and a small
-model is one bucket. A parameter that is not sharded is treated in the same way, but
-only its results are sent.
+A bucket has as many layers of each worker as fit into BUCKET_BYTES of whole gradients.
+A rank never stores whole gradients of more than one bucket, and a small model is one
+bucket. A parameter that is not sharded is treated in the same way, but only its results
+are sent.
 """
 
 from __future__ import annotations

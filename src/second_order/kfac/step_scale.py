@@ -260,7 +260,7 @@ class StepScale:
         reporting = set(step_plan.reporting)
         products: list[_Product] = []
         for block in step_plan.layers:
-            # Each parameter counts once over all ranks. Ranks store rows of shards.
+            # Each parameter counts once. If it is sharded, each rank counts its rows.
             is_reported = block in reporting or is_dtensor(block.weight)
             if not is_reported or block.has_lost_factor or block.unverified:
                 continue

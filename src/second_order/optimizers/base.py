@@ -464,9 +464,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def _create_base_state(self) -> None:
         """Create the state of the base for torch.distributed.checkpoint.
 
-        The base takes a step with a learning rate of 0 and zero gradients, which
-        torch has set. The step is not counted and is not collective, because one
-        rank may take it alone.
+        The base takes a step with a learning rate of 0 and zero gradients, which torch
+        has set. The step is not counted and is not collective, because one rank may
+        take it alone.
         """
         if DTENSORS in sys.modules and self.adopt_shards():
             # torch has set the gradients of the parameters that the shards replace.
@@ -868,7 +868,7 @@ def _averages_gradients(
     option: str | bool, under_ddp: bool, params: Sequence[Tensor], world: World
 ) -> bool:
     """Whether the optimizer averages gradients over the ranks."""
-    # FSDP2 averages them.
+    # FSDP2 averages the gradients of its shards.
     all_sharded = bool(params) and all(is_dtensor(p) for p in params)
     if world.size == 1 or all_sharded:
         return False

@@ -271,7 +271,7 @@ def is_auto(value: Any) -> TypeGuard[str]:
 
 
 def options_from(option_class: type[T], arguments: Mapping[str, Any]) -> T:
-    """Build an option dataclass from those of an optimizer's arguments that it has."""
+    """Build an option dataclass from the optimizer's arguments that it declares."""
     names = {field.name for field in fields(option_class)}  # type: ignore[arg-type]
     own = {name: value for name, value in arguments.items() if name in names}
     return option_class(**own)

@@ -93,8 +93,7 @@ def find_model(params: Sequence[Tensor]) -> FoundModel | None:
     search = _Search(params)
     if search.is_enclosed():
         # The enclosing modules may be garbage in reference cycles, which each rank
-        # collects at another time. A DistributedDataParallel that is garbage
-        # averages no gradients.
+        # collects at another time. A garbage DistributedDataParallel averages nothing.
         del search
         gc.collect()
         search = _Search(params)

@@ -5,8 +5,7 @@ statistics are due:   each rank computes A and G of its batch; the ranks all-red
 inverses are due:     one rank decomposes each factor (assigned by longest processing
                       time), and sends the result to the layer's gradient workers,
                       max(1, f P) of the P ranks, where f is ``grad_worker_fraction``
-every step:           the gradient workers precondition and clip the layer's mean
-                      gradient
+every step:           gradient workers precondition and clip the layer's mean gradient
                       each receiver gets the result from the worker in its grid column
                       all ranks step the base
 
@@ -69,8 +68,7 @@ class KroneckerOptimizer(SecondOrderOptimizer):
 
         Args:
             dtype: Dtype of the copies and of all results, at least float32.
-            gather: True to copy all factors to every rank, so that no rank
-                depends on the others.
+            gather: True to copy all factors to every rank; no rank then needs another.
 
         Raises:
             SecondOrderError: Without statistics, or on a rank that does not train.

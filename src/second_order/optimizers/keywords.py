@@ -179,7 +179,7 @@ def split_base_keywords(
             for each_class in classes:
                 known += inspect.signature(each_class).parameters
             hint = closest(name, known)
-            # Such as `betas`, which is not a misspelling.
+            # A keyword such as `betas` is not misspelled.
             if _takes(torch.optim.AdamW, name):
                 hint = "; AdamW has it: pass base=torch.optim.AdamW"
             raise TypeError(

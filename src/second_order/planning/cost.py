@@ -258,8 +258,9 @@ def assign(layers: Sequence[Layer], setting: Setting) -> list[LayerAssignment]:
     """
     dims = []
     for layer in layers:
-        s = layer.shape
-        dims.append(LayerDims(s.groups, s.in_dim, s.out_dim, s.diagonal_a))
+        shape = layer.shape
+        sizes = LayerDims(shape.groups, shape.in_dim, shape.out_dim, shape.diagonal_a)
+        dims.append(sizes)
     grid = Grid(setting.ranks // setting.workers, setting.workers)
     cost: AssignmentCost = "compute"
     if setting.system == "DPKFAC":
