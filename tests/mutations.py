@@ -285,12 +285,10 @@ a final update without the way back to c  <-  mrdho2::equation_17_on_a_quadratic
     before - self.sums.start,  =>  0 * before,
 eigenvectors of the accelerators in another order
   <-  mrdho2::equation_17_on_a_quadratic_equals_its_closed_form
-  -             for message in messages
-  -         ]
-  -         basis
-  +             for message in messages[::-1]
-  +         ]
-  +         basis
+  -         for message in messages:
+  -             vectors
+  +         for message in messages[::-1]:
+  +             vectors
 no warm-up with accelerators  <-  mrdho2::the_base_steps_alone_during_warm_up
     if not self.links or self._is_warming_up:  =>  if not self.links:
 

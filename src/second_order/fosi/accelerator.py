@@ -1,11 +1,10 @@
-"""The accelerators of MRDHO2: they compute eigenpairs for the workers, and judge updates.
+"""The accelerators of MRDHO2 compute eigenpairs for the workers, and judge updates.
 
     worker 0     ->  every accelerator    compute: the model at c
     accelerators                          Lanczos, all together
-    accelerator  ->  every worker         û, residuals, and the accelerator's rows of that worker's
-                                          vectors
-    worker 0     ->  every accelerator    judge: the model, and its parameters with the update
-    accelerator  ->  every worker         the losses of all batches without and with the update
+    accelerator  ->  every worker         û, residuals, its rows of the worker's vectors
+    worker 0     ->  every accelerator    judge: the model, and the updated parameters
+    accelerator  ->  every worker         the mean loss, without and with the update
     worker 0     ->  every accelerator    step: the number of steps taken
 
 The model is complete, with frozen parameters and buffers, and with a note of what
@@ -81,7 +80,7 @@ class AcceleratorCurvature(EpochCurvature):
         self._closed = False
 
     def prepare(self) -> None:
-        """Answer requests until the workers have taken a step, instead of taking one."""
+        """Answer requests until the workers have taken a step."""
         self.training.count_step()
         self._prepare_calls += 1
         closure = self.required_closure()
@@ -110,7 +109,7 @@ class AcceleratorCurvature(EpochCurvature):
     def _answer_requests(
         self, *, closure_of_epoch: ClosureOfEpoch, until: Callable[[], bool]
     ) -> None:
-        """Answer requests until the workers close, contact is lost, or ``until`` returns True.
+        """Answer requests until the link closes or ``until`` returns True.
 
         Raises:
             SecondOrderError: If another accelerator has failed.
@@ -147,19 +146,15 @@ class AcceleratorCurvature(EpochCurvature):
             raise
 
     def _run_together(self, work: Callable[[], T]) -> T:
-        """Do local work, and raise on all accelerators if it fails on one.
-
-        Collective.
-        """
+        """Do local work; if it fails on one accelerator, raise on all. Collective."""
+        training = self.training
         error: Exception | None = None
         try:
             result = work()
         except Exception as caught:  # raised below, once the other accelerators know
             error = caught
         try:
-            all_succeeded = self.training.world.all_agree(
-                error is None, self.training.device
-            )
+            all_succeeded = training.world.all_agree(error is None, training.device)
         except Exception:
             if error is None:
                 raise
@@ -174,8 +169,7 @@ class AcceleratorCurvature(EpochCurvature):
     def _load_model(self, message: Message, *, use_point: bool) -> None:
         """Load the model that worker 0 sent.
 
-        With ``use_point``, then load the parameters that follow the model
-        in the message, if any.
+        With ``use_point``, then load the parameters that follow it in the message.
         """
         note = message.note
         num_model_tensors = note["model"]
@@ -204,21 +198,20 @@ class AcceleratorCurvature(EpochCurvature):
 
         self._loss_fn = self._run_together(prepare)
         with stage("lanczos"), self.flat_params.hessian(self._loss_fn) as space:
-            pairs = compute_pairs(
-                space, space.random(options.seed + epoch, 1.0), options
-            )
+            start = space.random(options.seed + epoch, 1.0)
+            pairs = compute_pairs(space, start, options)
         self._run_together(partial(self._send_pairs, message, pairs))
         self.answered += 1
 
     def _send_pairs(self, message: Message, pairs: Pairs) -> None:
-        """Send the eigenvalues to each worker, and this accelerator's rows of its vectors."""
+        """Send each worker the eigenvalues, and the local rows of its vectors."""
         (link,) = self.links
         workers = self.roles.workers
         vectors = pairs.vectors()
         for worker in workers:
             worker_vectors = vectors[row_slice(len(vectors), len(workers), worker)]
+            # The tensors are empty if they would not be finite.
             link.send(
-                # Empty if they are not finite.
                 [pairs.values, pairs.bounds, worker_vectors],
                 worker,
                 request=message.note["request"],
@@ -227,23 +220,18 @@ class AcceleratorCurvature(EpochCurvature):
             )
 
     def _judge_update(self, message: Message) -> None:
-        """Send the losses of the accelerators' batches without and with the update.
-
-        Collective.
-        """
-        assert self._loss_fn is not None
+        """Send the accelerators' mean loss without and with the update. Collective."""
+        loss_fn = self._loss_fn
+        assert loss_fn is not None
         (link,) = self.links
         flat_params = self.flat_params
         world = self.training.world
         losses = []
         for use_point in (False, True):
             with stage("judge"):
-                self._run_together(
-                    partial(self._load_model, message, use_point=use_point)
-                )
-                loss = mean_loss(
-                    self._loss_fn, flat_params.params, world, flat_params.model
-                )
+                load = partial(self._load_model, message, use_point=use_point)
+                self._run_together(load)
+                loss = mean_loss(loss_fn, flat_params.params, world, flat_params.model)
             losses.append(flat_params.sign * loss)
         for worker in self.roles.workers:
             link.send([], worker, request=message.note["request"], losses=losses)

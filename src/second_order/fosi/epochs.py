@@ -1,13 +1,14 @@
 """MRDHO2 by role: what a rank does, and the epochs of a worker.
 
     helper_ranks=0, or one process   EpochCurvature: DHO2 with an interval of one epoch
-    the first P - A ranks            WorkerCurvature: the base, and a final update after each epoch
-    the last A ranks                 AcceleratorCurvature (`accelerator.py`): compute eigenpairs
+    the first P - A ranks            WorkerCurvature: the base; a final update per epoch
+    the last A ranks                 AcceleratorCurvature (`accelerator.py`): eigenpairs
 
-    epoch's first step   c <- w, p <- 0; worker 0 sends c and the model to the accelerators
+    epoch's first step   c <- w, p <- 0; worker 0 sends the accelerators c and the model
     every step           p <- p + g
-    epoch's last step    w <- w − Σⱼ V̂ⱼ [α |ûⱼ|⁻¹ ∘ (V̂ⱼᵀp) + V̂ⱼᵀ(w − c)], the final update;
-                         with "guarded", only if the loss of the accelerators' batches halves
+    epoch's last step    w <- w − Σⱼ V̂ⱼ [α |ûⱼ|⁻¹ ∘ (V̂ⱼᵀp) + V̂ⱼᵀ(w − c)],
+                         the final update; with "guarded", only if the loss of the
+                         accelerators' batches halves
 
 V̂ⱼ, ûⱼ are the eigenpairs at c that worker j received. The first ``warmup_steps``
 belong to no epoch. The workers agree on whether an update is made, so that their
@@ -115,7 +116,10 @@ class EpochCurvature(FOSICurvature):
             )
 
     def replan(self) -> None:
-        """Check that changed parameters are one vector, and not sharded if there are helpers."""
+        """Check that changed parameters still make one vector.
+
+        If there are accelerators, FSDP2 must not shard the parameters.
+        """
         super().replan()
         if self.links and any(map(is_dtensor, self.training.trainable_params())):
             raise ValueError(sharding_error(self.training.name, "accelerator"))
@@ -163,7 +167,7 @@ class EpochSums:
 
 
 class WorkerCurvature(EpochCurvature):
-    """A worker: it trains with the base, and updates with the accelerators' eigenpairs."""
+    """A worker trains with the base, and updates with the accelerators' eigenpairs."""
 
     refreshes = False
 
@@ -183,7 +187,7 @@ class WorkerCurvature(EpochCurvature):
         return self._last_pairs or super().eigenvalues()
 
     def handle_changed_params(self) -> None:
-        """Drop the final update, because other parameters train than at the epoch's start."""
+        """Drop this epoch's final update, because other parameters train now."""
         if self.sums is not None:
             self.training.warn(
                 "the parameters that train have changed, so this epoch has no final update"
@@ -206,7 +210,7 @@ class WorkerCurvature(EpochCurvature):
     # ---------------------------------------------------------------------------- state
 
     def counts(self) -> dict[str, float]:
-        """The counts that are saved with each parameter, and whether c and p are saved."""
+        """The counts saved with each parameter, and whether c and p are saved."""
         return {**super().counts(), "epoch_sums": float(self.sums is not None)}
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
@@ -215,8 +219,7 @@ class WorkerCurvature(EpochCurvature):
         flat_params = self.flat_params
         sums = self.sums
         if parts and sums is None and is_checkpointing(part=True):
-            # torch.distributed.checkpoint reads into existing
-            # tensors, so these must exist.
+            # torch.distributed.checkpoint can only read into existing tensors.
             zeros = torch.zeros(
                 flat_params.size, dtype=flat_params.dtype, device=self.training.device
             )
@@ -234,12 +237,11 @@ class WorkerCurvature(EpochCurvature):
         part = find_part(saved, EPOCH_START)
         if part is None or not (self.links and self.epoch_step and part["epoch_sums"]):
             return
-        params = self.flat_params.params
-        if same_params(saved, params):
-            start = part[EPOCH_START].to(self.training.device, lanczos_dtype(params))
-            gradient_sum = part[GRADIENT_SUM].to(
-                self.training.device, self.flat_params.dtype
-            )
+        flat_params = self.flat_params
+        if same_params(saved, flat_params.params):
+            device = self.training.device
+            start = part[EPOCH_START].to(device, lanczos_dtype(flat_params.params))
+            gradient_sum = part[GRADIENT_SUM].to(device, flat_params.dtype)
             self.sums = EpochSums(start, gradient_sum.clone())
 
     # ------------------------------------------------------------------------- an epoch
@@ -280,8 +282,7 @@ class WorkerCurvature(EpochCurvature):
         """Number a request, and send it from worker 0 with the model.
 
         Args:
-            points: Parameters, ``(n,)``, to use instead of the model's;
-                empty for the model's.
+            points: Parameters, ``(n,)``, that replace the model's; empty to keep them.
             note: What to do.
         """
         self._request += 1
@@ -311,22 +312,20 @@ class WorkerCurvature(EpochCurvature):
 
     def _end_epoch(self) -> None:
         """Make the final update and report it, and prepare for the next epoch."""
+        training = self.training
         with stage("final_update"), self.flat_params.without_autocast():
             report = self._update_params()
         self.reports.append(report)
-        if "not finite" in report.reason and self.training.is_first_warning(
-            "not finite"
-        ):
-            self.training.warn(
-                f"epoch {self.epoch} has no final update: {report.reason}"
-            )
+        not_finite = "not finite" in report.reason
+        if not_finite and training.is_first_warning("not finite"):
+            training.warn(f"epoch {self.epoch} has no final update: {report.reason}")
 
         self.sums = None
         self.epoch += 1
         self.epoch_step = 0
         if report.reason == LOST_CONTACT:
             self._disconnect(LOST_CLOSE_SECONDS)
-        self.training.publish()  # frees c and p
+        training.publish()  # frees c and p
 
     def _update_params(self) -> EpochReport:
         """Make the final update, if all workers have finite eigenpairs. Collective."""
@@ -335,16 +334,15 @@ class WorkerCurvature(EpochCurvature):
         flat_params = self.flat_params
 
         # Wait for the eigenpairs at c.
-        answers = collect_answers(
-            training, self.links, self._request, options.helper_timeout
-        )
+        timeout = options.helper_timeout
+        answers = collect_answers(training, self.links, self._request, timeout)
         messages = answers.messages
         report = EpochReport(self.epoch, answers.waited, applied=False)
         if not messages:
             return replace(report, reason=LOST_CONTACT)
         if self.sums is None:
             return replace(report, reason=PARAMS_CHANGED)
-        # The same on all workers.
+        # An accelerator sends all workers the same flag.
         finite = all(message.note["finite"] for message in messages)
         products = int(messages[0].note["products"]) if finite else 0
         first_step = training.steps + 1 - options.epoch_steps
@@ -356,10 +354,10 @@ class WorkerCurvature(EpochCurvature):
         # Each accelerator has sent some rows of this worker's vectors.
         values, residuals, _ = messages[0].tensors
         self._last_pairs = values, residuals
-        rows = [
-            message.tensors[2].to(training.device, flat_params.dtype)
-            for message in messages
-        ]
+        rows = []
+        for message in messages:
+            vectors = message.tensors[2]
+            rows.append(vectors.to(training.device, flat_params.dtype))
         basis = Basis(
             vectors=torch.cat(rows, -1),
             count=len(values),
@@ -390,7 +388,7 @@ class WorkerCurvature(EpochCurvature):
         return replace(report, applied=True)
 
     def _judge_update(self, report: EpochReport, after: Tensor) -> EpochReport:
-        """Add the accelerators' losses to a report, and the reason if the update is rejected."""
+        """Add the accelerators' losses to a report, and the reason for a rejection."""
         self._send_request([after], do="judge")
         timeout = self.options.helper_timeout
         answers = collect_answers(self.training, self.links, self._request, timeout)
@@ -434,8 +432,7 @@ def collect_answers(
     with stage("wait"):
         for link in links:
             message = link.wait(timer.is_expired)
-            # Drop answers to earlier requests, which were sent before a
-            # checkpoint was loaded.
+            # Drop answers to requests from before a checkpoint was loaded.
             while message is not None and message.note["request"] < request:
                 message = link.wait(timer.is_expired)
             if message is not None:

@@ -1,8 +1,9 @@
-"""The trainable parameters as one vector in R^n, complete on every process or sharded by rows.
+"""The trainable parameters as one vector in R^n, complete or sharded by rows.
 
-    row-sharded   a process receives its rows of the mean gradient, the base steps these rows, and
-                  all processes receive all rows. Together this moves as much as one all-reduce, and
-                  a process stores n/P elements of each of the base's state tensors.
+    row-sharded   a process receives its rows of the mean gradient, the base steps these
+                  rows, and all processes receive all rows. Together this moves as much
+                  as one all-reduce, and a process stores n/P elements of each of the
+                  base's state tensors.
     complete      every process averages, and steps, the complete vector
 
 The vector has the parameters group by group, each in the order of ``p.reshape(-1)``.
@@ -50,8 +51,7 @@ ELEMENTWISE = (
     torch.optim.Adadelta,
     torch.optim.ASGD,
 )
-"""The bases that update every element separately, so that they can step
-rows of parameters."""
+"""The bases that update every element separately, so that they can step rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +69,7 @@ class ParamPiece:
     def view_of(self, tensor: Tensor) -> Tensor:
         """Return this piece of a tensor of the parameter's shape, as a view.
 
-        The view has the parameter's shape if the piece is complete,
-        and is flat otherwise.
+        The view has the parameter's shape if the piece is complete, and else is flat.
         """
         if self.is_complete:
             return tensor
@@ -87,18 +86,15 @@ class Buffer(NamedTuple):
 
 
 class FlatParams:
-    """The vector of parameters, the rows of each process, and the base's step on these rows.
+    """The vector of parameters, each process's rows, and the base's step on them.
 
     Attributes:
         params: The parameters that train, group by group, in order.
         size: n, the number of elements of these parameters.
         dtype: The dtype of the eigenvectors and of the buffer.
-        fsdp_sharded: Whether FSDP2 has sharded the parameters. It then
-            averages the gradients.
-        row_sharded: Whether every process has its own rows, by
-            ``layout="row"`` or FSDP2.
-        by_rows: Whether eigenvectors are stored by rows here, and
-            not as complete vectors.
+        fsdp_sharded: Whether FSDP2 shards the parameters, and averages the gradients.
+        row_sharded: Whether each process has its own rows: ``layout="row"`` or FSDP2.
+        by_rows: Whether eigenvectors are stored by rows here, not as complete vectors.
         base_steps_rows: Whether the base steps the local rows of complete parameters.
         base_state_in_rows: Whether the base's state has been cut to the local rows.
         pieces: The pieces of all processes, ordered by rank.
@@ -121,7 +117,7 @@ class FlatParams:
     def lay_out(self) -> None:
         """Lay out the vector.
 
-        The base's state is complete: at the beginning, and after a load.
+        The base's state must be complete, as at the beginning and after a load.
         """
         self.base_state_in_rows = False
         self._buffer: Buffer | None = None
@@ -152,9 +148,9 @@ class FlatParams:
         stop = 0
         for index in range(len(groups)):
             start = stop
-            stop += sum(
-                piece.size for piece in self.local_pieces if piece.group == index
-            )
+            for piece in self.local_pieces:
+                if piece.group == index:
+                    stop += piece.size
             self.group_spans.append(slice(start, stop))
 
     def _cut_params(self, groups: Sequence[Sequence[Tensor]]) -> list[ParamPiece]:
@@ -234,7 +230,7 @@ class FlatParams:
         return -1.0 if self._training.groups[0].get("maximize") else 1.0
 
     def hessian(self, loss_fn: Closures) -> RowSpace:
-        """Return the Hessian of a loss on all processes' batches, as a context manager."""
+        """Return a context manager: the Hessian of a loss on all processes' batches."""
         world = self._training.world
         options = self._options
         if self.fsdp_sharded:
@@ -276,8 +272,7 @@ class FlatParams:
         """Copy the local pieces of tensors to a buffer, which the next read overwrites.
 
         Args:
-            tensors: A tensor of the parameter's shape for each local
-                parameter; None for zeros.
+            tensors: For each local parameter, a tensor of its shape; None for zeros.
 
         Returns:
             The buffer, ``(local rows,)``.
@@ -298,10 +293,7 @@ class FlatParams:
         return buffer.flat
 
     def write(self, tensors: Sequence[Tensor | None]) -> None:
-        """Copy the buffer of the last read to the local pieces of tensors.
-
-        None is left out.
-        """
+        """Copy the buffer of the last read to the local pieces; skip None."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         views = self._allocated_buffer().views
@@ -313,10 +305,7 @@ class FlatParams:
             torch._foreach_copy_(targets, sources)
 
     def _allocated_buffer(self) -> Buffer:
-        """Return the buffer.
-
-        It is allocated at first use, and if the device changes.
-        """
+        """Return the buffer, allocated at first use and after a change of device."""
         device = self._training.device
         if self._buffer is None or self._buffer.flat.device != device:
             sizes = [piece.size for piece in self.local_pieces]
@@ -335,8 +324,7 @@ class FlatParams:
 
         Raises:
             TypeError: If a gradient is sparse.
-            ValueError: If the base steps rows, and a parameter that is
-                cut is not contiguous.
+            ValueError: If the base steps rows, and a cut parameter is not contiguous.
         """
         for p in self.params:
             gradient = p.grad
@@ -352,8 +340,7 @@ class FlatParams:
 
         if not self.base_steps_rows:
             return
-        # A part of a parameter is a range of its memory only if the
-        # parameter is contiguous.
+        # A piece is a range of memory only if its parameter is contiguous.
         for piece in self.pieces:
             if not (piece.is_complete or piece.param.is_contiguous()):
                 raise ValueError(
@@ -363,7 +350,7 @@ class FlatParams:
                 )
 
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
-        """Return the pieces of the gradients, and the rank that receives the mean of each.
+        """Return the pieces of the gradients, and the rank that receives each mean.
 
         Returns:
             The pieces and their ranks. None: every rank receives every mean.
@@ -375,7 +362,7 @@ class FlatParams:
         return parts, [piece.rank for piece in self.pieces]
 
     def step_base(self, step: Callable[[], None]) -> None:
-        """Let the base take its step, with the local piece instead of each parameter."""
+        """Let the base take its step, with local pieces instead of parameters."""
         if not self.base_steps_rows:
             step()
             return
@@ -385,8 +372,7 @@ class FlatParams:
         if not self.base_state_in_rows:
             self._cut_base_state(local_pieces)
 
-        # Show the base the local pieces, and restore the complete
-        # parameters in any case.
+        # Show the base the local pieces. Restore the complete parameters in any case.
         complete = [(p, p.data, p.grad) for p in self.params]
         try:
             for p, data, gradient in complete:
@@ -401,30 +387,27 @@ class FlatParams:
                 p.grad = gradient
 
     def _cut_base_state(self, local_pieces: Mapping[Tensor, ParamPiece]) -> None:
-        """Cut the base's state to the local pieces: n/P elements of each state tensor."""
+        """Cut the base's state tensors to the local pieces, n/P elements each."""
         state = self._training.base.state
         for p in list(state):
-            if p in local_pieces:
-                for key, value in state[p].items():
-                    if (
-                        isinstance(value, Tensor)
-                        and value.shape == p.shape
-                        and key != "step"
-                    ):
-                        state[p][key] = (
-                            local_pieces[p].view_of(value.contiguous()).clone()
-                        )
-            elif p.requires_grad:  # the state of a frozen parameter stays complete
-                del state[p]
+            if p not in local_pieces:
+                if p.requires_grad:  # the state of a frozen parameter stays complete
+                    del state[p]
+                continue
+            for key, value in state[p].items():
+                same_shape = isinstance(value, Tensor) and value.shape == p.shape
+                if same_shape and key != "step":
+                    local_value = local_pieces[p].view_of(value.contiguous())
+                    state[p][key] = local_value.clone()
         self.base_state_in_rows = True
 
     def broadcast_rows(self) -> None:
-        """Send each process's rows of the parameters, which its base has stepped, to all others."""
+        """Broadcast each process's rows of the parameters after the base's step."""
         parts = [piece.view_of(piece.param) for piece in self.pieces]
         self._training.world.broadcast(parts, [piece.rank for piece in self.pieces])
 
     def gather_base_state(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, Any]]:
-        """Return the base's complete state on some ranks, and an empty one on the others.
+        """Return the base's complete state on some ranks, an empty one on the others.
 
         This is a collective if the state is cut to rows.
         """
@@ -451,7 +434,7 @@ class FlatParams:
 def _join(values: Sequence[Any], p: Tensor) -> Any:
     """Join the state tensors of a parameter's pieces.
 
-    A number is that of the first piece.
+    A number is taken from the first piece.
     """
     if not isinstance(values[0], Tensor) or values[0].dim() == 0:
         return values[0]
@@ -459,9 +442,7 @@ def _join(values: Sequence[Any], p: Tensor) -> Any:
 
 
 def all_gather_on_cpu(world: World, value: Any) -> list[Any]:
-    """Return every rank's value of nested dictionaries and lists of tensors.
-
-    Collective.
+    """Gather nested dictionaries and lists of tensors of all ranks. Collective.
 
     The tensors are sent, and arrive, on the CPU.
     """
@@ -470,11 +451,11 @@ def all_gather_on_cpu(world: World, value: Any) -> list[Any]:
 
 
 def check_one_vector(training: Training, options: FOSIOptions) -> None:
-    """Raise unless the parameters can be one vector with a Hessian, and steps can be corrected.
+    """Raise unless the parameters make one vector whose steps can be corrected.
 
     Raises:
-        TypeError: If the base averages parameters, or FSDP2's
-            sharding is not supported.
+        TypeError: If the base averages parameters, or FSDP2's sharding or the options
+            for it are not supported.
         ValueError: If the parameters are on several devices, or ``maximize`` differs.
     """
     groups = training.groups
@@ -482,8 +463,7 @@ def check_one_vector(training: Training, options: FOSIOptions) -> None:
     name = training.name
     params = [p for group in groups for p in group["params"]]
 
-    # The vector has one device and one direction, and the base's step is
-    # the last change to it.
+    # The vector has one device and one direction, and the base changes it last.
     check_one_device(params)
     if len({bool(group.get("maximize")) for group in groups}) > 1:
         raise ValueError(

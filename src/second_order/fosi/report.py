@@ -61,7 +61,7 @@ def curvature_metrics(
 def summary_rows(
     training: Training, flat_params: FlatParams, basis: Basis | None
 ) -> list[LayerRow]:
-    """Return a row of the summary for each parameter, with the bytes that this process stores."""
+    """Return the summary's row for each parameter, with the bytes stored here."""
     local_sizes = {piece.param: piece.size for piece in flat_params.local_pieces}
     names = training.param_names()
     bytes_per_element = 0

@@ -1,4 +1,4 @@
-"""Eigenpairs in checkpoints: complete vectors, in the entries of the first parameter that trains.
+"""Checkpoints store complete eigenvectors with the first parameter that trains.
 
 A checkpoint stores the eigenpairs instead of computing them again, because their
 curvature batch is gone. Every parameter that trains has the counts.
@@ -47,7 +47,7 @@ COUNTS = (
 
 @dataclass(frozen=True)
 class SavedPairs:
-    """The eigenpairs of all processes, with momentum and trust region: entries of a checkpoint.
+    """The eigenpairs, momentum and trust region of all processes, for a checkpoint.
 
     Without eigenpairs, ``num_largest`` is below 0. torch.distributed.checkpoint needs
     such entries, because it reads into existing tensors.
@@ -64,7 +64,7 @@ class SavedPairs:
     outside_decay: float
 
     def entries(self, device: torch.device) -> dict[str, Any]:
-        """Return the entries by name, on one device: torch needs that to load complete states."""
+        """Return entries on one device: torch needs that to load complete states."""
         entries = {}
         for name, value in vars(self).items():
             entries[name] = value.to(device) if isinstance(value, Tensor) else value
@@ -84,8 +84,7 @@ def gather_pairs(subspace: Subspace, flat_params: FlatParams) -> SavedPairs:
     outside_momentum = subspace.outside_momentum
     momentum = subspace.newton.momentum
     full_step = subspace.newton.full_step
-    # In row layout, each process has a part of every vector; in column
-    # layout, whole vectors.
+    # By rows, a process has a part of every vector. Otherwise it has some vectors.
     if basis.by_rows:
         vectors = flat_params.gather(vectors)
         outside_momentum = flat_params.gather(outside_momentum)
@@ -135,7 +134,7 @@ def find_part(saved: Mapping[Tensor, SavedPart], key: str) -> SavedPart | None:
 
 
 def counts_of(saved: Mapping[Tensor, SavedPart]) -> Mapping[str, Any]:
-    """Return a part of a checkpoint that has the counts; an empty one if no parameter trained."""
+    """Return a checkpoint's part with the counts; empty if no parameter trained."""
     part = find_part(saved, "refreshed_at")
     return {} if part is None else part
 
@@ -155,7 +154,7 @@ def read_pairs(saved: Mapping[Tensor, SavedPart]) -> SavedPairs | None:
 
 
 def check_saved_pairs(saved: Mapping[Tensor, SavedPart]) -> None:
-    """Raise ValueError unless counts and eigenpairs are finite and fit the parameters."""
+    """Raise ValueError unless counts and pairs are finite and fit the parameters."""
     for part in saved.values():
         part.check_known((*HEADER, *COUNTS, *PAIRS, EPOCH_START, GRADIENT_SUM))
     trained = {p: part for p, part in saved.items() if "refreshed_at" in part}
@@ -169,7 +168,7 @@ def check_saved_pairs(saved: Mapping[Tensor, SavedPart]) -> None:
 def _check_counts(part: SavedPart) -> None:
     part.require(["batch_loss", "base_scale_bound"])
     part.whole("refreshed_at", -1, part["steps"])
-    # It is infinite before the first refresh.
+    # The loss is infinite before the first refresh.
     if not isinstance(part["batch_loss"], float):
         raise part.wrong("batch_loss", "is no number")
     for key in part.keys() & set(COUNTS) - {"refreshed_at", "batch_loss"}:

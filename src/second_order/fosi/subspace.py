@@ -1,20 +1,20 @@
-"""The span of the eigenvectors V̂, and the Newton step in it, which a trust region bounds.
+"""The span of the eigenvectors V̂, and the bounded Newton steps in it.
 
 A :class:`Basis` stores V̂ in one of two layouts, behind the same methods:
 
-    row     V̂_p ∈ R^{n/P × r}: this process's rows. V̂ᵀx is summed over processes (r elements).
-    column  V̂^{(p)} ∈ R^{n × r/P}: this process's vectors. V̂c is summed over processes (n elements).
+    row     V̂_p ∈ R^{n/P × r}: a process's rows. Processes sum V̂ᵀx (r elements).
+    column  V̂^{(p)} ∈ R^{n × r/P}: a process's vectors. They sum V̂c (n elements).
 
 V̂ is finite, because a refresh rejects non-finite eigenvectors. If c = V̂ᵀg is not
 finite on some process, no process takes a Newton step. The Newton step is −α τ
 |û|⁻¹n, where n is c with momentum. The trust region of DHO2 bounds steps that the
 eigenpairs predict wrongly:
 
-    predicted decrease   q = nᵀ|û|⁻¹n, the squared length of a full Newton step, in units of loss
-    radius               τ <= Δ / √q, where Δ² is a hundred times the typical q of the taken steps
-    curvature            α κ = Σ τ nᵀ|û|⁻¹(c − c₊) / Σ τ² q, summed over the previous steps
-    scale                if α τ κ comes near the limit of stability, τ is cut to half of that limit;
-                         otherwise it grows again
+    predicted decrease  q = nᵀ|û|⁻¹n, a full step's squared length in units of loss
+    radius              τ <= Δ / √q, where Δ² is 100 times the typical q of taken steps
+    curvature           α κ = Σ τ nᵀ|û|⁻¹(c − c₊) / Σ τ² q, over the previous steps
+    scale               if α τ κ comes near the limit of stability, τ is cut to half of
+                        that limit; otherwise it grows again
 
 c₊ is the c of the next step. κ is the curvature measured along the steps, relative to
 the curvature that the eigenvalues predict. On a quadratic with exact eigenpairs it is
@@ -86,11 +86,9 @@ class Basis:
     Attributes:
         vectors: This process's part of V̂ᵀ, ``(local vectors, local elements)``.
         count: r, the number of vectors on all processes.
-        by_rows: Whether a process stores some rows of all vectors. False:
-            all rows of some vectors.
+        by_rows: Whether a process has some rows of all vectors, not all rows of some.
         world: The processes.
-        group_spans: The slice of the local elements that belongs
-            to each parameter group.
+        group_spans: Each parameter group's slice of the local elements.
     """
 
     vectors: Tensor
@@ -107,14 +105,14 @@ class Basis:
         return row_slice(self.count, self.world.size, self.world.rank)
 
     def coefficients(self, x: Tensor) -> Tensor:
-        """Return V̂ᵀx for the vectors in ``local_slice``, from the local elements of x."""
+        """Return V̂ᵀx for the vectors in ``local_slice``; x has its local elements."""
         c = torch.mv(self.vectors, x)
         if self.by_rows:
             self.world.all_reduce([c]).wait()
         return c
 
     def sum_over_vectors(self, sums: Tensor) -> Tensor:
-        """Complete sums over the vectors in ``local_slice`` to sums over all, in place."""
+        """Complete sums over ``local_slice`` to sums over all vectors, in place."""
         if not self.by_rows:
             self.world.all_reduce([sums]).wait()
         return sums
@@ -139,7 +137,7 @@ class Basis:
         return x.add_(change)
 
     def fraction_inside(self, c: Tensor, x: Tensor) -> Tensor:
-        """Return ‖V̂ᵀx‖² / ‖x‖², the fraction of a vector that lies in the span, on the device.
+        """Return ‖V̂ᵀx‖² / ‖x‖², the fraction of x in the span, on the device.
 
         Args:
             c: V̂ᵀx for the vectors in ``local_slice``.
@@ -155,7 +153,7 @@ class Basis:
         return sums[0] / sums[1].clamp(min=torch.finfo(sums.dtype).tiny)
 
     def sum_of_vectors(self, rows: slice) -> Tensor:
-        """Return the sum of all vectors, at the rows that this process has in Lanczos."""
+        """Return the sum of all vectors, at this process's rows in Lanczos."""
         total = self.vectors.sum(0)
         if self.by_rows:
             return total
@@ -254,15 +252,14 @@ class TrustState(NamedTuple):
 
     typical_decrease: Number = 0.0  # running mean of q; 0 before the first step
     scale: Number = 1.0  # bound on τ from the curvature along the steps
-    # The numerator of α κ; the next step subtracts its part with c₊.
-    observed: Number = 0.0
-    predicted: Number = 0.0  # the denominator of α κ
+    observed: Number = 0.0  # numerator of α κ; the next step subtracts its part with c₊
+    predicted: Number = 0.0  # denominator of α κ
     tau: Number = 0.0  # τ of the previous step
     alpha: Number = 0.0  # α of the previous step
     rejected: Number = 0.0  # number of rejected steps
 
     def to_tensor(self, like: Tensor) -> Tensor:
-        """Return all numbers in one tensor, with the dtype and the device of ``like``."""
+        """Return all numbers in one tensor, with the dtype and device of ``like``."""
         if like.device.type == "cpu":
             return like.new_tensor(self)
         return torch.stack([like.new_zeros(()) + number for number in self])
@@ -272,8 +269,7 @@ class NewtonStep(NamedTuple):
     """A Newton step, and the state that the next step needs."""
 
     step: Tensor  # (r,) coefficients, to be multiplied by −α; 0 if the step is left out
-    # (r,) −V̂ᵀg, to be added to the gradient; 0 if no new step is taken.
-    gradient_change: Tensor
+    gradient_change: Tensor  # (r,) −V̂ᵀg, added to the gradient; 0 without a new step
     momentum: Tensor  # (r,)
     full_step: Tensor  # (r,) |û|⁻¹n of this step, before τ
     trust: Tensor  # the TrustState
@@ -285,8 +281,7 @@ class Proposal(NamedTuple):
     c: Tensor  # (r,) V̂ᵀg
     momentum: Tensor  # (r,) updated with c
     full_step: Tensor  # (r,) |û|⁻¹n
-    # (3,) the full step times n, the full step times c, the previous one times c.
-    products: Tensor
+    products: Tensor  # (3,) the full step times n and times c, the previous one times c
 
 
 # ----------------------------------------------------------------------- single numbers
@@ -319,7 +314,7 @@ def smaller(a: Number, b: Number) -> Any:
 
 
 def compiled_on_devices(function: Callable[..., T]) -> Callable[..., T]:
-    """Compile a function of small tensors for calls whose first tensor is not on the CPU.
+    """Compile a function of small tensors, for calls with tensors on a device.
 
     The fifty operations of the rule would be fifty kernel launches there (see ``make
     launches``). If ``torch.compile`` fails, for example because there is no C++
@@ -335,9 +330,9 @@ def compiled_on_devices(function: Callable[..., T]) -> Callable[..., T]:
             compiled = torch.compile(function)
         try:
             return compiled(*args)
-        # If the function itself is at fault, the next line raises its error.
         except Exception:
             compiled = function
+            # If the function itself is at fault, this raises its error.
             return function(*args)
 
     return call
@@ -350,7 +345,7 @@ def compiled_on_devices(function: Callable[..., T]) -> Callable[..., T]:
 def propose_step(
     c: Tensor, previous: NewtonStep, inverse_eigenvalues: Tensor, rule: MomentumRule
 ) -> Proposal:
-    """Add c = V̂ᵀg to the momentum, and return the full Newton step that follows from it."""
+    """Add c = V̂ᵀg to the momentum, and return the resulting full Newton step."""
     momentum = torch.add(previous.momentum * rule.decay, c, alpha=rule.gain)
     n = momentum
     if rule.nesterov:
@@ -368,7 +363,7 @@ def bound_step(
     alpha: Number,
     limit: float,
 ) -> tuple[NewtonStep, Flag]:
-    """Return the Newton step in the trust region, and whether it reverts the previous one.
+    """Return the bounded Newton step, and whether it reverts the previous one.
 
     Args:
         products: The products of the proposal, ``(3,)``, summed over all vectors. They
@@ -383,9 +378,7 @@ def bound_step(
     non_finite = total - total != 0.0  # infinite or NaN
     c, momentum, full_step, _ = proposal
     zeros = torch.zeros_like(full_step)
-    no_step = NewtonStep(
-        zeros, zeros, previous.momentum, previous.full_step, previous.trust
-    )
+    no_step = previous._replace(step=zeros, gradient_change=zeros)
     if limit == math.inf:
         accepted = NewtonStep(full_step, -c, momentum, full_step, previous.trust)
         return _select_step(non_finite, no_step, accepted), False
@@ -412,9 +405,8 @@ def bound_step(
     decrease = smaller(scaled_decrease, max_decrease)
 
     # Take the step,
-    typical = state.typical_decrease + (1.0 - TYPICAL_DECAY) * (
-        decrease - state.typical_decrease
-    )
+    change = decrease - state.typical_decrease
+    typical = state.typical_decrease + (1.0 - TYPICAL_DECAY) * change
     state_after_step = state._replace(
         typical_decrease=select(has_typical, typical, decrease),
         scale=scale,
@@ -435,10 +427,8 @@ def bound_step(
     trust = state_after_rejection.to_tensor(previous.trust)
     way_back = -previous_length / select(alpha > 0.0, alpha, 1.0) * previous.full_step
     reverted = NewtonStep(way_back, zeros, zeros, zeros, trust)
-    newton = _select_step(
-        reject_previous, reverted, _select_step(non_finite, no_step, accepted)
-    )
-    return newton, reject_previous
+    forward = _select_step(non_finite, no_step, accepted)
+    return _select_step(reject_previous, reverted, forward), reject_previous
 
 
 def _select_step(condition: Flag, step: NewtonStep, other: NewtonStep) -> NewtonStep:
@@ -448,7 +438,7 @@ def _select_step(condition: Flag, step: NewtonStep, other: NewtonStep) -> Newton
 
 
 def trust_after_refresh(trust: Tensor, *, loss_has_risen: bool) -> Tensor:
-    """Return the trust state for new eigenpairs: twice the scale that the old ones had at the end.
+    """Return the trust state for new eigenpairs, with twice the last scale, at most 1.
 
     If the loss of the curvature batch has risen since the last refresh, the scale stays
     as it is, because every step predicted that the loss would fall.
@@ -468,7 +458,7 @@ def trust_after_refresh(trust: Tensor, *, loss_has_risen: bool) -> Tensor:
 
 @dataclass
 class Subspace:
-    """The eigenpairs of the last refresh, and the momentum of the gradient in their span.
+    """The eigenpairs of the last refresh, and the gradient's momentum in their span.
 
     The momentum of g₁ is a vector in R^n that outlasts refreshes. It is V̂ m +
     ``outside_decay`` · ``outside_momentum``, where m is the momentum of :attr:`newton`,
@@ -522,8 +512,7 @@ class Subspace:
         for alpha in alphas[1:]:
             largest_alpha = larger(largest_alpha, abs(alpha))
         if c.device.type != "cpu" and not isinstance(largest_alpha, Tensor):
-            # torch.compile specializes on a Python number, and would
-            # compile again for each.
+            # torch.compile would compile again for each value of a Python number.
             largest_alpha = c.new_full((), largest_alpha)
 
         proposal = propose_step(c, self.newton, self.inverse_eigenvalues, rule)
@@ -541,10 +530,10 @@ class Subspace:
         return self.basis.add_combination(outside, [self.newton.momentum])
 
     def inherit(self, momentum: Tensor | None, trust: Tensor) -> None:
-        """Continue with the momentum in R^n and the trust state of the previous subspace.
+        """Continue with the momentum and the trust state of the previous subspace.
 
-        The momentum is split into its part in the new span and the
-        rest. None: no momentum.
+        The momentum, a vector in R^n or None, is split into its part in the new span
+        and the rest.
         """
         self.newton = self.newton._replace(trust=trust)
         if momentum is not None:
@@ -563,7 +552,7 @@ class Subspace:
     ) -> None:
         """Load a checkpoint's previous step.
 
-        Momentum and step are ``(r,)``, of all vectors.
+        ``momentum`` and ``full_step`` are ``(r,)``, for all vectors.
         """
         like = self.inverse_eigenvalues
         local = self.basis.local_slice

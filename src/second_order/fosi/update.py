@@ -2,7 +2,8 @@
 
     prepare        if a refresh is due:
                    start vector <- Σᵢ V̂ᵢ + 0.1 · random
-                   û, V̂ <- k largest and l smallest eigenpairs of the curvature batch's Hessian
+                   û, V̂ <- k largest and l smallest eigenpairs of the Hessian on the
+                           curvature batch
     precondition   c = V̂ᵀg,  g₂ = g − V̂c,  mom <- β mom + gain · c
     step_base      d₂ = Base(g₂)
     finish_step    d₁ = −α V̂ diag(|û|⁻¹) mom
@@ -133,8 +134,7 @@ class FOSICurvature(Curvature):
         flat_params: The parameters as one vector.
         subspace: The eigenpairs in use; None before the first refresh.
         refresh_counts: The counts of refreshes so far.
-        throttle: The limit on the cost of refreshes, with
-            ``curvature_interval="auto"``.
+        throttle: The limit on refreshes' cost, with ``curvature_interval="auto"``.
         closed: Whether refreshes are over.
     """
 
@@ -158,10 +158,9 @@ class FOSICurvature(Curvature):
         self._expected_iterations = 0  # as many as the last refresh took
         self._batch_loss = math.inf  # of the curvature batch at the last refresh
         self._scale_bound = 1.0  # the bound on s from lr_scale_guard
-        # At the last refresh; None: not yet computed.
+        # The share at the last refresh; None: not yet computed.
         self._gradient_share: Tensor | None = None
-        # From precondition() to finish_step().
-        self._pending: PendingCorrection | None = None
+        self._pending: PendingCorrection | None = None  # until finish_step()
 
     def set_closure(self, closure: Closures | None) -> None:
         """Set the curvature closure."""
@@ -180,7 +179,7 @@ class FOSICurvature(Curvature):
             self.closure = own_closure
 
     def required_closure(self) -> Closures:
-        """Return the curvature closure, or a function that raises CurvatureError if there is none.
+        """Return the curvature closure, or a function that raises CurvatureError.
 
         The refresh calls it, so that the error is raised on all processes together.
         """
@@ -204,7 +203,7 @@ class FOSICurvature(Curvature):
     # --------------------------------------------------------------------------- a step
 
     def prepare(self) -> None:
-        """Adopt newly trainable parameters, and refresh the eigenpairs if they are due."""
+        """Adopt newly trainable parameters, and refresh the eigenpairs if due."""
         self.adopt_params()
         if self.throttle is not None:
             self.throttle.begin_step()
@@ -227,6 +226,7 @@ class FOSICurvature(Curvature):
         subspace = self.subspace
         if subspace is None:
             return
+        options = self.options
         flat_params = self.flat_params
         params = flat_params.local_params
         with stage("split"), flat_params.without_autocast():
@@ -238,18 +238,16 @@ class FOSICurvature(Curvature):
                 self._gradient_share = subspace.basis.fraction_inside(c, gradient)
 
             # Make the Newton step from c with momentum.
-            rule = momentum_rule(
-                self.options.subspace_momentum, self.training.groups[0]
-            )
-            alphas = group_alphas(self.options.newton_scale, self.training)
+            rule = momentum_rule(options.subspace_momentum, self.training.groups[0])
+            alphas = group_alphas(options.newton_scale, self.training)
             reverts_previous = subspace.take_newton_step(
-                c, rule, alphas, bounded=self.options.trust_region
+                c, rule, alphas, bounded=options.trust_region
             )
 
             # Leave g₂ to the base, or nothing if the Newton step reverts the previous
             # one: the gradient at the end of a rejected step is of no use.
             subspace.basis.add_combination(gradient, [subspace.newton.gradient_change])
-            # On a device, where the host does not read it.
+            # On a device, the host does not read the flag.
             if isinstance(reverts_previous, Tensor):
                 gradient.masked_fill_(reverts_previous, 0.0)
             elif reverts_previous:
@@ -263,7 +261,7 @@ class FOSICurvature(Curvature):
         self.flat_params.step_base(step)
 
     def finish_step(self) -> None:
-        """Project the base's step onto the complement, scale it, and add the Newton step."""
+        """Scale the base's step in the complement, and add the Newton step."""
         pending = self._pending
         self._pending = None
         flat_params = self.flat_params
@@ -272,9 +270,8 @@ class FOSICurvature(Curvature):
                 # w + d₂, and d₂
                 params = flat_params.local_params
                 values = flat_params.read(params)
-                base_step = torch.sub(
-                    values, pending.params_before, out=pending.params_before
-                )
+                before = pending.params_before
+                base_step = torch.sub(values, before, out=before)
 
                 # V̂ᵀd₂. A single non-finite element makes all coefficients non-finite,
                 # and would reach all parameters.
@@ -294,9 +291,8 @@ class FOSICurvature(Curvature):
             with stage("exchange"):
                 flat_params.broadcast_rows()
         if self.throttle is not None:
-            self.throttle.end_step(
-                refreshed=self.refresh_counts.step == self.training.steps
-            )
+            refreshed = self.refresh_counts.step == self.training.steps
+            self.throttle.end_step(refreshed=refreshed)
 
     def fingerprint_values(self) -> list[tuple[str, Any]]:
         """The values that decide which collectives a step issues, by name."""
@@ -317,25 +313,23 @@ class FOSICurvature(Curvature):
         ]
 
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
-        """Parts of the gradients, and the rank that receives each mean; None: every rank does."""
+        """Return the gradients' parts, and each one's receiver; None for all ranks."""
         return self.flat_params.route(params, gradients)
 
     # ------------------------------------------------------------------------ a refresh
 
     def next_refresh(self) -> int | None:
-        """Return the step from which a refresh of the eigenpairs is due; None for no refreshes."""
-        may_refresh = self.refreshes and not self.closed
-        if (
-            not may_refresh
-            or self.options.num_pairs == 0
-            or not self.flat_params.params
-        ):
+        """Return the step from which a refresh is due; None for no refreshes."""
+        options = self.options
+        if not self.refreshes or self.closed:
+            return None
+        if options.num_pairs == 0 or not self.flat_params.params:
             return None
         last_refresh = self.refresh_counts.step
         if last_refresh >= 0:
             return last_refresh + self.interval(self.training.steps)
-        if self.options.warmup_steps is not None:
-            return self.options.warmup_steps
+        if options.warmup_steps is not None:
+            return options.warmup_steps
         return self.interval(0)
 
     def interval(self, step: int) -> int:
@@ -348,9 +342,8 @@ class FOSICurvature(Curvature):
             products = max_products(options, self.flat_params.size, warm=False)
             return math.ceil(products / options.overhead)
         interval = value_at(options.curvature_interval, step)
-        check_interval(
-            f"curvature_interval at step {step}: curvature_interval", interval
-        )
+        name = f"curvature_interval at step {step}: curvature_interval"
+        check_interval(name, interval)
         return int(interval)
 
     def refresh(self, closure: Closures) -> None:
@@ -368,15 +361,13 @@ class FOSICurvature(Curvature):
         with stage("lanczos"):
             with self.flat_params.hessian(closure) as space:
                 # Start from a random vector, and from the sum of the last eigenvectors.
-                start = space.random(
-                    options.seed + training.steps, 1 / math.sqrt(space.size)
-                )
+                scale = 1 / math.sqrt(space.size)
+                start = space.random(options.seed + training.steps, scale)
                 warm = False
                 if last is not None and options.warm_start:
                     warm = True
-                    last_sum = last.basis.sum_of_vectors(space.rows) / math.sqrt(
-                        last.basis.count
-                    )
+                    norm = math.sqrt(last.basis.count)
+                    last_sum = last.basis.sum_of_vectors(space.rows) / norm
                     start = last_sum.add_(start, alpha=RANDOM_SHARE)
 
                 # Run Lanczos.
@@ -460,8 +451,7 @@ class FOSICurvature(Curvature):
             self.subspace = None
             training.publish()
 
-            # Compute the new vectors. Non-finite ones would reach all
-            # parameters, even with c = 0.
+            # Compute the new vectors. Non-finite ones would spread even if c = 0.
             vectors = pairs.vectors()
             if not flat_params.by_rows:
                 vectors = exchange_rows_for_vectors(
@@ -495,25 +485,23 @@ class FOSICurvature(Curvature):
             world=self.training.world,
             group_spans=self.flat_params.group_spans,
         )
-        inverses = inverse_magnitudes(values, self.options.eigenvalue_floor)[
-            basis.local_slice
-        ]
+        inverses = inverse_magnitudes(values, self.options.eigenvalue_floor)
         return Subspace(
             basis=basis,
             values=values,
             residuals=residuals,
             num_largest=num_largest,
-            inverse_eigenvalues=inverses.to(vectors),
+            inverse_eigenvalues=inverses[basis.local_slice].to(vectors),
             base_scale=self._compute_base_scale(values, num_largest),
         )
 
     def _compute_base_scale(self, values: Tensor, num_largest: int) -> float:
-        """Return s = clip(|λ₁| / |λ_k|, 1, lr_scale_clip) (FOSI), within the guard's bound."""
+        """Return s = clip(|λ₁| / |λ_k|, 1, lr_scale_clip), within the guard's bound."""
         clip = self.options.lr_scale_clip
         if clip is None:
-            clip = (
-                SGD_SCALE_CLIP if type(self.training.base) is torch.optim.SGD else 1.0
-            )
+            clip = 1.0
+            if type(self.training.base) is torch.optim.SGD:
+                clip = SGD_SCALE_CLIP
         self._scale_bound = min(self._scale_bound, clip)
 
         if num_largest == 0 or float(values[num_largest - 1]) == 0.0:
@@ -531,7 +519,7 @@ class FOSICurvature(Curvature):
         self.flat_params.check_gradients()
 
     def handle_changed_params(self) -> None:
-        """Drop the eigenpairs, which belong to other parameters, and time refreshes again."""
+        """Drop the eigenpairs of other parameters, and time refreshes again."""
         if self.throttle is not None:
             self.throttle.restart()
         if self.subspace is not None:
@@ -582,7 +570,7 @@ class FOSICurvature(Curvature):
         return counts
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        """Each parameter's counts, and the eigenpairs if this process has all of them."""
+        """Each parameter's counts, and the eigenpairs if this process has them all."""
         parts: dict[Tensor, dict[str, Any]] = {}
         for p in self.flat_params.params:
             parts[p] = dict(self.counts())
@@ -592,8 +580,7 @@ class FOSICurvature(Curvature):
             if self.training.world.size == 1:
                 pairs = gather_pairs(self.subspace, self.flat_params)
         elif self.options.num_pairs > 0 and is_checkpointing(part=True):
-            # torch.distributed.checkpoint reads into existing
-            # tensors, so these must exist.
+            # torch.distributed.checkpoint can only read into existing tensors.
             pairs = empty_pairs(self.options.num_pairs, self.flat_params)
         if parts and pairs is not None:
             first = self.flat_params.params[0]
@@ -601,21 +588,19 @@ class FOSICurvature(Curvature):
         return parts
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Raise ValueError unless counts and eigenpairs are finite, and fit the parameters."""
+        """Raise ValueError unless all values are finite and fit the parameters."""
         check_saved_pairs(saved)
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Load the counts, and the eigenpairs if the same parameters trained.
 
-        A checkpoint of the base alone has no counts. The curvature then
-        starts from the beginning.
+        A checkpoint of the base alone has no counts. The curvature then starts again.
         """
         flat_params = self.flat_params
         flat_params.lay_out()
         counts = counts_of(saved)
-        self.refresh_counts = replace(
-            self.refresh_counts, step=counts.get("refreshed_at", -1)
-        )
+        last_refresh = counts.get("refreshed_at", -1)
+        self.refresh_counts = replace(self.refresh_counts, step=last_refresh)
         self._batch_loss = counts.get("batch_loss", math.inf)
         self._scale_bound = counts.get("base_scale_bound", 1.0)
         if self.throttle is not None:
@@ -660,20 +645,14 @@ class FOSICurvature(Curvature):
     @property
     def remote_state(self) -> str:
         """A name for state that only other processes store; "" if there is none."""
-        pairs_are_distributed = (
-            self.training.world.size > 1 and self.subspace is not None
-        )
-        if pairs_are_distributed or self.flat_params.base_state_in_rows:
-            return (
-                "what other processes keep of the eigenvectors and of the base's state"
-            )
-        return ""
+        has_peers = self.training.world.size > 1
+        pairs_are_distributed = has_peers and self.subspace is not None
+        if not (pairs_are_distributed or self.flat_params.base_state_in_rows):
+            return ""
+        return "what other processes keep of the eigenvectors and of the base's state"
 
     def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
-        """Send the complete state of the base and the eigenpairs to some ranks.
-
-        Collective.
-        """
+        """Gather the base's state and the eigenpairs on some ranks. Collective."""
         parts: dict[Tensor, dict[str, Any]] = {}
         for p, base_part in self.flat_params.gather_base_state(ranks).items():
             parts[p] = {BASE: base_part}
@@ -725,7 +704,7 @@ class FOSICurvature(Curvature):
         )
 
     def summary(self) -> Summary:
-        """A table of all parameters: whether eigenvectors span them, and the bytes stored here."""
+        """Table of parameters: whether eigenvectors span them, and local bytes."""
         lines = summary_lines(self.report())
         if self.throttle is not None:
             lines.append(self.throttle.summary_line)
@@ -770,8 +749,7 @@ def compute_pairs(
         start: The rows of the start vector.
         options: The options of DHO2.
         warm: Whether the start vector is made of the last eigenvectors.
-        expected: The number of iterations that will probably be
-            needed; 0 if it is not known.
+        expected: The probable number of iterations; 0 if it is not known.
     """
     pairs = extreme_pairs(
         space,

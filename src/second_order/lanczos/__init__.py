@@ -1,4 +1,4 @@
-"""Curvature of a loss without forming it: eigenpairs, spectral density, trace and diagonal."""
+"""Curvature of a loss without its matrix: eigenpairs, density, trace, diagonal."""
 
 from second_order.lanczos.closure import Outputs, losses_over
 from second_order.lanczos.estimates import (

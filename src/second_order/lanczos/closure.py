@@ -1,11 +1,12 @@
-"""The loss of a curvature closure, differentiated once, so that its curvature can be multiplied.
+"""The loss of a curvature closure, and products with its curvature.
 
 A closure returns a loss, or the outputs of the model and their loss.
 
     Hessian            H v = ∇(gᵀv), where g = ∇L has a graph
-    Gauss-Newton       J'HJ v. c -> J'c is linear in c, and its derivative in direction v is J v (a
-                       backward through a backward). Then multiply by H, the Hessian of the loss
-                       with respect to the outputs, and by J' (Schraudolph, 2002)
+    Gauss-Newton       J'HJ v. c -> J'c is linear in c, and its derivative in direction
+                       v is J v (a backward through a backward). Then multiply by H, the
+                       Hessian of the loss with respect to the outputs, and by J'
+                       (Schraudolph, 2002)
     empirical Fisher   the same with the examples' losses as outputs and 1/N as H:
                        J'J/N = (1/N) Σ gᵢgᵢᵀ
 
@@ -58,7 +59,7 @@ CurvatureKind: TypeAlias = Literal["hessian", "gauss-newton", "empirical-fisher"
 class Outputs:
     """A model's outputs and the function that computes their loss.
 
-    Curvature closures return it.
+    Curvature closures return it:
 
         closure = lambda: Outputs(model(x), lambda z: cross_entropy(z, y))
 
@@ -83,9 +84,9 @@ class Outputs:
 class Evaluation:
     """The loss of a closure at the current parameters.
 
-    ``roots`` are the tensors whose Jacobian makes the curvature: the
-    outputs for "gauss-newton", the examples' losses ``(N,)`` for
-    "empirical-fisher", none for "hessian".
+    ``roots`` are the tensors whose Jacobian makes the curvature: the outputs for
+    "gauss-newton", the examples' losses ``(N,)`` for "empirical-fisher", none for
+    "hessian".
     """
 
     loss: Tensor  # the mean, a scalar. With "gauss-newton" its graph ends at the leaves
@@ -96,7 +97,7 @@ class Evaluation:
 
 
 def check_curvature(value: Any, hvp: str = "auto") -> None:
-    """Check that ``value`` names a curvature matrix, and that ``hvp`` can multiply by it.
+    """Check that ``value`` names a curvature matrix that ``hvp`` supports.
 
     Raises:
         ValueError: If not.
@@ -136,8 +137,7 @@ def evaluate_closure(value: Any, curvature: CurvatureKind) -> Evaluation:
     """Check what a closure returned, and evaluate the loss of :class:`Outputs`.
 
     Raises:
-        CurvatureError: If it is not a loss with a graph, or not
-            what the curvature needs.
+        CurvatureError: If it has no graph, or is not what the curvature needs.
     """
     # The closure returned a loss, or Outputs; perhaps with a number of examples.
     examples = None
@@ -147,7 +147,10 @@ def evaluate_closure(value: Any, curvature: CurvatureKind) -> Evaluation:
         if curvature != "hessian":
             raise CurvatureError(_needs_outputs(value, curvature))
         return Evaluation(
-            _check_loss(value), _check_examples(examples), roots=[], leaves=[]
+            loss=_check_loss(value),
+            examples=_check_examples(examples),
+            roots=[],
+            leaves=[],
         )
 
     outputs = value.outputs
@@ -191,9 +194,8 @@ def evaluate_closure(value: Any, curvature: CurvatureKind) -> Evaluation:
 def _check_outputs(outputs: Any) -> Sequence[Tensor]:
     """Return the tensors of Outputs, or raise CurvatureError."""
     tensors = [outputs] if isinstance(outputs, Tensor) else outputs
-    if not isinstance(tensors, (tuple, list)) or not all(
-        isinstance(z, Tensor) for z in tensors
-    ):
+    is_sequence = isinstance(tensors, (tuple, list))
+    if not is_sequence or not all(isinstance(z, Tensor) for z in tensors):
         raise CurvatureError(
             f"the curvature closure returned Outputs of {_describe(outputs)}; pass the tensor that "
             f"the loss is a function of, or a tuple of tensors"
@@ -202,7 +204,7 @@ def _check_outputs(outputs: Any) -> Sequence[Tensor]:
 
 
 def _needs_outputs(value: Any, curvature: CurvatureKind) -> str:
-    """The message of the error for a closure that returned something else than Outputs."""
+    """Return the error's message for a closure that did not return Outputs."""
     loss = "criterion(z, y)"
     if curvature == "empirical-fisher":
         loss = 'cross_entropy(z, y, reduction="none")'
@@ -243,7 +245,7 @@ def _check_loss(value: Any) -> Tensor:
 
 
 def _check_examples(examples: Any) -> float:
-    """Return the number of examples that a loss is the mean of, 1 for None, or raise."""
+    """Return a loss's number of examples, 1 for None, or raise CurvatureError."""
     weight = math.nan
     with suppress(TypeError, ValueError, RuntimeError):
         weight = 1.0 if examples is None else float(examples)
@@ -276,20 +278,18 @@ class DifferentiableLoss:
         self._leaves = evaluation.leaves
 
         # The derivatives of the loss with respect to the outputs.
+        loss = evaluation.loss
         self._output_gradients: Derivatives = []
         if self._leaves:
-            self._output_gradients = derivatives(
-                [evaluation.loss], self._leaves, twice=True
-            )
+            self._output_gradients = derivatives([loss], self._leaves, twice=True)
 
         # g, or J'c. The values of c do not matter.
-        self._cotangents = [
-            torch.zeros_like(z, requires_grad=True) for z in self._roots
-        ]
-        roots = self._roots or [evaluation.loss]
-        self.gradients = derivatives(
-            roots, params, self._cotangents or None, twice=True
-        )
+        self._cotangents: list[Tensor] = []
+        for z in self._roots:
+            self._cotangents.append(torch.zeros_like(z, requires_grad=True))
+        roots = self._roots or [loss]
+        cotangents = self._cotangents or None
+        self.gradients = derivatives(roots, params, cotangents, twice=True)
 
     def product(
         self, directions: Sequence[Tensor], *, retain: bool
@@ -300,21 +300,17 @@ class DifferentiableLoss:
             directions: The vector's part for each parameter, in the parameter's shape.
             retain: Whether to retain the graph for another product.
         """
+        gradients = self.gradients
         if not self._roots:
-            return _vector_products(
-                self.gradients, self._params, directions, retain=retain
-            )
+            return _vector_products(gradients, self._params, directions, retain=retain)
 
         # J v
-        pushed = _vector_products(
-            self.gradients, self._cotangents, directions, retain=True
-        )
+        pushed = _vector_products(gradients, self._cotangents, directions, retain=True)
 
         # H J v
         if self._leaves:
-            pushed = _vector_products(
-                self._output_gradients, self._leaves, pushed, retain=True
-            )
+            functions = self._output_gradients
+            pushed = _vector_products(functions, self._leaves, pushed, retain=True)
         else:
             pushed = [u / len(u) for u in pushed]
 
@@ -329,7 +325,7 @@ def _vector_products(
     *,
     retain: bool,
 ) -> Sequence[Tensor]:
-    """Return the derivatives of Σ fᵢᵀvᵢ with respect to the inputs, where v is constant.
+    """Return the derivatives of Σ fᵢᵀvᵢ with respect to the inputs, for constant v.
 
     Functions that are None or without a graph are constant as well, and are left out.
     """
@@ -363,8 +359,7 @@ def derivatives(
         twice: Whether the result gets a graph, to be differentiated again.
 
     Raises:
-        CurvatureError: If the roots cannot be differentiated, or
-            not as often as needed.
+        CurvatureError: If the roots cannot be differentiated as often as needed.
     """
     with explain_errors():
         gradients = torch.autograd.grad(
@@ -409,7 +404,7 @@ _REMEDIES = {  # by a part of autograd's message
 
 @contextmanager
 def explain_errors() -> Iterator[None]:
-    """Turn autograd's errors on second derivatives into CurvatureErrors with a remedy."""
+    """Replace autograd's errors by CurvatureErrors that name a remedy."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -492,8 +487,7 @@ def losses_over(
         One function per batch, which returns (:class:`Outputs`, number of examples).
 
     Raises:
-        ValueError: If ``batches`` is empty, a batch is not a pair,
-            or the criterion sums.
+        ValueError: If there is no batch, a batch is not a pair, or the criterion sums.
     """
     if getattr(criterion, "reduction", "mean") == "sum":
         raise ValueError(
@@ -522,7 +516,7 @@ def _evaluate_batch(
     inputs: Any,
     targets: Tensor,
 ) -> tuple[Outputs, int]:
-    """Move a batch to the model's device, and return its outputs and its number of examples."""
+    """Return a batch's outputs on the model's device, and its number of examples."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     targets = targets.to(device)
     if isinstance(inputs, Mapping):

@@ -1,12 +1,13 @@
-"""Trace, diagonal and spectral density of a curvature matrix, estimated with random vectors.
+"""Random estimates of a curvature matrix's trace, diagonal and spectral density.
 
 Trace and diagonal treat the steep directions exactly, and sample the complement:
 
-    Q = orth(H S) of some normal vectors S, P = I − QQᵀ;  H = QQᵀH + HQQᵀ − QQᵀHQQᵀ + PHP
-    trace      tr(QᵀHQ), and the mean of zᵀPHPz over sign vectors z: Hutch++ (Meyer, Musco, Musco,
-               Woodruff, 2021)
-    diagonal   the diagonal of the first three terms, and the mean of z ∘ PHPz. Without Q it is the
-               estimator of Bekas, Kokiopoulou, Saad, 2007
+    Q = orth(H S) of some normal vectors S, P = I − QQᵀ
+    H = QQᵀH + HQQᵀ − QQᵀHQQᵀ + PHP
+    trace      tr(QᵀHQ), and the mean of zᵀPHPz over sign vectors z: Hutch++ (Meyer,
+               Musco, Musco, Woodruff, 2021)
+    diagonal   the diagonal of the first three terms, and the mean of z ∘ PHPz. Without
+               Q it is the estimator of Bekas, Kokiopoulou, Saad, 2007
 
 The sampled part is a mean of independent samples, which gives its standard error.
 
@@ -173,8 +174,7 @@ def diagonal(
         loss_fn: Returns the loss, as for :func:`eigenpairs`.
         params: A module or its parameters, as for :func:`eigenpairs`.
         products: m, the maximum number of Hessian-vector products.
-        directions: Number of steep directions that are treated
-            exactly, as for :func:`trace`.
+        directions: Number of steep directions treated exactly, as for :func:`trace`.
         seed: Seed of the random vectors.
         hvp: How to compute products, as for :func:`eigenpairs`.
         process_group: Processes that call this together, as for :func:`eigenpairs`.
@@ -241,8 +241,7 @@ class _SteepDirections:
         candidates = [space.apply(space.random(seed + i, 1.0)) for i in range(count)]
 
         # Gram-Schmidt. A vector that is zero, or depends on the others, is left out.
-        # Estimates do not support FSDP2, which would have other
-        # rows than ``space.rows``.
+        # Estimates do not support FSDP2, whose rows would not be ``space.rows``.
         num_rows = space.rows.stop - space.rows.start
         Q = torch.empty((count, num_rows), dtype=space.dtype, device=space.device)
         self.Q = Q[:0]
@@ -264,7 +263,7 @@ class _SteepDirections:
     def project_out(self, v: Tensor) -> Tensor:
         """Return P v, the part of v that is orthogonal to Q.
 
-        Twice, because of rounding.
+        Rounding makes a second projection necessary.
         """
         if not len(self.Q):
             return v
@@ -282,7 +281,7 @@ class _SteepDirections:
             yield torch.ones_like(normal).copysign_(normal)
 
     def diagonal(self) -> Tensor:
-        """Return this process's rows of the diagonal of QQᵀH + HQQᵀ − QQᵀHQQᵀ, in float64."""
+        """Return the local rows of diag(QQᵀH + HQQᵀ − QQᵀHQQᵀ), in float64."""
         Q = self.Q.double()
         HQ = self.HQ.double()
         inner = Q @ HQ.t()
@@ -337,9 +336,8 @@ class SpectralDensity:
         )
         grid = grid.to("cpu", torch.float64)
         distance = (grid[:, None, None] - self.nodes[None]) / width
-        gaussians = torch.exp(-0.5 * distance.square()) / (
-            width * math.sqrt(2 * math.pi)
-        )
+        area = width * math.sqrt(2 * math.pi)
+        gaussians = torch.exp(-0.5 * distance.square()) / area
         return (gaussians * self.weights).sum(dim=(1, 2)) / len(self.nodes)
 
 

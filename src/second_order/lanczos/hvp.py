@@ -1,10 +1,10 @@
-"""Products of a loss's curvature with vectors, without forming the matrix (Pearlmutter, 1994).
+"""Products of a loss's curvature with vectors, without the matrix (Pearlmutter, 1994).
 
-    retained     one forward, g = ∇L with its graph; then H v = ∇(gᵀv), one backward per product
-    recomputed   at every product, forward and backward for each micro-batch: one graph at a time
-                 is in memory
-    differences  H v ≈ (∇L(w + εv) − ∇L(w − εv)) / 2ε, for losses that cannot be differentiated
-                 twice
+    retained     one forward, g = ∇L with its graph; H v = ∇(gᵀv) is then one backward
+    recomputed   at every product, forward and backward for each micro-batch: one graph
+                 at a time is in memory
+    differences  H v ≈ (∇L(w + εv) − ∇L(w − εv)) / 2ε, for losses that cannot be
+                 differentiated twice
 
 `closure.py` multiplies by the Gauss-Newton matrix and the empirical Fisher as well.
 Vectors are flat: the parameters in their order, each in the order of ``p.reshape(-1)``.
@@ -87,7 +87,7 @@ class _SavedBuffer:
 def preserved_state(
     params: Sequence[Tensor], device: torch.device, model: nn.Module | None = None
 ) -> Iterator[Callable[[], None]]:
-    """Evaluate and differentiate inside, and restore the state of the model and of torch at exit.
+    """Evaluate and differentiate inside, and restore the state of model and torch.
 
     This covers torch's random state and settings, every buffer of every module that is
     called, ``.grad`` of the parameters, the state of DistributedDataParallel's reducer,
@@ -100,8 +100,7 @@ def preserved_state(
         model: The model whose modules' ``training`` is restored, if there is one.
 
     Yields:
-        A function that sets random state and buffers back to those
-        of the first evaluation.
+        A function that restores the random state and buffers of the first evaluation.
     """
     cpu_random_state = torch.get_rng_state()
     cuda_random_state: Tensor | None = None
@@ -148,11 +147,9 @@ def preserved_state(
         # The settings inside.
         stack.enter_context(torch.enable_grad())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        # Autocast's cache of cast weights would outlive the changes
-        # that differences make.
-        stack.enter_context(
-            torch.autocast(device.type, enabled=False, cache_enabled=False)
-        )
+        # Autocast's cache of weights would outlive the changes that differences make.
+        no_autocast = torch.autocast(device.type, enabled=False, cache_enabled=False)
+        stack.enter_context(no_autocast)
         if model is not None:  # compiled code may call it without hooks
             save_modules(model)
         stack.callback(register_module_forward_pre_hook(save_modules).remove)
@@ -160,7 +157,7 @@ def preserved_state(
 
 
 class Hessian:
-    """The Hessian of a mean loss at the current parameters, as a context manager to multiply in.
+    """The Hessian of a mean loss at the current parameters; multiply in its context.
 
         with Hessian(lambda: criterion(model(x), y), params) as H:
             h = H.product(v)
@@ -190,8 +187,7 @@ class Hessian:
         examples: The weight of this process's batch, once it has been evaluated.
         loss: The loss of this process's batch times its weight.
         products: Number of products computed.
-        constant: Whether no loss so far depends on the parameters.
-            None: before the first one.
+        constant: Whether no loss yet depends on the parameters; None before the first.
 
     Raises:
         CurvatureError: On entry or at a product, if the loss is not a scalar, its graph
@@ -210,9 +206,10 @@ class Hessian:
     ) -> None:
         check_curvature(curvature, mode)
         check_choice("hvp", mode, get_args(ProductMode))
-        self._loss_fns = (
-            list(loss_fns) if isinstance(loss_fns, Sequence) else [loss_fns]
-        )
+        if isinstance(loss_fns, Sequence):
+            self._loss_fns = list(loss_fns)
+        else:
+            self._loss_fns = [loss_fns]
         self._mode = mode
         if mode == "auto":
             self._mode = "retained" if len(self._loss_fns) == 1 else "recomputed"
@@ -237,9 +234,8 @@ class Hessian:
     def __enter__(self) -> Hessian:
         check_closure(self._loss_fns)  # here, so that all processes raise together
         with ExitStack() as stack:
-            self._rewind = stack.enter_context(
-                preserved_state(self.params, self._device, self._model)
-            )
+            state = preserved_state(self.params, self._device, self._model)
+            self._rewind = stack.enter_context(state)
             self.examples = 0.0
             self.loss = 0.0
             if self._mode == "retained":
@@ -252,7 +248,7 @@ class Hessian:
         self._stack.close()
 
     def product(self, v: Tensor) -> Tensor:
-        """Return H v times :attr:`examples`, so that micro-batches and processes add up.
+        """Return H v times :attr:`examples`, so that batches and processes add up.
 
         Args:
             v: ``(n,)`` in any floating dtype, which is also that of the result.
@@ -279,7 +275,7 @@ class Hessian:
         return total
 
     def _rewound_loss_fns(self) -> Iterator[LossFn]:
-        """Yield each function, with random numbers and buffers as at the first evaluation."""
+        """Yield each function after a rewind of the random state and the buffers."""
         self.examples = 0.0
         self.loss = 0.0
         for loss_fn in self._loss_fns:
@@ -314,12 +310,11 @@ class Hessian:
         # Move the parameters forth and back, and restore them in any case.
         params = [local_tensor(p).data for p in self.params]
         params_before = [p.clone() for p in params]
+        moves = list(zip(params, params_before, directions, strict=True))
         total: Tensor | None = None
         try:
             for sign in (1.0, -1.0):
-                for p, before, direction in zip(
-                    params, params_before, directions, strict=True
-                ):
+                for p, before, direction in moves:
                     p.copy_(before).add_(direction, alpha=sign * epsilon)
                 total = self._add_gradients(total, sign / (2 * epsilon), v.dtype)
         finally:
@@ -330,7 +325,7 @@ class Hessian:
     def _add_gradients(
         self, total: Tensor | None, factor: float, dtype: torch.dtype
     ) -> Tensor:
-        """Return total + factor · the sum of all functions' gradients, weighted by examples."""
+        """Return total + factor · Σ examples · gradient, summed over functions."""
         for loss_fn in self._rewound_loss_fns():
             evaluation = self._evaluate(loss_fn)
             gradients = derivatives([evaluation.loss], self.params, twice=False)
@@ -346,9 +341,8 @@ class Hessian:
         params_norm = math.sqrt(self._squared_norm(params))
         if direction_norm == 0.0:
             return 0.0
-        # For central differences the cube root of eps balances rounding against
-        # the change of the curvature itself. An element of the direction has a
-        # size of its norm over √n.
+        # For central differences the cube root of eps balances rounding against the
+        # change of the curvature. An element of the direction is about its norm / √n.
         eps = max(torch.finfo(dtype).eps for dtype in self._dtypes())
         scale = 1.0 + params_norm / math.sqrt(self.size)
         epsilon: float = 0.25 * eps ** (1 / 3) * scale / direction_norm
@@ -364,12 +358,12 @@ class Hessian:
         return torch.stack(norms).square().sum()
 
     def evaluate(self) -> None:
-        """Evaluate the loss without derivatives, into :attr:`loss` and :attr:`examples`."""
+        """Evaluate :attr:`loss` and :attr:`examples`, without derivatives."""
         for loss_fn in self._rewound_loss_fns():
             self._evaluate(loss_fn)
 
     def _evaluate(self, loss_fn: LossFn) -> Evaluation:
-        """Evaluate a loss under the autocast of the constructor's caller, and add it up."""
+        """Evaluate a loss under the constructor's autocast, and add it up."""
         with torch.autocast(
             self._device.type,
             dtype=self._autocast_dtype,
@@ -394,7 +388,7 @@ class Hessian:
 
 
 class ShardedHessian(Hessian):
-    """The Hessian of all processes' mean loss at parameters that FSDP2 has sharded, by differences.
+    """The Hessian of all processes' mean loss for FSDP2's shards, by differences.
 
     FSDP2 supports first derivatives only, by ``backward``. It averages them over
     processes, and leaves this process's rows. Products therefore are those of this
@@ -413,17 +407,14 @@ class ShardedHessian(Hessian):
         self._world = world
 
     def _dtypes(self) -> set[torch.dtype]:
-        """Return the dtypes in which gradients are computed, also by mixed precision."""
+        """Return the dtypes of gradient computations, also by mixed precision."""
         dtypes = super()._dtypes()
         if self._model is not None:
             dtypes |= compute_dtypes(self._model)
         return dtypes
 
     def _squared_norm(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the squared norm of a vector, given all processes' shards of it.
-
-        Collective.
-        """
+        """Return the squared norm of a sharded vector. Collective."""
         squared_norm = super()._squared_norm(parts)
         self._world.all_reduce([squared_norm]).wait()
         return squared_norm
@@ -431,10 +422,7 @@ class ShardedHessian(Hessian):
     def _add_gradients(
         self, total: Tensor | None, factor: float, dtype: torch.dtype
     ) -> Tensor:
-        """Return total + factor · the mean gradient over all processes' examples.
-
-        Collective.
-        """
+        """Return total + factor · the mean gradient of all examples. Collective."""
         # FSDP2 averages the gradients of all processes in backward().
         for loss_fn in self._rewound_loss_fns():
             evaluation = self._evaluate(loss_fn)
@@ -448,8 +436,7 @@ class ShardedHessian(Hessian):
         self._update_constant(gradients)
         for p in self.params:
             p.grad = None
-        # Divide the sum of gradients by all examples instead of
-        # the number of processes.
+        # Divide the sum of gradients by all examples, not by the number of processes.
         factor = factor * self._world.size / float(all_examples)
         return self._add(total, gradients, factor, dtype)
 
@@ -544,23 +531,20 @@ class RowSpace:
             self.size, generator=generator, dtype=torch.float32, device="cpu"
         )
         vector.mul_(scale)
-        rows = (
-            vector[self.rows] if self._local_rows is None else self._local_rows(vector)
-        )
+        rows = vector[self.rows]
+        if self._local_rows is not None:
+            rows = self._local_rows(vector)
         return rows.to(self.device, self.dtype)
 
     def gather(self, rows: Tensor) -> Tensor:
         """Gather a complete vector from all processes' rows. Collective."""
         if self._world.size == 1:
             return rows
-        return torch.cat(
-            self._world.all_to_all([rows] * self._world.size, self._row_counts)
-        )
+        copies = [rows] * self._world.size
+        return torch.cat(self._world.all_to_all(copies, self._row_counts))
 
     def apply(self, d: Tensor) -> Tensor:
-        """Return this process's rows of H d, where H is the mean over all batches.
-
-        Collective.
+        """Return the local rows of H d, where H is that of all batches. Collective.
 
         If FSDP2 has sharded the parameters, errors are raised immediately, because the
         other processes then wait in the collectives of FSDP2.
@@ -585,9 +569,8 @@ class RowSpace:
 
         # Send each process its rows and the weight, and sum up what arrives.
         weight_element = h.new_full((1,), weight)
-        messages = [
-            torch.cat([rows, weight_element]) for rows in h.split(self._row_counts)
-        ]
+        blocks = h.split(self._row_counts)
+        messages = [torch.cat([rows, weight_element]) for rows in blocks]
         message_size = len(messages[self._world.rank])
         received = self._world.all_to_all(messages, [message_size] * self._world.size)
         total = torch.stack(received).sum(0)
@@ -596,9 +579,8 @@ class RowSpace:
     def read(self, numbers: Sequence[Tensor]) -> list[float]:
         """Return the values of flat tensors in float64.
 
-        On a device this synchronizes once.
-
-        The loss of a device is read in the same copy, because a refresh needs it next.
+        On a device this synchronizes once. The loss is read in the same copy, because a
+        refresh needs it next.
         """
         tensors = list(numbers)
         on_device = self.device.type != "cpu"
@@ -611,10 +593,7 @@ class RowSpace:
         return values
 
     def _sum_losses(self) -> Tensor:
-        """Sum all processes' losses and examples of the last product, ``(2,)``.
-
-        Collective.
-        """
+        """Sum the losses and examples of the last product, ``(2,)``. Collective."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         sums[0] += self._hessian.loss
         sums[1] += self._hessian.examples
@@ -626,20 +605,14 @@ class RowSpace:
         return self._sign * float(loss) / float(examples)
 
     def total(self, x: Tensor) -> Tensor:
-        """Sum a small tensor over the processes, in float64 if there are several.
-
-        Collective.
-        """
+        """Sum a small tensor over several processes, in float64. Collective."""
         if self._world.size > 1:
             x = x.double()
             self._world.all_reduce([x]).wait()
         return x
 
     def broadcast_from_first(self, x: Tensor) -> Tensor:
-        """Return the first process's values of a small tensor, on the CPU.
-
-        Collective.
-        """
+        """Return the first process's small tensor, on the CPU. Collective."""
         if self._world.size > 1:
             x = x.to(self.device)
             self._world.broadcast_from_first([x])

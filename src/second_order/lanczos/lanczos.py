@@ -1,11 +1,11 @@
-"""The Lanczos recurrence with full reorthogonalization, and the extreme eigenpairs that it finds.
+"""The Lanczos recurrence with full reorthogonalization, and extreme eigenpairs.
 
     h = H dᵢ;  Bᵢᵢ = dᵢᵀh;  h <- h − D(Dᵀh), twice;  B_{i,i+1} = ‖h‖;  d_{i+1} = h/‖h‖
 
 Then DᵀHD = B is tridiagonal, and B = U diag(u) Uᵀ gives the Ritz pairs u, DU of any
 symmetric H. The k largest and l smallest eigenpairs take
 
-    m <= max(4(k + l), 2 ln n) iterations, until every requested pair has β_m |s_{mi}| <= tol |θᵢ|
+    m <= max(4(k + l), 2 ln n) iterations, until β_m |s_{mi}| <= tol |θᵢ| for each pair
     V̂ = D U[:, last k ∪ first l]
 
 The rows of D may be distributed over processes: a :class:`RowSpace` multiplies vectors
@@ -40,12 +40,10 @@ __all__ = [
 TEST_ALWAYS = 32
 TEST_INTERVAL = 4
 
-# On a device the host first reads coefficients after this multiple of the
-# minimum of iterations.
+# On a device, the first read comes after this multiple of the minimum of iterations.
 FIRST_READ = 4
 
-# Relative error up to which an eigendecomposition of B is valid. In
-# float64 it is near 1e-15.
+# Bound on the relative error of B's eigendecomposition, which is near 1e-15.
 DECOMPOSITION_TOL = 1e-8
 
 UNDECOMPOSED = (
@@ -75,11 +73,9 @@ class Tridiagonal:
 
     basis: Tensor  # (m, rows) this process's rows of D, transposed: orthonormal vectors
     diagonal: Tensor  # (m,) of B
-    # (m,) the m − 1 entries next to B's diagonal, and the last ‖h‖.
-    off_diagonal: Tensor
+    off_diagonal: Tensor  # (m,) the m − 1 entries next to it, and the last ‖h‖
     finite: bool  # whether every number was finite
-    # Number of products; a device may have computed some that are not used.
-    products: int
+    products: int  # number of products; a device may leave some unused
 
 
 def ritz_pairs(diagonal: Tensor, off_diagonal: Tensor) -> Ritz:
@@ -89,8 +85,8 @@ def ritz_pairs(diagonal: Tensor, off_diagonal: Tensor) -> Ritz:
     try:
         values, vectors = torch.linalg.eigh(B)
         valid = _are_eigenpairs(B, values, vectors)
-    # No error here, because the other processes wait in the next collective.
     except Exception:
+        # Do not raise, because the other processes wait in the next collective.
         valid = False
     if not valid:
         values = torch.full_like(diagonal, torch.nan)
@@ -99,7 +95,7 @@ def ritz_pairs(diagonal: Tensor, off_diagonal: Tensor) -> Ritz:
 
 
 def _are_eigenpairs(matrix: Tensor, values: Tensor, vectors: Tensor) -> bool:
-    """Whether ‖B s − θ s‖ is small for every pair, the s are orthonormal, and the θ ascend.
+    """Return whether ‖B s − θ s‖ is small, the s are orthonormal, and the θ ascend.
 
     LAPACK routines have returned wrong but finite numbers. The Newton step with them
     raised a loss from 1.2 to 1.7e10.
@@ -120,11 +116,10 @@ class _Coefficients:
     diagonal: list[float] = field(default_factory=list)
     off_diagonal: list[float] = field(default_factory=list)
     finite: bool = True
-    # Whether the last ‖h‖ was 0, so that the Krylov space is invariant.
-    exhausted: bool = False
+    exhausted: bool = False  # the last ‖h‖ was 0, so the Krylov space is invariant
 
     def extend(self, numbers: Sequence[float], eps: float) -> None:
-        """Append the entries of some iterations, up to one that is not finite or exhausted.
+        """Append entries, until one is not finite or the Krylov space is exhausted.
 
         Args:
             numbers: Three for each iteration, as :func:`_iterate` returns them.
@@ -146,7 +141,7 @@ class _Coefficients:
                 return
 
     def first(self, count: int) -> Tensor:
-        """Return the diagonal and the off-diagonal of the first rows, ``(2, count)``."""
+        """Return the first diagonal and off-diagonal entries, ``(2, count)``."""
         both = [self.diagonal[:count], self.off_diagonal[:count]]
         return torch.tensor(both, dtype=torch.float64, device="cpu")
 
@@ -172,13 +167,11 @@ def tridiagonalize(
         space: H, and the processes.
         start: This process's rows of the start vector.
         iterations: m, the maximum number of iterations.
-        at_least: The minimum number of iterations. If the Krylov space is
-            exhausted before, the recurrence continues with a random vector
-            that is orthogonal to it.
+        at_least: The minimum number of iterations. If the Krylov space is exhausted
+            before, the recurrence continues with a random vector orthogonal to it.
         finished: Whether the run can end, given the Ritz pairs. None: it cannot.
         seed: The seed of these random vectors.
-        expected: The number of iterations that are probably
-            needed; 0 if it is not known.
+        expected: The probable number of iterations; 0 if it is not known.
     """
     on_cpu = start.device.type == "cpu"
     iterations = min(iterations, space.size)
@@ -258,9 +251,8 @@ def _squared_norm(x: Tensor) -> Tensor:
 
 
 def _random_orthogonal(space: RowSpace, basis: Tensor, seed: int) -> Tensor | None:
-    """Return a random unit vector orthogonal to the basis; None if only rounding is left."""
-    # The first vector may be in the span: the start vector is, if it was
-    # drawn with the same seed.
+    """Return a random unit vector orthogonal to the basis; None if there is none."""
+    # With equal seeds, the first vector is the start vector, which is in the span.
     for attempt in range(RANDOM_ATTEMPTS):
         d = _orthogonalize(space, basis, space.random(seed + attempt * space.size, 1.0))
         if d is not None:
@@ -269,7 +261,7 @@ def _random_orthogonal(space: RowSpace, basis: Tensor, seed: int) -> Tensor | No
 
 
 def _orthogonalize(space: RowSpace, basis: Tensor, d: Tensor) -> Tensor | None:
-    """Return the normalized part of d outside of the basis' span; None if only rounding is left."""
+    """Return d's normalized part outside of the span; None if it is rounding."""
     d /= math.sqrt(float(space.total(_squared_norm(d))))
     for _ in range(2):
         coefficients = space.total((basis @ d).double())
@@ -286,7 +278,7 @@ def _orthogonalize(space: RowSpace, basis: Tensor, d: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Ritz pairs of a recurrence: the largest, descending, then the smallest, ascending."""
+    """Ritz pairs: the largest, descending, then the smallest, ascending."""
 
     values: Tensor  # (r,) float64 on the CPU
     residuals: Tensor  # (r,) ‖Hv − θv‖ in exact arithmetic; float64 on the CPU
@@ -298,7 +290,7 @@ class Pairs:
     trouble: str = ""  # the reason, if the run gave no pairs
 
     def vectors(self) -> Tensor:
-        """Return V̂ transposed, ``(r, rows)``: this process's rows of the orthonormal vectors."""
+        """Return V̂ᵀ, ``(r, rows)``: this process's rows of the orthonormal vectors."""
         vectors = self.basis.new_empty((self.combination.shape[1], self.basis.shape[1]))
         # One matrix-vector product each, because a GPU may round a matrix product to
         # TF32. Autocast does not round operands if ``out`` is given.
@@ -323,9 +315,7 @@ def extreme_pairs(
     seed: int,
     expected: int = 0,
 ) -> Pairs:
-    """Compute the algebraically largest and smallest eigenpairs with one recurrence.
-
-    Collective.
+    """Compute the algebraically largest and smallest eigenpairs. Collective.
 
     Args:
         space: The Hessian, and the processes.
@@ -334,10 +324,8 @@ def extreme_pairs(
         smallest: l.
         iterations: m, the maximum number of products.
         tol: The run ends once every requested pair has a residual of at most tol |θ|.
-        seed: The seed of random vectors that are used if the Krylov
-            space is exhausted early.
-        expected: The number of iterations that are probably
-            needed; 0 if it is not known.
+        seed: The seed of random vectors, used if the Krylov space is exhausted early.
+        expected: The probable number of iterations; 0 if it is not known.
     """
     # The Ritz values ascend: the last k are the largest, and the first l the smallest.
     num_pairs = min(largest + smallest, space.size)
@@ -361,19 +349,20 @@ def extreme_pairs(
 
     # Decompose the tridiagonal matrix.
     count = len(run.diagonal)
-    ritz = None
+    ritz: Ritz | None = None
     trouble = UNDECOMPOSED
     if run.finite and count >= num_pairs:
         ritz = agreed_ritz_pairs(space, run)
+        is_finite = ritz.vectors.isfinite().all() & ritz.values.isfinite().all()
+        if not bool(is_finite):
+            ritz = None
     else:
         trouble = (
             f"Hessian-vector product {count + 1} is not finite; look at the loss of the batch, or "
             f"use a wider dtype for the model"
         )
     # Without valid Ritz pairs, return no pairs and the reason.
-    if ritz is None or not bool(
-        ritz.vectors.isfinite().all() & ritz.values.isfinite().all()
-    ):
+    if ritz is None:
         empty = torch.empty(0, dtype=torch.float64, device="cpu")
         return Pairs(
             values=empty,
@@ -386,12 +375,11 @@ def extreme_pairs(
             trouble=trouble,
         )
 
-    # The eigenvectors are combinations of the basis, which the caller
-    # computes if it needs them.
+    # The caller combines the basis to eigenvectors if it needs them.
     residuals = ritz.residuals[indices]
-    rounding = (
-        ROUNDING * torch.finfo(run.basis.dtype).eps * float(ritz.values.abs().max())
-    )
+    eps = torch.finfo(run.basis.dtype).eps
+    norm = float(ritz.values.abs().max())
+    rounding = ROUNDING * eps * norm
     return Pairs(
         values=ritz.values[indices],
         residuals=residuals,

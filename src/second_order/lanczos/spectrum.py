@@ -1,4 +1,4 @@
-"""Extreme eigenpairs of the curvature of a loss, and checks of a loss and its parameters."""
+"""Extreme eigenpairs of a loss's curvature, and checks of a loss and its parameters."""
 
 from __future__ import annotations
 
@@ -56,12 +56,13 @@ class Eigenpairs:
     largest: int
 
     def parts(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """Split the eigenvectors by parameter: ``(k + l, *p.shape)`` for each parameter."""
+        """Split the eigenvectors by parameter: ``(k + l, *p.shape)`` for each."""
         shapes = [p.shape for p in params]
         columns = self.eigenvectors.split([shape.numel() for shape in shapes], dim=1)
-        return [
-            v.reshape(len(v), *shape) for v, shape in zip(columns, shapes, strict=True)
-        ]
+        parts = []
+        for v, shape in zip(columns, shapes, strict=True):
+            parts.append(v.reshape(len(v), *shape))
+        return parts
 
 
 def eigenpairs(
@@ -78,13 +79,12 @@ def eigenpairs(
     process_group: dist.ProcessGroup | None = None,
     curvature: CurvatureKind = "hessian",
 ) -> Eigenpairs:
-    """Compute the largest and smallest eigenvalues of the Hessian of a loss, and eigenvectors.
+    """Compute the largest and smallest eigenpairs of the Hessian of a loss.
 
         pairs = eigenpairs(lambda: criterion(model(x), y), model, largest=10)
         print(pairs.eigenvalues, pairs.residuals)
 
-    Random state, buffers, ``.grad`` and the train/eval mode of the model
-    are as before afterwards.
+    Random state, buffers, ``.grad`` and the model's train/eval mode are restored.
 
     Args:
         loss_fn: Returns the loss of a batch without calling ``backward``. It may return
@@ -98,8 +98,9 @@ def eigenpairs(
             all others held fixed.
         largest: k, the number of algebraically largest pairs.
         smallest: l, the number of algebraically smallest (most negative) pairs.
-        iterations: Maximum number of Hessian-vector products. None: max(4(k + l), 2 ln
-            n). Pairs that have not converged by then are False in ``converged``.
+        iterations: Maximum number of Hessian-vector products. None:
+            max(4(k + l), 2 ln n). Pairs that have not converged by then are False in
+            ``converged``.
         tol: Stop once ‖Hv − θv‖ <= tol |θ| for every requested pair.
         start: Start vector, ``(n,)``, such as the sum of known eigenvectors. None: a
             seeded random vector.
@@ -184,8 +185,8 @@ def mean_loss(
             hessian.evaluate()
         sums[0] = hessian.loss
         sums[1] = hessian.examples
-    # No error here, because the other processes wait in the all-reduce.
     except Exception:
+        # Do not raise, because the other processes wait in the all-reduce.
         pass
     world.all_reduce([sums]).wait()
     loss, examples = sums.tolist()
@@ -193,12 +194,10 @@ def mean_loss(
 
 
 def lanczos_dtype(params: Sequence[Tensor]) -> torch.dtype:
-    """Return the dtype of Lanczos vectors: float64 if a parameter has it, else float32."""
-    return (
-        torch.float64
-        if any(p.dtype == torch.float64 for p in params)
-        else torch.float32
-    )
+    """Return float64 for Lanczos vectors if a parameter has it, else float32."""
+    if any(p.dtype == torch.float64 for p in params):
+        return torch.float64
+    return torch.float32
 
 
 def curvature_space(
@@ -211,8 +210,7 @@ def curvature_space(
     """Check a loss and its parameters, and return the space to multiply in.
 
     Raises:
-        ValueError: If no parameter is trainable, or the parameters
-            do not make one vector.
+        ValueError: If no parameter is trainable, or they do not make one vector.
     """
     # List the parameters, each once.
     model = params if isinstance(params, nn.Module) else None
@@ -240,7 +238,7 @@ def curvature_space(
 
 
 def check_one_device(params: Sequence[Tensor]) -> None:
-    """Check that parameters are real and on one device, because vectors span all of them.
+    """Check that parameters are real and on one device, so that one vector spans them.
 
     Raises:
         ValueError: If they are not.
