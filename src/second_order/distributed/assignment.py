@@ -1,4 +1,4 @@
-"""Assign layers to the ranks that invert their factors and precondition their gradients.
+"""Assign layers to the ranks that invert factors and precondition gradients.
 
 The functions are pure: every rank computes the same assignment from the same layer
 sizes. They use the longest-processing-time rule: in the order of decreasing cost, each
@@ -38,8 +38,7 @@ class LayerDims:
         in_dim: Number of rows of A.
         out_dim: Number of rows of G.
         diagonal_a: Whether A is diagonal.
-        cost: Cost of the inverse: the sum of n³ over the factors, of
-            which there may be a third.
+        cost: Cost of the inverse: the sum of n³ over the two or three factors.
     """
 
     groups: int
@@ -68,9 +67,8 @@ class LayerAssignment:
 class Grid:
     """The ranks in ``rows`` x ``columns`` (Pauloski et al. 2022, section 4).
 
-    The ranks of a row are the gradient workers of the row's layers. A column
-    has one rank of every row, so all columns can broadcast preconditioned
-    gradients at the same time.
+    The ranks of a row are the gradient workers of the row's layers. A column has one
+    rank of every row, so all columns can broadcast preconditioned gradients at once.
     """
 
     rows: int
@@ -97,8 +95,8 @@ def gradient_worker_count(world_size: int, fraction: float) -> int:
     """Return the number of gradient workers per layer: max(1, fraction · world_size).
 
     Raises:
-        ValueError: If the fraction is outside 0..1, or the number does not
-            divide the world size.
+        ValueError: If the fraction is outside 0..1, or the number does not divide
+            ``world_size``.
     """
     if not 0.0 <= fraction <= 1.0:
         raise ValueError(
@@ -119,7 +117,7 @@ def gradient_worker_count(world_size: int, fraction: float) -> int:
 
 
 def factor_cost(groups: int, dim: int, cost: AssignmentCost) -> float:
-    """Return the cost of a factor: groups · n³ for computation, groups · n² for memory."""
+    """Return a factor's cost: groups · n³ for computation, groups · n² for memory."""
     power = 2
     if cost == "compute":
         power = 3
@@ -198,8 +196,7 @@ def balance_costs(costs: Sequence[float], world_size: int) -> list[int]:
 
 
 _Loads: TypeAlias = list[tuple[float, int]]
-"""A heap of loads with their ranks or rows. The smallest comes first,
-then the lowest rank."""
+"""A heap of loads with ranks or rows: the smallest load first, then the lowest rank."""
 
 
 def _empty_loads(ranks: range) -> _Loads:

@@ -58,7 +58,7 @@ def is_dtensor(value: Any) -> bool:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return the rows of a DTensor that this rank stores, without a copy; else the tensor."""
+    """Return a DTensor's local rows, without a copy, or any other tensor itself."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
@@ -74,8 +74,7 @@ def mesh_ranks(tensor: Tensor) -> list[int]:
 def chunk_bounds(rows: int, parts: int, index: int) -> tuple[int, int]:
     """Return the first row of a part, and the row after its last one.
 
-    As with ``torch.chunk``, a part has ⌈rows / parts⌉ rows, and the
-    last parts fewer or none.
+    As in ``torch.chunk``, parts have ⌈rows / parts⌉ rows, the last ones fewer or none.
     """
     size = -(-rows // parts)
     return min(index * size, rows), min((index + 1) * size, rows)
@@ -88,20 +87,17 @@ def shard_replicas(tensor: Tensor) -> list[list[int]]:
     of the rows. The other mesh dimensions store copies, as in HSDP.
     """
     dtensor = cast(Any, tensor)
-    (shard_dim,) = (
-        i for i, placement in enumerate(dtensor.placements) if placement.is_shard()
-    )
+    placements = enumerate(dtensor.placements)
+    (shard_dim,) = (i for i, placement in placements if placement.is_shard())
     mesh = dtensor.device_mesh.mesh.movedim(shard_dim, -1)
     replicas: list[list[int]] = mesh.reshape(-1, mesh.shape[-1]).tolist()
     return replicas
 
 
 def shard_like(p: Tensor, value: Tensor) -> Tensor:
-    """Shard a whole tensor like a parameter.
+    """Shard a whole tensor like a parameter; copy this rank's rows to a DTensor.
 
-    Returns a copy of this rank's rows as a DTensor.
-
-    Returns ``value`` itself if the parameter is not sharded, if ``value`` is a DTensor
+    Return ``value`` itself if the parameter is not sharded, if ``value`` is a DTensor
     already, or if it has another shape.
     """
     if not is_dtensor(p) or is_dtensor(value) or value.shape != p.shape:
@@ -142,7 +138,7 @@ def _fsdp_module() -> Any:
 
 
 def _param_groups(model: nn.Module) -> Iterator[Any]:
-    """Yield FSDP2's parameter groups: its records of parameters that are sharded together."""
+    """Yield FSDP2's parameter groups, each of parameters that are sharded together."""
     for module in _sharded_modules(model):
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)
@@ -164,20 +160,21 @@ def _sharded_modules(model: nn.Module) -> Iterator[Any]:
 
 
 def compute_dtypes(model: nn.Module) -> set[torch.dtype]:
-    """Return the dtypes in which FSDP2's mixed-precision policies make passes compute."""
+    """Return the dtypes in which passes compute under FSDP2's mixed precision."""
     dtypes = {group.mp_policy.param_dtype for group in _param_groups(model)}
     return {dtype for dtype in dtypes if dtype is not None}
 
 
 def sharded_params(model: nn.Module) -> list[Tensor]:
     """List the sharded parameters of a model that FSDP2 manages."""
-    return [
-        p.sharded_param for group in _param_groups(model) for p in group.fsdp_params
-    ]
+    params: list[Tensor] = []
+    for group in _param_groups(model):
+        params += [p.sharded_param for p in group.fsdp_params]
+    return params
 
 
 def reshard(model: nn.Module) -> None:
-    """Restore the sharded parameters, because a root stays unsharded after a standalone forward."""
+    """Restore the sharded parameters, which a standalone forward leaves unsharded."""
     for module in _sharded_modules(model):
         module.reshard()
 
@@ -187,16 +184,15 @@ class FSDPParams:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        # FSDP2's record of each parameter, or None, by the module's id
-        # and the parameter's name.
+        # FSDP2's records, or None, by the module's id and the parameter's name.
         self._records: dict[tuple[int, str], Any] = {}
 
     def unsharded_params(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the parameters of a module that are leaves of the running pass, by name.
+        """Return a module's parameters that are leaves of the running pass, by name.
 
-        If FSDP2 shards the module as a group of its own, it may have put the
-        sharded parameters back before our hook runs. The unsharded ones are read
-        from FSDP2's records then.
+        If FSDP2 shards the module as a group of its own, it may have put the sharded
+        parameters back before our hook runs. FSDP2's records then have the unsharded
+        ones.
         """
         params: dict[str, Tensor] = {}
         for name, p in module._parameters.items():
@@ -210,7 +206,7 @@ class FSDPParams:
         return params
 
     def has_unreduced_gradients(self, module: nn.Module) -> bool:
-        """Return whether passes have left gradients that FSDP2 will average after a later pass."""
+        """Return whether a module has gradients that FSDP2 will average later."""
         if _fsdp_module() is None:
             return False
         for name, p in module._parameters.items():
@@ -225,25 +221,22 @@ class FSDPParams:
     def _record(self, module: nn.Module, name: str, is_sharded: bool = False) -> Any:
         """Return FSDP2's record of a module's parameter, or None.
 
-        If the parameter is sharded but has no record, the model was sharded
-        after the last search.
+        A sharded parameter without a record was sharded after the last search.
         """
         key = (id(module), name)
         model = self._model()
-        is_unknown = key not in self._records or (
-            is_sharded and self._records[key] is None
-        )
+        lacks_record = is_sharded and self._records.get(key) is None
+        is_unknown = key not in self._records or lacks_record
         if is_unknown and model is not None:
             self._find_records(model)
             self._records.setdefault(key, None)
         return self._records.get(key)
 
     def _find_records(self, model: nn.Module) -> None:
-        """Find the records of all parameters in one pass, because a search of the model is slow."""
+        """Find the records of all parameters in one pass over the model."""
         self._records = {}
         for module in model.modules():
-            # The parameters of a TorchScript module can only be
-            # iterated over by ``items()``.
+            # A TorchScript module supports only ``items()``.
             names = [name for name, _ in module._parameters.items()]
             self._records |= {(id(module), name): None for name in names}
         for group in _param_groups(model):
@@ -294,9 +287,8 @@ class ShardLayout:
 def shard_layout(tensor: Tensor, world: World) -> ShardLayout:
     """Return the layout of a parameter.
 
-    If it is not sharded, every rank stores every row.
-
-    All ranks of ``world`` must be in the DTensor's mesh.
+    If it is not sharded, every rank stores every row. Otherwise all ranks of ``world``
+    must be in the DTensor's mesh.
 
     Raises:
         TypeError: If the DTensor does not have the rows on this rank that
@@ -344,7 +336,7 @@ def _by_rank(
 
 
 class ParamLocations:
-    """Where a model's modules hold parameters, to find the shards that replace them later."""
+    """Places of parameters in a model, to find the shards that replace them later."""
 
     def __init__(self, model: nn.Module, params: Iterable[Tensor]) -> None:
         unsharded = {id(p) for p in params if not is_dtensor(p)}
@@ -356,16 +348,13 @@ class ParamLocations:
                         self._locations.append((module, name, p))
 
     def find_new_shards(self) -> dict[Tensor, Tensor]:
-        """Return the parameters that ``fully_shard`` has replaced, each with its shard."""
+        """Return the parameters that ``fully_shard`` replaced, with their shards."""
         shards: dict[Tensor, Tensor] = {}
         for module, name, p in self._locations:
             new = module._parameters.get(name)
-            if (
-                new is not None
-                and new is not p
-                and is_dtensor(new)
-                and new.shape == p.shape
-            ):
+            if new is None or new is p:
+                continue
+            if is_dtensor(new) and new.shape == p.shape:
                 shards[p] = new
         return shards
 
@@ -373,7 +362,7 @@ class ParamLocations:
 def check_sharding(model: nn.Module) -> None:
     """Check that every sharded parameter was sharded by ``fully_shard``, by rows.
 
-    Reshards the model first, because a root stays unsharded after a
+    The function reshards the model first, because a root stays unsharded after a
     forward without a backward.
 
     Raises:
@@ -389,11 +378,8 @@ def check_sharding(model: nn.Module) -> None:
         device_type = cast(Any, p).device_mesh.device_type
         shards = [placement for placement in placements if not placement.is_replicate()]
         layer, _, param_name = name.rpartition(".")
-        if (
-            id(p) not in managed
-            or len(shards) != 1
-            or type(shards[0]).__name__ != "Shard"
-        ):
+        has_one_shard = len(shards) == 1 and type(shards[0]).__name__ == "Shard"
+        if id(p) not in managed or not has_one_shard:
             raise TypeError(
                 f"layer {layer or '(model)'!r} is parallelized over tensors: its parameter "
                 f"{param_name!r} is a DTensor with placements {placements} that fully_shard alone "

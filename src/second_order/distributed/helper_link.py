@@ -77,9 +77,8 @@ class Message(NamedTuple):
 class WaitTimer:
     """A limit on a wait that does not count the time in which this process was stopped.
 
-    The time between two checks counts for at most a quarter of the limit. So
-    if all processes are stopped and continued together, none of them
-    considers the others lost.
+    The time between two checks counts for at most a quarter of the limit. So if all
+    processes are stopped and continued together, none considers the others lost.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -147,8 +146,7 @@ class HelperLink:
             limit = timedelta(seconds=max(timeout, 1.0))
             self._store = TCPStore(*address, wait_for_workers=False, timeout=limit)
         # A queue without a lock, because the garbage collector may call
-        # request_shutdown() in the middle of the thread.
-        # None: shut down.
+        # request_shutdown() in the middle of the thread. None: shut down.
         self._outgoing = queue.SimpleQueue[tuple[int, Message] | None]()
         self._num_sent = Counter[int]()  # by receiving rank
         self._incoming = deque[Message]()
@@ -275,7 +273,7 @@ class HelperLink:
         while self._store.check([f"{self.peer}>{self._rank}/{self._num_fetched}"]):
             self._incoming.append(self._fetch())
             self._arrival.set()
-        # After the messages, all of which were sent before.
+        # Set it last, because the peer sent all of these messages before.
         self.peer_closed = peer_closed
 
     def _send(self, to: int, message: Message) -> None:
@@ -307,7 +305,7 @@ class HelperLink:
         return Message(*torch.load(file, weights_only=True))
 
     def _beat(self) -> None:
-        """Send a heartbeat and check the peer's, if the last one was long enough ago."""
+        """Send a heartbeat and check the peer's, if the last was long enough ago."""
         now = time.monotonic()
         if now < self._next_beat:
             return
@@ -385,9 +383,8 @@ def connect_helpers(
     links: list[HelperLink] = []
     try:
         if rank in roles.helpers:
-            links.append(
-                HelperLink(address, rank, 0, timeout, owner, store, roles.workers)
-            )
+            link = HelperLink(address, rank, 0, timeout, owner, store, roles.workers)
+            links.append(link)
         else:
             for helper in roles.helpers:
                 link = HelperLink(addresses[helper], rank, helper, timeout, owner)
@@ -403,7 +400,7 @@ def connect_helpers(
 
 
 def _gather_or_raise(world: World, value: T, error: str) -> list[T]:
-    """Gather a value from every rank, or raise the errors of all ranks on every rank."""
+    """Gather a value from every rank, or raise all ranks' errors on every rank."""
     gathered = world.all_gather_object((value, error))
     errors = [message for _, message in gathered if message]
     if errors:
@@ -443,12 +440,11 @@ def _own_address() -> str:
 
 
 def pack_by_dtype(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy tensors into one flat tensor per dtype, on the device of the first tensor."""
+    """Copy tensors into one flat tensor per dtype, on the first tensor's device."""
     flats = []
     for same_dtype in _by_dtype(tensors):
-        parts = [
-            tensor.detach().reshape(-1).to(tensors[0].device) for tensor in same_dtype
-        ]
+        device = tensors[0].device
+        parts = [tensor.detach().reshape(-1).to(device) for tensor in same_dtype]
         flats.append(torch.cat(parts))
     return flats
 
@@ -462,8 +458,8 @@ def load_model(
     Args:
         flats: The workers' tensors, packed by :func:`pack_by_dtype`.
         train: Which of the tensors require gradients on the workers.
-        into: The helper's tensors, in the same order. Their
-            ``requires_grad`` is set to ``train``.
+        into: The helper's tensors, in the same order. ``requires_grad`` becomes that
+            of the workers.
 
     Raises:
         SecondOrderError: If the workers' model has other tensors.

@@ -42,9 +42,9 @@ class Roles:
 
         Args:
             world: All ranks.
-            helper_timeout: Largest number of seconds that helpers wait for each
-                other in a collective. The timeout of ``world`` applies to workers,
-                and to helpers as well.
+            helper_timeout: Largest number of seconds that helpers wait for each other
+                in a collective. The timeout of ``world`` applies to workers, and to
+                helpers as well.
         """
         ranks = self.workers
         timeout = None
@@ -90,7 +90,7 @@ def assign_roles(
 
 
 def sharding_error(name: str, role: Role) -> str:
-    """Return the message of the error for a model that FSDP2 shards, if there are helpers."""
+    """Return the error's message for a model that FSDP2 shards next to helpers."""
     return (
         f"{name}: fully_shard (FSDP2) has sharded the model, but helpers and their workers hold "
         f"whole models; use {role_option(role)}=0, or DistributedDataParallel(model, "
@@ -99,7 +99,7 @@ def sharding_error(name: str, role: Role) -> str:
 
 
 def role_option(role: Role) -> str:
-    """Return the name of the option that sets the number of ranks with a helper's role."""
+    """Return the name of the option that sets the number of a role's helpers."""
     return "helper_ranks" if role == "accelerator" else "stats_workers"
 
 

@@ -1,12 +1,13 @@
-"""The ranks that an optimizer works with, their process groups, and the collectives that it uses.
+"""The ranks that an optimizer works with, their process groups and collectives.
 
 Each method of :class:`World` packs the tensors of all layers into flat buffers, so the
 number of collectives does not grow with the number of layers. Each buffer is sent by
 one torch collective:
 
     all_reduce           sums and maxima that every rank receives
-    all_to_all_single    sums that one rank receives (``World.reduce``), and tensors that a rank
-                         sends to others (``World.broadcast``, in which each tensor has an owner)
+    all_to_all_single    sums that one rank receives (``World.reduce``), and tensors
+                         that a rank sends to others (``World.broadcast``, in which each
+                         tensor has an owner)
     broadcast            tensors of the first rank (``World.broadcast_from_first``)
 
 In an all-to-all, a rank sends or receives each of its own tensors P - 1 times. If one
@@ -69,14 +70,13 @@ _shared: weakref.WeakKeyDictionary[
 
 # ------------------------------------------------------------------------------- errors
 
-# If a connection fails, gloo and NCCL may raise a plain RuntimeError
-# with one of these words.
+# If a connection fails, gloo and NCCL may raise a RuntimeError with one of these words.
 BACKEND_WORDS = ("gloo", "nccl", "pair closure")
 
 
 @contextlib.contextmanager
 def translate_backend_errors() -> Iterator[None]:
-    """Translate errors of a communication backend into errors that name the likely cause.
+    """Translate errors of a communication backend, and name the likely cause.
 
     Raises:
         SecondOrderError: Instead of the backend's error.
@@ -161,7 +161,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def sum_in_order(addends: Tensor) -> Tensor:
-    """Sum ``addends`` of shape ``(ranks, n)`` in the order of ranks, at least in float32."""
+    """Sum ``addends``, ``(ranks, n)``, in the order of ranks, at least in float32."""
     total = addends[0].to(accumulation_dtype(addends.dtype))
     for row in addends[1:]:
         total += row
@@ -176,7 +176,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def unflatten_into(flat: Tensor, targets: Sequence[Tensor]) -> None:
-    """Copy the segments of a flat buffer into tensors: the inverse of :func:`flatten`."""
+    """Copy a flat buffer's segments into tensors: the inverse of :func:`flatten`."""
     segments = flat.split([target.numel() for target in targets])
     for target, segment in zip(targets, segments, strict=True):
         target.copy_(segment.view(target.shape))
@@ -200,11 +200,11 @@ def _owned_buckets(
     Raises:
         ValueError: If there is not one owner for each tensor.
     """
+    owned_tensors = []
+    for tensor, owner in zip(tensors, owners, strict=True):
+        owned_tensors.append(OwnedTensor(tensor, owner))
     return split_into_buckets(
-        [
-            OwnedTensor(tensor, owner)
-            for tensor, owner in zip(tensors, owners, strict=True)
-        ],
+        owned_tensors,
         kind=lambda owned: (owned.tensor.dtype, owned.tensor.device),
         nbytes=lambda owned: owned.tensor.nbytes,
         max_bytes=BUCKET_BYTES,
@@ -212,7 +212,7 @@ def _owned_buckets(
 
 
 class PendingCollective(NamedTuple):
-    """A collective in progress, and the function that copies its result into the tensors."""
+    """A collective in progress, and the function that copies its result to tensors."""
 
     work: dist.Work
     finish: Callable[[], None]
@@ -263,8 +263,7 @@ class World:
         self.size = 1
         if alone or not dist.is_available():
             return
-        # torch gives a placeholder to ranks outside of a group. It
-        # raises ValueError below.
+        # Ranks outside of a group have a placeholder, which raises ValueError below.
         is_outside = cast(Any, group) is dist.GroupMember.NON_GROUP_MEMBER
         if not (group is None or is_outside or isinstance(group, dist.ProcessGroup)):
             raise TypeError(
@@ -319,11 +318,10 @@ class World:
     @property
     def timeout(self) -> timedelta | None:
         """The timeout of the group's collectives, or None if it is unknown."""
-        # Such as "cpu:gloo,cuda:nccl".
+        # For example, "cpu:gloo,cuda:nccl".
         config = str(dist.get_backend_config(self.group))
         devices = [torch.device(part.partition(":")[0]) for part in config.split(",")]
-        # torch has no public function for the timeout. The backend of each
-        # device stores its own.
+        # torch has no public function for it. Each device's backend has its own.
         group: Any = self.group
         with contextlib.suppress(AttributeError, RuntimeError):
             timeouts: list[timedelta]
@@ -335,9 +333,7 @@ class World:
 
     @translate_backend_errors()
     def equalize_group_counts(self) -> None:
-        """Make unused groups until every rank is in the same number of groups.
-
-        Collective.
+        """Make unused groups until all ranks are in equally many. Collective.
 
         With ``use_local_synchronization``, only the members of a new group call
         ``new_group``. torch then derives the group's name from the number of groups
@@ -362,9 +358,8 @@ class World:
     ) -> World:
         """Return the world of some of these ranks. All of its members must call this.
 
-        Members of several subgroups must make these calls in the same order.
-        Groups are made once and reused. If the subgroup has all ranks, this
-        world itself is returned.
+        Members of several subgroups must make these calls in the same order. Groups are
+        made once and reused. If the subgroup has all ranks, this world is returned.
 
         Args:
             ranks: The ranks of the subgroup, as this world numbers them.
@@ -387,7 +382,7 @@ class World:
 
     @translate_backend_errors()
     def control_world(self) -> World:
-        """Return the same ranks in the control group, a separate gloo group for small messages.
+        """Return the same ranks in the control group, a gloo group for small messages.
 
         Messages in it do not synchronize with the device, and are not queued behind the
         collectives of this group. All control messages share the one control group. The
@@ -416,14 +411,13 @@ class World:
     def on_cpu(self) -> World:
         """Return the same ranks in a group that sends CPU tensors.
 
-        This is the control group if this group cannot send them,
-        and this group otherwise.
+        This is the control group if this group cannot send them, else this group.
         """
         return self.control_world() if self.backend == "nccl" else self
 
     @property
     def _shared_groups(self) -> dict[tuple[Any, ...], dist.ProcessGroup]:
-        """The groups made for these ranks, by their members and timeouts or by ``CONTROL``."""
+        """The groups of these ranks, by members and timeouts or by ``CONTROL``."""
         assert self.group is not None
         return _shared.setdefault(self.group, {})
 
@@ -458,8 +452,7 @@ class World:
         """Start to all-reduce tensors in place, in buckets.
 
         Args:
-            tensors: The tensors. Every rank passes the same shapes and
-                dtypes in the same order.
+            tensors: The tensors, with the same shapes, dtypes and order on every rank.
             op: The reduction; the sum by default.
             dtype: The communication dtype, if it is not that of the tensors.
         """
@@ -490,8 +483,7 @@ class World:
         except in buckets that are all-reduced.
 
         Args:
-            tensors: The tensors. Every rank passes the same shapes and
-                dtypes in the same order.
+            tensors: The tensors, with the same shapes, dtypes and order on every rank.
             owners: For each tensor the rank that receives the sum, or None if every
                 rank does. Tensors with other owners keep their values.
             dtype: The communication dtype, if it is not that of the tensors.
@@ -526,7 +518,7 @@ class World:
     def _reduce_by_all_reduce(
         self, bucket: Sequence[OwnedTensor], dtype: torch.dtype | None
     ) -> PendingCollective:
-        """Start to all-reduce a bucket, and copy this rank's own sums out of it at the end."""
+        """Start to all-reduce a bucket; copy this rank's own sums at the end."""
         # Addends are rounded to the communication dtype, as in an all-to-all, and added
         # in float32 at least.
         staged = self._stage(flatten([tensor for tensor, _ in bucket]), dtype)
@@ -546,16 +538,15 @@ class World:
         sizes: list[int],
         dtype: torch.dtype | None,
     ) -> PendingCollective:
-        """Start to send each rank the addends of its sums, and add the received ones at the end.
+        """Start to send each rank its addends; add the received ones at the end.
 
         Args:
             parts: The tensors whose sums each rank receives.
             sizes: The number of elements of each part.
             dtype: The communication dtype, if it is not that of the tensors.
         """
-        flat = self._stage(
-            flatten([tensor for part in parts for tensor in part]), dtype
-        )
+        tensors = [tensor for part in parts for tensor in part]
+        flat = self._stage(flatten(tensors), dtype)
         own_size = sizes[self.rank]
         addends = flat.new_empty(self.size, own_size)
         work = self._all_to_all(
@@ -580,10 +571,8 @@ class World:
         """Broadcast each tensor from its owner to every rank, in place, in buckets.
 
         Args:
-            tensors: The tensors. Every rank passes the same shapes and
-                dtypes in the same order.
-            owners: The rank that sends each tensor. Unlike
-                ``dist.broadcast``, one call has many.
+            tensors: The tensors, with the same shapes, dtypes and order on every rank.
+            owners: The rank that sends each tensor; ``dist.broadcast`` has only one.
             dtype: The communication dtype, if it is not that of the tensors.
 
         Raises:
@@ -607,10 +596,9 @@ class World:
     def _gather(
         self, own: Tensor, sizes: Sequence[int], dtype: torch.dtype | None
     ) -> Sequence[Tensor]:
-        """All-gather flat tensors of different lengths; ``sizes`` are their lengths by rank.
+        """All-gather flat tensors; ``sizes`` are their lengths by rank.
 
-        The entry of this rank itself is undefined. ``dist.all_gather``
-        would need equal lengths.
+        This rank's entry is undefined. ``dist.all_gather`` would need equal lengths.
         """
         total = sum(sizes)
         if total == 0:
@@ -673,7 +661,7 @@ class World:
         return list(received.to(flat.device, flat.dtype).split(received_sizes))
 
     def _is_uneven(self, sizes: Sequence[int], total: int) -> bool:
-        """Whether an all-to-all would make a rank send or receive over twice the whole buffer.
+        """Whether an all-to-all would move over twice the whole buffer at one rank.
 
         Twice the buffer is about what each rank sends in an all-reduce. For 8 ranks, a
         buffer is uneven if one rank owns more than a quarter of it.
@@ -699,9 +687,8 @@ class World:
     def _stage(self, flat: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Move a buffer to a device and dtype that the backend can send.
 
-        gloo sends from the CPU, and adds in the dtype that it sends.
-        Half-precision tensors are therefore sent as float32, unless the caller has
-        chosen a narrow dtype.
+        gloo sends from the CPU, and adds in the dtype that it sends. Half-precision
+        tensors are therefore sent as float32, unless the caller has chosen a dtype.
         """
         if dtype is None:
             dtype = flat.dtype
@@ -731,10 +718,9 @@ class World:
         return values
 
     def all_equal(self, word: int) -> bool:
-        """Return whether all ranks have the same 64-bit integer, by an all-reduce of 16 bytes.
+        """Return whether all ranks have the same 64-bit integer, by sending 16 bytes.
 
-        Call this on a world that sends CPU tensors: ``on_cpu()`` or
-        ``control_world()``.
+        Call this on a world for CPU tensors: ``on_cpu()`` or ``control_world()``.
         """
         if self.size == 1:
             return True
@@ -760,9 +746,7 @@ def send_tensors(
     device: torch.device,
     communication_dtype: torch.dtype | None = None,
 ) -> dict[Key, Parts]:
-    """Send tuples of tensors from their sources to their destinations, in buckets.
-
-    Collective.
+    """Send tuples of tensors from sources to destinations, in buckets. Collective.
 
     Every rank receives every message, and drops the items that are not for it.
 
@@ -795,12 +779,13 @@ def send_tensors(
         )
 
     # Broadcast bucket by bucket, to bound the memory of the messages.
-    for bucket in split_into_buckets(
+    buckets = split_into_buckets(
         moving,
         kind=lambda _: None,
         nbytes=lambda key: dtype.itemsize * sum(map(math.prod, shapes[key])),
         max_bytes=BUCKET_BYTES,
-    ):
+    )
+    for bucket in buckets:
         buffers = {key: make_buffers(key) for key in bucket}
         tensors: list[Tensor] = []
         owners: list[int] = []
