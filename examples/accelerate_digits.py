@@ -21,10 +21,10 @@ from second_order import KAISA
 
 
 def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return scikit-learn's digits: training images (1437, 64) and labels, test images and labels.
+    """Return scikit-learn's digits: training images and labels, test images and labels.
 
-    The images are standardized by the mean and standard deviation
-    of the training pixels.
+    The images, (N, 64), are standardized by the mean and standard deviation of the
+    training pixels.
     """
     images, labels = load_digits(return_X_y=True)
     arrays = train_test_split(
@@ -101,7 +101,7 @@ def main() -> None:
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 10.0)
                 optimizer.step()
-                # At the end: earlier would drop accumulated gradients.
+                # An earlier call would drop accumulated gradients.
                 optimizer.zero_grad()
         schedule.step()
         model.eval()
@@ -111,7 +111,7 @@ def main() -> None:
         accelerator.print(f"epoch {schedule.last_epoch}  test accuracy {accuracy:.1%}")
         if args.folder:
             accelerator.save_state(args.folder)
-    # .optimizer: inside Accelerate's wrapper.
+    # KAISA is inside Accelerate's wrapper.
     accelerator.print(optimizer.optimizer.summary())
 
 

@@ -47,9 +47,8 @@ def load_text(held_out: bool) -> Tensor:
     """
     folder = Path(sysconfig.get_path("stdlib"))
     excluded = ("test", "site-packages", "idlelib")
-    packages = [
-        path for path in folder.glob("*/*.py") if path.parent.name not in excluded
-    ]
+    nested = folder.glob("*/*.py")
+    packages = [path for path in nested if path.parent.name not in excluded]
     files = sorted(folder.glob("*.py")) + sorted(packages)
     chosen = [path for i, path in enumerate(files) if (i % 10 == 0) is held_out]
     content = b"\n".join(path.read_bytes() for path in chosen)
@@ -113,7 +112,7 @@ def directions(weight: Tensor, a: Tensor | None = None) -> Tensor:
 
 
 def compress(model: nn.Module, vectors: dict[str, Tensor], rank: int) -> nn.Module:
-    """Return a copy of the model whose layers in ``vectors`` have weights of a lower rank."""
+    """Return a copy whose layers in ``vectors`` have weights of a lower rank."""
     copy = deepcopy(model)
     for name, u in vectors.items():
         weight = copy.get_parameter(f"{name}.weight")
@@ -129,22 +128,23 @@ def losses(
     # Compute the curvature of the blocks' layers, and the directions to keep.
     inputs = [each[:, :-1] for each in windows]
     curvature = measure(model, inputs, layers=["model.layers.*"], progress=False)
-    weights = {name: model.get_parameter(f"{name}.weight") for name in curvature}
-    plain = {name: directions(weight) for name, weight in weights.items()}
-    whitened = {
-        name: directions(w, curvature[name].A[0]) for name, w in weights.items()
-    }
-    failed = [
-        name for name, c in curvature.items() if torch.linalg.cholesky_ex(c.A).info > 0
-    ]
-    print(f"{len(failed)} of {len(weights)} factors A are singular")
+    plain = {}
+    whitened = {}
+    num_singular = 0
+    for name, layer in curvature.items():
+        weight = model.get_parameter(f"{name}.weight")
+        plain[name] = directions(weight)
+        whitened[name] = directions(weight, layer.A[0])
+        num_singular += int(torch.linalg.cholesky_ex(layer.A).info > 0)
+    print(f"{num_singular} of {len(plain)} factors A are singular")
 
     # Compress at every rank.
     found = {"uncompressed": [loss_of(model, held_out).item()]}
     for method, u in (("plain SVD", plain), ("whitened", whitened)):
-        found[method] = [
-            loss_of(compress(model, u, rank), held_out).item() for rank in RANKS
-        ]
+        found[method] = []
+        for rank in RANKS:
+            compressed = compress(model, u, rank)
+            found[method].append(loss_of(compressed, held_out).item())
     return found
 
 
@@ -176,10 +176,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"seed {seed}: held-out loss {uncompressed:.3f}; compressed:")
         print("        rank " + " ".join(f"{rank:5}" for rank in RANKS))
         for method in COLORS:
-            print(
-                f"   {method:9} "
-                + " ".join(f"{loss:5.3f}" for loss in found[seed][method])
-            )
+            columns = " ".join(f"{loss:5.3f}" for loss in found[seed][method])
+            print(f"   {method:9} {columns}")
 
     # Draw each seed, and the mean.
     drawing = Figure(figsize=(5.6, 3.6), layout="constrained")
@@ -190,9 +188,8 @@ def main(arguments: list[str] | None = None) -> None:
         axes.plot(
             RANKS, curves.mean(0), "o-", color=color, markersize=3.5, label=method
         )
-    mean = sum(by_method["uncompressed"][0] for by_method in found.values()) / len(
-        found
-    )
+    baselines = [by_method["uncompressed"][0] for by_method in found.values()]
+    mean = sum(baselines) / len(baselines)
     axes.axhline(mean, color="0.4", linewidth=0.8, linestyle="--", label="uncompressed")
     axes.set(
         xlabel="rank of the layers (full: 64)",

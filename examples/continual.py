@@ -1,4 +1,4 @@
-"""Continual learning: learn digits 0 to 4, then 5 to 9, and forget little of the first task.
+"""Continual learning: learn digits 0 to 4, then 5 to 9, and forget little.
 
     python continual.py
 
@@ -46,10 +46,10 @@ Product = Callable[[Vector], Vector]  # multiplies by the matrix of a penalty
 
 
 def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return scikit-learn's digits: training images (1437, 64) and labels, test images and labels.
+    """Return scikit-learn's digits: training images and labels, test images and labels.
 
-    The images are standardized by the mean and standard deviation
-    of the training pixels.
+    The images, (N, 64), are standardized by the mean and standard deviation of the
+    training pixels.
     """
     images, labels = load_digits(return_X_y=True)
     arrays = train_test_split(
@@ -85,9 +85,8 @@ def train(
         optimizer.zero_grad()
         cross_entropy(model(task[0][chosen]), task[1][chosen]).backward()
         if gradient is not None:
-            pull = gradient(
-                {name: p.detach() - start[name] for name, p in weights.items()}
-            )
+            moved = {name: p.detach() - start[name] for name, p in weights.items()}
+            pull = gradient(moved)
             for name, p in weights.items():
                 p.grad = pull[name] if p.grad is None else p.grad + pull[name]
         optimizer.step()
@@ -100,13 +99,15 @@ def accuracy(model: nn.Module, task: Task) -> float:
 
 
 def penalties(model: nn.Module, task: Task) -> tuple[dict[str, Product], float]:
-    """Return the product with each penalty's matrix after a task, and F's mean eigenvalue."""
+    """Return the product with each penalty's matrix, and F's mean eigenvalue."""
     curvature = measure(model, [task[0]] * DRAWS, factors="ekfac", progress=False)
     diagonal = curvature.diagonal()
+
+    def apply_diagonal(v: Vector) -> Vector:
+        return {name: diagonal[name] * each for name, each in v.items()}
+
     products: dict[str, Product] = dict.fromkeys(CHOICES, lambda v: v)
-    products["diagonal"] = lambda v: {
-        name: diagonal[name] * each for name, each in v.items()
-    }
+    products["diagonal"] = apply_diagonal
     products["EK-FAC"] = curvature.apply
     return products, float(curvature.eigenvalues().mean())
 
@@ -126,9 +127,8 @@ def run(
     # The data. To validate, hold out a fifth of the training images.
     x_train, y_train, x_test, y_test = load_data()
     if validate:
-        order = torch.randperm(
-            len(x_train), generator=torch.Generator().manual_seed(seed)
-        )
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(x_train), generator=generator)
         training, validation = order.tensor_split([len(order) * 4 // 5])
         x_test = x_train[validation]
         y_test = y_train[validation]
@@ -166,9 +166,8 @@ def run(
 
             second = train(deepcopy(first), train_tasks[1], steps, seed + 1, gradient)
             key = (name, (strength, precision))
-            accuracies[key] = torch.tensor(
-                [accuracy(second, task) for task in test_tasks]
-            )
+            both = [accuracy(second, task) for task in test_tasks]
+            accuracies[key] = torch.tensor(both)
     return accuracy(first, test_tasks[0]), accuracies
 
 
@@ -186,10 +185,8 @@ def main(arguments: list[str] | None = None) -> None:
     for name, pairs in CHOICES.items():
         scores = []
         for pair in pairs:
-            score = sum(
-                float(accuracies[name, pair].mean()) for accuracies in validated
-            )
-            scores.append(score)
+            means = [float(accuracies[name, pair].mean()) for accuracies in validated]
+            scores.append(sum(means))
         # If scores are equal, choose the last pair, which is the strongest penalty.
         best = max(range(len(pairs)), key=lambda i: (scores[i], i))
         chosen[name] = (pairs[best],)

@@ -1,4 +1,4 @@
-"""Survive lost processes: save checkpoints, restart, and continue on more or fewer processes.
+"""Survive lost processes: save checkpoints, and continue on any number of processes.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 elastic.py --folder run
@@ -43,10 +43,10 @@ MAX_CHECKPOINTS = 3  # if the newest is damaged, an older one is used
 
 
 def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return scikit-learn's digits: training images (1437, 64) and labels, test images and labels.
+    """Return scikit-learn's digits: training images and labels, test images and labels.
 
-    The images are standardized by the mean and standard deviation
-    of the training pixels.
+    The images, (N, 64), are standardized by the mean and standard deviation of the
+    training pixels.
     """
     images, labels = load_digits(return_X_y=True)
     arrays = train_test_split(
@@ -67,7 +67,7 @@ def make_model() -> nn.Module:
 
 
 class Batches:
-    """Batches of noisy images in random order, which do not depend on the number of processes.
+    """Batches of noisy images in random order, equal for any number of processes.
 
     Every process draws the whole batch from the same generator and takes its own part.
     The state of the generator goes into checkpoints.
@@ -157,10 +157,10 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def save(folder: Path, step: int, parts: dict[str, Any]) -> None:
-    state = {name: part.state_dict() for name, part in parts.items()}
-    save_checkpoint(
-        {"step": step, "rng": torch.get_rng_state(), **state}, path_of(folder, step)
-    )
+    state: dict[str, Any] = {"step": step, "rng": torch.get_rng_state()}
+    for name, part in parts.items():
+        state[name] = part.state_dict()
+    save_checkpoint(state, path_of(folder, step))
     # Remove old checkpoints, and incomplete files of killed processes.
     for path in [*checkpoints(folder)[MAX_CHECKPOINTS:], *folder.glob(".*.partial")]:
         path.unlink()
@@ -191,9 +191,11 @@ def train(args: argparse.Namespace, rank: int, world_size: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         images, labels = batches.draw(rank, world_size)
         if isinstance(optimizer, DHO2 | MRDHO2):
-            optimizer.curvature_closure = lambda x=images, y=labels: cross_entropy(
-                model(x), y
-            )
+
+            def curvature_loss(x: Tensor = images, y: Tensor = labels) -> Tensor:
+                return cross_entropy(model(x), y)
+
+            optimizer.curvature_closure = curvature_loss
         optimizer.zero_grad()
         loss = cross_entropy(model(images), labels)
         loss.backward()

@@ -1,10 +1,12 @@
-"""Export K-FAC's factors to kronfluence (influence functions) and laplace-torch (Laplace).
+"""Export K-FAC's factors to kronfluence and to laplace-torch.
 
     python export_factors.py --folder factors
 
-kronfluence     activation_covariance.safetensors and gradient_covariance.safetensors, with the
-                number of examples in each sum, by module name
-laplace-torch   the state of a ``KronLaplace``: [N G, A] for each weight and [N G] for each bias
+kronfluence     activation_covariance.safetensors, gradient_covariance.safetensors
+                (influence functions), with the number of examples in each sum, by
+                module name
+laplace-torch   the state of a ``KronLaplace`` (Laplace approximation): [N G, A] for
+                each weight and [N G] for each bias
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from second_order import KAISA, KroneckerCurvature, LayerCurvature
 
 
 def is_plain(layer: LayerCurvature) -> bool:
-    """Return whether F is A ⊗ G, with dense A and G, of a weight whose rows are outputs."""
+    """Return whether F is A ⊗ G, both dense, and the weight's rows are outputs."""
     shape = layer.shape
     is_dense = "".join(layer.factors) == "AG" and layer.A.dim() == 3
     return is_dense and shape.groups == 1 and not (shape.exact or shape.transposed)
@@ -32,9 +34,8 @@ def write_kronfluence(
 ) -> list[str]:
     """Write kronfluence's covariance matrices.
 
-    kronfluence stores sums over examples, and divides them by the number of
-    examples. That number is ``examples``, or by default the mean number in an
-    update of the factors.
+    kronfluence stores sums over examples, and divides them by the number of examples.
+    That number is ``examples``, or by default the mean in an update of the factors.
 
     Returns:
         The names of the layers that kronfluence does not support. It supports Linear
@@ -51,11 +52,11 @@ def write_kronfluence(
             continue
         count = max(round(layer.examples), 1) if examples is None else examples
         for file, factor in zip(names, (layer.A, layer.G), strict=True):
+            sums = files.setdefault(file, {})
+            counts = files.setdefault(f"num_{file}_processed", {})
             for module in layer.modules:
-                files.setdefault(file, {})[module] = (factor[0] * count).contiguous()
-                files.setdefault(f"num_{file}_processed", {})[module] = torch.tensor(
-                    [count]
-                )
+                sums[module] = (factor[0] * count).contiguous()
+                counts[module] = torch.tensor([count])
     folder.mkdir(parents=True, exist_ok=True)
     for file, tensors in files.items():
         save_file(tensors, folder / f"{file}.safetensors")
@@ -63,14 +64,13 @@ def write_kronfluence(
 
 
 def laplace_blocks(layer: LayerCurvature, examples: int) -> dict[str, list[Tensor]]:
-    """Return the factors of N F by parameter; empty if ``KronLaplace`` has no such layer.
+    """Return the factors of N F by parameter; empty if ``KronLaplace`` lacks the layer.
 
     Entries of F between the weight and the bias are dropped, as ``KronLaplace`` does.
     """
     names = list(layer.shapes)
     if layer.shape.exact:
-        # The gain and the bias of a norm: F is one matrix, with a
-        # block for each parameter.
+        # The gain and the bias of a norm: F is one matrix with a block for each.
         fisher = layer.G[0]
         if layer.shape.groups > 1:
             fisher = torch.diag(layer.G.flatten())
@@ -154,10 +154,8 @@ def main() -> None:
 
     # Export.
     curvature = optimizer.curvature()
-    print(
-        "not supported by kronfluence:",
-        write_kronfluence(curvature, folder, len(labels)),
-    )
+    unsupported = write_kronfluence(curvature, folder, len(labels))
+    print("not supported by kronfluence:", unsupported)
     state = laplace_state(curvature, model, examples=len(labels), outputs=10)
     torch.save(state, folder / "laplace.pt")
 

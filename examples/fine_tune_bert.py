@@ -1,4 +1,4 @@
-"""Pre-train a small BERT on Python's standard library, and fine-tune it to label source code.
+"""Pre-train a small BERT on Python's standard library, and fine-tune it to label code.
 
     python fine_tune_bert.py
     torchrun --standalone --nproc-per-node=2 fine_tune_bert.py --optimizer adamw
@@ -34,7 +34,7 @@ FILES = 100
 
 
 def kinds_of(source: str) -> Tensor:
-    """Return the kind of each character of a source file, as its index in KINDS (int64)."""
+    """Return the kind of each character of a source file, an index in KINDS (int64)."""
     lines = source.splitlines(keepends=True)
     starts = [0]
     for line in lines:
@@ -57,12 +57,11 @@ def sources(held_out: bool) -> Tensor:
     Every fifth file is held out.
     """
     folder = Path(sysconfig.get_path("stdlib"))
-    texts = [path.read_bytes() for path in sorted(folder.glob("*.py"))[:FILES]]
-    texts = [
-        text
-        for text in texts
-        if text.isascii() and b"\r" not in text and b"\f" not in text
-    ]
+    texts = []
+    for path in sorted(folder.glob("*.py"))[:FILES]:
+        text = path.read_bytes()
+        if text.isascii() and b"\r" not in text and b"\f" not in text:
+            texts.append(text)
     chosen = [text for i, text in enumerate(texts) if (i % 5 == 0) is held_out]
     kinds = torch.cat([kinds_of(text.decode()) for text in chosen])
     content = torch.frombuffer(bytearray(b"".join(chosen)), dtype=torch.uint8)
@@ -72,7 +71,7 @@ def sources(held_out: bool) -> Tensor:
 def windows(
     source: Tensor, count: int, length: int, generator: torch.Generator
 ) -> Tensor:
-    """Cut random windows out of the source: bytes and their kinds, (2, count, length)."""
+    """Cut random windows out of the source: bytes and kinds, (2, count, length)."""
     starts = torch.randint(source.shape[1] - length, (count, 1), generator=generator)
     return source[:, starts + torch.arange(length)]
 
@@ -98,7 +97,7 @@ def parameter_groups(
     weight_decay: float,
     rates: dict[str, float] | None = None,
 ) -> list[dict[str, Any]]:
-    """Make parameter groups: matrices decay, vectors do not, and some layers have other rates.
+    """Make parameter groups: only matrices decay, and some layers have other rates.
 
     Args:
         model: The model.
@@ -157,9 +156,8 @@ def run(args: argparse.Namespace, rank: int, world_size: int) -> None:
     )
 
     def draw(generator: torch.Generator) -> Tensor:
-        return windows(
-            train_source, args.batch_size // world_size, args.length, generator
-        )
+        count = args.batch_size // world_size
+        return windows(train_source, count, args.length, generator)
 
     def make_optimizer(groups: list[dict[str, object]]) -> torch.optim.Optimizer:
         if args.optimizer == "adamw":
@@ -192,15 +190,14 @@ def run(args: argparse.Namespace, rank: int, world_size: int) -> None:
 
     if rank == 0:
         net.eval()
-        rows = windows(
-            sources(held_out=True), 256, args.length, torch.Generator().manual_seed(0)
-        )
+        generator = torch.Generator().manual_seed(0)
+        rows = windows(sources(held_out=True), 256, args.length, generator)
         with torch.no_grad():
             correct = net(input_ids=rows[0]).logits.argmax(dim=-1) == rows[1]
-        by_kind = [
-            f"{kind} {correct[rows[1] == k].float().mean():.0%}"
-            for k, kind in enumerate(KINDS)
-        ]
+        by_kind = []
+        for k, kind in enumerate(KINDS):
+            accuracy = correct[rows[1] == k].float().mean()
+            by_kind.append(f"{kind} {accuracy:.0%}")
         print(f"held-out accuracy: {correct.float().mean():.1%} ({', '.join(by_kind)})")
 
 
@@ -227,8 +224,7 @@ def main() -> None:
         rank = dist.get_rank()
         world_size = dist.get_world_size()
 
-    # DistributedDataParallel must not outlive the process group,
-    # so it is local to `run`.
+    # DistributedDataParallel, local to `run`, must not outlive the process group.
     run(args, rank, world_size)
     if dist.is_initialized():
         dist.destroy_process_group()

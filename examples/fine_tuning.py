@@ -44,8 +44,7 @@ BODY_STEPS = 200
 FEATURES = 256
 NOISE = 0.1  # standard deviation; pixels have a standard deviation of 1
 HEADS = ("linear", "two-layer")
-# A Hessian-vector product costs a small share of a gradient, so
-# we take many eigenpairs.
+# We take many eigenpairs: a product costs a small share of a gradient.
 HEAD_ON_FROZEN_BODY: dict[str, Any] = {
     "num_largest": 70,
     "lanczos_iterations": 100,
@@ -56,10 +55,10 @@ HEAD_ON_FROZEN_BODY: dict[str, Any] = {
 
 
 def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return scikit-learn's digits: training images (1437, 64) and labels, test images and labels.
+    """Return scikit-learn's digits: training images and labels, test images and labels.
 
-    The images are standardized by the mean and standard deviation
-    of the training pixels.
+    The images, (N, 64), are standardized by the mean and standard deviation of the
+    training pixels.
     """
     images, labels = load_digits(return_X_y=True)
     arrays = train_test_split(
@@ -76,7 +75,7 @@ def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def shuffled_batches(
     count: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[Tensor]:
-    """Yield this rank's part of each batch of indices, in a new random order in every epoch."""
+    """Yield this rank's part of each batch of indices, in a new order every epoch."""
     generator = torch.Generator().manual_seed(seed)
     share = batch_size // world_size
     while True:
@@ -102,7 +101,7 @@ def make_body() -> nn.Sequential:
 
 
 def make_head(kind: str) -> nn.Sequential:
-    """Make one linear layer, or two with 32 hidden units, from 256 features to ten classes."""
+    """Make one linear layer, or two, from 256 features to ten classes."""
     if kind == "linear":
         return nn.Sequential(nn.Linear(FEATURES, 10))
     return nn.Sequential(nn.Linear(FEATURES, 32), nn.ReLU(), nn.Linear(32, 10))
@@ -132,9 +131,8 @@ def trained_body(steps: int = BODY_STEPS) -> nn.Sequential:
         for _ in range(steps):
             indices = next(batches)
             optimizer.zero_grad()
-            cross_entropy(
-                net(add_noise(images[indices], generator)), labels[indices]
-            ).backward()
+            logits = net(add_noise(images[indices], generator))
+            cross_entropy(logits, labels[indices]).backward()
             optimizer.step()
     body = net[0]
     assert isinstance(body, nn.Sequential)
@@ -164,9 +162,8 @@ def train(args: argparse.Namespace, rank: int, world_size: int) -> None:
     noise = torch.Generator().manual_seed(rank)
 
     def loss_of(network: nn.Module, indices: Tensor) -> Tensor:
-        return cross_entropy(
-            network(add_noise(images[indices], noise)), labels[indices]
-        )
+        logits = network(add_noise(images[indices], noise))
+        return cross_entropy(logits, labels[indices])
 
     def draw(batch_size: int, seed: int) -> Iterator[Tensor]:
         return shuffled_batches(len(images), batch_size, seed, rank, world_size)
@@ -218,8 +215,7 @@ def main() -> None:
         rank = dist.get_rank()
         world_size = dist.get_world_size()
 
-    # DistributedDataParallel must not outlive the process group, so
-    # it is local to `train`.
+    # DistributedDataParallel, local to `train`, must not outlive the process group.
     train(args, rank, world_size)
     if dist.is_initialized():
         dist.destroy_process_group()

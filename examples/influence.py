@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from itertools import combinations
 from typing import Any, cast
 
 import torch
@@ -35,10 +36,10 @@ Data = tuple[Tensor, Tensor]  # images and labels
 
 
 def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return scikit-learn's digits: training images (1437, 64) and labels, test images and labels.
+    """Return scikit-learn's digits: training images and labels, test images and labels.
 
-    The images are standardized by the mean and standard deviation
-    of the training pixels.
+    The images, (N, 64), are standardized by the mean and standard deviation of the
+    training pixels.
     """
     images, labels = load_digits(return_X_y=True)
     arrays = train_test_split(
@@ -58,7 +59,7 @@ def losses(model: nn.Module, weights: Weights, data: Data) -> Tensor:
 
 
 def train(model: nn.Module, data: Data, keep: Tensor) -> Weights:
-    """Train one copy of the model for each row of ``keep``, on the images that the row selects."""
+    """Train a copy of the model on the images that each row of ``keep`` selects."""
 
     def objective(weights: Weights, keep: Tensor) -> Tensor:
         squares = torch.stack([w.square().sum() for w in weights.values()]).sum()
@@ -76,12 +77,11 @@ def train(model: nn.Module, data: Data, keep: Tensor) -> Weights:
 
 
 def gradients(model: nn.Module, data: Data) -> Weights:
-    """Return the gradient of each image's loss, by parameter name, of shape (images, ...)."""
+    """Return each image's gradient by parameter name, of shape (images, ...)."""
 
     def loss(weights: Weights, image: Tensor, label: Tensor) -> Tensor:
-        return losses(
-            model, weights, (image.unsqueeze(0), label.unsqueeze(0))
-        ).squeeze()
+        example = (image.unsqueeze(0), label.unsqueeze(0))
+        return losses(model, weights, example).squeeze()
 
     return cast(Weights, vmap(grad(loss), (None, 0, 0))(model.state_dict(), *data))
 
@@ -92,7 +92,7 @@ def products(a: Weights, b: Weights) -> Tensor:
 
 
 def predicted_changes(model: nn.Module, data: Data, queries: Data) -> dict[str, Tensor]:
-    """Predict by each method how a query's loss changes if an image is left out, times N.
+    """Predict N times the change of a query's loss if an image is left out.
 
     Returns:
         By method, a tensor of shape (queries, images).
@@ -116,7 +116,7 @@ def spearman(a: Tensor, b: Tensor) -> Tensor:
 
 
 def influence(seed: int, args: Any) -> dict[str, Tensor]:
-    """Return by method the rank correlation of predicted and true changes, for each query."""
+    """Return each method's rank correlation with the true changes, for each query."""
     # Draw the training images, the queries, and the groups that are left out.
     generator = torch.Generator().manual_seed(seed)
     x_train, y_train, x_test, y_test = load_data()
@@ -144,14 +144,8 @@ def influence(seed: int, args: Any) -> dict[str, Tensor]:
 
     # Compare. Two sets of true changes agree as well as a perfect prediction could.
     mean_change = torch.stack(true_changes).mean(0)  # (queries, groups)
-    correlations = {
-        name: spearman(score, mean_change) for name, score in predicted.items()
-    }
-    between = [
-        spearman(true_changes[i], true_changes[j])
-        for i in range(args.starts)
-        for j in range(i)
-    ]
+    correlations = {name: spearman(p, mean_change) for name, p in predicted.items()}
+    between = [spearman(a, b) for a, b in combinations(true_changes, 2)]
     correlations["other initializations"] = torch.stack(between).mean(0)
     return correlations
 

@@ -1,4 +1,4 @@
-"""Calibrated predictions: the Laplace approximation of the last layer, on rotated, noisy digits.
+"""Calibrated predictions of rotated, noisy digits, by a Laplace approximation.
 
     python laplace_digits.py --output laplace.png
 
@@ -39,10 +39,10 @@ COLORS = {"MAP": "#D55E00", "temperature": "#555555", "Laplace": "#0072B2"}
 
 
 def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return scikit-learn's digits: training images (1437, 64) and labels, test images and labels.
+    """Return scikit-learn's digits: training images and labels, test images and labels.
 
-    The images are standardized by the mean and standard deviation
-    of the training pixels.
+    The images, (N, 64), are standardized by the mean and standard deviation of the
+    training pixels.
     """
     images, labels = load_digits(return_X_y=True)
     arrays = train_test_split(
@@ -98,7 +98,7 @@ def mean_loss(p: Tensor, labels: Tensor) -> float:
 
 
 def reliability(p: Tensor, labels: Tensor) -> Tensor:
-    """Return each bin's share of the images, mean confidence and accuracy, of shape (3, bins)."""
+    """Return each bin's share of images, confidence and accuracy, as (3, bins)."""
     confidence, prediction = p.max(1)
     correct = (prediction == labels).float()
     values = torch.stack([torch.ones_like(confidence), confidence, correct])

@@ -28,10 +28,10 @@ SHOWN = (
 
 
 def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return scikit-learn's digits: training images (1437, 64) and labels, test images and labels.
+    """Return scikit-learn's digits: training images and labels, test images and labels.
 
-    The images are standardized by the mean and standard deviation
-    of the training pixels.
+    The images, (N, 64), are standardized by the mean and standard deviation of the
+    training pixels.
     """
     images, labels = load_digits(return_X_y=True)
     arrays = train_test_split(
@@ -85,7 +85,7 @@ def main() -> None:
             optimizer.step()
             if step % args.every:
                 continue
-            # Waits for the device, so do not call it every step.
+            # This synchronizes with the device, so do not call it every step.
             metrics = optimizer.metrics()
             if writer is not None:
                 writer.add_scalar("loss", float(loss.detach()), step)

@@ -1,9 +1,10 @@
-"""Solve Poisson's equation with a neural network, trained with DHO2 over Adam or with Adam alone.
+"""Solve Poisson's equation with a neural network, by DHO2 over Adam or Adam alone.
 
     python pinn.py
     python pinn.py --optimizer adam --steps 2000
 
-    −Δu = f in the unit square, u = 0 on its boundary; f is such that u = sin(πx) sin(πy)
+    −Δu = f in the unit square, u = 0 on its boundary
+    f is such that u = sin(πx) sin(πy)
 
 The network maps (x, y) to u (a physics-informed network: Raissi et al., 2019). The loss
 is the equation's residual at fixed points inside and the squared values on the
@@ -43,8 +44,7 @@ class Points:
     """The points of the loss, and those where the error is measured.
 
     Args:
-        side: There are ``side`` × ``side`` points inside, and ``side`` on
-            each edge of the square.
+        side: The square has ``side`` × ``side`` points inside, ``side`` on each edge.
     """
 
     def __init__(self, side: int = 24) -> None:
@@ -70,12 +70,10 @@ def laplacian(net: nn.Module, points: Tensor) -> Tensor:
 
 
 def loss_of(net: nn.Module, points: Points) -> Tensor:
-    """Return the mean square of −Δu − f inside, plus that of u on the boundary, weighted."""
+    """Return the mean square of −Δu − f, plus a weighted one of u on the boundary."""
     residual = laplacian(net, points.inside) + points.source
-    loss: Tensor = (
-        residual.square().mean()
-        + BOUNDARY_WEIGHT * net(points.boundary).square().mean()
-    )
+    values = net(points.boundary)
+    loss: Tensor = residual.square().mean() + BOUNDARY_WEIGHT * values.square().mean()
     return loss
 
 
@@ -107,8 +105,7 @@ def main() -> None:
             net.parameters(),
             lr=args.lr,
             base=torch.optim.Adam,
-            # Longer Newton steps without momentum are safe,
-            # because gradients are exact.
+            # Longer Newton steps without momentum are safe: gradients are exact.
             warmup_steps=100,
             newton_scale=0.5,
             subspace_momentum=0.0,

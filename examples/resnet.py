@@ -51,27 +51,24 @@ def read_cifar10(folder: Path, *, train: bool) -> Images:
                 f"{folder / name} has {len(content)} bytes, which is not a multiple of "
                 f"{CIFAR10_RECORD}; unpack the binary version of CIFAR-10 again"
             )
-        records.append(
-            torch.frombuffer(content, dtype=torch.uint8).view(-1, CIFAR10_RECORD)
-        )
+        numbers = torch.frombuffer(content, dtype=torch.uint8)
+        records.append(numbers.view(-1, CIFAR10_RECORD))
     data = torch.cat(records)
     images = data[:, 1:].view(-1, 3, 32, 32).float() / 255
     return (images - CIFAR10_MEAN) / CIFAR10_STD, data[:, 0].long()
 
 
 def generate_images(count: int, seed: int) -> Images:
-    """Draw images of ten classes: each is a shifted, noisy copy of its class's pattern."""
+    """Draw images of ten classes: shifted, noisy copies of the class's pattern."""
     patterns = torch.randn(10, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     patterns = interpolate(patterns, size=(32, 32), mode="bilinear")
     generator = torch.Generator().manual_seed(1 + seed)
     labels = torch.randint(10, (count,), generator=generator)
     shifts = torch.randint(-6, 7, (count, 2), generator=generator)
-    images = torch.stack(
-        [
-            patterns[label].roll((dy, dx), dims=(1, 2))
-            for label, (dy, dx) in zip(labels.tolist(), shifts.tolist(), strict=True)
-        ]
-    )
+    copies = []
+    for label, shift in zip(labels.tolist(), shifts.tolist(), strict=True):
+        copies.append(patterns[label].roll(shift, dims=(1, 2)))
+    images = torch.stack(copies)
     return images + 1.5 * torch.randn(images.shape, generator=generator), labels
 
 
@@ -169,11 +166,10 @@ def train(
     scheduler = OneCycleLR(optimizer, max_lr=args.lr, total_steps=args.steps)
 
     # Every process draws its own images.
+    count = args.batch_size // world_size
     generator = torch.Generator().manual_seed(rank)
     for step in range(1, args.steps + 1):
-        indices = torch.randint(
-            len(train_images), (args.batch_size // world_size,), generator=generator
-        )
+        indices = torch.randint(len(train_images), (count,), generator=generator)
         images = augment(train_images[indices].to(device))
         labels = train_labels[indices].to(device)
         optimizer.zero_grad()
@@ -215,8 +211,7 @@ def main() -> None:
         rank = dist.get_rank()
         world_size = dist.get_world_size()
 
-    # DistributedDataParallel must not outlive the process group, so
-    # it is local to `train`.
+    # DistributedDataParallel, local to `train`, must not outlive the process group.
     train(args, rank, world_size, device)
     if dist.is_initialized():
         dist.destroy_process_group()

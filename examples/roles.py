@@ -28,10 +28,10 @@ CURVATURE_BATCH = torch.arange(256)  # the images whose Hessian has the eigenpai
 
 
 def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return scikit-learn's digits: training images (1437, 64) and labels, test images and labels.
+    """Return scikit-learn's digits: training images and labels, test images and labels.
 
-    The images are standardized by the mean and standard deviation
-    of the training pixels.
+    The images, (N, 64), are standardized by the mean and standard deviation of the
+    training pixels.
     """
     images, labels = load_digits(return_X_y=True)
     arrays = train_test_split(
@@ -54,7 +54,7 @@ def make_model() -> nn.Module:
 def shuffled_batches(
     count: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[Tensor]:
-    """Yield this rank's part of each batch of indices, in a new random order in every epoch."""
+    """Yield this rank's part of each batch of indices, in a new order every epoch."""
     generator = torch.Generator().manual_seed(seed)
     share = batch_size // world_size
     while True:
@@ -91,8 +91,7 @@ def make_optimizer(
         helper_ranks=args.helpers,
         epoch_steps=steps,
         final_update=args.final_update or "guarded",
-        # Helpers call it in the usual loop, and workers call it in
-        # a run without helpers.
+        # Helpers call it in the usual loop; workers call it in a run without helpers.
         curvature_closure=lambda: loss_of(CURVATURE_BATCH),
     )
 
@@ -131,8 +130,7 @@ def main() -> None:
         rank=dist.get_rank(group),
         world_size=dist.get_world_size(group),
     )
-    # When a rank leaves this block, even by an exception, the optimizer
-    # notifies the other ranks.
+    # When a rank leaves this block, even by an exception, it notifies the others.
     with optimizer:
         if is_helper and not args.usual_loop:
             if optimizer.role == "accelerator":

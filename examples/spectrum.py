@@ -1,4 +1,4 @@
-"""Compute the Hessian's extreme eigenvalues and its spectral density, early and late in training.
+"""Compute the Hessian's extreme eigenvalues and spectral density during training.
 
     python spectrum.py
     torchrun --standalone --nproc-per-node=2 spectrum.py
@@ -40,10 +40,10 @@ ROUNDING = 1e-6  # float32 cannot resolve residuals below this share of the eige
 
 
 def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return scikit-learn's digits: training images (1437, 64) and labels, test images and labels.
+    """Return scikit-learn's digits: training images and labels, test images and labels.
 
-    The images are standardized by the mean and standard deviation
-    of the training pixels.
+    The images, (N, 64), are standardized by the mean and standard deviation of the
+    training pixels.
     """
     images, labels = load_digits(return_X_y=True)
     arrays = train_test_split(
@@ -83,7 +83,7 @@ MODELS = {"conv": conv_net, "mlp": mlp}
 def shuffled_batches(
     count: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[Tensor]:
-    """Yield this rank's part of each batch of indices, in a new random order in every epoch."""
+    """Yield this rank's part of each batch of indices, in a new order every epoch."""
     generator = torch.Generator().manual_seed(seed)
     share = batch_size // world_size
     while True:
@@ -103,7 +103,7 @@ class Snapshot:
 
 
 def train(args: argparse.Namespace, rank: int, world_size: int) -> list[Snapshot]:
-    """Train with SGD, and analyze the Hessian after ``args.early`` and ``args.late`` steps."""
+    """Train with SGD, and analyze the Hessian after an early and a late step."""
     torch.manual_seed(args.seed)
     net = MODELS[args.model]()
     x_train, y_train, _, _ = load_data()
@@ -119,8 +119,8 @@ def train(args: argparse.Namespace, rank: int, world_size: int) -> list[Snapshot
     images = x_train[part]
     labels = y_train[part]
 
-    # Calls the network, not the DDP around it.
     def curvature_loss() -> tuple[Tensor, int]:
+        # Call the network, not the DistributedDataParallel around it.
         return cross_entropy(net(images), labels), len(labels)
 
     def analyze(step: int) -> Snapshot:

@@ -1,11 +1,11 @@
-"""Train a small convolutional network on scikit-learn's digits, with KAISA or plain SGD.
+"""Train a small convolutional network on scikit-learn's digits, with KAISA or SGD.
 
     python train_digits.py
     python train_digits.py --optimizer sgd
     torchrun --standalone --nproc-per-node=2 train_digits.py
 
-The script is the usual training loop of PyTorch. Only the line that makes
-the optimizer differs.
+The script is PyTorch's usual training loop. Only the line that makes the optimizer
+differs.
 """
 
 import argparse
@@ -25,16 +25,16 @@ from second_order import DHO2, DPKFAC, KAISA
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """Return the training set (1,437 images of shape 1 x 8 x 8) and the test set (360 images)."""
+    """Return the training set (1,437 images of 1 x 8 x 8) and the test set (360)."""
     images, labels = load_digits(return_X_y=True)
     images = torch.from_numpy(images).float().view(-1, 1, 8, 8) / 16
     labels = torch.from_numpy(labels)
     train, test = train_test_split(
         range(len(images)), test_size=360, random_state=0, stratify=labels
     )
-    return TensorDataset(images[train], labels[train]), TensorDataset(
-        images[test], labels[test]
-    )
+    train_set = TensorDataset(images[train], labels[train])
+    test_set = TensorDataset(images[test], labels[test])
+    return train_set, test_set
 
 
 def make_model() -> nn.Module:
@@ -98,9 +98,8 @@ def train(
     )
 
     # The optimizer.
-    curvature_batch = tuple(
-        tensor[rank:256:world_size].to(device) for tensor in train_set.tensors
-    )
+    part = slice(rank, 256, world_size)
+    curvature_batch = tuple(tensor[part].to(device) for tensor in train_set.tensors)
     optimizer = make_optimizer(args.optimizer, model, args.lr, curvature_batch)
 
     step = 0
@@ -145,8 +144,7 @@ def main() -> None:
         rank = dist.get_rank()
         world_size = dist.get_world_size()
 
-    # DistributedDataParallel must not outlive the process group, so
-    # it is local to `train`.
+    # DistributedDataParallel, local to `train`, must not outlive the process group.
     train(args, rank, world_size, device)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Train a small causal transformer with KAISA over AdamW, on one process or sharded over several.
+"""Train a small causal transformer with KAISA over AdamW, optionally sharded.
 
     python train_language_model.py
     torchrun --standalone --nproc-per-node=2 train_language_model.py
@@ -37,9 +37,8 @@ def load_text(held_out: bool) -> Tensor:
     """Return the characters of the standard library's source as numbers (int64)."""
     folder = Path(sysconfig.get_path("stdlib"))
     excluded = ("test", "site-packages", "idlelib")
-    packages = [
-        path for path in folder.glob("*/*.py") if path.parent.name not in excluded
-    ]
+    nested = folder.glob("*/*.py")
+    packages = [path for path in nested if path.parent.name not in excluded]
     files = sorted(folder.glob("*.py")) + sorted(packages)
     chosen = [path for i, path in enumerate(files) if (i % 10 == 0) is held_out]
     content = b"\n".join(path.read_bytes() for path in chosen)
@@ -61,7 +60,7 @@ def random_windows(text: Tensor, count: int, generator: torch.Generator) -> Tens
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, each after a LayerNorm and added to its input."""
+    """Attention and a feed-forward network, each after LayerNorm, with residuals."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -114,7 +113,7 @@ class Transformer(nn.Module):
 
 
 def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
-    """Return the mean cross-entropy of each window's characters after the first, in nats."""
+    """Return the mean cross-entropy of each character after the first, in nats."""
     logits = model(windows[:, :-1])
     return cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
@@ -125,8 +124,7 @@ def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
 def train(
     args: argparse.Namespace, rank: int, world_size: int, device: torch.device
 ) -> None:
-    # Model and optimizer. FSDP2 shards the parameters in place, before
-    # the optimizer sees them.
+    # Model and optimizer. FSDP2 shards parameters before the optimizer sees them.
     torch.manual_seed(0)
     net = Transformer().to(device)
     model: nn.Module = net
@@ -136,8 +134,7 @@ def train(
         fully_shard(net)
     elif world_size > 1:
         model = DistributedDataParallel(net)
-    # With factor_exchange="reduce" each factor is on one process, as
-    # sharded parameters are.
+    # With "reduce", each factor is on one process, as sharded parameters are.
     optimizer = KAISA(
         model.parameters(), lr=args.lr, base=torch.optim.AdamW, factor_exchange="reduce"
     )
@@ -145,15 +142,13 @@ def train(
     # Every process draws the same windows and takes its own part of them.
     train_text = load_text(held_out=False)
     test_text = load_text(held_out=True)
-    test_windows = random_windows(
-        test_text, HELD_OUT_WINDOWS, torch.Generator().manual_seed(1)
-    )
+    test_generator = torch.Generator().manual_seed(1)
+    test_windows = random_windows(test_text, HELD_OUT_WINDOWS, test_generator)
     test_windows = test_windows[rank::world_size].to(device)
     generator = torch.Generator().manual_seed(0)
     for step in range(1, args.steps + 1):
-        windows = random_windows(train_text, BATCH, generator)[rank::world_size].to(
-            device
-        )
+        windows = random_windows(train_text, BATCH, generator)
+        windows = windows[rank::world_size].to(device)
         optimizer.zero_grad()
         loss = loss_of(model, windows)
         loss.backward()
@@ -185,8 +180,7 @@ def main() -> None:
         rank = dist.get_rank()
         world_size = dist.get_world_size()
 
-    # DistributedDataParallel must not outlive the process group, so
-    # it is local to `train`.
+    # DistributedDataParallel, local to `train`, must not outlive the process group.
     train(args, rank, world_size, device)
     if dist.is_initialized():
         dist.destroy_process_group()

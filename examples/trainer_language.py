@@ -1,4 +1,4 @@
-"""Train a small GPT-2, Llama or BERT with the Trainer of Hugging Face transformers and KAISA.
+"""Train a small GPT-2, Llama or BERT with Hugging Face's Trainer and KAISA.
 
     python trainer_language.py --model llama
     python trainer_language.py --model llama --lines --batch-size 4 --accumulate 4
@@ -50,9 +50,8 @@ def load_text(held_out: bool) -> Tensor:
     """
     folder = Path(sysconfig.get_path("stdlib"))
     excluded = ("test", "site-packages", "idlelib")
-    packages = [
-        path for path in folder.glob("*/*.py") if path.parent.name not in excluded
-    ]
+    nested = folder.glob("*/*.py")
+    packages = [path for path in nested if path.parent.name not in excluded]
     files = sorted(folder.glob("*.py")) + sorted(packages)
     chosen = [path for i, path in enumerate(files) if (i % 10 == 0) is held_out]
     content = b"\n".join(path.read_bytes() for path in chosen)
@@ -67,9 +66,8 @@ def load_text(held_out: bool) -> Tensor:
 def make_model(name: str, width: int, layers: int, length: int) -> PreTrainedModel:
     if name == "gpt2":
         sizes = {"n_embd": width, "n_layer": layers, "n_head": 4, "n_positions": length}
-        return GPT2LMHeadModel(
-            GPT2Config(vocab_size=VOCABULARY, use_cache=False, **sizes)
-        )
+        gpt2_config = GPT2Config(vocab_size=VOCABULARY, use_cache=False, **sizes)
+        return GPT2LMHeadModel(gpt2_config)
     shared: dict[str, Any] = {
         "hidden_size": width,
         "num_hidden_layers": layers,
@@ -176,8 +174,7 @@ def main() -> None:
         save_steps=args.save_steps or 1,
         logging_steps=max(1, args.steps // 10),
         ddp_backend=ddp_backend,
-        # On CPUs, the Trainer only wraps the model in
-        # DistributedDataParallel with this.
+        # On CPUs, the Trainer needs this to use DistributedDataParallel.
         use_cpu=not torch.cuda.is_available(),
         dataloader_pin_memory=torch.cuda.is_available(),
         disable_tqdm=True,
@@ -194,8 +191,7 @@ def main() -> None:
         lr=args.lr,
         betas=(0.9, 0.95),
         base=torch.optim.AdamW,
-        # The Trainer wraps the model in DistributedDataParallel later,
-        # which averages gradients.
+        # Later, the Trainer adds DistributedDataParallel, which averages gradients.
         gradient_averaging=False,
         # BERT's loss is the mean over a batch, and the Trainer adds up those of a step.
         loss_reduction="pass_mean" if args.model == "bert" else "auto",

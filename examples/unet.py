@@ -103,13 +103,12 @@ def train(args: argparse.Namespace, rank: int, world_size: int) -> None:
     noisy = add_noise(clean, test_generator)
 
     train_image = photograph("china.jpg")
+    count = args.batch_size // world_size
     generator = torch.Generator().manual_seed(2 + rank)
     if rank == 0:
         print(f"noisy images: {decibels(noisy, clean):.2f} dB")
     for step in range(1, args.steps + 1):
-        images = random_crops(
-            train_image, args.batch_size // world_size, args.size, generator
-        )
+        images = random_crops(train_image, count, args.size, generator)
         optimizer.zero_grad()
         loss = mse_loss(model(add_noise(images, generator)), images)
         loss.backward()
@@ -141,8 +140,7 @@ def main() -> None:
         rank = dist.get_rank()
         world_size = dist.get_world_size()
 
-    # DistributedDataParallel must not outlive the process group, so
-    # it is local to `train`.
+    # DistributedDataParallel, local to `train`, must not outlive the process group.
     train(args, rank, world_size)
     if dist.is_initialized():
         dist.destroy_process_group()
