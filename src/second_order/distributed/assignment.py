@@ -144,6 +144,7 @@ def assign_layers(
     Returns:
         The assignment of each layer, in the order of ``layers``.
     """
+    # Compute the cost of each factor.
     a_costs: list[float] = []
     for layer in layers:
         if layer.diagonal_a:
@@ -152,6 +153,7 @@ def assign_layers(
             a_costs.append(factor_cost(layer.groups, layer.in_dim, cost))
     g_costs = [factor_cost(layer.groups, layer.out_dim, cost) for layer in layers]
 
+    # Assign the layers, the most expensive first.
     row_loads = _empty_loads(range(grid.rows))
     rank_loads: dict[int, _Loads] = {}  # by row
     assignments: dict[int, LayerAssignment] = {}

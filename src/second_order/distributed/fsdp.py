@@ -102,6 +102,8 @@ def shard_like(p: Tensor, value: Tensor) -> Tensor:
     """
     if not is_dtensor(p) or is_dtensor(value) or value.shape != p.shape:
         return value
+
+    # Copy the rows that this rank stores in its replica.
     rank = dist.get_rank()
     (replica,) = (ranks for ranks in shard_replicas(p) if rank in ranks)
     start, stop = chunk_bounds(p.shape[0], len(replica), replica.index(rank))
@@ -211,6 +213,7 @@ class FSDPParams:
             return False
         for name, p in module._parameters.items():
             record = None if p is None else self._record(module, name)
+            # FSDP2 keeps gradients in its record or in the unsharded parameter.
             if getattr(record, "unsharded_accumulated_grad", None) is not None:
                 return True
             unsharded = getattr(record, "_unsharded_param", None)
@@ -243,6 +246,7 @@ class FSDPParams:
             for record in group.fsdp_params:
                 info = record._module_info
                 self._records[id(info.module), info.param_name] = record
+                # A shared parameter has several places.
                 shared = zip(info.shared_modules, info.shared_param_names, strict=True)
                 for module, name in shared:
                     self._records[id(module), name] = record
@@ -354,6 +358,7 @@ class ParamLocations:
             new = module._parameters.get(name)
             if new is None or new is p:
                 continue
+            # ``fully_shard`` replaces a parameter by a DTensor of the same shape.
             if is_dtensor(new) and new.shape == p.shape:
                 shards[p] = new
         return shards

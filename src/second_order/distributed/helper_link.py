@@ -149,9 +149,13 @@ class HelperLink:
         # request_shutdown() in the middle of the thread. None: shut down.
         self._outgoing = queue.SimpleQueue[tuple[int, Message] | None]()
         self._num_sent = Counter[int]()  # by receiving rank
+
+        # The thread fetches messages, and wakes a caller that waits for one.
         self._incoming = deque[Message]()
         self._num_fetched = 0
         self._arrival = threading.Event()
+
+        # The heartbeats of both ends.
         self._num_beats = 0
         self._next_beat = 0.0
         self._peer_beat = ""
@@ -160,6 +164,8 @@ class HelperLink:
             target=self._run, name="second_order link", daemon=True
         )
         self._thread.start()
+
+        # The interpreter's exit and the owner's end shut the link down.
         _open.add(self)
         self._owner: weakref.ref[Any] | None = None
         if owner is not None:
@@ -314,6 +320,7 @@ class HelperLink:
         self._store.set(f"{self._rank}/beat", str(self._num_beats))
         if self._store.check([f"{self.peer}/beat"]):
             beat = self._store.get(f"{self.peer}/beat").decode()
+            # A new heartbeat shows that the peer is alive.
             if beat != self._peer_beat:
                 self._peer_beat = beat
                 self._peer_timer.begin()
@@ -425,6 +432,8 @@ def _own_address() -> str:
     """Return this machine's address on the network of ``MASTER_ADDR``."""
     name = os.environ.get("MASTER_ADDR") or socket.gethostname()
     family, _, _, _, place = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
+
+    # The system chooses the address from which it would reach this place.
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(place)  # for a datagram socket, this sends nothing
         own = str(probe.getsockname()[0])

@@ -46,6 +46,7 @@ class Roles:
                 in a collective. The timeout of ``world`` applies to workers, and to
                 helpers as well.
         """
+        # Helpers have a timeout of their own, if it is shorter than the group's.
         ranks = self.workers
         timeout = None
         if world.rank in self.helpers:

@@ -88,6 +88,7 @@ def translate_backend_errors() -> Iterator[None]:
         is_backend_error = any(word in message.lower() for word in BACKEND_WORDS)
         if dist.is_available() and isinstance(error, dist.DistError):
             is_backend_error = True
+        # Raise other errors as they are.
         if not is_backend_error or isinstance(error, SecondOrderError):
             raise
         raise SecondOrderError(
@@ -135,6 +136,7 @@ def split_into_buckets(
     Returns:
         The buckets, in the order of their first items.
     """
+    # A kind's last bucket stays open until an item would exceed the limit.
     buckets: list[list[T]] = []
     open_bucket: dict[Hashable, list[T]] = {}
     filled: dict[Hashable, int] = {}
@@ -374,6 +376,8 @@ class World:
         if len(ranks) == 1 and not needs_group:
             return World.alone()
         members = tuple(self.global_ranks[rank] for rank in ranks)
+
+        # All optimizers share the group of these members with this timeout.
         groups = self._shared_groups
         key = (members, timeout)
         if key not in groups:
@@ -509,6 +513,8 @@ class World:
                     part.append(tensor)
             else:
                 parts[owner].append(tensor)
+
+        # If one rank would receive too much, an all-reduce sends less.
         sizes = [count_elements(part) for part in parts]
         total = count_elements(tensor for tensor, _ in bucket)
         if self._is_uneven(sizes, total):
@@ -586,6 +592,8 @@ class World:
                 assert owner is not None
                 parts[owner].append(tensor)
             sizes = [count_elements(part) for part in parts]
+
+            # Send the local part, and copy the others' parts into their tensors.
             own = bucket[0].tensor.new_empty(0)
             if parts[self.rank]:
                 own = flatten(parts[self.rank])
@@ -647,6 +655,8 @@ class World:
         """
         if self.size == 1:
             return list(parts)
+
+        # Send all parts in one buffer.
         received_sizes = list(sizes)
         flat = torch.cat(list(parts))
         staged = self._stage(flat, dtype)
@@ -786,6 +796,7 @@ def send_tensors(
         max_bytes=BUCKET_BYTES,
     )
     for bucket in buckets:
+        # Make the buffers, list them with their owners, and send them.
         buffers = {key: make_buffers(key) for key in bucket}
         tensors: list[Tensor] = []
         owners: list[int] = []
@@ -793,6 +804,8 @@ def send_tensors(
             tensors += buffers[key]
             owners += [routes[key].source] * len(buffers[key])
         world.broadcast(tensors, owners, communication_dtype)
+
+        # Keep the items that are for this rank.
         for key in bucket:
             source, destinations = routes[key]
             if source != world.rank and world.rank in destinations:

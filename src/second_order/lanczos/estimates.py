@@ -111,6 +111,7 @@ def trace(
     directions = _check_counts(products, directions, seed)
     with curvature_space(loss_fn, params, curvature, hvp, process_group) as space:
         steep = _SteepDirections(space, min(directions, space.size), seed)
+        # Treat the steep directions exactly, and sample the complement.
         exact = [_dot(space, q, Hq) for q, Hq in zip(steep.Q, steep.HQ, strict=True)]
         samples = []
         for z in steep.probes(products):
@@ -255,6 +256,7 @@ class _SteepDirections:
                 Q[k] = self.project_out(residual / residual_norm)
                 self.Q = Q[: k + 1]
 
+        # Multiply H by the orthonormal vectors.
         self.HQ = torch.empty_like(self.Q)
         for q, Hq in zip(self.Q, self.HQ, strict=True):
             Hq.copy_(space.apply(q))
@@ -334,6 +336,8 @@ class SpectralDensity:
         check_number(
             "width", width, low=0.0, open_low=True, open_high=True, remedy=remedy
         )
+
+        # Add up one weighted Gaussian for each node.
         grid = grid.to("cpu", torch.float64)
         distance = (grid[:, None, None] - self.nodes[None]) / width
         area = width * math.sqrt(2 * math.pi)

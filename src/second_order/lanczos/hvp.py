@@ -218,6 +218,7 @@ class Hessian:
 
         self.params = list(params)
         self._device = self.params[0].device if self.params else torch.device("cpu")
+        # The losses are evaluated under the autocast of the caller.
         self._autocast_enabled = torch.is_autocast_enabled(self._device.type)
         self._autocast_dtype = torch.get_autocast_dtype(self._device.type)
         self._local_shapes = [local_tensor(p).shape for p in self.params]
@@ -295,6 +296,7 @@ class Hessian:
         """
         flat_parts = []
         for p, part in zip(self.params, parts, strict=True):
+            # A parameter outside of the graph has a zero derivative.
             tensor = torch.zeros_like(p) if part is None else part
             flat_parts.append(local_tensor(tensor).detach().reshape(-1))
         flat = torch.cat(flat_parts).to(dtype)
@@ -586,6 +588,7 @@ class RowSpace:
         on_device = self.device.type != "cpu"
         if on_device:
             tensors.append(self._sum_losses())
+        # Copy all numbers to the host at once.
         values: list[float] = torch.cat(tensors).tolist()
         if on_device:
             self._loss_sums = values[-2:]
@@ -626,6 +629,7 @@ class RowSpace:
                 failed; and on all, if no process's loss depends on the parameters.
             Exception: The error of the product, on the process where it failed.
         """
+        # Each process reports its error, and whether its loss depends on parameters.
         device = "cpu" if self._world.size == 1 else self.device
         flags = torch.zeros(self._world.size + 1, dtype=torch.float32, device=device)
         flags[self._world.rank] = float(self.error is not None)

@@ -127,6 +127,7 @@ class _Coefficients:
         """
         self.exhausted = False
         for i in range(0, len(numbers), 3):
+            # The numbers are α in two parts, and the squared norm.
             alpha = numbers[i] + numbers[i + 1]
             squared_norm = numbers[i + 2]
             if not (math.isfinite(alpha) and math.isfinite(squared_norm)):
@@ -263,6 +264,7 @@ def _random_orthogonal(space: RowSpace, basis: Tensor, seed: int) -> Tensor | No
 def _orthogonalize(space: RowSpace, basis: Tensor, d: Tensor) -> Tensor | None:
     """Return d's normalized part outside of the span; None if it is rounding."""
     d /= math.sqrt(float(space.total(_squared_norm(d))))
+    # Do this twice, because of rounding.
     for _ in range(2):
         coefficients = space.total((basis @ d).double())
         d.addmv_(basis.t(), coefficients.to(d.dtype), alpha=-1)
