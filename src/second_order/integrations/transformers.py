@@ -13,7 +13,7 @@ __all__ = ["MetricsCallback"]
 
 
 class MetricsCallback(TrainerCallback):
-    """Logs the optimizer's metrics, and consolidates its state before each save.
+    """Adds the optimizer's metrics to the logs, and consolidates its state for saves.
 
         trainer = Trainer(
             model, arguments, train_dataset=data, optimizers=(optimizer, None)
@@ -73,6 +73,6 @@ class MetricsCallback(TrainerCallback):
 
 
 def _unwrapped(optimizer: Any) -> SecondOrderOptimizer | None:
-    """Return the optimizer inside Accelerate's wrapper, or None if it is another's."""
+    """Return the second-order optimizer inside Accelerate's wrapper, or None."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return inner if isinstance(inner, SecondOrderOptimizer) else None

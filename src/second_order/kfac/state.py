@@ -280,6 +280,8 @@ def inverse_state(
 class SharedNumbers:
     """The shared numbers of the curvature itself, without those of its parts.
 
+    These parts are the inverses, the throttle, the step scale and the clip.
+
     Attributes:
         mean_curvature: The mean curvature of all layers at the last refresh.
         averaged_at: The step of the last update of the running averages.
@@ -325,7 +327,7 @@ def send_entries(
     Args:
         world: The ranks.
         block: The layer.
-        entries: The entries, with the ranks that have them. The first rank sends.
+        entries: The entries, with the ranks that have them. The first of them sends.
         saved: The tensors of this rank, by entry name.
         ranks: The ranks that receive the entries.
 

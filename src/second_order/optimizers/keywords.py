@@ -46,9 +46,10 @@ BASE_KWARGS = (
 )
 RAISES = """\
 Raises:
-    TypeError: For an unknown keyword (naming the closest known one) or a missing learning rate.
-    ValueError: For a value outside its bounds, with the bound and the remedy; if no parameter
-        requires a gradient, or none belongs to ``model``.
+    TypeError: For an unknown keyword (naming the closest known one) or a missing
+        learning rate.
+    ValueError: For a value outside its bounds, with the bound and the remedy; if no
+        parameter requires a gradient, or none belongs to ``model``.
     RankMismatchError: If the processes built different models or options.
 """
 
@@ -65,7 +66,7 @@ def documented(*option_classes: type) -> Callable[[type[T]], type[T]]:
 
     def document(optimizer: type[T]) -> type[T]:
         wrapper = textwrap.TextWrapper(
-            width=100,
+            width=88,
             initial_indent=" " * 4,
             subsequent_indent=" " * 8,
             break_on_hyphens=False,
