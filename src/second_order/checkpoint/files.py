@@ -128,6 +128,7 @@ def _damage(path: str | os.PathLike[str]) -> str:
     if not zipfile.is_zipfile(path):
         return f"it is truncated, because the index at its end is missing; {remedy}"
 
+    # The archive has its index: look for objects that are not safe to load.
     try:
         classes = get_unsafe_globals_in_checkpoint(path)
     except Exception:

@@ -138,6 +138,7 @@ def check_base_part(part: SavedPart, base: torch.optim.Optimizer, p: Tensor) -> 
     for key, value in part.items():
         if not isinstance(value, Tensor):
             continue
+        # A dimension of 1 is one that Adafactor has averaged over.
         fits = value.dim() == p.dim()
         if fits:
             sizes = zip(value.shape, p.shape, strict=True)

@@ -275,6 +275,8 @@ def decompose_snapshot(
             # On CUDA, the precision of float32 products is a process-wide setting.
             moved = replace(moved, dtype=torch.float64)
         problems.append(moved)
+
+    # Decompose, and move the results to the device of the factors.
     with torch.no_grad():
         decompositions = solver.decompose(problems, dtype)
 

@@ -32,11 +32,14 @@ def warn_of_uncovered(training: Training, options: KFACOptions, layers: Layers) 
 
     Modules left out by ``skip_layers`` or ``precondition=False`` are not named.
     """
+    # Patterns without a match.
     for pattern in unmatched_patterns(training.model, options.skip_layers):
         if training.is_first_warning(f"pattern:{pattern}"):
             training.warn(
                 f"skip_layers: the pattern {pattern!r} matches no module of the model"
             )
+
+    # Modules that only the base trains.
     rows = _trained_by_base(training, layers)
     others = [row for row in rows if not row.by_option]
     new = [row for row in others if training.is_first_warning(f"left:{row}")]
@@ -46,6 +49,7 @@ def warn_of_uncovered(training: Training, options: KFACOptions, layers: Layers) 
     if len(others) < len(rows):
         names += ", and the modules that you left out"
 
+    # The share of the parameters that is preconditioned.
     covered = 0
     for block in layers.blocks:
         if block.trainable and not block.no_statistics:

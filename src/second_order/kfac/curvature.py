@@ -790,6 +790,7 @@ class KFAC(LayeredCurvature):
 
     def fingerprint_values(self) -> list[tuple[str, Any]]:
         """Return the named values that must be equal on all ranks at every step."""
+        # Values that every optimizer has.
         requested = [
             block.name for block in self.plan if block in self.inverses.requested
         ]
@@ -802,6 +803,8 @@ class KFAC(LayeredCurvature):
             ("loss reduction", self.layers.losses.current()),
             ("step scale", self._step_scale),
         ]
+
+        # Values that depend on the options.
         if self.drift is not None:
             intervals = self.drift.intervals(self.layers.active)
             facts.append(("refresh intervals", intervals.by_layer))

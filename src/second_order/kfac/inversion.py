@@ -530,6 +530,7 @@ class Inverses:
                 inverse = block.inverse
                 if block in attempts and block.has_gradient and inverse is not None:
                     previous[block] = inverse
+            # Precondition by the attempted inverses, and compare.
             if previous:
                 parts = {block: dict(attempts[block]) for block in previous}
                 attempt = LayerBatch(list(previous), self._combine(parts))
@@ -662,6 +663,7 @@ class Inverses:
         communication dtype is narrower, inverse ranks also round the parts that they
         keep, so that all ranks use the same numbers.
         """
+        # The inverse rank of a factor sends its decomposition to the whole row.
         plan = self.step_plan
         dtype = self._dtype
         device = self.training.device
@@ -766,6 +768,7 @@ class Inverses:
                 [as_stack(column).flatten(0, 1) for column in columns]
             )
 
+        # Stack γ and the mean eigenvalues in the same order.
         dampings: list[Damping] = []
         mean_eigenvalues: list[Damping] = []
         for block in parts:

@@ -115,6 +115,7 @@ def precondition_rows(
 
 def make_buckets(step: StepPlan, world: World) -> list[Bucket]:
     """Assign all layers to buckets. Every rank returns the same buckets."""
+    # Split the layers of each worker into runs that fit into a bucket.
     runs = split_into_buckets(
         step.layers,
         kind=lambda block: (block.work_dtype, step.layers[block].workers[0]),
@@ -179,6 +180,7 @@ def _return(
 
     Collective.
     """
+    # Send each rank the rows that it stores.
     sent: list[Tensor] = []
     for rank in range(world.size):
         parts = [torch.empty(0, dtype=bucket.dtype, device=device)]
@@ -187,6 +189,7 @@ def _return(
             parts.append(whole[p][start:stop].reshape(-1))
         sent.append(torch.cat(parts))
 
+    # Receive this rank's rows of the parameters of every worker.
     sizes = [
         [param.layout.size(world.rank) for param in params] for params in bucket.params
     ]

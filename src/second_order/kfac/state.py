@@ -166,12 +166,14 @@ def factor_entries(block: KroneckerBlock, layer: LayerPlan | None) -> list[Entry
 
     ``layer`` is its plan, or None if it has never trained: any rank may then have it.
     """
+    # The ranks that have each factor.
     owners: dict[str, Sequence[int] | None] = {}
     for name in block.shape.factor_names:
         owners[name] = None
         if layer is not None and not layer.factors_everywhere:
             owners[name] = [layer.inverse_rank(name)]
 
+    # The owner of A also has the numbers.
     number_dtype = torch.promote_types(block.factor_dtype, torch.float32)
     means_shape = (block.shape.record_size, block.shape.groups)
     entries = [
@@ -188,12 +190,15 @@ def inverse_entries(
     block: KroneckerBlock, layer: LayerPlan | None, inverses: Inverses
 ) -> list[Entry]:
     """List the tensors of a layer's inverse, pending inverse and history of passes."""
+    # The ranks that have the inverse, and those that have a history of passes.
     workers: Sequence[int] | None = None
     contributors: Sequence[int] | None = None
     if layer is not None:
         workers = layer.workers
         if layer.batch_rank is not None:
             contributors = [layer.batch_rank]
+
+    # The entries. Only inverters with threads leave inverses pending.
     number_dtype = block.to_checkpoint_tensor(()).dtype
     entries = [
         Entry(INVERSE_DAMPING, (4,), number_dtype, workers),
@@ -339,6 +344,7 @@ def send_entries(
     for entry in entries:
         has = entry.ranks is None or world.rank in entry.ranks
         value = saved.get(entry.name) if has else None
+        # Broadcast the entry if a receiver lacks it, with a flag: the sender may too.
         if entry.ranks is not None and not {*ranks} <= {*entry.ranks}:
             source = entry.ranks[0]
             sent = value

@@ -90,6 +90,8 @@ def unwrap_model(model: nn.Module) -> FoundModel:
     """
     chain = unwrapping_chain(model)
     model = chain[-1]
+
+    # Refuse parameters that FSDP1 has flattened, or that have no shape yet.
     class_names: set[str] = set()
     for module in model.modules():
         class_names.update(kind.__name__ for kind in type(module).__mro__)
@@ -299,6 +301,7 @@ class FrozenParams:
 
 def check_scaler(scaler: Any, averages_gradients: bool, num_ranks: int) -> None:
     """Raise unless ``scaler`` is a GradScaler that skips steps on all ranks or none."""
+    # Is it a GradScaler?
     if scaler is None:
         return
     for method in ("scale", "is_enabled"):
@@ -306,6 +309,8 @@ def check_scaler(scaler: Any, averages_gradients: bool, num_ranks: int) -> None:
             raise TypeError(
                 f"grad_scaler={scaler!r} has no {method}(); pass a torch.amp.GradScaler"
             )
+
+    # A ShardedGradScaler shares overflows between ranks, others do not.
     is_synchronized = type(scaler).__name__ == "ShardedGradScaler"
     may_differ = averages_gradients and num_ranks > 1 and not is_synchronized
     if may_differ and scaler.is_enabled():

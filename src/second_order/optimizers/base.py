@@ -488,6 +488,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         check_sharding(training.model)
         check_mesh(training.model, training.world)
 
+        # Replace the old parameters in the groups, the curvature and the state.
         for group in self.param_groups:
             group["params"][:] = [shards.get(p, p) for p in group["params"]]
         self._curvature.replace_params(shards)
@@ -568,6 +569,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 f"assigned does not begin with its {num_groups} groups: change settings in place "
                 f"(group['lr'] = ...), use add_param_group(), or make a new optimizer"
             )
+
+        # Adopt the settings of the groups that exist, and add the others.
         for group, settings in zip(self.param_groups, groups, strict=False):
             for key, value in settings.items():
                 if key not in ("params", NAMES, AUX_BASE):
@@ -640,6 +643,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         added = [names.get(id(p), "not in the model") for p in group_params([group])]
         action = "add a parameter group"
         try:
+            # Divide the group between the bases, and give its parts names and defaults.
             self._check_group_options([group], first=len(self.param_groups))
             parts = [group]
             if isinstance(self._base, BasePair):
@@ -782,6 +786,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             hook.remove()
         (checkpoint,) = checkpoints
 
+        # Warn if something starts from the beginning.
         if self.state and not any(checkpoint.curvature.values()):
             training.warn(
                 f"the checkpoint has the state of {training.base_name} alone: it is loaded, and "

@@ -187,6 +187,7 @@ def _check_groups(
     base: optim.Optimizer,
 ) -> None:
     """Raise ValueError unless sizes, bases, options and order of names are equal."""
+    # Sizes and options.
     saved_sizes = [len(group.get("params", ())) for group in saved_groups]
     sizes = [len(group["params"]) for group in groups]
     if saved_sizes != sizes:
@@ -217,12 +218,15 @@ def _check_group_options(
     i: int, saved: Mapping[str, Any], group: Mapping[str, Any]
 ) -> None:
     """Raise ValueError if options of group i are invalid, or change its kind."""
+    # Are the options valid?
     place = f"the checkpoint's param_groups[{i}]"
     try:
         for option in LAYER_OPTIONS.keys() & saved.keys():
             LAYER_OPTIONS[option](f"{place}: {option}", saved[option])
     except (TypeError, ValueError) as error:
         raise ValueError(f"{error}. {NOTHING_LOADED}") from error
+
+    # Does the same base train the group, and is it preconditioned as before?
     for key, default in ((AUX_BASE, False), ("precondition", True)):
         saved_value = saved.get(key)
         value = group.get(key, default)
@@ -272,6 +276,7 @@ def _check_headers(parts: Iterable[SavedPart]) -> int:
     for part in parts:
         if not part:
             continue
+        # The version.
         part.require(HEADER)
         if part["version"] != VERSION:
             raise part.wrong(
@@ -279,6 +284,8 @@ def _check_headers(parts: Iterable[SavedPart]) -> int:
                 f"is {part['version']}, and this version of second_order reads {VERSION}; install "
                 f"the version that wrote the checkpoint, or a newer one",
             )
+
+        # The number of steps.
         part_steps = part.whole("steps", 0)
         if steps not in (None, part_steps):
             raise part.wrong(
@@ -328,6 +335,7 @@ def export_base_state(
             "this is the state of an optimizer with one base; leave aux_base=True out"
         )
 
+    # Copy the base's groups without our own settings, and the base's state.
     own_entries = (PEAK_LR, AUX_BASE, *LAYER_OPTIONS)
     base_groups = []
     base_state: dict[Any, Any] = {}

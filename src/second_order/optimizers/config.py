@@ -456,9 +456,12 @@ class KFACOptions:
     adaptive: bool = False
 
     def __post_init__(self) -> None:
+        # Numbers.
         check_flag("relative_damping", self.relative_damping)
         self._check_numbers()
         self._check_intervals()
+
+        # Flags and choices.
         check_flag("precondition_norms", self.precondition_norms)
         check_choice("grafting", self.grafting, ("gradient", "none"))
         check_choice("step_scale", self.step_scale, (AUTO, True, False))
@@ -471,6 +474,8 @@ class KFACOptions:
         check_choice("loss_reduction", self.loss_reduction, reductions)
         unsupported_choices = (AUTO, "base_optimizer", "gradient_factors")
         check_choice("unsupported_layers", self.unsupported_layers, unsupported_choices)
+
+        # Layers and their factors.
         check_patterns(self.skip_layers)
         check_count("max_factor_dim", self.max_factor_dim, "rows")
         check_dtype("factor_dtype", self.factor_dtype)
@@ -497,11 +502,14 @@ class KFACOptions:
 
     def _check_intervals(self) -> None:
         """Check intervals and the limit of the overhead."""
+        # Intervals. A TraceRule has checked its own.
         by_rule = isinstance(self.inv_update_steps, TraceRule)
         if not by_rule and not is_auto(self.inv_update_steps):
             check_interval("inv_update_steps", self.inv_update_steps)
         if not is_auto(self.factor_update_steps):
             check_interval("factor_update_steps", self.factor_update_steps)
+
+        # The limit, which only drift can keep.
         if self.overhead is None:
             return
         remedy = "0.15, say"
@@ -831,6 +839,7 @@ class DistKFACOptions:
         chosen = self.doubly_factored
         if chosen is None or is_auto(chosen):
             return
+        # Every entry must be a name with a pair of integers.
         is_valid = isinstance(chosen, Mapping)
         entries: Any = chosen.items() if isinstance(chosen, Mapping) else ()
         for name, sizes in entries:
@@ -997,6 +1006,7 @@ class FOSIOptions:
 
     def _check_lanczos(self) -> None:
         """Check the options of the Lanczos algorithm."""
+        # When the algorithm ends.
         most = self.lanczos_iterations
         if most is not None:
             remedy = "4 (num_largest + num_smallest)"
@@ -1004,6 +1014,8 @@ class FOSIOptions:
         tol = self.lanczos_tol
         remedy = "1e-2 is the default"
         check_number("lanczos_tol", tol, low=0.0, open_high=True, remedy=remedy)
+
+        # How it computes.
         if self.lanczos_dtype is not None:
             dtypes = (torch.float32, torch.float64)
             check_choice("lanczos_dtype", self.lanczos_dtype, dtypes)

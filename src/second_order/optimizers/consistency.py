@@ -72,6 +72,7 @@ class Consistency:
         """
         if training.world.size == 1:
             return
+        # List the facts.
         facts: list[tuple[str, Any]] = [
             *_model_facts(training),
             ("base", training.base_name),
@@ -116,6 +117,7 @@ class Consistency:
         """
         if training.world.size == 1:
             return
+        # List the facts. The sizes show which parameters train.
         groups = training.groups
         settings = [("step", training.steps), *_group_settings(groups)]
         sizes = [
@@ -156,6 +158,7 @@ def require_same(
         RankMismatchError: With the first fact that differs. If a rank did not take
             part, with what this rank is about to do.
     """
+    # Compare the fingerprints, and gather the facts if they differ.
     try:
         control = world.control_world()
         if control.all_equal(fingerprint((action, *values))):
@@ -167,6 +170,8 @@ def require_same(
             f"if none has failed; take as many steps on every rank, and call close() after the "
             f"same one: {error}"
         ) from error
+
+    # Raise an error with the first difference, if it exceeds rounding.
     for rank, facts in enumerate(facts_by_rank):
         difference = first_difference(facts_by_rank[0], facts)
         if difference is not None:

@@ -144,6 +144,7 @@ class DHO2(EigenpairOptimizer):
         debug: bool | int = False,
         **base_kwargs: Any,
     ) -> None:
+        # Check the options.
         check_curvature(curvature, hvp)
         options = FOSIOptions(
             num_largest=num_largest,
@@ -174,6 +175,8 @@ class DHO2(EigenpairOptimizer):
             process_group=process_group,
             debug=debug,
         )
+
+        # Without K-FAC layers, parameters need no module.
         super().__init__(
             params,
             lr,

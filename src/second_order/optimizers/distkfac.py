@@ -123,10 +123,13 @@ class DistKFAC(KroneckerOptimizer):
         debug: bool | int = False,
         **base_kwargs: Any,
     ) -> None:
+        # Check the options, and replace "auto" by the defaults of this base.
         arguments = locals()
         options = options_from(KFACOptions, arguments).resolve(base)
         common = options_from(CommonOptions, arguments)
         distkfac_options = options_from(DistKFACOptions, arguments)
+
+        # Describe how ranks share the work.
         system = System(
             partial(distkfac_plan, factors_everywhere=True),
             block_rules(options, distkfac_options.wide_layers),

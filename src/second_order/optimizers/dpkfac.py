@@ -93,10 +93,13 @@ class DPKFAC(KroneckerOptimizer):
         debug: bool | int = False,
         **base_kwargs: Any,
     ) -> None:
+        # Check the options, and replace "auto" by the defaults of this base.
         arguments = locals()
         options = options_from(KFACOptions, arguments).resolve(base)
         common = options_from(CommonOptions, arguments)
         dpkfac_options = options_from(DPKFACOptions, arguments)
+
+        # Describe how ranks share the work.
         system = System(
             partial(dpkfac_plan, assignment=assignment),
             block_rules(options),

@@ -112,6 +112,7 @@ class _Search:
                 if "FSDPModule" in _class_names(module):
                     cast(Any, module).reshard()
 
+        # Find the owners of the parameters, and the parents of all modules.
         self.parents: dict[int, list[nn.Module]] = {}
         self.owners: list[Owner] = []
         weak_owners: list[Owner] = []
@@ -130,6 +131,7 @@ class _Search:
             else:
                 self.owners.append(owner)
 
+        # A weak owner counts if it has a parameter that no other module has.
         owned = {position for owner in self.owners for position in owner.positions}
         self.owners += [owner for owner in weak_owners if not owner.positions <= owned]
         self.roots = self._find_roots()
@@ -165,6 +167,8 @@ class _Search:
         if not self.roots:
             return None
         modules = [self._widen(root.module) for root in self.roots]
+
+        # Does DistributedDataParallel average the gradients of all parameters?
         owned: set[int] = set()
         averaged_by_ddp: set[int] = set()
         for root in self.roots:

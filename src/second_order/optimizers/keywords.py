@@ -64,6 +64,7 @@ def documented(*option_classes: type) -> Callable[[type[T]], type[T]]:
     for option_class in option_classes:
         descriptions.update(_attribute_descriptions(option_class))
 
+    # Append the descriptions in the order of the signature.
     def document(optimizer: type[T]) -> type[T]:
         wrapper = textwrap.TextWrapper(
             width=88,

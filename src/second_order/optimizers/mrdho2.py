@@ -96,6 +96,7 @@ class MRDHO2(EigenpairOptimizer):
         debug: bool | int = False,
         **base_kwargs: Any,
     ) -> None:
+        # Check the options.
         check_curvature(curvature, hvp)
         options = EpochOptions(
             helper_ranks=helper_ranks,
@@ -124,6 +125,7 @@ class MRDHO2(EigenpairOptimizer):
             process_group=process_group,
             debug=debug,
         )
+
         # Without eigenpairs there is nothing that a helper rank could compute.
         has_helpers = helper_ranks > 0 and options.num_pairs > 0
         super().__init__(

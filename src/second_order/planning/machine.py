@@ -152,6 +152,7 @@ def calibrate(
 
 
 def _measured_machine(device: torch.device) -> Machine:
+    # Time the operations on random matrices.
     matmul: dict[int, float] = {}
     eigh: dict[int, float] = {}
     inverse: dict[int, float] = {}
@@ -164,6 +165,7 @@ def _measured_machine(device: torch.device) -> Machine:
         eigh[n] = seconds_of(partial(torch.linalg.eigh, factor), device)
         inverse[n] = seconds_of(partial(_cholesky_inverse, factor), device)
 
+    # Describe the machine.
     if device.type == "cpu":
         name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
         return Machine(name, matmul, eigh, inverse, device="cpu")

@@ -174,6 +174,7 @@ def plan(
         TypeError: If the model is not a module, or the batch has another type.
         ValueError: For values out of range, or a model that does not take the batch.
     """
+    # Check the arguments.
     check_count("world_size", world_size, "ranks")
     check_count("factor_update_steps", factor_update_steps, "steps")
     check_count("inv_update_steps", inv_update_steps, "steps")
@@ -300,6 +301,7 @@ def run_model(
             saved[storage._cdata] = storage.nbytes()
         return tensor
 
+    # Run both passes once with these hooks, then time them without.
     handles = [module.register_forward_hook(count_rows) for module in block_of]
     counter = FlopCounterMode(display=False)
     hooks = torch.autograd.graph.saved_tensors_hooks(note_saved, lambda tensor: tensor)
@@ -384,6 +386,7 @@ def _recommended(
             f"skip_layers=[...], or use FSDP2"
         )
 
+    # Settings are sorted by time, so the first one is the fastest.
     bound = (1 + SIMILAR) * fitting[0].seconds
     similar = [choice for choice in fitting if choice.seconds <= bound]
     best = min(similar, key=lambda choice: choice.memory)

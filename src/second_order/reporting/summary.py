@@ -87,12 +87,15 @@ class Summary:
         return preconditioned / total if total else 0.0
 
     def __str__(self) -> str:
+        # One row per layer.
         table = [["name", "type", "parameters", "status", "detail", "ranks", "KiB"]]
         for row in self.rows:
             nbytes = row.factor_bytes + row.inverse_bytes
             size = f"{nbytes / 1024:,.1f}" if nbytes else ""
             cells = [row.name, row.kind, f"{row.parameters:,}", row.status, row.detail]
             table.append([*cells, row.computed_by, size])
+
+        # The share and the memory come before the table.
         memory = (
             f"factors {self.factor_bytes / 2**20:.2f} MiB, inverses "
             f"{self.inverse_bytes / 2**20:.2f} MiB"

@@ -44,6 +44,7 @@ def copy_group(group: Any) -> Any:
     Raises:
         ValueError: If the group has no parameters, or not one name for each of them.
     """
+    # Copy the group and its list of parameters.
     if not isinstance(group, dict):
         return group
     if "params" not in group:
@@ -53,6 +54,7 @@ def copy_group(group: Any) -> Any:
     params = [params] if isinstance(params, Tensor) else list(params)
     copied["params"] = params
 
+    # Put each name next to its parameter.
     names = copied.get(NAMES)
     if names is not None and (names or params):
         if len(names) != len(params):

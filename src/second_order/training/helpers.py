@@ -63,6 +63,8 @@ def _refuse_ddp_with_helpers(
     ddp = active_ddp()
     if ddp is None:
         return
+
+    # Does its group have ranks of both roles?
     ranks = dist.get_process_group_ranks(ddp.process_group)
     mixed_in = sorted(set(ranks).intersection(helpers))
     if mixed_in and set(ranks).intersection(workers):

@@ -332,6 +332,7 @@ def scheduled(options: Any, names: Iterable[str], step: int) -> list[tuple[str, 
         option = getattr(options, name)
         if not callable(option):
             continue
+        # Call it, and convert the value to a primitive.
         try:
             value = option(step)
         except Exception as error:
