@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from second_order import DPKFAC, KAISA, DistKFAC
 from second_order.kronecker.experts import Routed, is_experts
+from second_order.kronecker.model_blocks import find_blocks
 
 if TYPE_CHECKING:
     from pool import World
@@ -178,6 +179,23 @@ def test_each_experts_factors_equal_those_computed_by_hand(System: Any, kind: An
         found = factors(optimizer)
         assert_same_factors({name: found[name] for name in expected}, expected)
         optimizer.close()
+
+
+def test_each_weight_of_experts_is_listed_with_its_own_reason() -> None:
+    experts = Experts(2, has_bias=True)
+    sizes = {id(p): p.numel() for p in experts.parameters()}
+    weight = experts.down_proj
+    bias = experts.down_proj_bias
+
+    def rows(owned: Any, excluded: Any = frozenset()) -> Any:
+        blocks, left = find_blocks(experts, owned, (), {}, torch.float32, excluded=excluded)
+        assert [block.name for block in blocks] == ["gate_up_proj"]
+        return [(row.name, row.parameters, row.by_option, row.unexpected) for row in left]
+
+    both = weight.numel() + bias.numel()
+    assert rows(sizes, {id(weight)}) == [("down_proj", both, True, False)]
+    del sizes[id(weight)]
+    assert rows(sizes) == [("down_proj", bias.numel(), False, False)]
 
 
 def test_experts_ignore_sequence_boundaries() -> None:

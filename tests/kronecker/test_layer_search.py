@@ -23,12 +23,16 @@ EXACT = BlockRules(max_exact_dim=256)
 
 
 def find(
-    model: nn.Module, rules: BlockRules | None = EXACT, only: list[Any] | None = None
+    model: nn.Module,
+    rules: BlockRules | None = EXACT,
+    only: list[Any] | None = None,
+    known: dict[str, KroneckerBlock] | None = None,
 ) -> tuple[dict[str, KroneckerBlock], dict[str, LeftToBase]]:
     """Blocks and what is left to the base, by name; of all parameters, or of those in `only`."""
     params = model.parameters() if only is None else only
     owned = {id(p): p.numel() for p in params}
-    blocks, left = find_blocks(model, owned, (), {}, torch.float32, rules)
+    earlier = {id(block.weight): block for block in (known or {}).values()}
+    blocks, left = find_blocks(model, owned, (), earlier, torch.float32, rules)
     assert sum(row.parameters for row in left) + sum(
         p.numel() for block in blocks for p in block.all_params
     ) == sum(owned.values())
@@ -81,6 +85,19 @@ def test_a_bias_without_its_weight_is_unowned() -> None:
     assert kinds(blocks) == {"1": KroneckerBlock}
     assert left["0"].parameters == 3
     assert "weight is not in the optimizer's groups" in left["0"].reason
+
+
+def test_a_norm_whose_bias_was_replaced_gets_a_new_block() -> None:
+    """Parameters are compared by identity: tensors with several elements have no truth value."""
+    norm = nn.LayerNorm(4)
+    model = nn.Sequential(nn.Linear(4, 4), norm)
+    before = find(model)[0]
+    assert find(model, known=before)[0]["1"] is before["1"]
+    norm.bias = nn.Parameter(torch.ones(4))
+    after = find(model, known=before)[0]
+    assert after["0"] is before["0"]
+    assert after["1"] is not before["1"]
+    assert after["1"].all_params[1] is norm.bias
 
 
 class Renormalised(nn.LayerNorm):

@@ -191,9 +191,9 @@ def find_blocks(
         known: Blocks of an earlier call by ``id`` of their weight, reused if they fit.
         factor_dtype: Dtype of the factors of new blocks.
         rules: Options that decide which modules become blocks. None: the defaults.
-        excluded: The ``id`` of parameters in groups with ``precondition=False``. If
-            only some parameters of a module are excluded, the module is treated as if
-            none were.
+        excluded: The ``id`` of parameters in groups with ``precondition=False``. They
+            exclude a module if all its parameters are among them, and a weight of fused
+            experts or a gradient-factored matrix on its own.
 
     Raises:
         ValueError: If the rules do not fit the model.
@@ -314,48 +314,65 @@ class _BlockSearch:
                 self._by_weight.setdefault(id(block.weight), block)
                 return
 
-        # A layer with a kind has a Kronecker block, unless its factors are too large.
-        reason = self._matches[module].reason
-        unexpected = isinstance(module, torch.jit.ScriptModule)
-        if kind is not None:
-            weight = params.get(kind.weight)
-            if weight is None or id(weight) not in self._owned:
-                reason = NOT_OWNED
-            else:
-                locations = self._rules.locations(name, module, input_channels)
-                if locations:
-                    kind = DoublyFactored(locations=locations)
-                    self._kinds[module] = kind
-                has_bias = params.get(kind.bias) is not None
-                in_a = has_bias and not kind.separate_bias_reason
-                reason = self._rules.too_large(kind.shape(module, in_a))
-                unexpected = reason is not None
-
-        # Anything else is left to the base. The parameters in `gain_params` only lack
-        # an option.
+        # Sparse gradients, as of an embedding, give no gradient factors either.
         if getattr(module, "sparse", False):
             self._excluded.update(map(id, params.values()))
-        gain_params: tuple[str | None, ...] = ()
-        if kind is None and gain is not None and self._rules.max_exact_dim is None:
-            gain_params = (gain.weight, gain.bias)
-        if reason is not None and kind is None and _has_own_parameters(module):
-            for param_name, p in params.items():
-                self._skip_params(
-                    f"{name}.{param_name}",
-                    [p],
-                    reason,
-                    exact_if_allowed=param_name in gain_params,
-                )
-            self._skipped.add(module)
-        elif reason is not None:
+
+        # A layer with a kind has a Kronecker block, unless there is a reason against it.
+        # A module without one is left to the base.
+        if kind is None:
+            self._leave_to_base(name, module, params)
+        elif id(params.get(kind.weight)) not in self._owned:
+            self._skip(name, module, NOT_OWNED)
+        else:
+            reason = self._too_large(name, module, kind, input_channels)
+            if reason is not None:
+                self._skip(name, module, reason, unexpected=True)
+        self._add_use_of_weight(name, module)
+
+    def _too_large(
+        self, name: str, module: nn.Module, kind: LayerKind, input_channels: int | None
+    ) -> str | None:
+        """Return why the factors of a layer would be too large; None if they are not."""
+        locations = self._rules.locations(name, module, input_channels)
+        if locations:
+            kind = DoublyFactored(locations=locations)
+            self._kinds[module] = kind
+        has_bias = module._parameters.get(kind.bias) is not None
+        in_a = has_bias and not kind.separate_bias_reason
+        return self._rules.too_large(kind.shape(module, in_a))
+
+    def _leave_to_base(
+        self, name: str, module: nn.Module, params: Mapping[str, nn.Parameter]
+    ) -> None:
+        """Leave a module of no kind to the base, and its own parameters one by one."""
+        reason = self._matches[module].reason
+        if reason is None:
+            return
+        # An option would give a norm layer's gain and bias an exact block.
+        allowed: tuple[str | None, ...] = ()
+        gain = gain_of(module)
+        if gain is not None and self._rules.max_exact_dim is None:
+            allowed = (gain.weight, gain.bias)
+
+        if not _has_own_parameters(module):
+            is_script = isinstance(module, torch.jit.ScriptModule)
             self._skip(
                 name,
                 module,
                 reason,
-                unexpected=unexpected,
-                exact_if_allowed=bool(gain_params),
+                unexpected=is_script,
+                exact_if_allowed=bool(allowed),
             )
-        self._add_use_of_weight(name, module)
+            return
+        for param_name, p in params.items():
+            self._skip_params(
+                f"{name}.{param_name}",
+                [p],
+                reason,
+                exact_if_allowed=param_name in allowed,
+            )
+        self._skipped.add(module)
 
     def _add_use_of_weight(self, name: str, module: nn.Module) -> None:
         """Record that a module uses its weight, if the optimizer owns the weight."""
@@ -378,20 +395,24 @@ class _BlockSearch:
             if weight is None:
                 continue
 
-            # Skip a weight that the options exclude.
+            # Leave a weight to the base that the optimizer does not train, that an option
+            # excludes, or whose factors would be too large.
             full_name = f"{name}.{weight_name}".lstrip(".")
+            if id(weight) not in self._owned:
+                if id(bias) in self._owned:
+                    self._skip_params(full_name, [bias], NOT_OWNED)
+                continue
+            if id(weight) in self._excluded:
+                self._skip_params(full_name, [weight, bias], EXCLUDED, by_option=True)
+                continue
             reason = self._rules.too_large(kind.shape(module, bias is not None))
             if self._rules.approximation == "reduce":
                 reason = REDUCED_EXPERTS
-            if id(weight) in self._excluded:
-                reason = EXCLUDED
             if reason is not None:
                 self._skip_params(full_name, [weight, bias], reason, unexpected=True)
                 continue
 
             # Reuse the block of an earlier search if it still fits.
-            if id(weight) not in self._owned:
-                continue
             if id(bias) not in self._owned:
                 bias = None
             block = self._known.get(id(weight))
@@ -420,17 +441,18 @@ class _BlockSearch:
             return None
 
         # Reuse the block of an earlier search if it has the same parameters.
-        block = self._known.get(id(params[0]))
-        if not isinstance(block, ExactBlock) or block.all_params != params:
-            block = ExactBlock(
-                name=name,
-                module=module,
-                params=params,
-                max_dim=self._rules.max_exact_dim,
-                factor_dtype=self._factor_dtype,
-            )
-        self._in_exact.update(map(id, params))
-        return block
+        ids = [id(p) for p in params]
+        self._in_exact.update(ids)
+        block = self._known.get(ids[0])
+        if isinstance(block, ExactBlock) and [id(p) for p in block.all_params] == ids:
+            return block
+        return ExactBlock(
+            name=name,
+            module=module,
+            params=params,
+            max_dim=self._rules.max_exact_dim,
+            factor_dtype=self._factor_dtype,
+        )
 
     # ----------------------------------------------------------------------- all blocks
 
@@ -588,6 +610,7 @@ class _BlockSearch:
         *,
         unexpected: bool = False,
         exact_if_allowed: bool = False,
+        by_option: bool = False,
     ) -> None:
         """Leave some parameters of a module to the base."""
         row = LeftToBase(
@@ -597,6 +620,7 @@ class _BlockSearch:
             parameters=0,
             unexpected=unexpected,
             exact_if_allowed=exact_if_allowed,
+            by_option=by_option,
         )
         self._rows.append(_Row(row, [id(p) for p in params if p is not None]))
 
