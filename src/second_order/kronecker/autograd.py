@@ -35,6 +35,9 @@ __all__ = [
     "skip_code",
 ]
 
+# set_eval_frame sets the callback with which Dynamo compiles frames. skip_code excludes
+# a function from that.
+
 # The number of the running backward pass, or NO_PASS. Gradients of one pass add up.
 current_pass = torch._C._current_graph_task_id
 NO_PASS = -1
@@ -64,7 +67,7 @@ _FIRST_PASS = "second_order: the first backward pass that came through"
 def has_earlier_pass(pass_id: int) -> bool:
     """Whether a backward pass other than ``pass_id`` ran the current node first.
 
-    The first call for a node marks it with ``pass_id``.
+    The first call for a node marks it with ``pass_id``, so call it in every pass.
     """
     metadata: Any = current_node().metadata
     return bool(metadata.setdefault(_FIRST_PASS, pass_id) != pass_id)
@@ -244,7 +247,10 @@ def find_projections(
         product_owner = None if weight is None else owners.get(weight)
         if product_owner is None:
             continue
-        # A piece of the in-projection has the rows of one or more of q, k and v.
+        # A piece of the in-projection has the rows of one or more of q, k and v:
+        #   one input      no split             (q, k, v)
+        #   k and v equal  pieces 0 and 1       (q) and (k, v)
+        #   all different  pieces 0, 1 and 2    (q), (k) and (v)
         qkv: tuple[int, ...] = ()
         if product_owner is module:
             count = node._input_metadata[0].shape[-1] // width
@@ -288,7 +294,8 @@ def _find_weight(product: Any) -> tuple[Tensor | None, int]:
 def read_product_input() -> Tensor:
     """Return the input of the product whose node's hook is running.
 
-    A hook that held the input instead would keep the node and itself alive.
+    A hook that held the input instead could keep the node, and so itself, alive: the
+    history of an input that was changed in place contains the node.
     """
     node = current_node()
     return cast(Tensor, getattr(node, PRODUCTS[node.name()]))

@@ -348,7 +348,7 @@ class _NodeHook:
         self._shape = product.shape
         self._qkv = product.qkv
         self._assembly = product.assembly
-        self.is_only_product = product.assembly is None  # of the layer's call
+        self.is_part_of_attention = product.assembly is not None
         self._sampled: _SampledGradient | None = None
 
         # A reentrant checkpoint repeats its forward in each backward pass, and calls
@@ -511,8 +511,9 @@ class Capture:
     def attach(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
         """Capture the pairs of exactly these layers.
 
-        Hooks on other layers stay, and ignore their calls. A compiled graph contains
-        the hooks that were there when it was compiled, and does not look for new ones.
+        A compiled graph contains the hooks that were there when it was compiled, and
+        does not look for others. Hooks on other layers therefore stay, and ignore the
+        calls of these layers.
         """
         layers = list(layers)
         self._root = weakref.ref(root)
@@ -715,7 +716,7 @@ class Capture:
         if sampled is not None:
             pair = hook.pair(sampled.gradient)
             self._emit(hook.module, pair, _Pass(sampled.model_call, again=False))
-        if hook.is_only_product:
+        if not hook.is_part_of_attention:
             with torch.no_grad(), autograd.without_autocast(gradient.device):
                 x, d = cast(tuple[Any, Tensor], hook.pair(gradient))
                 self._consumer.verify(hook.module, x, d)
@@ -819,8 +820,9 @@ class Capture:
         self.root_calls += 1
 
 
-# Dynamo must not trace these functions. They set Dynamo's callback, which a traced
-# function would restore when it returns.
+# Dynamo must not compile these functions as frames of their own. They set Dynamo's
+# callback, which a compiled frame would restore when it returns. While Dynamo traces
+# the model, it still inlines them, and BeforeModelHook breaks the graph then.
 for _function in (
     BeforeModelHook.__call__,
     AfterModelHook.__call__,

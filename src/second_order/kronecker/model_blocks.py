@@ -318,7 +318,7 @@ class _BlockSearch:
         if getattr(module, "sparse", False):
             self._excluded.update(map(id, params.values()))
 
-        # A layer with a kind has a Kronecker block, unless there is a reason against it.
+        # A layer with a kind has a Kronecker block, unless something prevents it.
         # A module without one is left to the base.
         if kind is None:
             self._leave_to_base(name, module, params)
@@ -333,7 +333,7 @@ class _BlockSearch:
     def _too_large(
         self, name: str, module: nn.Module, kind: LayerKind, input_channels: int | None
     ) -> str | None:
-        """Return why the factors of a layer would be too large; None if they are not."""
+        """Return why a layer's factors would be too large; None if they are not."""
         locations = self._rules.locations(name, module, input_channels)
         if locations:
             kind = DoublyFactored(locations=locations)
@@ -395,8 +395,8 @@ class _BlockSearch:
             if weight is None:
                 continue
 
-            # Leave a weight to the base that the optimizer does not train, that an option
-            # excludes, or whose factors would be too large.
+            # Leave a weight to the base if the optimizer does not train it, if an
+            # option excludes it, or if its factors would be too large.
             full_name = f"{name}.{weight_name}".lstrip(".")
             if id(weight) not in self._owned:
                 if id(bias) in self._owned:
@@ -660,7 +660,11 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _has_own_parameters(module: nn.Module) -> bool:
-    """Whether a module of no kind has its own parameters next to layers, as GPT has."""
+    """Whether the parameters of a module of no kind are listed one by one.
+
+    GPT's position embedding is, because it stands next to layers. The weights of an
+    LSTM are not: the module is listed.
+    """
     for name, _ in module.named_parameters(recurse=False):
         if name.startswith(("weight", "bias")):
             return False

@@ -1,12 +1,12 @@
 """Decide which rows of a backward pass are terms of its loss, and which count in A.
 
-The loss is a mean over N terms. N is one number for all layers of a pass, and
-G = N Σ d dᵀ. A is the mean of x xᵀ over the rows that *take part*: those that the loss
-depends on. A gradient may happen to vanish at one layer: dead units, dropped paths, a
-hinge, tokens that went to another expert. This must change neither N nor A. A leaves
-out only rows that have no gradient at any layer, such as padding. A prompt's tokens
-have no label, so they are not terms, but later tokens attend to them, so they have
-gradients and take part.
+The loss is a mean over N terms, so each d has the factor 1/N, and G = N Σ d dᵀ. N is
+one number for all layers of a pass. A is the mean of x xᵀ over the rows that *take
+part*: those that the loss depends on. A gradient may happen to vanish at one layer:
+dead units, dropped paths, a hinge, tokens that went to another expert. This must change
+neither N nor A. A leaves out only rows that have no gradient at any layer, such as
+padding. A prompt's tokens have no label, so they are not terms, but later tokens attend
+to them, so they have gradients and take part.
 
 Layers whose inputs have the same leading dimensions see the same rows. A layer that
 sees these rows flattened sees the same rows too. The pairs of an
@@ -24,6 +24,9 @@ The leading dimensions of the layers decide the type:
                 These are tokens that were picked, for example for an expert. A row
                 takes part if it has a gradient in its group. Once positions have been
                 seen, each such pair is a group of its own.
+
+If a pair has the shape (8, 128), then 1,024 rows are positions, 8 are examples, and 37
+are selected.
 
 The layer called last receives its gradient first. It shows the terms: its examples, or
 those of its positions that have a gradient. It may be called several times in one pass.
@@ -232,7 +235,7 @@ class BackwardPass:
             self._calls.append(_Call(group, row_mask, all_terms=has_label_per_row))
 
     def rows_with_gradient(self, group: RowGroup) -> RowMask:
-        """The rows of a group that have had a gradient so far."""
+        """The rows of a group that are known to take part so far."""
         if group.all_take_part or group.has_gradient is None:
             return full_row_mask(group.num_rows)
         return to_row_mask(group.has_gradient)
@@ -266,7 +269,10 @@ class BackwardPass:
     # -------------------------------------------------------------------- types of rows
 
     def _type_of(self, group: RowGroup) -> str:
-        """The type of a group's rows, as far as the pairs so far show it."""
+        """The type of a group's rows, as far as the pairs so far show it.
+
+        A later pair can still show that 8 rows, say, are positions.
+        """
         if group.are_examples:
             return "examples"
         if len(group.shape) > 1 or group.family == ROUTED:

@@ -320,7 +320,7 @@ class StatisticsCollector:
 
         # Keep the pair for each block.
         for block in blocks:
-            if block.unverified:
+            if block.unverified:  # its last comparison failed
                 continue
             pair = Pair(
                 block=block,
@@ -344,11 +344,12 @@ class StatisticsCollector:
         block = pair.block
         pair.backward_pass.layers[id(block.staged)] = block.staged
         inputs = 1 if block.shape.diagonal_a else block.shape.in_dim
-        work = 6 * pair.d.numel() * inputs  # in the layer's forward and backward
+        # Two operations for each of the three products of forward and backward.
+        work = 6 * pair.d.numel() * inputs
         block.staged.record_pair(pair.backward_pass.number, again=again, work=work)
         if block is self._rows_only:
             return
-        block.record_capture(block.staged.work)  # of all pairs since the last step
+        block.record_capture(block.staged.work)  # that of all pairs since the last step
         with self._lock:
             self._pairs.append(pair)
             self._bytes += pair.nbytes
@@ -529,9 +530,8 @@ class StatisticsCollector:
         in_order = [each.pair for batch in batches for each in batch]
         layers = [pair.staged for pair in in_order]
 
-        # The sums of equal layers are computed together. A record has the number of
-        # data rows that A sums over, the mean eigenvalues, and the numbers of rows of
-        # routed groups.
+        # The sums of equal layers are computed together. Each layer has a record of
+        # numbers, in the order that `_record_length` describes.
         size = (len(layers), _record_length(first))
         records = torch.empty(size, dtype=first.dtype, device=first.device)
         sums: list[dict[str, Tensor]] = []
@@ -617,7 +617,7 @@ class StatisticsCollector:
             if shape.gradient_factored:
                 factors["A"].mul_(scale**2)
 
-        # Mean eigenvalues, and triangles.
+        # Mean eigenvalues, which are the means of the diagonals, and triangles.
         column = 1
         for name, factor in factors.items():
             is_matrix = name not in shape.diagonals
@@ -655,6 +655,7 @@ class StatisticsCollector:
         first = pairs[0]
         dtype = first.staged.dtype
         is_reduced = self.approximation == "reduce" and first.x.dim() > 2
+        # Means and sums over positions are no numbers of 16 bits any more.
         two_bytes = first.x.dtype.itemsize == first.d.dtype.itemsize == 2
         is_narrow = two_bytes and not is_reduced
         x = as_stack([pair.x for pair in pairs]).to(dtype)
@@ -698,7 +699,11 @@ def _split_by_layer(stacks: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 def _record_length(staged: StagedStatistics) -> int:
-    """Length of a layer's records: a number of rows, and the numbers of each group."""
+    """Length of a layer's record.
+
+    A record has the number of rows that A sums over, then for each factor the mean
+    eigenvalue of each group, and for routed layers the number of rows of each group.
+    """
     return 1 + staged.shape.record_size * staged.shape.groups
 
 
