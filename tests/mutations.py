@@ -395,6 +395,8 @@ steps that are scaled by the base's side
   + torch._foreach_lerp_(after, before, scale)
 
 == kfac/layers.py
+a layer that passed stays unverified  <-  verification::a_layer_that_passed_can_have_another_reason_later
+    self._unverified.discard(block.name)  =>  pass
 dropped statistics without a warning
   <-  failures::running_averages_stay_finite_whatever_the_size_of_gradients
     if num_dropped and training.is_first_warning(key):  =>  if False:
@@ -602,6 +604,15 @@ snapshots queue up  <-  stats_workers::no_snapshot_is_sent_while_statistics_are_
     if num_sent > self._num_answered.get(link, 0):  =>  if False:
 a stats worker may be sharded  <-  fsdp_stats::fsdp_with_stats_workers_is_refused
     raise ValueError(sharding_error(self.training.name, "stats"))  =>  return
+a stats worker that does not follow the workers' steps
+  <-  stats_workers::a_stats_worker_verifies_layers_at_the_milestones_of_the_workers
+    self.training.resume_at(note["step"])  =>  pass
+unverified layers are not named
+  <-  stats_workers::a_layer_that_a_stats_worker_cannot_verify_falls_back_until_it_passes
+    unverified=unverified,  =>  unverified={},
+layers that stats workers never verify again
+  <-  stats_workers::a_layer_that_a_stats_worker_cannot_verify_falls_back_until_it_passes
+    elif block.unverified and not self.own_passes:  =>  elif False:
 statistics are not requested  <-  stats_workers::workers_capture_again_when_no_valid_statistics_arrive
     bool(unpacked) and not any(unpacked.values())  =>  False
 

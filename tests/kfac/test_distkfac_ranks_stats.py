@@ -425,6 +425,75 @@ def test_after_a_stats_worker_exits_workers_capture_their_own_statistics(
     assert_one_warning(results, f"lost contact with {name}", "from the training passes again")
 
 
+def is_solved_everywhere(optimizer: Any, name: str) -> bool:
+    """Whether a layer has an inverse on all workers; they agree."""
+    (block,) = [block for block in optimizer._curvature.layers.blocks if block.name == name]
+    solved = everywhere(optimizer, float(block.solved))
+    assert solved == float(block.solved)
+    return bool(solved)
+
+
+def unverified_worker(model: Any, optimizer: Any, patched: str, sign: Path) -> list[Tensor]:
+    """Layer 2 falls back when the stats worker fails to verify it, and recovers afterwards."""
+    plain = model[2].forward
+    if patched == "everywhere":
+        model[2].forward = lambda x: 3 * plain(x)
+    with optimizer:
+        found = until_fed(model, optimizer)
+        end = time.monotonic() + LONG
+        while patched and is_solved_everywhere(optimizer, "2"):
+            assert time.monotonic() < end, "the layer does not fall back"
+            found += train_on(model, optimizer, BATCHES[:1])
+            time.sleep(0.002)
+        sign.touch()
+        vars(model[2]).pop("forward", None)
+        end = time.monotonic() + LONG
+        while not is_solved_everywhere(optimizer, "2"):
+            assert time.monotonic() < end, "the layer does not recover"
+            found += train_on(model, optimizer, BATCHES[:1])
+            time.sleep(0.002)
+        found += train_on(model, optimizer, BATCHES)
+        rows = {row.name: row.status for row in optimizer.summary().rows}
+        assert rows == dict.fromkeys(LAYERS, "preconditioned")
+    return found
+
+
+def unverified_stats(model: Any, optimizer: Any, patched: str, sign: Path) -> int:
+    plain = model[2].forward
+    if patched:
+        model[2].forward = lambda x: 3 * plain(x)
+
+    def loss(batch: Batch) -> Tensor:
+        if sign.exists():
+            vars(model[2]).pop("forward", None)
+        return loss_of(model, batch)
+
+    with optimizer:
+        return optimizer.serve(BATCHES, loss)
+
+
+@pytest.mark.parametrize("options", [{}, SYNCHRONOUS], ids=["threads", "synchronous"])
+@pytest.mark.parametrize("patched", ["", "stats", "everywhere"])
+def test_a_layer_that_a_stats_worker_cannot_verify_falls_back_on_all_workers(
+    world: World, tmp_path: Path, patched: str, options: dict[str, Any]
+) -> None:
+    """Until it passes, and with one warning."""
+    results = world.run(
+        play,
+        3,
+        (unverified_worker, unverified_stats),
+        options,
+        patched,
+        tmp_path / "sign",
+        timeout=4 * LONG,
+    )
+    agreed(roles_of(results)[0])
+    if patched:
+        assert_one_warning(results, "'2': the inputs and output gradients of its calls")
+    else:
+        assert quiet(results)
+
+
 def curvature_worker(model: nn.Module, optimizer: Any) -> tuple[float, list[float]]:
     """The mean curvature of all layers after a refresh, and that of the layers owned here."""
     with optimizer:

@@ -10,11 +10,13 @@ import pytest
 import torch
 from distkfac_training import BATCHES, CASE, distkfac
 from optimizer_cases import noted
+from ranks import replaced
 from torch import Tensor, nn
 
 from second_order import PerStep
 from second_order.distributed.helper_link import Message
 from second_order.kfac.stats_workers import StatsWorker, StatsWorkers
+from second_order.kronecker.block import KroneckerBlock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 FORGETFUL = PerStep(0.95)
 MODEL = SimpleNamespace(parameters=lambda: [torch.ones(2)], buffers=list)
-TWO: Any = SimpleNamespace(model=MODEL, groups=[], world=SimpleNamespace(rank=0))
+TWO: Any = SimpleNamespace(model=MODEL, groups=[], world=SimpleNamespace(rank=0), steps=6)
 
 
 class FakeLink:
@@ -48,13 +50,17 @@ class FakeLink:
 
     wait = receive
 
+    def request_shutdown(self) -> None:
+        pass
+
     def close(self, patience: float) -> None:
         pass
 
 
-def noted_point(tensors: int) -> dict[str, Any]:
+def noted_point(tensors: int, step: int = 1) -> dict[str, Any]:
     """The note of a snapshot of so many tensors, all of which train."""
-    return {"train": [True] * tensors, "optimized": [True] * tensors, "plan_version": 0}
+    trains = [True] * tensors
+    return {"train": trains, "optimized": trains, "plan_version": 0, "step": step}
 
 
 def helped(optimizer: Any) -> FakeLink:
@@ -219,11 +225,12 @@ def test_no_snapshot_is_sent_while_statistics_are_in_transit() -> None:
 
     for answered, expected in ((None, 1), (0, 1), (1, 2), (None, 2)):
         if answered is not None:
-            note = {"layers": [], "plan_version": 0, "snapshots": answered}
+            note = {"layers": [], "plan_version": 0, "snapshots": answered, "unverified": {}}
             link.came.append(Message([], note))
             list(helpers.receive_statistics({}, TWO))
         helpers.send_snapshots(TWO, send)
         assert len(link.sent) == expected
+    assert {sent.note["step"] for sent in link.sent} == {7}, "the step that the snapshot is for"
 
 
 def deliver_statistics(worker: Any, link: FakeLink, sent: Any, version: int) -> None:
@@ -245,3 +252,114 @@ def test_after_a_change_workers_capture_until_newer_messages_arrive() -> None:
         deliver_statistics(worker, link, sent, version)
         assert worker._curvature.stats_workers.own_passes == (i in (1, 2, 3))
     assert captured[3:] == [True, True]
+
+
+def serve_snapshot(model: nn.Module, stats: Any, step: int) -> Message:
+    """What a stats worker sends of a snapshot for a step."""
+    link = stats._curvature.link
+    tensors = list(model.parameters())
+    flat = torch.cat([p.detach().reshape(-1) for p in tensors])
+    link.came.append(Message([flat], noted_point(len(tensors), step)))
+    stats.serve([None], lambda _: loss_on(model))
+    return link.sent.pop()
+
+
+def test_a_stats_worker_verifies_layers_at_the_milestones_of_the_workers() -> None:
+    """Its snapshots are of any steps, so it verifies at the first two after a milestone."""
+    model = CASE.model()
+    stats = distkfac(model)
+    helping(stats)
+    compared = []
+    record_residual = KroneckerBlock.record_residual
+
+    def recorded(block: KroneckerBlock, residual: float | None) -> None:
+        compared.append((block.name, step))
+        record_residual(block, residual)
+
+    with replaced(KroneckerBlock, {"record_residual": recorded}):
+        for step in (1, 2, 40, 99, 103, 110, 111, 1009, 1010, 1020):
+            serve_snapshot(model, stats, step)
+    for name in ("0", "2", "4"):
+        assert [s for layer, s in compared if layer == name] == [1, 2, 103, 110, 1009, 1010]
+
+
+@pytest.mark.parametrize("is_patched", [True, False])
+def test_a_layer_that_a_stats_worker_cannot_verify_falls_back_until_it_passes(
+    is_patched: bool,
+) -> None:
+    """The worker warns once, of this layer only; of a healthy model it does not warn."""
+    stats_model: Any = CASE.model()
+    stats = distkfac(stats_model)
+    helping(stats)
+    plain = stats_model[2].forward
+    with noted() as warned:
+        model = CASE.model()
+        worker = distkfac(model, max_staleness=0)
+        link = helped(worker)
+        statuses = []
+        for step in (1, 2, 100, 101, 102, 103, 104, 105, 106):
+            if is_patched and step == 101:
+                stats_model[2].forward = lambda x: 3 * plain(x)
+            elif is_patched and step == 103:
+                del stats_model[2].forward
+            sent = serve_snapshot(stats_model, stats, step)
+            worker.zero_grad()
+            loss_on(model).backward()
+            deliver_statistics(worker, link, sent, 0)
+            rows = {row.name: row for row in worker.summary().rows}
+            assert rows["0"].status == rows["4"].status == "preconditioned"
+            is_solved = worker._curvature.layers.blocks[1].solved
+            statuses.append((step, rows["2"].status == "preconditioned" and is_solved))
+            if rows["2"].status == "base":
+                assert "of its gradient unexplained" in rows["2"].detail
+    fallen = [step for step, preconditioned in statuses if not preconditioned]
+    assert fallen == ([101, 102, 103] if is_patched else [])
+    assert len(warned) == is_patched
+    assert all(line.startswith("'2': the inputs and output gradients") for line in warned)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_layer_is_verified_again_only_when_no_stats_worker_has_found_it_unverified(
+    lost: bool,
+) -> None:
+    """The finding of a lost stats worker ends with its link."""
+    worker = distkfac(CASE.model())
+    training = worker._training
+    helpers = StatsWorkers(2, 1.0)
+    links: list[Any] = [FakeLink(), FakeLink()]
+    helpers.links = list(links)
+    helpers.own_passes = False
+    blocks = worker._curvature.layers.blocks
+
+    def deliver(link: FakeLink, *names: str) -> list[str]:
+        residuals = dict.fromkeys(names, 0.5)
+        note = {"layers": [], "plan_version": 0, "snapshots": 1, "unverified": residuals}
+        link.came.append(Message([], note))
+        list(helpers.receive_statistics({}, training))
+        helpers.update_verification(blocks)
+        return [block.name for block in blocks if block.unverified]
+
+    assert deliver(links[0], "2") == ["2"]
+    assert deliver(links[1], "2", "4") == ["2", "4"]
+    assert deliver(links[1]) == ["2"]
+    if lost:
+        links[0].lost = True
+        with noted():
+            helpers.agree(training)
+        helpers.own_passes = False
+        helpers.update_verification(blocks)
+        assert not any(block.unverified for block in blocks)
+    else:
+        assert deliver(links[0]) == []
+
+
+def test_stats_workers_do_not_verify_what_a_workers_own_passes_found_unverified() -> None:
+    """While a worker's statistics are those of its own passes."""
+    worker = distkfac(CASE.model())
+    helpers = StatsWorkers(1, 1.0)
+    block = worker._curvature.layers.blocks[1]
+    block.record_residual(0.5)
+    for own_passes in (True, False):
+        helpers.own_passes = own_passes
+        helpers.update_verification([block])
+        assert block.unverified == own_passes

@@ -464,6 +464,29 @@ def test_a_layer_that_failed_is_compared_until_it_passes() -> None:
     assert statuses[-1] == "preconditioned"
 
 
+@pytest.mark.parametrize("is_called", [True, False])
+def test_a_layer_that_passed_can_have_another_reason_later(is_called: bool) -> None:
+    """A layer that passes, and is not called afterwards, gets a warning that says so."""
+    case = ZOO["mlp"]
+    model: Any = case.model()
+    layer = model[2]
+    plain = layer.forward
+    optimizer = make(KAISA, model, debug=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(9):
+            if step in (0, 4):
+                layer.forward = lambda x: 3 * plain(x)
+            elif step in (2, 5):
+                del layer.forward
+            elif step == 6 and not is_called:
+                model[2] = nn.AdaptiveAvgPool1d(6)
+            take(model, optimizer, case.batch(8, seed=step))
+    messages = [str(w.message) for w in caught if issubclass(w.category, SecondOrderWarning)]
+    assert "output gradients of its calls do not reproduce" in messages[0]
+    assert ["did not call" in message for message in messages[1:]] == [True] * (not is_called)
+
+
 @each_kronecker
 def test_layers_with_derivatives_inside_the_loss_fall_back(System: Any) -> None:
     """Hooks see one part of the gradient of a double backward."""

@@ -142,6 +142,9 @@ class StatsWorkersInterface(Protocol):
     ) -> Iterable[Sums]:
         """Return the sums of each message that arrived since the last step."""
 
+    def update_verification(self, blocks: Iterable[KroneckerBlock], /) -> None:
+        """Update which layers are unverified, after the messages of a step."""
+
     def restart(self) -> None:
         """Use this rank's own passes until statistics for the new assignment arrive."""
 
@@ -563,6 +566,7 @@ class KFAC(LayeredCurvature):
             for sums in stats_workers.receive_statistics(owned, self.training):
                 decay = self._schedule.factor_decay(step - self._averaged_at)
                 self._update_averages(sums, decay)
+            stats_workers.update_verification(self._step_plan.layers)
 
         # Gradient-factored layers, whose factors come from the mean weight gradient.
         if due and gradient_factored:

@@ -363,6 +363,8 @@ class Inverses:
             parts = self._exchange(valid)
             previous = self._install(valid, parts)
             for block, outcome in outcomes.items():
+                is_unverified = outcome is Outcome.UNVERIFIED
+                self.layers.record_verification(block, is_unverified)
                 if outcome is not Outcome.VALID:
                     self._record_failure(block, outcome)
 
@@ -809,7 +811,6 @@ class Inverses:
             return
 
         # Its statistics are not those of its gradient, so they are dropped as well.
-        self.layers.mark_unverified(block)
         had_inverse = block.solved
         block.restart_averages()
         block.drop_inverse_at_refresh(no_statistics=True)

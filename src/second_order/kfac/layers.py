@@ -1,4 +1,4 @@
-"""The layers of a model that K-FAC preconditions, and the statistics that its passes give them.
+"""The layers of a model that K-FAC preconditions, and their statistics.
 
     find               modules and parameters -> blocks, one for each layer
     update_active      which layers train now; a change leads to a new assignment
@@ -11,7 +11,7 @@ A parameter group may set options for its own layers:
     groups = [{"params": body, "damping": 0.3}, {"params": head, "precondition": False}]
 
     damping         replaces the optimizer's number in γ of the group's layers
-    factor_decay    replaces the optimizer's number in the updates of the running averages
+    factor_decay    replaces the optimizer's number in updates of the running averages
     precondition    False: only the base optimizer trains the group
 
 The first two are read from ``param_groups`` whenever they are used. So checkpoints
@@ -136,8 +136,10 @@ class Layers:
         self._sampler: LabelSampler | None = None
         # At the last update_active().
         self._param_states: list[tuple[Any, ...]] | None = None
-        # Layers that had no statistics at a refresh.
+        # Layers that had no statistics at a refresh, for an unknown reason.
         self._once_without: set[str] = set()
+        # Layers that some rank found unverified at their last refresh.
+        self._unverified: set[str] = set()
 
     # --------------------------------------------------------------------- which layers
 
@@ -234,7 +236,7 @@ class Layers:
         self._param_states = None
 
     def schedule_all_at(self, step: int) -> None:
-        """Set the step at which statistics and the refreshes of all layers are due; -1 for none."""
+        """Set the step at which all layers are due; -1 for none."""
         self.newly_trainable_at = step
 
     # ----------------------------------------------------------------------- statistics
@@ -309,9 +311,10 @@ class Layers:
         self.capture.attach(self._training.model, modules)
 
     def begin_passes(self, capture: bool) -> None:
-        """Prepare for the passes of a step, and capture statistics in them only if ``capture``.
+        """Prepare for the passes of a step.
 
-        Sampled labels are those of this step from now on.
+        Statistics are captured in them only if ``capture``. Sampled labels are those of
+        this step from now on.
         """
         self.capture.gate.set(capture)
         if self._sampler is not None:
@@ -334,7 +337,7 @@ class Layers:
         self.collector.step_passes.passes.clear()
 
     def verify_pairs(self, blocks: Iterable[KroneckerBlock]) -> None:
-        """Record how well the captured pairs reproduce the weight gradients that they imply.
+        """Record how well the captured pairs reproduce the weight gradients.
 
         Layers whose pairs were not compared at this step do not change.
         """
@@ -355,7 +358,9 @@ class Layers:
     def pop_sums(
         self, blocks: Sequence[KroneckerBlock], micro_batches: int | None = None
     ) -> dict[KroneckerBlock, StatisticsSums]:
-        """Return the statistics of layers since the last step, and clear those of all layers.
+        """Return the statistics of layers since the last step.
+
+        This clears the statistics of all layers.
 
         Args:
             blocks: The layers.
@@ -371,7 +376,7 @@ class Layers:
         return dict(zip(blocks, sums, strict=True))
 
     def count_terms(self, staged: StagedStatistics) -> Terms:
-        """Return the loss terms of a layer's passes since the last step; one may still run."""
+        """Return the loss terms of a layer's passes since the last step."""
         return self.collector.count_terms([staged])[0]
 
     def undo_step_mean(
@@ -384,10 +389,10 @@ class Layers:
         number P as well. So the output gradients of a pass are P / N times those of
         single terms, and their products are (P / N)² times too large.
 
-        Example: Each of 2 ranks has 8 terms, so N = 16 and P = 2. If the sums
-        are those of both ranks, they count n = 16 terms, and ``share`` is N / (P
-        n) = 16 / (2 · 16) = 1/2. If they are those of one rank, n = 8 and
-        ``share`` is 16 / (2 · 8) = 1.
+        Example: Each of 2 ranks has 8 terms, so N = 16 and P = 2. If the sums are those
+        of both ranks, they count n = 16 terms, and ``share`` is N / (P n) =
+        16 / (2 · 16) = 1/2. If they are those of one rank, n = 8 and ``share`` is
+        16 / (2 · 8) = 1.
 
         Args:
             sums: The statistics, which count n of the N terms.
@@ -400,7 +405,9 @@ class Layers:
     def update_averages(
         self, sums: dict[KroneckerBlock, StatisticsSums], decay: float
     ) -> None:
-        """Update the running averages by sums over all ranks, weighted by their examples.
+        """Update the running averages by sums over all ranks.
+
+        A sum has the weight of its examples.
 
         Args:
             sums: The statistics of each layer.
@@ -420,8 +427,8 @@ class Layers:
                 [averages[b] for b in blocks], [sums[b] for b in blocks], value
             )
 
-        # Factors that became slices of a stack leave tensors in ``state``
-        # that nothing else uses.
+        # Factors that became slices of a stack leave tensors in ``state`` that nothing
+        # else uses.
         tensors_after = [
             id(x) for each in averages.values() for x in each.stored.values()
         ]
@@ -429,9 +436,9 @@ class Layers:
             self._training.publish()
 
     def count_micro_batches(self, blocks: Sequence[KroneckerBlock]) -> int:
-        """Return the number of a step's backward passes, if the user averages their losses.
+        """Return the number of backward passes over which the user averages the loss.
 
-        The losses of several passes are then divided by this number, and G is
+        The losses of a step's passes are then divided by this number, and G is
         multiplied by its square. Otherwise the result is 1: the losses are sums, the
         user has divided them by the terms of all passes, or
         ``loss_reduction="pass_mean"`` says that nothing was divided. The first time
@@ -460,19 +467,20 @@ class Layers:
     # --------------------------------------------------------------- missing statistics
 
     def warn_of_no_statistics(self, agreed: Sequence[KroneckerBlock]) -> None:
-        """Warn of each layer without valid statistics: once if none arrived, once if unverified.
+        """Warn of each layer without valid statistics.
 
-        If the reason is not known, the warning waits for the layer's second
-        refresh without statistics, because models with stochastic depth do not
-        call all layers at each step.
+        There is one warning if no statistics arrived, and one if they are unverified.
+        If the reason is not known, the warning waits for the layer's second refresh
+        without statistics, because models with stochastic depth do not call all layers
+        at each step.
 
         Args:
             agreed: The layers that were due at a refresh, and whose
                 outcome all ranks know.
         """
         if self._training.steps < self.newly_trainable_at:
-            # Layers became trainable after the forward passes, which
-            # had no hooks for them.
+            # Layers became trainable after the forward passes, which had no hooks for
+            # them.
             return
         without = [block for block in agreed if block.no_statistics]
         if without and len(without) == len(self.active):
@@ -482,7 +490,10 @@ class Layers:
         for block in without:
             reason = self.missing_reason(block)
             waits = not reason and block.name not in self._once_without
-            self._once_without.add(block.name)
+            if reason:
+                self._once_without.discard(block.name)
+            else:
+                self._once_without.add(block.name)
             key = (
                 f"unverified:{block.name}"
                 if reason == UNVERIFIED
@@ -520,10 +531,10 @@ class Layers:
         )
 
     def warn_of_dropped_statistics(self) -> None:
-        """Warn once of each layer without an inverse, if this rank has dropped pairs of it.
+        """Warn once of each layer without an inverse whose pairs this rank dropped.
 
-        Call this after the last collective of a step, because a user may
-        turn warnings into errors.
+        Call this after the last collective of a step, because a user may turn warnings
+        into errors.
         """
         training = self._training
         for block in self.active:
@@ -544,8 +555,8 @@ class Layers:
                 )
 
     def missing_reason(self, block: KroneckerBlock) -> str:
-        """Return why a layer has no statistics that can be used; "" if it is not known."""
-        if block.unverified:
+        """Return why a layer has no usable statistics; "" if it is not known."""
+        if block.unverified or block.name in self._unverified:
             return UNVERIFIED
         for module in block.modules:
             reason = self.capture.missed.get(module, "")
@@ -553,9 +564,12 @@ class Layers:
                 return reason
         return ""
 
-    def mark_unverified(self, block: KroneckerBlock) -> None:
-        """Record that the pairs of a layer were found unverified, on this rank or another."""
-        self.capture.missed.update(dict.fromkeys(block.modules, UNVERIFIED))
+    def record_verification(self, block: KroneckerBlock, unverified: bool) -> None:
+        """Record whether some rank found a layer unverified at its last refresh."""
+        if unverified:
+            self._unverified.add(block.name)
+        else:
+            self._unverified.discard(block.name)
 
     # ------------------------------------------------------------------------ reporting
 
@@ -693,7 +707,7 @@ def values_by_layer(
 
 
 def _check_groups(groups: Groups, blocks: Iterable[KroneckerBlock]) -> None:
-    """Raise ValueError if the parameters of a layer have different values of an option."""
+    """Raise ValueError if a layer's parameters have different values of an option."""
     settings: dict[int, dict[str, Any]] = {}
     for group in groups:
         options = {option: group.get(option) for option in LAYER_OPTIONS}
@@ -720,7 +734,7 @@ def _check_groups(groups: Groups, blocks: Iterable[KroneckerBlock]) -> None:
 
 
 def describe_group_options(groups: Groups) -> str:
-    """Return the options of all groups as text for the summary; "" if there are none."""
+    """Return the options of all groups as text; "" if there are none."""
     described = []
     for i, group in enumerate(groups):
         options = [

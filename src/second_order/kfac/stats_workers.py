@@ -1,12 +1,20 @@
-"""Stats workers, which compute statistics for the gradient workers (DistKFAC, Zhang et al. 2023).
+"""Stats workers, which compute statistics for the gradient workers.
 
-    worker 0      ->  stats worker    a snapshot: the current parameters and buffers, which of them
-                                      are trainable, and which are optimized
-    stats worker  ->  every worker    statistics at that snapshot, for the layers that the worker
-                                      owns
+They follow DistKFAC (Zhang et al. 2023).
+
+    worker 0      ->  stats worker    a snapshot: the next step, the current parameters
+                                      and buffers, which of them are trainable, and
+                                      which are optimized
+    stats worker  ->  every worker    statistics at that snapshot, for the layers that
+                                      the worker owns, and the unverified layers
 
 Worker 0 sends the next snapshot after the statistics of the last one have arrived.
 So no worker waits, and at most one message of each kind is on its way.
+
+Stats workers verify layers at the same steps as training ranks. If a stats worker finds
+a layer unverified, the gradient workers treat the layer as if a comparison of their own
+had failed.
+
 :class:`StatsWorkers` is the gradient workers' end of the links,
 :class:`StatsWorker` is the other end.
 """
@@ -129,6 +137,8 @@ class StatsWorkers:
         self._num_sent: dict[HelperLink, int] = {}  # snapshots that worker 0 has sent
         # Those whose statistics have arrived.
         self._num_answered: dict[HelperLink, int] = {}
+        # Residuals of the unverified layers, by name, in each link's last message.
+        self._unverified: dict[HelperLink, dict[str, float]] = {}
         self.own_passes = True
         self.needs_statistics = True
         self.plan_version = 0
@@ -140,7 +150,7 @@ class StatsWorkers:
         )
 
     def send_snapshots(self, training: Training, send: Sender) -> None:
-        """On worker 0, send the parameters to stats workers that have finished their snapshot."""
+        """On worker 0, send snapshots to stats workers that have finished theirs."""
         if training.world.rank != 0:
             return
         for link in self.links:
@@ -151,6 +161,7 @@ class StatsWorkers:
             tensors = _model_tensors(training.model)
             note: dict[str, Any] = {
                 "plan_version": self.plan_version,
+                "step": training.steps + 1,
                 "train": [tensor.requires_grad for tensor in tensors],
                 "optimized": _are_optimized(training),
             }
@@ -159,7 +170,7 @@ class StatsWorkers:
     def receive_statistics(
         self, owned: Mapping[str, KroneckerBlock], training: Training
     ) -> Iterator[Sums]:
-        """Yield the sums of each message that has arrived, for the layers that this rank owns."""
+        """Yield the sums of each message that has arrived, for this rank's layers."""
         for link in self.links:
             message = link.receive()
             if message is None:
@@ -167,6 +178,7 @@ class StatsWorkers:
             self._num_answered[link] = message.note["snapshots"]
             if message.note["plan_version"] < self.plan_version:
                 continue
+            self._unverified[link] = message.note["unverified"]
             unpacked = unpack_statistics(message, owned)
             self.needs_statistics = bool(unpacked) and not any(unpacked.values())
             if None in unpacked.values() and training.is_first_warning("nonfinite"):
@@ -178,8 +190,25 @@ class StatsWorkers:
                 owned[name]: sums for name, sums in unpacked.items() if sums is not None
             }
 
+    def update_verification(self, blocks: Iterable[KroneckerBlock]) -> None:
+        """Update which layers are unverified, after the messages of a step.
+
+        A layer is unverified while the last message of any stats worker names it. If
+        statistics come from this rank's own passes, its own comparisons must also pass.
+        """
+        residuals: dict[str, float] = {}
+        for link in self.links:
+            residuals |= self._unverified.get(link, {})
+        for block in blocks:
+            if block.name in residuals:
+                if not block.unverified:
+                    block.record_residual(residuals[block.name])
+            elif block.unverified and not self.own_passes:
+                # Stats workers have captured its pairs.
+                block.record_capture(block.work)
+
     def restart(self) -> None:
-        """After a change of layers or owners, use the training passes until statistics arrive."""
+        """Use the training passes until statistics for the changed layers arrive."""
         if self.links:
             self.own_passes = True
             self.needs_statistics = True
@@ -273,7 +302,7 @@ class StatsWorker(LayeredCurvature):
         self.layers.begin_passes(capture=True)
 
     def replan(self) -> None:
-        """Find the layers that the workers optimize, because they may have added a group."""
+        """Find the layers that the workers optimize, which may include a new group."""
         if self.link is None:
             return
         optimized: list[Tensor] = []
@@ -340,6 +369,7 @@ class StatsWorker(LayeredCurvature):
         note = message.note
         self._num_snapshots += 1
         self._plan_version = note["plan_version"]
+        self.training.resume_at(note["step"])  # verifies layers when the workers do
         load_model(message.tensors, note["train"], _model_tensors(self.training.model))
         if self.optimized != note["optimized"]:
             self.optimized = note["optimized"]
@@ -347,10 +377,13 @@ class StatsWorker(LayeredCurvature):
         return True
 
     def _send_statistics(self) -> None:
-        """Send each layer's statistics since the last message to the worker that owns the layer."""
+        """Send each layer's statistics since the last message to the layer's owner."""
         self.layers.update_active()
         active = self.layers.active
         self.layers.verify_pairs(active)
+        unverified = {
+            block.name: block.residual for block in active if block.unverified
+        }
         sums = self.layers.pop_sums(
             [block for block in active if not block.staged.empty]
         )
@@ -367,8 +400,8 @@ class StatsWorker(LayeredCurvature):
                 owned[layer.inverse_rank("A")].append(block)
         if self.link is None:
             return
-        # Send one message to each worker. Its layers have as many tensors
-        # as factors, plus a head.
+        # Send one message to each worker. Its layers have as many tensors as factors,
+        # plus a head. All workers fall back for the unverified layers.
         for rank, blocks in enumerate(owned):
             tensors: list[Tensor] = []
             for block in blocks:
@@ -380,6 +413,7 @@ class StatsWorker(LayeredCurvature):
                 layers=[block.name for block in blocks],
                 plan_version=self._plan_version,
                 snapshots=self._num_snapshots,
+                unverified=unverified,
             )
 
     def metrics(self) -> dict[str, float]:

@@ -8,14 +8,15 @@ or the loss contains derivatives of the model. We compare the two by their produ
 random vectors, the columns of R:
 
     E = Σ dᵀ x R          from the pairs
-    Γ = Σ ∇ R             from the gradient that arrives at the weight, before any averaging or
-                          clipping
+    Γ = Σ ∇ R             from the gradient that arrives at the weight, before any
+                          averaging or clipping
     r = min over c of ‖Γ - E - c W R‖ / max(‖Γ‖, ‖E‖)
 
 The term c W R allows for an L2 penalty in the loss, whose gradient c W is in no pair.
 
     forward, backward   ``Verification.add`` adds E of each pair.
-    gradient            A hook on the weight calls ``Verification.add_gradient``, which adds Γ.
+    gradient            A hook on the weight calls ``Verification.add_gradient``, which
+                        adds Γ.
     step                ``residuals`` returns r of all layers, with one device read.
 
 The missing share of the gradient may grow during training, for example if a
@@ -41,9 +42,9 @@ __all__ = ["TOLERANCE", "Verification", "comparisons_due", "residuals"]
 # The largest r of a verified layer. Rounding in bfloat16 gives up to 0.04.
 TOLERANCE = 0.1
 
-# From each of these steps on, a layer is due for two more comparisons, at
-# its next steps with statistics. A layer that fails one is compared at every
-# such step until it passes.
+# From each of these steps on, a layer is due for two more comparisons, at its next
+# steps with statistics. A layer that fails one is compared at every such step until it
+# passes.
 VERIFIED_FROM = (0, 100, 1000)
 VERIFIED_STEPS = 2
 
@@ -98,7 +99,7 @@ class Verification:
 
     @property
     def key(self) -> Hashable:
-        """A key that is equal for layers that :func:`residuals` compares in one batch."""
+        """A key that is equal for layers that :func:`residuals` batches."""
         product = self.pairs[0].product
         gradient = cast(Tensor, self.gradient)
         sizes = (product.shape, self.elements, len(self.pairs), self.weight is None)
@@ -166,7 +167,10 @@ def residuals(verifications: Sequence[Verification]) -> list[float]:
 
 
 def _residuals(layers: Sequence[Verification]) -> Tensor:
-    """Return r, ``(layers,)``, of layers with one key, less the part that rounding may cause."""
+    """Return r of layers with one key, less the part that rounding may cause.
+
+    Its shape is ``(layers,)``.
+    """
     first = layers[0]
     sketches = [pair for layer in layers for pair in layer.pairs]
     products = torch.stack([pair.product for pair in sketches])
