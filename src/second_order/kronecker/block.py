@@ -69,11 +69,13 @@ AGREED_STATE = ("no_statistics", "statistics_due", "failures")
 class LayerStatus(Enum):
     """What this rank knows about a layer's statistics.
 
-    ``ensure_factors(statistics_due=True)`` turns WAITING into NOT_CAPTURED, and the
-    next captured pair turns that into CAPTURED. A comparison with a large residual
-    turns any status into UNVERIFIED, in which pairs are not kept; a comparison with a
-    small one then turns that into NOT_CAPTURED. ``restart_averages`` turns
-    NOT_CAPTURED into WAITING.
+        WAITING       -> NOT_CAPTURED   ensure_factors(statistics_due=True)
+        NOT_CAPTURED  -> WAITING        restart_averages()
+        any but UNVERIFIED -> CAPTURED  a captured pair
+        any           -> UNVERIFIED     a comparison with a large residual
+        UNVERIFIED    -> NOT_CAPTURED   a comparison with a small one
+
+    Pairs of an UNVERIFIED layer are not kept.
     """
 
     WAITING = 0  # none have been due
@@ -162,7 +164,7 @@ class KroneckerBlock:
         self._reset(dropped=0)
 
     def _reset(self, dropped: Tensor | int) -> None:
-        """Start without statistics, for the parameters that are trainable now."""
+        """Drop statistics, averages and inverse, and adopt the trainable parameters."""
         device = self.weight.device
         self.shape: FactorShape = self._current_shape()
         self.trains_bias = self._bias_is_trainable()
@@ -241,7 +243,7 @@ class KroneckerBlock:
     # ----------------------------------------------------------------------- statistics
 
     def begin_pass(self, running_pass: int, pass_id: int) -> bool:
-        """Begin a pass at its first pair, and ignore its other pairs.
+        """Begin a pass at its first pair; do nothing at its other pairs.
 
         Args:
             running_pass: The number of the backward pass that autograd is running.
@@ -294,6 +296,7 @@ class KroneckerBlock:
         if weight is None:
             return
         dtype = torch.promote_types(d.dtype, torch.float32)
+        # The x of fused experts has the hidden states, and the expert of each.
         rows = x if isinstance(x, Tensor) else x.hidden
         inputs = x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
         product = self.weight_gradient(module, inputs, d.to(dtype))
@@ -526,7 +529,6 @@ def to_matrices(gradients: list[Tensor], layout: Layout) -> Tensor:
         The matrices. For a layer with one parameter they are a view where possible.
     """
     num_params = len(layout.views)
-    has_groups = len(layout.views[0]) > 2
     layers = len(gradients) // num_params
     shapes = layout.views * layers
     views = [g.reshape(shape) for g, shape in zip(gradients, shapes, strict=True)]
@@ -540,7 +542,7 @@ def to_matrices(gradients: list[Tensor], layout: Layout) -> Tensor:
         # Next to each other along the axis, e.g. (out, 2 (in + 1)); then by layer.
         matrices = views[0] if len(views) == 1 else torch.cat(views, layout.axis)
         matrices = matrices.unflatten(layout.axis, (layers, -1)).movedim(layout.axis, 0)
-    if has_groups:
+    if layout.has_groups:
         matrices = matrices.flatten(0, 1)
     return matrices.mT if layout.transposed else matrices
 
@@ -554,7 +556,7 @@ def split_by_parameter(
         Views ``(layers, ...)``, one per parameter of a layer, in its order of elements.
     """
     stacked = matrices.mT if layout.transposed else matrices
-    if len(layout.views[0]) > 2:
+    if layout.has_groups:
         stacked = stacked.unflatten(0, (layers, -1))
     parts: Sequence[Tensor] = stacked.split_with_sizes(layout.sizes, layout.axis + 1)
     return parts
@@ -609,8 +611,9 @@ class LayerBatch:
         """The batch of some of the layers.
 
         Args:
-            blocks: The layers.
-            inverses: Their inverses; None for their own.
+            blocks: The layers, in their order in the batch.
+            inverses: Other inverses to use; None for the layers' own, which all must
+                have.
         """
         if inverses is None:
             if len(blocks) == len(self.blocks):
@@ -647,8 +650,8 @@ class LayerBatch:
     def parameter_parts(self, results: Tensor) -> list[Tensor]:
         """Split results by the entries of :attr:`params`.
 
-        On a GPU the parts are contiguous, as most gradients are, because a foreach
-        kernel writes tensors whose strides are equal.
+        On a GPU the parts are contiguous, as most gradients are: a foreach kernel
+        copies all tensors at once only if source and target have equal strides.
         """
         stacks = split_by_parameter(results, self._layout, len(self.blocks))
         if results.device.type != "cpu":

@@ -31,9 +31,9 @@ from second_order.kronecker.layers import (
     PairOptions,
     PairRows,
     PairStatistics,
-    flatten_rows,
     gram,
     image_rows,
+    pair_rows,
 )
 
 __all__ = ["GAINS", "ExactBlock", "Gain", "gain_of"]
@@ -232,7 +232,7 @@ class ExactBlock(KroneckerBlock):
         if isinstance(module, CHANNELS_SECOND):
             return image_rows(d, _is_batched(module, d))
         num_leading = max(d.dim() - self.all_params[0].dim(), 0)
-        return flatten_rows(d.shape[:num_leading], d)
+        return pair_rows(d.shape[:num_leading], d)
 
     def _example_gradients(
         self, module: nn.Module, x: Tensor, d: Tensor, approximation: Approximation

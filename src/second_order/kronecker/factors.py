@@ -68,14 +68,14 @@ class StatisticsSums:
 
     With two groups, the head of a layer without L is
 
-        [N | rows | means of A: group 0, group 1 | means of G: group 0, group 1]
+        [N | rows | A: group 0, group 1 | G: group 0, group 1]
 
     Attributes:
         factors: By factor name, the sum over examples, stored as the average is.
         head: N, the number of loss terms. Then the number of data rows that A sums
-            over. Then the sums of the mean eigenvalues: of A's groups, of G's, of L's.
-            Then the number of rows of each group, if the groups have examples of their
-            own.
+            over. Then, for each group of A, of G and of L, the mean eigenvalue of the
+            sum. Then the number of rows of each group, if the groups have examples of
+            their own.
     """
 
     factors: dict[str, Tensor]
@@ -202,8 +202,8 @@ class StagedStatistics:
         return sums, self._total
 
     def total(self) -> PassSums:
-        """The sums of the step; zeros if there are none."""
-        # The loss of a pass that is still open counts as a sum.
+        """Close all passes, and return the sums of the step; zeros if it has none."""
+        # The loss of a pass that is still open counts as a sum, whose N is 1.
         for pass_id in list(self._open):
             close_pass([self], pass_id, terms=None)
         if self._total is not None:
@@ -224,7 +224,7 @@ class PairSums(NamedTuple):
 
 
 def is_far_from_overflow(numbers: Tensor) -> Tensor:
-    """Return which numbers of new statistics are finite, with room to grow.
+    """Return which traces of new statistics are finite, with room to grow.
 
     Later they are multiplied by up to N² and n, and added over passes and ranks.
     """
@@ -314,9 +314,9 @@ def collect_sums(
 ) -> list[StatisticsSums]:
     """Return the sums of a step by layer, which the caller adds over ranks.
 
-    A module that is used k times in a pass has k times as many rows. A is then the mean
-    over its uses, and G is their sum (the lumped statistics of Ba et al. 2017, appendix
-    C).
+    A module that is used k times in a pass has k times as many rows, but as many terms
+    as before. Its A is then the mean over its uses, and its G their sum (the lumped
+    statistics of Ba et al. 2017, appendix C).
 
     Args:
         layers: The layers' staged statistics.
@@ -539,20 +539,20 @@ def _update(
     heads = as_stack([layer_sums.head for layer_sums in sums])
     terms = heads[:, 0]
     examples = heads[:, 1]
-    means = heads[:, 2:].unflatten(1, (shape.record_size, -1))
+    summed_means = heads[:, 2:].unflatten(1, (shape.record_size, -1))
 
     # If a layer is gradient-factored, A and G both have the trace of the curvature, but
     # A ⊗ G must have it only once. So A's sum is scaled to the trace `examples`, and
     # its mean to the trace 1.
     unit_trace: Tensor | None = None
     if shape.gradient_factored:
-        trace = means[:, 0, 0] * shape.dims["A"]
+        trace = summed_means[:, 0, 0] * shape.dims["A"]
         unit_trace = torch.where(trace > 0, examples / trace.where(trace > 0, 1.0), 0.0)
-        means[:, 0, 0] *= unit_trace
+        summed_means[:, 0, 0] *= unit_trace
 
     # Update W, unless the step has no examples or every G so far is zero.
     weight = stack_in_place(entries, "average_weight")
-    present = (examples > 0) & torch.logical_or(means[:, 1].any(1), weight)
+    present = (examples > 0) & torch.logical_or(summed_means[:, 1].any(1), weight)
     torch.where(present, weight * decay + 1.0, weight, out=weight)
 
     # X + step (x - X). A step of 0 leaves X bit for bit.
@@ -565,15 +565,15 @@ def _update(
     if shape.routed:
         counts = torch.cat([counts, examples.unsqueeze(1)], 1)
     counts = counts.clamp_min(1.0)
-    average = stack_in_place(entries, "mean_eigenvalues")
-    new_means = (means / _expand_to(counts, means)).to(average.dtype)
-    steps = _expand_to(step, average)
+    means = stack_in_place(entries, "mean_eigenvalues")
+    new_means = (summed_means / _expand_to(counts, summed_means)).to(means.dtype)
+    steps_of_means = _expand_to(step, means)
     if shape.routed:
-        routed = _average_routed(average[:, -1], new_means[:, -1], step.unsqueeze(1))
+        routed = _average_routed(means[:, -1], new_means[:, -1], step.unsqueeze(1))
         new_means[:, 0].mul_(routed.scale)
-        steps = steps.repeat(1, *new_means.shape[1:])
-        steps[:, 0] = routed.step
-    average.lerp_(new_means, steps)
+        steps_of_means = steps_of_means.repeat(1, *new_means.shape[1:])
+        steps_of_means[:, 0] = routed.step
+    means.lerp_(new_means, steps_of_means)
 
     # The factors, (layers, groups, elements) each.
     for column, name in enumerate(names):
@@ -616,10 +616,10 @@ class _Routed(NamedTuple):
 def _average_routed(shares: Tensor, new_shares: Tensor, step: Tensor) -> _Routed:
     """Return the scale and the step of the average of each expert's A.
 
-    A is the running average of an expert's sums, divided by that of its share s of the
-    examples. If both averages take a step t, A becomes A + (t s' / s_after) (a - A).
-    Here s' is the share of the new examples, s_after the new average of s, and a the
-    mean over the expert's new examples.
+    A = U / S: U is the running average of the sums of an expert's examples, and S that
+    of its share of all examples. If both take a step t, then A becomes
+    A + (t s / S_after) (a - A), where s is the expert's share of the new examples, and
+    a their mean.
 
     Args:
         shares: Average of each expert's share of the examples, ``(layers, groups)``.

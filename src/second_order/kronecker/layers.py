@@ -8,9 +8,9 @@ From pairs come
     G    N Σ d dᵀ if the loss is a mean over N terms, Σ d dᵀ / N if it is their sum
 
 A *row* is one vector of a pair. For an input of shape ``(batch, positions, in)``, a
-Linear has batch x positions rows. An *example* is what the loss counts: a row, or all
-positions of one entry of the batch. The number N is known only at the end of a pass, so
-this file computes Σ d dᵀ.
+Linear has batch x positions rows. An *example* is what A counts: a row, or with
+"reduce" all positions of one entry of the batch. A *term* is what the loss counts.
+Their number N is known only at the end of a pass, so this file computes Σ d dᵀ.
 
 A ``LayerKind`` has the rules of one kind of layer: the sizes of its factors, the sums
 of a pair, the weight gradient of a pair, and the rows that a pair consists of.
@@ -329,9 +329,9 @@ def sum_outer_products(x: Tensor, d: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------ rows of pairs
 
-# Layers that see the same rows have the same mask. Rows of equal shapes are the same
-# rows only if they are of one family. Rows of an attention are (batch, positions),
-# whichever of the two comes first in its inputs.
+# Families of rows. Layers that see the same rows share a mask. Rows of equal shapes are
+# the same rows only if they are of one family. Rows of an attention are
+# (batch, positions), whichever of the two comes first in its inputs.
 ROUTED = "routed"
 ATTENTION = "attention"
 
@@ -358,8 +358,8 @@ class PairRows(NamedTuple):
         return self.d.reshape(num_rows, self.d.numel() // max(num_rows, 1))
 
 
-def flatten_rows(leading: Sequence[int], d: Tensor, family: str = "") -> PairRows:
-    """Flatten the leading dimensions of gradients into rows."""
+def pair_rows(leading: Sequence[int], d: Tensor, family: str = "") -> PairRows:
+    """Return the rows of gradients with some leading dimensions."""
     # A gradient (B, 1, ...) has the examples of (B, ...).
     while len(leading) > 1 and leading[-1] == 1:
         leading = leading[:-1]
@@ -465,7 +465,7 @@ class LayerKind(ABC):
 
     def gradient_rows(self, module: nn.Module, x: Any, d: Tensor) -> PairRows:
         """The rows of a pair."""
-        return flatten_rows(d.shape[:-1], d, self.family)
+        return pair_rows(d.shape[:-1], d, self.family)
 
 
 @dataclass(frozen=True)
@@ -514,7 +514,7 @@ class Linear(LayerKind):
 
     def gradient_rows(self, module: nn.Module, x: Any, d: Tensor) -> PairRows:
         _, d = self._to_rows(module, x, d)
-        return flatten_rows(d.shape[:-1], d, self.family)
+        return pair_rows(d.shape[:-1], d, self.family)
 
     def _weight_shape(self, module: nn.Module) -> Sequence[int]:
         """Shape of the weight as ``(out, in)``."""
@@ -635,13 +635,18 @@ class Layout:
     Examples:
         Linear(3, 5), weight and bias:       views (5, 3), (5, 1), axis 1
         two groups of it:                    views (2, 5, 3), (2, 5, 1), axis 2
-        LayerNorm(8), a 16 x 16 matrix:      views (8, 1), (8, 1), axis 0
-        LayerNorm(8), 16 groups of 1 x 1:    views (8, 1, 1), (8, 1, 1), axis 0
+        LayerNorm(8), whose G is 16 x 16:    views (8, 1), (8, 1), axis 0
+        LayerNorm(8), whose G is diagonal:   views (8, 1, 1), (8, 1, 1), axis 0
     """
 
     axis: int
     views: tuple[tuple[int, ...], ...]
     transposed: bool = False
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether the first dimension of a matrix is that of the groups."""
+        return len(self.views[0]) > 2
 
     @cached_property
     def sizes(self) -> list[int]:

@@ -2,7 +2,7 @@
 
     attempt    decompose all factors, those of equal size in one batch
     check      read their errors from the device in one transfer
-    retry      decompose a factor with a large error in float64, then on the CPU as well
+    retry      decompose a factor with a large error in float64, then so on the CPU
     combine    form the inverse of a layer from the decompositions of its factors
 
 A layer has the factor A of its inputs and the factor G of its output gradients. If its
@@ -14,9 +14,9 @@ of a grouped layer, and one for most layers. P is the preconditioned gradient,
 A solver is a subclass of :class:`Inverse`. Its instances are the inverses that it has
 computed.
 
-A bad factor leaves the results of the other factors in its batch as they are. If the
-routine raises for a batch, it is a routine that stops at the first bad factor. Each
-factor of the batch is then decomposed alone, in float64.
+A bad factor leaves the results of the other factors in its batch as they are. Some
+routines raise at the first bad factor instead, and any routine may run out of memory.
+Each factor of the batch is then decomposed alone, in float64.
 """
 
 from __future__ import annotations
@@ -324,7 +324,7 @@ def _decompose_in_float64(
     for device in dict.fromkeys([stored.device, torch.device("cpu")]):
         added = None if problem.added is None else problem.added.to(device)
         moved = replace(problem, stored=stored.to(device), added=added)
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, TypeError):  # MPS raises TypeError for float64
             parts, errors = routine(_build_matrices([moved], torch.float64))
             if _are_small(errors.tolist()):
                 return tuple(part.to(stored.device) for part in _in_dtype(parts, dtype))
@@ -504,7 +504,9 @@ class Inverse:
         damping: Damping,
         multiplier: Tensor | None = None,
     ) -> Inverse:
-        """Form the inverse of a layer, or of a stack of layers, in the parts' memory.
+        """Form the inverse of a layer, or of a stack of layers.
+
+        The parts become tensors of the inverse where that is possible.
 
         Args:
             parts: The decompositions by factor, ``(layers x groups, ...)``.

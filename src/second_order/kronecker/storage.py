@@ -58,11 +58,10 @@ __all__ = [
 
 
 def max_stacked_elements(device: torch.device) -> int:
-    """The largest number of elements of a tensor that is worth stacking.
+    """The largest number of elements of a stack that is worth its copy.
 
     One kernel on a stack saves the launches of the others. The kernel of a larger
-    tensor takes much longer than a launch, so a stack would save little and cost a
-    copy.
+    tensor takes much longer than a launch, so a stack would save little.
     """
     return 2**16 if device.type == "cpu" else 2**24
 
@@ -196,7 +195,10 @@ def as_stack(parts: Sequence[Tensor]) -> Tensor:
 
 
 def stack_in_place(owners: Sequence[MutableMapping[str, Tensor]], name: str) -> Tensor:
-    """Stack the owners' tensors of a name, and replace the tensors by the slices."""
+    """Stack the owners' tensors of a name, and give each owner its slice of the stack.
+
+    Nothing is copied or replaced if the tensors are slices of one stack already.
+    """
     stack = as_stack([owner[name] for owner in owners])
     # Views of a tensor have it as their base. The result of torch.stack has no base.
     is_copy = stack._base is None
@@ -223,9 +225,9 @@ def packed_length(dim: int) -> int:
 def pack_upper_triangular(matrix: Tensor) -> Tensor:
     """Pack symmetric matrices of shape ``(..., n, n)`` into ``(..., n (n + 1) / 2)``.
 
-    The elements above the diagonal are read. Only block copies read X22 below the
-    diagonal. Two equal elements may differ in the last bit, because products such as
-    xᵀ x are not symmetric to the last bit.
+    Products such as xᵀ x may be unsymmetric in the last bit. The elements above the
+    diagonal are read, except by block copies (n > GATHERED_UP_TO) in X22, where those
+    below are.
     """
     dim = matrix.shape[-1]
     if dim <= GATHERED_UP_TO:
