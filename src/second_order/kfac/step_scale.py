@@ -1,13 +1,14 @@
 """The step scale τ: steps of preconditioned weights are τ times as long as the base's.
 
-The effect of the last step Δ decides how τ changes at a refresh:
+The base is the base optimizer, Δ₀ the step that it takes, and Δ = τ Δ₀. The effect of
+the last step Δ decides how τ changes at a refresh:
 
 slope    s = -∇·Δ, with the mean gradient ∇ of the next step before preconditioning. The
          loss still falls along Δ if s > 0. It rises if s < 0, because the step was too
          long.
 S, Z     <- running averages of the sign of s and of |s|, debiased
 τ        <- τ exp(c)
-w        <- w + (τ - 1) Δ₀, after the base's own step Δ₀, so that Δ = τ Δ₀
+w        <- w + (τ - 1) Δ₀, at every step, after the base's own step
 
 c follows from the evidence S - b, for a threshold b, and from the slope itself:
 
@@ -16,18 +17,17 @@ c follows from the evidence S - b, for a threshold b, and from the slope itself:
     -s > 2 Z    c is also lowered by min(-s / Z, 4) / 2, and τ does not grow: the loss
                 has risen by far more than usual (Z is that before this step)
 
-The threshold b depends on τ. If τ > 1, it is 0.3: τ grows further if at least 65% of
-the slopes are positive. If τ <= 1, it is -0.3: when the loss falls slowly, s is mostly
-noise and S is near 0, and τ falls only if more than 65% of the slopes are negative.
-While a schedule changes the learning rate, b is -0.3 for every τ: a smaller rate also
-makes the noise of the steps smaller, so τ falls only if the evidence is clear.
+The threshold b keeps τ near 1 as long as s is mostly noise, when S is near 0. If τ > 1,
+b is 0.3: τ grows further only if at least 65% of the recent slopes are positive. If τ
+<= 1, b is -0.3: τ falls further only if more than 65% of them are negative. While a
+schedule changes the learning rate, b is -0.3 for every τ, so that τ grows without clear
+evidence against it. The smaller rate already makes the noise of the steps smaller.
 
-τ is at most 5. Over a base that scales its steps itself, such as Adam, or while a
-schedule changes the rate, it is at most 2. If both hold, it is exactly 2. PLAIN_BOUNDS
-and ADAPTIVE_BOUNDS say where these numbers come from.
+τ is between 0.02 and 5. Over a base that scales its steps itself, such as Adam, or
+while a schedule changes the rate, it is at most 2. If both hold, it is exactly 2.
 
 S and τ are updated when layers are refreshed: at every step in the beginning, rarely
-later. While τ is 1, only the step before an update costs anything.
+later. While τ is 1, only steps that may precede an update cost anything.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ LAST_STEP_KNOWN = "last_step_known"
 """The checkpoint entry that is 1 if the next refresh may measure that step, else 0."""
 
 DECAY = 0.9  # of the running averages S and Z
-GROWTH = 0.2  # a, per step, if τ grows
-SHRINKAGE = 1.0  # a, if τ falls
+GROWTH = 0.2  # factor of (S - b) k in c, if τ grows
+SHRINKAGE = 1.0  # factor of S - b in c, if τ falls
 MAX_GROWTH_STEPS = 4  # steps since the last measured slope that count if τ grows
 THRESHOLD = 0.3  # |b|
 MAX_SCHEDULED_SCALE = 2.0  # upper bound of τ while a schedule changes the learning rate
@@ -98,20 +98,22 @@ class ScaleBounds(NamedTuple):
     low_scheduled: float
 
 
-# Chosen on the same tasks and seeds as the bounds in schedule.py.
+# For each constant of this file, docs/evidence/benchmarks.md lists the tasks on which it
+# was chosen. While a schedule changes the rate, τ = 2 over adaptive bases: low_scheduled
+# equals MAX_SCHEDULED_SCALE.
 PLAIN_BOUNDS = ScaleBounds(low=0.02, high=5.0, low_scheduled=0.02)
 ADAPTIVE_BOUNDS = ScaleBounds(low=0.02, high=2.0, low_scheduled=2.0)
 
 SCALE_ENTRIES = (
     "step_scale",
-    "step_sign",
-    "step_size",
+    "step_sign",  # mean_sign
+    "step_size",  # mean_size
     "step_weight",
     "step_measured_at",
-    "step_rate",
+    "step_rate",  # rate, the learning rate
     "step_rate_changed",
 )
-"""The checkpoint entries of :class:`ScaleState`'s fields, which are shared numbers."""
+"""The checkpoint entries of :class:`ScaleState`'s fields, in order; shared numbers."""
 
 
 @dataclass(frozen=True)
@@ -179,21 +181,23 @@ class ScaleState:
     ) -> float:
         """Return c, the change of log τ.
 
-        S is ``new_mean_sign``, and Z that of the last refresh.
+        S is ``new_mean_sign``. Z and the step of the last slope are those before it.
         """
         # Fall immediately if the loss has risen far more than usual.
-        has_risen = -slope > LARGE_RISE * self.mean_size > 0
+        has_risen = self.mean_size > 0 and -slope > LARGE_RISE * self.mean_size
         immediate = 0.0
         if has_risen:
-            immediate = max(slope / self.mean_size, -MAX_RISE) / 2
+            immediate = -min(-slope / self.mean_size, MAX_RISE) / 2
 
-        # Fall by the evidence as well, or do not grow.
+        # If the evidence is negative, also fall by it.
         b = THRESHOLD
         if is_scheduled or self.scale <= 1.0:
             b = -THRESHOLD
         evidence = new_mean_sign - b
         if evidence < 0:
             return immediate + SHRINKAGE * evidence
+
+        # If it is not, the loss must not have risen for τ to grow.
         if has_risen:
             return immediate
 
@@ -262,6 +266,7 @@ class StepScale:
         for block in step_plan.layers:
             # Each parameter counts once. If it is sharded, each rank counts its rows.
             is_reported = block in reporting or is_dtensor(block.weight)
+            # Layers that fall back to the base optimizer from now on do not count.
             if not is_reported or block.has_lost_factor or block.unverified:
                 continue
             for p in block.params:
@@ -292,6 +297,7 @@ class StepScale:
             if block.solved:
                 params += block.params
         if params:
+            # A copy of all weights, in few kernels.
             copies = torch._foreach_mul([local_tensor(p).detach() for p in params], 1.0)
             self._weights = dict(zip(params, copies, strict=True))
 
@@ -356,21 +362,21 @@ class StepScale:
 
 
 def _sum_products(products: Sequence[_Product]) -> list[Tensor]:
-    """Sum scalar products.
+    """Sum scalar products, each computed in the dtype of its gradient.
 
     Returns a float32 scalar in a list; an empty list without products.
     """
-    # Products of small tensors are computed together.
+    # Compute products of small tensors together, up to a number of bytes, of which each
+    # product has a share. The shares of a group add up to 1 at most.
     kinds: list[Hashable] = []
-    # Shares of the largest group, whose sizes add up to 1 at most.
-    sizes: list[float] = []
+    shares: list[float] = []
     for gradient, step in products:
         kinds.append((gradient.device, gradient.dtype, step.dtype))
         max_bytes = CPU_PRODUCT_BYTES if gradient.is_cpu else PRODUCT_BYTES
-        sizes.append((gradient.nbytes + step.nbytes) / max_bytes)
+        shares.append((gradient.nbytes + step.nbytes) / max_bytes)
 
     sums: list[Tensor] = []
-    for group in group_equal(kinds, sizes, 1):
+    for group in group_equal(kinds, shares, max_size=1):
         gradients = [products[i].gradient for i in group]
         steps = [products[i].step for i in group]
         if len(group) == 1:
