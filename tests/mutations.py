@@ -354,7 +354,7 @@ statistics that leave in the passes as sums
     if layers.losses.current() != "step_mean":  =>  if True:
 an instrument without the owners' clip
   <-  metrics::the_reported_clip_is_the_one_that_was_applied
-    clip=result.clip,  =>  clip=None,
+    clip_factor=result.clip_factor,  =>  clip_factor=None,
 a frozen layer keeps its inverse  <-  kaisa::a_frozen_layer_stores_no_inverse
     block.drop_inverse()  =>  pass
 ranks' losses not compared  <-  loss_reduction::ranks_with_different_reductions_raise
@@ -492,10 +492,10 @@ a clip that stretches  <-  invariants_steps::19_the_clip_bounds_the_whole_step
 == kfac/schedule.py
 layers without an inverse that are tried at every tick
   <-  drift::a_layer_without_an_inverse_is_tried_at_doubling_intervals
-    return change.retry_interval  =>  return 1
+    return state.retry_interval  =>  return 1
 frozen layers in the reported intervals
   <-  drift::reported_intervals_are_those_of_layers_with_an_inverse
-    for block in solved or self.changes  =>  for block in self.changes
+    for block in solved or self.states  =>  for block in self.states
 factors that count updates  <-  defaults::the_memory_of_factors_in_steps_does_not_depend_on_the_interval
     per_step ** max(age, 1)  =>  per_step
 a young training remembers as much as an old one
@@ -507,9 +507,9 @@ newcomers wait for the interval  <-  robustness::a_newly_trainable_layer_is_refr
   + if False:
   +             return layers
 intervals that never fall  <-  drift::intervals_grow_without_drift_and_shrink_with_drift
-    if cosine < bounds.halve_below:  =>  if False:
+    if cosine < thresholds.halve_below:  =>  if False:
 intervals that grow after one refresh alike  <-  drift::drift_equals_a_computation_by_hand
-    elif num_stable >= bounds.patience:  =>  elif num_stable >= 1:
+    elif num_stable >= thresholds.patience:  =>  elif num_stable >= 1:
 refreshes as often as the first layer wants
   <-  drift::layers_are_due_at_multiples_and_not_more_often_than_a_quarter_needs
     of_solved[int(len(of_solved) * TICK_QUANTILE)]  =>  of_solved[0]

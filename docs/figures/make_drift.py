@@ -65,13 +65,15 @@ def train() -> Drifts:
         optimizer.step()
         states = curvature.inverses.states.values()
         found.refreshed.append([each.installed_at for each in states].count(step))
-        changes = curvature.drift.changes.values()
-        cosines = [change.cosine for change in changes if math.isfinite(change.cosine)]
+        layer_drifts = curvature.drift.states.values()
+        cosines = [
+            drift.cosine for drift in layer_drifts if math.isfinite(drift.cosine)
+        ]
         if found.refreshed[-1] and cosines:
             found.at.append(step)
             found.cosines.append(cosines)
             found.intervals.append(
-                list(map(curvature.drift.interval, curvature.drift.changes))
+                list(map(curvature.drift.interval, curvature.drift.states))
             )
     found.layers = len(curvature.plan)
     return found

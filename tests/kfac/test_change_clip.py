@@ -48,7 +48,7 @@ def coefficients(changes: list[float]) -> list[float]:
 
 def nu(usual: UsualChange, change: float) -> float:
     """ν, 1 where there is none."""
-    found = usual.coefficient(torch.tensor(change, dtype=torch.float64))
+    found = usual.update(torch.tensor(change, dtype=torch.float64))
     return 1.0 if found is None else float(found)
 
 

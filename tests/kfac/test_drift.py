@@ -22,7 +22,7 @@ from second_order import KAISA, DistKFAC
 from second_order.kfac.schedule import (
     MAX_INTERVAL,
     STEP_OVERHEAD,
-    Bounds,
+    CosineThresholds,
     Drift,
     LayerDrift,
     cost_bounds,
@@ -40,7 +40,7 @@ SYSTEMS = {System.__name__: System for System in KRONECKER}
 
 
 @pytest.mark.parametrize(
-    ("interval", "num_stable", "cosine", "least", "expected"),
+    ("interval", "num_stable", "cosine", "bound", "expected"),
     [
         (8, 0, 0.94, 1, (4, 0)),
         (8, 1, 0.94, 1, (4, 0)),
@@ -56,10 +56,10 @@ SYSTEMS = {System.__name__: System for System in KRONECKER}
     ],
 )
 def test_drift_equals_a_computation_by_hand(
-    interval: int, num_stable: int, cosine: float, least: int, expected: tuple[int, int]
+    interval: int, num_stable: int, cosine: float, bound: int, expected: tuple[int, int]
 ) -> None:
-    bounds = Bounds(halve_below=0.95, double_above=0.985, patience=2)
-    found = LayerDrift(interval, num_stable=num_stable).after_refresh(cosine, bounds, least)
+    thresholds = CosineThresholds(halve_below=0.95, double_above=0.985, patience=2)
+    found = LayerDrift(interval, num_stable=num_stable).after_refresh(cosine, thresholds, bound)
     assert (found.interval, found.num_stable) == expected
     assert found.cosine == cosine
 
@@ -90,7 +90,7 @@ class Layer:
 def drift_of(intervals: list[int]) -> tuple[Drift, list[Any]]:
     drift = Drift()
     layers = [Layer() for _ in intervals]
-    drift.changes = {
+    drift.states = {
         layer: LayerDrift(interval)  # type: ignore[misc]
         for layer, interval in zip(layers, intervals, strict=True)
     }
@@ -184,8 +184,8 @@ def second_refresh(rank: int, world_size: int, system: str) -> tuple[Cosines, Co
     gradients = mean_gradients(model, second)
     take(model, optimizer, shard(second, rank, world_size))
     by_hand = cosines_by_hand(before, stored_here(optimizer), gradients)
-    changes = optimizer._curvature.drift.changes
-    cosines = {block.name: change.cosine for block, change in changes.items()}
+    states = optimizer._curvature.drift.states
+    cosines = {block.name: state.cosine for block, state in states.items()}
     return by_hand, cosines, optimizer.metrics()
 
 
@@ -405,8 +405,8 @@ def test_a_layer_without_statistics_has_no_cosine() -> None:
     optimizer = make(KAISA, model, **BY_DRIFT)
     for batch in BATCHES[:3]:
         take(model, optimizer, batch)
-    changes = optimizer._curvature.drift.changes
-    cosines = {block.name: change.cosine for block, change in changes.items()}
+    states = optimizer._curvature.drift.states
+    cosines = {block.name: state.cosine for block, state in states.items()}
     assert math.isnan(cosines["1.unused"])
     assert optimizer.metrics()["drift/cosine/min"] > 0.1
 

@@ -10,7 +10,7 @@ from ranks import agreed, vector
 from timed_training import LEAST, TIMED, Run, each_system
 
 from second_order import DPKFAC, KAISA, DistKFAC, PerStep
-from second_order.kfac.schedule import Bounds
+from second_order.kfac.schedule import CosineThresholds
 
 if TYPE_CHECKING:
     from pool import World
@@ -23,7 +23,7 @@ TIMED_AT = [0, 2, 4, 6, 8]
 def drifting(System: Any = KAISA, **options: Any) -> Run:
     """A run whose layers drift so fast that they want to be refreshed at every step."""
     run = Run(System, **options)
-    run.curvature.drift._bounds = Bounds(2.0, 3.0, 1)
+    run.curvature.drift._thresholds = CosineThresholds(2.0, 3.0, 1)
     return run
 
 

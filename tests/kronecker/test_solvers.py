@@ -20,7 +20,7 @@ from solver_problems import (
 )
 from torch import Tensor
 
-from second_order.kfac.precondition import kl_change, kl_clip_coefficient
+from second_order.kfac.precondition import kl_change, kl_clip_factor
 from second_order.kronecker import solvers
 from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.solvers import SOLVERS
@@ -138,5 +138,5 @@ def test_inverses_are_sent_as_triangles(groups: int, dim: int, rounded: bool) ->
 def test_a_non_finite_layer_does_not_count_in_the_clip(bad: float) -> None:
     """The others' lr² |P·∇| is 4, by which κ = 1 gives ν = 1/2."""
     products = [torch.tensor([4.0]), torch.tensor([bad])]
-    assert float(kl_clip_coefficient(kl_change(products, [1.0, 1.0]), 1.0)) == 0.5
-    assert float(kl_clip_coefficient(kl_change(products[1:], [1.0]), 1.0)) == 1.0
+    assert float(kl_clip_factor(kl_change(products, [1.0, 1.0]), 1.0)) == 0.5
+    assert float(kl_clip_factor(kl_change(products[1:], [1.0]), 1.0)) == 1.0

@@ -189,12 +189,12 @@ class StepInfo:
     """Values of a step that its end and :meth:`KFAC.metrics` need.
 
     Attributes:
-        clip: ν, a scalar; None if nothing was clipped.
+        clip_factor: ν, a scalar; None if nothing was clipped.
         refresh_due: Whether a refresh was due at this step.
         refreshed: Whether a layer that was due has an inverse.
     """
 
-    clip: Scalar | None = None
+    clip_factor: Scalar | None = None
     refresh_due: bool = False
     refreshed: bool = False
 
@@ -490,7 +490,7 @@ class KFAC(LayeredCurvature):
             self._adapt(report, refresh.cosines, result.cosines)
 
         self._last = StepInfo(
-            clip=result.clip,
+            clip_factor=result.clip_factor,
             refresh_due=bool(due),
             refreshed=any(block.solved for block in due),
         )
@@ -941,8 +941,8 @@ class KFAC(LayeredCurvature):
         last_step = self.training.steps - 1
         metrics = layer_metrics(self.layers, self.plan, self.inverses, last_step)
         metrics["clip"] = 1.0
-        if self._last.clip is not None:
-            metrics["clip"] = float(self._last.clip)
+        if self._last.clip_factor is not None:
+            metrics["clip"] = float(self._last.clip_factor)
         metrics["step_scale"] = self._step_scale
         if last_step >= 0 and not self._closed:
             # A loaded checkpoint may have averages that are newer than its last step.

@@ -6,13 +6,14 @@
     p.grad     <- ν P
     exchange   ν P, to the ranks that do not have it
 
-The change estimates how much a step along P changes the predictions. ν bounds it:
+The change estimates how much a step along P changes the predictions. A step along ν P
+changes them ν² times as much, so ν is the square root of a bound divided by the change:
 
-- By default, the change may be four times its running average at most, so that a batch
-  of outliers cannot undo progress.
-- If κ is given (``kl_clip``), ν = min(1, sqrt(κ / Σ lr² |P·∇|)). The learning rates
-  are those of the step if κ is a function of the step, and the largest ones of the
-  schedule if κ is a number.
+- By default (``kl_clip="auto"``), the bound is four times the running average of the
+  change, so that a batch of outliers cannot undo progress.
+- If ``kl_clip`` is a number κ or a function of the step, the change is Σ lr² |P·∇| and
+  the bound is κ: ν = min(1, sqrt(κ / Σ lr² |P·∇|)). The learning rates are those of the
+  step if κ is a function, and the largest ones of the schedule if κ is a number.
 
 The ranks form a grid. The ranks of a row are the gradient workers of the same layers,
 so they have the same P. A column has one rank of each row, so its ranks together have
@@ -57,7 +58,7 @@ __all__ = [
     "assign_param_owners",
     "compare_inverses",
     "kl_change",
-    "kl_clip_coefficient",
+    "kl_clip_factor",
     "precondition_batches",
     "precondition_gradients",
     "scale_tensors",
@@ -81,7 +82,8 @@ def kl_change(products: Sequence[Tensor], learning_rates: Sequence[Scalar]) -> T
     """Return Σ lr² |P·∇| over layers, an estimate of the change of predictions.
 
     lr² Σ P·∇ estimates twice the KL divergence between the model before and after the
-    step. A layer whose product is not finite does not count.
+    step. κ bounds this number, not its half. A layer whose product is not finite does
+    not count.
 
     Args:
         products: Stacks of P·∇ of one or more layers each; at least one stack.
@@ -98,8 +100,8 @@ def kl_change(products: Sequence[Tensor], learning_rates: Sequence[Scalar]) -> T
     return weighted.nan_to_num(0.0, posinf=0.0).sum()
 
 
-def kl_clip_coefficient(change: Tensor, kl_clip: Scalar) -> Tensor:
-    """Return ν = min(1, sqrt(κ / Σ lr² |P·∇|)), which bounds the change by κ."""
+def kl_clip_factor(change: Tensor, kl_clip: Scalar) -> Tensor:
+    """Return ν = min(1, sqrt(κ / Σ lr² |P·∇|)), so that ν² Σ lr² |P·∇| <= κ."""
     return torch.sqrt(kl_clip / change).clamp(max=1.0)
 
 
@@ -114,7 +116,7 @@ class UsualChange:
     A change above the bound counts as the bound, so that outliers move the average
     little. If changes stay large, the bound is multiplied by 0.95 + 0.2 = 1.15 per step
     until it has caught up. The last term lets a bound of 0 grow: the step keeps at
-    least 1/50 of its length.
+    least 1/50 of its length. The first five changes count in full, and are not clipped.
 
     The bound is on the device of the changes. The host reads it only for checkpoints.
 
@@ -127,8 +129,8 @@ class UsualChange:
         self.bound: Tensor | float = 0.0
         self.steps = 0
 
-    def coefficient(self, change: Tensor) -> Tensor | None:
-        """Update the average, and return ν for a change; None for the first steps."""
+    def update(self, change: Tensor) -> Tensor | None:
+        """Add a step's change to the average, and return its ν; None in the warmup."""
         weight = max(1 / WINDOW, 1 / (self.steps + 1))
         is_warm = self.steps >= WARMUP_STEPS
         self.steps = min(self.steps + 1, WINDOW)
@@ -137,7 +139,8 @@ class UsualChange:
         if not is_warm:
             self.bound.mul_(1 - weight).add_(change, alpha=MAX_RATIO * weight)
             return None
-        # ``tiny`` avoids 0 / 0. A change that rounding made negative is not large.
+        # ν² = bound / change, and ν² change is the change that counts. ``tiny`` avoids
+        # 0 / 0. A change that rounding made negative is not large.
         tiny = torch.finfo(change.dtype).tiny
         ratio = ((self.bound + tiny) / change.clamp_min(tiny)).clamp(MIN_RATIO, 1.0)
         self.bound.mul_(1 - weight).addcmul_(change, ratio, value=MAX_RATIO * weight)
@@ -176,7 +179,7 @@ class Clip:
         self._message_dtype = torch.promote_types(options.inv_dtype, torch.float32)
 
     def change(self, batches: Sequence[PreconditionedBatch]) -> Tensor:
-        """Return Σ lr² |P·∇| over the batches' layers; Σ P·∇ if κ is not given."""
+        """Return Σ lr² |P·∇| over the batches' layers; Σ P·∇ if κ is "auto"."""
         if not batches:
             return torch.zeros((), dtype=torch.float32, device=self._training.device)
         products = [preconditioned.products() for preconditioned in batches]
@@ -195,7 +198,7 @@ class Clip:
             layer_rates.extend(rates[id(block.weight)] for block in blocks)
         return kl_change(products, layer_rates)
 
-    def coefficient(self, change: Tensor, world: World) -> Tensor | None:
+    def compute_factor(self, change: Tensor, world: World) -> Tensor | None:
         """Return ν from the change of each rank's layers; None if nothing is clipped.
 
         Collective over ``world``.
@@ -208,14 +211,14 @@ class Clip:
             with stage("precondition_exchange"):
                 world.all_reduce([change]).wait()
         if self.usual is not None:
-            return self.usual.coefficient(change)
-        bound = self._kl_clip
-        if callable(bound):
-            bound = bound(self._training.steps)
-            if bound is None:
+            return self.usual.update(change)
+        kl_clip = self._kl_clip
+        if callable(kl_clip):
+            kl_clip = kl_clip(self._training.steps)
+            if kl_clip is None:
                 return None
-            check_clip(bound)
-        return kl_clip_coefficient(change, bound)
+            check_clip(kl_clip)
+        return kl_clip_factor(change, kl_clip)
 
 
 # ----------------------------------------------------------------------- P of this rank
@@ -226,12 +229,12 @@ class PreconditionResult:
     """The result of preconditioning a step's gradients.
 
     Attributes:
-        clip: ν, a scalar; None if nothing was clipped.
+        clip_factor: ν, a scalar; None if nothing was clipped.
         cosines: Between P by the old and by the new inverse, of the refreshed layers
             that this rank preconditions. Scalars on the device.
     """
 
-    clip: Scalar | None
+    clip_factor: Scalar | None
     cosines: dict[KroneckerBlock, Tensor]
 
 
@@ -314,14 +317,16 @@ def compare_inverses(
         if not refreshed:
             continue
 
-        # P by the previous inverses, (refreshed layers, elements). The gradients of
-        # neighboring layers are slices of one stack, which needs no copy.
+        # Their gradients, (layers x groups, out, in). These are slices of one stack, so
+        # those of neighboring layers need no copy.
         gradients = batch.split_layers(preconditioned.gradient)
+        stack = as_stack([gradients[i] for i in refreshed]).flatten(0, 1)
+
+        # P by the previous inverses, (layers, elements).
         previous_batch = batch.select(
             [blocks[i] for i in refreshed],
             [previous[blocks[i]] for i in refreshed],
         )
-        stack = as_stack([gradients[i] for i in refreshed]).flatten(0, 1)
         old_results = previous_batch.precondition(stack, dtype).view(len(refreshed), -1)
 
         # P by the new inverses, of the same shape, and the cosines.
@@ -337,7 +342,7 @@ def compare_inverses(
 
 def write_gradients(
     batches: Sequence[PreconditionedBatch],
-    clip: Scalar | None,
+    clip_factor: Scalar | None,
     gradient_of: Gradients | None = None,
 ) -> None:
     """Write ν P into the gradients.
@@ -347,11 +352,12 @@ def write_gradients(
 
     Args:
         batches: The preconditioned layers.
-        clip: ν; None for 1.
+        clip_factor: ν; None for 1.
         gradient_of: Returns the gradient of a parameter; None for ``p.grad``.
     """
-    if clip is not None:
-        scale_tensors([preconditioned.result for preconditioned in batches], clip)
+    if clip_factor is not None:
+        results = [preconditioned.result for preconditioned in batches]
+        scale_tensors(results, clip_factor)
     gradients: list[Tensor] = []
     values: list[Tensor] = []
     for preconditioned in batches:
@@ -393,9 +399,9 @@ def precondition_gradients(
         clip: Computes ν; None for no clip.
         dtype: Dtype of the inverses.
         previous: The previous inverses of refreshed layers.
-        owners: If mean gradients are only at their owners: the owner of each gradient,
-            including those of parameters outside of layers. None if all ranks have the
-            mean gradients. Then only the gradients of layers are exchanged.
+        owners: If each mean gradient is only at its owner: the owner's position in the
+            column, for the parameters of layers and all others. None if all ranks have
+            the mean gradients. Then only the gradients of layers are exchanged.
     """
     # Precondition, and compare the old and the new inverses.
     batches = precondition_batches(step_plan.batches, dtype)
@@ -403,12 +409,13 @@ def precondition_gradients(
     if previous:
         cosines = compare_inverses(batches, previous, dtype)
 
-    # Clip by the change of all layers. Steps without P do not enter the average.
+    # Clip by the change of all layers. If no layer has an inverse, there is no P, and
+    # the usual change does not count this step.
     solved = [block for block in step_plan.layers if block.solved]
-    coefficient: Scalar | None = None
+    clip_factor: Scalar | None = None
     if clip is not None and solved:
-        coefficient = clip.coefficient(clip.change(batches), step_plan.column)
-    write_gradients(batches, coefficient)
+        clip_factor = clip.compute_factor(clip.change(batches), step_plan.column)
+    write_gradients(batches, clip_factor)
 
     # Broadcast ν P within the column. The position of a rank in the column is its row.
     if step_plan.column.size > 1:
@@ -416,12 +423,12 @@ def precondition_gradients(
             owners = {
                 p: step_plan.layers[block].row for block in solved for p in block.params
             }
-        # Every rank takes part, even if a parameter has no gradient here. It then has
-        # none on any rank, and the zeros that this rank sends or receives are dropped.
+        # The broadcast is in place, so p.grad receives ν P. If a parameter has no
+        # gradient, it has none on any rank. Zeros then replace it in the messages.
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in owners]
         with stage("precondition_exchange"):
             step_plan.column.broadcast(gradients, owners.values())
-    return PreconditionResult(coefficient, cosines)
+    return PreconditionResult(clip_factor, cosines)
 
 
 def assign_param_owners(
@@ -430,7 +437,7 @@ def assign_param_owners(
     """Return the owner of each parameter's gradient, for layers and other parameters.
 
     A layer has one gradient worker here, which owns its gradients. The grid of ranks
-    therefore has one column, and the rank of a worker is its row.
+    therefore has one column, and the position of a rank in the column is its rank.
     """
     layer_owners: dict[int, int] = {}
     for block, layer in layers.items():

@@ -6,26 +6,28 @@ Refreshes by drift compare a layer's old and new inverse, and adapt its interval
                    c = cos(P₀, P)                              all ranks receive c
     interval       halved if c is low, doubled if c is high; between 1 and 32 steps, or
                    more if the bounds below require it
-    tick           the lower quartile of the layers' intervals: no layer is refreshed
-                   more often
-    due            at the multiples of the interval and of the tick
+    tick           the lower quartile of the intervals of layers with an inverse: no
+                   layer is due more often
+    due            at the multiples of the interval and of the tick. All layers are also
+                   due once after a layer became trainable
 
-A layer without an inverse is due at each tick. From the eighth refresh in a row that
-computes none, each doubles its interval, up to 64 steps, because the layer may never
-have statistics. If no layer has an inverse, the shortest of these intervals is the
-tick. When a layer has statistics at each step again, it gets an inverse within 64
-steps, or within one tick if the tick is longer.
+A layer without an inverse is due at each tick, until eight refreshes in a row have
+computed none. Its interval is then 2 steps, and each further such refresh doubles it,
+up to 64 steps, because the layer may never have statistics. If no layer has an inverse,
+the shortest of these intervals is the tick. Once every pass calls the layer again, it
+gets an inverse within 64 steps, or within one tick if the tick is longer.
 
 Intervals are powers of two and layers are due at their multiples, so that many layers
 are due at the same step and the inverse ranks work at the same time.
 
-Two bounds make intervals longer. The throttle's bound follows from ``overhead=``. The
-cost bound limits the average cost of all refreshes per step to W: the operations of the
-passes on all ranks, plus ``STEP_OVERHEAD`` for everything else in a step. If the
-refresh of a layer costs k operations, its bound is sqrt(k) Σ sqrt(k) / W, rounded to a
-power of two. Without the rounding, Σ k / interval equals W, and no other intervals of
-the same total cost have a smaller sum. ``STEP_OVERHEAD`` counts once for all ranks, so
-the bounds do not depend on the number of ranks that share a batch.
+Two bounds, which are shortest intervals, make intervals longer. The throttle's bound
+follows from ``overhead=``. With the cost bound, all refreshes together cost at most as
+much per step as the rest of the step, W: the operations of the passes, summed over the
+ranks, plus ``STEP_OVERHEAD`` for everything else. If the refresh of a layer costs k
+operations, its bound is sqrt(k) Σ sqrt(k) / W, rounded to a power of two. Without the
+rounding, Σ k / interval equals W, and no other intervals of the same total cost have a
+smaller sum. ``STEP_OVERHEAD`` counts once and not per rank, so the bounds do not depend
+on the number of ranks that share a batch.
 """
 
 from __future__ import annotations
@@ -48,10 +50,10 @@ from second_order.utils.checks import Interval, check_interval, value_at
 
 __all__ = [
     "ADAPTIVE",
-    "DRIFT",
+    "DRIFT_ENTRIES",
     "MAX_INTERVAL",
     "PLAIN",
-    "Bounds",
+    "CosineThresholds",
     "Drift",
     "LayerDrift",
     "Schedule",
@@ -59,9 +61,8 @@ __all__ = [
     "per_step_decay",
 ]
 
-DRIFT = ("drift_interval", "drift_alike", "drift_least", "drift_missing")
-"""Checkpoint entries of each layer: interval, num_stable, cost_bound and num_missing of
-its LayerDrift."""
+DRIFT_ENTRIES = ("drift_interval", "drift_alike", "drift_least", "drift_missing")
+"""Checkpoint entries of each layer. :meth:`Drift.saved` fills them."""
 
 # Longest interval by drift, in steps. The cost of refreshes or the throttle may
 # require a longer one.
@@ -82,7 +83,7 @@ TIMED_INTERVAL = 2
 
 
 @dataclass(frozen=True)
-class Bounds:
+class CosineThresholds:
     """The cosines at which a layer's interval changes.
 
     Attributes:
@@ -96,12 +97,13 @@ class Bounds:
     patience: int
 
 
-# Chosen on the tasks and seeds that benchmarks/progress/tuned_rivals.py tunes its
-# rivals on. PLAIN is for bases such as SGD, which do not rescale their steps. Its
-# bounds are stricter than those of ADAPTIVE, for Adam and others. The running averages
-# over SGD also remember more steps, and so change less between two refreshes.
-PLAIN = Bounds(halve_below=0.95, double_above=0.985, patience=2)
-ADAPTIVE = Bounds(halve_below=0.9, double_above=0.97, patience=1)
+# Chosen on the tasks and seeds on which benchmarks/progress/tuned_rivals.py tunes the
+# optimizers that we compare with. PLAIN is for base optimizers such as SGD, which do
+# not rescale their steps. It is stricter than ADAPTIVE, which is for Adam and others.
+# If the base optimizer is SGD, the running averages of A and G also remember more
+# steps, and so change less between two refreshes.
+PLAIN = CosineThresholds(halve_below=0.95, double_above=0.985, patience=2)
+ADAPTIVE = CosineThresholds(halve_below=0.9, double_above=0.97, patience=1)
 
 
 @dataclass(frozen=True)
@@ -109,11 +111,11 @@ class LayerDrift:
     """The refresh interval of a layer by its drift, and what it was adapted from.
 
     Attributes:
-        interval: Steps between two refreshes, as the drift requires. Each refresh
-            starts from this number, or from a longer bound, and halves, keeps or
-            doubles it.
+        interval: Steps between two refreshes, without the bounds that hold now. Each
+            refresh halves, keeps or doubles the interval over which its cosine was
+            measured, even if that was a bound.
         cosine: Between P₀ and P; NaN before the second refresh.
-        num_stable: Refreshes in a row whose cosine exceeded ``Bounds.double_above``.
+        num_stable: Refreshes in a row whose cosine exceeded ``double_above``.
         cost_bound: The shortest interval that the cost of the layer's refresh allows.
         num_missing: Refreshes in a row that left the layer without an inverse.
     """
@@ -131,23 +133,23 @@ class LayerDrift:
         return 1 << min(max(exponent, 0), MAX_RETRY_EXPONENT)
 
     def after_refresh(
-        self, cosine: float, bounds: Bounds, shortest: int = 1
+        self, cosine: float, thresholds: CosineThresholds, bound: int = 1
     ) -> LayerDrift:
         """Return the state after another refresh.
 
         Args:
             cosine: Between P₀ and P.
-            bounds: The cosines at which the interval changes.
-            shortest: The shortest interval that cost and throttle allowed until now.
+            thresholds: The cosines at which the interval changes.
+            bound: The shortest interval that cost and throttle allowed until now.
         """
-        interval = max(self.interval, shortest)
+        interval = max(self.interval, bound)
         num_stable = 0
-        if cosine > bounds.double_above:
+        if cosine > thresholds.double_above:
             num_stable = self.num_stable + 1
-        if cosine < bounds.halve_below:
+        if cosine < thresholds.halve_below:
             interval = max(interval // 2, 1)
-        elif num_stable >= bounds.patience:
-            interval = min(2 * interval, max(MAX_INTERVAL, shortest))
+        elif num_stable >= thresholds.patience:
+            interval = min(2 * interval, max(MAX_INTERVAL, bound))
             num_stable = 0
         return replace(self, interval=interval, cosine=cosine, num_stable=num_stable)
 
@@ -182,8 +184,9 @@ class DriftIntervals:
 
     Attributes:
         throttle_bound: The throttle's bound, for which these intervals were computed.
-        tick: Smallest number of steps between two refreshes.
-        by_layer: The interval of each layer; without bounds if it has no inverse.
+        tick: No layer is due more often than every ``tick`` steps.
+        by_layer: The interval of each layer. The two bounds do not apply to a layer
+            without an inverse.
     """
 
     throttle_bound: int
@@ -194,17 +197,21 @@ class DriftIntervals:
 class Drift:
     """The refresh intervals of layers that are refreshed by drift; equal on all ranks.
 
-    Every step needs the intervals, so they are stored until they change. Call
-    :meth:`keep_only` if the layers that train change, and :meth:`invalidate` if layers
-    lose their inverses.
+    Every step needs the intervals, so they are stored until they change. After a
+    refresh, call :meth:`count_missing`, and :meth:`record` if it installed inverses.
+    Call :meth:`keep_only` if the layers that train change, and :meth:`invalidate` if
+    layers lose their inverses.
+
+    Attributes:
+        states: The drift of each layer that a refresh has tried.
     """
 
     def __init__(
-        self, bounds: Bounds = PLAIN, throttle: Throttle | None = None
+        self, thresholds: CosineThresholds = PLAIN, throttle: Throttle | None = None
     ) -> None:
-        self._bounds = bounds
+        self._thresholds = thresholds
         self._throttle = throttle
-        self.changes: dict[KroneckerBlock, LayerDrift] = {}
+        self.states: dict[KroneckerBlock, LayerDrift] = {}
         self._stored: DriftIntervals | None = None  # None after a change
 
     def invalidate(self) -> None:
@@ -225,10 +232,10 @@ class Drift:
 
         If the layer has no inverse, this is the interval of its retries.
         """
-        change = self.changes.get(block, LayerDrift())
+        state = self.states.get(block, LayerDrift())
         if not block.solved:
-            return change.retry_interval
-        return max(change.interval, change.cost_bound, self._throttle_bound())
+            return state.retry_interval
+        return max(state.interval, state.cost_bound, self._throttle_bound())
 
     def layers_due(
         self, blocks: Sequence[KroneckerBlock], step: int
@@ -245,7 +252,10 @@ class Drift:
         return due
 
     def intervals(self, blocks: Sequence[KroneckerBlock]) -> DriftIntervals:
-        """Return the intervals of all layers that train, equal on all ranks."""
+        """Return the intervals of all layers that train, equal on all ranks.
+
+        ``blocks`` are these layers. They are not read while the intervals are stored.
+        """
         throttle_bound = self._throttle_bound()
         if self._stored is not None and self._stored.throttle_bound == throttle_bound:
             return self._stored
@@ -273,10 +283,10 @@ class Drift:
                 solved.
         """
         for block in due:
-            change = self.changes.get(block, LayerDrift())
-            num_missing = 0 if block.solved else change.num_missing + 1
-            if num_missing != change.num_missing:
-                self.changes[block] = replace(change, num_missing=num_missing)
+            state = self.states.get(block, LayerDrift())
+            num_missing = 0 if block.solved else state.num_missing + 1
+            if num_missing != state.num_missing:
+                self.states[block] = replace(state, num_missing=num_missing)
                 self._stored = None
 
     def record(
@@ -297,32 +307,30 @@ class Drift:
         throttle_bound = self._throttle_bound()
         new_bounds = cost_bounds(costs, work)
         for block, cosine, new_bound in zip(blocks, cosines, new_bounds, strict=True):
-            change = self.changes.get(block, LayerDrift())
+            state = self.states.get(block, LayerDrift())
             if math.isfinite(cosine):
-                rounded = max(min(cosine, 1.0), -1.0)
-                shortest = max(change.cost_bound, throttle_bound)
-                change = change.after_refresh(rounded, self._bounds, shortest)
-            self.changes[block] = replace(change, cost_bound=new_bound)
+                # The cosine was measured over an interval with the old cost bound.
+                clamped = max(min(cosine, 1.0), -1.0)
+                bound = max(state.cost_bound, throttle_bound)
+                state = state.after_refresh(clamped, self._thresholds, bound)
+            self.states[block] = replace(state, cost_bound=new_bound)
         self._stored = None
 
     def keep_only(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Drop the drift of all other layers."""
         remaining = set(blocks)
-        self.changes = {
-            b: change for b, change in self.changes.items() if b in remaining
-        }
+        self.states = {b: state for b, state in self.states.items() if b in remaining}
         self._stored = None
 
     def saved(self, block: KroneckerBlock) -> dict[str, Any]:
         """Return the checkpoint entries of a layer."""
-        change = self.changes.get(block, LayerDrift())
-        values = (
-            change.interval,
-            change.num_stable,
-            change.cost_bound,
-            change.num_missing,
-        )
-        return dict(zip(DRIFT, values, strict=True))
+        state = self.states.get(block, LayerDrift())
+        return {
+            "drift_interval": state.interval,
+            "drift_alike": state.num_stable,
+            "drift_least": state.cost_bound,
+            "drift_missing": state.num_missing,
+        }
 
     def load(
         self, saved: Mapping[Tensor, SavedPart], blocks: Iterable[KroneckerBlock]
@@ -331,27 +339,24 @@ class Drift:
         self.keep_only(())
         for block in blocks:
             part = saved.get(block.weight)
-            if part is None or not part.keys() >= set(DRIFT):
+            if part is None or not part.keys() >= set(DRIFT_ENTRIES):
                 continue
-            interval, num_stable, cost_bound, num_missing = (
-                part.whole(name, 0) for name in DRIFT
-            )
-            self.changes[block] = LayerDrift(
-                interval=max(interval, 1),
-                num_stable=num_stable,
-                cost_bound=max(cost_bound, 1),
-                num_missing=num_missing,
+            self.states[block] = LayerDrift(
+                interval=max(part.whole("drift_interval", 0), 1),
+                num_stable=part.whole("drift_alike", 0),
+                cost_bound=max(part.whole("drift_least", 0), 1),
+                num_missing=part.whole("drift_missing", 0),
             )
 
     def _reported_intervals(self) -> list[int]:
         """Return the intervals of layers with an inverse; of all if none has one."""
-        solved = [block for block in self.changes if block.solved]
-        return [self.interval(block) for block in solved or self.changes]
+        solved = [block for block in self.states if block.solved]
+        return [self.interval(block) for block in solved or self.states]
 
     @property
     def summary_line(self) -> str:
         """A part of a line of the summary; "" before the first refresh."""
-        if not self.changes:
+        if not self.states:
             return ""
         intervals = self._reported_intervals()
         shortest = min(intervals)
@@ -365,7 +370,7 @@ class Drift:
     @property
     def metrics(self) -> dict[str, float]:
         """The cosines and intervals of the layers' last refreshes."""
-        cosines = [c.cosine for c in self.changes.values() if not math.isnan(c.cosine)]
+        cosines = [c.cosine for c in self.states.values() if not math.isnan(c.cosine)]
         return {
             "drift/interval": _median(self._reported_intervals()),
             "drift/cosine": _median(cosines),
@@ -387,9 +392,10 @@ def per_step_decay(decay: PerStep, age: int, step: int) -> float:
     """Return the weight of the past in an update ``age`` steps after the last one.
 
     The averages of a ``PerStep`` remember 1 / (1 - decay) steps, but at most ``share``
-    of the steps so far, and at least two. Per step the past is multiplied by
-    ``decay``. For example, ``PerStep(0.9)`` multiplies it by 0.9 ** 5 if the last
-    update was five steps ago.
+    of the steps so far, or two steps if that is more. With n remembered steps, the past
+    is multiplied by 1 - 1 / n per step. For example, ``PerStep(0.9)`` multiplies it by
+    0.9 ** 5 if the last update was five steps ago. Two updates at one step count as one
+    step apart.
     """
     per_step = decay.decay
     if decay.share is not None:
@@ -430,8 +436,8 @@ class Schedule:
             )
         self.drift: Drift | None = None
         if options.by_drift:
-            bounds = ADAPTIVE if options.adaptive else PLAIN
-            self.drift = Drift(bounds, self.throttle)
+            thresholds = ADAPTIVE if options.adaptive else PLAIN
+            self.drift = Drift(thresholds, self.throttle)
 
     def layers_due(self, step: int) -> Sequence[KroneckerBlock]:
         """Return the layers whose inverses are recomputed at a step."""
@@ -476,7 +482,8 @@ class Schedule:
         and all of them raise.
         """
         layers_due: Sequence[KroneckerBlock] = ()
-        # Without an interval of statistics, refreshes are by drift, not by a callable.
+        # The options have no statistics interval only if refreshes are by drift. Then
+        # layers_due() calls no callable.
         if self._statistics_interval is None:
             layers_due = self.layers_due(step)
         try:

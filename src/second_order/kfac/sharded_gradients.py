@@ -101,16 +101,16 @@ def precondition_rows(
             results |= _return(bucket, world, whole, training.device)
 
     # Clip by the change of all layers, and write this rank's rows.
-    coefficient = None
+    clip_factor: Tensor | None = None
     if clip is not None:
         total = torch.stack([change.to(changes[0].dtype) for change in changes]).sum()
-        coefficient = clip.coefficient(total, world)
-    if coefficient is not None:
-        scale_tensors(results.values(), coefficient)
+        clip_factor = clip.compute_factor(total, world)
+    if clip_factor is not None:
+        scale_tensors(results.values(), clip_factor)
     for p, rows in results.items():
         if p.grad is not None:
             local_tensor(p.grad).copy_(rows.view(local_tensor(p.grad).shape))
-    return PreconditionResult(coefficient, cosines)
+    return PreconditionResult(clip_factor, cosines)
 
 
 def make_buckets(step: StepPlan, world: World) -> list[Bucket]:

@@ -52,7 +52,7 @@ from second_order.kfac.inversion import (
 )
 from second_order.kfac.plan import LayerPlan
 from second_order.kfac.precondition import USUAL_CHANGE
-from second_order.kfac.schedule import DRIFT
+from second_order.kfac.schedule import DRIFT_ENTRIES
 from second_order.kfac.step_scale import LAST_STEP, LAST_STEP_KNOWN, SCALE_ENTRIES
 from second_order.kfac.thor import STOPPED
 from second_order.kronecker.block import (
@@ -107,7 +107,7 @@ NEWLY_TRAINABLE_AT = "newly_trainable_at"
 DAMPING = "damping"
 """The option γ at the last refresh, or -1 before the first."""
 
-COUNT_ENTRIES = (*DRIFT, *THROTTLE_ENTRIES[:2])
+COUNT_ENTRIES = (*DRIFT_ENTRIES, *THROTTLE_ENTRIES[:2])
 """Entries that are integers of at least 0."""
 
 ALL_ENTRIES = (
@@ -138,7 +138,7 @@ ALL_ENTRIES = (
     *USUAL_CHANGE,
     *THROTTLE_ENTRIES,
     # The drift of a layer, and the last step of a parameter.
-    *DRIFT,
+    *DRIFT_ENTRIES,
     LAST_STEP,
     LAST_STEP_KNOWN,
 )

@@ -98,7 +98,7 @@ class PerStep:
         decay: Weight of the past per step, in [0, 1). The average covers about
             1 / (1 - decay) steps.
         share: Early in training, the average covers at most this share of the steps
-            taken so far, but at least two steps. Curvature changes fastest then, and
+            taken so far, or two if that is more. Curvature changes fastest then, and
             old statistics soon mislead. None: no such limit.
 
     Raises:
@@ -355,10 +355,10 @@ class KFACOptions:
             shrink, so also set ``kl_clip``. Adaptive bases normalize by past gradients
             (Adam by the last thousand steps) and need "gradient".
         kl_clip: κ, the bound on the change of the model's predictions in one step. The
-            change is lr² Σ P·∇ (Pauloski et al. 2022, section 5.1). Number, tensor,
+            change is lr² Σ |P·∇| (Pauloski et al. 2022, section 5.1). Number, tensor,
             callable, or None for no bound. A number is the bound at the largest
             learning rate, and shrinks with lr² when a schedule lowers it. A callable is
-            used as it is. "auto": Σ |P·∇|, without lr, may be at most four times its
+            used as it is. "auto": Σ P·∇, without lr, may be at most four times its
             running average over about twenty steps, so that a batch of outliers cannot
             undo many steps. With ``grafting="none"``, "auto" is no bound.
         step_scale: Whether to multiply steps by a factor τ that adapts to the changes
