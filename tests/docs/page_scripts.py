@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -50,14 +48,14 @@ def scripts(page: str) -> list[tuple[str, str]]:
     return found
 
 
-def run_script(code: str, folder: Path, forks: Forks | None, arguments: Sequence[str] = ()) -> str:
-    """Run a complete script in a folder, and return what it prints.
+def run_script(code: str, folder: Path, forks: Forks, arguments: Sequence[str] = ()) -> str:
+    """Run a complete script in a folder as the command that it states, and return what it prints.
 
     Args:
         code: The script.
         folder: The folder.
         forks: A server that forks processes in which torch is already imported. The import takes
-            two seconds. None: run the command that the script states.
+            two seconds.
         arguments: Further arguments of the script.
     """
     for module in OPTIONAL_MODULES:
@@ -65,29 +63,15 @@ def run_script(code: str, folder: Path, forks: Forks | None, arguments: Sequence
             pytest.importorskip(module)
     match = COMMAND.match(code)
     assert match is not None
-    program, *words = shlex.split(match["command"])
+    _, *words = shlex.split(match["command"])
     file = next(word for word in words if word.endswith(".py"))
     script = folder / file
     script.write_text(code, "utf-8")
-    if forks is not None:
-        arguments = [*words[words.index(file) + 1 :], *arguments]
-        (num_ranks,) = re.findall(r"--nproc-per-node=(\d+)", match["command"]) or ["0"]
-        options = words[: words.index(file)]
-        assert set(options) <= {"--standalone", f"--nproc-per-node={num_ranks}"}, options
-        return run_fork(script, arguments, forks, int(num_ranks))
-    launcher = ["-m", "torch.distributed.run"] if program == "torchrun" else []
-
-    run = subprocess.run(
-        [sys.executable, *launcher, *words, *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=480,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return run.stdout
+    arguments = [*words[words.index(file) + 1 :], *arguments]
+    (num_ranks,) = re.findall(r"--nproc-per-node=(\d+)", match["command"]) or ["0"]
+    options = words[: words.index(file)]
+    assert set(options) <= {"--standalone", f"--nproc-per-node={num_ranks}"}, options
+    return run_fork(script, arguments, forks, int(num_ranks))
 
 
 def run_fork(script: Path, arguments: Sequence[str], forks: Forks, num_ranks: int) -> str:

@@ -66,10 +66,10 @@ def test_the_script_reads_the_batches_of_cifar10(tmp_path: Path, forks: Forks) -
     assert "epoch 1: loss" in printed
 
 
-def test_with_ddp_the_script_prints_the_same_summary_once(tmp_path: Path) -> None:
+def test_with_ddp_the_script_prints_the_same_summary_once(tmp_path: Path, forks: Forks) -> None:
     command = "torchrun --standalone --nproc-per-node=2 train.py"
     script = apply_diff(ONE_EPOCH, DIFF).replace("python train.py", command)
-    title, share, *rest = run_script(script, tmp_path, forks=None).splitlines()
+    title, share, *rest = run_script(script, tmp_path, forks).splitlines()
     shown_title, shown_share, *_ = SUMMARY.splitlines()
     assert title == shown_title.replace("1 process", "2 processes")
     assert share == shown_share
