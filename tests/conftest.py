@@ -42,12 +42,14 @@ NOT_COUNTED = {"benchmarks", "examples", "faults", "frameworks", "fuzz"} | {
         "dpkfac",
         "dpkfac_changes",
         "fsdp",
+        "fsdp_checkpoints",
         "invariants_steps",
         "kaisa_ranks",
         "many_ranks",
         "placements",
         "placements_checkpoints",
         "placements_gradients",
+        "resume",
     )
 }
 

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from pool import Forks
+
 pytestmark = pytest.mark.timeout(900)  # the first of them runs all cases
 
 WIDTH = 16
@@ -480,9 +482,9 @@ def main() -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The results by case."""
-    cases: dict[str, Any] = found_once_by(__file__, tmp_path_factory)
+    cases: dict[str, Any] = found_once_by(forks, __file__, tmp_path_factory)
     return cases
 
 
@@ -529,10 +531,11 @@ def test_synchronizations_uploads_and_loops_are_detected(found: dict[str, Any]) 
     assert three > two
 
 
-def test_the_command_runs_by_small_models(tmp_path: Path) -> None:
+def test_the_command_runs_by_small_models(forks: Forks, tmp_path: Path) -> None:
     record = tmp_path / "launches.json"
     systems = ["SGD", "KAISA eigen"]
-    completed = run_command(launches.__file__, "--tiny", "--json", record, "--systems", *systems)
+    arguments = ["--tiny", "--json", record, "--systems", *systems]
+    completed = run_command(forks, launches.__file__, *arguments)
     counted = json.loads(record.read_text())["rows"]
     assert {(row["system"], row["blocks"], row["kind"]) for row in counted} == {
         (system, blocks, kind) for system in systems for blocks in (1, 2) for kind in launches.KINDS

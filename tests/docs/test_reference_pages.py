@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from page_scripts import run_fork
+from pool import Forks
 
 import second_order
 from second_order import KAISA
@@ -36,10 +36,9 @@ API = (ROOT / "docs" / "reference" / "api.md").read_text("utf-8")
 OPTIONS = (ROOT / "docs" / "reference" / "options.md").read_text("utf-8")
 
 
-def test_the_generated_pages_are_up_to_date(tmp_path: Path) -> None:
+def test_the_generated_pages_are_up_to_date(tmp_path: Path, forks: Forks) -> None:
     """In a process of its own, because other tests may have replaced imported modules."""
-    script = ROOT / "docs" / "make_reference.py"
-    subprocess.run([sys.executable, script, tmp_path], check=True, cwd=ROOT, timeout=240)
+    run_fork(ROOT / "docs" / "make_reference.py", [str(tmp_path)], forks, num_ranks=0)
     for page in make_reference.PAGES:
         committed = (ROOT / "docs" / "reference" / page).read_text("utf-8")
         assert committed == (tmp_path / page).read_text("utf-8"), "run `make reference`"

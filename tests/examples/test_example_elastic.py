@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from separate_process import run
 
 import elastic
 import elastic_soak
 from digits import load_split
 from second_order import load_checkpoint
+
+if TYPE_CHECKING:
+    from pool import Forks
 
 OTHERS = [name for name in elastic.OPTIMIZERS if name != "kaisa"]
 
@@ -30,7 +33,7 @@ def start(size: int, folder: Path, steps: int, *options: object) -> list[int | N
 def drive(root: Path) -> None:
     """Runs all scripts of these tests as forks of one process that has imported torch."""
     codes = start(2, root / "killed", 40, "--die-at", 35)
-    assert codes[1] == -9, codes
+    assert codes[1] == -9, (root / "killed.log").read_text()
     assert codes[0] not in (0, -9), "the other one ends by itself"
     newest = elastic.path_of(root / "killed", 30)
     newest.write_bytes(newest.read_bytes()[:-1000])
@@ -45,22 +48,10 @@ def drive(root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the runs. Slow: forks of a separate process, because pytest has threads."""
+def trained(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the runs, which are forks of a separate process, because pytest has threads."""
     root = tmp_path_factory.mktemp("elastic")
-    paths = [str(Path(__file__).parent), *sys.path]
-    script = "import pathlib, sys, test_example_elastic as t; t.drive(pathlib.Path(sys.argv[1]))"
-    environment = {**os.environ, "PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", script, str(root)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    logs = "".join(f"{log.name}\n{log.read_text()[-2000:]}\n" for log in root.glob("*.log"))
-    assert run.returncode == 0, f"{run.stderr}\n{logs}"
+    run(forks, __file__, root)
     return root
 
 
@@ -103,3 +94,7 @@ def test_processes_share_the_same_batches() -> None:
         assert torch.equal(labels, torch.cat([y for _, y in shares]))
     with pytest.raises(ValueError, match="a batch of 60 cannot be divided among 7 processes"):
         whole.draw(0, 7)
+
+
+if __name__ == "__main__":
+    drive(Path(sys.argv[1]))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ast
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from page_scripts import run_fork
 
 import train_digits
+
+if TYPE_CHECKING:
+    from pool import Forks
 
 EXAMPLES = Path(train_digits.__file__).parent
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
@@ -39,17 +41,7 @@ def test_no_script_imports_a_module_of_this_repository(script: Path) -> None:
     assert not imported_modules(script) & local
 
 
-def test_a_copied_script_trains_in_an_empty_folder(tmp_path: Path) -> None:
-    script = shutil.copy(EXAMPLES / "train_digits.py", tmp_path)
-    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent / "src"), "OMP_NUM_THREADS": "1"}
-    environment.pop("RANK", None)
-    run = subprocess.run(
-        [sys.executable, script, "--steps", "20"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert "step  20  loss" in run.stdout
+def test_a_copied_script_trains_in_an_empty_folder(tmp_path: Path, forks: Forks) -> None:
+    script = Path(shutil.copy(EXAMPLES / "train_digits.py", tmp_path))
+    printed = run_fork(script, ["--steps", "20"], forks, num_ranks=0)
+    assert "step  20  loss" in printed

@@ -25,6 +25,8 @@ from second_order.kronecker import statistics
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pool import Forks
+
 STEPS = 10
 BAD = 6  # the step of a fault
 SIZES = 3  # of factors
@@ -168,8 +170,8 @@ def row_difference(net: Any, y: Tensor | None, options: dict[str, Any]) -> float
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    cases: dict[str, Any] = found_by(__file__)
+def found(forks: Forks) -> dict[str, Any]:
+    cases: dict[str, Any] = found_by(forks, __file__)
     return cases
 
 

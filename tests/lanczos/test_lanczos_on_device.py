@@ -5,16 +5,21 @@ The pretended device exists once in a process, so that another one has it.
 
 from __future__ import annotations
 
-import multiprocessing
-from typing import Any
+import json
+import sys
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from fake_device import NAME, Seen, pretend_device
 from lanczos_spaces import space_of
+from separate_process import found_by
 from torch import Tensor
 
 from second_order.lanczos.lanczos import Ritz, Tridiagonal, tridiagonalize
+
+if TYPE_CHECKING:
+    from pool import Forks
 
 SIZE = 40
 AT_LEAST = 3
@@ -81,9 +86,8 @@ def all_cases() -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, dict[str, Any]]:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(all_cases)
+def found(forks: Forks) -> Any:
+    return found_by(forks, __file__)
 
 
 def test_a_run_of_known_length_synchronizes_once(found: Any) -> None:
@@ -100,3 +104,7 @@ def test_an_iteration_takes_nine_launches_and_no_uploads(found: Any) -> None:
     assert end["launches"] <= 9 + PRODUCT + 1  # and one to begin with and to read, of each
     for name in CASES:  # the matrix and the start
         assert found[name]["uploads"] == 2, name
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(all_cases()))

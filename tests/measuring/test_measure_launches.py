@@ -23,6 +23,8 @@ from second_order.measuring.sums import WIDENING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pool import Forks
+
 WIDTH = 8
 HEADS = 2
 WORDS = 11
@@ -157,8 +159,8 @@ def cases() -> Iterator[tuple[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    found: dict[str, Any] = found_once_by(__file__, tmp_path_factory)
+def counted(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found: dict[str, Any] = found_once_by(forks, __file__, tmp_path_factory)
     return found
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import cache, partial
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,6 +19,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector
 
 from second_order import DHO2, DPKFAC, KAISA
+
+if TYPE_CHECKING:
+    from pool import Forks
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 
@@ -128,15 +131,15 @@ def seen_by(System: Any, options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@cache
-def seen_there() -> Any:
-    return found_by(__file__)
+@pytest.fixture(scope="module")
+def found(forks: Forks) -> Any:
+    return found_by(forks, __file__)
 
 
 @pytest.mark.parametrize("name", TUNED)
-def test_hyperparameters_on_the_device_are_not_synchronized(name: str) -> None:
-    alone = seen_there()["SGD" if "lr" in TUNED[name][1] else "AdamW"]
-    plain, tuned = (seen_there()[f"{name} {kind}"] for kind in ("plain", "tuned"))
+def test_hyperparameters_on_the_device_are_not_synchronized(found: Any, name: str) -> None:
+    alone = found["SGD" if "lr" in TUNED[name][1] else "AdamW"]
+    plain, tuned = (found[f"{name} {kind}"] for kind in ("plain", "tuned"))
     waits = zip(tuned["waits"], plain["waits"], alone["waits"], strict=True)
     assert all(actual <= before + base for actual, before, base in [*waits][1:])
     assert tuned["uploads"][1:] == plain["uploads"][1:]
