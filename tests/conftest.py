@@ -8,12 +8,12 @@ import random
 import textwrap
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import hypothesis
 import pytest
 import torch
-from pool import Forks, Launch, TorchRun, World
+from pool import Forks, Launch, World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -133,14 +133,6 @@ class Launcher(Protocol):
     def __call__(self, script: str | Path, nproc: int, *args: object) -> Launch: ...
 
 
-class TorchRunner(Protocol):
-    """`torchrun(script, nproc, *args, max_restarts=0)`."""
-
-    def __call__(
-        self, script: str | Path, nproc: int, *args: object, **options: Any
-    ) -> TorchRun: ...
-
-
 def _path(script: str | Path, directory: Path) -> Path:
     """Return the path of a script that is given as a path or as its text."""
     if isinstance(script, Path):
@@ -166,23 +158,6 @@ def launch(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
     def start(script: str | Path, nproc: int, *args: object) -> Launch:
         directory = tmp_path_factory.mktemp("launch")
         started.append(Launch(forks, _path(script, directory), nproc, *args, directory=directory))
-        return started[-1]
-
-    yield start
-    for run in started:
-        run.close()
-
-
-@pytest.fixture
-def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchRunner]:
-    """A script under `torchrun`, agent and restarts included; see `pool.TorchRun`."""
-    started: list[TorchRun] = []
-
-    def start(script: str | Path, nproc: int, *args: object, **options: Any) -> TorchRun:
-        directory = tmp_path_factory.mktemp("torchrun")
-        started.append(
-            TorchRun(_path(script, directory), nproc, *args, directory=directory, **options)
-        )
         return started[-1]
 
     yield start

@@ -30,7 +30,8 @@ def test_the_command_prints_and_stores_a_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stored = tmp_path / "gpu.json"
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--tiny", "--parts", "waits", "--json", str(stored)])
+    command = ["gpu.py", "--tiny", "--parts", "waits", "--json", str(stored)]
+    monkeypatch.setattr(sys, "argv", command)
     gpu.main()
     record = json.loads(stored.read_text())
     assert "waits" in capsys.readouterr().out

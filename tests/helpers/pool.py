@@ -2,7 +2,7 @@
 
 `World.run` is for what a group of ranks computes: importing torch is paid twice for all ranks, each
 run gets a fresh default process group. `Launch` is for what happens when a rank dies: every rank is
-a process of its own. `TorchRun` is for restarts.
+a process of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -564,56 +564,3 @@ class Launch:
     def close(self) -> None:
         for rank in range(len(self.processes)):
             self.kill(rank)
-
-
-class TorchRun:
-    """`torchrun` on one node, its agent included, for tests of elastic restarts."""
-
-    # The agent's own store survives a restart, and with it the addresses of dead ranks, which the
-    # next generation would connect to (pytorch issue 135712): give each generation a new store.
-    _ENVIRONMENT: ClassVar = {"PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
-    def __init__(
-        self,
-        script: Path,
-        nproc: int,
-        *args: object,
-        directory: Path,
-        max_restarts: int = 0,
-    ) -> None:
-        self._directory = directory / "logs"
-        self._directory.mkdir()
-        options = ["--standalone", f"--nproc-per-node={nproc}", f"--max-restarts={max_restarts}"]
-        options += ["--redirects=3", f"--log-dir={self._directory}"]
-        command = [sys.executable, "-m", "torch.distributed.run", *options, str(script)]
-        with (self._directory / "agent.log").open("wb") as file:
-            self.process = subprocess.Popen(
-                [*command, *map(str, args)],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **RANK_ENVIRONMENT, **self._ENVIRONMENT},
-            )
-
-    @property
-    def output(self) -> str:
-        """What the agent and all generations of ranks printed so far."""
-        logs = sorted(self._directory.rglob("*.log"))
-        return "".join(f"{log.relative_to(self._directory)}:\n{log.read_text()}\n" for log in logs)
-
-    def wait(self, timeout: float = 60.0) -> int:
-        """The exit code of the agent. Agent and ranks are killed at the timeout."""
-        try:
-            return self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self.close()
-            message = f"torchrun did not end within {timeout:g} s\n\n{self.output}"
-            raise PoolTimeoutError(message) from None
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()  # the agent ends its ranks, which SIGKILL would orphan
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(30)
-            self.process.kill()
-            self.process.wait()

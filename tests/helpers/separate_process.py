@@ -21,9 +21,7 @@ def run(forks: Forks, script: str, *arguments: object) -> str:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "output"
         errors = Path(folder) / "errors"
-        process = Fork(
-            forks, Path(script), arguments, environment={}, output=output, errors=errors
-        )
+        process = Fork(forks, Path(script), arguments, environment={}, output=output, errors=errors)
         try:
             code = process.wait(timeout=800)
         finally:
