@@ -127,22 +127,22 @@ VARIATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("placement", "world_size", "how"),
-    [
-        (KAISA_ALL_REDUCE, 4, {"grad_worker_fraction": 0.5}),
-        (KAISA_REDUCE, 3, {"colocate_factors": True}),
-        (DPKFAC_OWNER, 3, {}),
-        (DPKFAC_ALL_REDUCE, 3, {}),
-    ],
-    ids=str,
-)
-def test_every_option_gives_the_trajectory_of_one_process(
-    world: World, placement: Placement, world_size: int, how: dict[str, Any]
-) -> None:
-    trainings = [Training(MLP, SHORT, {**options, **how}) for options in VARIATIONS.values()]
+PLACED: list[tuple[Placement, int, dict[str, Any]]] = [
+    (KAISA_ALL_REDUCE, 4, {"grad_worker_fraction": 0.5}),
+    (KAISA_REDUCE, 3, {"colocate_factors": True}),
+    (DPKFAC_OWNER, 3, {}),
+    (DPKFAC_ALL_REDUCE, 3, {}),
+]
+
+
+@pytest.mark.parametrize("number", range(len(PLACED)), ids=lambda i: str(PLACED[i][0]))
+def test_every_option_gives_the_trajectory_of_one_process(world: World, number: int) -> None:
+    """Each option in one exchange of KAISA and in one of DPKFAC."""
+    placement, world_size, how = PLACED[number]
+    variations = [options for (options,) in woven([*VARIATIONS.values()], part=2, first=number)]
+    trainings = [Training(MLP, SHORT, {**options, **how}) for options in variations]
     results = world.run(train_each_placed, world_size, placement, trainings)
-    for options, parallel in zip(VARIATIONS.values(), zip(*results, strict=True), strict=True):
+    for options, parallel in zip(variations, zip(*results, strict=True), strict=True):
         expected = by_reference(MLP, SHORT, options)
         assert_same_trajectory(agreed(parallel), expected, hint=options)
 
