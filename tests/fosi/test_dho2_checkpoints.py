@@ -67,9 +67,9 @@ def resume(rank: int, world_size: int, data: Sequence[bytes]) -> list[list[Tenso
 
 def test_a_checkpoint_resumes_on_any_number_of_processes(world: World) -> None:
     expected = {kind: alone(**KINDS[kind]) for kind in KINDS}
-    data = [blob for before in (1, 2, 4) for blob in world.run(save, before)[0]]
-    assert len(data) == 3 * 2 * len(SAVED)
-    for after in (1, 3):
+    data = [blob for before in (1, 3) for blob in world.run(save, before)[0]]
+    assert len(data) == 2 * 2 * len(SAVED)
+    for after in (1, 2):
         results = world.run(resume, after, data)
         for i in range(len(data)):
             kind, at = SAVED[i % len(SAVED)]

@@ -27,6 +27,9 @@ SCRIPT = """
     import torch.distributed as dist
     from mrdho2_training import CASE, CURVED, EPOCH, loss_of, mrdho2, noted, worker
 
+    from second_order.distributed import helper_link
+
+    helper_link.CLOSE_SECONDS = 1.0  # how long a process waits at its end for a stopped one
     torch.set_num_threads(1)
     directory, stalls, patience = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     helper_ranks = int(sys.argv[4])
