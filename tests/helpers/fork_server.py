@@ -42,6 +42,10 @@ def become(
     os.chdir(folder)
     sys.path[:] = path
     sys.argv = [script, *arguments]
+    if "COVERAGE_PROCESS_START" in environment:
+        import coverage
+
+        coverage.process_startup()
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__file__ = script
     exec(compile(Path(script).read_text(), script, "exec"), main.__dict__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +17,17 @@ if TYPE_CHECKING:
     from pool import Forks
 
 
-def run(forks: Forks, script: str, *arguments: object) -> str:
+SETTINGS = Path(__file__).resolve().parents[2] / "pyproject.toml"
+
+
+def run(forks: Forks, script: str, *arguments: object, **environment: str) -> str:
     """What a script prints, in a fork of a process that has imported torch."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "output"
         errors = Path(folder) / "errors"
-        process = Fork(forks, Path(script), arguments, environment={}, output=output, errors=errors)
+        process = Fork(
+            forks, Path(script), arguments, environment=environment, output=output, errors=errors
+        )
         try:
             code = process.wait(timeout=800)
         finally:
@@ -32,8 +38,10 @@ def run(forks: Forks, script: str, *arguments: object) -> str:
 
 
 def found_by(forks: Forks, script: str) -> Any:
-    """What a script prints last, in JSON."""
-    return json.loads(run(forks, script).splitlines()[-1])
+    """What a script prints last, in JSON; coverage counts there if it does here."""
+    counted = "coverage" in sys.modules and sys.modules["coverage"].Coverage.current() is not None
+    environment = {"COVERAGE_PROCESS_START": str(SETTINGS)} if counted else {}
+    return json.loads(run(forks, script, **environment).splitlines()[-1])
 
 
 def found_once_by(forks: Forks, script: str, factory: pytest.TempPathFactory) -> Any:
