@@ -203,7 +203,7 @@ class Drift:
     layers lose their inverses.
 
     Attributes:
-        states: The drift of each layer that a refresh has tried.
+        states: The drift of each layer; of none before the first refresh.
     """
 
     def __init__(

@@ -98,9 +98,8 @@ class ScaleBounds(NamedTuple):
     low_scheduled: float
 
 
-# For each constant of this file, docs/evidence/benchmarks.md lists the tasks on which it
-# was chosen. While a schedule changes the rate, τ = 2 over adaptive bases: low_scheduled
-# equals MAX_SCHEDULED_SCALE.
+# docs/evidence/benchmarks.md lists the tasks on which each number was chosen. Over
+# adaptive bases, low_scheduled equals MAX_SCHEDULED_SCALE, so that τ is 2.
 PLAIN_BOUNDS = ScaleBounds(low=0.02, high=5.0, low_scheduled=0.02)
 ADAPTIVE_BOUNDS = ScaleBounds(low=0.02, high=2.0, low_scheduled=2.0)
 
