@@ -530,8 +530,8 @@ layers under way are launched again  <-  distkfac::an_inverse_is_never_older_tha
     [b for b in due if b not in pending_before]  =>  list(due)
 decompositions that their solver has not rounded
   <-  exchange_dtype::all_ranks_have_equal_parameters
-  -                         decomposition, plan.exchange_dtype
-  +                         decomposition, None
+  -                         own[factor_name], plan.exchange_dtype
+  +                         own[factor_name], None
 a failed G is not told  <-  failures::a_failed_factor_is_reported
     return Outcome.FAILED  =>  return Outcome.NO_STATISTICS
 verdicts are added up  <-  failures::a_failed_factor_is_reported
@@ -544,7 +544,7 @@ one refresh too many before an error
     block.failures >= limit  =>  block.failures > limit
 relative damping without the mean curvature
   <-  invariants_steps::relative_damping_is_a_share_of_a_layers_mean_curvature
-    damping = damping * positive  =>  damping = damping * torch.ones_like(positive)
+    damping = damping_option * positive  =>  damping = damping_option * torch.ones_like(positive)
 a gradient's scale without the damping
   <-  defaults::grafting_multiplies_newton_steps_by_the_mean_damped_curvature
     mean_eigenvalues = (curvature + damping)  =>  mean_eigenvalues = (curvature + 0 * damping)
@@ -571,7 +571,7 @@ a solve on a thread that is older than drift allows
   <-  drift::a_step_waits_for_threads_before_the_next_refresh
     if self._drift is not None and age >= self._drift.interval(block) - 1:  =>  if False:
 of a thread's decompositions one is enough  <-  distkfac::a_failed_factor_on_a_thread_is_reported
-    len(result.parts) < len(self.step_plan.to_invert[block])  =>  not result.parts
+    len(result.decompositions) < len(expected)  =>  not result.decompositions
 
 == kfac/inverter.py
 a dead layer solved with the others

@@ -175,7 +175,7 @@ def test_deterministic_ranks_agree_only_when_a_step_waits_for_an_inverse() -> No
 
 def one_factor_failing(solve: Callable[[], Any]) -> Any:
     result = solve()
-    del result.parts["G"]
+    del result.decompositions["G"]
     return result
 
 

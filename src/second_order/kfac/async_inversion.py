@@ -191,7 +191,9 @@ class ThreadedInverter:
 
         return self.pool.submit(run_in_stream)
 
-    def unchecked_parts(self) -> Mapping[KroneckerBlock, Mapping[str, Decomposition]]:
+    def unchecked_decompositions(
+        self,
+    ) -> Mapping[KroneckerBlock, Mapping[str, Decomposition]]:
         """Return nothing, because threads check what they have decomposed."""
         return {}
 
@@ -225,8 +227,8 @@ class ThreadedInverter:
         result = future.result()
         if self._stream is not None:
             # The memory belongs to the threads' stream, and another stream uses it.
-            for parts in result.parts.values():
-                for part in parts:
+            for decomposition in result.decompositions.values():
+                for part in decomposition:
                     part.record_stream(torch.cuda.current_stream(part.device))
         return result
 
@@ -280,9 +282,11 @@ def decompose_snapshot(
     with torch.no_grad():
         decompositions = solver.decompose(problems, dtype)
 
-    parts: dict[str, Decomposition] = {}
+    by_name: dict[str, Decomposition] = {}
     for factor_name, decomposition in zip(job.problems, decompositions, strict=True):
         if decomposition is not None:
             factor_device = job.problems[factor_name].stored.device
-            parts[factor_name] = tuple(part.to(factor_device) for part in decomposition)
-    return Result(job.block, parts)
+            by_name[factor_name] = tuple(
+                part.to(factor_device) for part in decomposition
+            )
+    return Result(job.block, by_name)

@@ -444,7 +444,7 @@ class KFAC(LayeredCurvature):
             with stage("solve"):
                 # Collects tensors. When one is needed, all are copied to the host.
                 read = DeviceRead()
-                if inverses.reads_once:
+                if inverses.measures_early:
                     # One process, whose gradients are the mean already. Report before
                     # the refresh, so that one device read returns the numbers of both.
                     report = self._report_refresh(read)

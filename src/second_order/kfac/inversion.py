@@ -15,7 +15,8 @@ its gradient: they are one row of the grid of ranks
 
 If a layer's factors cannot be decomposed, the layer keeps its last inverse. If it has
 none, it falls back to the base optimizer. If this happens to a layer at three refreshes
-in a row, every rank raises an error.
+in a row, every rank raises an error. If a layer has no statistics, or unverified ones,
+it loses its inverse and falls back to the base optimizer.
 
 A layer has an inverse in use, a pending inverse, both or neither:
 
@@ -190,11 +191,11 @@ class Refresh:
 
     Attributes:
         installed: The layers that have a new inverse; the same on every rank.
-        cosines: The cosine between P from the last inverse and P from the new one, only
-            for the layers of this rank whose cosine the refresh itself has measured.
-        previous: The last inverses of this rank's other refreshed layers, from which
-            the caller can compute the cosine. Empty unless refresh intervals follow
-            drift.
+        cosines: The cosine between P by the previous and by the new inverse, only for
+            the layers of this rank whose cosine the refresh itself has measured.
+        previous: The previous inverses of this rank's other refreshed layers, from
+            which the caller can compute the cosine. Empty unless refresh intervals
+            follow drift.
     """
 
     installed: Sequence[KroneckerBlock] = ()
@@ -300,14 +301,14 @@ class Inverses:
         self.restart(StepPlan(layers={}, row=world, column=world))
 
     @property
-    def reads_once(self) -> bool:
-        """Whether one device read serves both the refresh and its report.
+    def measures_early(self) -> bool:
+        """Whether slopes and cosines are measured before the host reads the device.
 
-        If so, the refresh measures cosines with the attempted decompositions, before
-        the host knows whether they are accurate. This is off with several processes,
-        because most gradient workers have no decompositions before the exchange. It is
-        off on a CPU, because reads are free there and the measurement would
-        precondition twice.
+        If so, one device read serves both the refresh and its report. The cosines are
+        those of attempted decompositions: the host does not know yet whether they are
+        accurate. This is off with several processes, because most gradient workers have
+        no decompositions before the exchange. It is off on a CPU, because reads are
+        free there and the measurement would precondition twice.
         """
         is_single_process = self.training.world.size == 1
         has_device = self.training.device.type != "cpu"
@@ -360,16 +361,17 @@ class Inverses:
             valid = [
                 block for block, outcome in outcomes.items() if outcome is Outcome.VALID
             ]
-            parts = self._exchange(valid)
-            previous = self._install(valid, parts)
+            decompositions = self._exchange(valid)
+            previous = self._install(valid, decompositions)
             for block, outcome in outcomes.items():
                 is_unverified = outcome is Outcome.UNVERIFIED
                 self.layers.record_verification(block, is_unverified)
                 if outcome is not Outcome.VALID:
-                    self._record_failure(block, outcome)
+                    self._record_no_inverse(block, outcome)
 
             # Submit the layers that fell due while they were pending, which were left
-            # out above. Layers without an inverse are not submitted again here.
+            # out above. A layer that is still pending, or has just failed to get an
+            # inverse, waits until it is due again.
             finished = [b for b in due if b in pending_before and b not in self.pending]
             self._submit([block for block in finished if block.solved], mean_curvature)
         except BaseException:
@@ -397,7 +399,7 @@ class Inverses:
         if names:
             raise DecompositionError(
                 f"the factors of {', '.join(names)} could not be decomposed {limit} refreshes in "
-                f"a row, in float32 or in float64; raise damping, lower lr, or name them in "
+                f"a row, not even in float64; raise damping, lower lr, or name them in "
                 f"skip_layers"
             )
 
@@ -419,11 +421,11 @@ class Inverses:
         if not blocks:
             return
         # A parameter group may have a value of ``damping=`` of its own.
-        own_options = values_by_layer(self.training.groups, blocks, "damping")
+        group_values = values_by_layer(self.training.groups, blocks, "damping")
         due: dict[KroneckerBlock, PendingInverse] = {}
         for block in blocks:
-            option = own_options.get(block, self.damping_option)
-            due[block] = PendingInverse(self.training.steps, option, mean_curvature)
+            value = group_values.get(block, self.damping_option)
+            due[block] = PendingInverse(self.training.steps, value, mean_curvature)
         if self._rule is not None:
             due = {block: due[block] for block in self._rule(self, due)}
         self.pending |= due
@@ -436,6 +438,7 @@ class Inverses:
         preconditioned = [
             block for block in factors if block in self.step_plan.preconditioned
         ]
+        # A rank decomposes factors only of layers that it preconditions.
         inverted = [block for block in factors if block in self.step_plan.to_invert]
         try:
             pending = {block: self.pending[block] for block in preconditioned}
@@ -462,11 +465,14 @@ class Inverses:
         for blocks, means in stack_means({block: factors[block] for block in pending}):
             curvature = layer_mean_curvature(means).unsqueeze(-1)  # (layers, 1)
 
-            # γ: a number; or a tensor, (1, 1) if layers share it, else (layers, 1).
-            options = [pending[b].damping_option for b in blocks]
-            damping: Any = merge_numbers(options, curvature)
-            if isinstance(damping, Tensor):
-                damping = damping.to(curvature).view(-1, 1)
+            # damping=: a number or a tensor, (1, 1) if all share it, else (layers, 1).
+            damping_options = [pending[b].damping_option for b in blocks]
+            damping_option: Any = merge_numbers(damping_options, curvature)
+            if isinstance(damping_option, Tensor):
+                damping_option = damping_option.to(curvature).view(-1, 1)
+
+            # γ, of the same kind; (layers, 1) if damping is relative.
+            damping = damping_option
             if self.options.relative_damping:
                 # All of these layers were submitted at one step, so they have one
                 # floor. The pending inverses of a checkpoint come here one by one.
@@ -474,7 +480,7 @@ class Inverses:
                 # If a layer's gradients vanish, its curvature is 0. It then counts as
                 # 1, because the floor may be 0 as well.
                 positive = curvature.masked_fill(~(curvature > 0), 1.0)
-                damping = damping * positive.clamp_min(floor)
+                damping = damping_option * positive.clamp_min(floor)
 
             # Split all numbers by layer.
             layer_dampings: Sequence[Damping] = [damping] * len(blocks)
@@ -516,15 +522,15 @@ class Inverses:
     # -------------------------------------------------------------------------- collect
 
     def _compare_attempts(self) -> dict[KroneckerBlock, Tensor]:
-        """Compare P with the last inverse to P with the attempted new inverse.
+        """Compare P by the previous inverse with P by the attempted new inverse.
 
         Returns the cosine of each layer that has both inverses and a gradient. Empty if
-        :attr:`reads_once` is false, without drift, or if parameters are sharded.
+        :attr:`measures_early` is false, without drift, or if parameters are sharded.
         """
         cosines: dict[KroneckerBlock, Tensor] = {}
-        if self._drift is None or self.layers.sharded or not self.reads_once:
+        if self._drift is None or self.layers.sharded or not self.measures_early:
             return cosines
-        attempts = self.inverter.unchecked_parts()
+        attempts = self.inverter.unchecked_decompositions()
         dtype = self._dtype
         for batch in self.step_plan.batches:
             previous: dict[KroneckerBlock, Inverse] = {}
@@ -534,8 +540,8 @@ class Inverses:
                     previous[block] = inverse
             # Precondition by the attempted inverses, and compare.
             if previous:
-                parts = {block: dict(attempts[block]) for block in previous}
-                attempt = LayerBatch(list(previous), self._combine(parts))
+                decompositions = {block: dict(attempts[block]) for block in previous}
+                attempt = LayerBatch(list(previous), self._combine(decompositions))
                 results = precondition_batches([attempt], dtype)
                 cosines |= compare_inverses(results, previous, dtype)
         return cosines
@@ -559,7 +565,8 @@ class Inverses:
         """
         if not block.solved:
             return True
-        # If refresh intervals follow drift, wait before the layer's next refresh.
+        # If refresh intervals follow drift, wait one step before the next refresh, so
+        # that the layer is not pending when it is due.
         age = self.training.steps - self.pending[block].step
         if self._drift is not None and age >= self._drift.interval(block) - 1:
             return True
@@ -581,7 +588,8 @@ class Inverses:
         """
         blocks = [block for block in self.step_plan.layers if block in self.pending]
         if self.inverter.deterministic and not any(map(self._must_wait_for, blocks)):
-            # Deterministic inverters return nothing at this step, on any rank.
+            # Deterministic inverters only return layers that a step must wait for, so
+            # no rank has an outcome at this step.
             blocks = []
         local = [float(self._local_outcome(block)) for block in blocks]
         message = torch.tensor(local, dtype=torch.float32, device="cpu")
@@ -615,7 +623,8 @@ class Inverses:
             return Outcome.PENDING
         if not result.has_statistics:
             return Outcome.NO_STATISTICS
-        if result.error or len(result.parts) < len(self.step_plan.to_invert[block]):
+        expected = self.step_plan.to_invert[block]
+        if result.error or len(result.decompositions) < len(expected):
             return Outcome.FAILED
         return Outcome.VALID
 
@@ -631,28 +640,29 @@ class Inverses:
         Returns the decompositions of layers that this rank preconditions, by factor.
         """
         blocks = [block for block in valid if block in self.step_plan.preconditioned]
-        parts: dict[KroneckerBlock, dict[str, Decomposition]] = {}
+        decompositions: dict[KroneckerBlock, dict[str, Decomposition]] = {}
         if self.step_plan.row.size == 1 or not valid:
             for block in blocks:
-                # Drop the result, so that the caller can free the parts one by one.
-                parts[block] = dict(self._results.pop(block).parts)
-            return parts
+                # Drop the result, so that the caller can free them one by one.
+                decompositions[block] = dict(self._results.pop(block).decompositions)
+            return decompositions
 
         with stage("solve_exchange"):
             received = self._send_decompositions(blocks)
         for block in blocks:
-            parts[block] = {}
+            decompositions[block] = {}
             for factor_name in block.shape.factor_names:
                 message = received.pop((block, factor_name))
                 dim = block.shape.dims[factor_name]
-                parts[block][factor_name] = self.solver.unpack_message(message, dim)
+                decomposition = self.solver.unpack_message(message, dim)
+                decompositions[block][factor_name] = decomposition
             if not self.is_synchronous:
                 # A copy, because a view would keep the whole message in memory.
                 numbers = received.pop((block, DAMPING_ENTRY))[0].clone()
                 damping, mean_eigenvalue = numbers.unbind()
                 self._dampings[block] = LayerDamping(damping, mean_eigenvalue)
             self._results.pop(block, None)
-        return parts
+        return decompositions
 
     def _send_decompositions(
         self, blocks: Sequence[KroneckerBlock]
@@ -662,8 +672,8 @@ class Inverses:
         If the inverter uses threads, γ and the mean eigenvalue are sent as well. If
         stats workers compute the statistics, they send those of a layer to its inverse
         rank only, so the other ranks cannot compute these two numbers. If the
-        communication dtype is narrower, inverse ranks also round the parts that they
-        keep, so that all ranks use the same numbers.
+        communication dtype is narrower, ``pack_message`` also rounds the decompositions
+        that inverse ranks keep, so that all ranks use the same numbers.
         """
         # The inverse rank of a factor sends its decomposition to the whole row.
         plan = self.step_plan
@@ -675,15 +685,14 @@ class Inverses:
         local: dict[FactorKey, tuple[Tensor, ...]] = {}
         for block in blocks:
             result = self._results.get(block)
-            own_parts = {} if result is None else result.parts
+            own = {} if result is None else result.decompositions
             for factor_name in block.shape.factor_names:
                 item = (block, factor_name)
                 shapes[item] = self.solver.message_shapes(block.shape, factor_name)
                 routes[item] = Route(plan.sources[item], destinations)
-                if factor_name in own_parts:
-                    decomposition = own_parts[factor_name]
+                if factor_name in own:
                     local[item] = self.solver.pack_message(
-                        decomposition, plan.exchange_dtype
+                        own[factor_name], plan.exchange_dtype
                     )
 
             # The inverse rank of A also sends the damping.
@@ -691,7 +700,7 @@ class Inverses:
                 item = (block, DAMPING_ENTRY)
                 shapes[item] = ((2,),)
                 routes[item] = routes[block, "A"]
-                if "A" in own_parts and block in self._dampings:
+                if "A" in own and block in self._dampings:
                     layer_damping = self._dampings[block]
                     numbers = [layer_damping.damping, layer_damping.mean_eigenvalue]
                     scalars = [
@@ -699,7 +708,13 @@ class Inverses:
                     ]
                     local[item] = (torch.stack(scalars),)
         return send_tensors(
-            plan.row, shapes, routes, local, dtype, device, plan.exchange_dtype
+            world=plan.row,
+            shapes=shapes,
+            routes=routes,
+            local=local,
+            dtype=dtype,
+            device=device,
+            communication_dtype=plan.exchange_dtype,
         )
 
     # -------------------------------------------------------------------------- install
@@ -707,21 +722,23 @@ class Inverses:
     def _install(
         self,
         valid: Sequence[KroneckerBlock],
-        parts: dict[KroneckerBlock, dict[str, Decomposition]],
+        decompositions: dict[KroneckerBlock, dict[str, Decomposition]],
     ) -> dict[KroneckerBlock, Inverse]:
         """Install the inverses of valid layers.
 
-        This empties ``parts`` as it goes, to free memory.
+        This empties ``decompositions`` as it goes, to free memory.
 
         Returns the inverses that it replaced, if refresh intervals follow drift.
         """
-        # Gradient workers stack the parts of same-shape layers into one inverse.
+        # Gradient workers stack same-shape layers' decompositions into one inverse.
         previous: dict[KroneckerBlock, Inverse] = {}
         for batch in self.step_plan.batches:
-            blocks = [block for block in batch.blocks if block in parts]
+            blocks = [block for block in batch.blocks if block in decompositions]
             if not blocks:
                 continue
-            stacked = self._combine({block: parts.pop(block) for block in blocks})
+            stacked = self._combine(
+                {block: decompositions.pop(block) for block in blocks}
+            )
             inverses = stacked.split_layers(blocks[0].shape.groups)
             for block, inverse in zip(blocks, inverses, strict=True):
                 if self._drift is not None and block.inverse is not None:
@@ -754,26 +771,30 @@ class Inverses:
         return self.pending.pop(block)
 
     def _combine(
-        self, parts: dict[KroneckerBlock, dict[str, Decomposition]]
+        self, decompositions: dict[KroneckerBlock, dict[str, Decomposition]]
     ) -> Inverse:
         """Combine decompositions of layers of the same shape into a stacked inverse.
 
-        This removes the decompositions from ``parts``, to free memory.
+        This empties the dictionaries of the layers, to free memory.
         """
-        shape = next(iter(parts)).shape
+        shape = next(iter(decompositions)).shape
         stacked: dict[str, Decomposition] = {}
         for factor_name in shape.factor_names:
-            # Stack all first parts to (layers x groups, ...), then all second parts.
-            by_layer = [layer_parts.pop(factor_name) for layer_parts in parts.values()]
-            columns = zip(*by_layer, strict=True)
+            # A decomposition is a tuple, such as eigenvectors and eigenvalues. Stack
+            # all eigenvectors to (layers x groups, ...), then all eigenvalues.
+            same_factor = [
+                by_name.pop(factor_name) for by_name in decompositions.values()
+            ]
+            same_part = zip(*same_factor, strict=True)
             stacked[factor_name] = tuple(
-                [as_stack(column).flatten(0, 1) for column in columns]
+                [as_stack(tensors).flatten(0, 1) for tensors in same_part]
             )
 
-        # Stack γ and the mean eigenvalues in the same order.
+        # Stack γ and the mean eigenvalues in the same order, with the dtype and the
+        # device of the decompositions, which any of their tensors has.
         dampings: list[Damping] = []
         mean_eigenvalues: list[Damping] = []
-        for block in parts:
+        for block in decompositions:
             layer_damping = self._dampings[block]
             dampings.append(layer_damping.damping)
             mean_eigenvalues.append(layer_damping.mean_eigenvalue)
@@ -784,10 +805,11 @@ class Inverses:
             scale = per_group(mean_eigenvalues, shape.groups, like)
         return self.solver.combine(stacked, damping, scale)
 
-    def _record_failure(self, block: KroneckerBlock, outcome: Outcome) -> None:
+    def _record_no_inverse(self, block: KroneckerBlock, outcome: Outcome) -> None:
         """Record that a layer has no new inverse.
 
-        Only a failed layer keeps its last one.
+        It keeps its last one if its factors could not be decomposed (FAILED). It loses
+        its last one if it has no statistics, or unverified ones.
         """
         result = self._results.get(block)
         error = "" if result is None else result.error
@@ -799,12 +821,12 @@ class Inverses:
             return
 
         # The layer has no valid statistics, so its last inverse is dropped.
-        # ``no_statistics`` makes the optimizer warn. It is False for a layer whose
-        # hooks captured pairs without examples, because that layer is in use.
         self.states.pop(block, None)
         if self._drift is not None:
             self._drift.invalidate()  # its tick depends on which layers have inverses
         if outcome is Outcome.NO_STATISTICS:
+            # The optimizer warns of a layer whose hooks captured no pair. If they
+            # captured pairs without examples, the layer is in use.
             block.drop_inverse_at_refresh(
                 no_statistics=block.status is LayerStatus.NOT_CAPTURED
             )

@@ -64,7 +64,7 @@ class Result:
 
     Attributes:
         block: The layer.
-        parts: The decompositions of its factors, by name. A factor without an accurate
+        decompositions: Those of its factors, by name. A factor without an accurate
             decomposition is missing.
         error: The error that was raised, if any.
         has_statistics: Whether the running averages had statistics.
@@ -73,7 +73,7 @@ class Result:
     """
 
     block: KroneckerBlock
-    parts: Mapping[str, Decomposition] = field(default_factory=dict)
+    decompositions: Mapping[str, Decomposition] = field(default_factory=dict)
     error: str = ""
     has_statistics: bool = True
     was_retried: bool = False
@@ -94,7 +94,9 @@ class Inverter(Protocol):
     def submit(self, jobs: Sequence[Job]) -> None:
         """Start to decompose the factors of layers that are not pending."""
 
-    def unchecked_parts(self) -> Mapping[KroneckerBlock, Mapping[str, Decomposition]]:
+    def unchecked_decompositions(
+        self,
+    ) -> Mapping[KroneckerBlock, Mapping[str, Decomposition]]:
         """Return submitted layers' decompositions, whose errors are not known yet."""
 
     def collect(
@@ -174,15 +176,17 @@ class SynchronousInverter:
         self._items = items
         self._jobs = jobs
 
-    def unchecked_parts(self) -> Mapping[KroneckerBlock, Mapping[str, Decomposition]]:
+    def unchecked_decompositions(
+        self,
+    ) -> Mapping[KroneckerBlock, Mapping[str, Decomposition]]:
         """Return submitted layers' decompositions, whose errors are not known yet."""
         if self._attempts is None:
             return {}
-        parts = _by_layer(self._items, self._attempts.parts)
+        by_layer = _by_layer(self._items, self._attempts.parts)
         complete: dict[KroneckerBlock, Mapping[str, Decomposition]] = {}
         for job in self._jobs:
-            if len(parts[job.block]) == len(job.problems):
-                complete[job.block] = parts[job.block]
+            if len(by_layer[job.block]) == len(job.problems):
+                complete[job.block] = by_layer[job.block]
         return complete
 
     def collect(
@@ -224,7 +228,7 @@ class SynchronousInverter:
                 if block not in empty:
                     inaccurate.append(i)
                     retried.add(block)
-            parts = _by_layer(items, attempts.retry(inaccurate))
+            by_layer = _by_layer(items, attempts.retry(inaccurate))
         except Exception as error:  # the other ranks would wait in the next collective
             return [Result(job.block, error=describe_error(error)) for job in jobs]
 
@@ -232,7 +236,7 @@ class SynchronousInverter:
         for job in jobs:
             result = Result(
                 job.block,
-                parts[job.block],
+                by_layer[job.block],
                 has_statistics=job.block not in empty,
                 was_retried=job.block in retried,
             )
@@ -254,14 +258,14 @@ class SynchronousInverter:
 
 
 def _by_layer(
-    items: Sequence[FactorKey], parts: Sequence[Decomposition | None]
+    items: Sequence[FactorKey], decompositions: Sequence[Decomposition | None]
 ) -> dict[KroneckerBlock, dict[str, Decomposition]]:
     """Group decompositions by layer and factor name, without those that are None."""
     by_layer: dict[KroneckerBlock, dict[str, Decomposition]] = {}
-    for (block, factor_name), decomposition in zip(items, parts, strict=True):
-        layer_parts = by_layer.setdefault(block, {})
+    for (block, factor_name), decomposition in zip(items, decompositions, strict=True):
+        by_name = by_layer.setdefault(block, {})
         if decomposition is not None:
-            layer_parts[factor_name] = decomposition
+            by_name[factor_name] = decomposition
     return by_layer
 
 
