@@ -208,7 +208,7 @@ def train_thawing(
         if placement.System is DPKFAC:
             keepers.append([row.computed_by for row in optimizer.summary().rows])
             continue
-        known = optimizer._curvature.latest_plan
+        known = optimizer._curvature.all_plans
         keepers.append([known[block].inverse_ranks for block in optimizer._curvature.layers.blocks])
         for block, layer in optimizer._curvature.plan.items():
             held = tuple(block.stored(which) is not None for which in "AG")

@@ -130,7 +130,7 @@ class Checkpoints:
     def state(
         self,
         plan: Mapping[KroneckerBlock, LayerPlan],
-        latest_plan: Mapping[KroneckerBlock, LayerPlan],
+        all_plans: Mapping[KroneckerBlock, LayerPlan],
         numbers: SharedNumbers,
     ) -> dict[Tensor, dict[str, Any]]:
         """Return the factors that this rank stores, by weight, and the shared numbers.
@@ -140,7 +140,7 @@ class Checkpoints:
 
         Args:
             plan: The plans of the layers that train now.
-            latest_plan: The plans of all layers that ever trained.
+            all_plans: The last plans of all layers that ever trained.
             numbers: The shared numbers of the curvature.
         """
         training = self._training
@@ -158,7 +158,7 @@ class Checkpoints:
             if block not in plan and not has_factors:
                 continue
             entries = {**shared, **block.agreed_entries()}
-            layer = latest_plan.get(block)
+            layer = all_plans.get(block)
             if is_first or (has_factors and contributes(layer, training.world.rank)):
                 entries |= block.saved_factors()
             if self._traces is not None:
@@ -200,17 +200,17 @@ class Checkpoints:
         self,
         ranks: Sequence[int],
         plan: Mapping[KroneckerBlock, LayerPlan],
-        latest_plan: Mapping[KroneckerBlock, LayerPlan],
+        all_plans: Mapping[KroneckerBlock, LayerPlan],
         numbers: SharedNumbers,
     ) -> dict[Tensor, dict[str, dict[str, Any]]]:
         """Send each of ``ranks`` the factors and inverses that it lacks. Collective.
 
         The other arguments are those of :meth:`state`.
         """
-        state = self.state(plan, latest_plan, numbers)
+        state = self.state(plan, all_plans, numbers)
         to_save = self.state_to_save(plan)
         gathered: dict[Tensor, dict[str, dict[str, Any]]] = {}
-        for block, layer in latest_plan.items():
+        for block, layer in all_plans.items():
             entries = factor_entries(block, layer)
             if block in plan:
                 entries += inverse_entries(block, layer, self._inverses)
@@ -329,20 +329,18 @@ class Checkpoints:
 
     # ------------------------------------------------------------- state of other ranks
 
-    def has_remote_factors(
-        self, latest_plan: Mapping[KroneckerBlock, LayerPlan]
-    ) -> bool:
+    def has_remote_factors(self, all_plans: Mapping[KroneckerBlock, LayerPlan]) -> bool:
         """Return whether there are factors that only other ranks store.
 
         Before the first step, this is false, so that Accelerate can read a new
         optimizer's state.
 
         Args:
-            latest_plan: The plans of all layers that ever trained.
+            all_plans: The last plans of all layers that ever trained.
         """
         if self._training.world.size == 1 or self._training.steps == 0:
             return False
-        return not all(layer.factors_everywhere for layer in latest_plan.values())
+        return not all(layer.factors_everywhere for layer in all_plans.values())
 
     def has_remote_inverses(self, plan: Mapping[KroneckerBlock, LayerPlan]) -> bool:
         """Return whether there are inverses that only other ranks store.

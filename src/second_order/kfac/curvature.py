@@ -9,9 +9,9 @@
     p.grad         <- ν P, on all ranks
     feedback       after a refresh, intervals, the step scale τ and the floor of γ adapt
 
-∇ is the mean gradient and γ the damping. By default, c is the mean eigenvalue of A ⊗ G
-+ γ, which is part of the inverse (``grafting="gradient"``); with ``grafting="none"`` it
-is 1. By default, a layer is due when its inverse has drifted
+∇ is the mean gradient and γ the damping. By default (``grafting="gradient"``), c is the
+mean eigenvalue of A ⊗ G + γ; with ``grafting="none"`` it is 1. Inverses are stored
+multiplied by c. By default, a layer is due when its inverse has drifted
 (:mod:`second_order.kfac.schedule`), and statistics are due together with inverses. If
 ``inv_update_steps`` or ``factor_update_steps`` is a number, that number decides
 instead. ν is described in :mod:`second_order.kfac.precondition`.
@@ -19,6 +19,8 @@ instead. ν is described in :mod:`second_order.kfac.precondition`.
 At each step, the optimizer calls :meth:`KFAC.prepare`, which assigns layers, and
 :meth:`KFAC.precondition`, which does the rest. :meth:`KFAC.step_base` then runs the
 base optimizer, which uses ``p.grad`` as its gradient, and applies the step scale τ.
+:meth:`KFAC.finish_step` follows. Then ``training.steps`` is incremented, and
+:meth:`KFAC.watch` decides whether to capture the next passes.
 
 If KAISA averages the gradients, a step with a refresh sends these messages, in order:
 
@@ -36,7 +38,7 @@ The step waits for the mean gradients before it computes P. With
 ``grad_worker_fraction=1``, every rank preconditions every layer, so the change and ν P
 are not sent. A step without a refresh only sends the first two messages, the change and
 ν P. If ``factor_update_steps`` is a number, sums of A and G are also sent between
-refreshes.
+refreshes. DistKFAC with stats workers also all-reduces their state at each step.
 
 See :mod:`second_order.kfac.checkpoints` for how a run is saved and resumed.
 """
@@ -191,12 +193,12 @@ class StepInfo:
     Attributes:
         clip_factor: ν, a scalar; None if nothing was clipped.
         refresh_due: Whether a refresh was due at this step.
-        refreshed: Whether a layer that was due has an inverse.
+        counts_as_refresh: Whether a layer that was due has an inverse, new or old.
     """
 
     clip_factor: Scalar | None = None
     refresh_due: bool = False
-    refreshed: bool = False
+    counts_as_refresh: bool = False
 
 
 def choose_num_workers(
@@ -232,9 +234,10 @@ def _largest_number_of_terms(
 ) -> Tensor | None:
     """Return the number of loss terms of the step; None without statistics.
 
-    ``head[0]`` is the number of loss terms that reached a layer. The largest of these
-    numbers is that of the step.
+    It is the largest number of loss terms that reached a layer. The factors of
+    gradient-factored layers depend on it.
     """
+    # The first number of a head is the number of terms.
     numbers = [layer_sums.head[0].to(device) for layer_sums in sums]
     if not numbers:
         return None
@@ -267,12 +270,14 @@ class KFAC(LayeredCurvature):
         # Layers, and the ranks that work on them.
         self.layers = Layers(training, options, system.rules, system.conv_approximation)
         self.plan: Mapping[KroneckerBlock, LayerPlan] = {}  # layers that train now
-        # All layers that ever trained.
-        self.latest_plan: dict[KroneckerBlock, LayerPlan] = {}
+        # The last plans of all layers that ever trained. They say which ranks store the
+        # factors of layers that are frozen now.
+        self.all_plans: dict[KroneckerBlock, LayerPlan] = {}
         self._step_plan = StepPlan({}, World.alone(), World.alone())
         self._buckets: list[Bucket] = []  # for FSDP2-sharded gradients
-        # Which rank receives each gradient's mean at this step; None if all ranks do.
-        self._mean_receivers: dict[Tensor, int] | None = None
+        # The rank that owns each gradient: only this rank receives the mean. None if
+        # all ranks receive it.
+        self._gradient_owners: dict[Tensor, int] | None = None
         # Gradient workers per layer by the cost model; 0 if it is not used.
         self.num_workers = 0
 
@@ -364,7 +369,8 @@ class KFAC(LayeredCurvature):
         if self.stats_workers is not None:
             raise ValueError(sharding_error(self.training.name, "stats"))
         self.layers.replace_params(others)
-        # Gradient-factored layers need whole gradients, which no rank has any more.
+        # Gradient-factored layers, whose factors are computed from the weight gradient,
+        # need whole gradients, which no rank has any more.
         has_any = any(isinstance(block, GradientBlock) for block in self.layers.blocks)
         if self._options.unsupported_layers == AUTO and has_any:
             self.replan()
@@ -414,7 +420,7 @@ class KFAC(LayeredCurvature):
             self._resumption = None
         averages_here = self.training.averages_gradients and not self.layers.sharded
         if self._system.means_to_owners and averages_here:
-            self._update_mean_receivers()
+            self._update_gradient_owners()
 
     def precondition(self, pending: PendingAverage) -> None:
         """Replace each layer's ``p.grad`` by ν P. Collective.
@@ -445,7 +451,7 @@ class KFAC(LayeredCurvature):
                 # Collects tensors. When one is needed, all are copied to the host.
                 read = DeviceRead()
                 if inverses.measures_early:
-                    # One process, whose gradients are the mean already. Report before
+                    # There is one process, so its gradients are the mean. Report before
                     # the refresh, so that one device read returns the numbers of both.
                     report = self._report_refresh(read)
                 refresh = inverses.refresh(due, pending, self.mean_curvature, read)
@@ -482,7 +488,7 @@ class KFAC(LayeredCurvature):
                     clip=self.clip,
                     dtype=self._dtype,
                     previous=refresh.previous,
-                    owners=self._mean_receivers,
+                    owners=self._gradient_owners,
                 )
 
         # After a refresh, adapt the intervals, the step scale and the floor of γ.
@@ -492,7 +498,7 @@ class KFAC(LayeredCurvature):
         self._last = StepInfo(
             clip_factor=result.clip_factor,
             refresh_due=bool(due),
-            refreshed=any(block.solved for block in due),
+            counts_as_refresh=any(block.solved for block in due),
         )
 
     def step_base(self, step: Callable[[], None]) -> None:
@@ -519,12 +525,13 @@ class KFAC(LayeredCurvature):
         if self.throttle is not None:
             # All ranks know which of the due layers have an inverse. If none has one,
             # the throttle counts this step among those without a refresh.
-            self.throttle.end_step(refreshed=self._last.refreshed)
+            self.throttle.end_step(refreshed=self._last.counts_as_refresh)
         if self._last.refresh_due:
             self.layers.warn_of_dropped_statistics()
 
     def watch(self) -> None:
         """Turn capture on if statistics may be due at the next step, and off if not."""
+        # Steps are counted before this, so ``steps`` is the next one.
         due = self._schedule.statistics_may_be_due(self.training.steps)
         if self.stats_workers is not None and not self.stats_workers.own_passes:
             due = False
@@ -540,7 +547,9 @@ class KFAC(LayeredCurvature):
         stats_workers = self.stats_workers
         gradient_factored = self._step_plan.gradient_factored
         step = self.training.steps
-        age = step - self._averaged_at  # computed here, before an update makes it 0
+        # Passes and gradients update different layers, each of them once per step. Both
+        # use this age, which is computed before an update makes it 0.
+        age = step - self._averaged_at
 
         # This step's passes. If there are stats workers, also check that the passes
         # were captured: the gate is open only if statistics were due when they ran.
@@ -562,8 +571,9 @@ class KFAC(LayeredCurvature):
 
         # Messages of stats workers. Each has statistics of batches of its own.
         if stats_workers is not None:
-            owned = {block.name: block for block in self._step_plan.measured}
-            for sums in stats_workers.receive_statistics(owned, self.training):
+            measured = {block.name: block for block in self._step_plan.measured}
+            for sums in stats_workers.receive_statistics(measured, self.training):
+                # An age of 0, after another update at this step, counts as 1.
                 decay = self._schedule.factor_decay(step - self._averaged_at)
                 self._update_averages(sums, decay)
             stats_workers.update_verification(self._step_plan.layers)
@@ -702,29 +712,29 @@ class KFAC(LayeredCurvature):
 
     # ----------------------------------------------------------------------- assignment
 
-    def _update_mean_receivers(self) -> None:
-        """If parameters have changed, choose the rank that receives each mean gradient.
+    def _update_gradient_owners(self) -> None:
+        """If parameters have changed, choose the owner of each gradient.
 
-        The owner of a layer receives the means for its parameters. Parameters outside
+        The gradient worker of a layer owns its gradients. Those of parameters outside
         of layers are spread over the ranks.
         """
         params = self.training.averaged_params()
-        receivers = self._mean_receivers
-        if receivers is None or [id(p) for p in receivers] != [id(p) for p in params]:
-            self._mean_receivers = assign_param_owners(
+        owners = self._gradient_owners
+        if owners is None or [id(p) for p in owners] != [id(p) for p in params]:
+            self._gradient_owners = assign_param_owners(
                 self.plan, params, self.training.world.size
             )
 
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
         """Return the gradients and each mean's receiver; None if all ranks get it."""
-        receivers = self._mean_receivers
-        if receivers is None:
+        owners = self._gradient_owners
+        if owners is None:
             return None
-        return gradients, [receivers[p] for p in params]
+        return gradients, [owners[p] for p in params]
 
     def _contributes(self, block: KroneckerBlock) -> bool:
         """Return whether this rank's batches contribute to a layer's factors."""
-        return contributes(self.latest_plan.get(block), self.training.world.rank)
+        return contributes(self.all_plans.get(block), self.training.world.rank)
 
     def _assign_layers(self) -> None:
         """Assign the layers that train now to ranks, and move their factors.
@@ -740,21 +750,23 @@ class KFAC(LayeredCurvature):
         plan: Plan = self._system.plan(dims, world.size)
         if layers.sharded:
             plan = with_one_worker(plan)
-        before = self.latest_plan
+        prev_plans = self.all_plans
         self.plan = dict(zip(layers.active, plan.layers, strict=True))
-        latest = {**before, **self.plan}
-        self.latest_plan = {
-            block: latest[block] for block in layers.blocks if block in latest
+        merged = {**prev_plans, **self.plan}
+        self.all_plans = {
+            block: merged[block] for block in layers.blocks if block in merged
         }
 
-        # If a layer is newly trainable, or its statistics now come from another rank's
-        # batches, the last passes captured none for it. All inverses are dropped below,
-        # because their ranks may have changed. So all layers are then due at the next
-        # step, unless a checkpoint with the same layers was loaded.
+        # At this step, all layers lose their inverses below, and are refreshed. A layer
+        # that is newly trainable, or whose statistics now come from another rank's
+        # batches, was not captured in the last passes, so it has statistics one step
+        # later. All layers are then due again. A loaded checkpoint with the same layers
+        # has the step at which all layers are due.
         is_new = steps > 0 and any(block.factors is None for block in layers.active)
         is_moved = False
         for block, layer in self.plan.items():
-            if before.get(block, layer).batch_rank != layer.batch_rank:
+            prev = prev_plans.get(block)
+            if prev is not None and prev.batch_rank != layer.batch_rank:
                 is_moved = True
         resumption = self._resumption
         resumes = resumption is not None and resumption.has_same_layers(self.plan)
@@ -772,12 +784,12 @@ class KFAC(LayeredCurvature):
         self._buckets = []
         if layers.sharded:
             self._buckets = make_buckets(self._step_plan, world)
-        self._mean_receivers = None
+        self._gradient_owners = None
         if self._pipeline is not None:
             self._pipeline.follow(self._step_plan.contributing)
 
         # Move the factors, and start without inverses.
-        move_factors(world, self.plan, before)
+        move_factors(world, self.plan, prev_plans)
         layers.attach_hooks(self._contributes)
         for block in layers.blocks:
             block.drop_inverse()
@@ -790,11 +802,11 @@ class KFAC(LayeredCurvature):
             # load() installed inverses for the old plan, which were dropped above.
             self._resumption = self._checkpoints.install(resumption, self.plan)
         if steps > 0:
-            self.training.publish()  # frees factors that other ranks store now
+            self.training.publish()  # without the factors that other ranks store now
 
     def fingerprint_values(self) -> list[tuple[str, Any]]:
         """Return the named values that must be equal on all ranks at every step."""
-        # Values that every optimizer has.
+        # Values that do not depend on the options.
         requested = [
             block.name for block in self.plan if block in self.inverses.requested
         ]
@@ -838,7 +850,7 @@ class KFAC(LayeredCurvature):
         These entries are in ``optimizer.state`` all the time. Tensors are not copied.
         """
         return self._checkpoints.state(
-            self.plan, self.latest_plan, self._shared_numbers()
+            self.plan, self.all_plans, self._shared_numbers()
         )
 
     def state_to_save(self) -> dict[Tensor, dict[str, Any]]:
@@ -866,7 +878,7 @@ class KFAC(LayeredCurvature):
     @property
     def factors_elsewhere(self) -> bool:
         """Whether there are factors that only other ranks store."""
-        return self._checkpoints.has_remote_factors(self.latest_plan)
+        return self._checkpoints.has_remote_factors(self.all_plans)
 
     @property
     def remote_state(self) -> str:
@@ -887,7 +899,7 @@ class KFAC(LayeredCurvature):
         if not self._closed and self.layers.update_active():
             self._assign_layers()
         numbers = self._shared_numbers()
-        return self._checkpoints.gather(ranks, self.plan, self.latest_plan, numbers)
+        return self._checkpoints.gather(ranks, self.plan, self.all_plans, numbers)
 
     # ---------------------------------------------------------------------------- close
 
@@ -910,10 +922,10 @@ class KFAC(LayeredCurvature):
 
         # Release the layers, which refer to the model.
         self.plan = {}
-        self.latest_plan = {}
+        self.all_plans = {}
         self._step_plan = StepPlan({}, self._step_plan.row, self._step_plan.column)
         self._buckets = []
-        self._mean_receivers = None
+        self._gradient_owners = None
         self._last = StepInfo()
         self._resumption = None
 
@@ -930,7 +942,7 @@ class KFAC(LayeredCurvature):
             training=self.training,
             options=self._options,
             layers=self.layers,
-            plan=self.latest_plan,
+            plan=self.all_plans,
             damping=float(self.inverses.damping_option),
             dtype=dtype,
             gather=gather,
