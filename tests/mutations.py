@@ -492,7 +492,7 @@ a clip that stretches  <-  invariants_steps::19_the_clip_bounds_the_whole_step
 == kfac/schedule.py
 layers without an inverse that are tried at every tick
   <-  drift::a_layer_without_an_inverse_is_tried_at_doubling_intervals
-    return state.retry_interval  =>  return 1
+    return state.interval_without_inverse  =>  return 1
 frozen layers in the reported intervals
   <-  drift::reported_intervals_are_those_of_layers_with_an_inverse
     for block in solved or self.states  =>  for block in self.states

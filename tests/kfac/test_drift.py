@@ -121,11 +121,11 @@ def test_a_layer_without_an_inverse_is_tried_at_doubling_intervals() -> None:
         assert due[:3] == layers[:3]  # the others are not concerned
         if layers[3] in due:
             tried.append(step)
-        drift.count_missing(due)
+        drift.count_without_inverse(due)
     assert tried == [*range(8), 8, 12, 16, 32, 64, 128, 192]
     assert drift.metrics["drift/interval"] == 1
     layers[3].solved = True
-    drift.count_missing(layers)
+    drift.count_without_inverse(layers)
     assert drift.interval(layers[3]) == 1
 
 

@@ -456,7 +456,7 @@ class KFAC(LayeredCurvature):
                     report = self._report_refresh(read)
                 refresh = inverses.refresh(due, pending, self.mean_curvature, read)
                 if self.drift is not None:
-                    self.drift.count_missing(due)
+                    self.drift.count_without_inverse(due)
 
         # Wait for the mean gradients.
         if pending is not NO_AVERAGE:

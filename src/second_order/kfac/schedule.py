@@ -70,7 +70,7 @@ MAX_INTERVAL = 32
 MAX_COST_EXPONENT = 10  # cost bounds are at most 2 ** 10 steps
 # Refreshes in a row without an inverse, after which the interval doubles.
 NUM_FREQUENT_TRIES = 8
-MAX_RETRY_EXPONENT = 6  # it doubles up to 2 ** 6 steps
+MAX_EXPONENT_WITHOUT_INVERSE = 6  # it doubles up to 2 ** 6 steps
 # The tick is this quantile of the intervals of layers with an inverse.
 TICK_QUANTILE = 0.25
 # Operations in the time that a step spends outside of matrix products.
@@ -117,20 +117,20 @@ class LayerDrift:
         cosine: Between P₀ and P; NaN before the second refresh.
         num_stable: Refreshes in a row whose cosine exceeded ``double_above``.
         cost_bound: The shortest interval that the cost of the layer's refresh allows.
-        num_missing: Refreshes in a row that left the layer without an inverse.
+        num_without_inverse: Refreshes in a row that left the layer without an inverse.
     """
 
     interval: int = 1
     cosine: float = math.nan
     num_stable: int = 0
     cost_bound: int = 1
-    num_missing: int = 0
+    num_without_inverse: int = 0
 
     @property
-    def retry_interval(self) -> int:
+    def interval_without_inverse(self) -> int:
         """Steps between two refreshes while the layer has no inverse."""
-        exponent = self.num_missing - NUM_FREQUENT_TRIES + 1
-        return 1 << min(max(exponent, 0), MAX_RETRY_EXPONENT)
+        exponent = self.num_without_inverse - NUM_FREQUENT_TRIES + 1
+        return 1 << min(max(exponent, 0), MAX_EXPONENT_WITHOUT_INVERSE)
 
     def after_refresh(
         self, cosine: float, thresholds: CosineThresholds, bound: int = 1
@@ -198,9 +198,9 @@ class Drift:
     """The refresh intervals of layers that are refreshed by drift; equal on all ranks.
 
     Every step needs the intervals, so they are stored until they change. After a
-    refresh, call :meth:`count_missing`, and :meth:`record` if it installed inverses.
-    Call :meth:`keep_only` if the layers that train change, and :meth:`invalidate` if
-    layers lose their inverses.
+    refresh, call :meth:`count_without_inverse`, and :meth:`record` if it installed
+    inverses. Call :meth:`keep_only` if the layers that train change, and
+    :meth:`invalidate` if layers lose their inverses.
 
     Attributes:
         states: The drift of each layer; of none before the first refresh.
@@ -230,11 +230,11 @@ class Drift:
     def interval(self, block: KroneckerBlock) -> int:
         """Return a layer's interval by drift, cost and throttle, in steps.
 
-        If the layer has no inverse, this is the interval of its retries.
+        If it has no inverse, this is its :attr:`~LayerDrift.interval_without_inverse`.
         """
         state = self.states.get(block, LayerDrift())
         if not block.solved:
-            return state.retry_interval
+            return state.interval_without_inverse
         return max(state.interval, state.cost_bound, self._throttle_bound())
 
     def layers_due(
@@ -275,7 +275,7 @@ class Drift:
         self._stored = DriftIntervals(throttle_bound, tick, tuple(by_layer))
         return self._stored
 
-    def count_missing(self, due: Iterable[KroneckerBlock]) -> None:
+    def count_without_inverse(self, due: Iterable[KroneckerBlock]) -> None:
         """Count the refreshes in a row that left layers without an inverse.
 
         Args:
@@ -284,9 +284,9 @@ class Drift:
         """
         for block in due:
             state = self.states.get(block, LayerDrift())
-            num_missing = 0 if block.solved else state.num_missing + 1
-            if num_missing != state.num_missing:
-                self.states[block] = replace(state, num_missing=num_missing)
+            number = 0 if block.solved else state.num_without_inverse + 1
+            if number != state.num_without_inverse:
+                self.states[block] = replace(state, num_without_inverse=number)
                 self._stored = None
 
     def record(
@@ -329,7 +329,7 @@ class Drift:
             "drift_interval": state.interval,
             "drift_alike": state.num_stable,
             "drift_least": state.cost_bound,
-            "drift_missing": state.num_missing,
+            "drift_missing": state.num_without_inverse,
         }
 
     def load(
@@ -345,7 +345,7 @@ class Drift:
                 interval=max(part.whole("drift_interval", 0), 1),
                 num_stable=part.whole("drift_alike", 0),
                 cost_bound=max(part.whole("drift_least", 0), 1),
-                num_missing=part.whole("drift_missing", 0),
+                num_without_inverse=part.whole("drift_missing", 0),
             )
 
     def _reported_intervals(self) -> list[int]:
