@@ -154,8 +154,10 @@ lint: venv
 types: venv
 	$(BIN)/mypy
 
+# Bytecode is written, because each of the tests' processes would compile all modules.
 pytest: venv
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal --cov --cov-report=term $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest \
+		-n $(TEST_JOBS) --dist worksteal --cov --cov-report=term $(ARGS)
 
 test-thorough: venv ## the tests with other random examples in each run, 300 for each property: hours
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal --timeout 0 $(ARGS)
