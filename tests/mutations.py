@@ -1016,11 +1016,7 @@ steps within backward
   <-  contract_state_groups::a_step_inside_backward_raises
     if torch._C._current_graph_task_id() != NO_BACKWARD:  =>  if False:
 collected factors stay  <-  factor_exchange::gathered_factors_are_dropped_at_the_next_step
-  -         if self._collected is not None:
-  -             # The state of consolidate() is outdated after this step.
-  -             self._collected = None
-  +         if self._constructed is None:
-  +             self._collected = None
+    self._collected = None  # outdated after this step  =>  pass
 a first zero step taken for a checkpoint's
   <-  contract_state::a_first_step_with_zero_gradients_counts
     not self.state and is_checkpointing()  =>  not self.state

@@ -125,6 +125,26 @@ def test_a_refused_group_leaves_the_layers_as_they_were(world: World) -> None:
         assert names == ["0"]
 
 
+def order_of_state(rank: int, world_size: int) -> list[int]:
+    """The positions in the groups of the parameters that have state, after `fully_shard`."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+    optimizer = KAISA(model, lr=0.1, momentum=0.9)
+    for shards in (False, True):
+        if shards:
+            fully_shard(model)
+        optimizer.zero_grad()
+        model(torch.randn(5, 4)).square().mean().backward()
+        optimizer.step()
+    positions = {p: i for i, p in enumerate(optimizer.param_groups[0]["params"])}
+    return [positions[p] for p in optimizer.state]
+
+
+def test_state_has_the_order_of_the_groups_after_sharding(world: World) -> None:
+    """torch.distributed.checkpoint gathers the shards in this order, a collective for each."""
+    for positions in world.run(order_of_state, 2):
+        assert positions == list(range(12))
+
+
 def made_from_meta(
     rank: int, world_size: int, system: int
 ) -> tuple[str, list[torch.Tensor], list[torch.Tensor]]:

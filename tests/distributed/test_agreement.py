@@ -368,6 +368,23 @@ def test_groups_inherit_the_timeout_of_their_parent(world: World) -> None:
         assert seconds == dict.fromkeys(seconds, 77.0) | own
 
 
+def on_meta_at_one_rank(rank: int, world_size: int) -> str:
+    model = CASE.model()
+    optimizer = make(KAISA, model[:-1].parameters(), model=model)
+    if rank == 1:
+        model[-1].to("meta")
+    with pytest.raises(RankMismatchError) as caught:
+        optimizer.add_param_group({"params": [*model[-1].parameters()]})
+    return str(caught.value)
+
+
+def test_a_group_on_the_meta_device_of_one_rank_raises_on_all_ranks(world: World) -> None:
+    first, second = world.run(on_meta_at_one_rank, 2, timeout=60)
+    assert first == second
+    assert "refuse a parameter group" in first
+    assert "is on the meta device and has no data" in first
+
+
 def after_destroying(rank: int, world_size: int) -> list[str]:
     """What is raised by the systems whose group is gone."""
     found = []

@@ -4,7 +4,8 @@ One step, as :meth:`SecondOrderOptimizer.step` takes it:
 
     check                           that a step can be taken now
     loss = closure()                if there is one, with gradients enabled
-    compare                         that all ranks are about to take the same step
+    compare                         that all workers, the ranks that train, are about to
+                                    take the same step
     curvature.prepare()             assigns layers to ranks, or refreshes eigenpairs; on
                                     a helper rank, serves the workers until they have
                                     taken the step
@@ -13,8 +14,8 @@ One step, as :meth:`SecondOrderOptimizer.step` takes it:
     curvature.precondition()        gradients <- curvature⁻¹ gradients, in place
     curvature.step_base()           base.step(), the base optimizer, on the same groups
                                     and state; K-FAC scales the step
-    curvature.finish_step()         FOSI corrects the step; helper ranks receive the
-                                    parameters
+    curvature.finish_step()         FOSI corrects the step; DistKFAC sends the
+                                    parameters to stats workers
     curvature.watch()               registers the hooks that the next passes need
 
 The curvature and the base do the numerical work. This file connects them, and makes the
@@ -22,10 +23,9 @@ result behave like any other ``torch.optim`` optimizer: groups, checkpoints, cop
 ``train()`` and ``eval()``.
 
 ``state[p]`` has two parts. The base sees ``state[p]["base"]`` as its whole state for p.
-``state[p]["curvature"]`` has the curvature's entries. ``state_dict()`` writes all of
-them. In between they are written only when tensors that they refer to have been
-replaced, so that no old one is kept alive: after a checkpoint is loaded, when layers
-move to other ranks, and at the end.
+``state[p]["curvature"]`` refers to tensors that the curvature has. ``_publish_state``
+writes it when ``state_dict()`` is called, when a checkpoint is loaded, and when the
+curvature has replaced or dropped tensors, which ``state`` would else keep in memory.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ ParamsOrModel: TypeAlias = nn.Module | Iterable[Any]
 Self = TypeVar("Self", bound="SecondOrderOptimizer")
 
 
-# torch's id of the running backward pass, if none is running.
+# torch gives this id instead of a backward pass's, while none is running.
 NO_BACKWARD = -1
 
 
@@ -142,7 +142,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             of the first group is the default for groups that are added later.
         common: The keywords that all optimizers share.
         base_kwargs: Arguments of the base optimizer.
-        curvature: Builds the curvature of this training run.
+        curvature: The function that makes the curvature of this training run.
         needs_model: Whether parameters that belong to no module get no curvature.
         helper_role: Role of the last ``num_helpers`` ranks. None: all ranks train.
         num_helpers: Number of ranks that do not train.
@@ -224,7 +224,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 layers=aux.layers,
             )
             own_groups = self._base.param_groups
-        # PEAK_LR is the largest learning rate of a group so far. Each step updates it.
+        # PEAK_LR is the largest learning rate of a group so far, from which FOSI scales
+        # its Newton step. Each step updates it.
         defaults = {**self._base.defaults, PEAK_LR: 0.0}
         super().__init__([copy_group(group) for group in own_groups], defaults)
         self._share_groups_and_state()
@@ -310,25 +311,27 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 raise ValueError(sharding_error(training.name, helper_role))
 
         # `begin` assigns roles, after which `training` has only the ranks of one role.
+        # The broadcast below includes all ranks, so it uses the values from before.
         averages_gradients = training.averages_gradients
         self._constructed = True
         self._curvature.begin()
 
-        # Start from the parameters of rank 0 on all ranks, helpers included. If
-        # DistributedDataParallel or FSDP2 average gradients, they do so themselves.
+        # Start from the parameters of rank 0 on all ranks, helpers included. If the
+        # optimizer does not average gradients, DistributedDataParallel, FSDP2 or the
+        # script does both.
         if averages_gradients:
             tensors = [t for t in training.model_tensors() if not is_dtensor(t)]
             with torch.no_grad():
                 world.broadcast_from_first(tensors)
 
     def check_ranks(self, action: str, facts: Sequence[tuple[str, Any]] = ()) -> None:
-        """Raise RankMismatchError on every rank unless all are about to do the same.
+        """Raise RankMismatchError on every worker unless all are about to do the same.
 
         Collective.
 
         Args:
             action: What this rank is about to do, for the message.
-            facts: Further names and values that must be equal on all ranks.
+            facts: Further names and values that must be equal on all workers.
         """
         self._training.require_process_group(action)
         if self._curvature.is_helper:  # only the workers take part in the comparison
@@ -355,8 +358,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         Raises:
             RankMismatchError: On every rank, if the ranks are not about to do the same.
             SecondOrderError: On every rank, if the curvature cannot be computed.
-            RuntimeError: If backward is running, inside :meth:`hooks_removed`, or if a
-                schedule-free base is not in train mode.
+            RuntimeError: If backward is running, inside :meth:`hooks_removed`, in the
+                capture of a CUDA graph, or if a schedule-free base is not in train
+                mode.
+            ValueError: If a GradScaler that was not passed as ``grad_scaler`` calls it.
         """
         training = self._training
         curvature = self._curvature
@@ -380,10 +385,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             # until they have taken their step.
             curvature.prepare()
             return loss
-        if self._collected is not None:
-            # The state of consolidate() is outdated after this step.
-            self._collected = None
-            self._publish_state()
+        self._collected = None  # outdated after this step
         if self._frozen is not None:
             self._frozen.warn_if_trained(training)
         if training.world.size > 1:
@@ -398,14 +400,15 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 )
         update_peak_rates(self.param_groups)
 
-        # Start the average of the gradients. Ranks may need those of some layers only.
+        # Assign layers, or refresh eigenpairs. Then start to average the gradients. A
+        # rank may need those of some layers only, so the assignment comes first.
         curvature.prepare()
         average = NO_AVERAGE
         if training.averages_gradients:
             with stage("average_gradients"):
                 average = start_average(training, curvature.route)
 
-        # Precondition the gradients in place, and let the base take the step.
+        # Wait for the average, precondition in place, and let the base take the step.
         curvature.precondition(average)
         with stage("base"):
             curvature.step_base(self._base_step)
@@ -439,7 +442,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 f"backward()"
             )
         training.require_process_group("step()")
-        if any(group.get("train_mode") is False for group in training.groups):
+        if any(group.get("train_mode") is False for group in self.param_groups):
             raise RuntimeError(
                 f"{name}.step() with a schedule-free base that is not in train mode: call "
                 f"optimizer.train() before training, and optimizer.eval() before evaluation"
@@ -464,9 +467,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def _create_base_state(self) -> None:
         """Create the state of the base for torch.distributed.checkpoint.
 
-        The base takes a step with a learning rate of 0 and zero gradients, which torch
-        has set. The step is not counted and is not collective, because one rank may
-        take it alone.
+        Before torch called ``step()``, it set the learning rates and all gradients to
+        0. The base takes that step. It is not counted and is not collective, because
+        one rank may take it alone.
         """
         if DTENSORS in sys.modules and self.adopt_shards():
             # torch has set the gradients of the parameters that the shards replace.
@@ -492,8 +495,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group["params"][:] = [shards.get(p, p) for p in group["params"]]
         self._curvature.replace_params(shards)
-        for p in shards.keys() & self.state.keys():
-            self._move_state(p, shards[p])
+        for p, shard in shards.items():
+            if p in self.state:
+                self._move_state(p, shard)
         params = group_params(self.param_groups)
         self._param_locations = ParamLocations(training.model, params)
         training.publish()
@@ -508,7 +512,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 parts[BASE][key] = shard_like(shard, value)
 
     def _publish_state(self) -> None:
-        """Write the step counter and the curvature to ``state``, for checkpoints."""
+        """Write the step counter and the curvature's entries to ``state``."""
         curvature_parts = self._curvature.state()
         steps = self._training.steps
         for group in self.param_groups:
@@ -519,7 +523,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     @runs_eagerly
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, and drop the statistics since the last step."""
+        """Reset the gradients, and drop the statistics of passes since the last step.
+
+        Between a forward and its backward pass, it keeps the statistics of that pass.
+        """
         self.adopt_shards()
         super().zero_grad(set_to_none)
         self._curvature.drop_pending()
@@ -544,7 +551,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Accept only an empty ``state``, and more groups after the current ones."""
-        # Lightning's wrapper has this class, but no attributes of its own.
+        # On a wrapper, this is the optimizer's attribute: see _is_wrapper.
         is_constructed = getattr(self, "_constructed", False)
         if name not in ("state", "param_groups") or not is_constructed:
             super().__setattr__(name, value)
@@ -609,7 +616,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         Raises:
             RankMismatchError: On every rank, if the ranks do not add the same group.
         """
-        if "_constructed" not in vars(self):  # a wrapper of Lightning's
+        if _is_wrapper(self):
             self.optimizer.add_param_group(param_group)  # type: ignore[attr-defined]
             return
         if not self._constructed:
@@ -619,7 +626,6 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         training = self._training
         prev_groups = list(self.param_groups)
         group = copy_group(param_group)
-        check_not_on_meta(training.name, group_params([group]), training.model)
         try:
             self._add_checked_group(group)
             self._curvature.replan()
@@ -644,6 +650,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         action = "add a parameter group"
         try:
             # Divide the group between the bases, and give its parts names and defaults.
+            check_not_on_meta(training.name, group_params([group]), training.model)
             self._check_group_options([group], first=len(self.param_groups))
             parts = [group]
             if isinstance(self._base, BasePair):
@@ -737,9 +744,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: If an entry does not fit, is not finite, is out of bounds or
                 unknown, or belongs to another base. The error names the entry, and
-                nothing has changed.
+                nothing has been loaded.
         """
-        if "_constructed" not in vars(self):  # a wrapper of Lightning's
+        if _is_wrapper(self):
             self.optimizer.load_state_dict(state_dict)  # type: ignore[attr-defined]
             return
         check_is_state(state_dict)
@@ -867,6 +874,15 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _is_wrapper(optimizer: SecondOrderOptimizer) -> bool:
+    """Whether a method is called on Lightning's wrapper, not on the optimizer itself.
+
+    The wrapper's class inherits from the optimizer's. Attributes that the wrapper lacks
+    are those of the optimizer. Those that a method sets would be the wrapper's own.
+    """
+    return "_constructed" not in vars(optimizer)
 
 
 def _averages_gradients(
