@@ -183,7 +183,7 @@ a group of its own for each optimizer  <-  robustness::several_optimizers_share_
 only the first bucket of a sum arrives  <-  collectives::sums_support_any_shape_and_dtype
     while self.collectives:  =>  if self.collectives:
 buckets without a bound  <-  collectives::sums_support_any_shape_and_dtype
-    if key not in open_bucket or filled[key] + size > max_bytes:  =>  if key not in open_bucket:
+    if key not in open_buckets or filled[key] + size > max_bytes:  =>  if key not in open_buckets:
 bfloat16 sent as it is  <-  collectives::gloo_sends_half_precision
     in (torch.bfloat16, torch.float16)  =>  in (torch.float16,)
 bfloat16 sums added in bfloat16  <-  collectives::low_precision_sums_accumulate_in_float32_in_rank_order

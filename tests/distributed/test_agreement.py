@@ -343,7 +343,7 @@ def limits(rank: int, world_size: int) -> dict[str, Any]:
     group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=77))
     world = worlds.World(group)
     roles = assign_roles(world_size, 2, "accelerator")
-    with replaced(worlds.World, {"backend": property(lambda self: "nccl")}):
+    with replaced(world, {"backends": {"cuda": "nccl"}}):
         on_device = world.on_cpu()
     groups = {
         "itself": world,

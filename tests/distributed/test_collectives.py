@@ -87,12 +87,14 @@ def test_low_precision_sums_accumulate_in_float32_in_rank_order() -> None:
 LARGE = {torch.bfloat16: 256.0, torch.float16: 2048.0}
 
 
-def half_precision(rank: int, world_size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def half_precision(
+    rank: int, world_size: int, dtype: torch.dtype, backend: str
+) -> list[torch.Tensor]:
     """1 is half of a spacing there: what is added in float32 rounds once, at the end.
 
     Each rank has the large addend of some element, because gloo may add in any order.
     """
-    world = World()
+    world = World(dist.new_group(backend=backend))
     total = torch.ones(world_size + 1, dtype=dtype)
     total[rank] = LARGE[dtype]
     total[-1] = rank
@@ -108,8 +110,10 @@ def half_precision(rank: int, world_size: int, dtype: torch.dtype) -> list[torch
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gloo_sends_half_precision(world: pool.World, dtype: torch.dtype) -> None:
-    for rank, received in enumerate(world.run(half_precision, 4, dtype)):
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
+def test_gloo_sends_half_precision(world: pool.World, dtype: torch.dtype, backend: str) -> None:
+    """Also if the group has a backend for each device, as after `init_process_group()`."""
+    for rank, received in enumerate(world.run(half_precision, 4, dtype, backend)):
         total, for_all, for_third, first, last, sent = received
         assert {each.dtype for each in received} == {dtype}
         assert torch.equal(total, torch.tensor([*[LARGE[dtype] + 3.0] * 4, 6.0]).to(dtype))

@@ -1,8 +1,8 @@
 """The ranks that an optimizer works with, their process groups and collectives.
 
-Each method of :class:`World` packs the tensors of all layers into flat buffers, so the
-number of collectives does not grow with the number of layers. Each buffer is sent by
-one torch collective:
+Each method of :class:`World` packs the tensors of all layers into flat buffers of up to
+64 MiB, so the number of collectives depends on their bytes and not on the number of
+layers. Each buffer is sent by one torch collective:
 
     all_reduce           sums and maxima that every rank receives
     all_to_all_single    sums that one rank receives (``World.reduce``), and tensors
@@ -10,10 +10,10 @@ one torch collective:
                          tensor has an owner)
     broadcast            tensors of the first rank (``World.broadcast_from_first``)
 
-In an all-to-all, a rank sends or receives each of its own tensors P - 1 times. If one
-of 8 ranks owns the whole buffer, that is 7 buffers at one rank. An all-reduce costs
-each rank about 2 buffers, so an uneven buffer is all-reduced instead. On one rank, all
-methods return immediately.
+In an all-to-all of P ranks, the owner of a tensor receives P - 1 addends of its sum, or
+sends it to P - 1 ranks. If one of 8 ranks owns the whole buffer, it receives or sends 7
+buffers. An all-reduce costs each rank about 2 buffers, so an uneven buffer is
+all-reduced instead. On one rank, all methods return immediately.
 
 Collectives of one group must start in the same order on all of its ranks.
 """
@@ -62,7 +62,7 @@ BUCKET_BYTES = 64 * 2**20
 EXIT_SECONDS = 0.1
 CONTROL = ("control",)  # key of the control group among the shared groups
 
-# All optimizers share their groups, because an NCCL group takes hundreds of megabytes.
+# All optimizers share these groups, because an NCCL group takes hundreds of megabytes.
 _shared: weakref.WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[Any, ...], dist.ProcessGroup]
 ] = weakref.WeakKeyDictionary()
@@ -103,8 +103,8 @@ def _wait_for_gloo_at_exit() -> None:
 
     A gloo thread releases the tensors of a collective after the collective has
     returned, and it needs the GIL for that. If the interpreter is already finalizing,
-    torch aborts the process with "terminate called without an active exception".
-    FSDP2's collectives use such threads as well.
+    torch aborts the process with "terminate called without an active exception". The
+    collectives of FSDP2, which this file does not start, need this as well.
     """
     atexit.register(time.sleep, EXIT_SECONDS)
 
@@ -113,7 +113,10 @@ def _wait_for_gloo_at_exit() -> None:
 
 
 class OwnedTensor(NamedTuple):
-    """A tensor and the rank that owns it, or None if every rank does."""
+    """A tensor and the rank that receives its sum, or that broadcasts it.
+
+    The owner is None if every rank receives the sum.
+    """
 
     tensor: Tensor
     owner: int | None
@@ -138,16 +141,16 @@ def split_into_buckets(
     """
     # A kind's last bucket stays open until an item would exceed the limit.
     buckets: list[list[T]] = []
-    open_bucket: dict[Hashable, list[T]] = {}
+    open_buckets: dict[Hashable, list[T]] = {}
     filled: dict[Hashable, int] = {}
     for item in items:
         key = kind(item)
         size = nbytes(item)
-        if key not in open_bucket or filled[key] + size > max_bytes:
-            open_bucket[key] = []
+        if key not in open_buckets or filled[key] + size > max_bytes:
+            open_buckets[key] = []
             filled[key] = 0
-            buckets.append(open_bucket[key])
-        open_bucket[key].append(item)
+            buckets.append(open_buckets[key])
+        open_buckets[key].append(item)
         filled[key] += size
     return buckets
 
@@ -163,7 +166,10 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def sum_in_order(addends: Tensor) -> Tensor:
-    """Sum ``addends``, ``(ranks, n)``, in the order of ranks, at least in float32."""
+    """Sum ``addends``, ``(ranks, n)``, in the order of ranks, at least in float32.
+
+    Unless they are of a lower precision, their first row is overwritten.
+    """
     total = addends[0].to(accumulation_dtype(addends.dtype))
     for row in addends[1:]:
         total += row
@@ -250,6 +256,8 @@ class World:
         group: The process group, or None for one process.
         rank: Rank of this process in the group.
         size: Number of ranks.
+        backends: The backend that sends the tensors of each type of device, for example
+            ``{"cpu": "gloo", "cuda": "nccl"}``; empty without a process group.
 
     Raises:
         TypeError: If ``group`` is not a process group.
@@ -263,9 +271,10 @@ class World:
         # Without a process group, this process is alone.
         self.rank = 0
         self.size = 1
+        self.backends: dict[str, str] = {}
         if alone or not dist.is_available():
             return
-        # Ranks outside of a group have a placeholder, which raises ValueError below.
+        # Ranks outside of a group have a placeholder, in which their rank is -1.
         is_outside = cast(Any, group) is dist.GroupMember.NON_GROUP_MEMBER
         if not (group is None or is_outside or isinstance(group, dist.ProcessGroup)):
             raise TypeError(
@@ -283,7 +292,10 @@ class World:
             raise ValueError(
                 "this process is not a member of process_group=; pass a group that includes it"
             )
-        if self.backend == "gloo":
+        for part in str(dist.get_backend_config(self.group)).split(","):
+            device_type, _, backend = part.partition(":")
+            self.backends[device_type] = backend
+        if "gloo" in self.backends.values():
             _wait_for_gloo_at_exit()
 
     @classmethod
@@ -312,7 +324,10 @@ class World:
 
     @property
     def backend(self) -> str:
-        """Name of the backend, or "none" without a process group."""
+        """Name of the backend, or "none" without a process group.
+
+        It is "undefined" if ``init_process_group()`` has chosen one for each device.
+        """
         return "none" if self.group is None else str(dist.get_backend(self.group))
 
     # --------------------------------------------------------------------------- groups
@@ -320,17 +335,14 @@ class World:
     @property
     def timeout(self) -> timedelta | None:
         """The timeout of the group's collectives, or None if it is unknown."""
-        # For example, "cpu:gloo,cuda:nccl".
-        config = str(dist.get_backend_config(self.group))
-        devices = [torch.device(part.partition(":")[0]) for part in config.split(",")]
-        # torch has no public function for it. Each device's backend has its own.
+        # torch has no public function for timeouts. Each backend may have another one.
         group: Any = self.group
+        timeouts: list[timedelta] = []
         with contextlib.suppress(AttributeError, RuntimeError):
-            timeouts: list[timedelta]
-            timeouts = [
-                group._get_backend(device).options._timeout for device in devices
-            ]
-            return min(timeouts)
+            for device_type in self.backends:
+                device = torch.device(device_type)
+                timeouts.append(group._get_backend(device).options._timeout)
+            return min(timeouts, default=None)
         return None
 
     @translate_backend_errors()
@@ -365,7 +377,8 @@ class World:
 
         Args:
             ranks: The ranks of the subgroup, as this world numbers them.
-            needs_group: Whether a single rank gets a process group as well.
+            needs_group: Whether a single rank gets a process group as well, for example
+                the only rank that trains, next to helper ranks.
             timeout: Timeout of the collectives of a new group, if not that of this
                 world. It does not apply if this world itself is returned.
         """
@@ -398,7 +411,6 @@ class World:
             return World.alone()
         groups = self._shared_groups
         if CONTROL not in groups:
-            _wait_for_gloo_at_exit()
             self.equalize_group_counts()
             groups[CONTROL] = self._new_group(self.global_ranks, backend="gloo")
         return World(groups[CONTROL])
@@ -417,7 +429,7 @@ class World:
 
         This is the control group if this group cannot send them, else this group.
         """
-        return self.control_world() if self.backend == "nccl" else self
+        return self if "cpu" in self.backends else self.control_world()
 
     @property
     def _shared_groups(self) -> dict[tuple[Any, ...], dist.ProcessGroup]:
@@ -434,7 +446,9 @@ class World:
     ) -> dist.ProcessGroup:
         """Make a group of some global ranks. Only these ranks call this.
 
-        The default backend and timeout are those of this world.
+        They must be in equally many groups: each optimizer calls
+        :meth:`equalize_group_counts` when it is made. The default backend and timeout
+        are those of this world.
         """
         group = dist.new_group(
             list(members),
@@ -505,21 +519,21 @@ class World:
         self, bucket: Sequence[OwnedTensor], dtype: torch.dtype | None
     ) -> PendingCollective:
         """Start to sum a bucket, by the collective that sends less."""
-        # What each rank receives.
-        parts: list[list[Tensor]] = [[] for _ in range(self.size)]
+        # The tensors whose sums each rank receives.
+        by_receiver: list[list[Tensor]] = [[] for _ in range(self.size)]
         for tensor, owner in bucket:
             if owner is None:
-                for part in parts:
+                for part in by_receiver:
                     part.append(tensor)
             else:
-                parts[owner].append(tensor)
+                by_receiver[owner].append(tensor)
 
         # If one rank would receive too much, an all-reduce sends less.
-        sizes = [count_elements(part) for part in parts]
+        sizes = [count_elements(part) for part in by_receiver]
         total = count_elements(tensor for tensor, _ in bucket)
         if self._is_uneven(sizes, total):
             return self._reduce_by_all_reduce(bucket, dtype)
-        return self._reduce_by_all_to_all(parts, sizes, dtype)
+        return self._reduce_by_all_to_all(by_receiver, sizes, dtype)
 
     def _reduce_by_all_reduce(
         self, bucket: Sequence[OwnedTensor], dtype: torch.dtype | None
@@ -540,18 +554,18 @@ class World:
 
     def _reduce_by_all_to_all(
         self,
-        parts: Sequence[Sequence[Tensor]],
+        by_receiver: Sequence[Sequence[Tensor]],
         sizes: list[int],
         dtype: torch.dtype | None,
     ) -> PendingCollective:
         """Start to send each rank its addends; add the received ones at the end.
 
         Args:
-            parts: The tensors whose sums each rank receives.
-            sizes: The number of elements of each part.
+            by_receiver: The tensors whose sums each rank receives.
+            sizes: The number of elements of each rank's tensors.
             dtype: The communication dtype, if it is not that of the tensors.
         """
-        tensors = [tensor for part in parts for tensor in part]
+        tensors = [tensor for part in by_receiver for tensor in part]
         flat = self._stage(flatten(tensors), dtype)
         own_size = sizes[self.rank]
         addends = flat.new_empty(self.size, own_size)
@@ -563,7 +577,7 @@ class World:
         )
 
         def add() -> None:
-            unflatten_into(sum_in_order(addends), parts[self.rank])
+            unflatten_into(sum_in_order(addends), by_receiver[self.rank])
 
         return PendingCollective(work, add)
 
@@ -578,8 +592,10 @@ class World:
 
         Args:
             tensors: The tensors, with the same shapes, dtypes and order on every rank.
-            owners: The rank that sends each tensor; ``dist.broadcast`` has only one.
-            dtype: The communication dtype, if it is not that of the tensors.
+            owners: The rank that sends each tensor. A call of ``dist.broadcast`` has
+                one sender for all.
+            dtype: The communication dtype, if it is not that of the tensors. If it has
+                a lower precision, the owner keeps the values before rounding.
 
         Raises:
             ValueError: If there are several ranks, and not one owner for each tensor.
@@ -587,39 +603,41 @@ class World:
         if self.size == 1:
             return
         for bucket in _owned_buckets(tensors, owners):
-            parts: list[list[Tensor]] = [[] for _ in range(self.size)]
+            by_sender: list[list[Tensor]] = [[] for _ in range(self.size)]
             for tensor, owner in bucket:
                 assert owner is not None
-                parts[owner].append(tensor)
-            sizes = [count_elements(part) for part in parts]
+                by_sender[owner].append(tensor)
+            sizes = [count_elements(part) for part in by_sender]
 
-            # Send the local part, and copy the others' parts into their tensors.
+            # Send the local tensors, and copy what arrives into the others.
             own = bucket[0].tensor.new_empty(0)
-            if parts[self.rank]:
-                own = flatten(parts[self.rank])
+            if by_sender[self.rank]:
+                own = flatten(by_sender[self.rank])
             for rank, flat in enumerate(self._gather(own, sizes, dtype)):
                 if rank != self.rank:
-                    unflatten_into(flat, parts[rank])
+                    unflatten_into(flat, by_sender[rank])
 
     def _gather(
         self, own: Tensor, sizes: Sequence[int], dtype: torch.dtype | None
     ) -> Sequence[Tensor]:
-        """All-gather flat tensors; ``sizes`` are their lengths by rank.
+        """All-gather flat tensors: send ``own`` to all other ranks, and receive theirs.
 
-        This rank's entry is undefined. ``dist.all_gather`` would need equal lengths.
+        ``sizes`` are their lengths, by rank. This rank's entry of the result is
+        undefined. ``dist.all_gather`` would need equal lengths.
         """
         total = sum(sizes)
         if total == 0:
             return [own] * self.size
         if not self._is_uneven(sizes, total):
-            parts = [own] * self.size
-            parts[self.rank] = own[:0]
+            sent = [own] * self.size
+            sent[self.rank] = own[:0]
             received_sizes = list(sizes)
             received_sizes[self.rank] = 0
-            return self.all_to_all(parts, received_sizes, dtype)
+            return self.all_to_all(sent, received_sizes, dtype)
 
-        # A sum of which all but one addend are zero. The zeros are negative, because
-        # -0.0 + x is bit for bit x, whereas 0.0 + -0.0 is 0.0.
+        # All-reduce the whole buffer. Each rank contributes its own segment, and zeros
+        # elsewhere. The zeros are negative, because -0.0 + x is bit for bit x, whereas
+        # 0.0 + -0.0 is 0.0.
         staged = self._stage(own, dtype)
         whole = staged.new_full((total,), -0.0)
         whole.split(list(sizes))[self.rank].copy_(staged)
@@ -639,36 +657,35 @@ class World:
     @translate_backend_errors()
     def all_to_all(
         self,
-        parts: Sequence[Tensor],
-        sizes: Iterable[int],
+        sent: Sequence[Tensor],
+        received_sizes: Sequence[int],
         dtype: torch.dtype | None = None,
     ) -> list[Tensor]:
         """Send a flat tensor to each rank, and receive one from each.
 
         Args:
-            parts: The tensor for each rank, of one dtype and device.
-            sizes: The number of elements that each rank sends to this one.
+            sent: The tensor for each rank, of one dtype and device.
+            received_sizes: The number of elements that each rank sends to this one.
             dtype: The communication dtype, if it is not that of the tensors.
 
         Returns:
             The received tensors, by rank.
         """
         if self.size == 1:
-            return list(parts)
+            return list(sent)
 
-        # Send all parts in one buffer.
-        received_sizes = list(sizes)
-        flat = torch.cat(list(parts))
+        # Send all of them in one buffer.
+        flat = torch.cat(list(sent))
         staged = self._stage(flat, dtype)
         received = staged.new_empty(sum(received_sizes))
         work = self._all_to_all(
             received=received,
             sent=staged,
-            received_sizes=received_sizes,
-            sent_sizes=[len(part) for part in parts],
+            received_sizes=list(received_sizes),
+            sent_sizes=[len(tensor) for tensor in sent],
         )
         work.wait()
-        return list(received.to(flat.device, flat.dtype).split(received_sizes))
+        return list(received.to(flat.device, flat.dtype).split(list(received_sizes)))
 
     def _is_uneven(self, sizes: Sequence[int], total: int) -> bool:
         """Whether an all-to-all would move over twice the whole buffer at one rank.
@@ -700,11 +717,12 @@ class World:
         gloo sends from the CPU, and adds in the dtype that it sends. Half-precision
         tensors are therefore sent as float32, unless the caller has chosen a dtype.
         """
+        uses_gloo = self.backends.get(flat.device.type, self.backend) == "gloo"
         if dtype is None:
             dtype = flat.dtype
-            if self.backend == "gloo" and dtype in (torch.bfloat16, torch.float16):
+            if uses_gloo and dtype in (torch.bfloat16, torch.float16):
                 dtype = torch.float32
-        if self.backend == "gloo":
+        if uses_gloo:
             return flat.to("cpu", dtype)
         return flat.to(dtype)
 
@@ -727,15 +745,15 @@ class World:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def all_equal(self, word: int) -> bool:
+    def all_equal(self, number: int) -> bool:
         """Return whether all ranks have the same 64-bit integer, by sending 16 bytes.
 
         Call this on a world for CPU tensors: ``on_cpu()`` or ``control_world()``.
         """
         if self.size == 1:
             return True
-        # The largest complement is the complement of the smallest word.
-        both = torch.tensor([word, ~word], dtype=torch.int64, device="cpu")
+        # The largest complement is the complement of the smallest number.
+        both = torch.tensor([number, ~number], dtype=torch.int64, device="cpu")
         self.all_reduce_max([both]).wait()
         return int(both[0]) == ~int(both[1])
 
@@ -764,8 +782,8 @@ def send_tensors(
         world: The ranks.
         shapes: The shapes of each item's tensors, the same on every rank.
         routes: The source and the destinations of each item, the same on every rank.
-        local: The items of this rank. If a source lacks an item, it sends zeros,
-            because the other ranks wait for a message all the same.
+        local: The items of this rank, on ``device``. If a source lacks an item, it
+            sends zeros, because the other ranks wait for a message all the same.
         dtype: Dtype of the tensors that arrive.
         device: Device of the tensors that arrive.
         communication_dtype: The dtype in messages, if it is not ``dtype``.
@@ -788,7 +806,8 @@ def send_tensors(
             torch.zeros(shape, dtype=dtype, device=device) for shape in shapes[key]
         )
 
-    # Broadcast bucket by bucket, to bound the memory of the messages.
+    # Broadcast bucket by bucket. This rank also receives the items that it drops, so
+    # all buffers together would take as much memory as the items of all ranks.
     buckets = split_into_buckets(
         moving,
         kind=lambda _: None,
