@@ -244,15 +244,15 @@ class ThreadedInverter:
         """End the threads."""
         self.pool.close()
 
-    def post(self, copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
-        """Send copies of tensors from the CPU.
+    def post(self, tensors: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
+        """Copy tensors to the CPU, and send them.
 
         On CUDA, a thread waits for them and sends them.
         """
         if self._stream is None:
-            send(copies)
+            send(tensors)
         else:
-            self._submit_work(lambda: send([copy.cpu() for copy in copies]))
+            self._submit_work(lambda: send([tensor.cpu() for tensor in tensors]))
 
 
 def decompose_snapshot(

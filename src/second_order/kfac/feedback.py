@@ -1,14 +1,14 @@
 """What all ranks receive after a refresh, so that they adapt to it equally.
 
-report    each rank adds its numbers to a read of the device: the slope of the loss
-          along the last step, the mean curvatures of layers, and the learning rates
-share     the ranks sum slopes and curvatures, with the cosines between P by the
-          previous and by the new inverse, and the work of the passes. Learning rates
-          are equal on all ranks.
+report    each rank adds its numbers to a read of the device: its part of the slope of
+          the loss along the last step, the mean curvatures of its layers, and the
+          learning rates
+share     the ranks sum slopes and curvatures, the cosines between P_old and P_new, and
+          the work of the passes. Learning rates are equal on all ranks.
 
-The step scale follows from the slope, the refresh intervals from cosines and work, and
-the floor of γ from the mean curvature of all layers. P is the preconditioned gradient,
-(A ⊗ G + γ)⁻¹ ∇.
+P_old and P_new are a layer's gradient ∇, preconditioned by the previous and by the new
+inverse: P = (A ⊗ G + γ)⁻¹ ∇. The step scale follows from the slope, the refresh
+intervals from cosines and work, and the floor of γ from the mean curvature.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ class Report:
 
     Attributes:
         read: The device read to which the numbers below were added.
-        slopes: Returns the slope s along the last step, if the step was kept.
+        slopes: Reads this rank's part of the slope, one number; none if the step scale
+            has kept no copy of the last step.
         layers: The layers whose mean curvature this rank reports.
-        curvatures: Returns the mean curvature of each of these layers.
+        curvatures: Reads the mean curvature of each of these layers.
         host_rates: The learning rates on the host, of parameter groups with layers.
-        device_rates: Returns those that are on the device.
+        device_rates: Reads those that are on the device.
     """
 
     read: DeviceRead
@@ -58,13 +59,14 @@ class Feedback:
     """What all ranks know after a refresh.
 
     Attributes:
-        slope: The slope s along the last step; NaN if the step was not kept.
-        learning_rate: The largest learning rate of parameter groups with layers.
-        mean_curvature: The mean curvature of all layers; None if there is none.
-        work: Operations of the passes of one step on one rank. Each layer is counted by
-            the rank that reports it.
-        cosines: The cosine of P by the previous and by the new inverse, of each layer;
-            NaN if the layer has no previous inverse, or no gradient.
+        slope: The slope s along the last step; NaN if no rank has kept the step.
+        learning_rate: The largest learning rate of parameter groups with layers; 0 if
+            there is none.
+        mean_curvature: The squared mean of the square roots of layers' mean curvatures;
+            None if no layer has an inverse, or if it is not finite.
+        work: Operations of all layers with an inverse, each in the passes of one rank.
+        cosines: For each layer of the step plan, in order, the cosine between P_old and
+            P_new; NaN if the layer has no previous inverse, or no gradient.
     """
 
     slope: float
@@ -94,18 +96,19 @@ def report_refresh(
 
     Args:
         training: The parameter groups.
-        step_plan: The layers of all ranks, and those that this rank measures.
-        slopes: The slope s along the last step, if the step was kept.
+        step_plan: The layers of all ranks, and those whose mean curvature this rank
+            reports (``measured``).
+        slopes: This rank's part of the slope s, from its layers: one scalar, or none.
         read: The read of the device.
     """
-    # The mean curvature of each layer that this rank reports.
+    # The mean curvatures. The device read flattens them, in the order of the blocks.
     factors: dict[KroneckerBlock, KroneckerFactors] = {}
     for block in step_plan.measured:
         if block.factors is not None:
             factors[block] = block.factors
     blocks: list[KroneckerBlock] = []
     curvatures: list[Tensor] = []
-    for same_shape, means in stack_means(factors):  # (factors, layers, groups)
+    for same_shape, means in stack_means(factors):
         blocks += same_shape
         curvatures.append(layer_mean_curvature(means))
 
@@ -144,14 +147,15 @@ def share_feedback(
 
     Args:
         training: The ranks.
-        step_plan: The layers of all ranks, and those that this rank reports.
+        step_plan: The layers of all ranks, and those whose cosines and work this rank
+            reports (``reporting``).
         report: What this rank reports.
-        host_cosines: The cosine of P by the previous and by the new inverse, of layers
-            whose cosine is on the host.
+        host_cosines: The cosine between P_old and P_new, of layers whose cosine is on
+            the host.
         device_cosines: The cosines of other layers, on the device.
     """
-    # Read the cosines. If the refresh has not used the report's read, this is its only
-    # transfer; otherwise it is a second one.
+    # Read the cosines, with one copy to the host. If the refresh has not used
+    # `report.read` before, the same copy has the numbers of the report.
     compared = [block for block in step_plan.reporting if block in device_cosines]
     read_cosines = report.read.add([device_cosines[block] for block in compared])
     cosines = dict(host_cosines)
@@ -188,8 +192,8 @@ def share_feedback(
     summed: list[float] = message.tolist()
     total = _Sums(*summed[: len(local)])
 
-    # The mean is that of square roots, so that one layer of huge curvature raises the
-    # mean, and with it the floor of γ of the other layers, less.
+    # The mean is that of square roots, in which one layer of huge curvature counts less.
+    # It raises the floor of γ of all other layers.
     mean_curvature: float | None = None
     if total.num_curvatures > 0 and math.isfinite(total.sum_of_roots):
         mean_curvature = (total.sum_of_roots / total.num_curvatures) ** 2

@@ -1,11 +1,12 @@
-"""Inverters decompose the damped factors of layers.
+"""Inverters decompose the damped factors of layers, from which inverses are made.
 
 submit    takes the factors of some layers
 collect   returns the layers that are finished, with the decomposition of each factor
 
 :class:`SynchronousInverter` decomposes in the step itself. The threads of
 :class:`second_order.kfac.async_inversion.ThreadedInverter` do so while training
-continues. These are the settings of an inverter:
+continues. A refresh of K-FAC submits the layers that are due, and collects layers in
+the same step or a later one. These are the settings of an inverter:
 
 | inverter                                           | staleness | deterministic |
 |----------------------------------------------------|-----------|---------------|
@@ -65,8 +66,8 @@ class Result:
     Attributes:
         block: The layer.
         decompositions: Those of its factors, by name. A factor without an accurate
-            decomposition is missing.
-        error: The error that was raised, if any.
+            decomposition is missing, unless the layer has no statistics.
+        error: The exception that was raised, as text; "" if there is none.
         has_statistics: Whether the running averages had statistics.
         was_retried: Whether a factor was decomposed again, because its first
             decomposition was inaccurate.
@@ -92,12 +93,16 @@ class Inverter(Protocol):
     deterministic: bool
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Start to decompose the factors of layers that are not pending."""
+        """Start to decompose the factors of layers, none of which may be pending."""
 
     def unchecked_decompositions(
         self,
     ) -> Mapping[KroneckerBlock, Mapping[str, Decomposition]]:
-        """Return submitted layers' decompositions, whose errors are not known yet."""
+        """Return submitted layers' decompositions, whose accuracy is not known yet.
+
+        A refresh preconditions with them early, so that one read of the device gives
+        both its results and the accuracy. Layers of which a routine raised are missing.
+        """
 
     def collect(
         self, must_wait: Callable[[KroneckerBlock], bool], read: DeviceRead
@@ -105,8 +110,8 @@ class Inverter(Protocol):
         """Return the layers that are finished.
 
         Args:
-            must_wait: Whether to wait for a layer.
-            read: The read of the device to which this adds what it needs.
+            must_wait: Whether to wait for a layer. It compares ages with ``staleness``.
+            read: Collects tensors, which one copy to the host reads together.
         """
 
     def forget(self, block: KroneckerBlock) -> None:
@@ -121,7 +126,7 @@ class Inverter(Protocol):
     def close(self) -> None:
         """End the threads, if there are any."""
 
-    def post(self, copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
+    def post(self, tensors: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
         """Pass CPU copies of tensors to ``send`` once the device has computed them.
 
         This sends parameters to stats workers. It is a method of inverters because
@@ -132,8 +137,9 @@ class Inverter(Protocol):
 class SynchronousInverter:
     """Decomposes all submitted factors together, and reads the device once.
 
-    ``submit`` attempts the decompositions on the device. ``collect`` reads their errors
-    and retries those that are inaccurate. Only a retry reads the device again.
+    ``submit`` attempts the decompositions on the device. ``collect`` reads their
+    relative errors, and retries those that are inaccurate. Only a retry reads the
+    device again. The argument ``training`` is not used. All inverters have it.
     """
 
     staleness: int | None = 0
@@ -149,7 +155,7 @@ class SynchronousInverter:
     def clear(self) -> None:
         """Drop all jobs."""
         self._jobs: Sequence[Job] = ()
-        self._items: list[FactorKey] = []
+        self._keys: list[FactorKey] = []
         self._attempts: Attempts | None = None
 
     def submit(self, jobs: Sequence[Job]) -> None:
@@ -158,31 +164,31 @@ class SynchronousInverter:
         if not jobs:
             return
 
-        # Group factors by shape and name. In their batches, the factors of layers of
-        # equal shape then lie next to each other, and can be stacked without a copy.
+        # Order factors by shape and name. The decompositions of layers of equal shape
+        # then are consecutive in memory, and the refresh stacks them without a copy.
         same_factors: dict[object, list[FactorKey]] = {}
         problems: dict[FactorKey, Problem] = {}
         for job in jobs:
             for factor_name, problem in job.problems.items():
-                item = (job.block, factor_name)
-                problems[item] = problem
-                same_factors.setdefault((job.block.shape, factor_name), []).append(item)
-        items: list[FactorKey] = []
-        for same_items in same_factors.values():
-            items += same_items
+                key = (job.block, factor_name)
+                problems[key] = problem
+                same_factors.setdefault((job.block.shape, factor_name), []).append(key)
+        keys: list[FactorKey] = []
+        for same_keys in same_factors.values():
+            keys += same_keys
 
-        in_order = [problems[item] for item in items]
+        in_order = [problems[key] for key in keys]
         self._attempts = attempt_all(in_order, self._solver.routine, self._dtype)
-        self._items = items
+        self._keys = keys
         self._jobs = jobs
 
     def unchecked_decompositions(
         self,
     ) -> Mapping[KroneckerBlock, Mapping[str, Decomposition]]:
-        """Return submitted layers' decompositions, whose errors are not known yet."""
+        """Return submitted layers' decompositions, whose accuracy is not known yet."""
         if self._attempts is None:
             return {}
-        by_layer = _by_layer(self._items, self._attempts.parts)
+        by_layer = _by_layer(self._keys, self._attempts.parts)
         complete: dict[KroneckerBlock, Mapping[str, Decomposition]] = {}
         for job in self._jobs:
             if len(by_layer[job.block]) == len(job.problems):
@@ -192,20 +198,20 @@ class SynchronousInverter:
     def collect(
         self, must_wait: Callable[[KroneckerBlock], bool], read: DeviceRead
     ) -> list[Result]:
-        """Return all submitted layers, after retries of the factors with a large error.
+        """Return all submitted layers, after retries of inaccurate decompositions.
 
         Args:
             must_wait: Not used, because every layer is finished.
-            read: The read of the device to which this adds the errors.
+            read: Collects the relative errors, to read them in one copy.
         """
         attempts = self._attempts
         if attempts is None:
             return []
-        items = self._items
+        keys = self._keys
         jobs = self._jobs
         self.clear()
 
-        # Add the errors, and the weights that show which layers have statistics.
+        # Add the relative errors, and the weights that are 0 without statistics.
         read_errors = read.add(attempts.errors)
         uncertain: list[KroneckerBlock] = []
         weights: list[Tensor] = []
@@ -215,7 +221,7 @@ class SynchronousInverter:
                 weights.append(job.weight)
         read_weights = read.add(weights)
 
-        # Read the device, and retry. The first of these two calls reads both.
+        # Read the device, and retry. read_weights() also reads the errors, in one copy.
         empty: set[KroneckerBlock] = set()
         retried: set[KroneckerBlock] = set()
         inaccurate: list[int] = []
@@ -224,12 +230,14 @@ class SynchronousInverter:
                 if not weight > 0:  # 0, or NaN
                     empty.add(block)
             for i in attempts.find_inaccurate(read_errors()):
-                block = items[i][0]
+                block = keys[i][0]
                 if block not in empty:
                     inaccurate.append(i)
                     retried.add(block)
-            by_layer = _by_layer(items, attempts.retry(inaccurate))
-        except Exception as error:  # the other ranks would wait in the next collective
+            # retry() returns all decompositions, also those that were accurate.
+            by_layer = _by_layer(keys, attempts.retry(inaccurate))
+        except Exception as error:
+            # If this rank raised, the others would wait for it in the next collective.
             return [Result(job.block, error=describe_error(error)) for job in jobs]
 
         results: list[Result] = []
@@ -252,17 +260,17 @@ class SynchronousInverter:
     def close(self) -> None:
         """Do nothing, because this class has no threads."""
 
-    def post(self, copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
-        """Send copies of tensors from the CPU. Synchronizes with the device."""
-        send([copy.cpu() for copy in copies])
+    def post(self, tensors: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
+        """Copy tensors to the CPU, and send them. Synchronizes with the device."""
+        send([tensor.cpu() for tensor in tensors])
 
 
 def _by_layer(
-    items: Sequence[FactorKey], decompositions: Sequence[Decomposition | None]
+    keys: Sequence[FactorKey], decompositions: Sequence[Decomposition | None]
 ) -> dict[KroneckerBlock, dict[str, Decomposition]]:
     """Group decompositions by layer and factor name, without those that are None."""
     by_layer: dict[KroneckerBlock, dict[str, Decomposition]] = {}
-    for (block, factor_name), decomposition in zip(items, decompositions, strict=True):
+    for (block, factor_name), decomposition in zip(keys, decompositions, strict=True):
         by_name = by_layer.setdefault(block, {})
         if decomposition is not None:
             by_name[factor_name] = decomposition
@@ -270,5 +278,5 @@ def _by_layer(
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an error by its class and its text, for the warning on a layer."""
+    """Describe an exception by its class and text, for the warning on a layer."""
     return f"{type(error).__name__}: {error}"
