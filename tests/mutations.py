@@ -246,10 +246,10 @@ a Newton step that does not follow the schedule
 uphill is downhill  <-  dho2_state::maximizing_the_negative_loss_equals_minimizing_the_loss
     alpha = -alpha  =>  pass
 the base moves inside the subspace  <-  dho2::the_base_does_not_move_inside_the_subspace
-    -alpha * newton - s * c  =>  -alpha * newton
+    -alpha * newton - s * inside  =>  -alpha * newton
 one element that is not finite reaches all parameters
   <-  trust_region::one_non_finite_element_does_not_reach_the_others
-    c = torch.nan_to_num(c, nan=0.0, posinf=0.0, neginf=0.0)  =>  pass
+    inside = torch.nan_to_num(inside, nan=0.0, posinf=0.0, neginf=0.0)  =>  pass
 parameters without a gradient move
   <-  dho2_state::a_parameter_without_a_gradient_does_not_move
     [None if p.grad is None else p for p in params]  =>  params

@@ -216,3 +216,11 @@ def test_the_summary_and_the_metrics_show_the_interval() -> None:
     assert fixed.optimizer.metrics()["curvature_interval"] == 7
     assert "overhead" not in str(fixed.optimizer.summary())
     assert not math.isnan(fixed.optimizer.metrics()["curvature_interval"])
+
+
+def test_without_refreshes_the_interval_is_nan() -> None:
+    closed = Run().go(1).optimizer
+    closed.close()
+    without_pairs = Run(num_largest=0, num_smallest=0).go(1).optimizer
+    for optimizer in (closed, without_pairs):
+        assert math.isnan(optimizer.metrics()["curvature_interval"])

@@ -67,7 +67,7 @@ class AcceleratorCurvature(EpochCurvature):
     role: Role = "accelerator"
     scaler_reason = ""
     is_helper = True
-    refreshes = False
+    computes_pairs = False
 
     def __init__(
         self, training: Training, options: EpochOptions, closure: Closures | None

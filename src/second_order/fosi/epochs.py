@@ -105,7 +105,7 @@ class EpochCurvature(FOSICurvature):
             size, options.helper_ranks, "accelerator", training.under_ddp
         )
         super().begin()
-        if not self.refreshes:
+        if not self.computes_pairs:
             self.links = split_into_roles(training, self.roles, options.helper_timeout)
         elif options.num_pairs:
             processes = "1 process" if size == 1 else f"{size} processes"
@@ -169,7 +169,7 @@ class EpochSums:
 class WorkerCurvature(EpochCurvature):
     """A worker trains with the base, and updates with the accelerators' eigenpairs."""
 
-    refreshes = False
+    computes_pairs = False
 
     def __init__(
         self, training: Training, options: EpochOptions, closure: Closures | None

@@ -15,7 +15,7 @@ __all__ = ["curvature_metrics", "summary_lines", "summary_rows"]
 
 
 def curvature_metrics(
-    report: CurvatureReport, *, last_step: int, interval: int, trust: Tensor | None
+    report: CurvatureReport, *, last_step: int, interval: float, trust: Tensor | None
 ) -> dict[str, float]:
     """Return numbers to log.
 
@@ -25,7 +25,8 @@ def curvature_metrics(
     Args:
         report: The report of the last refresh.
         last_step: The number of the last step.
-        interval: The number of steps from a refresh to the next one.
+        interval: The number of steps from a refresh to the next one; NaN if there is
+            none.
         trust: The TrustState as a tensor; None if this process has none.
     """
     largest = smallest = age = math.nan

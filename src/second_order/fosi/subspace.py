@@ -487,7 +487,7 @@ class Subspace:
         )
         self.outside_momentum = zeros.new_zeros(self.basis.vectors.shape[1])
 
-    def take_newton_step(
+    def compute_newton_step(
         self,
         c: Tensor,
         rule: MomentumRule,
@@ -495,7 +495,7 @@ class Subspace:
         *,
         bounded: bool,
     ) -> Flag:
-        """Make the next Newton step from c, the coefficients of the gradient.
+        """Compute the next Newton step from c, the coefficients of the gradient.
 
         Args:
             c: V̂ᵀg for the vectors in ``basis.local_slice``.

@@ -1,20 +1,24 @@
 """The step of FOSI (Sivan et al., FOSI, ICLR 2024) that DHO2 and MRDHO2 take.
 
     prepare        if a refresh is due:
-                   start vector <- Σᵢ V̂ᵢ + 0.1 · random
+                   start vector <- random, or Σᵢ V̂ᵢ / √r + 0.1 · random with the r last
+                                   eigenvectors
                    û, V̂ <- k largest and l smallest eigenpairs of the Hessian on the
                            curvature batch
     precondition   c = V̂ᵀg,  g₂ = g − V̂c,  mom <- β mom + gain · c
+                   d₁ = −α τ V̂ diag(|û|⁻¹) mom
     step_base      d₂ = Base(g₂)
-    finish_step    d₁ = −α V̂ diag(|û|⁻¹) mom
-                   w <- w + d₁ + s (d₂ − V̂V̂ᵀd₂)
+    finish_step    w <- w + d₁ + s (d₂ − V̂V̂ᵀd₂)
 
-mom is the base's momentum, applied to g₁ = V̂c in the coordinates of V̂. The factor on
-the base's step is s = clip(|λ₁| / |λ_k|, 1, lr_scale_clip). d₂ is the change that the
-base made to the parameters. Without eigenpairs, the base steps alone.
+mom follows the base's rule of momentum, applied to g₁ = V̂c in the coordinates of V̂. τ
+comes from the trust region (`subspace.py`). If it rejects the previous d₁, this step's
+d₁ reverts it, and g₂ is 0. The factor on the base's step is s = clip(|λ₁| / |λ_k|, 1,
+lr_scale_clip), where λ₁ to λ_k are the k largest û; `lr_scale_guard` bounds it further.
+d₂ is the change that the base made to the parameters. Without eigenpairs, the base
+steps alone.
 
-A start from the last eigenvectors needs half as many Hessian-vector products as a
-random start. Accelerators (`accelerator.py`) compute their eigenpairs with the same
+If l is 0, a start from the last eigenvectors takes half as many Hessian-vector products
+as a random start. Accelerators (`accelerator.py`) compute their eigenpairs with the same
 :func:`compute_pairs`.
 """
 
@@ -79,9 +83,9 @@ __all__ = [
     "max_products",
 ]
 
-# lr_scale_guard: the bound on s grows at a refresh if the loss of the curvature
-# batch has not risen by more than a tolerated fraction, which may be chance,
-# and shrinks otherwise.
+# lr_scale_guard: at a refresh, the bound on s shrinks if the loss of the curvature
+# batch has risen by more than a fraction, since a smaller rise may be chance. Otherwise
+# it grows.
 GROWTH = 1.5
 SHRINK = 0.5
 TOLERATED_RISE = 0.1
@@ -118,7 +122,7 @@ class RefreshCounts:
 
 
 @dataclass(frozen=True)
-class PendingCorrection:
+class BaseStepCorrection:
     """What :meth:`FOSICurvature.finish_step` needs from before the base's step."""
 
     alphas: Sequence[float | Tensor]  # α of each parameter group
@@ -138,7 +142,7 @@ class FOSICurvature(Curvature):
         closed: Whether refreshes are over.
     """
 
-    refreshes = True
+    computes_pairs = True
     """Whether this process computes the eigenpairs that it uses."""
 
     def __init__(
@@ -158,9 +162,10 @@ class FOSICurvature(Curvature):
         self._expected_iterations = 0  # as many as the last refresh took
         self._batch_loss = math.inf  # of the curvature batch at the last refresh
         self._scale_bound = 1.0  # the bound on s from lr_scale_guard
-        # The share at the last refresh; None: not yet computed.
+        # The fraction of the squared gradient in the span of V̂, at the first step with
+        # these eigenpairs; None before that step.
         self._gradient_share: Tensor | None = None
-        self._pending: PendingCorrection | None = None  # until finish_step()
+        self._correction: BaseStepCorrection | None = None  # until finish_step()
 
     def set_closure(self, closure: Closures | None) -> None:
         """Set the curvature closure."""
@@ -220,7 +225,7 @@ class FOSICurvature(Curvature):
             )
 
     def precondition(self, pending: PendingAverage) -> None:
-        """Replace ``p.grad`` by g₂, make the Newton step from g₁, and copy w."""
+        """Replace ``p.grad`` by g₂, compute the Newton step from g₁, and copy w."""
         with stage("average_gradients"):
             pending.wait()
         subspace = self.subspace
@@ -230,21 +235,22 @@ class FOSICurvature(Curvature):
         flat_params = self.flat_params
         params = flat_params.local_params
         with stage("split"), flat_params.without_autocast():
-            # c = V̂ᵀg
+            # c = V̂ᵀg. `gradient` is a buffer of `flat_params`: the code below changes
+            # it in place, and write() copies it back.
             gradients = [p.grad for p in params]
             gradient = flat_params.read(gradients)
             c = subspace.basis.coefficients(gradient)
             if self._gradient_share is None:
                 self._gradient_share = subspace.basis.fraction_inside(c, gradient)
 
-            # Make the Newton step from c with momentum.
+            # Compute the Newton step from c with momentum. finish_step() adds it to w.
             rule = momentum_rule(options.subspace_momentum, self.training.groups[0])
             alphas = group_alphas(options.newton_scale, self.training)
-            reverts_previous = subspace.take_newton_step(
+            reverts_previous = subspace.compute_newton_step(
                 c, rule, alphas, bounded=options.trust_region
             )
 
-            # Leave g₂ to the base, or nothing if the Newton step reverts the previous
+            # Leave g₂ = g − V̂c to the base, or 0 if the Newton step reverts the previous
             # one: the gradient at the end of a rejected step is of no use.
             subspace.basis.add_combination(gradient, [subspace.newton.gradient_change])
             # On a device, the host does not read the flag.
@@ -254,7 +260,7 @@ class FOSICurvature(Curvature):
                 gradient.zero_()
             flat_params.write(gradients)
             params_before = flat_params.read(params).clone()
-            self._pending = PendingCorrection(alphas, params_before)
+            self._correction = BaseStepCorrection(alphas, params_before)
 
     def step_base(self, step: Callable[[], None]) -> None:
         """Let the base step the local rows of the parameters."""
@@ -262,28 +268,28 @@ class FOSICurvature(Curvature):
 
     def finish_step(self) -> None:
         """Scale the base's step in the complement, and add the Newton step."""
-        pending = self._pending
-        self._pending = None
+        correction = self._correction
+        self._correction = None
         flat_params = self.flat_params
-        if pending is not None and self.subspace is not None:
+        if correction is not None and self.subspace is not None:
             with stage("newton"), flat_params.without_autocast():
-                # w + d₂, and d₂
+                # w + d₂, in the buffer that write() copies back, and d₂
                 params = flat_params.local_params
                 values = flat_params.read(params)
-                before = pending.params_before
+                before = correction.params_before
                 base_step = torch.sub(values, before, out=before)
 
                 # V̂ᵀd₂. A single non-finite element makes all coefficients non-finite,
                 # and would reach all parameters.
-                c = self.subspace.basis.coefficients(base_step)
-                c = torch.nan_to_num(c, nan=0.0, posinf=0.0, neginf=0.0)
+                inside = self.subspace.basis.coefficients(base_step)
+                inside = torch.nan_to_num(inside, nan=0.0, posinf=0.0, neginf=0.0)
 
                 # w + d₁ + s (d₂ − V̂V̂ᵀd₂)
                 s = self.subspace.base_scale
                 if s != 1.0:
                     values.add_(base_step, alpha=s - 1.0)
                 newton = self.subspace.newton.step
-                changes = [-alpha * newton - s * c for alpha in pending.alphas]
+                changes = [-alpha * newton - s * inside for alpha in correction.alphas]
                 self.subspace.basis.add_combination(values, changes)
                 # Parameters without a gradient do not move, as with any base.
                 flat_params.write([None if p.grad is None else p for p in params])
@@ -321,7 +327,7 @@ class FOSICurvature(Curvature):
     def next_refresh(self) -> int | None:
         """Return the step from which a refresh is due; None for no refreshes."""
         options = self.options
-        if not self.refreshes or self.closed:
+        if not self.computes_pairs or self.closed:
             return None
         if options.num_pairs == 0 or not self.flat_params.params:
             return None
@@ -342,14 +348,15 @@ class FOSICurvature(Curvature):
             products = max_products(options, self.flat_params.size, warm=False)
             return math.ceil(products / options.overhead)
         interval = value_at(options.curvature_interval, step)
-        name = f"curvature_interval at step {step}: curvature_interval"
-        check_interval(name, interval)
+        check_interval(f"at step {step}, curvature_interval", interval)
         return int(interval)
 
     def refresh(self, closure: Closures) -> None:
-        """Replace û and V̂ by eigenpairs of the curvature batch, if they are finite.
+        """Replace û and V̂ by eigenpairs of the curvature batch. Collective.
 
-        Collective.
+        The last eigenpairs stay in use if û or the loss is not finite, or if û has
+        vanished. If only V̂ is not finite, there are no eigenpairs until the next
+        refresh.
 
         Raises:
             CurvatureError: On all processes, if the loss of one process cannot be
@@ -360,7 +367,8 @@ class FOSICurvature(Curvature):
         last = self.subspace
         with stage("lanczos"):
             with self.flat_params.hessian(closure) as space:
-                # Start from a random vector, and from the sum of the last eigenvectors.
+                # Start from a random vector, plus the sum of the last eigenvectors if
+                # there are any.
                 scale = 1 / math.sqrt(space.size)
                 start = space.random(options.seed + training.steps, scale)
                 warm = False
@@ -496,7 +504,10 @@ class FOSICurvature(Curvature):
         )
 
     def _compute_base_scale(self, values: Tensor, num_largest: int) -> float:
-        """Return s = clip(|λ₁| / |λ_k|, 1, lr_scale_clip), within the guard's bound."""
+        """Return s = clip(|λ₁| / |λ_k|, 1, lr_scale_clip), within the guard's bound.
+
+        This first limits the guard's bound to ``lr_scale_clip``.
+        """
         clip = self.options.lr_scale_clip
         if clip is None:
             clip = 1.0
@@ -577,11 +588,13 @@ class FOSICurvature(Curvature):
 
         pairs = None
         if self.subspace is not None:
-            if self.training.world.size == 1:
+            if self.training.world.size == 1:  # else consolidate() gathers them
                 pairs = gather_pairs(self.subspace, self.flat_params)
         elif self.options.num_pairs > 0 and is_checkpointing(part=True):
             # torch.distributed.checkpoint can only read into existing tensors.
             pairs = empty_pairs(self.options.num_pairs, self.flat_params)
+
+        # The eigenpairs belong to all parameters. The first one has their entries.
         if parts and pairs is not None:
             first = self.flat_params.params[0]
             parts[first] |= pairs.entries(first.device)
@@ -592,9 +605,10 @@ class FOSICurvature(Curvature):
         check_saved_pairs(saved)
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Load the counts, and the eigenpairs if the same parameters trained.
+        """Load :meth:`counts`, and the eigenpairs if the same parameters trained.
 
         A checkpoint of the base alone has no counts. The curvature then starts again.
+        The totals in ``refresh_counts`` continue, because no checkpoint has them.
         """
         flat_params = self.flat_params
         flat_params.lay_out()
@@ -610,7 +624,7 @@ class FOSICurvature(Curvature):
 
         # Are there eigenpairs of the same parameters?
         pairs = None
-        if self.refreshes and not self.closed:
+        if self.computes_pairs and not self.closed:
             pairs = read_pairs(saved)
         if pairs is None:
             return
@@ -621,7 +635,7 @@ class FOSICurvature(Curvature):
             )
             return
 
-        # Take this process's part of the vectors.
+        # Take this process's part: its rows of all vectors, or all rows of its vectors.
         vectors = pairs.eigenvectors.to(self.training.device, flat_params.dtype)
         if flat_params.by_rows:
             vectors = flat_params.local_rows(vectors)
@@ -666,7 +680,7 @@ class FOSICurvature(Curvature):
     # -------------------------------------------------------------------------- reports
 
     def eigenvalues(self) -> tuple[Tensor, Tensor]:
-        """Return û and the residuals of the last refresh."""
+        """Return û and the residuals of the eigenpairs in use."""
         if self.subspace is None:
             empty = torch.empty(0, dtype=torch.float64, device="cpu")
             return empty, empty
@@ -698,7 +712,10 @@ class FOSICurvature(Curvature):
         trust = None
         if self.options.trust_region and self.subspace is not None:
             trust = self.subspace.newton.trust
-        interval = self.interval(max(last_step, 0))
+        # "auto" has no interval without the throttle: after close(), or without pairs.
+        interval = math.nan
+        if self.throttle is not None or self.options.curvature_interval != AUTO:
+            interval = self.interval(max(last_step, 0))
         return curvature_metrics(
             self.report(), last_step=last_step, interval=interval, trust=trust
         )
@@ -720,10 +737,11 @@ class FOSICurvature(Curvature):
 def max_products(options: FOSIOptions, size: int, *, warm: bool) -> int:
     """Return m, the most Hessian-vector products that a refresh takes for n parameters.
 
-    With ``lanczos_iterations``, this is m. Otherwise, a ``warm`` start, from the last
-    eigenvectors, takes fewer: 2 (k + l), and at least WARM_PRODUCTS. Between refreshes
-    the steep directions rotate further than more products would correct. The smallest
-    eigenvalues are close to many others and need all products.
+    ``lanczos_iterations`` sets m, within k + l and n. Otherwise, if l is 0, a ``warm``
+    start from the last eigenvectors takes fewer: 2 k, and at least WARM_PRODUCTS. More
+    products would remove a smaller error than the steep directions' rotation until the
+    next refresh adds. The l smallest eigenvalues are close to many others, and need all
+    products.
     """
     num_pairs = min(options.num_pairs, size)
     if options.lanczos_iterations is not None:
