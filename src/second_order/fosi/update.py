@@ -18,7 +18,7 @@ d₂ is the change that the base made to the parameters. Without eigenpairs, the
 steps alone.
 
 If l is 0, a start from the last eigenvectors takes half as many Hessian-vector products
-as a random start. Accelerators (`accelerator.py`) compute their eigenpairs with the same
+as a random start. Accelerators (`accelerator.py`) also compute their eigenpairs with
 :func:`compute_pairs`.
 """
 
@@ -250,8 +250,8 @@ class FOSICurvature(Curvature):
                 c, rule, alphas, bounded=options.trust_region
             )
 
-            # Leave g₂ = g − V̂c to the base, or 0 if the Newton step reverts the previous
-            # one: the gradient at the end of a rejected step is of no use.
+            # Leave g₂ = g − V̂c to the base. If the Newton step reverts the previous one,
+            # leave 0: the gradient at the end of a rejected step is of no use.
             subspace.basis.add_combination(gradient, [subspace.newton.gradient_change])
             # On a device, the host does not read the flag.
             if isinstance(reverts_previous, Tensor):

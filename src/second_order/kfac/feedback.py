@@ -192,8 +192,8 @@ def share_feedback(
     summed: list[float] = message.tolist()
     total = _Sums(*summed[: len(local)])
 
-    # The mean is that of square roots, in which one layer of huge curvature counts less.
-    # It raises the floor of γ of all other layers.
+    # The mean is that of square roots, in which a layer of huge curvature counts less.
+    # That mean sets the floor of γ of all layers.
     mean_curvature: float | None = None
     if total.num_curvatures > 0 and math.isfinite(total.sum_of_roots):
         mean_curvature = (total.sum_of_roots / total.num_curvatures) ** 2
