@@ -10,6 +10,7 @@ import pytest
 import torch
 from framework_training import CASE, usual_loop
 from optimizer_cases import (
+    Imitation,
     each_of_five,
     make,
     same,
@@ -99,25 +100,6 @@ def test_parameters_on_the_meta_device_raise_until_they_are_materialized(System:
     train(model, make(System, model))
 
 
-class Imitation:
-    """Passes on what it does not have; its class inherits from the optimizer's."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        kind = type(optimizer)
-        self.__class__ = type(f"Wrapped{kind.__name__}", (type(self), kind), {})  # type: ignore[assignment]
-
-    @property
-    def optimizer(self) -> Any:
-        return self._optimizer
-
-    def step(self, closure: Any = None) -> Any:
-        return self._optimizer.step(closure)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
-
-
 @each_of_five
 def test_groups_assigned_through_a_wrapper_take_effect(System: Any) -> None:
     """As Lightning's BaseFinetuning resumes: other settings, and groups that came later."""
@@ -138,6 +120,16 @@ def test_groups_assigned_through_a_wrapper_take_effect(System: Any) -> None:
     assert vars(other).keys() == vars(wrapper).keys() == {"_optimizer"}
     assert len(again.param_groups) == 2
     assert again._base.param_groups is again.param_groups
+
+
+@each_of_five
+def test_no_step_is_taken_while_a_wrapper_has_removed_the_hooks(System: Any) -> None:
+    model = CASE.model()
+    optimizer = make(System, model)
+    wrapper: Any = Imitation(optimizer)
+    with wrapper.hooks_removed(), pytest.raises(RuntimeError, match=r"inside hooks_removed\(\)"):
+        wrapper.step()
+    train(model, optimizer, 1)
 
 
 @each_of_five

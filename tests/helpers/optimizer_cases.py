@@ -277,3 +277,22 @@ def matrices(factors: Any, dtype: torch.dtype = torch.float64) -> tuple[Tensor, 
         full = letter not in shape.diagonals
         found.append(unpack_upper_triangular(stored, shape.dims[letter]) if full else stored)
     return tuple(found)
+
+
+class Imitation:
+    """As Lightning's wrapper: passes on what it lacks; its class inherits from the optimizer's."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        kind = type(optimizer)
+        self.__class__ = type(f"Wrapped{kind.__name__}", (type(self), kind), {})  # type: ignore[assignment]
+
+    @property
+    def optimizer(self) -> Any:
+        return self._optimizer
+
+    def step(self, closure: Any = None) -> Any:
+        return self._optimizer.step(closure)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)

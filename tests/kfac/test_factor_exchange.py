@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from models import ZOO
-from optimizer_cases import noted, take
+from optimizer_cases import Imitation, noted, take
 from placement_training import count_factors, network, written
 from ranks import agreed, assert_same_trajectory, follow, kaisa
 from reference import cross_entropy, empirical_factors
@@ -149,22 +149,23 @@ def test_the_rank_that_saves_has_all_factors(world: World, to: int | None) -> No
         assert sum(count_factors(saved).total() for saved in results) < 12
 
 
-def after_consolidation(rank: int, world_size: int) -> list[tuple[int, bool]]:
+def after_consolidation(rank: int, world_size: int, wrapped: bool) -> list[tuple[int, bool]]:
     """The bytes of state beyond those stored, and whether state_dict() may be called."""
     model = MLP.model()
     optimizer = kaisa(model, **REDUCE)
+    wrapper: Any = Imitation(optimizer) if wrapped else optimizer
     found = []
     for batch in BATCHES[:2]:
         follow(rank, world_size, model, optimizer, MLP, [batch])
         for how in ("collected", "stepped"):
             if how == "collected":
-                optimizer.consolidate(to=None)
-                saved = optimizer.state_dict()["state"].values()
+                wrapper.consolidate(to=None)
+                saved = wrapper.state_dict()["state"].values()
                 allowed = True
             else:
                 follow(rank, world_size, model, optimizer, MLP, [batch])
                 with pytest.raises(SecondOrderError, match="consolidate"):
-                    optimizer.state_dict()
+                    wrapper.state_dict()
                 saved = optimizer.state.values()
                 allowed = False
             curvature = [parts["curvature"] for parts in saved]
@@ -181,8 +182,10 @@ def after_consolidation(rank: int, world_size: int) -> list[tuple[int, bool]]:
     return found
 
 
-def test_gathered_factors_are_dropped_at_the_next_step(world: World) -> None:
-    for found in world.run(after_consolidation, 2):
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_gathered_factors_are_dropped_at_the_next_step(world: World, wrapped: bool) -> None:
+    """Also if a wrapper of Lightning's collects and saves."""
+    for found in world.run(after_consolidation, 2, wrapped):
         collected = found[0::2]
         stepped = found[1::2]
         assert all(size > 0 and allowed for size, allowed in collected)

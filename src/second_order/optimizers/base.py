@@ -679,6 +679,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: If the rank does not exist.
         """
+        if _is_wrapper(self):
+            self.optimizer.consolidate(to)  # type: ignore[attr-defined]
+            return
         size = self._training.world.size
         check_rank("consolidate", to, size)
         if self._curvature.remote_state:
@@ -852,6 +855,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         error there. Export, tracing, and inference with a compiled model do not need
         this block.
         """
+        if _is_wrapper(self):
+            with self.optimizer.hooks_removed():  # type: ignore[attr-defined]
+                yield
+            return
         is_nested = self._hooks_are_removed
         self._hooks_are_removed = True
         try:
@@ -880,7 +887,8 @@ def _is_wrapper(optimizer: SecondOrderOptimizer) -> bool:
     """Whether a method is called on Lightning's wrapper, not on the optimizer itself.
 
     The wrapper's class inherits from the optimizer's. Attributes that the wrapper lacks
-    are those of the optimizer. Those that a method sets would be the wrapper's own.
+    are those of the optimizer. Those that a method sets would be the wrapper's own, so
+    such a method passes the call on to the optimizer.
     """
     return "_constructed" not in vars(optimizer)
 
