@@ -11,8 +11,9 @@
 
 ∇ is the mean gradient and γ the damping. By default (``grafting="gradient"``), c is the
 mean eigenvalue of A ⊗ G + γ; with ``grafting="none"`` it is 1. Inverses are stored
-multiplied by c. By default, a layer is due when its inverse has drifted
-(:mod:`second_order.kfac.schedule`), and statistics are due together with inverses. If
+multiplied by c. By default, a layer's interval follows the drift of its inverse
+(:mod:`second_order.kfac.schedule`), and statistics of all layers are due whenever a
+layer is. If
 ``inv_update_steps`` or ``factor_update_steps`` is a number, that number decides
 instead. ν is described in :mod:`second_order.kfac.precondition`.
 

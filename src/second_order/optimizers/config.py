@@ -374,12 +374,12 @@ class KFACOptions:
             costs several times as much, and gained nothing on most of the tasks on
             which the defaults were chosen.
         inv_update_steps: Steps between two refreshes of the inverses. Number or
-            callable. "auto": each layer has its own interval of 1 to 32 steps. It is
-            halved if the old and the new inverse give the gradient different
-            directions, and doubled if they agree. Layers that had no statistics at
-            eight refreshes in a row are tried less and less often, down to every 64
-            steps. A :class:`~second_order.TraceRule` only refreshes layers whose
-            curvature changed.
+            callable. "auto": each layer has its own interval of 1 to 32 steps, or more
+            if its refresh is expensive. It is halved if the old and the new inverse
+            give the gradient different directions, and doubled if they agree. Layers
+            that had no statistics at eight refreshes in a row are tried less and less
+            often, down to every 64 steps. A :class:`~second_order.TraceRule` only
+            refreshes layers whose curvature changed.
         factor_update_steps: Steps between two updates of the statistics. Number or
             callable. "auto": at each refresh if ``inv_update_steps`` is "auto",
             otherwise every 10 steps, or at each refresh if that is more often. If

@@ -1,7 +1,7 @@
 """KAISA: K-FAC that trades memory for communication (Pauloski et al., 2022).
 
-statistics are due:   each rank computes A and G of its batch; the ranks all-reduce them
-                      into running averages
+statistics are due:   each rank sums A and G over its batch; the ranks all-reduce the
+                      sums, and each updates its running averages
 inverses are due:     one rank decomposes each factor (assigned by longest processing
                       time), and sends the result to the layer's gradient workers,
                       max(1, f P) of the P ranks, where f is ``grad_worker_fraction``
@@ -9,9 +9,10 @@ every step:           gradient workers precondition and clip the layer's mean gr
                       each receiver gets the result from the worker in its grid column
                       all ranks step the base
 
-By default, a layer's statistics and inverses are due when its last inverse has drifted.
-Numbers for ``factor_update_steps`` and ``inv_update_steps`` replace this by fixed
-intervals.
+By default, each layer's inverse has an interval of its own, which is adapted at each
+refresh to how far the inverse has drifted. Statistics of all layers are due whenever a
+layer is. Numbers for ``factor_update_steps`` and ``inv_update_steps`` replace this by
+fixed intervals.
 """
 
 from __future__ import annotations
