@@ -142,7 +142,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             of the first group is the default for groups that are added later.
         common: The keywords that all optimizers share.
         base_kwargs: Arguments of the base optimizer.
-        curvature: The function that makes the curvature of this training run.
+        make_curvature: Makes the curvature of this training run.
         needs_model: Whether parameters that belong to no module get no curvature.
         helper_role: Role of the last ``num_helpers`` ranks. None: all ranks train.
         num_helpers: Number of ranks that do not train.
@@ -158,7 +158,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         *,
         common: CommonOptions,
         base_kwargs: Mapping[str, Any],
-        curvature: Callable[[Training], Curvature],
+        make_curvature: Callable[[Training], Curvature],
         needs_model: bool = True,
         helper_role: Role | None = None,
         num_helpers: int = 0,
@@ -266,7 +266,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 training.warn(
                     f"aux_base: the pattern {pattern!r} matches no module of the model"
                 )
-        self._curvature = curvature(training)
+        self._curvature = make_curvature(training)
         num_workers = world.size
         if helper_role is not None:
             num_workers -= num_helpers
@@ -500,7 +500,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 self._move_state(p, shard)
         params = group_params(self.param_groups)
         self._param_locations = ParamLocations(training.model, params)
-        training.publish()
+        if self.state:
+            self._publish_state()
         return True
 
     def _move_state(self, p: Tensor, shard: Tensor) -> None:

@@ -182,7 +182,7 @@ class DHO2(EigenpairOptimizer):
             lr,
             common=common,
             base_kwargs=base_kwargs,
-            curvature=lambda training: FOSICurvature(
+            make_curvature=lambda training: FOSICurvature(
                 training, options, curvature_closure
             ),
             needs_model=False,

@@ -143,7 +143,7 @@ class DistKFAC(KroneckerOptimizer):
             lr,
             common=common,
             base_kwargs=base_kwargs,
-            curvature=partial(
+            make_curvature=partial(
                 with_stats_workers, options=options, system=system, own=distkfac_options
             ),
             helper_role="stats" if stats_workers else None,

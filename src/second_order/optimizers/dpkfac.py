@@ -112,5 +112,5 @@ class DPKFAC(KroneckerOptimizer):
             lr,
             common=common,
             base_kwargs=base_kwargs,
-            curvature=lambda training: KFAC(training, options, system),
+            make_curvature=lambda training: KFAC(training, options, system),
         )

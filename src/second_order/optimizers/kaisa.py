@@ -165,5 +165,5 @@ class KAISA(KroneckerOptimizer):
             lr,
             common=common,
             base_kwargs=base_kwargs,
-            curvature=lambda training: KFAC(training, options, system),
+            make_curvature=lambda training: KFAC(training, options, system),
         )

@@ -133,7 +133,7 @@ class MRDHO2(EigenpairOptimizer):
             lr,
             common=common,
             base_kwargs=base_kwargs,
-            curvature=lambda training: make_curvature(
+            make_curvature=lambda training: make_curvature(
                 training, options, curvature_closure
             ),
             needs_model=False,
