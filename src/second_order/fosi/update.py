@@ -250,8 +250,8 @@ class FOSICurvature(Curvature):
                 c, rule, alphas, bounded=options.trust_region
             )
 
-            # Leave g₂ = g − V̂c to the base. If the Newton step reverts the previous one,
-            # leave 0: the gradient at the end of a rejected step is of no use.
+            # Leave g₂ = g − V̂c to the base; or 0 if the Newton step reverts the previous
+            # one, because the gradient at the end of a rejected step is of no use.
             subspace.basis.add_combination(gradient, [subspace.newton.gradient_change])
             # On a device, the host does not read the flag.
             if isinstance(reverts_previous, Tensor):

@@ -8,7 +8,7 @@ Refreshes by drift compare a layer's old and new inverse, and adapt its interval
                    more if the bounds below require it
     tick           the lower quartile of the intervals of layers with an inverse: no
                    layer is due more often
-    due            at the multiples of the interval and of the tick. All layers are also
+    due            at the common multiples of interval and tick. All layers are also
                    due once after a layer became trainable
 
 A layer without an inverse is due at each tick, until eight refreshes in a row have
@@ -24,10 +24,10 @@ Two bounds, which are shortest intervals, make intervals longer. The throttle's 
 follows from ``overhead=``. With the cost bound, all refreshes together cost at most as
 much per step as the rest of the step, W: the operations of the passes, summed over the
 ranks, plus ``STEP_OVERHEAD`` for everything else. If the refresh of a layer costs k
-operations, its bound is sqrt(k) Σ sqrt(k) / W, rounded to a power of two. Without the
-rounding, Σ k / interval equals W, and no other intervals of the same total cost have a
-smaller sum. ``STEP_OVERHEAD`` counts once and not per rank, so the bounds do not depend
-on the number of ranks that share a batch.
+operations, its bound is sqrt(k) Σ sqrt(k) / W, rounded to a power of two. Before
+rounding, these are the intervals with the smallest sum whose cost per step,
+Σ k / interval, is W. ``STEP_OVERHEAD`` counts once and not per rank, so the bounds do
+not depend on the number of ranks that share a batch.
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ class LayerDrift:
     """The refresh interval of a layer by its drift, and what it was adapted from.
 
     Attributes:
-        interval: Steps between two refreshes, without the bounds that hold now. Each
-            refresh halves, keeps or doubles the interval over which its cosine was
-            measured, even if that was a bound.
+        interval: Steps between two refreshes. Each refresh halves, keeps or doubles
+            it, or the bound if that was longer, so it may contain an earlier bound.
+            The bounds that hold now are applied where the interval is used.
         cosine: Between P₀ and P; NaN before the second refresh.
         num_stable: Refreshes in a row whose cosine exceeded ``double_above``.
         cost_bound: The shortest interval that the cost of the layer's refresh allows.

@@ -14,14 +14,14 @@ c follows from the evidence S - b, for a threshold b, and from the slope itself:
 
     S > b       c = 0.2 (S - b) k    τ grows slowly; k <= 4 steps since the last slope
     S < b       c = S - b            τ falls fast
-    -s > 2 Z    c is also lowered by min(-s / Z, 4) / 2, and τ does not grow: the loss
+    -s > 2 Z    min(-s / Z, 4) / 2 is subtracted from c, or from 0 if S > b: the loss
                 has risen by far more than usual (Z is that before this step)
 
 The threshold b keeps τ near 1 as long as s is mostly noise, when S is near 0. If τ > 1,
 b is 0.3: τ grows further only if at least 65% of the recent slopes are positive. If τ
 <= 1, b is -0.3: τ falls further only if more than 65% of them are negative. While a
-schedule changes the learning rate, b is -0.3 for every τ, so that τ grows without clear
-evidence against it. The smaller rate already makes the noise of the steps smaller.
+schedule changes the learning rate, b is -0.3 for every τ: τ grows unless most slopes
+are negative, because a smaller rate already makes the noise of the steps smaller.
 
 τ is between 0.02 and 5. Over a base that scales its steps itself, such as Adam, or
 while a schedule changes the rate, it is at most 2. If both hold, it is exactly 2.

@@ -314,7 +314,7 @@ class _BlockSearch:
                 self._by_weight.setdefault(id(block.weight), block)
                 return
 
-        # Sparse gradients, as of an embedding, give no gradient factors either.
+        # The sparse gradients of an embedding give no gradient factors.
         if getattr(module, "sparse", False):
             self._excluded.update(map(id, params.values()))
 
@@ -325,22 +325,16 @@ class _BlockSearch:
         elif id(params.get(kind.weight)) not in self._owned:
             self._skip(name, module, NOT_OWNED)
         else:
-            reason = self._too_large(name, module, kind, input_channels)
+            locations = self._rules.locations(name, module, input_channels)
+            if locations:
+                kind = DoublyFactored(locations=locations)
+                self._kinds[module] = kind
+            has_bias = params.get(kind.bias) is not None
+            in_a = has_bias and not kind.separate_bias_reason
+            reason = self._rules.too_large(kind.shape(module, in_a))
             if reason is not None:
                 self._skip(name, module, reason, unexpected=True)
         self._add_use_of_weight(name, module)
-
-    def _too_large(
-        self, name: str, module: nn.Module, kind: LayerKind, input_channels: int | None
-    ) -> str | None:
-        """Return why a layer's factors would be too large; None if they are not."""
-        locations = self._rules.locations(name, module, input_channels)
-        if locations:
-            kind = DoublyFactored(locations=locations)
-            self._kinds[module] = kind
-        has_bias = module._parameters.get(kind.bias) is not None
-        in_a = has_bias and not kind.separate_bias_reason
-        return self._rules.too_large(kind.shape(module, in_a))
 
     def _leave_to_base(
         self, name: str, module: nn.Module, params: Mapping[str, nn.Parameter]
@@ -660,10 +654,10 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _has_own_parameters(module: nn.Module) -> bool:
-    """Whether the parameters of a module of no kind are listed one by one.
+    """Whether a module of no kind is a container with parameters of its own.
 
-    GPT's position embedding is, because it stands next to layers. The weights of an
-    LSTM are not: the module is listed.
+    GPT is, with its position embedding. Modules whose parameters are called weight and
+    bias, such as an LSTM, are layers that we do not support.
     """
     for name, _ in module.named_parameters(recurse=False):
         if name.startswith(("weight", "bias")):

@@ -1,12 +1,13 @@
 """Decide which rows of a backward pass are terms of its loss, and which count in A.
 
-The loss is a mean over N terms, so each d has the factor 1/N, and G = N Σ d dᵀ. N is
-one number for all layers of a pass. A is the mean of x xᵀ over the rows that *take
-part*: those that the loss depends on. A gradient may happen to vanish at one layer:
-dead units, dropped paths, a hinge, tokens that went to another expert. This must change
-neither N nor A. A leaves out only rows that have no gradient at any layer, such as
-padding. A prompt's tokens have no label, so they are not terms, but later tokens attend
-to them, so they have gradients and take part.
+A pair is the input x of a layer's call and the gradient d of its output. A row of it is
+one token or one example. The loss is a mean over N terms, so each d has the factor 1/N,
+and G = N Σ d dᵀ. N is one number for all layers of a pass. A is the mean of x xᵀ over
+the rows that *take part*: those that the loss depends on. A gradient may happen to
+vanish at one layer: dead units, dropped paths, a hinge, tokens that went to another
+expert. This must change neither N nor A. A leaves out only rows that have no gradient
+at any layer, such as padding. A prompt's tokens have no label, so they are not terms,
+but later tokens attend to them, so they have gradients and take part.
 
 Layers whose inputs have the same leading dimensions see the same rows. A layer that
 sees these rows flattened sees the same rows too. The pairs of an
@@ -213,8 +214,8 @@ class BackwardPass:
             has_label_per_row: Whether a label was sampled for each row of the layer
                 called last.
             read_gradient: Whether the host reads now which rows have a gradient. To
-                avoid a synchronization, it does not on a GPU, where this is decided
-                when the pass is over.
+                avoid a synchronization, it does not on a GPU. The collector then adds
+                the rows to their group when it sums the pairs.
         """
         if self._last_called is None:
             self._last_called = module
