@@ -18,6 +18,7 @@ from reference import cross_entropy, empirical_factors, weighted_mean
 from torch import Tensor, nn
 
 from second_order import DecompositionError, DistKFAC
+from second_order.kfac.inversion import Inverses
 from second_order.kronecker.solvers import SOLVERS
 
 if TYPE_CHECKING:
@@ -128,6 +129,37 @@ def test_all_ranks_keep_the_last_inverse_if_one_rank_fails(
     assert set.union(*(stored for _, stored, *_ in results)) == affected
     if fault == "crashes":
         assert all("KeyError: 'out of luck'" in line for line in results[0][2])
+
+
+def fail_to_damp(
+    rank: int, world_size: int, where: int
+) -> tuple[list[Tensor], list[int], list[str]]:
+    """At the second refresh, `where` has no memory to compute γ, even of others' layers."""
+    model = MLP.model()
+    optimizer = kaisa(model, **REFRESHED)
+
+    def out_of_memory(*args: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    trajectory = []
+    failed = []
+    with noted() as warned:
+        for step, batch in enumerate(BATCHES[:6]):
+            faults = {"compute_dampings": out_of_memory} if (step, rank) == (2, where) else {}
+            with replaced(Inverses, faults):
+                take(model, optimizer, shard(batch, rank, world_size))
+            failed.append(optimizer.summary().failed)
+            trajectory.append(vector(model))
+    return trajectory, failed, warned
+
+
+def test_all_ranks_keep_all_inverses_if_one_rank_cannot_damp(world: World) -> None:
+    """Also those of layers that the other rank decomposes."""
+    results = world.run(fail_to_damp, 2, 1)
+    agreed([trajectory for trajectory, *_ in results])
+    for _, failed, warned in results:
+        assert failed == [0, 0, len(LAYERS), len(LAYERS), 0, 0]
+        assert len(warned) == len(LAYERS)
 
 
 def one_side_fails(

@@ -351,6 +351,14 @@ def test_a_layer_is_verified_again_only_when_no_stats_worker_has_found_it_unveri
         assert not any(block.unverified for block in blocks)
     else:
         assert deliver(links[0]) == []
+        assert deliver(links[0], "2") == ["2"]
+
+    # After a change of layers, this rank's own comparisons count alone.
+    helpers.restart()
+    for block in blocks:
+        block.record_residual(0.0)
+    helpers.update_verification(blocks)
+    assert not any(block.unverified for block in blocks)
 
 
 def test_stats_workers_do_not_verify_what_a_workers_own_passes_found_unverified() -> None:

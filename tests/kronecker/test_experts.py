@@ -195,7 +195,20 @@ def test_each_weight_of_experts_is_listed_with_its_own_reason() -> None:
     both = weight.numel() + bias.numel()
     assert rows(sizes, {id(weight)}) == [("down_proj", both, True, False)]
     del sizes[id(weight)]
-    assert rows(sizes) == [("down_proj", bias.numel(), False, False)]
+    assert rows(sizes) == [("down_proj_bias", bias.numel(), False, False)]
+
+
+def test_experts_whose_output_weight_starts_at_zero_have_finite_factors() -> None:
+    """The first G of the input weight is zero, and its A starts with the second step."""
+    model = mixture()
+    optimizer = make(KAISA, model, lr=0.1)
+    nn.init.zeros_(model.experts.down_proj)
+    for seed in range(2):
+        step(model, optimizer, *batch(11, seed=seed))
+    a, g = factors(optimizer)["experts.gate_up_proj"][:2]
+    assert a.isfinite().all()
+    assert a.any()
+    assert g.any()
 
 
 def test_experts_ignore_sequence_boundaries() -> None:

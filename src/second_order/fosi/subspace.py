@@ -505,7 +505,7 @@ class Subspace:
 
         Returns:
             Whether the previous step is rejected, and the new one reverts it. A tensor
-            on a device if the trust region bounds the step, else a bool.
+            if the trust region bounds a step on a device, or if α is a tensor.
         """
         # The trust region bounds the step of the group with the largest α.
         largest_alpha: Any = abs(alphas[0])

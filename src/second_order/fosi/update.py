@@ -10,12 +10,12 @@
     step_base      d₂ = Base(g₂)
     finish_step    w <- w + d₁ + s (d₂ − V̂V̂ᵀd₂)
 
-mom follows the base's rule of momentum, applied to g₁ = V̂c in the coordinates of V̂. τ
-comes from the trust region (`subspace.py`). If it rejects the previous d₁, this step's
-d₁ reverts it, and g₂ is 0. The factor on the base's step is s = clip(|λ₁| / |λ_k|, 1,
-lr_scale_clip), where λ₁ to λ_k are the k largest û; `lr_scale_guard` bounds it further.
-d₂ is the change that the base made to the parameters. Without eigenpairs, the base
-steps alone.
+w are the parameters, g is the mean gradient, and α is `newton_scale`. mom follows the
+base's rule of momentum, applied to g₁ = V̂c in the coordinates of V̂. τ comes from the
+trust region (`subspace.py`). If it rejects the previous d₁, this step's d₁ reverts it,
+and g₂ is 0. The factor on the base's step is s = clip(|λ₁| / |λ_k|, 1, lr_scale_clip),
+where λ₁ to λ_k are the k largest û; `lr_scale_guard` bounds it further. d₂ is the
+change that the base made to the parameters. Without eigenpairs, the base steps alone.
 
 If l is 0, a start from the last eigenvectors takes half as many Hessian-vector products
 as a random start. Accelerators (`accelerator.py`) also compute their eigenpairs with
@@ -250,8 +250,8 @@ class FOSICurvature(Curvature):
                 c, rule, alphas, bounded=options.trust_region
             )
 
-            # Leave g₂ = g − V̂c to the base; or 0 if the Newton step reverts the previous
-            # one, because the gradient at the end of a rejected step is of no use.
+            # Leave g₂ = g − V̂c to the base, or 0 if the Newton step reverts the last
+            # one, because the gradient after a rejected step is of no use.
             subspace.basis.add_combination(gradient, [subspace.newton.gradient_change])
             # On a device, the host does not read the flag.
             if isinstance(reverts_previous, Tensor):
@@ -739,9 +739,9 @@ def max_products(options: FOSIOptions, size: int, *, warm: bool) -> int:
 
     ``lanczos_iterations`` sets m, within k + l and n. Otherwise, if l is 0, a ``warm``
     start from the last eigenvectors takes fewer: 2 k, and at least WARM_PRODUCTS. More
-    products would remove a smaller error than the steep directions' rotation until the
-    next refresh adds. The l smallest eigenvalues are close to many others, and need all
-    products.
+    would be wasted: by the next refresh, the steep directions have rotated by more than
+    the error that remains. The l smallest eigenvalues are close to many others, and
+    need all products.
     """
     num_pairs = min(options.num_pairs, size)
     if options.lanczos_iterations is not None:

@@ -13,9 +13,8 @@
 mean eigenvalue of A ⊗ G + γ; with ``grafting="none"`` it is 1. Inverses are stored
 multiplied by c. By default, a layer's interval follows the drift of its inverse
 (:mod:`second_order.kfac.schedule`), and statistics of all layers are due whenever a
-layer is. If
-``inv_update_steps`` or ``factor_update_steps`` is a number, that number decides
-instead. ν is described in :mod:`second_order.kfac.precondition`.
+layer is. If ``inv_update_steps`` or ``factor_update_steps`` is a number, that number
+decides instead. ν is described in :mod:`second_order.kfac.precondition`.
 
 At each step, the optimizer calls :meth:`KFAC.prepare`, which assigns layers, and
 :meth:`KFAC.precondition`, which does the rest. :meth:`KFAC.step_base` then runs the

@@ -98,9 +98,9 @@ class Outcome(IntEnum):
     A rank that decomposes no factor of the layer reports PENDING. If one rank
     decomposes A and another one G, both report what became of their factor:
 
-        VALID and PENDING       VALID. The PENDING rank decomposes no factor: with
-                                threads, which may take several steps, one rank
-                                decomposes both factors.
+        VALID and PENDING       VALID. The PENDING rank decomposes no factor, because
+                                synchronous ranks are never PENDING with a factor, and
+                                with threads one rank decomposes both factors.
         VALID and FAILED        FAILED, because both factors must be valid.
         NO_STATISTICS           never meets VALID: all ranks read the same weight of
                                 the averages.
@@ -370,8 +370,8 @@ class Inverses:
                     self._record_no_inverse(block, outcome)
 
             # Submit the layers that fell due while they were pending, which were left
-            # out above. A layer that is still pending, or has just failed to get an
-            # inverse, waits until it is due again.
+            # out above. A layer that is still pending, or that has no inverse even now,
+            # waits until it is due again.
             finished = [b for b in due if b in pending_before and b not in self.pending]
             self._submit([block for block in finished if block.solved], mean_curvature)
         except BaseException:
@@ -623,8 +623,9 @@ class Inverses:
             return Outcome.PENDING
         if not result.has_statistics:
             return Outcome.NO_STATISTICS
-        expected = self.step_plan.to_invert[block]
-        if result.error or len(result.decompositions) < len(expected):
+        # A rank that does not decompose the layer may have failed to damp it.
+        num_expected = len(self.step_plan.to_invert.get(block, ()))
+        if result.error or len(result.decompositions) < num_expected:
             return Outcome.FAILED
         return Outcome.VALID
 

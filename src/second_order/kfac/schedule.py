@@ -21,13 +21,13 @@ Intervals are powers of two and layers are due at their multiples, so that many 
 are due at the same step and the inverse ranks work at the same time.
 
 Two bounds, which are shortest intervals, make intervals longer. The throttle's bound
-follows from ``overhead=``. With the cost bound, all refreshes together cost at most as
-much per step as the rest of the step, W: the operations of the passes, summed over the
-ranks, plus ``STEP_OVERHEAD`` for everything else. If the refresh of a layer costs k
-operations, its bound is sqrt(k) Σ sqrt(k) / W, rounded to a power of two. Before
-rounding, these are the intervals with the smallest sum whose cost per step,
-Σ k / interval, is W. ``STEP_OVERHEAD`` counts once and not per rank, so the bounds do
-not depend on the number of ranks that share a batch.
+follows from ``overhead=``. With the cost bound, all refreshes together cost about as
+much per step as the rest of the step, W, or less: the operations of the passes, summed
+over the ranks, plus ``STEP_OVERHEAD`` for everything else. If the refresh of a layer
+costs k operations, its bound is sqrt(k) Σ sqrt(k) / W, rounded to a power of two.
+Before rounding, these are the intervals with the smallest sum whose cost per step, Σ k
+/ interval, is W. ``STEP_OVERHEAD`` counts once and not per rank, so the bounds do not
+depend on the number of ranks that share a batch.
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ class LayerDrift:
     """The refresh interval of a layer by its drift, and what it was adapted from.
 
     Attributes:
-        interval: Steps between two refreshes. Each refresh halves, keeps or doubles
-            it, or the bound if that was longer, so it may contain an earlier bound.
-            The bounds that hold now are applied where the interval is used.
+        interval: Steps between two refreshes, without the tick. Each refresh halves,
+            keeps or doubles it, or the bound if that was longer, so it may contain an
+            earlier bound. The present bounds are applied where it is used.
         cosine: Between P₀ and P; NaN before the second refresh.
         num_stable: Refreshes in a row whose cosine exceeded ``double_above``.
         cost_bound: The shortest interval that the cost of the layer's refresh allows.

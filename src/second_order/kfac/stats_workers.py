@@ -213,6 +213,7 @@ class StatsWorkers:
             self.own_passes = True
             self.needs_statistics = True
             self.plan_version += 1
+            self._unverified.clear()
 
     def agree(self, training: Training) -> None:
         """Agree with the other workers on lost links and on the source of statistics.

@@ -270,10 +270,12 @@ class ExpertsKind(LayerKind):
         self, module: nn.Module, x: Any, d: Tensor, options: PairOptions
     ) -> PairStatistics:
         inputs, gradients = x.pairs(module, d, options.row_mask.mask)
-        x_by_expert = self._by_expert(inputs, d)
-        d_by_expert = self._by_expert(gradients, d)
-        a = [gram(rows.unsqueeze(0), options.has_bias) for rows in x_by_expert]
-        g = [gram(rows.unsqueeze(0)) for rows in d_by_expert]
+        # One after the other, so that copies in the dtype of d do not add up.
+        a = [
+            gram(rows.unsqueeze(0), options.has_bias)
+            for rows in self._by_expert(inputs, d)
+        ]
+        g = [gram(rows.unsqueeze(0)) for rows in self._by_expert(gradients, d)]
         counts = torch.tensor(inputs.counts, dtype=d.dtype, device=d.device)
         return PairStatistics(
             factors={"A": torch.cat(a), "G": torch.cat(g)},

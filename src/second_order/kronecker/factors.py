@@ -224,8 +224,9 @@ class PairSums(NamedTuple):
 
 
 def is_far_from_overflow(numbers: Tensor) -> Tensor:
-    """Return which traces of new statistics are finite, with room to grow.
+    """Return which numbers of new statistics are finite, with room to grow.
 
+    The numbers are mean eigenvalues and numbers of rows, or their sums.
     Later they are multiplied by up to N² and n, and added over passes and ranks.
     """
     return numbers < torch.finfo(numbers.dtype).max / MAX_GROWTH  # False for NaN
@@ -626,8 +627,9 @@ def _average_routed(shares: Tensor, new_shares: Tensor, step: Tensor) -> _Routed
         new_shares: Its share of this step's examples.
         step: The step of the average of shares, ``(layers, 1)``.
     """
+    # `after` is 0 for new examples if the step is 0: every G so far is zero.
     after = torch.lerp(shares, new_shares, step)
-    seen = new_shares > 0
+    seen = (new_shares > 0) & (after > 0)
     scale = torch.where(seen, 1.0 / new_shares.where(seen, 1.0), 0.0)
     step_of_a = torch.where(seen, step * new_shares / after.where(seen, 1.0), 0.0)
     return _Routed(scale, step_of_a)

@@ -394,7 +394,7 @@ class _BlockSearch:
             full_name = f"{name}.{weight_name}".lstrip(".")
             if id(weight) not in self._owned:
                 if id(bias) in self._owned:
-                    self._skip_params(full_name, [bias], NOT_OWNED)
+                    self._skip_params(f"{full_name}_bias", [bias], NOT_OWNED)
                 continue
             if id(weight) in self._excluded:
                 self._skip_params(full_name, [weight, bias], EXCLUDED, by_option=True)

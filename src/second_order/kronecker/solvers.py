@@ -22,7 +22,7 @@ Each factor of the batch is then decomposed alone, in float64.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import ClassVar, TypeAlias
@@ -324,10 +324,13 @@ def _decompose_in_float64(
     for device in dict.fromkeys([stored.device, torch.device("cpu")]):
         added = None if problem.added is None else problem.added.to(device)
         moved = replace(problem, stored=stored.to(device), added=added)
-        with suppress(RuntimeError, TypeError):  # MPS raises TypeError for float64
+        try:
             parts, errors = routine(_build_matrices([moved], torch.float64))
-            if _are_small(errors.tolist()):
-                return tuple(part.to(stored.device) for part in _in_dtype(parts, dtype))
+        except (RuntimeError, TypeError):  # MPS raises TypeError, as it has no float64
+            continue
+        if _are_small(errors.tolist()):
+            in_dtype = _in_dtype(parts, dtype or problem.dtype)
+            return tuple(part.to(stored.device) for part in in_dtype)
     return None
 
 

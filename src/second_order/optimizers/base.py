@@ -224,8 +224,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 layers=aux.layers,
             )
             own_groups = self._base.param_groups
-        # PEAK_LR is the largest learning rate of a group so far, from which FOSI scales
-        # its Newton step. Each step updates it.
+        # PEAK_LR is a group's largest learning rate so far or by its schedule. Numbers
+        # for FOSI's newton_scale and for kl_clip are those at this rate. Each step
+        # updates it.
         defaults = {**self._base.defaults, PEAK_LR: 0.0}
         super().__init__([copy_group(group) for group in own_groups], defaults)
         self._share_groups_and_state()
@@ -484,6 +485,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         Returns:
             Whether any parameter changed.
         """
+        if _is_wrapper(self):
+            return self.optimizer.adopt_shards()  # type: ignore[attr-defined,no-any-return]
         training = self._training
         shards = self._param_locations.find_new_shards()
         if not shards:
@@ -870,6 +873,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Stop threads and remove hooks. From then on the base trains alone."""
+        if _is_wrapper(self):
+            self.optimizer.close()  # type: ignore[attr-defined]
+            return
         self._curvature.close()
         for callback in self._training.close_callbacks:
             callback()
