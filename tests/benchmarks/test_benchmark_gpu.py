@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ def test_the_command_prints_and_stores_a_part(
     stored = tmp_path / "gpu.json"
     command = ["gpu.py", "--tiny", "--parts", "waits", "--json", str(stored)]
     monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # for the part's process
     gpu.main()
     record = json.loads(stored.read_text())
     assert "waits" in capsys.readouterr().out
