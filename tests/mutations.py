@@ -519,6 +519,9 @@ the clip of a bucket's own layers  <-  fsdp::a_bucket_takes_one_all_to_all_each_
     changes.append(clip.change(preconditioned))  =>  changes = [clip.change(preconditioned)]
 
 == kfac/inversion.py
+a layer of another rank that cannot be damped hangs the others
+  <-  failures::all_ranks_keep_all_inverses_if_one_rank_cannot_damp
+    self.step_plan.to_invert.get(block, ())  =>  self.step_plan.to_invert[block]
 the damping of the landing  <-  distkfac::an_inverse_uses_the_damping_of_its_snapshot
     dampings.append(layer_damping.damping)  =>  dampings.append(self.damping_option)
 layers that are due when they land wait for the next interval
@@ -571,7 +574,7 @@ a solve on a thread that is older than drift allows
   <-  drift::a_step_waits_for_threads_before_the_next_refresh
     if self._drift is not None and age >= self._drift.interval(block) - 1:  =>  if False:
 of a thread's decompositions one is enough  <-  distkfac::a_failed_factor_on_a_thread_is_reported
-    len(result.decompositions) < len(expected)  =>  not result.decompositions
+    len(result.decompositions) < num_expected  =>  not result.decompositions
 
 == kfac/inverter.py
 a dead layer solved with the others
@@ -755,6 +758,9 @@ padded rows in A  <-  example_counts::rows_without_a_gradient_are_not_examples
   + return LinearRows(x, d, row_mask)
 
 == kronecker/factors.py
+A of experts without any G so far
+  <-  experts::experts_whose_output_weight_starts_at_zero_have_finite_factors
+    (new_shares > 0) & (after > 0)  =>  new_shares > 0
 statistics that overflow later
   <-  failures::running_averages_stay_finite_whatever_the_size_of_gradients
     numbers < torch.finfo(numbers.dtype).max / MAX_GROWTH  =>  numbers.isfinite()
