@@ -643,7 +643,7 @@ class Layout:
     views: tuple[tuple[int, ...], ...]
     transposed: bool = False
 
-    @property
+    @cached_property
     def has_groups(self) -> bool:
         """Whether the first dimension of a matrix is that of the groups."""
         return len(self.views[0]) > 2
