@@ -45,7 +45,6 @@ NOT_COUNTED = {"benchmarks", "examples", "faults", "frameworks", "fuzz"} | {
         "fsdp_checkpoints",
         "invariants_steps",
         "kaisa_ranks",
-        "launches",
         "many_ranks",
         "placements",
         "placements_checkpoints",

@@ -37,14 +37,19 @@ def run(forks: Forks, script: str, *arguments: object, **environment: str) -> st
     return printed
 
 
-def found_by(forks: Forks, script: str) -> Any:
-    """What a script prints last, in JSON; coverage counts there if it does here."""
-    counted = "coverage" in sys.modules and sys.modules["coverage"].Coverage.current() is not None
-    environment = {"COVERAGE_PROCESS_START": str(SETTINGS)} if counted else {}
+def found_by(forks: Forks, script: str, is_counted: bool = True) -> Any:
+    """What a script prints last, in JSON; coverage counts there if it does here, or not at all."""
+    coverage = sys.modules.get("coverage")
+    counts_here = coverage is not None and coverage.Coverage.current() is not None
+    environment: dict[str, str] = {}
+    if is_counted and counts_here:
+        environment["COVERAGE_PROCESS_START"] = str(SETTINGS)
     return json.loads(run(forks, script, **environment).splitlines()[-1])
 
 
-def found_once_by(forks: Forks, script: str, factory: pytest.TempPathFactory) -> Any:
+def found_once_by(
+    forks: Forks, script: str, factory: pytest.TempPathFactory, is_counted: bool = True
+) -> Any:
     """As `found_by`. The first test process runs the script; the others wait for its result."""
     base = factory.getbasetemp()
     folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
@@ -52,5 +57,5 @@ def found_once_by(forks: Forks, script: str, factory: pytest.TempPathFactory) ->
     with result.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not result.exists():
-            result.write_text(json.dumps(found_by(forks, script)))
+            result.write_text(json.dumps(found_by(forks, script, is_counted)))
     return json.loads(result.read_text())
