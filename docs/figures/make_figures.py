@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeAlias
 
 import matplotlib as mpl
 import torch
@@ -216,9 +217,10 @@ def valley_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return 0.5 * (model(x) - y).square().mean()
 
 
-def descend(
-    make: Callable[[nn.Module], torch.optim.Optimizer], steps: int
-) -> tuple[Tensor, list[float]]:
+MakeOptimizer: TypeAlias = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def descend(make: MakeOptimizer, steps: int) -> tuple[Tensor, list[float]]:
     """Train the two weights from START; returns their path ``(steps + 1, 2)`` and the losses."""
     x, y = valley_data()
     model = nn.Linear(2, 1, bias=False)
@@ -281,6 +283,26 @@ def draw_valley(axes: Axes) -> None:
     axes.set_yticks([])
 
 
+def draw_runs(
+    axes: Axes, runs: Sequence[tuple[str, MakeOptimizer, str, str]], steps: int
+) -> None:
+    """Paths of optimizers in the valley, by label, optimizer, colour and marker."""
+    draw_valley(axes)
+    axes.set_ylabel("weight 2")
+    for label, make, colour, marker in runs:
+        path, losses = descend(make, steps)
+        print(f"{label}: loss {losses[0]:.3f} -> {losses[-1]:.2g} in {steps} steps")  # noqa: T201
+        axes.plot(
+            *path.T,
+            color=colour,
+            marker=marker,
+            markersize=3.5,
+            linewidth=1.3,
+            label=label,
+        )
+    axes.legend(loc="upper left", framealpha=1, edgecolor="#dddddd")
+
+
 def valley() -> Figure:
     """Left: SGD and KAISA from the same start. Right: the paths of several dampings."""
     steps = 12
@@ -290,8 +312,6 @@ def valley() -> Figure:
 
     figure = Figure(figsize=(FIGURE_WIDTH, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    draw_valley(left)
-    left.set_ylabel("weight 2")
     runs = [
         (f"SGD, lr {best:.2f}", sgd(best), OPTIMIZER_COLORS["SGD"], "o"),
         (f"SGD, momentum 0.9, lr {heavy:.2f}", sgd(heavy, 0.9), BLACK, "s"),
@@ -302,19 +322,8 @@ def valley() -> Figure:
             "D",
         ),
     ]
-    for label, make, colour, marker in runs:
-        path, losses = descend(make, steps)
-        print(f"{label}: loss {losses[0]:.3f} -> {losses[-1]:.2g} in {steps} steps")  # noqa: T201
-        left.plot(
-            *path.T,
-            color=colour,
-            marker=marker,
-            markersize=3.5,
-            linewidth=1.3,
-            label=label,
-        )
+    draw_runs(left, runs, steps)
     left.set_title(f"{steps} steps: KAISA arrives, SGD does not", loc="left")
-    left.legend(loc="upper left", framealpha=1, edgecolor="#dddddd")
 
     draw_valley(right)
     dials = [
@@ -704,8 +713,6 @@ def split() -> Figure:
 
     figure = Figure(figsize=(FIGURE_WIDTH, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    draw_valley(left)
-    left.set_ylabel("weight 2")
     runs = [
         (f"SGD, lr {best:.2f}, the best", sgd(best), OPTIMIZER_COLORS["SGD"], "o"),
         (
@@ -715,19 +722,8 @@ def split() -> Figure:
             "D",
         ),
     ]
-    for label, make, colour, marker in runs:
-        path, losses = descend(make, steps)
-        print(f"{label}: loss {losses[0]:.3f} -> {losses[-1]:.2g} in {steps} steps")  # noqa: T201
-        left.plot(
-            *path.T,
-            color=colour,
-            marker=marker,
-            markersize=3.5,
-            linewidth=1.3,
-            label=label,
-        )
+    draw_runs(left, runs, steps)
     left.set_title(f"{steps} steps: DHO2 arrives, SGD does not", loc="left")
-    left.legend(loc="upper left", framealpha=1, edgecolor="#dddddd")
 
     draw_valley(right)
     turn = torch.deg2rad(torch.tensor(25.0))

@@ -31,7 +31,7 @@ MACHINE = Machine(
     inverse={64: 2e-4, 512: 1e-3, 2048: 1e-2},
 )
 LINKS = Interconnect(latency=2e-5, bandwidth=1.25e9)
-# Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
+# Okabe and Ito's colours, which all people can distinguish.
 SYSTEMS: dict[str, tuple[str, str, Callable[[Choice], bool]]] = {
     "KAISA, COMM-OPT": ("#0072B2", "o", lambda c: c.setting.mode == "COMM-OPT"),
     "KAISA, MEM-OPT, reduce": (
@@ -49,9 +49,9 @@ SYSTEMS: dict[str, tuple[str, str, Callable[[Choice], bool]]] = {
 WIDTHS = (4.0, 3.2, 2.4, 1.6, 0.8)
 
 
-def fastest(plan: Plan, wanted: Callable[[Choice], bool]) -> Choice | None:
-    """The fastest of the wanted settings with the "inverse" solver."""
-    found = (c for c in plan.choices if c.setting.solver == "inverse" and wanted(c))
+def fastest(plan: Plan, is_shown: Callable[[Choice], bool]) -> Choice | None:
+    """The fastest of the shown settings with the "inverse" solver."""
+    found = (c for c in plan.choices if c.setting.solver == "inverse" and is_shown(c))
     return next(found, None)
 
 
@@ -66,10 +66,10 @@ def draw(plans: list[Plan], path: Path) -> None:
     left.plot(
         sizes, [1e3 * p.base for p in plans], "--", color="black", label="SGD alone"
     )
-    for width, (name, (colour, marker, wanted)) in zip(
+    for width, (name, (colour, marker, is_shown)) in zip(
         WIDTHS, SYSTEMS.items(), strict=True
     ):
-        found = [(p.world_size, fastest(p, wanted)) for p in plans]
+        found = [(p.world_size, fastest(p, is_shown)) for p in plans]
         points = [(n, c) for n, c in found if c is not None]
         words = {
             "color": colour,
@@ -80,8 +80,8 @@ def draw(plans: list[Plan], path: Path) -> None:
         words |= {"linewidth": width}
         at = [n for n, _ in points]
         left.plot(at, [1e3 * c.seconds for _, c in points], **words)
-        kept = [c.costs.curvature_bytes / 1e6 for _, c in points]
-        right.plot(at, kept, **words)
+        megabytes = [c.costs.curvature_bytes / 1e6 for _, c in points]
+        right.plot(at, megabytes, **words)
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [f"{n:,}" for n in sizes])

@@ -49,7 +49,7 @@ class Job:
         problems: The damped factors, by name; at least one.
         cost: Operations of the decompositions, up to a constant.
         weight: The sum of the weights of all statistics in the running averages, a
-            scalar. It is 0 if there are no statistics. None if the layer is known to
+            scalar. It is 0 without statistics. None if the layer is known to
             have some.
     """
 

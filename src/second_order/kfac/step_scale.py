@@ -242,8 +242,8 @@ class StepScale:
         Then Δ is dropped.
 
         Args:
-            step_plan: The layers, and those that this rank reports. Of layers that
-                FSDP2 shards, each rank reports its rows.
+            step_plan: The layers, and those that this rank reports. Each rank reports
+                its rows of the layers that FSDP2 shards.
             groups: The parameter groups. Some of them may have ``maximize=True``.
 
         Returns:

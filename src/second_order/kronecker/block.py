@@ -651,7 +651,7 @@ class LayerBatch:
         """Split results by the entries of :attr:`params`.
 
         On a GPU the parts are contiguous, as most gradients are: a foreach kernel
-        copies all tensors at once only if source and target have equal strides.
+        copies all tensors only if source and target have equal strides.
         """
         stacks = split_by_parameter(results, self._layout, len(self.blocks))
         if results.device.type != "cpu":

@@ -333,7 +333,7 @@ class StatisticsCollector:
             )
             self._keep(pair, again)
 
-        # Sum experts at once: this needs the weights, which FSDP2 will shard again.
+        # Sum experts now: this needs the weights, which FSDP2 will shard again.
         if self._bytes > max_queued_bytes(d.device) or isinstance(x, Routed):
             self.sum_pairs(pass_is_over=False)
         if self.on_new_statistics is not None and backward_pass.all_take_part:
@@ -655,7 +655,7 @@ class StatisticsCollector:
         first = pairs[0]
         dtype = first.staged.dtype
         is_reduced = self.approximation == "reduce" and first.x.dim() > 2
-        # Means and sums over positions are no numbers of 16 bits any more.
+        # With "reduce", x and d are means and sums, which 16 bits do not hold.
         two_bytes = first.x.dtype.itemsize == first.d.dtype.itemsize == 2
         is_narrow = two_bytes and not is_reduced
         x = as_stack([pair.x for pair in pairs]).to(dtype)

@@ -588,7 +588,7 @@ class RowSpace:
         on_device = self.device.type != "cpu"
         if on_device:
             tensors.append(self._sum_losses())
-        # Copy all numbers to the host at once.
+        # Copy all numbers to the host together.
         values: list[float] = torch.cat(tensors).tolist()
         if on_device:
             self._loss_sums = values[-2:]

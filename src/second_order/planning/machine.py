@@ -143,7 +143,7 @@ def calibrate(
     if device.type not in ASSUMED_NETWORKS:
         raise ValueError(f"device={device} cannot be measured; use 'cpu' or 'cuda'")
 
-    # All ranks measure at once, because ranks on one host share cores and memory.
+    # All ranks measure together, because ranks on one host share cores and memory.
     world.all_gather_object(None)
     machine: Machine = world.all_gather_object(_measured_machine(device))[0]
     if world.size == 1:
