@@ -418,13 +418,15 @@ def test_kaisa_over_muon() -> None:
 def test_fashion_mnist_at_a_constant_rate() -> None:
     runs = other_tasks()["fashion resnet, constant rate"]
     means = {each: statistics.mean(last_losses(of)) for each, of in runs.items()}
-    ours, over_muon, muon, soap, sgd = (
+    over_sgd, over_muon, muon, soap, sgd = (
         f"{means[each]:.3f}" for each in ("KAISA, SGD", "KAISA, Muon", "Muon", "SOAP", "SGD")
     )
     assert max(means["KAISA, SGD"], means["KAISA, Muon"]) < min(means["Muon"], means["SOAP"])
-    sentence = f"KAISA over SGD ({ours}) and over Muon ({over_muon}) ends below Muon ({muon}) and"
+    sentence = (
+        f"KAISA over SGD ({over_sgd}) and over Muon ({over_muon}) ends below Muon ({muon}) and"
+    )
     assert f"{sentence} SOAP ({soap})" in text_of(DEFAULTS)
-    sentence = f"KAISA over SGD ends lower than both ({ours}; Muon {muon}, SGD {sgd})"
+    sentence = f"KAISA over SGD ends lower than both ({over_sgd}; Muon {muon}, SGD {sgd})"
     assert sentence in text_of("README.md")
 
 

@@ -20,7 +20,7 @@ from aux_base_cases import (
     optim,
     two,
 )
-from combinations import woven
+from combinations import fractional_product
 from optimizer_cases import KAISA, KRONECKER, each_kronecker, make, same, take
 from ranks import agreed, assert_same_trajectory, train
 from saved_states import saved_and_loaded
@@ -83,7 +83,7 @@ def test_a_base_can_convert_its_loaded_state() -> None:
 
 
 @pytest.mark.parametrize(
-    ("System", "flat", "fresh"), woven(KRONECKER, [False, True], [False, True], part=2)
+    ("System", "flat", "fresh"), fractional_product(KRONECKER, [False, True], [False, True], part=2)
 )
 def test_a_dcp_round_trip_continues_the_run(System: Any, flat: bool, fresh: bool) -> None:
     """By names; a fresh optimizer is stepped by it with zero gradients, and must not move."""

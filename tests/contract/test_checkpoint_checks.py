@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from combinations import woven
+from combinations import fractional_product
 from models import ZOO
 from optimizer_cases import (
     BASES,
@@ -60,7 +60,9 @@ def invalid_values(value: Any) -> Iterator[Any]:
         yield from (torch.nan, -torch.inf)
 
 
-@pytest.mark.parametrize(("System", "base"), woven([*SYSTEMS, MRDHO2], ["SGD", "AdamW"], part=2))
+@pytest.mark.parametrize(
+    ("System", "base"), fractional_product([*SYSTEMS, MRDHO2], ["SGD", "AdamW"], part=2)
+)
 def test_invalid_shapes_and_numbers_raise_before_anything_changes(System: Any, base: str) -> None:
     """An error names the entry and its parameter, whichever of all entries it is."""
     model, optimizer = trained(System, base)

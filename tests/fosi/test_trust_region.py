@@ -96,8 +96,8 @@ def test_a_step_that_explodes_is_rejected_once(how: str) -> None:
     line = Line()
     way, _ = line.step(1.0)
     before = line.state.scale
-    back, undone_steps = line.step(math.nan if how == "not finite" else -1e6)
-    assert undone_steps
+    back, reverted_steps = line.step(math.nan if how == "not finite" else -1e6)
+    assert reverted_steps
     assert back == pytest.approx(-way)
     assert line.step(math.nan if how == "not finite" else 1.0)[1] is False
     assert line.state.scale <= 0.11 * before
@@ -280,7 +280,7 @@ def test_a_step_to_a_non_finite_gradient_is_rejected(world: World, layout: str |
     torch.testing.assert_close(found[POISONED], expected[-1], rtol=1e-9, atol=1e-12)
     assert not torch.allclose(found[POISONED - 1], expected[-1], rtol=1e-9)
     assert not torch.equal(found[-1], found[-2])
-    assert all(undone_steps == 1 for _, undone_steps in results)
+    assert all(reverted_steps == 1 for _, reverted_steps in results)
     if layout is None:
         plain, _ = poisoned(0, 1, {**options, "trust_region": False})
         assert not bool(plain[-1].isfinite().all())

@@ -1,4 +1,4 @@
-"""Of many combinations a part in which values still meet; all of them in a thorough run."""
+"""Fractions of all combinations of options; all combinations in a thorough run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
 
-def woven(*factors: Sequence[Any], part: int, first: int = 0) -> list[tuple[Any, ...]]:
-    """The combinations whose places add up, from `first` on, to a multiple of `part`.
+def fractional_product(*factors: Sequence[Any], part: int, first: int = 0) -> list[tuple[Any, ...]]:
+    """The combinations whose indices add up, from `first` on, to a multiple of `part`.
 
-    Leave out any factor of at least `part` values: all combinations of the others are there.
+    If you ignore one factor with at least `part` values, all combinations of the others occur.
     """
     places = itertools.product(*(range(len(values)) for values in factors))
     return [

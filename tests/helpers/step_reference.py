@@ -1,4 +1,4 @@
-"""What the tests of single steps share: a reference, first factors, messages, and nearness."""
+"""What the tests of single steps share: a reference, first factors, messages, and tolerances."""
 
 from __future__ import annotations
 

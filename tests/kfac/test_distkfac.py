@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from combinations import woven
+from combinations import fractional_product
 from distkfac_training import (
     BATCHES,
     CASE,
@@ -42,7 +42,7 @@ def train(**options: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("staleness", "every", "solver"),
-    woven([0, 1, 2, 3], [1, 2, 4], ["inverse", "eigen"], part=2),
+    fractional_product([0, 1, 2, 3], [1, 2, 4], ["inverse", "eigen"], part=2),
 )
 def test_with_deterministic_staleness_steps_use_inverses_of_that_age(
     staleness: int, every: int, solver: Any

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from combinations import woven
+from combinations import fractional_product
 from dpkfac_training import by_choice, dpkfac, train_separately
 from models import ZOO
 from optimizer_cases import factors, take
@@ -75,7 +75,7 @@ def close(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 
 @pytest.mark.parametrize(
     ("world_size", "case", "assignment"),
-    woven([2, 3, 4], [MLP, CONV], ["balanced", "round_robin"], part=2),
+    fractional_product([2, 3, 4], [MLP, CONV], ["balanced", "round_robin"], part=2),
     ids=str,
 )
 def test_a_layers_factors_come_from_its_owners_batches(
@@ -99,7 +99,7 @@ def test_a_layers_factors_come_from_its_owners_batches(
         assert not close(found, averages(case, trajectory, batches, block.name, 0.5))
 
 
-@pytest.mark.parametrize(("world_size", "base"), woven([2, 3, 4], [*BASES], part=2))
+@pytest.mark.parametrize(("world_size", "base"), fractional_product([2, 3, 4], [*BASES], part=2))
 def test_both_gradient_exchanges_give_the_same_trajectory(
     world: World, world_size: int, base: str
 ) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from combinations import woven
+from combinations import fractional_product
 from models import ZOO
 from optimizer_cases import each_kronecker, factors, make, noted, take
 from ranks import agreed, kaisa, replaced, shard, vector
@@ -106,7 +106,7 @@ def fail_once(
 
 @pytest.mark.parametrize(
     ("solver", "fault", "workers"),
-    woven(["eigen", "inverse"], ["raises", "nan", "crashes"], [1, 2, 4], part=3),
+    fractional_product(["eigen", "inverse"], ["raises", "nan", "crashes"], [1, 2, 4], part=3),
 )
 def test_all_ranks_keep_the_last_inverse_if_one_rank_fails(
     world: World, solver: str, fault: str, workers: int
@@ -285,7 +285,8 @@ def with_bad_gradients(
 
 
 @pytest.mark.parametrize(
-    ("where", "layer", "bad"), woven([{0}, {1, 3}], ["0", "4"], [math.nan, math.inf], part=2)
+    ("where", "layer", "bad"),
+    fractional_product([{0}, {1, 3}], ["0", "4"], [math.nan, math.inf], part=2),
 )
 def test_non_finite_statistics_of_one_rank_are_dropped(
     world: World, where: set[int], layer: str, bad: float

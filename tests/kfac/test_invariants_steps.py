@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import reference as ref
 import torch
-from combinations import woven
+from combinations import fractional_product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import FACTORED, ZOO, Case
@@ -352,7 +352,9 @@ def test_a_constant_clip_follows_the_square_of_the_learning_rate(
 # base optimizer bit for bit.
 
 
-@pytest.mark.parametrize(("name", "solver"), woven([*FACTORED], ["eigen", "inverse"], part=2))
+@pytest.mark.parametrize(
+    ("name", "solver"), fractional_product([*FACTORED], ["eigen", "inverse"], part=2)
+)
 def test_20_infinite_damping_equals_the_base(name: str, solver: str) -> None:
     """P ≈ ∇ / γ up to ‖A ⊗ G‖ / γ, or up to a few √(‖A ⊗ G‖ / γ) with damped factors."""
     case = FACTORED[name]
@@ -376,7 +378,7 @@ def test_20_infinite_damping_equals_the_base(name: str, solver: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "base", "solver"),
-    woven(
+    fractional_product(
         [name for name, case in FACTORED.items() if case.loss is cross_entropy],
         ["SGD", "Adam"],
         ["eigen", "inverse"],
@@ -435,7 +437,7 @@ INTERVALS = [
     *(
         (name, approx, solver, *pair)
         for name, approx in TRAJECTORIES
-        for pair, solver in woven(PAIRS_OF_INTERVALS, SOLVERS, part=2)
+        for pair, solver in fractional_product(PAIRS_OF_INTERVALS, SOLVERS, part=2)
         if name in KINDS
     ),
     *(

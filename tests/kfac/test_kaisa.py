@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from combinations import woven
+from combinations import fractional_product
 from models import ZOO
 from optimizer_cases import factors, noted, take
 from placement_training import KAISA_ALL_REDUCE, Forked, collectives_of_steps, falling, network
@@ -160,7 +160,7 @@ def train_forked(
     return records
 
 
-@pytest.mark.parametrize(("workers", "wrap"), woven([1, 2, 4], [False, True], part=2))
+@pytest.mark.parametrize(("workers", "wrap"), fractional_product([1, 2, 4], [False, True], part=2))
 def test_some_ranks_may_skip_a_layer(world: World, workers: int, wrap: bool) -> None:
     """A layer has the statistics of the ranks that call it. One that no rank calls stays."""
     uses: list[set[int]] = [set(), {0, 1, 2, 3}, {1, 2}, set()]
@@ -273,7 +273,7 @@ def test_different_options_on_ranks_raise_at_construction(world: World, variant:
 
 @pytest.mark.parametrize(
     ("workers", "solver", "exchange"),
-    woven([1, 2, 4], ["eigen", "inverse"], ["all_reduce", "reduce"], part=2),
+    fractional_product([1, 2, 4], ["eigen", "inverse"], ["all_reduce", "reduce"], part=2),
 )
 def test_the_number_of_collectives_does_not_grow_with_depth(
     world: World, workers: int, solver: str, exchange: str

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import fsdp_training
 import pytest
 import torch
-from combinations import woven
+from combinations import fractional_product
 from models import ZOO
 from optimizer_cases import (
     KRONECKER,
@@ -76,7 +76,7 @@ def off(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 @pytest.mark.parametrize(
     ("System", "base", "sizes"),
-    woven(KRONECKER, [SGD, ADAM], [SIZES, (1, 30, 9), (20, 20)], part=3),
+    fractional_product(KRONECKER, [SGD, ADAM], [SIZES, (1, 30, 9), (20, 20)], part=3),
 )
 def test_any_split_into_micro_batches_trains_like_the_whole_batch(
     System: Any, base: Any, sizes: Any

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from combinations import woven
+from combinations import fractional_product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import ZOO
@@ -139,7 +139,9 @@ PLACED: list[tuple[Placement, int, dict[str, Any]]] = [
 def test_every_option_gives_the_trajectory_of_one_process(world: World, number: int) -> None:
     """Each option in one exchange of KAISA and in one of DPKFAC."""
     placement, world_size, how = PLACED[number]
-    variations = [options for (options,) in woven([*VARIATIONS.values()], part=2, first=number)]
+    variations = [
+        options for (options,) in fractional_product([*VARIATIONS.values()], part=2, first=number)
+    ]
     trainings = [Training(MLP, SHORT, {**options, **how}) for options in variations]
     results = world.run(train_each_placed, world_size, placement, trainings)
     for options, parallel in zip(variations, zip(*results, strict=True), strict=True):
@@ -282,7 +284,7 @@ MEMORY_OPT = {"grad_worker_fraction": 0.0}
 
 @pytest.mark.parametrize(
     ("members", "placement"),
-    woven(
+    fractional_product(
         [[[1, 3]], [[1, 2, 3]], [[0, 2], [1, 3]], [[2, 3], [0, 1]]],
         [
             Placement("KAISA comm-opt", KAISA, {"grad_worker_fraction": 1.0}),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from combinations import woven
+from combinations import fractional_product
 from models import ZOO
 from placement_training import (
     BOUNDARY,
@@ -92,7 +92,7 @@ def test_a_checkpoint_resumes_on_any_number_of_processes(
     data = world.run(save_all, before, placement, choices)[whose(placement)]
     checkpoints = list(zip(data, choices, strict=True))
     for after in (before % 4 + 1, (before + 1) % 4 + 1):
-        chosen = woven(PLACEMENTS, checkpoints, part=3, first=before + after)
+        chosen = fractional_product(PLACEMENTS, checkpoints, part=3, first=before + after)
         resumptions = [(reader, *checkpoint) for reader, checkpoint in chosen]
         assert warnings_as_all_go_on(world, after, resumptions) == []
 
@@ -108,7 +108,7 @@ def test_distributed_checkpoints_need_no_consolidation(
     expected = train(0, 1, MLP, LONG, options)[BOUNDARY:]
     path = str(tmp_path)
     world.run(save_dcp, before, placement, path, flat, {**options, **placement.fewest(before)})
-    for (after,) in woven((1, 2, 3, 4), part=2, first=before // 2):
+    for (after,) in fractional_product((1, 2, 3, 4), part=2, first=before // 2):
         readers = PLACEMENTS if after == 2 else (placement,)
         results = world.run(load_each_dcp, after, readers, path, flat, options)
         for other, parallel in zip(readers, zip(*results, strict=True), strict=True):

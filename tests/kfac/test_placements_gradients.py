@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from combinations import woven
+from combinations import fractional_product
 from models import ZOO
 from optimizer_cases import noted, take
 from placement_training import DPKFAC_ALL_REDUCE, DPKFAC_OWNER, PLACEMENTS, Placement
@@ -33,7 +33,7 @@ each_placement = pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 
 # Whether DDP's gradients are views of its buckets, whether the optimizer is made of parameters,
 # and whether it averages gradients.
-WRAPPED = woven((True, False), (True, False), ("auto", True, False), part=2)
+WRAPPED = fractional_product((True, False), (True, False), ("auto", True, False), part=2)
 
 
 def train_shards(

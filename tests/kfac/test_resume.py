@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from combinations import woven
+from combinations import fractional_product
 from optimizer_cases import EXACT
 from placement_training import written
 from ranks import shard, vector
@@ -362,7 +362,7 @@ def frozen_at(run: Run, frozen: range, save: int, before: bool) -> tuple[Tensor,
 
 @pytest.mark.parametrize(
     ("run", "frozen", "before"),
-    woven(
+    fractional_product(
         [
             Run(KAISA, "SGD", BY_INTERVAL),
             Run(KAISA, "SGD"),

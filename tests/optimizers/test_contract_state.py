@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from combinations import woven
+from combinations import fractional_product
 from models import ZOO
 from optimizer_cases import (
     BASES,
@@ -219,7 +219,7 @@ def get(model: nn.Module, optimizer: Any, flat: bool) -> Any:
 
 @each_system
 @pytest.mark.parametrize(
-    ("base", "flat"), woven(["SGD", "Adam", "AdamW", "RMSprop"], [False, True], part=2)
+    ("base", "flat"), fractional_product(["SGD", "Adam", "AdamW", "RMSprop"], [False, True], part=2)
 )
 def test_a_fresh_optimizer_can_be_saved_with_dcp(System: Any, base: str, flat: bool) -> None:
     """torch steps an empty optimizer with lr 0 and zero gradients, which must change nothing."""
@@ -243,7 +243,9 @@ def test_a_fresh_optimizer_can_be_saved_with_dcp(System: Any, base: str, flat: b
 @each_system
 @pytest.mark.parametrize(
     ("base", "flat", "into"),
-    woven(["SGD", "Adam", "AdamW", "RMSprop"], [False, True], ["fresh", "mid-run"], part=4),
+    fractional_product(
+        ["SGD", "Adam", "AdamW", "RMSprop"], [False, True], ["fresh", "mid-run"], part=4
+    ),
 )
 def test_a_dcp_round_trip_continues_the_trajectory(
     System: Any, base: str, flat: bool, into: str

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from combinations import woven
+from combinations import fractional_product
 from models import ZOO
 from optimizer_cases import (
     BASES,
@@ -79,7 +79,7 @@ SCHEDULERS: dict[str, Callable[..., Any]] = {
 @each_system
 @pytest.mark.parametrize(
     ("base", "schedule", "how"),
-    woven([*BASES], [*SCHEDULERS], ["nothing", "identity"], part=3),
+    fractional_product([*BASES], [*SCHEDULERS], ["nothing", "identity"], part=3),
 )
 def test_without_curvature_scheduled_training_equals_the_base_bit_for_bit(
     System: Any, base: str, schedule: str, how: str
@@ -119,7 +119,7 @@ SWITCHES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("System", "switch"), woven(SYSTEMS, [*SWITCHES], part=2))
+@pytest.mark.parametrize(("System", "switch"), fractional_product(SYSTEMS, [*SWITCHES], part=2))
 def test_the_bases_keywords_reach_the_base(System: Any, switch: str) -> None:
     Base, options = SWITCHES[switch]
     options = {"lr": 0.02, **options}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from combinations import woven
+from combinations import fractional_product
 from models import CLASSES, ZOO, Checkpointed
 from optimizer_cases import (
     SYSTEMS,
@@ -265,7 +265,9 @@ def test_the_optimizer_may_be_created_before_a_compiled_models_first_run(
 ACCUMULATING = ["mlp", "conv_grouped", "shared_linear", "sequence_mlp", "inplace"]
 
 
-@pytest.mark.parametrize(("System", "name", "k"), woven(SYSTEMS, ACCUMULATING, [2, 4], part=2))
+@pytest.mark.parametrize(
+    ("System", "name", "k"), fractional_product(SYSTEMS, ACCUMULATING, [2, 4], part=2)
+)
 def test_k_micro_batches_equal_one_batch(System: Any, name: str, k: int) -> None:
     """Each loss is divided by k."""
     case = ZOO[name]
@@ -324,7 +326,7 @@ def average(model: nn.Module, batch: Batch) -> None:
 @each_system
 @pytest.mark.parametrize(
     ("when", "disturb"),
-    woven(
+    fractional_product(
         ["before the forward", "before the backward", "before the step"],
         [validate, no_grad_in_training_mode, forward_without_backward, average],
         part=2,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from combinations import woven
+from combinations import fractional_product
 from models import CLASSES, ZOO
 from optimizer_cases import (
     KRONECKER,
@@ -129,7 +129,7 @@ def logits_of(output: Any) -> Tensor:
 
 @pytest.mark.parametrize(
     ("System", "form", "likelihood"),
-    woven(KRONECKER, [*FORMS], ["categorical", "bernoulli", "gaussian"], part=3),
+    fractional_product(KRONECKER, [*FORMS], ["categorical", "bernoulli", "gaussian"], part=3),
 )
 def test_the_sampled_fisher_finds_the_logits(System: Any, form: str, likelihood: str) -> None:
     found = []
@@ -169,7 +169,7 @@ def scaled(model: nn.Module, optimizer: Any, scaler: Any, batch: Batch, unscale:
 
 
 @pytest.mark.parametrize(
-    ("System", "scaler", "unscale"), woven(SYSTEMS, [*SCALERS], [False, True], part=2)
+    ("System", "scaler", "unscale"), fractional_product(SYSTEMS, [*SCALERS], [False, True], part=2)
 )
 def test_loss_scaling_does_not_change_the_curvature(
     System: Any, scaler: str, unscale: bool
@@ -225,7 +225,7 @@ def infinite_gradient(layer: nn.Module) -> Any:
 
 @pytest.mark.parametrize(
     ("System", "scaler", "where"),
-    woven(
+    fractional_product(
         SYSTEMS,
         ["torch.amp", "torch.cpu.amp"],
         ["everywhere", "first layer", "last layer"],

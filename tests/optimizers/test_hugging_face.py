@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from combinations import woven
+from combinations import fractional_product
 from optimizer_cases import KRONECKER
 from torch import Tensor, nn
 
@@ -76,7 +76,9 @@ def trained(model: nn.Module, optimizer: Any, steps: int = 3) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("System", "name"), woven(KRONECKER, [*CONFIGURATIONS], part=2, first=1))
+@pytest.mark.parametrize(
+    ("System", "name"), fractional_product(KRONECKER, [*CONFIGURATIONS], part=2, first=1)
+)
 def test_nearly_all_parameters_are_preconditioned(System: Any, name: str) -> None:
     model = made(name)
     plain = copy.deepcopy(model)
