@@ -1,4 +1,4 @@
-"""What the tests of the factors' invariants share: networks, their factors and blocks, and tolerances."""
+"""What the tests of the factors' invariants share: networks, factors and blocks, and tolerances."""
 
 from __future__ import annotations
 

@@ -711,13 +711,17 @@ class World:
             received, sent, received_sizes, sent_sizes, group=self.group, async_op=True
         )
 
+    def uses_gloo(self, device: torch.device) -> bool:
+        """Whether gloo sends the tensors of a device."""
+        return self.backends.get(device.type, self.backend) == "gloo"
+
     def _stage(self, flat: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Move a buffer to a device and dtype that the backend can send.
 
         gloo sends from the CPU, and adds in the dtype that it sends. Half-precision
         tensors are therefore sent as float32, unless the caller has chosen a dtype.
         """
-        uses_gloo = self.backends.get(flat.device.type, self.backend) == "gloo"
+        uses_gloo = self.uses_gloo(flat.device)
         if dtype is None:
             dtype = flat.dtype
             if uses_gloo and dtype in (torch.bfloat16, torch.float16):

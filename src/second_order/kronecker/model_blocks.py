@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from second_order.kronecker.autograd import is_attention
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.doubly_factored import DoublyFactored
-from second_order.kronecker.exact import ExactBlock, gain_of
+from second_order.kronecker.exact import ExactBlock, Gain, gain_of
 from second_order.kronecker.experts import EXPERTS, is_experts
 from second_order.kronecker.gradient import GradientBlock, matrix_shape
 from second_order.kronecker.kinds import match, tied_kinds
@@ -321,7 +321,7 @@ class _BlockSearch:
         # A layer with a kind has a Kronecker block, unless something prevents it.
         # A module without one is left to the base.
         if kind is None:
-            self._leave_to_base(name, module, params)
+            self._leave_to_base(name, module, params, gain)
         elif id(params.get(kind.weight)) not in self._owned:
             self._skip(name, module, NOT_OWNED)
         else:
@@ -337,7 +337,11 @@ class _BlockSearch:
         self._add_use_of_weight(name, module)
 
     def _leave_to_base(
-        self, name: str, module: nn.Module, params: Mapping[str, nn.Parameter]
+        self,
+        name: str,
+        module: nn.Module,
+        params: Mapping[str, nn.Parameter],
+        gain: Gain | None,
     ) -> None:
         """Leave a module of no kind to the base, and its own parameters one by one."""
         reason = self._matches[module].reason
@@ -345,7 +349,6 @@ class _BlockSearch:
             return
         # An option would give a norm layer's gain and bias an exact block.
         allowed: tuple[str | None, ...] = ()
-        gain = gain_of(module)
         if gain is not None and self._rules.max_exact_dim is None:
             allowed = (gain.weight, gain.bias)
 

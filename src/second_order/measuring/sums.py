@@ -153,7 +153,7 @@ class Sums:
         device = part.device
         owner = self._owners[key]
         if self._world.size > 1:
-            if self._world.backend == "gloo":
+            if self._world.uses_gloo(device):
                 part = part.cpu()
             dist.reduce(part, group=self._world.group, group_dst=owner)
         if owner == self._world.rank:

@@ -35,7 +35,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
@@ -131,6 +131,24 @@ def runs_eagerly(method: Callable[P, R]) -> Callable[P, R]:
         "compile the model, or the function around the step without fullgraph",
     )
     return cast(Callable[P, R], disabled)
+
+
+def passed_on_by_wrappers(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a method that sets attributes, so that Lightning's wrapper passes it on.
+
+    The wrapper's class inherits from the optimizer's. Attributes that the wrapper lacks
+    are those of the optimizer. Those that a method sets would be the wrapper's own.
+    """
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        called_on: Any = args[0]
+        if "_constructed" in vars(called_on):
+            return method(*args, **kwargs)
+        passed_on = getattr(called_on.optimizer, method.__name__)
+        return cast(R, passed_on(*args[1:], **kwargs))
+
+    return call
 
 
 class SecondOrderOptimizer(torch.optim.Optimizer):
@@ -479,14 +497,13 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._publish_state()
         self._base_step()
 
+    @passed_on_by_wrappers
     def adopt_shards(self) -> bool:
         """Adopt DTensor parameters that ``fully_shard`` created since the last call.
 
         Returns:
             Whether any parameter changed.
         """
-        if _is_wrapper(self):
-            return self.optimizer.adopt_shards()  # type: ignore[attr-defined,no-any-return]
         training = self._training
         shards = self._param_locations.find_new_shards()
         if not shards:
@@ -555,7 +572,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Accept only an empty ``state``, and more groups after the current ones."""
-        # On a wrapper, this is the optimizer's attribute: see _is_wrapper.
+        # On a wrapper, this is the optimizer's attribute: see passed_on_by_wrappers.
         is_constructed = getattr(self, "_constructed", False)
         if name not in ("state", "param_groups") or not is_constructed:
             super().__setattr__(name, value)
@@ -612,6 +629,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         for key, value in defaults.items():
             group.setdefault(key, value)
 
+    @passed_on_by_wrappers
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group.
 
@@ -620,9 +638,6 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         Raises:
             RankMismatchError: On every rank, if the ranks do not add the same group.
         """
-        if _is_wrapper(self):
-            self.optimizer.add_param_group(param_group)  # type: ignore[attr-defined]
-            return
         if not self._constructed:
             super().add_param_group(param_group)
             return
@@ -669,6 +684,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         finally:
             self.check_ranks(action, [("added parameters", added)])
 
+    @passed_on_by_wrappers
     def consolidate(self, to: int | None = 0) -> None:
         """Collect the state of other ranks for the next :meth:`state_dict`. Collective.
 
@@ -683,9 +699,6 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: If the rank does not exist.
         """
-        if _is_wrapper(self):
-            self.optimizer.consolidate(to)  # type: ignore[attr-defined]
-            return
         size = self._training.world.size
         check_rank("consolidate", to, size)
         if self._curvature.remote_state:
@@ -696,6 +709,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     # The name that Lightning calls before it saves, as in ZeroRedundancyOptimizer.
     consolidate_state_dict = consolidate
 
+    @passed_on_by_wrappers
     def state_dict(self) -> dict[str, Any]:
         """Return the state, which ``torch.load`` reads by default.
 
@@ -742,6 +756,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """
         return export_base_state(self.state_dict(), aux_base)
 
+    @passed_on_by_wrappers
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint from any number of ranks, or the state of the base alone.
 
@@ -753,9 +768,6 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 unknown, or belongs to another base. The error names the entry, and
                 nothing has been loaded.
         """
-        if _is_wrapper(self):
-            self.optimizer.load_state_dict(state_dict)  # type: ignore[attr-defined]
-            return
         check_is_state(state_dict)
         self.adopt_shards()
         checkpoint = self._load_groups_and_base(state_dict)
@@ -848,6 +860,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """
         return {"step": float(self._training.steps), **self._curvature.metrics()}
 
+    @passed_on_by_wrappers
     @contextmanager
     def hooks_removed(self) -> Iterator[None]:
         """Remove all hooks from the model inside a ``with`` block.
@@ -859,10 +872,6 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         error there. Export, tracing, and inference with a compiled model do not need
         this block.
         """
-        if _is_wrapper(self):
-            with self.optimizer.hooks_removed():  # type: ignore[attr-defined]
-                yield
-            return
         is_nested = self._hooks_are_removed
         self._hooks_are_removed = True
         try:
@@ -871,11 +880,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         finally:
             self._hooks_are_removed = is_nested
 
+    @passed_on_by_wrappers
     def close(self) -> None:
         """Stop threads and remove hooks. From then on the base trains alone."""
-        if _is_wrapper(self):
-            self.optimizer.close()  # type: ignore[attr-defined]
-            return
         self._curvature.close()
         for callback in self._training.close_callbacks:
             callback()
@@ -888,16 +895,6 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _is_wrapper(optimizer: SecondOrderOptimizer) -> bool:
-    """Whether a method is called on Lightning's wrapper, not on the optimizer itself.
-
-    The wrapper's class inherits from the optimizer's. Attributes that the wrapper lacks
-    are those of the optimizer. Those that a method sets would be the wrapper's own, so
-    such a method passes the call on to the optimizer.
-    """
-    return "_constructed" not in vars(optimizer)
 
 
 def _averages_gradients(
