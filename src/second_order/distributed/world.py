@@ -1,8 +1,8 @@
 """The ranks that an optimizer works with, their process groups and collectives.
 
-Each method of :class:`World` packs the tensors of all layers into flat buffers of up to
-64 MiB, so the number of collectives depends on their bytes and not on the number of
-layers. Each buffer is sent by one torch collective:
+The methods of :class:`World` pack the tensors of all layers into flat buffers of up to
+64 MiB, so the number of collectives depends on bytes and not on the number of layers.
+One torch collective sends each buffer:
 
     all_reduce           sums and maxima that every rank receives
     all_to_all_single    sums that one rank receives (``World.reduce``), and tensors
@@ -11,9 +11,9 @@ layers. Each buffer is sent by one torch collective:
     broadcast            tensors of the first rank (``World.broadcast_from_first``)
 
 In an all-to-all of P ranks, the owner of a tensor receives P - 1 addends of its sum, or
-sends it to P - 1 ranks. If one of 8 ranks owns the whole buffer, it receives or sends 7
-buffers. An all-reduce costs each rank about 2 buffers, so an uneven buffer is
-all-reduced instead. On one rank, all methods return immediately.
+sends the tensor to P - 1 ranks. If one of 8 ranks owns the whole buffer, it receives or
+sends 7 buffers. An all-reduce costs each rank about 2 buffers, so an uneven buffer is
+all-reduced instead. With one rank, all methods return immediately.
 
 Collectives of one group must start in the same order on all of its ranks.
 """
@@ -62,7 +62,7 @@ BUCKET_BYTES = 64 * 2**20
 EXIT_SECONDS = 0.1
 CONTROL = ("control",)  # key of the control group among the shared groups
 
-# All optimizers share these groups, because an NCCL group takes hundreds of megabytes.
+# All optimizers share these groups: an NCCL group takes hundreds of megabytes.
 _shared: weakref.WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[Any, ...], dist.ProcessGroup]
 ] = weakref.WeakKeyDictionary()
@@ -70,7 +70,7 @@ _shared: weakref.WeakKeyDictionary[
 
 # ------------------------------------------------------------------------------- errors
 
-# If a connection fails, gloo and NCCL may raise a RuntimeError with one of these words.
+# If a connection fails, gloo or NCCL may raise a RuntimeError with one of these words.
 BACKEND_WORDS = ("gloo", "nccl", "pair closure")
 
 
@@ -102,9 +102,9 @@ def _wait_for_gloo_at_exit() -> None:
     """Let gloo's threads release their tensors before the interpreter exits.
 
     A gloo thread releases the tensors of a collective after the collective has
-    returned, and it needs the GIL for that. If the interpreter is already finalizing,
+    returned, and it needs the GIL to do so. If the interpreter is already finalizing,
     torch aborts the process with "terminate called without an active exception". The
-    collectives of FSDP2, which this file does not start, need this as well.
+    collectives of FSDP2, which this file does not start, need this too.
     """
     atexit.register(time.sleep, EXIT_SECONDS)
 
@@ -113,7 +113,7 @@ def _wait_for_gloo_at_exit() -> None:
 
 
 class OwnedTensor(NamedTuple):
-    """A tensor and the rank that receives its sum, or that broadcasts it.
+    """A tensor, and the rank that receives its sum or broadcasts it.
 
     The owner is None if every rank receives the sum.
     """
@@ -132,14 +132,14 @@ def split_into_buckets(
 
     Args:
         items: What to split.
-        kind: Returns the kind of an item; the items of a bucket are of one kind.
+        kind: Returns the kind of an item. All items of a bucket are of one kind.
         nbytes: Returns the size of an item in bytes.
-        max_bytes: Largest size of a bucket. A larger item has its own bucket.
+        max_bytes: Largest size of a bucket. A larger item gets its own bucket.
 
     Returns:
         The buckets, in the order of their first items.
     """
-    # A kind's last bucket stays open until an item would exceed the limit.
+    # A kind's last bucket stays open until an item would exceed ``max_bytes``.
     buckets: list[list[T]] = []
     open_buckets: dict[Hashable, list[T]] = {}
     filled: dict[Hashable, int] = {}
@@ -168,7 +168,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 def sum_in_order(addends: Tensor) -> Tensor:
     """Sum ``addends``, ``(ranks, n)``, in the order of ranks, at least in float32.
 
-    Unless they are of a lower precision, their first row is overwritten.
+    The first row is overwritten, unless the dtype has a lower precision.
     """
     total = addends[0].to(accumulation_dtype(addends.dtype))
     for row in addends[1:]:
@@ -206,7 +206,7 @@ def _owned_buckets(
     """Split tensors with their owners into buckets of one dtype and device.
 
     Raises:
-        ValueError: If there is not one owner for each tensor.
+        ValueError: If tensors and owners differ in number.
     """
     owned_tensors = []
     for tensor, owner in zip(tensors, owners, strict=True):
@@ -274,7 +274,7 @@ class World:
         self.backends: dict[str, str] = {}
         if alone or not dist.is_available():
             return
-        # Ranks outside of a group have a placeholder, in which their rank is -1.
+        # A rank outside of a group has a placeholder for it, in which its rank is -1.
         is_outside = cast(Any, group) is dist.GroupMember.NON_GROUP_MEMBER
         if not (group is None or is_outside or isinstance(group, dist.ProcessGroup)):
             raise TypeError(
@@ -305,7 +305,7 @@ class World:
 
     @property
     def global_ranks(self) -> list[int]:
-        """The ranks of these processes in the default group."""
+        """The ranks of this world, as the default group numbers them."""
         if self.group is None:
             has_default_group = dist.is_available() and dist.is_initialized()
             return [dist.get_rank()] if has_default_group else [0]
@@ -326,7 +326,7 @@ class World:
     def backend(self) -> str:
         """Name of the backend, or "none" without a process group.
 
-        It is "undefined" if ``init_process_group()`` has chosen one for each device.
+        It is "undefined" if ``init_process_group()`` chose one for each type of device.
         """
         return "none" if self.group is None else str(dist.get_backend(self.group))
 
@@ -335,7 +335,7 @@ class World:
     @property
     def timeout(self) -> timedelta | None:
         """The timeout of the group's collectives, or None if it is unknown."""
-        # torch has no public function for timeouts. Each backend may have another one.
+        # torch lacks a public function for timeouts. Backends may have different ones.
         group: Any = self.group
         timeouts: list[timedelta] = []
         with contextlib.suppress(AttributeError, RuntimeError):
@@ -347,13 +347,13 @@ class World:
 
     @translate_backend_errors()
     def equalize_group_counts(self) -> None:
-        """Make unused groups until all ranks are in equally many. Collective.
+        """Make unused groups until all ranks are in equally many groups. Collective.
 
         With ``use_local_synchronization``, only the members of a new group call
         ``new_group``. torch then derives the group's name from the number of groups
-        that the rank is in. If you have made a group of ranks 0 and 1, these have two
-        groups and rank 2 has one. In a new group of all three, ranks 0 and 2 would wait
-        for groups of different names until the timeout.
+        that the rank is in. After you have made a group of ranks 0 and 1, these are in
+        two groups and rank 2 is in one. For a new group of all three, ranks 0 and 2
+        would wait for groups of different names until the timeout.
         """
         local_count = len(dist.distributed_c10d._world.pg_names)
         counts = self.all_gather_object(local_count)
@@ -373,13 +373,13 @@ class World:
         """Return the world of some of these ranks. All of its members must call this.
 
         Members of several subgroups must make these calls in the same order. Groups are
-        made once and reused. If the subgroup has all ranks, this world is returned.
+        made once and reused. If ``ranks`` are all ranks, this world is returned.
 
         Args:
             ranks: The ranks of the subgroup, as this world numbers them.
-            needs_group: Whether a single rank gets a process group as well, for example
-                the only rank that trains, next to helper ranks.
-            timeout: Timeout of the collectives of a new group, if not that of this
+            needs_group: Whether a single rank gets a process group too, for example if
+                it is the only rank that trains, next to helper ranks.
+            timeout: Timeout of the collectives of the subgroup; None for that of this
                 world. It does not apply if this world itself is returned.
         """
         if self.group is None:
@@ -401,8 +401,8 @@ class World:
     def control_world(self) -> World:
         """Return the same ranks in the control group, a gloo group for small messages.
 
-        Messages in it do not synchronize with the device, and are not queued behind the
-        collectives of this group. All control messages share the one control group. The
+        Its messages do not synchronize with the device, and are not queued behind the
+        collectives of this group. All control messages share one control group. The
         first call is a collective. With torch's fake backend, this process is alone.
         """
         if self.group is None:
@@ -419,7 +419,7 @@ class World:
     def with_new_group(self) -> World:
         """Return the same ranks in a new group.
 
-        Its collectives may start between those of this group in any order, for example
+        Its collectives and those of this group may start in any order, for example
         while backward runs.
         """
         return self if self.group is None else World(self._new_group(self.global_ranks))
@@ -427,7 +427,7 @@ class World:
     def on_cpu(self) -> World:
         """Return the same ranks in a group that sends CPU tensors.
 
-        This is the control group if this group cannot send them, else this group.
+        This is this group, or the control group if this group cannot send them.
         """
         return self if "cpu" in self.backends else self.control_world()
 
@@ -446,7 +446,7 @@ class World:
     ) -> dist.ProcessGroup:
         """Make a group of some global ranks. Only these ranks call this.
 
-        They must be in equally many groups: each optimizer calls
+        They must be in equally many groups, so each optimizer calls
         :meth:`equalize_group_counts` when it is made. The default backend and timeout
         are those of this world.
         """
@@ -502,12 +502,12 @@ class World:
 
         Args:
             tensors: The tensors, with the same shapes, dtypes and order on every rank.
-            owners: For each tensor the rank that receives the sum, or None if every
-                rank does. Tensors with other owners keep their values.
+            owners: For each tensor, the rank that receives the sum, or None if every
+                rank does. On the other ranks, the tensor keeps its values.
             dtype: The communication dtype, if it is not that of the tensors.
 
         Raises:
-            ValueError: If there are several ranks, and not one owner for each tensor.
+            ValueError: If tensors and owners differ in number, on several ranks.
         """
         pending = PendingReduction()
         if self.size > 1:
@@ -518,7 +518,7 @@ class World:
     def _reduce_bucket(
         self, bucket: Sequence[OwnedTensor], dtype: torch.dtype | None
     ) -> PendingCollective:
-        """Start to sum a bucket, by the collective that sends less."""
+        """Start to sum a bucket, with the collective that sends less."""
         # The tensors whose sums each rank receives.
         by_receiver: list[list[Tensor]] = [[] for _ in range(self.size)]
         for tensor, owner in bucket:
@@ -539,8 +539,8 @@ class World:
         self, bucket: Sequence[OwnedTensor], dtype: torch.dtype | None
     ) -> PendingCollective:
         """Start to all-reduce a bucket; copy this rank's own sums at the end."""
-        # Addends are rounded to the communication dtype, as in an all-to-all, and added
-        # in float32 at least.
+        # As in an all-to-all, addends are rounded to the communication dtype, and added
+        # at least in float32.
         staged = self._stage(flatten([tensor for tensor, _ in bucket]), dtype)
         whole = staged.to(accumulation_dtype(staged.dtype))
 
@@ -562,7 +562,7 @@ class World:
 
         Args:
             by_receiver: The tensors whose sums each rank receives.
-            sizes: The number of elements of each rank's tensors.
+            sizes: The number of elements of each receiver's tensors.
             dtype: The communication dtype, if it is not that of the tensors.
         """
         tensors = [tensor for part in by_receiver for tensor in part]
@@ -592,13 +592,13 @@ class World:
 
         Args:
             tensors: The tensors, with the same shapes, dtypes and order on every rank.
-            owners: The rank that sends each tensor. A call of ``dist.broadcast`` has
-                one sender for all.
+            owners: The rank that sends each tensor. ``dist.broadcast`` has only one
+                sender per call.
             dtype: The communication dtype, if it is not that of the tensors. If it has
-                a lower precision, the owner keeps the values before rounding.
+                a lower precision, the owner keeps the unrounded values.
 
         Raises:
-            ValueError: If there are several ranks, and not one owner for each tensor.
+            ValueError: If tensors and owners differ in number, on several ranks.
         """
         if self.size == 1:
             return
@@ -622,8 +622,8 @@ class World:
     ) -> Sequence[Tensor]:
         """All-gather flat tensors: send ``own`` to all other ranks, and receive theirs.
 
-        ``sizes`` are their lengths, by rank. This rank's entry of the result is
-        undefined. ``dist.all_gather`` would need equal lengths.
+        ``sizes`` are their lengths by rank. Do not use this rank's entry of the result.
+        ``dist.all_gather`` would need equal lengths.
         """
         total = sum(sizes)
         if total == 0:
@@ -636,7 +636,7 @@ class World:
             return self.all_to_all(sent, received_sizes, dtype)
 
         # All-reduce the whole buffer. Each rank contributes its own segment, and zeros
-        # elsewhere. The zeros are negative, because -0.0 + x is bit for bit x, whereas
+        # elsewhere. The zeros are negative, because -0.0 + x is x bit for bit, whereas
         # 0.0 + -0.0 is 0.0.
         staged = self._stage(own, dtype)
         whole = staged.new_full((total,), -0.0)
@@ -674,7 +674,7 @@ class World:
         if self.size == 1:
             return list(sent)
 
-        # Send all of them in one buffer.
+        # Send all tensors in one buffer.
         flat = torch.cat(list(sent))
         staged = self._stage(flat, dtype)
         received = staged.new_empty(sum(received_sizes))
@@ -688,9 +688,9 @@ class World:
         return list(received.to(flat.device, flat.dtype).split(list(received_sizes)))
 
     def _is_uneven(self, sizes: Sequence[int], total: int) -> bool:
-        """Whether an all-to-all would move over twice the whole buffer at one rank.
+        """Return whether a rank would move more than two buffers in an all-to-all.
 
-        Twice the buffer is about what each rank sends in an all-reduce. For 8 ranks, a
+        Two buffers are about what each rank sends in an all-reduce. With 8 ranks, a
         buffer is uneven if one rank owns more than a quarter of it.
         """
         return self.size * max(sizes) > 2 * total
@@ -718,8 +718,8 @@ class World:
     def _stage(self, flat: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Move a buffer to a device and dtype that the backend can send.
 
-        gloo sends from the CPU, and adds in the dtype that it sends. Half-precision
-        tensors are therefore sent as float32, unless the caller has chosen a dtype.
+        gloo sends from the CPU, and adds in the dtype that it sends. It therefore sends
+        half-precision tensors as float32, unless the caller chose a dtype.
         """
         uses_gloo = self.uses_gloo(flat.device)
         if dtype is None:
@@ -742,7 +742,7 @@ class World:
     def all_gather_object(self, value: Any) -> list[Any]:
         """Gather a small object from every rank by pickling it.
 
-        Returns the objects by rank.
+        Return the objects by rank.
         """
         values: list[Any] = [value] * self.size
         if self.size > 1:
@@ -780,14 +780,14 @@ def send_tensors(
 ) -> dict[Key, Parts]:
     """Send tuples of tensors from sources to destinations, in buckets. Collective.
 
-    Every rank receives every message, and drops the items that are not for it.
+    Every rank receives every item, and drops those that are not for it.
 
     Args:
         world: The ranks.
         shapes: The shapes of each item's tensors, the same on every rank.
         routes: The source and the destinations of each item, the same on every rank.
         local: The items of this rank, on ``device``. If a source lacks an item, it
-            sends zeros, because the other ranks wait for a message all the same.
+            sends zeros, because the other ranks wait for a message nonetheless.
         dtype: Dtype of the tensors that arrive.
         device: Device of the tensors that arrive.
         communication_dtype: The dtype in messages, if it is not ``dtype``.
@@ -810,7 +810,7 @@ def send_tensors(
             torch.zeros(shape, dtype=dtype, device=device) for shape in shapes[key]
         )
 
-    # Broadcast bucket by bucket. This rank also receives the items that it drops, so
+    # Broadcast one bucket at a time. A rank also receives the items that it drops, so
     # all buffers together would take as much memory as the items of all ranks.
     buckets = split_into_buckets(
         moving,

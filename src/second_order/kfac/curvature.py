@@ -11,10 +11,10 @@
 
 ∇ is the mean gradient and γ the damping. By default (``grafting="gradient"``), c is the
 mean eigenvalue of A ⊗ G + γ; with ``grafting="none"`` it is 1. Inverses are stored
-multiplied by c. By default, a layer's interval follows the drift of its inverse
+multiplied by c. By default, a layer's refresh interval follows the drift of its inverse
 (:mod:`second_order.kfac.schedule`), and statistics of all layers are due whenever a
-layer is. If ``inv_update_steps`` or ``factor_update_steps`` is a number, that number
-decides instead. ν is described in :mod:`second_order.kfac.precondition`.
+layer is. A number for ``inv_update_steps`` or ``factor_update_steps`` overrides
+this. :mod:`second_order.kfac.precondition` describes ν.
 
 At each step, the optimizer calls :meth:`KFAC.prepare`, which assigns layers, and
 :meth:`KFAC.precondition`, which does the rest. :meth:`KFAC.step_base` then runs the
@@ -36,9 +36,10 @@ If KAISA averages the gradients, a step with a refresh sends these messages, in 
 
 The step waits for the mean gradients before it computes P. With
 ``grad_worker_fraction=1``, every rank preconditions every layer, so the change and ν P
-are not sent. A step without a refresh only sends the first two messages, the change and
-ν P. If ``factor_update_steps`` is a number, sums of A and G are also sent between
-refreshes. DistKFAC with stats workers also all-reduces their state at each step.
+are not sent. A step without a refresh sends only four of these messages: the first two,
+the change, and ν P. If ``factor_update_steps`` is a number, sums of A and G are also
+sent between refreshes. With stats workers, DistKFAC also all-reduces their state at
+each step.
 
 See :mod:`second_order.kfac.checkpoints` for how a run is saved and resumed.
 """
@@ -117,7 +118,7 @@ INVERSION_COST = {"inverse": 4.0, "eigen": 15.0}
 # then covers few steps, so the rounding error of one step may exceed a small damping.
 FULL_PRECISION_STEPS = 20
 
-# The refresh interval that the cost model assumes if drift will set the intervals.
+# The refresh interval that the cost model assumes if drift sets the intervals.
 ASSUMED_INTERVAL = 10
 
 
@@ -125,8 +126,8 @@ class StatsWorkersInterface(Protocol):
     """The stats workers, as a gradient worker sees them.
 
     Stats workers are helper ranks, which only compute statistics and do not train.
-    ``second_order.kfac.stats_workers.StatsWorkers`` implements this interface. It
-    imports this file, so this file cannot import it.
+    ``second_order.kfac.stats_workers.StatsWorkers`` implements this interface. That
+    module imports this one, so this one cannot import it.
     """
 
     @property
@@ -142,7 +143,7 @@ class StatsWorkersInterface(Protocol):
     def receive_statistics(
         self, layers: Mapping[str, KroneckerBlock], training: Training, /
     ) -> Iterable[Sums]:
-        """Return the sums of each message that arrived since the last step."""
+        """Return the sums in each message that has arrived since the last step."""
 
     def update_verification(self, blocks: Iterable[KroneckerBlock], /) -> None:
         """Update which layers are unverified, after the messages of a step."""
@@ -182,13 +183,13 @@ class LayeredCurvature(Curvature):
         self.layers.drop_pending()
 
     def hooks_removed(self) -> AbstractContextManager[None]:
-        """Return a context manager that removes all hooks, and restores them."""
+        """Return a context manager that removes all hooks and restores them on exit."""
         return self.layers.hooks_removed()
 
 
 @dataclass(frozen=True)
 class StepInfo:
-    """Values of a step that its end and :meth:`KFAC.metrics` need.
+    """Values of a step that :meth:`KFAC.finish_step` and :meth:`KFAC.metrics` need.
 
     Attributes:
         clip_factor: ν, a scalar; None if nothing was clipped.
@@ -232,12 +233,12 @@ def choose_num_workers(
 def _largest_number_of_terms(
     sums: Iterable[StatisticsSums], device: torch.device
 ) -> Tensor | None:
-    """Return the number of loss terms of the step; None without statistics.
+    """Return the number of loss terms of the step, or None without statistics.
 
-    It is the largest number of loss terms that reached a layer. The factors of
+    This is the largest number of loss terms that reached any layer. The factors of
     gradient-factored layers depend on it.
     """
-    # The first number of a head is the number of terms.
+    # The first element of a head is the number of terms.
     numbers = [layer_sums.head[0].to(device) for layer_sums in sums]
     if not numbers:
         return None
@@ -275,19 +276,19 @@ class KFAC(LayeredCurvature):
         self.all_plans: dict[KroneckerBlock, LayerPlan] = {}
         self._step_plan = StepPlan({}, World.alone(), World.alone())
         self._buckets: list[Bucket] = []  # for FSDP2-sharded gradients
-        # The rank that owns each gradient: only this rank receives the mean. None if
+        # The rank that owns each gradient: only that rank receives its mean. None if
         # all ranks receive it.
         self._gradient_owners: dict[Tensor, int] | None = None
-        # Gradient workers per layer by the cost model; 0 if it is not used.
+        # Gradient workers per layer that the cost model chose; 0 if it is not used.
         self.num_workers = 0
 
         # Schedules and inverses.
         self._schedule = Schedule(training, options, self.layers)
-        # Bounds the time of refreshes, by overhead=.
+        # Bounds the time spent on refreshes (overhead=).
         self.throttle = self._schedule.throttle
         # Sets the intervals if inv_update_steps is "auto".
         self.drift = self._schedule.drift
-        # THOR's rule: which due layers are refreshed.
+        # THOR's rule, which chooses the due layers to refresh.
         self.traces: TraceRefresh | None = None
         rule: SelectionRule | None = None
         trace_rule = options.trace_rule
@@ -322,8 +323,8 @@ class KFAC(LayeredCurvature):
         self._last = StepInfo()
         self._closed = False
 
-        # A checkpoint that was loaded since the last step; and the object that saves
-        # and loads the state above.
+        # A checkpoint that has been loaded since the last step, and the object that
+        # saves and loads the state above.
         self._resumption: Resumption | None = None
         self._checkpoints = Checkpoints(
             training=training,
@@ -349,8 +350,8 @@ class KFAC(LayeredCurvature):
         self._system.plan([], self.training.world.size)
         if self.stats_workers is not None:
             self.stats_workers.begin(self.training)
-        # If gradients are sharded, one rank per layer collects them, so there is
-        # nothing to choose.
+        # If gradients are sharded, each layer has one worker, which collects them.
+        # There is then nothing to choose.
         if self._system.auto_workers and not self.layers.sharded:
             workers = choose_num_workers(
                 self.training, self._options, self.layers.blocks
@@ -369,8 +370,8 @@ class KFAC(LayeredCurvature):
         if self.stats_workers is not None:
             raise ValueError(sharding_error(self.training.name, "stats"))
         self.layers.replace_params(others)
-        # Gradient-factored layers, whose factors are computed from the weight gradient,
-        # need whole gradients, which no rank has any more.
+        # Gradient-factored layers compute their factors from whole weight gradients,
+        # which no rank has now.
         has_any = any(isinstance(block, GradientBlock) for block in self.layers.blocks)
         if self._options.unsupported_layers == AUTO and has_any:
             self.replan()
@@ -382,7 +383,7 @@ class KFAC(LayeredCurvature):
             self._start_capture()
 
     def _start_capture(self) -> None:
-        """Assign the layers to ranks, and capture their statistics from now on.
+        """Assign the layers to ranks, and start to capture their statistics.
 
         Collective.
         """
@@ -409,7 +410,7 @@ class KFAC(LayeredCurvature):
     def prepare(self) -> None:
         """Reassign layers to ranks if the layers that train have changed. Collective.
 
-        Call this before gradients are averaged, because new owners receive averages.
+        Call this before gradients are averaged: new owners then receive the means.
         """
         if self.throttle is not None:
             self.throttle.begin_step()
@@ -425,8 +426,8 @@ class KFAC(LayeredCurvature):
     def precondition(self, pending: PendingAverage) -> None:
         """Replace each layer's ``p.grad`` by ν P. Collective.
 
-        This does all work from the statistics to ``p.grad``, in the order at the top of
-        the file. After a refresh, it also adapts the refresh intervals, the step scale
+        This does all work from the statistics to ``p.grad``, in the order of the module
+        docstring. After a refresh, it also adapts the refresh intervals, the step scale
         and the floor of γ.
 
         Args:
@@ -448,11 +449,11 @@ class KFAC(LayeredCurvature):
         report: Report | None = None
         if due or inverses.requested or inverses.pending:
             with stage("solve"):
-                # Collects tensors. When one is needed, all are copied to the host.
+                # Collects tensors, and copies all to the host when one is needed.
                 read = DeviceRead()
                 if inverses.measures_early:
                     # There is one process, so its gradients are the mean. Report before
-                    # the refresh, so that one device read returns the numbers of both.
+                    # the refresh, so that one device read serves both.
                     report = self._report_refresh(read)
                 refresh = inverses.refresh(due, pending, self.mean_curvature, read)
                 if self.drift is not None:
@@ -466,11 +467,11 @@ class KFAC(LayeredCurvature):
             self.stats_workers.agree(self.training)
 
         # Measure the loss's slope along the last step. This needs the plain mean
-        # gradients, which have only just arrived.
+        # gradients, which are now complete.
         if refresh.installed and report is None:
             report = self._report_refresh(DeviceRead())
 
-        # Precondition on the gradient workers, exchange P, clip, and write p.grad. If
+        # Precondition on the gradient workers, clip, exchange ν P, and write p.grad. If
         # FSDP2 shards gradients, each rank has some of the rows.
         with stage("precondition"):
             if self.layers.sharded:
@@ -507,9 +508,9 @@ class KFAC(LayeredCurvature):
         if step_scale is None:
             step()
             return
-        # Copy the weights if τ or the next refresh needs this step. If layers change or
-        # a checkpoint is loaded, there may also be a refresh that cannot be predicted
-        # here. Such a refresh does without the slope.
+        # Copy the weights if τ or the next refresh needs this step. A change of layers
+        # or a loaded checkpoint may cause a refresh that cannot be predicted here. Such
+        # a refresh does not measure the slope.
         refresh_may_follow = self._schedule.refresh_may_be_due(self.training.steps + 1)
         keep_step = refresh_may_follow or bool(self.inverses.pending)
         step_scale.keep_weights(self._step_plan.layers, keep_step)
@@ -523,15 +524,15 @@ class KFAC(LayeredCurvature):
                 self.training, self.inverses.inverter.post
             )
         if self.throttle is not None:
-            # All ranks know which of the due layers have an inverse. If none has one,
-            # the throttle counts this step among those without a refresh.
+            # All ranks know which of the due layers have an inverse. If none does, the
+            # throttle counts this step as one without a refresh.
             self.throttle.end_step(refreshed=self._last.counts_as_refresh)
         if self._last.refresh_due:
             self.layers.warn_of_dropped_statistics()
 
     def watch(self) -> None:
         """Turn capture on if statistics may be due at the next step, and off if not."""
-        # Steps are counted before this, so ``steps`` is the next one.
+        # ``steps`` has already been incremented, so it is the next step.
         due = self._schedule.statistics_may_be_due(self.training.steps)
         if self.stats_workers is not None and not self.stats_workers.own_passes:
             due = False
@@ -547,8 +548,8 @@ class KFAC(LayeredCurvature):
         stats_workers = self.stats_workers
         gradient_factored = self._step_plan.gradient_factored
         step = self.training.steps
-        # Passes and gradients update different layers, each of them once per step. Both
-        # use this age, which is computed before an update makes it 0.
+        # Passes and gradients update different layers, each once per step. Both use the
+        # same age, so compute it before the first update makes it 0.
         age = step - self._averaged_at
 
         # This step's passes. If there are stats workers, also check that the passes
@@ -569,7 +570,7 @@ class KFAC(LayeredCurvature):
         elif self._pipeline is not None:
             self._pipeline.drain()
 
-        # Messages of stats workers. Each has statistics of batches of its own.
+        # Messages of stats workers. Each has statistics of different batches.
         if stats_workers is not None:
             measured = {block.name: block for block in self._step_plan.measured}
             for sums in stats_workers.receive_statistics(measured, self.training):
@@ -606,8 +607,8 @@ class KFAC(LayeredCurvature):
 
         if layers.losses.current() != "step_mean":
             return sums
-        # The sums of KAISA and DistKFAC contain the loss terms of all ranks. Those of
-        # DPKFAC only contain the owner's. We assume that the other ranks have as many.
+        # The sums of KAISA and DistKFAC contain the loss terms of all ranks; those of
+        # DPKFAC, only the owner's. We assume that all ranks have equally many terms.
         num_counted = 1 if self._system.from_owner else world.size
         return layers.undo_step_mean(sums, share=1.0 / num_counted)
 
@@ -629,7 +630,7 @@ class KFAC(LayeredCurvature):
         Args:
             pending: The average of the gradients. This method waits for it.
             age: Steps since the last update before this step.
-            num_terms: The number of the step's loss terms; None if it is not known.
+            num_terms: The number of loss terms of the step; None if unknown.
         """
         with stage("average_gradients"):
             pending.wait()
@@ -647,7 +648,7 @@ class KFAC(LayeredCurvature):
 
     @property
     def _statistics_dtype(self) -> torch.dtype | None:
-        """The communication dtype of statistics at this step; None: their own dtype."""
+        """The communication dtype of this step's statistics; None for their own."""
         if self.training.steps < FULL_PRECISION_STEPS:
             return None
         return self._system.exchange_dtype
@@ -680,9 +681,9 @@ class KFAC(LayeredCurvature):
 
         Args:
             report: The numbers that this rank measured.
-            host_cosines: Cosines between P by the old and by the new inverse, if they
-                are on the host already.
-            device_cosines: The same cosines of other layers, still on the device.
+            host_cosines: By layer, the cosine between P of the old and P of the new
+                inverse, if it is already on the host.
+            device_cosines: The cosines of the other layers, which are on the device.
         """
         step_plan = self._step_plan
         with stage("solve_exchange"):
@@ -699,7 +700,7 @@ class KFAC(LayeredCurvature):
         if self.drift is not None:
             cost = INVERSION_COST[self._options.solver]
             costs = [cost * step_plan.costs[block] for block in step_plan.layers]
-            # A layer's work counts the passes of one rank. All ranks run as many.
+            # The work counts the passes of one rank. All ranks run equally many.
             work = feedback.work * self.training.world.size
             self.drift.record(list(step_plan.layers), feedback.cosines, work, costs)
 
@@ -715,8 +716,8 @@ class KFAC(LayeredCurvature):
     def _update_gradient_owners(self) -> None:
         """If parameters have changed, choose the owner of each gradient.
 
-        The gradient worker of a layer owns its gradients. Those of parameters outside
-        of layers are spread over the ranks.
+        The gradient worker of a layer owns its gradients. Gradients of parameters
+        outside of layers are spread over the ranks.
         """
         params = self.training.averaged_params()
         owners = self._gradient_owners
@@ -759,9 +760,9 @@ class KFAC(LayeredCurvature):
 
         # At this step, all layers lose their inverses below, and are refreshed. A layer
         # that is newly trainable, or whose statistics now come from another rank's
-        # batches, was not captured in the last passes, so it has statistics one step
-        # later. All layers are then due again. A loaded checkpoint with the same layers
-        # has the step at which all layers are due.
+        # batches, was not captured in the last passes, so its statistics come one step
+        # later. All layers are then due again. A checkpoint of the same layers stores
+        # the step at which all layers are due.
         is_new = steps > 0 and any(block.factors is None for block in layers.active)
         is_moved = False
         for block, layer in self.plan.items():
@@ -813,7 +814,7 @@ class KFAC(LayeredCurvature):
         facts: list[tuple[str, Any]] = [
             ("closed", self._closed),
             ("sharded by FSDP2", self.layers.sharded),
-            ("layers to refresh at once", requested),
+            ("layers with a requested refresh", requested),
             ("step at which all layers are due", self.layers.newly_trainable_at),
             *scheduled(self._options, SCHEDULES, self.training.steps),
             ("loss reduction", self.layers.losses.current()),
@@ -949,7 +950,7 @@ class KFAC(LayeredCurvature):
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return numbers to log, such as the clip, the damping, ages and failures."""
+        """Return metrics to log, such as the clip, the damping, ages and failures."""
         last_step = self.training.steps - 1
         metrics = layer_metrics(self.layers, self.plan, self.inverses, last_step)
         metrics["clip"] = 1.0

@@ -1,11 +1,11 @@
 """The curvature F of a model: one block for each layer, and zero between layers.
 
 A vector of the model is a dictionary by parameter name. A vector of a layer is a
-matrix, as :mod:`second_order.kronecker.layer_curvature` defines it. If a layer is
-stored on another rank, that rank computes with its factors and sends results, which are
+matrix, as :mod:`second_order.kronecker.layer_curvature` defines it. If another rank
+stores a layer, that rank computes with the factors and sends the results, which are
 smaller than factors:
 
-    _map, _compute_all      what to compute with each layer
+    _map, _compute_all      say what to compute with each layer
     _compute                computes it for the layers that this rank owns
     _share                  broadcasts the results from the owners to all ranks
 """
@@ -64,18 +64,18 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
     ``lr=0``, or use a short memory.
 
     It is a mapping from layer names to :class:`LayerCurvature`. If ranks store
-    different layers, everything except :attr:`local_layers`, names and lengths is a
-    collective: every rank calls it with the same arguments, and every rank receives the
-    complete result. ``curvature[name]`` copies the layer's factors from its owner
-    without storing them. :meth:`gather` stores all layers.
+    different layers, everything that needs factors, except :attr:`local_layers`, is a
+    collective: every rank calls it with the same arguments and receives the complete
+    result. ``curvature[name]`` copies the layer's factors from its owner without
+    storing them. :meth:`gather` stores all layers.
 
     Args:
-        layers: The curvature of each layer, by name, in the same order on all ranks. If
-            another rank stores a layer, its ``stored`` is empty.
+        layers: The curvature of each layer, by name, in the same order on all ranks. A
+            layer that another rank stores has an empty ``stored``.
         names: Names of the model's or the optimizer's parameters, in their order.
         uncovered: By parameter name, why the parameter has no curvature.
-        owners: By layer, the rank that stores it. Layers without one are on every rank.
-        world: The ranks; needed with ``owners``.
+        owners: By layer, the rank that stores it. Every rank stores the other layers.
+        world: The ranks; required with ``owners``.
         report: What was measured; a string, or an object with a ``__str__``.
     """
 
@@ -113,7 +113,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         return layer.with_tensors(tensors[name])
 
     def _explain_missing(self, name: object) -> str:
-        """Return the reason why no layer has a name, and what to write instead."""
+        """Return why no layer has this name, and what to write instead."""
         for layer_name, layer in self._layers.items():
             if name in layer.shapes:
                 return (
@@ -185,9 +185,9 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
         Args:
             vector: Tensors by parameter name. Missing parameters count as zeros. The
-                result has all parameters of the layers that occur in the vector. To
+                result has all parameters of each layer that has one in the vector. To
                 pass n vectors together, add a leading dimension n to all tensors. The
-                result then has it as well.
+                result then has it too.
 
         Raises:
             ValueError: If a parameter has no curvature, or a tensor has a wrong shape.
@@ -202,12 +202,12 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
         Args:
             vector: As for :meth:`apply`.
-            damping: γ > 0; a number, or a mapping from layer names to numbers. None
-                uses the damping of training.
+            damping: γ > 0; a number, or a mapping from layer names to numbers. None, or
+                a layer missing from the mapping, uses the damping of training.
             relative: Whether γ is ``damping`` times the mean eigenvalue of the layer.
 
         Raises:
-            ValueError: As for :meth:`apply`, or if γ is not positive or not known.
+            ValueError: As for :meth:`apply`, or if γ is unknown or not positive.
         """
 
         def solve_layer(layer: LayerCurvature, matrix: Tensor) -> Tensor:
@@ -247,8 +247,8 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
         Args:
             damping: γ, as for :meth:`solve`.
-            generator: The random number generator, on the device of the factors. The
-                owner of a layer samples with its own.
+            generator: The random number generator, on the device of the factors. A
+                layer's owner samples with its own generator.
             relative: As for :meth:`solve`.
         """
 
@@ -273,7 +273,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         return {name: read_eigen(tensors) for name, tensors in by_layer.items()}
 
     def eigenvalues(self) -> Tensor:
-        """Return all eigenvalues of F in descending order, one for each parameter."""
+        """Return all eigenvalues of F in descending order, one per scalar parameter."""
         by_layer = self._compute_all(lambda layer: {"values": layer.values.flatten()})
         values = torch.cat([tensors["values"] for tensors in by_layer.values()])
         return values.sort(descending=True).values
@@ -302,8 +302,8 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         digits and ``.-_~`` are percent-encoded, as in a URL. The index lists the file
         of each layer.
 
-        Each owner writes its own layers, into a folder that all ranks can access. If
-        there are no owners, call it on one rank only.
+        Each owner writes its own layers into a folder that all ranks can access. If
+        there are no owners, call this on one rank only.
         """
         folder = Path(folder)
         rank = self._world.rank if self.owners else 0
@@ -327,7 +327,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
                 )
             return {}
 
-        # The index says that the folder is complete. Write it once all layers exist.
+        # The index marks the folder as complete, so write it after all layers.
         self._share(write_layers)
         self._share(write_last)
 
@@ -335,12 +335,12 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
     def load(
         cls, folder: str | Path, device: torch.device | str | None = None
     ) -> KroneckerCurvature:
-        """Read what :meth:`save` has written: all layers, with any number of ranks.
+        """Read what :meth:`save` has written: all layers, on any number of ranks.
 
         Args:
             folder: The folder.
-            device: Device of the factors. None is the CPU, where a factor is read from
-                its file when it is used. The files must not change until then.
+            device: Device of the factors. With None, they are on the CPU, and each is
+                read from its file when used. The files must not change until then.
 
         Raises:
             CheckpointError: If the folder has no index, or if a file is missing,
@@ -386,7 +386,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         return _merge(self._compute_all(lambda layer: layer.to_vector(compute(layer))))
 
     def _sum(self, compute: Callable[[LayerCurvature], float]) -> float:
-        """Return the sum over all layers of a number."""
+        """Return the sum of a number over all layers."""
 
         def as_tensor(layer: LayerCurvature) -> Tensors:
             number = torch.tensor(compute(layer), dtype=torch.float64, device="cpu")
@@ -398,13 +398,13 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
     def _compute_all(
         self, compute: Callable[[LayerCurvature], Tensors]
     ) -> dict[str, Tensors]:
-        """Return the tensors that are computed with each layer, on every rank."""
+        """Return on every rank what ``compute`` returns for each layer."""
         return self._share(lambda: self._compute(list(self), compute))
 
     def _compute(
         self, names: Sequence[str], compute: Callable[[LayerCurvature], Tensors]
     ) -> dict[str, Tensors]:
-        """Return tensors by layer; none for layers that another rank owns."""
+        """Return tensors by layer; empty for layers that another rank owns."""
         tensors: dict[str, Tensors] = {}
         for name in names:
             is_local = self.owners.get(name, self._world.rank) == self._world.rank
@@ -412,7 +412,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         return tensors
 
     def _layer_damping(self, layer: LayerCurvature, damping: Damping) -> float | None:
-        """Return the damping of a layer, which may be given for each layer by name."""
+        """Return the damping of a layer; ``damping`` may be a mapping by layer name."""
         if not isinstance(damping, Mapping):
             return damping
         for name in damping:
@@ -435,7 +435,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
                 f"such as dict(zip(curvature.names, tensors))"
             )
 
-        # Check each tensor, and note its dimensions before the parameter's own.
+        # Check each tensor, and note its leading dimensions.
         stack_shapes: dict[torch.Size, str] = {}
         for name, tensor in vector.items():
             if name not in self._param_shapes:
@@ -468,7 +468,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
     # -------------------------------------------------------------------- communication
 
     def _share(self, work: Callable[[], dict[str, Tensors]]) -> dict[str, Tensors]:
-        """Do this rank's work, and return the tensors of all ranks' work, by layer.
+        """Do this rank's work, and return the tensors of all ranks by layer.
 
         Collective, unless every rank has all layers. If one rank raises, all raise.
         """
@@ -478,7 +478,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         error: Exception | None = None
         try:
             tensors = work()
-        except Exception as raised:  # the other ranks wait for this one
+        except Exception as raised:  # the other ranks wait for this rank
             error = raised
         specs = self._exchange_specs(tensors, error)
         return self._broadcast(tensors, specs)
@@ -486,12 +486,12 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
     def _exchange_specs(
         self, tensors: Mapping[str, Tensors], error: Exception | None
     ) -> list[SpecsByLayer]:
-        """Return the shapes of all ranks' tensors, if all succeeded. Collective.
+        """Return the specs of all ranks' tensors, if all succeeded. Collective.
 
         Raises:
-            SecondOrderError: If another rank has raised, or has worked on other layers.
+            SecondOrderError: If another rank has raised, or has used other layers.
         """
-        # Send the shapes of this rank's tensors, or its error, to all ranks.
+        # Send the specs of this rank's tensors, or its error, to all ranks.
         specs: SpecsByLayer = {}
         for name, layer_tensors in tensors.items():
             specs[name] = {key: TensorSpec.of(t) for key, t in layer_tensors.items()}
@@ -533,7 +533,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
                 buffers.append(layer_tensors[key])
                 owners.append(owner)
 
-        # All tensors of one call are on the same type of device.
+        # All tensors of a call are on one type of device.
         world = self._world
         if buffers and buffers[0].device.type == "cpu":
             world = world.on_cpu()
