@@ -441,7 +441,7 @@ def unverified_worker(model: Any, optimizer: Any, patched: str, sign: Path) -> l
     with optimizer:
         found = until_fed(model, optimizer)
         end = time.monotonic() + LONG
-        while patched and is_solved_everywhere(optimizer, "2"):
+        while is_solved_everywhere(optimizer, "2"):
             assert time.monotonic() < end, "the layer does not fall back"
             found += train_on(model, optimizer, BATCHES[:1])
             time.sleep(0.002)
