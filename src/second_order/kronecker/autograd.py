@@ -28,6 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 from second_order.distributed.fsdp import FSDPParams
 
 __all__ = [
+    "attention_by_out_proj",
     "find_projections",
     "is_attention",
     "is_reached",
@@ -209,6 +210,15 @@ def is_attention(module: nn.Module) -> bool:
         isinstance(module, nn.MultiheadAttention)
         and type(module).forward is nn.MultiheadAttention.forward
     )
+
+
+def attention_by_out_proj(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Map the out_proj of each attention to the attention, which computes its product."""
+    attentions: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
+        if is_attention(module):
+            attentions[cast(nn.Module, module.out_proj)] = module
+    return attentions
 
 
 def find_projections(

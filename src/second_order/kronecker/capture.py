@@ -51,7 +51,12 @@ from torch.utils.hooks import RemovableHandle
 from second_order.distributed.fsdp import FSDPParams
 from second_order.errors import SecondOrderError, warn
 from second_order.kronecker import autograd, compiled_capture
-from second_order.kronecker.autograd import Assembly, find_projections, is_attention
+from second_order.kronecker.autograd import (
+    Assembly,
+    attention_by_out_proj,
+    find_projections,
+    is_attention,
+)
 from second_order.kronecker.compiled_capture import hides_products, is_exporting
 from second_order.kronecker.experts import Routed, is_experts
 from second_order.utils.modules import remove_handles
@@ -521,10 +526,7 @@ class Capture:
         self._pending.clear()
 
         # An attention computes the product of its out_proj. Its hook serves both.
-        attention_of: dict[nn.Module, nn.Module] = {}
-        for module in root.modules():
-            if is_attention(module):
-                attention_of[cast(nn.Module, module.out_proj)] = module
+        attention_of = attention_by_out_proj(root)
 
         # A compiled graph does not call the hooks of these layers: give the reason now.
         hidden = [*attention_of, *attention_of.values()]

@@ -20,7 +20,12 @@ from torch import Tensor, nn
 
 from second_order.distributed.fsdp import FSDPParams, reshard
 from second_order.errors import SecondOrderError
-from second_order.kronecker.autograd import NO_PASS, current_pass, is_attention
+from second_order.kronecker.autograd import (
+    NO_PASS,
+    attention_by_out_proj,
+    current_pass,
+    is_attention,
+)
 from second_order.kronecker.capture import Capture, input_in
 from second_order.kronecker.experts import Routed, is_experts
 
@@ -217,10 +222,7 @@ def capture_pairs(
             raise SecondOrderError(REENTRANT) from error
 
     # An attention does not call its out_proj, so the hook on the attention serves both.
-    attention_of: dict[nn.Module, nn.Module] = {}
-    for module in model.modules():
-        if is_attention(module):
-            attention_of[cast(nn.Module, module.out_proj)] = module
+    attention_of = attention_by_out_proj(model)
     hooked_modules = {attention_of.get(module, module): None for module in modules}
     with ExitStack() as stack:
         stack.callback(capture.detach)
