@@ -139,10 +139,10 @@ def check_base_part(part: SavedPart, base: torch.optim.Optimizer, p: Tensor) -> 
         if not isinstance(value, Tensor):
             continue
         # A dimension of 1 is one that Adafactor has averaged over.
-        fits = value.dim() == p.dim()
-        if fits:
-            sizes = zip(value.shape, p.shape, strict=True)
-            fits = all(n in (1, m) for n, m in sizes)
+        same_dim = value.dim() == p.dim()
+        fits = same_dim and all(
+            n in (1, m) for n, m in zip(value.shape, p.shape, strict=True)
+        )
         if value.dim() > 0 and not fits:
             raise part.wrong(
                 key,

@@ -489,17 +489,17 @@ class Layers:
         names: dict[str, list[str]] = {}  # by reason
         for block in without:
             reason = self.missing_reason(block)
-            waits = not reason and block.name not in self._once_without
             if reason:
                 self._once_without.discard(block.name)
-            else:
+            elif block.name not in self._once_without:
                 self._once_without.add(block.name)
+                continue
             key = (
                 f"unverified:{block.name}"
                 if reason == UNVERIFIED
                 else f"no:{block.name}"
             )
-            if not waits and self._training.is_first_warning(key):
+            if self._training.is_first_warning(key):
                 names.setdefault(reason, []).append(repr(block.name))
         for reason, listed in names.items():
             subject = ", ".join(listed)

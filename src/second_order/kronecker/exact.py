@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -203,10 +202,13 @@ class ExactBlock(KroneckerBlock):
 
     def _current_shape(self) -> FactorShape:
         size = sum(p.numel() for p in self.params or self.all_params)
-        exact_shape = partial(FactorShape, in_dim=1, diagonal_a=True, exact=True)
         if size > self.max_dim:
-            return exact_shape(groups=size, out_dim=1)
-        return exact_shape(groups=1, out_dim=size)
+            return FactorShape(
+                groups=size, in_dim=1, out_dim=1, diagonal_a=True, exact=True
+            )
+        return FactorShape(
+            groups=1, in_dim=1, out_dim=size, diagonal_a=True, exact=True
+        )
 
     def statistics(
         self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions

@@ -37,8 +37,9 @@ def _bernoulli(output: Tensor, generator: torch.Generator) -> Tensor:
     with torch.no_grad():
         uniform = torch.empty_like(output).uniform_(generator=generator)
         labels = (uniform < output.sigmoid()).to(output.dtype)
-    cross_entropy = nn.functional.binary_cross_entropy_with_logits
-    return cross_entropy(output, labels, reduction="sum")
+    return nn.functional.binary_cross_entropy_with_logits(
+        output, labels, reduction="sum"
+    )
 
 
 def _gaussian(output: Tensor, generator: torch.Generator) -> Tensor:

@@ -217,8 +217,9 @@ def match(module: nn.Module) -> Match:
     """
     name = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
-        reason = "torch.jit has compiled it and runs no hooks; train the plain module"
-        return Match(None, reason)
+        return Match(
+            None, "torch.jit has compiled it and runs no hooks; train the plain module"
+        )
     if is_router(module):
         return Match(ASSUMED_LINEAR)
 
@@ -238,9 +239,10 @@ def match(module: nn.Module) -> Match:
         elif not scales_output:
             return Match(None, f"{name} overrides {cls.__name__}.forward")
 
-    weight = module._parameters.get(kind.weight)
-    missing = _reason_without_factors(module, weight)
-    return Match(kind) if missing is None else Match(None, missing)
+    reason = _reason_without_factors(module, module._parameters.get(kind.weight))
+    if reason is not None:
+        return Match(None, reason)
+    return Match(kind)
 
 
 class _RegisteredKind(NamedTuple):

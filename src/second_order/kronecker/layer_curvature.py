@@ -218,10 +218,11 @@ class LayerCurvature:
     def to_vector(self, matrix: Tensor) -> dict[str, Tensor]:
         """Return a matrix ``(groups, out, in)`` as new tensors by parameter name."""
         vector = {}
-        contiguous = torch.contiguous_format
         parts = split_by_parameter(matrix, self._layout)
         for (name, size), part in zip(self.shapes.items(), parts, strict=True):
-            vector[name] = part.reshape(size).clone(memory_format=contiguous)
+            vector[name] = part.reshape(size).clone(
+                memory_format=torch.contiguous_format
+            )
         return vector
 
     @property

@@ -331,15 +331,13 @@ class BackwardPass:
 
     def _count_terms(self) -> float | Tensor:
         calls = self._calls if self._calls_are_parts() else self._calls[:1]
-        counts = [self._count(call, call.row_mask, call.all_terms) for call in calls]
-        terms = _sum(counts)
+        terms = _sum(self._count(call, call.row_mask, call.all_terms) for call in calls)
         if not isinstance(terms, Tensor) and terms != 0.0:
             return terms
 
         # If the layer called last has no gradient, its terms are the rows that take
         # part.
-        counts = [self._count(call, self.find_row_mask(call.group)) for call in calls]
-        rows = _sum(counts)
+        rows = _sum(self._count(call, self.find_row_mask(call.group)) for call in calls)
         if not isinstance(terms, Tensor):
             return rows
         return torch.where(terms > 0, terms, torch.as_tensor(rows, device=terms.device))
@@ -466,5 +464,5 @@ class StepPasses:
         # Among these, the passes of the same loss.
         if layers:
             candidates = [p for p in candidates if not layers.isdisjoint(p.layers)]
-        first_passes = [each for each in candidates if not each.again]
+        first_passes = [p for p in candidates if not p.again]
         return first_passes or candidates[:1]

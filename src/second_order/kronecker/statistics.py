@@ -598,9 +598,10 @@ class StatisticsCollector:
             factors, examples = self._multiply_linears(pairs, ready[0].row_mask)
             records.select(1, 0).fill_(examples)
         else:
-            form = self._form_statistics
             with ieee_matmul(records.device):
-                formed = [form(each.pair, each.row_mask) for each in ready]
+                formed = [
+                    self._form_statistics(each.pair, each.row_mask) for each in ready
+                ]
             factors = {}
             for name in formed[0].factors:
                 factors[name] = as_stack([each.factors[name] for each in formed])

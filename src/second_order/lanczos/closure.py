@@ -309,8 +309,9 @@ class DifferentiableLoss:
 
         # H J v
         if self._leaves:
-            functions = self._output_gradients
-            pushed = _vector_products(functions, self._leaves, pushed, retain=True)
+            pushed = _vector_products(
+                self._output_gradients, self._leaves, pushed, retain=True
+            )
         else:
             pushed = [u / len(u) for u in pushed]
 
@@ -411,11 +412,9 @@ def explain_errors() -> Iterator[None]:
         raise
     except RuntimeError as error:
         message = str(error)
-        # Explain known errors.
         for part, remedy in _REMEDIES.items():
             if part in message.lower():
                 raise CurvatureError(remedy) from error
-        # Name the operation that has no derivative.
         missing = re.search(r"derivative for '?([\w:.]+)'? is not implemented", message)
         if missing:
             raise CurvatureError(
@@ -446,7 +445,6 @@ def _check_twice_differentiable(function: Any) -> None:
 
 def _custom_functions(roots: Sequence[Tensor]) -> list[Any]:
     """Return the custom autograd functions in a graph."""
-    # Traverse the graph from the roots.
     functions: list[Any] = []
     stack: list[Any] = [root.grad_fn for root in roots]
     seen = set(stack)

@@ -236,8 +236,9 @@ def capture_pairs(
                 for part in (module, cast(nn.Module, module.out_proj)):
                     for name, p in part.named_parameters(recurse=False):
                         p.requires_grad_(name.endswith("weight"))
-                register = module.register_forward_pre_hook
-                handle = register(before_attention, with_kwargs=True)
+                handle = module.register_forward_pre_hook(
+                    before_attention, with_kwargs=True
+                )
             else:
                 handle = module.register_forward_hook(after_layer, prepend=True)
             stack.callback(handle.remove)

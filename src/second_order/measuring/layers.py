@@ -63,8 +63,9 @@ class Layer:
 
     def stored_shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the factors as stored: triangles or diagonals."""
-        stored_shape = self.shape.stored_shape
-        return {name: torch.Size(stored_shape(name)) for name in self.factors}
+        return {
+            name: torch.Size(self.shape.stored_shape(name)) for name in self.factors
+        }
 
     def eigenvalue_shapes(self) -> dict[str, torch.Size]:
         """Return the shape ``(groups, out, in)`` of the eigenvalues of "F"."""

@@ -301,7 +301,6 @@ class FrozenParams:
 
 def check_scaler(scaler: Any, averages_gradients: bool, num_ranks: int) -> None:
     """Raise unless ``scaler`` is a GradScaler that skips steps on all ranks or none."""
-    # Is it a GradScaler?
     if scaler is None:
         return
     for method in ("scale", "is_enabled"):

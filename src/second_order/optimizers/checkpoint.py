@@ -276,7 +276,6 @@ def _check_headers(parts: Iterable[SavedPart]) -> int:
     for part in parts:
         if not part:
             continue
-        # The version.
         part.require(HEADER)
         if part["version"] != VERSION:
             raise part.wrong(
@@ -285,7 +284,6 @@ def _check_headers(parts: Iterable[SavedPart]) -> int:
                 f"the version that wrote the checkpoint, or a newer one",
             )
 
-        # The number of steps.
         part_steps = part.whole("steps", 0)
         if steps not in (None, part_steps):
             raise part.wrong(

@@ -456,7 +456,6 @@ class KFACOptions:
     adaptive: bool = False
 
     def __post_init__(self) -> None:
-        # Numbers.
         check_flag("relative_damping", self.relative_damping)
         self._check_numbers()
         self._check_intervals()
@@ -494,9 +493,9 @@ class KFACOptions:
             check_number(
                 "damping_floor", self.damping_floor, low=0.0, high=1.0, remedy=remedy
             )
-        has_own_clip = self.kl_clip is not None and not is_auto(self.kl_clip)
-        if has_own_clip and not callable(self.kl_clip):
-            check_clip(self.kl_clip)
+        clip = self.kl_clip
+        if clip is not None and not is_auto(clip) and not callable(clip):
+            check_clip(clip)
         if not is_auto(self.factor_decay) and not callable(self.factor_decay):
             check_decay(self.factor_decay)
 
@@ -755,8 +754,9 @@ class DPKFACOptions:
 
     def __post_init__(self) -> None:
         check_choice("assignment", self.assignment, ("balanced", "round_robin"))
-        exchanges = ("owner", "all_reduce")
-        check_choice("gradient_exchange", self.gradient_exchange, exchanges)
+        check_choice(
+            "gradient_exchange", self.gradient_exchange, ("owner", "all_reduce")
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -970,20 +970,29 @@ class FOSIOptions:
         check_whole("num_smallest", self.num_smallest, 0, "0 for none of them")
         if not is_auto(self.curvature_interval):
             check_interval("curvature_interval", self.curvature_interval)
-        remedy = "0.2 is the default"
         check_number(
-            "overhead", self.overhead, low=0.0, open_low=True, high=10.0, remedy=remedy
+            "overhead",
+            self.overhead,
+            low=0.0,
+            open_low=True,
+            high=10.0,
+            remedy="0.2 is the default",
         )
         if self.warmup_steps is not None:
-            remedy = "0 to begin with a refresh"
-            check_whole("warmup_steps", self.warmup_steps, 0, remedy)
+            check_whole(
+                "warmup_steps", self.warmup_steps, 0, "0 to begin with a refresh"
+            )
 
         # Newton steps, and the scale of the base's step.
         if not callable(self.newton_scale):
             check_newton_scale(self.newton_scale)
         if self.lr_scale_clip is not None:
-            remedy = "1.0 for no scaling"
-            check_number("lr_scale_clip", self.lr_scale_clip, low=1.0, remedy=remedy)
+            check_number(
+                "lr_scale_clip",
+                self.lr_scale_clip,
+                low=1.0,
+                remedy="1.0 for no scaling",
+            )
         self._check_lanczos()
         momentum = self.subspace_momentum
         if isinstance(momentum, str):
@@ -1006,22 +1015,32 @@ class FOSIOptions:
 
     def _check_lanczos(self) -> None:
         """Check the options of the Lanczos algorithm."""
-        # When the algorithm ends.
         most = self.lanczos_iterations
         if most is not None:
-            remedy = "4 (num_largest + num_smallest)"
-            check_whole("lanczos_iterations", most, max(self.num_pairs, 1), remedy)
-        tol = self.lanczos_tol
-        remedy = "1e-2 is the default"
-        check_number("lanczos_tol", tol, low=0.0, open_high=True, remedy=remedy)
-
-        # How it computes.
+            check_whole(
+                "lanczos_iterations",
+                most,
+                max(self.num_pairs, 1),
+                "4 (num_largest + num_smallest)",
+            )
+        check_number(
+            "lanczos_tol",
+            self.lanczos_tol,
+            low=0.0,
+            open_high=True,
+            remedy="1e-2 is the default",
+        )
         if self.lanczos_dtype is not None:
-            dtypes = (torch.float32, torch.float64)
-            check_choice("lanczos_dtype", self.lanczos_dtype, dtypes)
-        floor = self.eigenvalue_floor
-        remedy = "0.01 is usual"
-        check_number("eigenvalue_floor", floor, low=0.0, high=1.0, remedy=remedy)
+            check_choice(
+                "lanczos_dtype", self.lanczos_dtype, (torch.float32, torch.float64)
+            )
+        check_number(
+            "eigenvalue_floor",
+            self.eigenvalue_floor,
+            low=0.0,
+            high=1.0,
+            remedy="0.01 is usual",
+        )
         check_choice("hvp", self.hvp, ("auto", "retained", "recomputed", "differences"))
         if self.num_smallest > 0 and self.curvature != "hessian":
             raise ValueError(

@@ -72,7 +72,6 @@ class Consistency:
         """
         if training.world.size == 1:
             return
-        # List the facts.
         facts: list[tuple[str, Any]] = [
             *_model_facts(training),
             ("base", training.base_name),
@@ -117,9 +116,9 @@ class Consistency:
         """
         if training.world.size == 1:
             return
-        # List the facts. The sizes show which parameters train.
         groups = training.groups
         settings = [("step", training.steps), *_group_settings(groups)]
+        # The sizes show which parameters train.
         sizes = [
             [p.numel() if p.requires_grad else -1 for p in g["params"]] for g in groups
         ]

@@ -144,7 +144,6 @@ class DHO2(EigenpairOptimizer):
         debug: bool | int = False,
         **base_kwargs: Any,
     ) -> None:
-        # Check the options.
         check_curvature(curvature, hvp)
         options = FOSIOptions(
             num_largest=num_largest,

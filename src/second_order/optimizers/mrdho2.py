@@ -96,7 +96,6 @@ class MRDHO2(EigenpairOptimizer):
         debug: bool | int = False,
         **base_kwargs: Any,
     ) -> None:
-        # Check the options.
         check_curvature(curvature, hvp)
         options = EpochOptions(
             helper_ranks=helper_ranks,

@@ -165,7 +165,6 @@ def _measured_machine(device: torch.device) -> Machine:
         eigh[n] = seconds_of(partial(torch.linalg.eigh, factor), device)
         inverse[n] = seconds_of(partial(_cholesky_inverse, factor), device)
 
-    # Describe the machine.
     if device.type == "cpu":
         name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
         return Machine(name, matmul, eigh, inverse, device="cpu")

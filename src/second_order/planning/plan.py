@@ -198,8 +198,9 @@ def plan(
         raise ValueError("a model on the meta device cannot be timed; pass machine=")
 
     # Run the model once, for the sizes of layers' batches and the time of passes.
-    is_timed = machine is None
-    found = run_model(model, sample_batch, device, skip_layers, is_timed=is_timed)
+    found = run_model(
+        model, sample_batch, device, skip_layers, is_timed=machine is None
+    )
     if not found.layers:
         raise ValueError(
             "no layer of the model has Kronecker factors; see docs/reference/layers.md"

@@ -87,13 +87,21 @@ class Summary:
         return preconditioned / total if total else 0.0
 
     def __str__(self) -> str:
-        # One row per layer.
         table = [["name", "type", "parameters", "status", "detail", "ranks", "KiB"]]
         for row in self.rows:
             nbytes = row.factor_bytes + row.inverse_bytes
             size = f"{nbytes / 1024:,.1f}" if nbytes else ""
-            cells = [row.name, row.kind, f"{row.parameters:,}", row.status, row.detail]
-            table.append([*cells, row.computed_by, size])
+            table.append(
+                [
+                    row.name,
+                    row.kind,
+                    f"{row.parameters:,}",
+                    row.status,
+                    row.detail,
+                    row.computed_by,
+                    size,
+                ]
+            )
 
         # The share and the memory come before the table.
         memory = (

@@ -44,7 +44,6 @@ def copy_group(group: Any) -> Any:
     Raises:
         ValueError: If the group has no parameters, or not one name for each of them.
     """
-    # Copy the group and its list of parameters.
     if not isinstance(group, dict):
         return group
     if "params" not in group:
