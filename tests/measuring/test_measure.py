@@ -331,6 +331,12 @@ def test_invalid_input_raises() -> None:
         ({"factors": "A"}, "not one of"),
         ({"keep": "disk"}, "not one of"),
         ({"loss": terms}, "takes no loss"),
+        ({"likelihood": "gaussian"}, "takes no likelihood"),
+        (
+            {"factors": "kfac", "loss": terms, "likelihood": "gaussian"},
+            "likelihood='gaussian' is for sampled labels.*leave one of them out",
+        ),
+        ({"seed": -1}, "seed=-1 is below 0"),
         ({"layers": ["Conv*"]}, "neither the name of a module"),
         ({"likelihood": "poisson"}, "not one of"),
     ):
@@ -363,6 +369,10 @@ CRITERION = nn.CrossEntropyLoss(reduction="none")
         ),
         ({"loss": nn.functional.cross_entropy}, r"loss=cross_entropy takes .* write loss=lambda"),
         ({"loss": partial(nn.functional.mse_loss, reduction="none")}, "loss=mse_loss takes"),
+        ({"loss": "mse"}, r"loss=str.* is not a function; write loss=lambda output, batch"),
+        ({"mask": X}, r"mask=Tensor.* is not a function; write mask=lambda batch"),
+        ({"call": 1}, r"call=int.* is not a function; write call=lambda model, batch"),
+        ({"seed": "a"}, "seed='a' is not an integer"),
         ({"layers": MODEL[0]}, r"layers= takes names .*not Linear.*write layers=\[\"Linear\"\]"),
         ({"layers": [nn.Linear]}, r"write layers=\[\"Linear\"\]"),
         ({"model": [(X, Y)], "loader": MODEL}, r"model=list.* not a torch.*measure\(model, loader"),

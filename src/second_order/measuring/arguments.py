@@ -11,7 +11,7 @@ from torch.nn.modules.loss import _Loss
 
 from second_order.measuring.batches import Likelihood
 from second_order.measuring.sums import Keep
-from second_order.utils.checks import check_choice
+from second_order.utils.checks import check_choice, check_seed
 from second_order.utils.modules import unwrapping_chain
 
 __all__ = ["Factors", "check_arguments", "parse_patterns"]
@@ -22,6 +22,12 @@ POSITIONS_FIRST = (
     'factors="ekfac" needs the gradients of single examples, but layer {name!r} has positions '
     'before examples; make it with batch_first=True, or use factors="kfac"'
 )
+
+SIGNATURES = {
+    "loss": "loss=lambda output, batch: ..., which returns the terms of the loss",
+    "mask": "mask=lambda batch: ..., which returns a tensor of shape (examples, ...)",
+    "call": "call=lambda model, batch: ..., which returns the model's output",
+}
 
 
 def parse_patterns(layers: Any) -> list[str] | None:
@@ -45,7 +51,16 @@ def parse_patterns(layers: Any) -> list[str] | None:
 
 
 def check_arguments(
-    model: Any, loader: Any, factors: str, loss: Any, likelihood: Any, keep: str
+    model: Any,
+    loader: Any,
+    *,
+    factors: str,
+    loss: Any,
+    likelihood: Any,
+    mask: Any,
+    call: Any,
+    keep: str,
+    seed: Any,
 ) -> None:
     """Check that the arguments have the right types and fit each other.
 
@@ -57,13 +72,27 @@ def check_arguments(
     _check_model_and_loader(model, loader)
     check_choice("factors", factors, get_args(Factors))
     check_choice("keep", keep, get_args(Keep))
+    check_seed("seed", seed)
     if likelihood is not None:
         check_choice("likelihood", likelihood, get_args(Likelihood))
-    if loss is not None:
-        if factors == "inputs":
+    for name, function in (("loss", loss), ("mask", mask), ("call", call)):
+        if function is not None and not callable(function):
+            raise TypeError(
+                f"{name}={_describe(function)} is not a function; write {SIGNATURES[name]}"
+            )
+
+    # Check that the options do not exclude each other.
+    for name, value in (("loss", loss), ("likelihood", likelihood)):
+        if value is not None and factors == "inputs":
             raise ValueError(
-                'factors="inputs" takes no loss=, because A depends on inputs only; use "kfac" for '
-                "G, or leave loss out"
+                f'factors="inputs" takes no {name}=, because A depends on inputs only; use "kfac" '
+                f"for G, or leave {name} out"
+            )
+    if loss is not None:
+        if likelihood is not None:
+            raise ValueError(
+                f"likelihood={likelihood!r} is for sampled labels, but loss= replaces them; leave "
+                f"one of them out"
             )
         _check_loss(loss)
     if factors == "ekfac":

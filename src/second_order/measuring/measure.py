@@ -121,7 +121,7 @@ def measure(
         likelihood: The distribution of sampled labels: "categorical", "bernoulli" or
             "gaussian". None means "categorical" if the batch has class labels or no
             targets; for floating-point targets you have to choose. To sample from
-            another distribution, pass a ``loss`` that does so.
+            another distribution, pass only a ``loss`` that does so.
         layers: One or more shell-style patterns for the names or classes of modules.
             Everything inside of a matching module is measured. None measures all
             layers.
@@ -147,14 +147,24 @@ def measure(
         is stored on one rank.
 
     Raises:
-        ValueError: If an option is invalid, or if a pattern matches no module.
-        TypeError: If ``model``, ``loader``, ``layers`` or ``loss`` has the wrong type,
-            if a batch has an unknown type and ``call`` is not set, or if the loss is a
-            single number.
+        ValueError: If an option is invalid, if two options exclude each other, or if a
+            pattern matches no module.
+        TypeError: If an argument has the wrong type, if a batch has an unknown type and
+            ``call`` is not set, or if the loss is a single number.
         SecondOrderError: If the loader has no example, or if another rank has failed.
     """
     # Check the arguments, and find the layers and their owners.
-    check_arguments(model, loader, factors, loss, likelihood, keep)
+    check_arguments(
+        model,
+        loader,
+        factors=factors,
+        loss=loss,
+        likelihood=likelihood,
+        mask=mask,
+        call=call,
+        keep=keep,
+        seed=seed,
+    )
     model = unwrapping_chain(model)[-1]
     world = World(process_group)
     selection = find_layers(
