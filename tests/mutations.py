@@ -997,11 +997,11 @@ labels sampled for padding  <-  measure::no_label_is_sampled_for_padding
 
 == measuring/hooks.py
 buffers stay as measure leaves them  <-  measure::the_model_is_left_as_it_was
-    buffer.copy_(value)  =>  pass
+    buffer.data.copy_(value)  =>  pass
 
 == measuring/measure.py
 an A that is a mean over terms  <-  measure::corrected_eigenvalues_equal_a_dense_reference
-    divisors = rows[name] if factor == "A" else [terms]  =>  divisors = [terms]
+    if factor == "A":  =>  if False:
 terms of a batch that is repeated for FSDP2
   <-  measure_ranks::many_processes_equal_one
   -                     if has_batch:

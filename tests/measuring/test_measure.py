@@ -321,6 +321,14 @@ def test_the_model_is_left_as_it_was(factors: str, fails: bool) -> None:
         assert not [*module._forward_hooks, *module._forward_pre_hooks]
 
 
+def test_a_graph_from_before_can_still_run_backward() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    x = torch.randn(5, 3)
+    loss = model(x).square().mean()
+    measure(model, [x], progress=False)
+    loss.backward()
+
+
 # ---------------------------------------------------------------------------------- bad input
 
 

@@ -93,9 +93,9 @@ def evaluation_mode(model: nn.Module, device: torch.device) -> Iterator[None]:
             module.training = training
         for module, name, buffer, value in buffers:
             # A forward pass may write into a buffer, or replace it by another tensor.
+            # Through .data, because a graph from before may have saved the buffer.
             setattr(module, name, buffer)
-            with torch.no_grad():
-                buffer.copy_(value)
+            buffer.data.copy_(value)
 
 
 # ------------------------------------------------------------------------------- inputs
