@@ -127,6 +127,19 @@ def test_ignored_labels_are_not_terms() -> None:
         measure(model, [(x, y)], factors="kfac", loss=unreduced, progress=False)
 
 
+def test_weights_of_terms_can_have_any_sum() -> None:
+    model = Sure(1.0).to(F64)
+    batch = (torch.randn(8, 4, dtype=F64), torch.zeros(8).long())
+
+    def weighted(weight: float) -> Any:
+        loss = lambda output, batch: (weight * unreduced(output, batch).sum(), weight * 8)  # noqa: E731
+        return quietly(model, [batch], factors="ekfac", loss=loss)["layer"]
+
+    whole, small = weighted(1.0), weighted(0.01)
+    close(small.G, 0.01 * whole.G)
+    close(small.corrected, 0.01 * whole.corrected)
+
+
 @pytest.mark.parametrize("ignored", [255, -1])
 def test_sampled_labels_need_a_mask_for_ignored_positions(ignored: int) -> None:
     model = Sure(1.0).to(F64)

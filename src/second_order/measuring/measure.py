@@ -429,7 +429,7 @@ def average(run: Run, accumulator: InputAccumulator | PairAccumulator) -> Measur
     # order of ranks.
     local_counts = RankCounts(
         rows={name: to_floats(count) for name, count in accumulator.rows.items()},
-        terms=to_floats(accumulator.num_terms)[0],
+        terms=float(accumulator.num_terms),
         batches=accumulator.num_batches,
         failed=local_failed,
     )
@@ -457,8 +457,10 @@ def average(run: Run, accumulator: InputAccumulator | PairAccumulator) -> Measur
     # Divide A by its number of rows, and all other factors by the number of terms. The
     # sum of an expert without rows is zero, and so is its mean.
     for (name, factor), total in sums.items():
-        divisors = rows[name] if factor == "A" else [terms]
-        by_group = total.new_tensor(divisors).clamp_min(1.0)
+        divisors = [terms]
+        if factor == "A":
+            divisors = [max(count, 1.0) for count in rows[name]]
+        by_group = total.new_tensor(divisors)
         total.div_(by_group.view(-1, *[1] * (total.dim() - 1)))
     return Measurement(
         factors={key: mean for key, mean in sums.items() if key[0] not in failed},
