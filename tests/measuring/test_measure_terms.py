@@ -184,6 +184,12 @@ def test_next_token_labels_omit_the_first_position() -> None:
         measure(model, [data], factors="kfac", loss=lambda out, b: out.logits[:3, 0, 0])
 
 
+@pytest.mark.parametrize("options", [{}, {"loss": unreduced}])
+def test_no_label_of_uint8_is_ignored(options: dict[str, Any]) -> None:
+    batch = (torch.randn(16, 4), torch.arange(150, 166, dtype=torch.uint8))
+    assert quietly(nn.Linear(4, 200), [batch], factors="kfac", **options).report.examples == 16
+
+
 # --------------------------------------------------------------------------------- drawn labels
 
 
@@ -211,6 +217,20 @@ def test_prompt_tokens_have_no_sampled_label() -> None:
     following = nn.functional.pad(labels[:, 1:] != -100, (0, 1))
     assert torch.equal(gradient.any(-1), following)
     close(found["lm_head"].G[0], gradient.flatten(0, 1).mT @ gradient.flatten(0, 1) / number)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_padding_has_no_sampled_label(side: str, ignored: bool) -> None:
+    """Whether labels at padding are -100 or not."""
+    tokens = torch.randint(1, 20, (4, 6))
+    mask = torch.ones(4, 6).long()
+    padding = slice(0, 2) if side == "left" else slice(4, 6)
+    mask[:, padding] = 0
+    labels = tokens.masked_fill(mask == 0, -100) if ignored else tokens
+    batch = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+    # Four tokens predict three.
+    assert quietly(model_of("Llama"), [batch], factors="kfac").report.examples == 4 * 3
 
 
 class Pixels(nn.Module):

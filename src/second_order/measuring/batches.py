@@ -192,19 +192,19 @@ def read_batch(
         size = len(user_mask)
     rows = Rows(masks, device)
 
-    # A row of logits is a term if it has a label and the masks include it. A causal
+    # A row of logits is a term if it has a label and the masks include both. A causal
     # language model has the label of the next position, and none at the last one.
     logit_rows = rows
     if label_mask is not None:
+        included = torch.ones_like(label_mask)
+        for each_mask in masks:
+            fitted_mask = _fit_mask([each_mask], label_mask.shape)
+            if each_mask is not label_mask and fitted_mask is not None:
+                included &= fitted_mask
+        label_mask = label_mask & included
         logit_mask = label_mask
         if isinstance(batch, Mapping) and _predicts_next_token(model):
-            logit_mask = nn.functional.pad(logit_mask[:, 1:], (0, 1))
-        label_shape = label_mask.shape
-        for each_mask in masks:
-            fitted_mask = _fit_mask([each_mask], label_shape)
-            if fitted_mask is not None and not torch.equal(fitted_mask, label_mask):
-                label_mask = label_mask & fitted_mask
-                logit_mask = logit_mask & fitted_mask
+            logit_mask = nn.functional.pad(label_mask[:, 1:], (0, 1)) & included
         logit_rows = Rows([logit_mask, *masks], device)
 
     term_masks = masks if label_mask is None else [label_mask, *masks]
@@ -260,7 +260,8 @@ def _label_mask(targets: Tensor | None) -> Tensor | None:
     """Return where class labels count, on the host; None for other targets."""
     if targets is None or targets.is_floating_point() or targets.dtype is torch.bool:
         return None
-    return (targets.detach() != IGNORE_INDEX).cpu()
+    # As int64, because in uint8 the label 156 equals -100.
+    return (targets.detach().long() != IGNORE_INDEX).cpu()
 
 
 def _batch_masks(
@@ -512,7 +513,7 @@ def _move_classes_last(logits: Tensor, batch: Batch) -> Tensor:
         raise ValueError(ONE_CLASS.format(shape=tuple(shape)))
 
     if labels is not None and (fits_last or fits_second):
-        labels = labels.detach().cpu()[batch.label_mask]
+        labels = labels.detach().long().cpu()[batch.label_mask]
         invalid_labels = labels[(labels < 0) | (labels >= num_classes)]
         if len(invalid_labels):
             label = int(invalid_labels[0])
