@@ -150,7 +150,7 @@ def require_same(
         action: What this rank is about to do, for the message.
         values: What must be equal, as primitives with distinct ``repr``.
         describe: Returns the same facts with names. It is called if the fingerprints
-            differ. Differences by rounding are then accepted.
+            differ. Floating-point numbers may then differ by rounding.
         remedy: End of the error message.
 
     Raises:
@@ -203,7 +203,9 @@ def first_difference(a: Facts, b: Facts) -> tuple[str, str] | None:
 
 
 def _is_close(a: Any, b: Any) -> bool:
-    """Whether primitives are equal up to rounding."""
+    """Whether primitives are equal, floating-point numbers up to rounding."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
     if isinstance(a, int | float) and isinstance(b, int | float):
         both_nan = math.isnan(a) and math.isnan(b)
         return both_nan or math.isclose(a, b, rel_tol=TOLERANCE)
