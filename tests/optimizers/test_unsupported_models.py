@@ -122,6 +122,28 @@ def test_fsdp1_parameters_raise_with_the_remedy(world: World) -> None:
         )
 
 
+class Spectral(nn.Module):
+    """A Linear, then a complex weight of the module and a complex Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 5)
+        self.modes = nn.Parameter(torch.randn(5, 5, dtype=torch.complex64))
+        self.last = nn.Linear(5, 3, dtype=torch.complex64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).to(torch.complex64) @ self.modes).abs()
+
+
+@each_kronecker
+@pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW])
+def test_complex_weights_fall_back_with_a_warning(System: Any, base: Any) -> None:
+    model = Spectral()
+    warned = warnings_of(System, model, backward, base=base, unsupported_layers="gradient_factors")
+    assert len(warned) == 1
+    assert f"by {base.__name__} alone, without curvature: modes, last (Linear); summary" in warned[0]
+
+
 def frozen_for_a_while(rank: int, world_size: int, system: int) -> list[Tensor]:
     """All parameters are frozen for three steps, then train again."""
     model = net()

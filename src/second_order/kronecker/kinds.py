@@ -277,6 +277,8 @@ def _reason_without_factors(module: nn.Module, weight: Tensor | None) -> str | N
         return "its gradient is scaled by the frequency of its entries"
     if weight is not None and weight.numel() == 0:
         return f"its weight is empty: {tuple(weight.shape)}"
+    if weight is not None and weight.is_complex():
+        return "its weight is complex"
     if weight is not None:
         return None
     if isinstance(module, nn.MultiheadAttention):

@@ -542,7 +542,9 @@ class _BlockSearch:
         gradient_blocks: list[KroneckerBlock] = []
         for name, module in self._model.named_modules():
             for param_name, p in module.named_parameters(recurse=False):
-                if id(p) not in self._owned or id(p) in unavailable or _is_vector(p):
+                if id(p) not in self._owned or id(p) in unavailable:
+                    continue
+                if _is_vector(p) or p.is_complex():
                     continue
                 unavailable.add(id(p))
                 block = self._known.get(id(p))
