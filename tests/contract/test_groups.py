@@ -31,6 +31,22 @@ def test_a_model_without_any_of_the_parameters_raises(System: Any) -> None:
 
 
 @each_of_five
+def test_a_parameter_that_is_listed_twice_raises_with_a_remedy(System: Any) -> None:
+    """As in `[*encoder.parameters(), *decoder.parameters()]` with a tied weight."""
+    model = MLP.model()
+    twice = [*model[:2].parameters(), model[0].weight]
+    message = r"parameter '0\.weight' of shape .* is listed twice.*list it once, as in dict"
+    for params in (twice, [{"params": twice}], [("a", model[0].weight), ("b", model[0].weight)]):
+        with pytest.raises(ValueError, match=message):
+            make(System, params, model=model)
+    optimizer = make(System, model[2:].parameters(), model=model)
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": twice})
+    optimizer.add_param_group({"params": dict.fromkeys(twice)})
+    assert [len(group["params"]) for group in optimizer.param_groups] == [4, 2]
+
+
+@each_of_five
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "compiled"])
 def test_groups_have_parameter_names(System: Any, wrapped: bool) -> None:
     """As those of `SGD(model.named_parameters())`; wrappers add nothing to the names."""

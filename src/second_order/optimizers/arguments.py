@@ -32,6 +32,7 @@ __all__ = [
     "FoundModel",
     "FrozenParams",
     "UnenclosedModules",
+    "check_listed_once",
     "check_model_owns_params",
     "check_not_on_meta",
     "check_scaler",
@@ -133,7 +134,8 @@ def read_arguments(
     Raises:
         TypeError: For two models, an argument of another type, or parameters that
             something other than FSDP2 has sharded.
-        ValueError: If no parameter trains, or if one that trains is on the meta device.
+        ValueError: If no parameter trains, if one that trains is on the meta device, or
+            if one is listed twice.
     """
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(
@@ -177,6 +179,7 @@ def read_arguments(
         if not needs_model:
             for i, p in enumerate(params):
                 found.module._parameters[str(i)] = cast(nn.Parameter, p)
+    check_listed_once(params, found.module)
     check_not_on_meta(name, params, found.module)
     if owns_params:
         check_sharding(found.module)
@@ -187,6 +190,23 @@ def read_arguments(
         outer_class=found.outer_class,
         groups=groups,
     )
+
+
+def check_listed_once(params: Iterable[Tensor], model: nn.Module) -> None:
+    """Raise ValueError if a parameter is listed twice, as one of two tied layers is.
+
+    torch only warns if a group has it twice, and then steps it twice.
+    """
+    listed: set[int] = set()
+    for p in params:
+        if id(p) in listed:
+            names = {id(member): key for key, member in model.named_parameters()}
+            raise ValueError(
+                f"parameter {names.get(id(p), '(not in the model)')!r} of shape {tuple(p.shape)} "
+                f"is listed twice, so the base would step it twice; list it once, as in "
+                f"dict.fromkeys([*encoder.parameters(), *decoder.parameters()])"
+            )
+        listed.add(id(p))
 
 
 def check_not_on_meta(name: str, params: Iterable[Tensor], model: nn.Module) -> None:

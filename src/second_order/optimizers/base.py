@@ -55,6 +55,7 @@ from second_order.distributed.roles import Role, sharding_error
 from second_order.distributed.world import World
 from second_order.optimizers.arguments import (
     FrozenParams,
+    check_listed_once,
     check_model_owns_params,
     check_not_on_meta,
     check_scaler,
@@ -665,12 +666,15 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """
         training = self._training
         names = training.param_names()
-        added = [names.get(id(p), "not in the model") for p in group_params([group])]
+        params = group_params([group])
+        added = [names.get(id(p), "not in the model") for p in params]
         action = "add a parameter group"
         try:
-            # Divide the group between the bases, and give its parts names and defaults.
-            check_not_on_meta(training.name, group_params([group]), training.model)
+            check_listed_once(params, training.model)
+            check_not_on_meta(training.name, params, training.model)
             self._check_group_options([group], first=len(self.param_groups))
+
+            # Divide the group between the bases, and give its parts names and defaults.
             parts = [group]
             if isinstance(self._base, BasePair):
                 parts = self._base.split_group(group, training.model)
