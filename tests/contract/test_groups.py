@@ -47,6 +47,19 @@ def test_a_parameter_that_is_listed_twice_raises_with_a_remedy(System: Any) -> N
 
 
 @each_of_five
+def test_a_set_of_parameters_raises_because_its_order_differs_between_runs(System: Any) -> None:
+    """A resumed run would load the momentum of other parameters."""
+    model = MLP.model()
+    params = set(model.parameters())
+    for wrong in (params, frozenset(params), [{"params": params}]):
+        with pytest.raises(TypeError, match="a set, whose order changes .*use a list"):
+            make(System, wrong, model=model)
+    optimizer = make(System, model[2:].parameters(), model=model)
+    with pytest.raises(TypeError, match="a set, whose order changes .*use a list"):
+        optimizer.add_param_group({"params": set(model[0].parameters())})
+
+
+@each_of_five
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "compiled"])
 def test_groups_have_parameter_names(System: Any, wrapped: bool) -> None:
     """As those of `SGD(model.named_parameters())`; wrappers add nothing to the names."""

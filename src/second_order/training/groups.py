@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from second_order.utils.checks import PEAK_LR
+from second_order.utils.checks import PEAK_LR, check_ordered
 
 __all__ = [
     "NAMES",
@@ -42,6 +42,7 @@ def copy_group(group: Any) -> Any:
     Anything that is not a dictionary is returned unchanged.
 
     Raises:
+        TypeError: If the parameters are in a set.
         ValueError: If the group has no parameters, or not one name for each of them.
     """
     if not isinstance(group, dict):
@@ -50,6 +51,7 @@ def copy_group(group: Any) -> Any:
         raise ValueError(f"a parameter group has no 'params', only {[*group]}")
     copied = dict(group)
     params = copied["params"]
+    check_ordered(params)
     params = [params] if isinstance(params, Tensor) else list(params)
     copied["params"] = params
 

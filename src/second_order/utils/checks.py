@@ -28,6 +28,7 @@ __all__ = [
     "check_interval",
     "check_learning_rate",
     "check_number",
+    "check_ordered",
     "check_params",
     "check_patterns",
     "check_rank",
@@ -175,8 +176,17 @@ def check_learning_rate(value: Any) -> None:
         )
 
 
+def check_ordered(params: Any) -> None:
+    """Raise TypeError if parameters are in a set. Checkpoints match them by order."""
+    if isinstance(params, (set, frozenset)):
+        raise TypeError(
+            "the parameters are in a set, whose order changes between runs and ranks; use a list"
+        )
+
+
 def check_params(name: str, value: Any) -> None:
     """Raise TypeError unless ``value`` is an iterable of parameters or groups."""
+    check_ordered(value)
     if isinstance(value, Tensor):
         raise TypeError(
             f"{name} got a tensor; put it into a list, as in {name}([tensor], lr=...)"
