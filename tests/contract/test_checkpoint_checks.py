@@ -194,6 +194,18 @@ def test_a_base_state_without_the_bases_options_raises(loading: str, saving: str
     train(model, optimizer, 2)
 
 
+@pytest.mark.parametrize("base", ["Adam", "AdamW"])
+def test_a_base_state_of_an_older_torch_loads(base: str) -> None:
+    """Up to torch 2.6, Adam and AdamW saved no `decoupled_weight_decay`."""
+    saved = copy.deepcopy(plain(base, MLP.model()).state_dict())
+    expected = saved["param_groups"][0].pop("decoupled_weight_decay")
+    model = MLP.model()
+    optimizer = make(KAISA, model, base=getattr(torch.optim, base), **PLAIN[base])
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["decoupled_weight_decay"] is expected
+    train(model, optimizer, 1)
+
+
 @each_of_five
 def test_a_checkpoint_over_another_base_raises_with_its_name(System: Any) -> None:
     _, saving = trained(System, "SGD")

@@ -59,6 +59,7 @@ VERSION_DEPENDENT_SETTINGS = {
     "capturable",
     "differentiable",
     "maximize",
+    "decoupled_weight_decay",
 }
 
 VERSION = 1
