@@ -77,6 +77,47 @@ class OwnTensorSGD(torch.optim.Optimizer):
         return None
 
 
+class GetSGD(torch.optim.Optimizer):
+    """Momentum in a state that is looked up by get, setdefault and pop, as in any dictionary."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                last = self.state.get(p)
+                if last is None:
+                    last = self.state.setdefault(p, {"momentum": torch.zeros_like(p)})
+                    assert self.state.pop(p) is last
+                    assert self.state.pop(p, None) is None
+                    assert p not in self.state
+                self.state[p] = {"momentum": 0.9 * last["momentum"] + p.grad}
+                p.sub_(group["lr"] * self.state[p]["momentum"])
+        return None
+
+
+class Counting(torch.optim.Optimizer):
+    """SGD whose steps shrink, by a counter that belongs to no parameter, as in MADGRAD."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if "k" not in self.state:
+            self.state["k"] = torch.zeros(1, dtype=torch.int64)
+        self.state["k"] += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] / self.state["k"].item() * p.grad)
+        return None
+
+
 class ScheduleFree(torch.optim.Optimizer):
     """SGD at y, between an iterate z and its average x (Defazio et al. 2024); eval() sets x.
 

@@ -21,7 +21,13 @@ from optimizer_cases import (
 from reference import cross_entropy
 from saved_states import saved_and_loaded
 from step_reference import assert_near
-from third_party_bases import Lion, OwnTensor, OwnTensorSGD, ScheduleFree
+from third_party_bases import (
+    GetSGD,
+    Lion,
+    OwnTensor,
+    OwnTensorSGD,
+    ScheduleFree,
+)
 
 from second_order import AuxBase
 
@@ -33,6 +39,7 @@ THIRD: dict[str, tuple[Any, dict[str, Any]]] = {
     "Lion": (Lion, {"lr": 0.01, "weight_decay": 0.1}),
     "ScheduleFree": (ScheduleFree, {"lr": 0.05}),
     "OwnTensorSGD": (OwnTensorSGD, {"lr": 0.05}),
+    "GetSGD": (GetSGD, {"lr": 0.05}),
 }
 each_third = pytest.mark.parametrize("base", THIRD)
 

@@ -141,7 +141,9 @@ def test_complex_weights_fall_back_with_a_warning(System: Any, base: Any) -> Non
     model = Spectral()
     warned = warnings_of(System, model, backward, base=base, unsupported_layers="gradient_factors")
     assert len(warned) == 1
-    assert f"by {base.__name__} alone, without curvature: modes, last (Linear); summary" in warned[0]
+    assert (
+        f"by {base.__name__} alone, without curvature: modes, last (Linear); summary" in warned[0]
+    )
 
 
 def frozen_for_a_while(rank: int, world_size: int, system: int) -> list[Tensor]:

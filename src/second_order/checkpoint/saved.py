@@ -50,6 +50,23 @@ class BaseState(MutableMapping[Tensor, dict[str, Any]]):
     def __contains__(self, p: object) -> bool:
         return p in self._state and BASE in self._state[p]  # type: ignore[index]
 
+    # As in the defaultdict of torch, only ``state[p]`` creates an entry.
+
+    def get(self, p: Tensor, default: Any = None) -> Any:
+        return self[p] if p in self else default
+
+    def setdefault(self, p: Tensor, default: Any = None) -> Any:
+        if p not in self:
+            self[p] = default
+        return self[p]
+
+    def pop(self, p: Tensor, *default: Any) -> Any:
+        if p in self:
+            return self._state[p].pop(BASE)
+        if not default:
+            raise KeyError(p)
+        return default[0]
+
 
 class SavedPart(dict[str, Any]):
     """One part, "base" or "curvature", of a parameter's state in a checkpoint."""
