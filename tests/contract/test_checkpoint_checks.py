@@ -247,7 +247,7 @@ def test_export_returns_base_states_unchanged() -> None:
     exported = export_base_state(saved)
     assert exported["param_groups"] == saved["param_groups"]
     assert are_equal(exported["state"], saved["state"])
-    wrong: list[Any] = [None, {}, {"state": {0: None}, "param_groups": []}]
+    wrong: list[Any] = [None, {}, {"state": {0: None}, "param_groups": [{"params": [0]}]}]
     for value in wrong:
         with pytest.raises(ValueError, match="not the state of an optimizer"):
             export_base_state(value)

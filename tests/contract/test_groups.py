@@ -52,10 +52,10 @@ def test_a_set_of_parameters_raises_because_its_order_differs_between_runs(Syste
     model = MLP.model()
     params = set(model.parameters())
     for wrong in (params, frozenset(params), [{"params": params}]):
-        with pytest.raises(TypeError, match="a set, whose order changes .*use a list"):
+        with pytest.raises(TypeError, match=r"a set, whose order changes .*use a list"):
             make(System, wrong, model=model)
     optimizer = make(System, model[2:].parameters(), model=model)
-    with pytest.raises(TypeError, match="a set, whose order changes .*use a list"):
+    with pytest.raises(TypeError, match=r"a set, whose order changes .*use a list"):
         optimizer.add_param_group({"params": set(model[0].parameters())})
 
 

@@ -22,6 +22,7 @@ from reference import cross_entropy
 from saved_states import saved_and_loaded
 from step_reference import assert_near
 from third_party_bases import (
+    Counting,
     GetSGD,
     Lion,
     OwnTensor,
@@ -40,6 +41,7 @@ THIRD: dict[str, tuple[Any, dict[str, Any]]] = {
     "ScheduleFree": (ScheduleFree, {"lr": 0.05}),
     "OwnTensorSGD": (OwnTensorSGD, {"lr": 0.05}),
     "GetSGD": (GetSGD, {"lr": 0.05}),
+    "Counting": (Counting, {"lr": 0.05}),
 }
 each_third = pytest.mark.parametrize("base", THIRD)
 
@@ -145,6 +147,29 @@ def test_train_and_eval_reach_both_bases() -> None:
     take(model, optimizer, BATCHES[0])
     optimizer.eval()
     assert not next(g for g in optimizer.param_groups if not g["aux_base"])["train_mode"]
+
+
+@pytest.mark.parametrize("two", [False, True], ids=["base", "both"])
+def test_state_that_belongs_to_no_parameter_is_exported_and_imported(two: bool) -> None:
+    """Of each of two bases separately. MADGRAD counts its steps in `state["k"]`."""
+    model = MLP.model()
+    options = {"aux_base": Counting} if two else {}
+    optimizer = make(KAISA, model, lr=0.1, base=Counting, skip_layers=["*"], **options)
+    twin = copy.deepcopy(model)
+    plain = Counting(twin.parameters())
+    for batch in BATCHES[:2]:
+        take(model, optimizer, batch)
+        take(twin, plain, batch)
+        assert same(model, twin)
+    exported = optimizer.export_base_state(aux_base=two)
+    assert exported["state"].keys() == {"k"}
+    assert exported["state"]["k"].item() == 2
+    resumed = make(KAISA, model, base=Counting, skip_layers=["*"], **options)
+    saved = optimizer.state_dict() if two else plain.state_dict()
+    resumed.load_state_dict(saved_and_loaded(saved))
+    take(model, resumed, BATCHES[2])
+    take(twin, plain, BATCHES[2])
+    assert same(model, twin)
 
 
 def test_schedule_free_bases_are_refused_if_steps_are_corrected() -> None:

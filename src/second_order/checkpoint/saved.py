@@ -26,7 +26,10 @@ HEADER = ("steps", "version", "base_class")
 
 
 class BaseState(MutableMapping[Tensor, dict[str, Any]]):
-    """A view of ``state[p]["base"]`` by parameter, which the base uses as its state."""
+    """A view of ``state[p]["base"]`` by parameter, which the base uses as its state.
+
+    A base may also use keys that are no parameters, with values of any kind.
+    """
 
     def __init__(self, state: MutableMapping[Tensor, dict[str, Any]]) -> None:
         self._state = state
@@ -50,17 +53,22 @@ class BaseState(MutableMapping[Tensor, dict[str, Any]]):
     def __contains__(self, p: object) -> bool:
         return p in self._state and BASE in self._state[p]  # type: ignore[index]
 
-    # As in the defaultdict of torch, only ``state[p]`` creates an entry.
+    # As in the defaultdict of torch, only ``state[p]`` creates an empty entry.
 
     def get(self, p: Tensor, default: Any = None) -> Any:
-        return self[p] if p in self else default
+        """Return an entry, or the default if there is none."""
+        if p not in self:
+            return default
+        return self[p]
 
     def setdefault(self, p: Tensor, default: Any = None) -> Any:
+        """Return an entry, after setting it to the default if there is none."""
         if p not in self:
             self[p] = default
         return self[p]
 
     def pop(self, p: Tensor, *default: Any) -> Any:
+        """Remove and return an entry, or return the default if there is none."""
         if p in self:
             return self._state[p].pop(BASE)
         if not default:

@@ -9,7 +9,8 @@ aux_base   embeddings and weights tied to them; the output head, which is the la
 The two share the groups and the state of the whole optimizer, so that schedulers and
 checkpoints see one optimizer. The entry ``AUX_BASE`` of each group says which of the
 two trains it. Before each step, each of the two receives its own groups and their
-state.
+state. If a base stores state that belongs to no parameter, under a key such as "k", the
+shared state has it under ("base", "k") or ("aux_base", "k").
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from second_order.checkpoint.saved import BASE
 from second_order.training.context import Training, base_class_names, step_without_hooks
 from second_order.training.groups import (
     NAMES,
@@ -31,7 +33,14 @@ from second_order.training.groups import (
 from second_order.utils.checks import check_flag
 from second_order.utils.modules import first_match, unmatched_patterns
 
-__all__ = ["AUX_BASE", "BasePair", "base_of", "describe_groups", "mode_switch"]
+__all__ = [
+    "AUX_BASE",
+    "BasePair",
+    "base_of",
+    "describe_groups",
+    "mode_switch",
+    "own_entries",
+]
 
 AUX_BASE = "aux_base"
 """The group entry that says whether ``aux_base`` trains it; absent with one base."""
@@ -105,8 +114,7 @@ class BasePair(torch.optim.Optimizer):
         common = base_part.defaults.keys() & aux_part.defaults.keys()
         common_defaults = {k: v for k, v in base_part.defaults.items() if k in common}
         super().__init__(split_groups, common_defaults)
-        for part in self.parts:
-            self.state.update(part.state)
+        self._collect_state()
 
     def split_group(self, group: Any, model: nn.Module) -> list[Any]:
         """Split a group into one group per base, each with the entry ``AUX_BASE``.
@@ -192,16 +200,25 @@ class BasePair(torch.optim.Optimizer):
         for part in self.update_parts():
             if part.param_groups:
                 step_without_hooks(part)()
-                self.state.update(part.state)
+        self._collect_state()
 
     def update_parts(self) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-        """Give each of the two its current groups and their state, and return both."""
+        """Give each of the two its current groups and its state, and return both."""
         for is_aux, part in zip((False, True), self.parts, strict=True):
             part.param_groups = [g for g in self.param_groups if g[AUX_BASE] is is_aux]
             params = group_params(part.param_groups)
             state = {p: self.state[p] for p in params if p in self.state}
-            part.state = defaultdict(dict, state)
+            part.state = defaultdict(dict, {**state, **own_entries(self.state, is_aux)})
         return self.parts
+
+    def _collect_state(self) -> None:
+        """Write the states of the two to the shared one."""
+        for name, part in zip((BASE, AUX_BASE), self.parts, strict=True):
+            key: Any  # the annotation of torch says Tensor
+            for key, entries in part.state.items():
+                is_param = isinstance(key, Tensor)
+                shared_key: Any = key if is_param else (name, key)
+                self.state[shared_key] = entries
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -210,7 +227,7 @@ class BasePair(torch.optim.Optimizer):
                 part.__setstate__(
                     {"state": part.state, "param_groups": part.param_groups}
                 )
-                self.state.update(part.state)
+        self._collect_state()
 
 
 def _build(
@@ -226,6 +243,16 @@ def _build(
             if key != "params":
                 group[key] = value
     return optimizer
+
+
+def own_entries(state: Mapping[Any, Any], is_aux: bool) -> dict[Any, Any]:
+    """Return one base's entries of a shared state that belong to no parameter."""
+    name = AUX_BASE if is_aux else BASE
+    entries = {}
+    for key, value in state.items():
+        if isinstance(key, tuple) and key[0] == name:
+            entries[key[1]] = value
+    return entries
 
 
 def base_of(
@@ -257,7 +284,7 @@ def describe_groups(training: Training) -> list[str]:
 
 
 def mode_switch(
-    base: torch.optim.Optimizer, method: str, owner: str, state: dict[Tensor, Any]
+    base: torch.optim.Optimizer, method: str, owner: str, state: dict[Any, Any]
 ) -> Callable[[], None]:
     """Return a function that calls ``train()`` or ``eval()`` of the base, or of both.
 
@@ -286,7 +313,8 @@ def mode_switch(
         for function in methods:
             function()
         # The methods may create empty entries, which would count as state.
-        for p in [p for p, entry in state.items() if not any(entry.values())]:
-            del state[p]
+        for p, entry in list(state.items()):
+            if isinstance(p, Tensor) and not any(entry.values()):
+                del state[p]
 
     return switch

@@ -2,6 +2,7 @@
 
     state[p]["base"]        the entries that the base stores for p, as it would alone
     state[p]["curvature"]   the entries of the curvature, and those of HEADER
+    state[key]["base"]      what the base stores under a key that is no parameter
     param_groups            as torch's; "aux_base" says which base trains the group
 
 Loading    ``read_checkpoint`` checks all entries, and separates the two parts.
@@ -30,7 +31,7 @@ from second_order.checkpoint.saved import (
 )
 from second_order.distributed.fsdp import is_dtensor, local_tensor, shard_like
 from second_order.errors import SecondOrderError
-from second_order.optimizers.base_pair import AUX_BASE, base_of
+from second_order.optimizers.base_pair import AUX_BASE, base_of, own_entries
 from second_order.training.context import Training, base_class_names
 from second_order.training.curvature import Curvature
 from second_order.training.groups import NAMES, group_params
@@ -105,7 +106,7 @@ def read_checkpoint(
     _check_groups(saved_groups, groups, base)
 
     # Separate the two parts of each parameter.
-    base_state: dict[Any, dict[str, Any]] = {}
+    base_state = _entries_without_parameter(state_dict)
     curvature: dict[Tensor, SavedPart] = {}
     absent: list[str] = []
     for i, (saved_group, group) in enumerate(zip(saved_groups, groups, strict=True)):
@@ -144,6 +145,24 @@ def read_checkpoint(
     )
 
 
+def _entries_without_parameter(
+    state_dict: Mapping[str, Any],
+) -> dict[Any, dict[str, Any]]:
+    """Return what the base stores under keys that are no parameters, as MADGRAD does."""
+    members = _members(state_dict["param_groups"])
+    entries = {}
+    for key, value in state_dict["state"].items():
+        parts = _split_parts(value)
+        if key not in members and BASE in parts:
+            entries[key] = {BASE: parts[BASE]}
+    return entries
+
+
+def _members(groups: Iterable[Mapping[str, Any]]) -> set[Any]:
+    """Return the keys of the parameters in a checkpoint's groups."""
+    return {key for group in groups for key in group.get("params", ())}
+
+
 def _shard_entries(part: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
     """Return the base's entries of a parameter.
 
@@ -168,13 +187,18 @@ def _local_entry(value: Any, p: Tensor) -> Any:
 def check_is_state(value: Any) -> None:
     """Raise ValueError unless a value has the structure of an optimizer's state."""
     parts = value if isinstance(value, Mapping) else {}
-    state = parts.get("state")
-    groups = parts.get("param_groups")
-    if (
-        not isinstance(state, Mapping)
-        or not isinstance(groups, (list, tuple))
-        or not all(isinstance(entry, Mapping) for entry in (*state.values(), *groups))
-    ):
+    state: Any = parts.get("state")
+    groups: Any = parts.get("param_groups")
+    is_state = (
+        isinstance(state, Mapping)
+        and isinstance(groups, (list, tuple))
+        and all(isinstance(group, Mapping) for group in groups)
+    )
+    if is_state:
+        # Under other keys than parameters, a base may store values of any kind.
+        entries = [state.get(key, {}) for key in _members(groups)]
+        is_state = all(isinstance(entry, Mapping) for entry in entries)
+    if not is_state:
         raise ValueError(
             "this is not the state of an optimizer: it needs a dictionary of dictionaries as "
             "'state', and a list of dictionaries as 'param_groups'; pass the unflattened result of "
@@ -294,10 +318,9 @@ def _check_headers(parts: Iterable[SavedPart]) -> int:
     return steps or 0
 
 
-def _split_parts(entry: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """Return a parameter's entry by parts. The base's own state is one part."""
-    has_parts = bool(entry.keys() & {BASE, CURVATURE})
-    if not entry or has_parts:
+def _split_parts(entry: Any) -> Mapping[str, Any]:
+    """Return an entry of a state by parts. The base's own state is one part."""
+    if isinstance(entry, Mapping) and (not entry or entry.keys() & {BASE, CURVATURE}):
         return entry
     return {BASE: entry}
 
@@ -335,13 +358,16 @@ def export_base_state(
         )
 
     # Copy the base's groups without our own settings, and the base's state.
-    own_entries = (PEAK_LR, AUX_BASE, *LAYER_OPTIONS)
+    own_settings = (PEAK_LR, AUX_BASE, *LAYER_OPTIONS)
     base_groups = []
-    base_state: dict[Any, Any] = {}
+    shared = _entries_without_parameter(state_dict)
+    if has_two_bases:
+        shared = own_entries(shared, aux_base)
+    base_state: dict[Any, Any] = {key: parts[BASE] for key, parts in shared.items()}
     for group in groups:
         if has_two_bases and group[AUX_BASE] is not aux_base:
             continue
-        base_group = {k: value for k, value in group.items() if k not in own_entries}
+        base_group = {k: value for k, value in group.items() if k not in own_settings}
         base_groups.append(base_group)
         for key in group["params"]:
             part = _split_parts(state_dict["state"].get(key, {})).get(BASE)
