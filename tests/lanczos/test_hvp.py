@@ -512,6 +512,28 @@ def test_models_can_have_several_outputs(mode: str) -> None:
     assert_close(matrix(closure, model.parameters(), mode=mode), expected, mode)
 
 
+@pytest.mark.parametrize("mode", EXACT)
+def test_an_output_can_be_a_parameter(mode: str) -> None:
+    """A learned scale of the noise has the same curvature as an output computed from it."""
+    model = nn.Linear(4, 1).double()
+    log_scale = nn.Parameter(torch.tensor(0.3).double())
+    x = torch.randn(7, 4).double()
+    y = torch.randn(7, 1).double()
+
+    def negative_log_likelihood(z: tuple[Tensor, Tensor]) -> Tensor:
+        return (0.5 * ((y - z[0]) / z[1].exp()) ** 2 + z[1]).mean()
+
+    params = [*model.parameters(), log_scale]
+    found = matrix(
+        lambda: Outputs((model(x), log_scale), negative_log_likelihood), params, mode=mode
+    )
+    expected = matrix(
+        lambda: Outputs((model(x), 1.0 * log_scale), negative_log_likelihood), params, mode=mode
+    )
+    assert_close(found, expected)
+    assert float(found[-1, -1]) > 0.0
+
+
 def test_functions_without_a_second_derivative_raise() -> None:
     model = nn.Linear(4, 3).double()
     x = torch.randn(7, 4).double()

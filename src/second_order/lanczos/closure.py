@@ -446,7 +446,8 @@ def _check_twice_differentiable(function: Any) -> None:
 def _custom_functions(roots: Sequence[Tensor]) -> list[Any]:
     """Return the custom autograd functions in a graph."""
     functions: list[Any] = []
-    stack: list[Any] = [root.grad_fn for root in roots]
+    # A root that is a parameter itself has no function.
+    stack: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen = set(stack)
     while stack:
         node = stack.pop()
