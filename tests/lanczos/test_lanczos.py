@@ -324,6 +324,14 @@ def test_on_a_grid_the_density_equals_the_histogram() -> None:
     assert float(curve[far].sum()) * step < 1e-6
 
 
+def test_functions_with_a_pole_at_zero_have_an_expectation() -> None:
+    """Also if a probe ended early: the log-determinant and the mean inverse of 2 I."""
+    density = spectral_density(*quadratic(2 * torch.eye(5).double()), probes=2, iterations=5)
+    assert density.products == 2
+    assert density.expectation(torch.log) == pytest.approx(math.log(2))
+    assert density.expectation(torch.reciprocal) == pytest.approx(0.5)
+
+
 def test_the_loss_of_micro_batches_is_weighted_by_their_examples() -> None:
     w = nn.Parameter(torch.ones(2).double())
     losses = [lambda: (w.square().sum(), 1), lambda: (4 * w.square().sum(), 3)]

@@ -303,8 +303,9 @@ class SpectralDensity:
 
     Attributes:
         nodes: ``(probes, m)`` Ritz values; float64 on the CPU. A probe that ended early
-            is padded with nodes of weight 0.
-        weights: ``(probes, m)`` weights of the nodes. Those of a probe sum to 1.
+            repeats its last one.
+        weights: ``(probes, m)`` weights of the nodes, 0 for repeated ones. Those of a
+            probe sum to 1.
         size: n, the number of eigenvalues.
         products: Number of Hessian-vector products.
     """
@@ -393,9 +394,10 @@ def spectral_density(
             if not bool(ritz.vectors.isfinite().all()):
                 raise CurvatureError(UNDECOMPOSED)
             products += len(ritz.values)
-            # Rules that ended early get nodes of weight zero.
-            padding = (0, length - len(ritz.values))
-            nodes.append(nn.functional.pad(ritz.values, padding))
-            weights.append(nn.functional.pad(ritz.vectors[0].square(), padding))
+            # Rules that ended early repeat their last node, with weight zero. A node
+            # of 0 would add 0 · f(0), which is NaN if f is the logarithm.
+            padding = length - len(ritz.values)
+            nodes.append(torch.cat([ritz.values, ritz.values[-1:].expand(padding)]))
+            weights.append(nn.functional.pad(ritz.vectors[0].square(), (0, padding)))
         size = space.size
     return SpectralDensity(torch.stack(nodes), torch.stack(weights), size, products)
