@@ -231,7 +231,7 @@ def trace_task(problem: Problem, function: str) -> Task:
             problem.closure,
             problem.model,
             products=PRODUCTS,
-            seed=1000 * seed,
+            seed=seed,
             curvature="gauss-newton",
         )
         return Estimate(result.value, result.products)
@@ -256,7 +256,7 @@ def diagonal_task(problem: Problem, function: str) -> Task:
             problem.closure,
             problem.model,
             products=PRODUCTS,
-            seed=1000 * seed,
+            seed=seed,
             curvature="gauss-newton",
         )
         return Estimate(result.values, result.products)
@@ -291,7 +291,7 @@ def density_task(problem: Problem) -> Task:
             problem.model,
             probes=REPEATS,
             iterations=ITERATIONS,
-            seed=1000 * seed,
+            seed=seed,
             curvature="gauss-newton",
         )
         return Estimate(result.on(grid, width), result.products)

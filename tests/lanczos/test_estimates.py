@@ -30,6 +30,7 @@ from second_order.lanczos import (
     spectral_density,
     trace,
 )
+from second_order.lanczos.hvp import RowSpace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,7 +90,7 @@ def test_a_trace_is_within_its_error(curvature: Any) -> None:
     A = dense[curvature]
     expected = float(A.trace())
     found = [
-        trace(closure, model, products=18, seed=100 * i, curvature=curvature) for i in range(20)
+        trace(closure, model, products=18, seed=i, curvature=curvature) for i in range(20)
     ]
     errors = torch.tensor([f.value - expected for f in found])
     stated = torch.tensor([f.standard_error for f in found])
@@ -101,6 +102,26 @@ def test_a_trace_is_within_its_error(curvature: Any) -> None:
         assert spread < 0.6 * math.sqrt(2 * float(off.square().sum()) / 18)
 
 
+@pytest.mark.parametrize("estimate", [trace, diagonal, spectral_density])
+def test_different_seeds_share_no_random_vector(
+    estimate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if they differ above the lowest 32 bits, the only ones that torch uses."""
+    native = RowSpace.random
+    vectors = []
+
+    def random(space: RowSpace, seed: int, scale: float) -> Tensor:
+        vectors.append(native(space, seed, scale))
+        return vectors[-1]
+
+    monkeypatch.setattr(RowSpace, "random", random)
+    _, loss, w = problem(4, 0)
+    for seed in (0, 1, 2, 2**32):
+        estimate(loss, [w], seed=seed)
+    assert len(vectors) >= 16
+    assert len(torch.stack(vectors).unique(dim=0)) == len(vectors)
+
+
 # Diagonal.
 
 
@@ -109,7 +130,7 @@ def test_the_error_of_a_diagonal_follows_from_two_samples() -> None:
     w = nn.Parameter(torch.ones(2).double())
     loss = lambda: 0.5 * w @ torch.tensor([[1.0, 0.3], [0.3, 1.0]], dtype=torch.float64) @ w  # noqa: E731
     errors = [
-        diagonal(loss, [w], products=2, directions=0, seed=10 * i).standard_errors
+        diagonal(loss, [w], products=2, directions=0, seed=i).standard_errors
         for i in range(12)
     ]
     found = torch.cat(errors).unique()

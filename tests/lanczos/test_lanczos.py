@@ -29,6 +29,7 @@ from second_order.lanczos import (
     spectral_density,
     trace,
 )
+from second_order.lanczos.estimates import random_vector
 from second_order.lanczos.hvp import RowSpace
 from second_order.lanczos.lanczos import ritz_pairs, tridiagonalize
 
@@ -298,7 +299,7 @@ def test_a_full_run_equals_the_quadrature_of_its_probes(size: int, probes: int, 
         density.weights.sum(1), torch.ones(probes).double(), rtol=0, atol=1e-12
     )
     space = space_of(lambda d: d, size, torch.float64)
-    Z = torch.stack([space.random(seed + i, 1.0) for i in range(probes)])
+    Z = torch.stack([random_vector(space, seed, i) for i in range(probes)])
     functions: Sequence[Any] = [lambda x: x, torch.square, torch.exp]
     for function, f_of_A in zip(functions, [A, A @ A, torch.matrix_exp(A)], strict=True):
         means = ((Z @ f_of_A) * Z).sum(1) / Z.square().sum(1)

@@ -98,7 +98,7 @@ def trace(
         directions: Number of steep directions that are treated exactly, with two
             products each. None: m / 3, or fewer to leave four samples. 0: none, which
             is better only if no eigenvalues stand out.
-        seed: Seed of the random vectors.
+        seed: Seed of the random vectors. Different seeds give independent estimates.
         hvp: How to compute products, as for :func:`eigenpairs`.
         process_group: Processes that call this together, as for :func:`eigenpairs`.
         curvature: The matrix, as for :func:`eigenpairs`.
@@ -176,7 +176,7 @@ def diagonal(
         params: A module or its parameters, as for :func:`eigenpairs`.
         products: m, the maximum number of Hessian-vector products.
         directions: Number of steep directions treated exactly, as for :func:`trace`.
-        seed: Seed of the random vectors.
+        seed: Seed of the random vectors. Different seeds give independent estimates.
         hvp: How to compute products, as for :func:`eigenpairs`.
         process_group: Processes that call this together, as for :func:`eigenpairs`.
         curvature: The matrix, as for :func:`eigenpairs`.
@@ -238,8 +238,11 @@ class _SteepDirections:
 
     def __init__(self, space: RowSpace, count: int, seed: int) -> None:
         self._space = space
-        self._seed = seed + count  # of the probes
-        candidates = [space.apply(space.random(seed + i, 1.0)) for i in range(count)]
+        self._seed = seed
+        self._first_probe = count  # the number of random vectors before the probes
+        candidates = []
+        for i in range(count):
+            candidates.append(space.apply(random_vector(space, seed, i)))
 
         # Gram-Schmidt. A vector that is zero, or depends on the others, is left out.
         # Estimates do not support FSDP2, whose rows would not be ``space.rows``.
@@ -279,7 +282,8 @@ class _SteepDirections:
         if len(self.Q) == self._space.size:
             return
         for i in range(products - self.products):
-            normal = self._space.random(self._seed + i, 1.0)
+            index = self._first_probe + i
+            normal = random_vector(self._space, self._seed, index)
             yield torch.ones_like(normal).copysign_(normal)
 
     def diagonal(self) -> Tensor:
@@ -290,6 +294,15 @@ class _SteepDirections:
         if len(Q):
             inner = self._space.total(inner)
         return (Q * (2 * HQ - inner @ Q)).sum(0)
+
+
+def random_vector(space: RowSpace, seed: int, index: int) -> Tensor:
+    """Return this process's rows of a seed's random vector with this index.
+
+    The vectors of different seeds are independent. Python's hash of integers is the
+    same in all processes.
+    """
+    return space.random(hash((seed, index)) % 2**63, 1.0)
 
 
 def _dot(space: RowSpace, a: Tensor, b: Tensor) -> float:
@@ -365,7 +378,7 @@ def spectral_density(
         probes: Number of random vectors to average over.
         iterations: Number of products per probe. The density resolves details down to
             the width of the spectrum divided by this number.
-        seed: Seed of the random vectors.
+        seed: Seed of the random vectors. Different seeds give independent estimates.
         hvp: How to compute products, as for :func:`eigenpairs`.
         process_group: Processes that call this together, as for :func:`eigenpairs`.
         curvature: The matrix, as for :func:`eigenpairs`.
@@ -386,7 +399,8 @@ def spectral_density(
         length = min(iterations, space.size)
         for probe in range(probes):
             # One recurrence from a random vector gives one quadrature rule.
-            run = tridiagonalize(space, space.random(seed + probe, 1.0), length)
+            start = random_vector(space, seed, probe)
+            run = tridiagonalize(space, start, length)
             space.raise_together()
             if not run.finite:
                 raise CurvatureError(NOT_FINITE)
