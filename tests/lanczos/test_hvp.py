@@ -213,6 +213,23 @@ def test_parameters_can_have_any_dtype(dtype: torch.dtype, mode: str, rtol: floa
     assert_close(H.double(), expected, rtol=rtol)
 
 
+def test_differences_under_autocast_take_a_step_for_its_dtype() -> None:
+    """A step for float32 would divide the rounding of bfloat16 by a number that is too small."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    x = torch.randn(32, 8)
+    y = torch.randint(3, (32,))
+    V = torch.randn(sum(p.numel() for p in model.parameters()), 4)
+
+    def in_mode(mode: Any) -> Tensor:
+        return products(lambda: cross_entropy(model(x), y), model.parameters(), V, mode)
+
+    expected = in_mode("retained")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = in_mode("differences")
+    assert float((found - expected).norm()) < 0.3 * float(expected.norm())
+
+
 # What is random or remembered stays the same for all products.
 
 

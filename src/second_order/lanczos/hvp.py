@@ -351,8 +351,11 @@ class Hessian:
         return epsilon
 
     def _dtypes(self) -> set[torch.dtype]:
-        """Return the dtypes in which gradients are computed."""
-        return {p.dtype for p in self.params}
+        """Return the dtypes in which gradients are computed, also by autocast."""
+        dtypes = {p.dtype for p in self.params}
+        if self._autocast_enabled:
+            dtypes.add(self._autocast_dtype)
+        return dtypes
 
     def _squared_norm(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the squared norm of a vector, given its part for each parameter."""
