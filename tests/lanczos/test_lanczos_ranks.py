@@ -16,11 +16,20 @@ from ranks import counted, replaced
 from reference import cross_entropy
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 from second_order.distributed.world import World as Processes
 from second_order.errors import CurvatureError
-from second_order.lanczos import Eigenpairs, Outputs, SpectralDensity, eigenpairs, spectral_density
+from second_order.lanczos import (
+    Eigenpairs,
+    Outputs,
+    SpectralDensity,
+    diagonal,
+    eigenpairs,
+    spectral_density,
+    trace,
+)
 from second_order.lanczos.hvp import row_counts
 from second_order.lanczos.spectrum import mean_loss
 
@@ -234,6 +243,33 @@ def test_a_failure_on_one_process_raises_on_all(
             assert "not finite" in str(error)
         elif rank != 1:
             assert "failed on rank 1" in str(error)
+
+
+def refused_on_shards(rank: int, world_size: int) -> None:
+    """Between passes, and after a forward pass that leaves the root's parameters whole."""
+    model = fully_shard(MLP.model())
+    (x, y) = MLP.batch(6)
+    calls = 0
+
+    def loss() -> Tensor:
+        nonlocal calls
+        calls += 1
+        return cross_entropy(model(x), y)
+
+    for is_whole in (False, True):
+        if is_whole:
+            model(x)
+        for estimate in (eigenpairs, trace, diagonal, spectral_density):
+            for params in (model, model.parameters()) if not is_whole else (model,):
+                with pytest.raises(ValueError, match=r"sharded by fully_shard.*full_state_dict"):
+                    estimate(loss, params, hvp="differences", process_group=dist.group.WORLD)  # type: ignore[operator]
+    assert calls == 0
+    loss().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_sharded_models_are_refused_before_anything_changes(world: World) -> None:
+    world.run(refused_on_shards, 2, timeout=30)
 
 
 def judged(rank: int, world_size: int) -> float:

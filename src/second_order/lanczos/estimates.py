@@ -106,7 +106,7 @@ def trace(
     Raises:
         CurvatureError: As :func:`eigenpairs` does.
         TypeError: If a count or a seed is not an integer.
-        ValueError: If there are too few products.
+        ValueError: If there are too few products, or the parameters are sharded.
     """
     directions = _check_counts(products, directions, seed)
     with curvature_space(loss_fn, params, curvature, hvp, process_group) as space:
@@ -184,7 +184,7 @@ def diagonal(
     Raises:
         CurvatureError: As :func:`eigenpairs` does.
         TypeError: If a count or a seed is not an integer.
-        ValueError: If there are too few products.
+        ValueError: If there are too few products, or the parameters are sharded.
     """
     directions = _check_counts(products, directions, seed)
     with curvature_space(loss_fn, params, curvature, hvp, process_group) as space:
@@ -386,7 +386,7 @@ def spectral_density(
     Raises:
         CurvatureError: As :func:`eigenpairs` does.
         TypeError: If a count or a seed is not an integer.
-        ValueError: For counts outside their bounds.
+        ValueError: For counts outside their bounds, and for sharded parameters.
     """
     # Check the arguments.
     check_whole("probes", probes, 1, "4")

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from second_order.distributed.fsdp import is_dtensor, sharded_params
 from second_order.distributed.world import World
 from second_order.errors import CurvatureError
 from second_order.lanczos.closure import Closures, CurvatureKind
@@ -95,7 +96,7 @@ def eigenpairs(
             from a data loader.
         params: A module, to use its trainable parameters, or some of its parameters.
             Eigenpairs are those of the Hessian with respect to these parameters, with
-            all others held fixed.
+            all others held fixed. Models that FSDP2 shards are not supported.
         largest: k, the number of algebraically largest pairs.
         smallest: l, the number of algebraically smallest (most negative) pairs.
         iterations: Maximum number of Hessian-vector products. None:
@@ -116,7 +117,7 @@ def eigenpairs(
         CurvatureError: If the loss is not a scalar, cannot be differentiated twice,
             gives non-finite numbers, or does not depend on the parameters.
         TypeError: If a count or a seed is not an integer, or ``tol`` is not a number.
-        ValueError: For numbers outside their bounds.
+        ValueError: For numbers outside their bounds, and for sharded parameters.
     """
     # Check the arguments.
     check_seed("seed", seed)
@@ -210,7 +211,8 @@ def curvature_space(
     """Check a loss and its parameters, and return the space to multiply in.
 
     Raises:
-        ValueError: If no parameter is trainable, or they do not make one vector.
+        ValueError: If no parameter is trainable, they do not make one vector, or they
+            are sharded.
     """
     # List the parameters, each once.
     model = params if isinstance(params, nn.Module) else None
@@ -225,6 +227,16 @@ def curvature_space(
     if not trainable:
         raise ValueError(
             "no parameter requires a gradient; pass a model or parameters with requires_grad=True"
+        )
+    # Products need whole parameters. FSDP2's may be whole between a forward and the
+    # next, but their memory is freed then.
+    is_sharded = model is not None and bool(sharded_params(model))
+    if is_sharded or any(map(is_dtensor, trainable)):
+        raise ValueError(
+            "the parameters are sharded by fully_shard or tensor parallelism; gather them with "
+            "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True)), and load them into a model that is "
+            "not sharded"
         )
     # They have to be leaves on one device.
     if not all(p.is_leaf for p in trainable):
