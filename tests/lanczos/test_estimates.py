@@ -6,6 +6,7 @@ Functions that take (rank, world_size, ...) run on the pool's ranks.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -239,6 +240,7 @@ def test_a_loader_gives_the_mean_over_its_examples(curvature: Any) -> None:
         ([{"x": 1}], cross_entropy, "batch 0 is a dict, not a pair"),
         ([(1, 2, 3)], cross_entropy, "a tuple of 3, not a pair"),
         ([MLP.batch(2)], nn.CrossEntropyLoss(reduction="sum"), "use reduction='mean'"),
+        ([MLP.batch(2)], partial(cross_entropy, reduction="sum"), "use reduction='mean'"),
     ],
 )
 def test_values_that_are_not_loaders_raise(batches: Any, criterion: Any, message: str) -> None:

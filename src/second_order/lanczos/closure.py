@@ -483,18 +483,24 @@ def losses_over(
             a tuple or list of positional arguments, or a mapping of keyword arguments.
             Targets are a tensor with one row per example.
         criterion: The loss of (outputs, targets): the mean over the batch's examples,
-            or one loss per example.
+            or one loss per example. A sum over examples makes the curvature too large.
+            Only if it is set as ``reduction`` of a module or a ``functools.partial``,
+            it raises an error.
 
     Returns:
         One function per batch, which returns (:class:`Outputs`, number of examples).
 
     Raises:
-        ValueError: If there is no batch, a batch is not a pair, or the criterion sums.
+        ValueError: If there is no batch, a batch is not a pair, or the criterion has
+            ``reduction="sum"``.
     """
-    if getattr(criterion, "reduction", "mean") == "sum":
+    reduction = getattr(criterion, "reduction", "mean")
+    if isinstance(criterion, partial):
+        reduction = criterion.keywords.get("reduction", "mean")
+    if reduction == "sum":
         raise ValueError(
-            f"{type(criterion).__name__} has reduction='sum', but batches are weighted by their "
-            f"numbers of examples; use reduction='mean'"
+            "the criterion has reduction='sum', but batches are weighted by their numbers of "
+            "examples; use reduction='mean'"
         )
     closures: list[LossFn] = []
     for batch in batches:
