@@ -32,7 +32,7 @@ from second_order.lanczos.closure import Closures, CurvatureKind
 from second_order.lanczos.hvp import ProductMode, RowSpace
 from second_order.lanczos.lanczos import UNDECOMPOSED, agreed_ritz_pairs, tridiagonalize
 from second_order.lanczos.spectrum import ParamsOrModel, curvature_space
-from second_order.utils.checks import check_number, check_whole
+from second_order.utils.checks import check_number, check_seed, check_whole
 
 __all__ = [
     "Diagonal",
@@ -213,7 +213,7 @@ def diagonal(
 def _check_counts(products: int, directions: int | None, seed: int) -> int:
     """Check the arguments of an estimate, and return the number of steep directions."""
     check_whole("products", products, 1, "48")
-    check_whole("seed", seed, 0, "0")
+    check_seed("seed", seed)
     if directions is None:
         directions = max(min(products // 3, (products - DEFAULT_SAMPLES) // 2), 0)
     check_whole("directions", directions, 0, "0 for none, or None")
@@ -391,7 +391,7 @@ def spectral_density(
     # Check the arguments.
     check_whole("probes", probes, 1, "4")
     check_whole("iterations", iterations, 1, "64")
-    check_whole("seed", seed, 0, "0")
+    check_seed("seed", seed)
     nodes = []
     weights = []
     products = 0
