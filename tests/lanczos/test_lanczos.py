@@ -202,7 +202,8 @@ def test_a_start_in_an_invariant_subspace_stays_in_it() -> None:
         pairs = of_quadratic(A, largest=3, iterations=30, tol=1e-6, start=start)
         assert pairs.products == 3
         assert_pairs(pairs, A, 1e-9)
-    inner = of_quadratic(A, largest=2, iterations=30, tol=1e-6, start=Q[:, 10] + Q[:, 12])
+    within = (Q[:, 10] + Q[:, 12]).requires_grad_()
+    inner = of_quadratic(A, largest=2, iterations=30, tol=1e-6, start=within)
     torch.testing.assert_close(inner.eigenvalues, values[[12, 10]], rtol=1e-10, atol=0)
     assert inner.products == 2
     # One eigenvector is not enough for two pairs, so it continues from a random vector.
@@ -256,6 +257,8 @@ def test_non_finite_losses_raise(hvp: Any, value: float) -> None:
         ({"tol": math.nan}, "tol=nan is outside"),
         ({"seed": -1}, "seed=-1 is below 0"),
         ({"start": torch.ones(4)}, r"start has shape .* must be \(5,\)"),
+        ({"start": torch.zeros(5)}, "start is zero or not finite"),
+        ({"start": torch.full((5,), math.nan)}, "start is zero or not finite"),
         ({"hvp": "dense"}, "not one of 'auto'"),
     ],
 )
@@ -269,6 +272,13 @@ def test_counts_and_seeds_must_be_integers() -> None:
     for name, value in itertools.product(("largest", "smallest", "iterations", "seed"), (2.0, "2")):
         with pytest.raises(TypeError, match=f"{name}={value!r} is not an integer; use"):
             of_quadratic(A, **{name: value})
+
+
+def test_seeds_above_those_of_torch_raise() -> None:
+    loss, params = quadratic(torch.eye(3).double())
+    for estimate in (eigenpairs, trace, diagonal, spectral_density):
+        with pytest.raises(ValueError, match="use a smaller one"):
+            estimate(loss, params, seed=2**64)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("hvp", ["retained", "recomputed", "differences"])

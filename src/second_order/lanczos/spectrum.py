@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -139,12 +140,14 @@ def eigenpairs(
         iterations = default_iterations(n, num_pairs)
     if start is not None and start.shape != (n,):
         raise ValueError(f"start has shape {tuple(start.shape)}; it must be ({n},)")
+    if start is not None and not 0 < float(start.detach().double().norm()) < math.inf:
+        raise ValueError("start is zero or not finite; pass another vector, or None")
 
     # Run Lanczos.
     with hessian_space as space:
         rows = space.random(seed, 1.0)
         if start is not None:
-            rows = start.to(rows.device, rows.dtype)[space.rows].clone()
+            rows = start.detach().to(rows.device, rows.dtype)[space.rows].clone()
         pairs = extreme_pairs(
             space,
             rows,
