@@ -46,7 +46,6 @@ def products(
     """H V."""
     with Hessian(loss_fns, list(params), mode=mode, curvature=curvature) as H:
         columns = [H.product(v) for v in V.T]
-        assert H.products == len(columns)
         return torch.stack(columns, 1) / H.examples
 
 
@@ -368,6 +367,18 @@ def test_errors_give_the_reason_and_the_remedy(
         eigenpairs(loss, model, largest=1, hvp=mode)
     once = (function, problem, remedy) in NOT_ONCE
     assert once or 'hvp="differences"' in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_products_outside_of_the_context_raise(mode: Any) -> None:
+    w = nn.Parameter(torch.ones(2).double())
+    v = torch.ones(2).double()
+    H = Hessian(lambda: w.square().sum(), [w], mode=mode)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="outside of its context; write: with hessian"):
+            H.product(v)
+        with H:
+            torch.testing.assert_close(H.product(v), 2 * v)
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")

@@ -186,13 +186,13 @@ class Hessian:
         size: n, the number of elements of the parameters.
         examples: The weight of this process's batch, once it has been evaluated.
         loss: The loss of this process's batch times its weight.
-        products: Number of products computed.
         constant: Whether no loss yet depends on the parameters; None before the first.
 
     Raises:
         CurvatureError: On entry or at a product, if the loss is not a scalar, its graph
             has been freed, or it cannot be differentiated twice. The message names the
             operation and the remedy.
+        RuntimeError: At a product outside of the context.
     """
 
     def __init__(
@@ -226,10 +226,9 @@ class Hessian:
 
         self.examples = 0.0
         self.loss: Tensor | float = 0.0
-        self.products = 0
         self.constant: bool | None = None
         self._retained: list[DifferentiableLoss] = []
-        self._rewind: Callable[[], None]
+        self._rewind: Callable[[], None] | None = None  # None outside of the context
         self._stack = ExitStack()
 
     def __enter__(self) -> Hessian:
@@ -246,6 +245,7 @@ class Hessian:
 
     def __exit__(self, *_: object) -> None:
         self._retained = []
+        self._rewind = None
         self._stack.close()
 
     def product(self, v: Tensor) -> Tensor:
@@ -254,7 +254,11 @@ class Hessian:
         Args:
             v: ``(n,)`` in any floating dtype, which is also that of the result.
         """
-        self.products += 1
+        if self._rewind is None:
+            raise RuntimeError(
+                "Hessian.product was called outside of its context; write: with hessian: "
+                "hessian.product(v)"
+            )
         # Split the vector into a direction for each parameter.
         directions = []
         parts = v.split([shape.numel() for shape in self._local_shapes])
@@ -277,6 +281,7 @@ class Hessian:
 
     def _rewound_loss_fns(self) -> Iterator[LossFn]:
         """Yield each function after a rewind of the random state and the buffers."""
+        assert self._rewind is not None
         self.examples = 0.0
         self.loss = 0.0
         for loss_fn in self._loss_fns:
