@@ -214,6 +214,11 @@ def test_a_subset_of_parameters_has_its_block() -> None:
         assert density.size == len(rows)
     model[0].weight.requires_grad_(False)
     assert trace(closure, model[0], products=9).size == model[0].bias.numel()
+    for result in (diagonal(closure, model[0]), eigenpairs(closure, model[0], largest=1)):
+        (part,) = result.parts([model[0].bias])
+        assert part.shape[-1:] == model[0].bias.shape
+        with pytest.raises(ValueError, match=r"42 elements, .* have 7; .* require a gradient"):
+            result.parts(model[0].parameters())
 
 
 # A loader.

@@ -31,7 +31,11 @@ from second_order.errors import CurvatureError
 from second_order.lanczos.closure import Closures, CurvatureKind
 from second_order.lanczos.hvp import ProductMode, RowSpace
 from second_order.lanczos.lanczos import UNDECOMPOSED, agreed_ritz_pairs, tridiagonalize
-from second_order.lanczos.spectrum import ParamsOrModel, curvature_space
+from second_order.lanczos.spectrum import (
+    ParamsOrModel,
+    curvature_space,
+    split_by_parameter,
+)
 from second_order.utils.checks import check_number, check_seed, check_whole
 
 __all__ = [
@@ -148,10 +152,16 @@ class Diagonal:
     products: int
 
     def parts(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """Split the values by parameter, each part in the parameter's shape."""
-        shapes = [p.shape for p in params]
-        parts = self.values.split([shape.numel() for shape in shapes])
-        return [v.reshape(shape) for v, shape in zip(parts, shapes, strict=True)]
+        """Split the values by parameter, each part in the parameter's shape.
+
+        Args:
+            params: The parameters that :func:`diagonal` used: of a model, those that
+                require a gradient.
+
+        Raises:
+            ValueError: If they do not have n elements.
+        """
+        return split_by_parameter(self.values, params)
 
 
 def diagonal(

@@ -27,6 +27,7 @@ __all__ = [
     "eigenpairs",
     "lanczos_dtype",
     "mean_loss",
+    "split_by_parameter",
 ]
 
 ParamsOrModel: TypeAlias = nn.Module | Iterable[Tensor]
@@ -58,13 +59,36 @@ class Eigenpairs:
     largest: int
 
     def parts(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """Split the eigenvectors by parameter: ``(k + l, *p.shape)`` for each."""
-        shapes = [p.shape for p in params]
-        columns = self.eigenvectors.split([shape.numel() for shape in shapes], dim=1)
-        parts = []
-        for v, shape in zip(columns, shapes, strict=True):
-            parts.append(v.reshape(len(v), *shape))
-        return parts
+        """Split the eigenvectors by parameter: ``(k + l, *p.shape)`` for each.
+
+        Args:
+            params: The parameters that :func:`eigenpairs` used: of a model, those that
+                require a gradient.
+
+        Raises:
+            ValueError: If their elements are not as many as those of an eigenvector.
+        """
+        return split_by_parameter(self.eigenvectors, params)
+
+
+def split_by_parameter(vectors: Tensor, params: Iterable[Tensor]) -> list[Tensor]:
+    """Split ``(..., n)`` vectors by parameter: ``(..., *p.shape)`` for each.
+
+    Raises:
+        ValueError: If the parameters do not have n elements.
+    """
+    shapes = [p.shape for p in params]
+    sizes = [shape.numel() for shape in shapes]
+    n = vectors.shape[-1]
+    if sum(sizes) != n:
+        raise ValueError(
+            f"the parameters have {sum(sizes)} elements, but the vectors have {n}; pass the "
+            f"parameters of the estimate: those that require a gradient, each once"
+        )
+    parts = []
+    for part, shape in zip(vectors.split(sizes, dim=-1), shapes, strict=True):
+        parts.append(part.reshape(*vectors.shape[:-1], *shape))
+    return parts
 
 
 def eigenpairs(
