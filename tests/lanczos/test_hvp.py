@@ -370,6 +370,14 @@ def test_errors_give_the_reason_and_the_remedy(
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_sparse_gradients_raise(mode: Any) -> None:
+    model = nn.Embedding(5, 3, sparse=True)
+    tokens = torch.tensor([0, 3, 1])
+    with pytest.raises(CurvatureError, match=r"sparse gradient.*use sparse=False"):
+        eigenpairs(lambda: model(tokens).square().sum(), model, largest=1, hvp=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_products_outside_of_the_context_raise(mode: Any) -> None:
     w = nn.Parameter(torch.ones(2).double())
     v = torch.ones(2).double()

@@ -363,8 +363,12 @@ def derivatives(
         CurvatureError: If the roots cannot be differentiated as often as needed.
     """
     with explain_errors():
-        gradients = torch.autograd.grad(
+        gradients: Derivatives = torch.autograd.grad(
             roots, params, cotangents, create_graph=twice, allow_unused=True
+        )
+    if any(gradient is not None and gradient.is_sparse for gradient in gradients):
+        raise CurvatureError(
+            "an embedding has a sparse gradient, but vectors span all its rows; use sparse=False"
         )
 
     # Some custom functions cannot be differentiated like this.
