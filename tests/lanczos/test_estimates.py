@@ -90,9 +90,7 @@ def test_a_trace_is_within_its_error(curvature: Any) -> None:
     model, closure, dense = of_mlp(12)
     A = dense[curvature]
     expected = float(A.trace())
-    found = [
-        trace(closure, model, products=18, seed=i, curvature=curvature) for i in range(20)
-    ]
+    found = [trace(closure, model, products=18, seed=i, curvature=curvature) for i in range(20)]
     errors = torch.tensor([f.value - expected for f in found])
     stated = torch.tensor([f.standard_error for f in found])
     spread = float(errors.square().mean().sqrt())
@@ -131,8 +129,7 @@ def test_the_error_of_a_diagonal_follows_from_two_samples() -> None:
     w = nn.Parameter(torch.ones(2).double())
     loss = lambda: 0.5 * w @ torch.tensor([[1.0, 0.3], [0.3, 1.0]], dtype=torch.float64) @ w  # noqa: E731
     errors = [
-        diagonal(loss, [w], products=2, directions=0, seed=i).standard_errors
-        for i in range(12)
+        diagonal(loss, [w], products=2, directions=0, seed=i).standard_errors for i in range(12)
     ]
     found = torch.cat(errors).unique()
     torch.testing.assert_close(found, torch.tensor([0.0, 0.3]).double(), rtol=1e-6, atol=1e-9)

@@ -274,6 +274,14 @@ def test_counts_and_seeds_must_be_integers() -> None:
             of_quadratic(A, **{name: value})
 
 
+def test_params_that_are_not_tensors_raise() -> None:
+    model = MLP.model()
+    (x, y) = MLP.batch(3)
+    for params in (model.named_parameters(), dict(model.named_parameters()), [model]):
+        with pytest.raises(TypeError, match=r"not a parameter; .* model\.parameters\(\)"):
+            eigenpairs(lambda: cross_entropy(model(x), y), params, largest=1)  # type: ignore[arg-type]
+
+
 def test_seeds_above_those_of_torch_raise() -> None:
     loss, params = quadratic(torch.eye(3).double())
     for estimate in (eigenpairs, trace, diagonal, spectral_density):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -238,18 +238,25 @@ def curvature_space(
     """Check a loss and its parameters, and return the space to multiply in.
 
     Raises:
+        TypeError: If an element of ``params`` is not a tensor.
         ValueError: If no parameter is trainable, they do not make one vector, or they
             are sharded.
     """
     # List the parameters, each once.
     model = params if isinstance(params, nn.Module) else None
-    candidates: Iterable[Tensor]
+    candidates: list[Any]
     if isinstance(params, nn.Module):
-        candidates = params.parameters()
+        candidates = list(params.parameters())
     elif isinstance(params, Tensor):
         candidates = [params]
     else:
-        candidates = params
+        candidates = list(params)
+    for p in candidates:
+        if not isinstance(p, Tensor):
+            raise TypeError(
+                f"params has a {type(p).__name__}, which is not a parameter; pass the model, or "
+                f"its parameters, as in model.parameters()"
+            )
     trainable = [p for p in dict.fromkeys(candidates) if p.requires_grad]
     if not trainable:
         raise ValueError(
