@@ -250,9 +250,7 @@ class _SteepDirections:
         self._space = space
         self._seed = seed
         self._first_probe = count  # the number of random vectors before the probes
-        candidates = [
-            space.apply(random_vector(space, seed, i)) for i in range(count)
-        ]
+        candidates = [space.apply(random_vector(space, seed, i)) for i in range(count)]
 
         # Gram-Schmidt. A vector that is zero, or depends on the others, is left out.
         # Estimates do not support FSDP2, whose rows would not be ``space.rows``.
