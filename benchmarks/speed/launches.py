@@ -35,7 +35,7 @@ from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, SecondOrderWarni
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "helpers"))
-from fake_device import NAME, pretend_device  # type: ignore[import-not-found]  # noqa: E402
+from fake_device import NAME, pretend_device  # type: ignore[import-not-found, import-untyped, unused-ignore]  # noqa: E402
 
 __all__ = ["Muon", "count_operations", "pretend_device"]
 
