@@ -6,7 +6,8 @@ The reference is dense: the gradients of all parameters, one entry of the data a
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from measure_cases import F64, close, data_of, model_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
+from transformers import BatchEncoding
 
 from second_order import SecondOrderError, SecondOrderWarning, measure
 from second_order.measuring.batches import batch_tensors, find_batch_size
@@ -397,6 +399,58 @@ def test_the_number_of_examples_of_a_batch_is_found() -> None:
         named = dict(zip("abc", zeros(*shapes), strict=False))
         if shapes[0] != (5, 8, 4):
             assert find_batch_size(batch_tensors(named)) == number, shapes
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclass
+class Item:
+    x: Tensor
+    y: Tensor
+
+
+@pytest.mark.parametrize("kind", [Pair, Item, lambda x, y: BatchEncoding({"x": x, "labels": y})])
+def test_batches_keep_their_type_for_call_and_loss(kind: Callable[..., Any]) -> None:
+    batch = kind(torch.randn(8, 4), torch.randint(3, (8,)))
+    types = set()
+
+    def call(model: nn.Module, batch: Any) -> Any:
+        types.add(type(batch))
+        return model(batch.x)
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        types.add(type(batch))
+        return output[:, 0]
+
+    for options in ({}, {"loss": loss}):
+        found = quietly(nn.Linear(4, 3), [batch], factors="kfac", call=call, **options)
+        assert found.report.examples == 8
+    assert types == {type(batch)}
+
+
+def test_a_batch_of_unknown_type_needs_call() -> None:
+    with pytest.raises(TypeError, match=r"the loader gave a Item.*or pass call=lambda"):
+        measure(nn.Linear(4, 3), [Item(torch.ones(2, 4), torch.ones(2))], progress=False)
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 5, batch_first=True)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Any) -> Tensor:
+        output: Tensor = self.head(self.lstm(x)[1][0][0])
+        return output
+
+
+def test_packed_sequences_reach_the_model() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.randn(3, 4), torch.randn(2, 4)])
+    batch = (packed, torch.tensor([0, 1]))
+    assert quietly(Reader(), [batch], factors="kfac").report.examples == 2
 
 
 class Scaled(nn.Module):

@@ -12,6 +12,7 @@ count, the loss is refused.
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -92,16 +93,26 @@ NO_BATCH_DIMENSION = (
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch on a device, with tuples as lists and mappings as dictionaries."""
+    """Return a batch on a device, with mappings as dictionaries.
+
+    Objects with a method ``to(device)``, such as a ``PackedSequence`` or the batches of
+    ``transformers``, keep their type. Objects of other types are not moved.
+    """
     if isinstance(batch, Tensor):
         if batch.is_inference():
             # Autograd cannot save an inference tensor, but it can save a copy.
             batch = batch.clone()
         return batch.to(device, non_blocking=True)
+    if callable(getattr(batch, "to", None)):
+        return copy.copy(batch).to(device)  # some objects move themselves
     if isinstance(batch, Mapping):
         return {key: move_to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return [move_to_device(value, device) for value in batch]
+        values = [move_to_device(value, device) for value in batch]
+        if isinstance(batch, tuple):
+            make_tuple = getattr(batch, "_make", tuple)  # of a named tuple
+            return make_tuple(values)
+        return values
     return batch
 
 
@@ -151,7 +162,7 @@ class Batch:
     """What a batch says about rows and loss terms.
 
     Attributes:
-        size: The number of examples, such as images or sequences.
+        size: The number of examples, such as images or sequences; 0 if unknown.
         shapes: Shapes of the tensors of the batch.
         rows: The rows of layer inputs that count.
         targets: The targets of the batch; None if it has none.
@@ -175,9 +186,8 @@ def read_batch(
     """Read the size, masks and labels of a batch that is still on the host."""
     # Find the masks and the number of examples.
     tensors = batch_tensors(batch)
-    targets = tensors.get(1)
-    if isinstance(batch, Mapping):
-        targets = tensors.get("labels")
+    targets_key = "labels" if isinstance(batch, Mapping) else 1
+    targets = tensors.get(targets_key)
     label_mask = _label_mask(targets)
     if mask is None:
         masks = _batch_masks(tensors, label_mask, model)
@@ -235,11 +245,18 @@ def _valid_term_counts(masks: Sequence[Tensor]) -> frozenset[int]:
 
 
 def batch_tensors(batch: Any) -> dict[Any, Tensor]:
-    """Return the tensors of a batch by key or position, without scalars."""
+    """Return the tensors of a batch by key or position, without scalars.
+
+    If a batch has an unknown type, there are none.
+    """
+    items: dict[Any, Any] = {}
     if isinstance(batch, Tensor):
-        batch = [batch]
-    items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
-    tensors = {key: value for key, value in items if isinstance(value, Tensor)}
+        items = {0: batch}
+    elif isinstance(batch, Mapping):
+        items = dict(batch)
+    elif isinstance(batch, (tuple, list)):
+        items = dict(enumerate(batch))
+    tensors = {key: value for key, value in items.items() if isinstance(value, Tensor)}
     return {key: tensor for key, tensor in tensors.items() if tensor.dim() > 0}
 
 

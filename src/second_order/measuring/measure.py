@@ -108,7 +108,9 @@ def measure(
         model: The model. It may be wrapped by FSDP2 or DistributedDataParallel.
         loader: An iterable over the batches of this rank. A batch is a tensor, a tuple
             that begins with the model's input, or a mapping of the model's keywords, as
-            the collators of ``transformers`` return it. "ekfac" iterates over it twice.
+            the collators of ``transformers`` return it. With ``call`` it may be any
+            object. It is moved to the model's device if its type is one of these or has
+            a method ``to``. "ekfac" iterates over the loader twice.
         factors: "inputs" measures A of the weights, with forward passes only. "kfac"
             measures A and G, where layers with a bias have a 1 appended to their
             inputs. "ekfac" also measures, in a second pass, the eigenvalues of F in the
@@ -129,7 +131,8 @@ def measure(
             where an example or position counts. None uses the batch's
             ``attention_mask``, or else the labels other than -100. The first dimension
             of the mask is the number of examples in the batch. Without ``mask`` that is
-            the first dimension of most of the batch's tensors.
+            the first dimension of most of the batch's tensors, or unknown if the batch
+            has another type.
         call: ``call(model, batch)`` returns the model's output. Use it if the batch
             alone does not say how to call the model.
         keep: Where the sums are stored during the pass. "device" stores whole matrices
