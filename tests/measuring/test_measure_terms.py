@@ -538,9 +538,47 @@ class Windows(nn.Module):
 
 def test_windows_belong_to_their_examples() -> None:
     model = Windows().to(F64)
-    images = torch.randn(4, 2, 16, 1, dtype=F64)
-    found = quietly(model, [images], factors="ekfac", loss=score)
-    eigenvalues_agree(found, per_entry(model, images.split(1), score), 4)
+    images = torch.randn(6, 2, 16, 1, dtype=F64)
+    found = quietly(model, images.split(3), factors="ekfac", loss=score)
+    eigenvalues_agree(found, per_entry(model, images.split(1), score), 6)
+    with pytest.warns(SecondOrderWarning, match="layer 'layer'.* choose a batch size"):
+        measure(model, [images[:4]], factors="ekfac", loss=score, progress=False)
+
+
+class Arranged(nn.Module):
+    """Flattens the tokens of all entries, or puts positions before entries."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.layer = nn.Linear(4, 3)
+        self.way = way
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        arranged = tokens.T if self.way == "positions first" else tokens
+        if self.way == "one row":
+            arranged = tokens.reshape(1, -1)
+        output: Tensor = self.layer(self.embedding(arranged).tanh()).tanh()
+        if self.way == "positions first":
+            return output.mean(0)
+        return output.reshape(*tokens.shape, -1).mean(1)
+
+
+def test_rows_can_be_flattened() -> None:
+    model = Arranged("one row").to(F64)
+    tokens = torch.randint(7, (6, 5))
+    found = quietly(model, tokens.split(3), factors="ekfac", loss=score)
+    eigenvalues_agree(found, per_entry(model, tokens.split(1), score), 6)
+
+
+@pytest.mark.parametrize("positions", [5, 6])
+def test_positions_before_examples_are_reported(positions: int) -> None:
+    tokens = torch.randint(7, (3, positions))
+    with pytest.warns(SecondOrderWarning) as caught:
+        measure(Arranged("positions first"), [tokens], factors="ekfac", loss=score, progress=False)
+    texts = [str(each.message) for each in caught]
+    for name in ("embedding", "layer"):
+        assert any(f"rows of layer {name!r} cannot be assigned" in text for text in texts)
 
 
 class Router(nn.Module):

@@ -15,6 +15,7 @@ In each batch, ``measure`` calls ``begin_batch``, runs the model, and calls
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -50,8 +51,9 @@ SHARED_INDICES = (
     "(examples, positions) in the batch"
 )
 ROWS_AS_EXAMPLES = (
-    "measure: rows of some layers cannot be assigned to examples of a batch, so their corrected "
-    "eigenvalues count rows as examples"
+    "measure: rows of layer {name!r} cannot be assigned to examples of a batch, so its corrected "
+    "eigenvalues count rows as examples; call it with the examples first, choose a batch size that "
+    "no other dimension has, or pass mask= if the number of examples is unknown"
 )
 
 CHUNK_BYTES = 2**26
@@ -250,8 +252,12 @@ class EigenvalueAccumulator(PairAccumulator):
 
     An example's gradient is a sum over all calls of a layer. Therefore, if a layer is
     called several times in a forward pass, its pairs are stored until the last one
-    arrives. If the rows of a pair cannot be assigned to examples of the batch, each row
-    counts as an example, with a warning.
+    arrives.
+
+    The first dimension of a pair has the examples, and may have several rows of each
+    one after the other. If it is no multiple of the batch size, or if it differs from
+    the batch size and a later dimension has that size, each row counts as an example,
+    with a warning.
 
     Args:
         layers: The layers to measure.
@@ -291,19 +297,22 @@ class EigenvalueAccumulator(PairAccumulator):
 
     def _add_squares(self, layer: Layer, pairs: Sequence[Pair]) -> None:
         """Add the squares of the rotated gradients of all examples of a batch."""
+        pairs = [pair for pair in pairs if pair.d.numel()]
+        if not pairs:
+            return
+
         # Pairs with the same examples belong together. Others are groups by themselves.
-        batch_size = self.batch.size
         groups: list[ExampleGroup] = []
         by_example: list[Pair] = []
         for pair in pairs:
-            num_examples = self._num_examples(layer, pair)
-            if num_examples == batch_size:
+            row_dims = _row_dims(layer, pair)
+            if self._begins_with_examples(row_dims):
                 by_example.append(pair)
             else:
-                warn(ROWS_AS_EXAMPLES)
-                groups.append(ExampleGroup(num_examples, [pair]))
+                warn(ROWS_AS_EXAMPLES.format(name=layer.name))
+                groups.append(ExampleGroup(math.prod(row_dims), [pair]))
         if by_example:
-            groups.append(ExampleGroup(batch_size, by_example))
+            groups.append(ExampleGroup(self.batch.size, by_example))
 
         # If the layer is a Linear, rows are rotated, and otherwise gradients.
         basis = self._bases[layer.name]
@@ -313,20 +322,13 @@ class EigenvalueAccumulator(PairAccumulator):
             for group in groups:
                 self.sums.add((layer.name, "F"), compute_squares(layer, basis, group))
 
-    def _num_examples(self, layer: Layer, pair: Pair) -> int:
-        """Return the number of examples that the rows of a pair belong to.
-
-        If their number is not a multiple of the batch size, each row is an example.
-        """
-        batch_size = self.batch.size
-        num_rows = pair.d.numel() // pair.d.shape[-1]
-        size = pair.d.shape[_batch_dim(pair)]
-        has_rows = layer.kinds[pair.module].multiplies_rows or layer.shape.diagonal_a
-        if has_rows and size == 1:
-            size = num_rows
-        if batch_size and size % batch_size == 0:
-            return batch_size
-        return num_rows if has_rows else size
+    def _begins_with_examples(self, row_dims: Sequence[int]) -> bool:
+        """Return whether the first dimension of rows has the examples of the batch."""
+        first, *others = row_dims
+        size = self.batch.size
+        if size == 0 or first % size:
+            return False
+        return first == size or size not in others
 
 
 @dataclass(frozen=True, eq=False)
@@ -337,9 +339,19 @@ class ExampleGroup:
     pairs: Sequence[Pair]
 
 
+def _row_dims(layer: Layer, pair: Pair) -> list[int]:
+    """Return the sizes of a pair's dimensions of rows, without those of size 1.
+
+    If the layer is neither a Linear nor an embedding, there is one: the examples.
+    """
+    if layer.kinds[pair.module].multiplies_rows or layer.shape.diagonal_a:
+        return [size for size in pair.d.shape[:-1] if size > 1] or [1]
+    return [pair.d.shape[_batch_dim(pair)]]
+
+
 def _batch_dim(pair: Pair) -> int:
-    """Return the dimension of the examples, unless the gradient is a matrix."""
-    # The first dimension of the in-projection of an attention may be q, k and v.
+    """Return the dimension of the examples."""
+    # The in-projection of an attention may have q, k and v before them.
     is_attention = isinstance(pair.module, nn.MultiheadAttention)
     return 1 if is_attention and pair.d.dim() > 3 else 0
 
@@ -348,10 +360,8 @@ def _squares_of_rows(layer: Layer, basis: Eigen, group: ExampleGroup) -> Tensor:
     """Return Λ ``(1, out, in)`` of a Linear, from rows of all examples together."""
     q_a = cast(Tensor, basis["A"].vectors)
     q_g = cast(Tensor, basis["G"].vectors)
-    total = group.pairs[0].d.new_zeros(1, q_g.shape[-1], q_a.shape[-1])
-    pairs = [pair for pair in group.pairs if pair.d.numel()]
-    if not pairs:
-        return total
+    pairs = group.pairs
+    total = pairs[0].d.new_zeros(1, q_g.shape[-1], q_a.shape[-1])
 
     # Rotate the rows x Q_A and d Q_G, which have fewer entries than the gradients. With
     # a bias, the last row of Q_A belongs to the 1 that is appended to x.
@@ -378,7 +388,9 @@ def _squares_of_gradients(layer: Layer, basis: Eigen, group: ExampleGroup) -> Te
     q_a = basis["A"].vectors
     q_g = cast(Tensor, basis["G"].vectors)
     total = q_g.new_zeros(layer.shape.gradient_shape, device=group.pairs[0].d.device)
-    split_pairs = [_split_examples(pair, group.num_examples) for pair in group.pairs]
+    split_pairs = [
+        _split_examples(layer, pair, group.num_examples) for pair in group.pairs
+    ]
     for example_pairs in zip(*split_pairs, strict=True):
         gradients = [_gradient(layer, pair) for pair in example_pairs]
         gradient = torch.stack(gradients).sum(0)
@@ -389,19 +401,25 @@ def _squares_of_gradients(layer: Layer, basis: Eigen, group: ExampleGroup) -> Te
     return total
 
 
-def _split_examples(pair: Pair, num_examples: int) -> list[Pair]:
+def _split_examples(layer: Layer, pair: Pair, num_examples: int) -> list[Pair]:
     """Split a pair into one pair for each example."""
+    x = pair.x
+    d = pair.d
+    if layer.shape.diagonal_a:
+        # As for a Linear, any leading dimensions can have the rows of the examples.
+        x = x.reshape(num_examples, -1)
+        d = d.reshape(num_examples, -1, d.shape[-1])
     dim = _batch_dim(pair)
-    size = max(1, pair.d.shape[dim] // max(num_examples, 1))
-    ds = pair.d.split(size, dim)
+    size = d.shape[dim] // num_examples
+    ds = d.split(size, dim)
     xs: Sequence[Any]
-    if isinstance(pair.x, Routed):
-        hidden = pair.x.hidden.split(size, dim)
-        index = pair.x.index.split(size, dim)
-        weights = pair.x.weights.split(size, dim)
+    if isinstance(x, Routed):
+        hidden = x.hidden.split(size, dim)
+        index = x.index.split(size, dim)
+        weights = x.weights.split(size, dim)
         xs = [Routed(*parts) for parts in zip(hidden, index, weights, strict=True)]
     else:
-        xs = pair.x.split(size, dim)
+        xs = x.split(size, dim)
     return [Pair(pair.module, x, d) for x, d in zip(xs, ds, strict=True)]
 
 
