@@ -479,7 +479,7 @@ def test_a_leading_scalar_is_not_an_example() -> None:
 
 
 class Placed(nn.Module):
-    """Embeddings of positions that all examples share, in three ways, or that each one has."""
+    """Embeddings of positions that all examples share, in four ways, or that each one has."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -495,13 +495,15 @@ class Placed(nn.Module):
         if self.way == "each":
             places = places.expand_as(tokens)
         added = self.positions(places)
+        if self.way == "scalar":
+            added = self.positions(places[-1])
         if self.way == "bias":
             added = self.positions((places[:, None] - places).abs()).mean(0)
         output: Tensor = self.head((self.tokens(tokens) + added).tanh())
         return output
 
 
-@pytest.mark.parametrize("way", ["one row", "flat", "bias", "each"])
+@pytest.mark.parametrize("way", ["one row", "flat", "scalar", "bias", "each"])
 @pytest.mark.parametrize("factors", ["kfac", "ekfac"])
 def test_shared_positions_have_no_per_example_gradients(way: str, factors: Any) -> None:
     torch.manual_seed(0)
@@ -524,7 +526,7 @@ def test_shared_positions_have_no_per_example_gradients(way: str, factors: Any) 
 
 
 class Windows(nn.Module):
-    """Images as windows, ``(entries * windows, rows, features)``, with as many rows as entries."""
+    """Images as windows, ``(entries * windows, rows, features)``, with four rows each."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -190,7 +190,8 @@ class PairAccumulator(Accumulator):
         for layer in self._layers_of[module]:
             if self._shares_indices(layer, x):
                 self.failed[layer.name] = SHARED_INDICES.format(shape=tuple(x.shape))
-            self._add_pair(layer, module, x, d)
+            else:
+                self._add_pair(layer, module, x, d)
 
     def _shares_indices(self, layer: Layer, x: Any) -> bool:
         """Return whether all examples share an embedding's indices, as of positions.
@@ -201,7 +202,8 @@ class PairAccumulator(Accumulator):
         if not layer.shape.diagonal_a or self.batch.size < 2:
             return False
         batch_numels = {shape.numel() for shape in self.batch.shapes}
-        return len(x) != self.batch.size and x.numel() not in batch_numels
+        has_own_indices = x.shape[:1] == (self.batch.size,)
+        return not has_own_indices and x.numel() not in batch_numels
 
     def _add_pair(self, layer: Layer, module: nn.Module, x: Any, d: Tensor) -> None:
         if layer.kinds[module].multiplies_rows:
