@@ -254,6 +254,42 @@ def test_torch_data_loaders_are_supported() -> None:
         assert "(model)" in measure(model, [torch.eye(3)], factors="kfac", progress=False)
 
 
+class ReadOnce(IterableDataset[Tensor]):
+    def __init__(self) -> None:
+        self.examples = iter(torch.eye(3))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self.examples
+
+
+def test_ekfac_needs_the_same_data_twice() -> None:
+    with pytest.raises(SecondOrderError, match=r"second pass .* gave 0 examples .* first gave 3"):
+        measure(nn.Linear(3, 2), DataLoader(ReadOnce()), factors="ekfac", progress=False)
+
+    class Masked:
+        """Has other labels in its second pass."""
+
+        labels = torch.tensor([0, 1, 0]), torch.tensor([0, 1, -100])
+
+        def __init__(self) -> None:
+            self.passes = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            yield torch.eye(3), self.labels[self.passes]
+            self.passes += 1
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return output.logsumexp(-1)[batch[1] != -100]
+
+    model = nn.Linear(3, 2)
+    options: dict[str, Any] = {"factors": "ekfac", "loss": loss, "progress": False}
+    found = measure(model, Masked(), **options)
+    assert found.report.examples == 3
+    expected = measure(model, [(torch.eye(3), Masked.labels[1])], **options)
+    traces = [each["(model)"].corrected.sum() for each in (found, expected)]
+    torch.testing.assert_close(*traces)
+
+
 def test_ambiguous_and_unmatched_masks_are_reported() -> None:
     model = model_of("Whisper")
     data = data_of("Whisper")
@@ -470,3 +506,8 @@ def test_a_non_finite_factor_is_reported_with_its_layer() -> None:
     assert list(curvature) == ["0"]
     assert curvature.uncovered["1.weight"] == "its A is not finite"
     assert "its A is not finite" in str(curvature.report)
+    loss = {"loss": lambda out, batch: (1e12 * out).sum(1)}
+    with pytest.raises(SecondOrderError, match="its F is not finite"):
+        measure(
+            nn.Linear(2, 2), [1e12 * torch.randn(4, 2)], factors="ekfac", progress=False, **loss
+        )

@@ -73,6 +73,8 @@ class Accumulator:
         failed: By layer, why it has no factors.
         num_terms: The number of loss terms so far, or a tensor on the device; 0 without
             a backward pass.
+        num_examples: The number of examples so far. A batch of unknown size counts as
+            one.
         num_batches: The number of batches so far.
         batch: The current batch.
         counts: Whether the current batch counts.
@@ -83,6 +85,7 @@ class Accumulator:
     def __init__(self, layers: Sequence[Layer], sums: Sums) -> None:
         self.sums = sums
         self.num_terms: int | Tensor = 0
+        self.num_examples = 0
         self.num_batches = 0
         self.counts = True
         self.rows: dict[str, int | Tensor] = {}
@@ -106,6 +109,7 @@ class Accumulator:
     def count_batch(self, terms: int | Tensor) -> None:
         """Count a batch and its loss terms."""
         self.num_terms = self.num_terms + terms
+        self.num_examples += self.batch.size or 1
         self.num_batches += 1
 
     def end_batch(self) -> None:

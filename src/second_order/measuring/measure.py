@@ -49,7 +49,7 @@ from second_order.measuring.batches import (
 from second_order.measuring.hooks import evaluation_mode
 from second_order.measuring.layers import Layer, find_layers
 from second_order.measuring.report import Measurement, build_curvature, build_report
-from second_order.measuring.sums import Keep, Sums
+from second_order.measuring.sums import Keep, Key, Sums
 from second_order.utils.modules import unwrapping_chain
 
 __all__ = ["measure"]
@@ -64,6 +64,11 @@ NO_ROWS = (
 NO_BATCH = (
     "the loader of this rank has no batch, but FSDP2 needs every rank in each pass; give each rank "
     "at least one batch"
+)
+OTHER_DATA = (
+    "the second pass over the loader gave {second} examples on all ranks, but the first gave "
+    '{first}; factors="ekfac" needs the same data twice, so pass a loader whose iterator starts '
+    "again, such as a list of batches or a DataLoader over a map-style dataset"
 )
 
 
@@ -154,7 +159,8 @@ def measure(
             pattern matches no module.
         TypeError: If an argument has the wrong type, if a batch has an unknown type and
             ``call`` is not set, or if the loss is a single number.
-        SecondOrderError: If the loader has no example, or if another rank has failed.
+        SecondOrderError: If the loader has no example, or another number of examples in
+            the second pass, or if another rank has failed.
     """
     # Check the arguments, and find the layers and their owners.
     check_arguments(
@@ -403,24 +409,34 @@ def make_sums(
 
 
 @dataclass(frozen=True)
-class RankCounts:
-    """The counts that ranks exchange at the end of a pass.
+class Counts:
+    """The counts of a pass, of one rank or of all ranks together.
 
     Attributes:
         rows: By layer, the number of rows in the sum of A; for experts, one for each.
         terms: The number of loss terms.
+        examples: The number of examples.
         batches: The number of batches.
         failed: By layer, why it has no factors.
     """
 
     rows: Mapping[str, list[float]]
     terms: float
+    examples: int
     batches: int
     failed: Mapping[str, str]
 
 
-def average(run: Run, accumulator: InputAccumulator | PairAccumulator) -> Measurement:
-    """Divide the sums that this rank owns by the counts of all ranks. Collective."""
+@dataclass(frozen=True)
+class Totals:
+    """The sums of a pass that this rank owns, and the counts of all ranks."""
+
+    sums: dict[Key, Tensor]
+    counts: Counts
+
+
+def add_up_ranks(run: Run, accumulator: InputAccumulator | PairAccumulator) -> Totals:
+    """Add up the sums and counts of all ranks at the end of a pass. Collective."""
     # Reduce the sums to their owners.
     sums = accumulator.sums.finish()
     local_failed = dict(accumulator.failed)
@@ -430,46 +446,62 @@ def average(run: Run, accumulator: InputAccumulator | PairAccumulator) -> Measur
 
     # Exchange the counts of all ranks, and add them up. fsum does not depend on the
     # order of ranks.
-    local_counts = RankCounts(
+    local_counts = Counts(
         rows={name: to_floats(count) for name, count in accumulator.rows.items()},
         terms=float(accumulator.num_terms),
+        examples=accumulator.num_examples,
         batches=accumulator.num_batches,
         failed=local_failed,
     )
-    all_ranks: list[RankCounts] = run.control.all_gather_object(local_counts)
-    terms = math.fsum(rank.terms for rank in all_ranks)
+    all_ranks: list[Counts] = run.control.all_gather_object(local_counts)
     rows: dict[str, list[float]] = {}
-    failed: dict[str, str] = {}
     for name in local_counts.rows:
         by_rank = [rank.rows[name] for rank in all_ranks]
         rows[name] = [math.fsum(column) for column in zip(*by_rank, strict=True)]
-        if not any(rows[name]):
-            failed[name] = NO_ROWS
+    failed: dict[str, str] = {}
     for rank in all_ranks:
         failed |= rank.failed
+    counts = Counts(
+        rows=rows,
+        terms=math.fsum(rank.terms for rank in all_ranks),
+        examples=sum(rank.examples for rank in all_ranks),
+        batches=sum(rank.batches for rank in all_ranks),
+        failed=failed,
+    )
+    return Totals(sums, counts)
 
+
+def average(run: Run, accumulator: InputAccumulator | PairAccumulator) -> Measurement:
+    """Divide the sums that this rank owns by the counts of all ranks. Collective."""
+    totals = add_up_ranks(run, accumulator)
+    counts = totals.counts
     if isinstance(accumulator, PairAccumulator):
-        has_examples = terms != 0
+        has_examples = counts.terms != 0
     else:
-        has_examples = any(any(layer_rows) for layer_rows in rows.values())
+        has_examples = any(any(layer_rows) for layer_rows in counts.rows.values())
     if not has_examples:
         raise SecondOrderError(
             "the loader gave no example on any rank, so there is nothing to measure"
         )
+    failed = {name: NO_ROWS for name, rows in counts.rows.items() if not any(rows)}
+    failed |= counts.failed
 
     # Divide A by its number of rows, and all other factors by the number of terms. The
     # sum of an expert without rows is zero, and so is its mean.
-    for (name, factor), total in sums.items():
-        divisors = [terms]
+    for (name, factor), total in totals.sums.items():
+        divisors = [counts.terms]
         if factor == "A":
-            divisors = [max(count, 1.0) for count in rows[name]]
+            divisors = [max(count, 1.0) for count in counts.rows[name]]
         by_group = total.new_tensor(divisors)
         total.div_(by_group.view(-1, *[1] * (total.dim() - 1)))
     return Measurement(
-        factors={key: mean for key, mean in sums.items() if key[0] not in failed},
-        num_rows={name: math.fsum(layer_rows) for name, layer_rows in rows.items()},
-        num_terms=terms,
-        num_batches=sum(rank.batches for rank in all_ranks),
+        factors={
+            key: mean for key, mean in totals.sums.items() if key[0] not in failed
+        },
+        num_rows={name: math.fsum(rows) for name, rows in counts.rows.items()},
+        num_terms=counts.terms,
+        num_examples=counts.examples,
+        num_batches=counts.batches,
         failed=failed,
     )
 
@@ -497,15 +529,33 @@ def correct_eigenvalues(
     # The owner of each layer decomposes its factors. Every rank needs the eigenvectors.
     bases = curvature.eigen()
 
-    # Accumulate the squares of the rotated gradients, and divide them by the number of
-    # terms.
+    # Accumulate the squares of the rotated gradients.
     layers = [layer for layer in layers if layer.name in bases]
+    if not layers:
+        return measurement
     backward_order = layers[::-1]
     sums = make_sums(run, backward_order, Layer.eigenvalue_shapes)
-    if layers:
-        accumulate(run, EigenvalueAccumulator(layers, sums, bases))
+    accumulator = EigenvalueAccumulator(layers, sums, bases)
+    accumulate(run, accumulator)
+    totals = add_up_ranks(run, accumulator)
+    num_examples = totals.counts.examples
+    if num_examples != measurement.num_examples:
+        raise SecondOrderError(
+            OTHER_DATA.format(second=num_examples, first=measurement.num_examples)
+        )
+
+    # Divide them by the number of terms. Random masks of labels may give another number
+    # in each pass.
+    failed = {**measurement.failed, **totals.counts.failed}
     eigenvalues: dict[str, Tensor] = {}
-    for (name, _), total in sums.finish().items():
-        eigenvalues[name] = total.div_(measurement.num_terms)
-    local_bases = {name: layer.eigen for name, layer in curvature.local_layers.items()}
-    return replace(measurement, corrected=eigenvalues, bases=local_bases)
+    for (name, _), total in totals.sums.items():
+        if name not in failed:
+            eigenvalues[name] = total.div_(totals.counts.terms)
+    factors = measurement.factors
+    return replace(
+        measurement,
+        factors={key: mean for key, mean in factors.items() if key[0] not in failed},
+        failed=failed,
+        corrected=eigenvalues,
+        bases={name: layer.eigen for name, layer in curvature.local_layers.items()},
+    )

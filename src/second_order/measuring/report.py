@@ -30,6 +30,8 @@ class Measurement:
         factors: Mean factors of the layers that this rank owns.
         num_rows: By layer, the number of rows that A is the mean of, over all ranks.
         num_terms: The number of loss terms over all ranks; 0 for inputs only.
+        num_examples: The number of examples of a pass, over all ranks. A batch of
+            unknown size counts as one.
         num_batches: The number of batches of a pass, over all ranks.
         failed: By layer, why it has no factors. The same on all ranks.
         corrected: EK-FAC's eigenvalues of the layers that this rank owns.
@@ -39,6 +41,7 @@ class Measurement:
     factors: Mapping[Key, Tensor]
     num_rows: Mapping[str, float]
     num_terms: float
+    num_examples: int
     num_batches: int
     failed: Mapping[str, str]
     corrected: Mapping[str, Tensor] = field(default_factory=dict)
