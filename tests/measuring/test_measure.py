@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -311,7 +312,10 @@ def test_ambiguous_and_unmatched_masks_are_reported() -> None:
     with pytest.warns(SecondOrderWarning, match="cannot be assigned to examples"):
         measure(Scattered(), [torch.randn(2, 4, 3)], factors="ekfac", progress=False)
     with pytest.warns(SecondOrderWarning, match=r"no mask of the batch fits rows of shape \(5,\)"):
-        measure(Scattered(), [torch.randn(2, 4, 3)], mask=lambda b: b[..., 0] > -9, progress=False)
+        measure(Scattered(), [torch.randn(2, 4, 3)], mask=lambda b: b[..., 0] < 0, progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        measure(Scattered(), [torch.randn(2, 4, 3)], mask=lambda b: b[..., 0] < 9, progress=False)
 
 
 # -------------------------------------------------------------------- what is left as it was

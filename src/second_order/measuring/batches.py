@@ -345,7 +345,7 @@ class Rows:
     """The rows that count in tensors of a batch, given the masks of the batch.
 
     The shape of a tensor without its last dimension decides which mask applies. If no
-    mask fits, all rows count, with a warning.
+    mask fits, all rows count, with a warning unless the masks are all True.
     """
 
     masks: Sequence[Tensor]
@@ -357,7 +357,7 @@ class Rows:
         if shape in self._selections:
             return self._selections[shape]
         mask = _fit_mask(self.masks, shape)
-        if mask is None and self.masks:
+        if mask is None and not all(bool(each.all()) for each in self.masks):
             warn(NO_MASK_FITS.format(shape=tuple(shape)))
         selection = RowSelection(None, shape.numel())
         if mask is not None and not bool(mask.all()):
