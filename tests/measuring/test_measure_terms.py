@@ -338,6 +338,50 @@ def test_eigenvalues_cover_all_calls_of_a_layer(repeats: str) -> None:
     eigenvalues_agree(found, per_entry(model, tokens.split(1), score), 6)
 
 
+def test_inputs_can_require_a_gradient() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(F64)
+    x = torch.randn(6, 3, dtype=F64)
+    leaf = x.clone().requires_grad_()
+    expected = quietly(model, [x], factors="kfac", loss=score)
+
+    def attacked(model: nn.Module, x: Any) -> Any:
+        """A gradient of the input, whose pairs do not count."""
+        torch.autograd.grad(model(leaf).sum(), leaf)
+        return model(x)
+
+    for call in (lambda model, x: model(leaf), lambda model, x: model(3 * leaf / 3), attacked):
+        found = quietly(model, [x], factors="kfac", loss=score, call=call)
+        for name in ("0", "2"):
+            close(found[name].A, expected[name].A)
+            close(found[name].G, expected[name].G)
+    assert leaf.grad is None
+
+    # `transformers` lets the output of an embedding require a gradient.
+    model[1].register_forward_hook(lambda module, args, output: output.requires_grad_())
+    found = quietly(model, [x], factors="kfac", loss=score, layers="2")
+    close(found["2"].G, expected["2"].G)
+
+
+def test_derivatives_in_a_loss_are_reported() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def derivative(model: nn.Module, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (result,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return result
+
+    with pytest.warns(SecondOrderWarning, match="the factors miss the part .* at '0'"):
+        measure(
+            model,
+            [torch.randn(6, 3)],
+            factors="kfac",
+            layers="0",
+            loss=lambda output, batch: output.square().sum(1),
+            call=derivative,
+            progress=False,
+        )
+
+
 def test_a_layer_that_is_never_called_is_named_in_a_warning() -> None:
     model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})
     x = torch.randn(4, 3)

@@ -467,8 +467,8 @@ class Capture:
             from the model's output and returns their summed negative log-likelihood.
             ``call`` is the value of ``root_calls``.
         fsdp: The parameters of a model that FSDP2 shards.
-        accumulated: Only count backward passes that accumulate into a layer's
-            parameters.
+        counts_pass: Returns whether the running backward pass counts. None counts
+            passes that accumulate into a layer's own parameters.
 
     Attributes:
         gate: Whether pairs are captured from now on, in compiled graphs as well.
@@ -481,11 +481,11 @@ class Capture:
         consumer: Consumer,
         sampler: Sampler | None = None,
         fsdp: FSDPParams | None = None,
-        accumulated: bool = True,
+        counts_pass: Callable[[], bool] | None = None,
     ) -> None:
         self.gate = Gate()
         self.fsdp = fsdp
-        self._accumulated = accumulated
+        self._counts_pass = counts_pass
         self._consumer = consumer
         self.missed: weakref.WeakKeyDictionary[nn.Module, str] = (
             weakref.WeakKeyDictionary()
@@ -706,7 +706,9 @@ class Capture:
 
     def _counts(self, module: nn.Module) -> bool:
         """Whether the pairs of the running backward pass count for a layer."""
-        return not self._accumulated or autograd.reaches_parameters(module, self.fsdp)
+        if self._counts_pass is not None:
+            return self._counts_pass()
+        return autograd.reaches_parameters(module, self.fsdp)
 
     def _take_sampled(self, hook: _NodeHook, gradient: Tensor) -> None:
         """Deliver the pair with the gradient of the sampled labels, in the user's pass.
@@ -727,7 +729,7 @@ class Capture:
         """Note that a loss depends on the gradient of a layer's output; warn later."""
         if module in self._differentiated:
             return
-        if not autograd.reaches_parameters(module, self.fsdp):
+        if not self._counts(module):
             return
         if not self._differentiated:
             autograd.call_after_pass(self._warn_about_derivatives)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from second_order.errors import SecondOrderError, warn
 from second_order.kronecker.autograd import to_compute_dtype
 from second_order.kronecker.block import to_matrices
+from second_order.kronecker.capture import NOT_ACCUMULATED
 from second_order.kronecker.experts import Routed
 from second_order.kronecker.layer_curvature import Eigen
 from second_order.kronecker.layers import (
@@ -177,6 +178,8 @@ class PairAccumulator(Accumulator):
         with capture_pairs(model, is_sharded, modules, consumer=self) as captured:
             yield captured.backward
             for module, reason in captured.missed.items():
+                if reason == NOT_ACCUMULATED:
+                    continue  # derivatives that the model computes itself
                 for layer in self._layers_of.get(module, ()):
                     self.failed[layer.name] = reason
 

@@ -5,8 +5,9 @@ and output gradients are captured by :class:`~second_order.kronecker.capture.Cap
 
 While pairs are captured, no parameter requires a gradient. Autograd's graph begins at
 the outputs of the first layers instead, which hooks make depend on an *anchor*, a
-scalar that requires a gradient. The backward pass ends at the anchor. It computes no
-weight gradient and touches no ``.grad``.
+scalar that requires a gradient. If a model's inputs require a gradient, it begins at
+them. The backward pass ends there. It computes no weight gradient and touches no
+``.grad``.
 """
 
 from __future__ import annotations
@@ -167,6 +168,26 @@ class _DependOnAnchor(torch.autograd.Function):
         return None, None
 
 
+def _find_leaves(loss: Tensor, model: nn.Module) -> list[Tensor]:
+    """Return the leaves of a loss's graph that are not parameters of the model."""
+    if loss.grad_fn is None:
+        return []
+    params = set(model.parameters())
+    leaves: list[Tensor] = []
+    stack = [loss.grad_fn]
+    visited = set(stack)
+    while stack:
+        node: Any = stack.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and leaf not in params:
+            leaves.append(leaf)
+        for next_node, _ in node.next_functions:
+            if next_node is not None and next_node not in visited:
+                visited.add(next_node)
+                stack.append(next_node)
+    return leaves
+
+
 @contextmanager
 def capture_pairs(
     model: nn.Module,
@@ -181,7 +202,8 @@ def capture_pairs(
     """
     anchor = torch.zeros((), requires_grad=True, device="cpu")
     fsdp = FSDPParams(model) if is_sharded else None
-    capture = Capture(cast(Any, consumer), fsdp=fsdp, accumulated=False)
+    runs_backward = False
+    capture = Capture(cast(Any, consumer), fsdp=fsdp, counts_pass=lambda: runs_backward)
 
     def depend_on_anchor(x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.requires_grad:
@@ -212,14 +234,19 @@ def capture_pairs(
         return new_args, new_kwargs
 
     def backward(loss: Tensor) -> None:
-        if not loss.requires_grad:
+        nonlocal runs_backward
+        leaves = _find_leaves(loss, model)
+        if not leaves:
             return
+        runs_backward = True
         try:
-            torch.autograd.backward(loss, inputs=[anchor])
+            torch.autograd.grad(loss, leaves, allow_unused=True)
         except RuntimeError as error:
             if "use_reentrant" not in str(error):
                 raise
             raise SecondOrderError(REENTRANT) from error
+        finally:
+            runs_backward = False
 
     # An attention does not call its out_proj, so the hook on the attention serves both.
     attention_of = attention_by_out_proj(model)
