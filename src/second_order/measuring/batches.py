@@ -7,7 +7,8 @@ model's device, so that the host never synchronizes with the device.
 
 All terms that a loss returns count, even if they are zero, because the cross-entropy of
 a confident prediction is exactly 0 in float32. If labels or masks say that fewer terms
-count, the loss is refused.
+count, the loss is refused. Only A of embeddings and fused experts is a mean over rows
+with a nonzero gradient.
 """
 
 from __future__ import annotations

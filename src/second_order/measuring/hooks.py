@@ -254,7 +254,8 @@ def capture_pairs(
     with ExitStack() as stack:
         stack.callback(capture.detach)
         capture.attach(model, modules)
-        # Modules that cannot be captured are reported because they have no rows.
+        # attach() notes the layers that torch.compile would hide, but here they run
+        # eagerly.
         capture.missed.clear()
         for module in hooked_modules:
             if is_attention(module):

@@ -98,11 +98,12 @@ def measure(
     2015; Eschenhagen et al. 2023, "expand").
 
     A is the mean of x xᵀ over the rows x of the layer's inputs. For a convolution, it
-    is a mean over images of sums over locations. G is the sum of d dᵀ over all rows,
-    divided by the number of loss terms N. Here d is the gradient of the sum of all
-    terms with respect to a row of the layer's output.
+    is a mean over images of sums over locations. For embeddings and, except with
+    "inputs", for fused experts, only rows with a nonzero gradient d count. G is the sum
+    of d dᵀ over all rows, divided by the number of loss terms N. Here d is the gradient
+    of the sum of all terms with respect to a row of the layer's output.
 
-    Each example has the same weight, however you divide the data into batches and among
+    Each term has the same weight, however you divide the data into batches and among
     ranks. Padding does not count. The model runs in evaluation mode. Afterwards its
     hooks, ``.grad``, buffers, modes and the states of the random number generators are
     what they were.
