@@ -58,6 +58,35 @@ def test_the_trainer_logs_metrics_to_all_reporters(tmp_path: Path) -> None:
     assert not any(math.isnan(value) for logs in reported for value in logs.values())
 
 
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_the_state_is_consolidated_before_the_trainer_saves(tmp_path: Path, strategy: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    import transformers_training as hf
+
+    from second_order.integrations.transformers import MetricsCallback
+
+    model = hf.model_of("Llama")
+    optimizer = KAISA(model, lr=hf.LR, **OPTIONS)
+    consolidated: list[int] = []
+    optimizer.consolidate = lambda to=None: consolidated.append(to)  # type: ignore[method-assign]
+    how = {"save_strategy": strategy, "save_steps": 1, "use_cpu": True, "report_to": "none"}
+    with hf.fresh_state():
+        trainer = transformers.Trainer(
+            model, transformers.TrainingArguments(str(tmp_path), **how), optimizers=(optimizer, None)
+        )
+        MetricsCallback.add_to(trainer)
+        handler = trainer.callback_handler
+        handler.optimizer = optimizer
+        trainer.state.global_step = 1
+        trainer.state.save_steps = 1
+        trainer.state.max_steps = 2
+        happens = handler.on_step_end if strategy == "steps" else handler.on_epoch_end
+        control = happens(trainer.args, trainer.state, trainer.control)
+    assert control.should_save
+    assert consolidated == [0]
+
+
 # --------------------------------------------------------------------------------------- axolotl
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from transformers import Trainer, TrainerCallback
+from transformers import DefaultFlowCallback, Trainer, TrainerCallback
 
 from second_order.optimizers.base import SecondOrderOptimizer
 
@@ -20,10 +20,12 @@ class MetricsCallback(TrainerCallback):
         )
         MetricsCallback.add_to(trainer)
 
-    The Trainer calls its callbacks in order, and its own for TensorBoard and other
-    reporters come before ``callbacks=``. :meth:`add_to` puts this one first, so all
-    reporters get the metrics. With ``callbacks=[MetricsCallback()]``, only the history
-    and the printed lines have them.
+    The Trainer calls its callbacks in order. Its first, ``DefaultFlowCallback``,
+    decides whether to save. Those for TensorBoard and other reporters are next, and
+    ``callbacks=`` come last. :meth:`add_to` puts this one before the reporters, so all
+    of them get the metrics. With ``callbacks=[MetricsCallback()]``, only the history
+    and the printed lines have them. If a callback of yours sets
+    ``control.should_save``, it must come before this one.
 
     Args:
         prefix: The start of the metrics' names.
@@ -36,9 +38,14 @@ class MetricsCallback(TrainerCallback):
 
     @classmethod
     def add_to(cls, trainer: Trainer, **options: Any) -> MetricsCallback:
-        """Make a callback and put it before the Trainer's other callbacks."""
+        """Make a callback and put it before those of the Trainer's reporters."""
         callback = cls(**options)
-        trainer.callback_handler.callbacks.insert(0, callback)
+        callbacks = trainer.callback_handler.callbacks
+        position = 0
+        for i, other in enumerate(callbacks, start=1):
+            if isinstance(other, DefaultFlowCallback):
+                position = i
+        callbacks.insert(position, callback)
         return callback
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -62,7 +69,7 @@ class MetricsCallback(TrainerCallback):
         if optimizer is not None and control.should_save:
             optimizer.consolidate(to=self.save_to)
 
-    on_epoch_end = on_step_end
+    on_epoch_end = on_step_end  # with save_strategy="epoch"
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Consolidate it after each evaluation if the Trainer saves the best model."""
