@@ -347,6 +347,17 @@ def test_a_transposed_convolution_has_the_factors_of_its_patches(name: str, appr
         near(one, other)
 
 
+def test_a_transposed_convolution_can_be_called_with_an_output_size() -> None:
+    conv = nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1).double()
+    x = torch.randn(4, 2, 4, 5, dtype=F64)
+    output = conv(x, output_size=(8, 9))  # by default it is (7, 9)
+    d = torch.randn_like(output)
+    kind = match(conv).kind
+    assert kind is not None
+    (expected,) = torch.autograd.grad(output, conv.weight, d)
+    near(kind.weight_gradient(conv, x, d), expected)
+
+
 # Embeddings that are scaled, or tied to the output layer.
 
 

@@ -356,16 +356,25 @@ class ConvolutionKind(LayerKind):
         conv = cast(Convolution, module)
         dims = len(conv.kernel_size)
         x, d = _add_batch_dim(x, d, dims)
+        padding = [0] * dims
+        output_padding = [0] * dims
+        if self.transposed:
+            # A call with output_size= uses another output padding than the module's.
+            padding = [int(p) for p in conv.padding]
+            for i in range(dims):
+                window = conv.dilation[i] * (conv.kernel_size[i] - 1) + 1
+                smallest = (x.shape[2 + i] - 1) * conv.stride[i] + window
+                output_padding[i] = d.shape[2 + i] + 2 * padding[i] - smallest
         _, gradient, _ = torch.ops.aten.convolution_backward(
             d,
             x if self.transposed else pad_input(x, conv),
             x.new_empty(conv.weight.shape),  # the weight, whose values do not matter
             None,
             conv.stride,
-            conv.padding if self.transposed else [0] * dims,
+            padding,
             conv.dilation,
             self.transposed,
-            conv.output_padding,
+            output_padding,
             conv.groups,
             (False, True, False),
         )
