@@ -17,6 +17,7 @@ from other_packages import (
     DATA,
     ENTRIES,
     TOKENS,
+    WIDTH,
     Case,
     Classified,
     analyzer_of,
@@ -30,11 +31,13 @@ from other_packages import (
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from second_order import KroneckerCurvature, LayerCurvature, export, measure
+from second_order import KAISA, KroneckerCurvature, LayerCurvature, export, measure
 from second_order.checkpoint.files import load_tensors
 from second_order.kronecker.layers import FactorShape
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pool import World
 
 WITHIN: Any = {"rtol": 1e-9, "atol": 1e-11}
@@ -237,16 +240,17 @@ class Posterior:
         def decompose(self, damping: bool) -> None:
             pass
 
-    def __init__(self, case: Classified) -> None:
-        self.model = case.model
-        self.params = [*case.model.parameters()]
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.params = [*model.parameters()]
         lossfunc = nn.CrossEntropyLoss(reduction="sum")
         self.backend = SimpleNamespace(lossfunc=lossfunc, factor=1.0)
         self.damping = False
 
 
-@pytest.mark.parametrize("damping", [False, True])
-def test_the_laplace_hessian_equals_its_own(damping: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def posterior_class(monkeypatch: pytest.MonkeyPatch) -> type[Posterior]:
+    """The class that stands for laplace-torch's KronLaplace."""
     laplace = ModuleType("laplace")
     # type: ignore[attr-defined]
     laplace.KronLaplace = Posterior
@@ -256,8 +260,15 @@ def test_the_laplace_hessian_equals_its_own(damping: bool, monkeypatch: pytest.M
     for name, module in (("laplace", laplace), ("laplace.utils.matrix", matrix)):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setitem(sys.modules, "laplace.utils", ModuleType("laplace.utils"))
+    return Posterior
+
+
+@pytest.mark.parametrize("damping", [False, True])
+def test_the_laplace_hessian_equals_its_own(
+    damping: bool, posterior_class: type[Posterior]
+) -> None:
     case = Classified(damping)
-    posterior: Any = Posterior(case)
+    posterior: Any = posterior_class(case.model)
     export.to_laplace(measured(case.model, case.x, case.y, "ekfac"), posterior, case.loader)
     stored = STORED["laplace", False, damping]
     blocks = [torch.kron(*b) if len(b) > 1 else b[0] for b in posterior.H_facs.kfacs]
@@ -266,6 +277,52 @@ def test_the_laplace_hessian_equals_its_own(damping: bool, monkeypatch: pytest.M
         close(torch.as_tensor(getattr(posterior, name)), torch.as_tensor(stored[name]))
     last = sum(p.numel() for p in case.model[-1].parameters())
     close(stored["hessian"][-last:, -last:], STORED["laplace", True, damping]["hessian"])
+
+
+class TiedLinears(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.second = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(torch.tanh(self.first(x))))
+
+
+LAPLACE_MODELS: dict[str, Callable[[], nn.Module]] = {
+    "a bias with its own layer": lambda: nn.Sequential(
+        nn.Unflatten(1, (WIDTH, 1)),
+        nn.ConvTranspose1d(WIDTH, 2, 2),
+        nn.Flatten(),
+        nn.Linear(4, CLASSES, bias=False),
+    ),
+    "tied layers": TiedLinears,
+    "the model is the layer": lambda: nn.Linear(WIDTH, CLASSES, bias=False),
+}
+
+
+@pytest.mark.parametrize("name", LAPLACE_MODELS)
+def test_the_laplace_hessian_finds_layers_that_have_other_names_than_their_modules(
+    name: str, posterior_class: type[Posterior]
+) -> None:
+    torch.manual_seed(0)
+    model = LAPLACE_MODELS[name]().double()
+    x = torch.randn(ENTRIES, WIDTH, dtype=torch.float64)
+    y = torch.randint(CLASSES, (ENTRIES,))
+    optimizer = KAISA(model, lr=0.0, precondition_norms=True)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    curvature = optimizer.curvature()
+    posterior: Any = posterior_class(model)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y))
+    export.to_laplace(curvature, posterior, loader, examples=1)
+    blocks = [torch.kron(*b) if len(b) > 1 else b[0] for b in posterior.H_facs.kfacs]
+    expected = [curvature[curvature.parameter_layers[n]] for n, _ in model.named_parameters()]
+    assert len(blocks) == len(expected)
+    for block, layer in zip(blocks, expected, strict=True):
+        torch.testing.assert_close(block.float(), layer.to_dense().float())
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -78,13 +78,15 @@ def to_laplace(
 
     # Build H from the layers that these parameters belong to.
     blocks: dict[str, list[Tensor]] = {}
-    layer_names = dict.fromkeys(name.rpartition(".")[0] for name in names)
-    for layer_name in layer_names:
-        if layer_name in curvature:
+    missing: list[str] = []
+    for name in names:
+        layer_name = curvature.parameter_layers.get(name)
+        if layer_name is None:
+            missing.append(name)
+        elif name not in blocks:
             blocks |= _layer_blocks(curvature[layer_name], examples)
-    missing = [name for name in names if name not in blocks]
     if missing:
-        reason = curvature.uncovered.get(missing[0], "their layers were not measured")
+        reason = curvature.uncovered.get(missing[0], "no measured layer has them")
         raise ValueError(
             f"{missing[0]!r} and {len(missing) - 1} more parameters have no curvature: {reason}; "
             f"freeze them, or measure them"

@@ -77,6 +77,9 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         owners: By layer, the rank that stores it. Every rank stores the other layers.
         world: The ranks; required with ``owners``.
         report: What was measured; a string, or an object with a ``__str__``.
+
+    Attributes:
+        parameter_layers: The name of each parameter's layer, by parameter name.
     """
 
     def __init__(
@@ -97,8 +100,10 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         if owners is not None and self._world.size > 1:
             self.owners = dict(owners)
         self._layers = dict(layers)
+        self.parameter_layers: dict[str, str] = {}
         self._param_shapes: dict[str, torch.Size] = {}
-        for layer in layers.values():
+        for name, layer in layers.items():
+            self.parameter_layers |= dict.fromkeys(layer.shapes, name)
             self._param_shapes |= layer.shapes
 
     def __getitem__(self, name: str) -> LayerCurvature:
@@ -112,14 +117,14 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
             return layer
         return layer.with_tensors(tensors[name])
 
-    def _explain_missing(self, name: object) -> str:
+    def _explain_missing(self, name: str) -> str:
         """Return why no layer has this name, and what to write instead."""
-        for layer_name, layer in self._layers.items():
-            if name in layer.shapes:
-                return (
-                    f"{name!r} is a parameter of layer {layer_name!r}; write "
-                    f"curvature[{layer_name!r}]"
-                )
+        if name in self.parameter_layers:
+            layer_name = self.parameter_layers[name]
+            return (
+                f"{name!r} is a parameter of layer {layer_name!r}; write "
+                f"curvature[{layer_name!r}]"
+            )
         for parameter, reason in self.uncovered.items():
             module = parameter.rpartition(".")[0]
             if name in (parameter, module):
