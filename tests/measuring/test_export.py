@@ -164,6 +164,18 @@ def test_files_for_influence_functions_record_the_kind_of_factors(
     close(b["eigenvalue_sharded"], torch.outer(b["factor_eig_g"], b["factor_eig_a"]))
 
 
+@pytest.mark.parametrize("exporter", [export.to_kronfluence, export.to_bergson])
+def test_a_later_export_leaves_no_corrected_eigenvalues_of_an_earlier_one(
+    tmp_path: Path, exporter: Any
+) -> None:
+    case = Case(tokens=False)
+    layers = {"0": case.curvature("ekfac")["0"]}
+    exporter(KroneckerCurvature(layers, [], {}), tmp_path / "again")
+    for folder in ("again", "fresh"):
+        exporter(case.curvature("kfac"), tmp_path / folder)
+    assert files_in(tmp_path / "again").keys() == files_in(tmp_path / "fresh").keys()
+
+
 # ------------------------------------------------------------------------------------------ Bergson
 
 

@@ -5,6 +5,7 @@ https://github.com/EleutherAI/bergson
 
 from __future__ import annotations
 
+import shutil
 from collections import defaultdict
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from second_order.kronecker.layer_curvature import LayerCurvature
 from second_order.kronecker.model_curvature import KroneckerCurvature
 
 __all__ = ["to_bergson"]
+
+CORRECTION = "eigenvalue_correction_sharded"
 
 
 def to_bergson(
@@ -89,12 +92,18 @@ def to_bergson(
         for file, tensor in _layer_tensors(exported, documents).items():
             files[file] |= dict.fromkeys(names, tensor[0].cpu())
 
+    if not files:
+        return skipped
+
     # Write one file per kind of factor, and the number of rows last.
+    folder = Path(folder)
+    if CORRECTION not in files:
+        # Remove that of an earlier export, which belongs to other eigenvectors.
+        shutil.rmtree(folder / CORRECTION, ignore_errors=True)
     for file, tensors in files.items():
-        save_tensors(tensors, Path(folder) / file / "shard_0.safetensors")
-    if files:
-        with replacing(Path(folder) / "total_processed.pt") as total:
-            torch.save(torch.tensor(num_rows, device="cpu"), total)
+        save_tensors(tensors, folder / file / "shard_0.safetensors")
+    with replacing(folder / "total_processed.pt") as total:
+        torch.save(torch.tensor(num_rows, device="cpu"), total)
     return skipped
 
 
@@ -117,5 +126,5 @@ def _layer_tensors(layer: LayerCurvature, documents: int | None) -> dict[str, Te
     }
     if layer.corrected is not None:
         correction = layer.corrected * (counts.terms / num_documents)
-        tensors["eigenvalue_correction_sharded"] = correction
+        tensors[CORRECTION] = correction
     return tensors

@@ -75,6 +75,9 @@ def to_kronfluence(
         strategy = "kfac"
         files.pop("lambda_matrix")
         files.pop("num_lambda_processed", None)
+        # Remove those of an earlier export, which belong to other eigenvectors.
+        for file in ("lambda_matrix", "num_lambda_processed"):
+            (Path(folder) / f"{file}.safetensors").unlink(missing_ok=True)
     for file, tensors in files.items():
         save_tensors(tensors, Path(folder) / f"{file}.safetensors")
     with replacing(Path(folder) / "factor_arguments.json") as arguments:
