@@ -232,6 +232,16 @@ def test_bergson_applies_factors_equal_to_its_own(tmp_path: Path, include_bias: 
         torch.testing.assert_close(*made, rtol=1e-4, atol=1e-4)
 
 
+def test_bergsons_count_is_that_of_the_layer_with_the_most_rows(tmp_path: Path) -> None:
+    curvature = Case(tokens=True).curvature("kfac")
+    layers = dict(curvature)
+    layers["2"] = replace(layers["2"], rows=ENTRIES)  # a head on the last token
+    for names in ("02", "20"):
+        ordered = {name: layers[name] for name in names}
+        export.to_bergson(KroneckerCurvature(ordered, [], {}), tmp_path)
+        assert torch.load(tmp_path / "total_processed.pt") == ENTRIES * TOKENS
+
+
 def test_names_below_a_prefix_are_written_without_it(tmp_path: Path) -> None:
     left_out = export.to_bergson(Case(tokens=True).curvature("kfac"), tmp_path, prefix="2")
     assert left_out == {"0": "its name does not begin with '2'"}
@@ -441,7 +451,9 @@ def test_the_gptq_hessian_of_a_grouped_convolution_is_the_mean_over_groups() -> 
     shapes = {"0.weight": torch.Size((6, 2, 2))}
     layer = LayerCurvature("0", ("0",), nn.Conv1d, shapes, shape, {"A": a}, 8, 1)
     close(export.to_gptq(KroneckerCurvature({"0": layer}, [], {}))["0"], 2 * a.mean(0))
-    experts = replace(layer, kind=nn.Module)
+    loaded = replace(layer, kind=nn.Module)
+    close(export.to_gptq(KroneckerCurvature({"0": loaded}, [], {}))["0"], 2 * a.mean(0))
+    experts = replace(layer, shape=replace(shape, routed=True))
     close(export.to_gptq(KroneckerCurvature({"0": experts}, [], {}))["0"], 2 * a)
     with pytest.raises(ValueError, match="'0': it has 2 groups"):
         export.to_kronfluence(KroneckerCurvature({"0": layer}, [], {}), "nowhere")

@@ -53,9 +53,10 @@ def to_bergson(
         eigenvalue_sharded              eigenvalues of A ⊗ G N / D, means over documents
         eigenvalue_correction_sharded   Λ N / D, if there is Λ
 
-    ``total_processed.pt`` contains R. Bergson leaves the last token of each sequence
-    out of A. To do so in :func:`second_order.measure`, use ``mask=``. If ranks own
-    different layers, it is a collective.
+    ``total_processed.pt`` contains the largest R of these layers, because Bergson counts
+    all tokens, also for a layer that receives fewer. Bergson leaves the last token of
+    each sequence out of A. To do so in :func:`second_order.measure`, use ``mask=``. If
+    ranks own different layers, it is a collective.
 
     Args:
         curvature: The curvature, with G.
@@ -87,7 +88,7 @@ def to_bergson(
         # One rank writes.
         if not is_writer(curvature):
             continue
-        num_rows = read_counts(exported).rows
+        num_rows = max(num_rows, read_counts(exported).rows)
         names = [module.removeprefix(prefix) for module in layer.modules]
         for file, tensor in _layer_tensors(exported, documents).items():
             files[file] |= dict.fromkeys(names, tensor[0].cpu())

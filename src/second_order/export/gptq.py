@@ -14,7 +14,6 @@ from second_order.export.layers import (
     is_writer,
     read_counts,
 )
-from second_order.kronecker.layers import CONVOLUTIONS
 from second_order.kronecker.model_curvature import KroneckerCurvature
 
 __all__ = ["to_gptq"]
@@ -29,8 +28,9 @@ def to_gptq(
         H = to_gptq(curvature)["model.layers.0.mlp.down_proj"]
 
     H is that of the weight, so the column of a bias is dropped. For a grouped
-    convolution it is the mean over groups, as GPTQModel computes it. For fused experts
-    it has the shape ``(experts, in, in)``. H has no damping, because GPTQ adds its
+    convolution it is the mean over groups, as GPTQModel computes it, and for the
+    in-projection of an attention that of queries, keys and values. For fused experts it
+    has the shape ``(experts, in, in)``. H has no damping, because GPTQ adds its
     percentage of the mean diagonal. GPTQModel divides by the number of rows R. AutoGPTQ
     and llm-compressor divide by the number of sequences: their H is larger by the mean
     length of a sequence and quantizes to the same weights.
@@ -51,7 +51,8 @@ def to_gptq(
     hessians: dict[str, Tensor] = {}
     for layer in exported_layers(curvature, "A", "GPTQ", skipped={}, with_groups=True):
         a = drop_bias(layer).A
-        if layer.shape.groups == 1 or issubclass(layer.kind, CONVOLUTIONS):
+        # Each fused expert has its own inputs and its own weight.
+        if not layer.shape.routed:
             a = a.mean(0)
         h = 2 * a.cpu()
         for module in layer.modules:
