@@ -503,6 +503,22 @@ def test_a_registered_layer_has_the_factors_of_its_product(System: Any, kind: ty
     near(torch.cat([model[0].kernel.grad.T, model[0].offset.grad[:, None]], 1), expected, 1e-8)
 
 
+def test_a_registered_class_can_have_the_attributes_of_a_router() -> None:
+    class Router(nn.Module):
+        num_experts = 4
+        hidden_dim = 8
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 8))
+
+    assert match(Router()).kind == ASSUMED_LINEAR
+    second_order.register_layer(Router, rows=times_three, bias=None)
+    kind = match(Router()).kind
+    assert isinstance(kind, Linear)
+    assert kind.rows is times_three
+
+
 @pytest.mark.parametrize("when", ["after the step", "before the step"])
 def test_pruned_weights_stay_pruned_if_masks_follow_the_step(when: str) -> None:
     """The page applies the masks after the step. Masks of gradients alone do not suffice."""

@@ -39,8 +39,9 @@ def to_gptq(
 
     Args:
         curvature: The curvature, with any factors.
-        folder: Where to write ``MODULE.safetensors``, with H as "H" and R as
-            "nsamples"; None to write no files.
+        folder: Where to write ``MODULE.safetensors``, or ``(model).safetensors`` if the
+            model is one layer, with H as "H" and R as "nsamples"; None to write no
+            files.
 
     Returns:
         H by module name, on the CPU of every rank.
@@ -59,6 +60,6 @@ def to_gptq(
             hessians[module] = h
             if folder is not None and is_writer(curvature):
                 num_rows = torch.tensor([read_counts(layer).rows], device="cpu")
-                path = Path(folder) / f"{module}.safetensors"
+                path = Path(folder) / f"{module or layer.name}.safetensors"
                 save_tensors({"H": h, "nsamples": num_rows}, path)
     return hessians

@@ -13,11 +13,13 @@ smaller by T, and the same Λ. Modules that share a weight get the same factors.
 
 An exporter skips the layers that its format cannot represent: embeddings, norm layers,
 biases without a weight, and, unless it says otherwise, grouped convolutions and fused
-experts. It returns their names with the reason.
+experts. ``to_bergson`` and ``to_kronfluence`` return their names with the reason.
+``to_laplace`` needs all layers of the posterior, and raises instead.
 
 If ranks own different layers, every rank calls the exporter, and the owner of the first
-layer writes. It needs host memory for everything that goes into one file. If every rank
-has all layers, call the exporter on one rank.
+layer writes. It needs host memory for everything that goes into one file. The other
+ranks do not wait for the files. If every rank has all layers, call the exporter on one
+rank.
 """
 
 from __future__ import annotations

@@ -220,11 +220,11 @@ def match(module: nn.Module) -> Match:
         return Match(
             None, "torch.jit has compiled it and runs no hooks; train the plain module"
         )
-    if is_router(module):
-        return Match(ASSUMED_LINEAR)
-
+    # A registered class comes first: it may have the attributes of a router.
     registered = _find_kind(module)
     if registered is None:
+        if is_router(module):
+            return Match(ASSUMED_LINEAR)
         return Match(None, f"{name} has no Kronecker factors")
     cls, kind = registered
 
