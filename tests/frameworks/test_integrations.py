@@ -73,7 +73,9 @@ def test_the_state_is_consolidated_before_the_trainer_saves(tmp_path: Path, stra
     how = {"save_strategy": strategy, "save_steps": 1, "use_cpu": True, "report_to": "none"}
     with hf.fresh_state():
         trainer = transformers.Trainer(
-            model, transformers.TrainingArguments(str(tmp_path), **how), optimizers=(optimizer, None)
+            model,
+            transformers.TrainingArguments(str(tmp_path), **how),
+            optimizers=(optimizer, None),
         )
         MetricsCallback.add_to(trainer)
         handler = trainer.callback_handler

@@ -325,6 +325,21 @@ def test_saved_curvature_loads_in_this_and_other_packages(tmp_path: Path) -> Non
             assert (layer.shapes, layer.shape) == (before.shapes, before.shape)
 
 
+def test_a_layer_of_many_tied_modules_can_be_saved(tmp_path: Path) -> None:
+    name = " = ".join(f"layers.{i}.mlp" for i in range(32))
+    layer = replace(layer_of("linear", "x", 2, 3, packed=False, corrected=False), name=name)
+    KroneckerCurvature({name: layer}, [], {}).save(tmp_path)
+    assert (tmp_path / "layers.0.mlp.safetensors").exists()
+    near(KroneckerCurvature.load(tmp_path)[name].to_dense(), layer.to_dense())
+
+
+def test_a_class_with_the_name_of_torchs_is_not_loaded_as_torchs(tmp_path: Path) -> None:
+    own = type("Linear", (nn.Module,), {})
+    layer = replace(layer_of("linear", "x", 2, 3, packed=False, corrected=False), kind=own)
+    KroneckerCurvature({"x": layer}, [], {}).save(tmp_path)
+    assert KroneckerCurvature.load(tmp_path)["x"].kind is nn.Module
+
+
 def test_corrected_eigenvalues_keep_the_order_of_their_eigenvectors(tmp_path: Path) -> None:
     """Any vectors of equal eigenvalues are A's: those of another computer are not to be taken."""
     turned = torch.linalg.qr(torch.randn(1, 4, 4, dtype=torch.float64)).Q

@@ -32,6 +32,7 @@ from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.optimizers.config import KFACOptions
 from second_order.training.context import Training
 from second_order.training.groups import group_params
+from second_order.utils.modules import plain_type
 
 __all__ = ["METRIC_NAMES", "build_curvature", "layer_metrics"]
 
@@ -163,7 +164,7 @@ def build_curvature(
         covered[block.name] = LayerCurvature(
             name=block.name,
             modules=tuple(block.names),
-            kind=type(block.modules[0]),
+            kind=plain_type(block.modules[0]),
             shapes=shapes,
             shape=block.shape,
             stored=stored,

@@ -74,7 +74,8 @@ class LayerCurvature:
     Attributes:
         name: The name of the layer, as in ``summary()``.
         modules: Names of the modules that share the weight. Most layers have one.
-        kind: The class of the first of these modules.
+        kind: The class of the first of these modules. If it is not one of ``torch.nn``,
+            a loaded curvature has ``nn.Module``.
         shapes: Shapes of the layer's parameters, by name; the weight first.
         shape: Sizes of the factors.
         stored: The factors in their stored form, by factor name: symmetric matrices

@@ -304,8 +304,8 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         ``(groups, n, n)``, or ``(groups, n)`` for a diagonal A. If there are corrected
         eigenvalues, it also contains them as "corrected", with their eigenvectors
         "A_eigenvectors" and so on. Characters of a layer name other than letters,
-        digits and ``.-_~`` are percent-encoded, as in a URL. The index lists the file
-        of each layer.
+        digits and ``.-_~`` are percent-encoded, as in a URL. A layer of tied modules has
+        the name of the first. The index lists the file of each layer.
 
         Each owner writes its own layers into a folder that all ranks can access. If
         there are no owners, call this on one rank only.
@@ -355,7 +355,8 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         index = read_index(folder)
         layers: dict[str, LayerCurvature] = {}
         for layer in index.layers:
-            layers[layer.name] = read_layer(folder, layer, device)
+            path = folder / index.files[layer.name]
+            layers[layer.name] = read_layer(path, layer, device)
         return cls(layers, index.names, index.uncovered, report=index.report)
 
     # --------------------------------------------------------------- work on all layers

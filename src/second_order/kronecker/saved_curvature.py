@@ -43,12 +43,14 @@ class Index:
 
     Attributes:
         layers: The layers without their tensors.
+        files: Names of the layers' files, by layer name.
         names: Names of the parameters.
         uncovered: By parameter name, why the parameter has no curvature.
         report: What was measured, if known.
     """
 
     layers: list[LayerCurvature]
+    files: dict[str, str]
     names: list[str]
     uncovered: dict[str, str]
     report: str | None
@@ -58,8 +60,13 @@ class Index:
 
 
 def file_name(layer: str) -> str:
-    """Return the name of a layer's file, in the folder itself and not hidden."""
-    name = quote(layer, safe="") or "%"
+    """Return the name of a layer's file, in the folder itself and not hidden.
+
+    A layer of tied modules, "a = b", has the file of "a". Longer names could exceed the
+    255 characters of a file name.
+    """
+    first_module = layer.partition(" = ")[0]
+    name = quote(first_module, safe="") or "%"
     if name.startswith("."):
         name = "%2E" + name[1:]
     return f"{name}.safetensors"
@@ -72,15 +79,14 @@ def write_layer(folder: Path, layer: LayerCurvature) -> None:
 
 
 def read_layer(
-    folder: Path, layer: LayerCurvature, device: torch.device | str | None
+    path: Path, layer: LayerCurvature, device: torch.device | str | None
 ) -> LayerCurvature:
-    """Return a layer of an index with its tensors.
+    """Return a layer of an index with the tensors of its file.
 
     Raises:
         CheckpointError: If its file is missing, or if factors or corrected eigenvalues
             do not have the shapes that the index gives.
     """
-    path = folder / file_name(layer.name)
     try:
         tensors = load_tensors(path, device)
     except FileNotFoundError as error:
@@ -149,6 +155,7 @@ def read_index(folder: Path) -> Index:
         entries = content["layers"]
         return Index(
             layers=[_from_json(name, entry) for name, entry in entries.items()],
+            files={name: entry["file"] for name, entry in entries.items()},
             names=list(content["names"]),
             uncovered=dict(content["uncovered"]),
             report=content["report"],
@@ -161,10 +168,14 @@ def read_index(folder: Path) -> Index:
 
 def _to_json(layer: LayerCurvature) -> dict[str, Any]:
     """Return the entry of a layer in the index."""
+    # A class of your own may have the name of one of torch's.
+    kind = layer.kind.__name__
+    if _find_class(kind) is not layer.kind:
+        kind = nn.Module.__name__
     entry: dict[str, Any] = {
         "file": file_name(layer.name),
         "modules": list(layer.modules),
-        "kind": layer.kind.__name__,
+        "kind": kind,
         "shapes": {name: list(size) for name, size in layer.shapes.items()},
         "shape": {name: getattr(layer.shape, name) for name in SHAPE_FIELDS},
     }

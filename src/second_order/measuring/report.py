@@ -13,6 +13,7 @@ from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.measuring.layers import Layer, Selection
 from second_order.measuring.sums import Key
 from second_order.reporting.summary import aligned
+from second_order.utils.modules import plain_type
 
 __all__ = ["Measurement", "Report", "ReportRow", "build_curvature", "build_report"]
 
@@ -72,7 +73,7 @@ def build_curvature(
         layers[name] = LayerCurvature(
             name=name,
             modules=tuple(layer.block.names),
-            kind=type(layer.block.modules[0]),
+            kind=plain_type(layer.block.modules[0]),
             shapes=layer.shapes,
             shape=layer.shape,
             stored=stored,
@@ -218,7 +219,7 @@ def _report_row(layer: Layer, measurement: Measurement) -> ReportRow:
         owner = None
     return ReportRow(
         name=layer.name,
-        kind=type(layer.block.modules[0]).__name__,
+        kind=plain_type(layer.block.modules[0]).__name__,
         parameters=sum(size.numel() for size in layer.shapes.values()),
         factors=factors,
         rows=measurement.num_rows[layer.name],
