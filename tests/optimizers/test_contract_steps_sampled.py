@@ -78,6 +78,24 @@ def test_each_micro_batch_samples_its_own_labels(System: Any) -> None:
 
 
 @each_kronecker
+def test_a_step_that_is_repeated_after_loading_samples_the_same_labels(System: Any) -> None:
+    model = MLP.model()
+    (x, y) = BATCHES[0]
+    optimizer = sampled(System, model, lr=0.0)
+    found = []
+    for step in range(3):
+        if step == 1:
+            state = copy.deepcopy(optimizer.state_dict())
+        if step == 2:
+            optimizer.load_state_dict(state)
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        found.append(factors(optimizer)["4"][1])
+    assert torch.equal(found[1], found[2])
+    assert not torch.equal(found[0], found[1])
+
+
+@each_kronecker
 @pytest.mark.parametrize("name", ["mlp", "inplace", "conv_strided", "shared_linear", "batch_norm"])
 def test_the_sampled_fisher_with_the_datas_labels_is_the_empirical_fisher(
     System: Any, name: str
@@ -153,7 +171,7 @@ def test_the_sampled_fisher_raises_for_outputs_without_logits(
 ) -> None:
     model = Wrapped(form).double()
     optimizer = sampled(System, model)
-    with pytest.raises(TypeError, match="pass a callable that takes the output"):
+    with pytest.raises(TypeError, match=r"fisher=f .* loss=f of measure"):
         model(BATCHES[0][0])
     del optimizer
 

@@ -97,9 +97,10 @@ def logits_of(output: Any) -> Tensor:
         output = output[0]
     if not isinstance(output, Tensor):
         raise TypeError(
-            f"labels cannot be drawn: no tensor of logits is in the model's output of type {kind}; "
-            f"pass a callable that takes the output, draws labels from it and returns "
-            f"their summed negative log-likelihood: fisher= of an optimizer, loss= of measure"
+            f"labels cannot be sampled: no tensor of logits is in the model's output of type "
+            f"{kind}; pass a callable: fisher=f of an optimizer, where f(output) samples labels "
+            f"and returns their summed negative log-likelihood, or loss=f of measure, where "
+            f"f(output, batch) returns the negative log-likelihood of each sample"
         )
     return output
 
@@ -111,17 +112,16 @@ class LabelSampler:
         self._likelihood = likelihood
         self._rank = rank
         self._step = 0
-        self._sampled_step = 0  # the last step with sampled labels
-        self._first_call = 0  # the number of its first call
+        self._first_call: int | None = None  # the number of the step's first call
 
     def begin_step(self, step: int) -> None:
         """Set the step that the next passes belong to."""
         self._step = step
+        self._first_call = None
 
     def __call__(self, output: Any, call: int) -> Tensor:
         """Return the loss on sampled labels. ``call`` counts the run's passes."""
-        if self._sampled_step != self._step:
-            self._sampled_step = self._step
+        if self._first_call is None:
             self._first_call = call
         seed = hash((self._step, call - self._first_call, self._rank)) % 2**63
         return sampled_loss(output, self._likelihood, seed)
