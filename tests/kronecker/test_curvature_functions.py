@@ -279,6 +279,17 @@ def test_owners_together_equal_one_process(world: World, tmp_path: Path, size: i
     assert loaded.report == "measured"
 
 
+def test_autocast_does_not_change_results() -> None:
+    curvature = drawn()
+    for layer in list(curvature.values()):
+        stored = {name: tensor.float() for name, tensor in layer.stored.items()}
+        curvature._layers[layer.name] = replace(layer, stored=stored, corrected=None, basis=None)
+    expected = results(curvature)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = results(curvature)
+    assert_same(found, expected)
+
+
 def test_many_vectors_together_equal_one_after_another() -> None:
     curvature = drawn()
     sizes = {n: s for layer in curvature.values() for n, s in layer.shapes.items()}

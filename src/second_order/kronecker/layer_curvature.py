@@ -56,11 +56,6 @@ CORRECTED = "corrected"
 VALUES_SUFFIX = "_eigenvalues"
 VECTORS_SUFFIX = "_eigenvectors"
 
-INPUTS_ONLY = (
-    'layer {name!r} has only A, so there is no F; measure it with factors="kfac" or "ekfac". A '
-    "itself is curvature[{name!r}].A"
-)
-
 
 @dataclass(frozen=True, eq=False)
 class LayerCurvature:
@@ -198,7 +193,10 @@ class LayerCurvature:
 
     def _check_has_f(self) -> None:
         if self.stored and "G" not in self.stored:
-            raise ValueError(INPUTS_ONLY.format(name=self.name))
+            raise ValueError(
+                f"layer {self.name!r} has only A, so there is no F; measure it with "
+                f'factors="kfac" or "ekfac". A itself is curvature[{self.name!r}].A'
+            )
 
     # -------------------------------------------------------------------------- vectors
 
@@ -440,13 +438,16 @@ def read_eigen(tensors: Mapping[str, Tensor]) -> Eigen:
 def _multiply(matrix: Tensor, factors: Mapping[str, Tensor]) -> Tensor:
     """Return G V Aᵀ, or G V (A ⊗ L)ᵀ, for V of shape ``(..., groups, out, in)``.
 
-    A missing factor is the identity. A diagonal A has shape ``(groups, n)``.
+    A missing factor is the identity. A diagonal A has shape ``(groups, n)``. Autocast
+    does not change the dtype.
     """
     factors = {name: factor.to(matrix.dtype) for name, factor in factors.items()}
     a = factors.get("A")
     locations = factors.get("L")
     g = factors.get("G")
-    with ieee_matmul(matrix.device, matrix.dtype):
+    device = matrix.device
+    autocast_off = torch.autocast(device.type, enabled=False)
+    with autocast_off, ieee_matmul(device, matrix.dtype):
         if a is not None and locations is not None:
             maps = matrix.reshape(-1, a.shape[-1], locations.shape[-1])
             matrix = (a[0] @ maps @ locations[0].mT).view(matrix.shape)
