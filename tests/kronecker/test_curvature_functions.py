@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -223,16 +224,20 @@ def by_owner(rank: int, size: int, folder: str) -> Any:
     found = results(curvature)
     sample = curvature.sample(0.1)
     gathered = curvature.gather(to=size - 1)
-    with pytest.raises(ValueError, match=f"to={size} is not a rank of {size} processes"):
+    with pytest.raises(ValueError, match=f"to={size}.*there are ranks 0 to {size - 1}"):
         curvature.gather(to=size)
     if rank == size - 1:
         assert list(gathered.local_layers) == list(curvature)
         assert_same(results(gathered), found)
     else:
         assert (len(gathered), gathered.local_layers) == (0, {})
+        assert (gathered.trace(), gathered.eigenvalues().numel()) == (0.0, 0)
         with pytest.raises(ValueError, match=f"it has been gathered on rank {size - 1}"):
             gathered.apply({next(iter(sample)): torch.ones(1)})
+    assert_same(results(copy.deepcopy(curvature.gather())), found)
     if size > 1:
+        with pytest.raises(TypeError, match=r"cannot be copied or pickled; call gather\(\)"):
+            copy.deepcopy(curvature)
         with pytest.raises(SecondOrderError, match=r"rank 0 uses layers \['a/b'\], but rank 1"):
             curvature[list(curvature)[rank]]
         for last, message in ((torch.ones(7, 7), "has shape"), (torch.ones(2, 9), "no such")):
@@ -421,6 +426,25 @@ def test_loading_accepts_only_module_classes(tmp_path: Path) -> None:
 def test_unsupported_functions_raise(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(drawn())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: c.apply({"a/b.weight": None}), "has a NoneType for 'a/b.weight'; pass tensors"),
+        (lambda c: c.logdet("0.1"), "damping='0.1' of layer 'a/b' is not a number"),
+        (lambda c: c.gather(to=True), "to=True is not an integer"),
+    ],
+)
+def test_arguments_of_wrong_types_raise(call: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call(drawn())
+
+
+def test_an_unknown_device_is_not_reported_as_a_damaged_file(tmp_path: Path) -> None:
+    drawn().save(tmp_path)
+    with pytest.raises(RuntimeError, match="device type at start of device string: nope"):
+        KroneckerCurvature.load(tmp_path, device="nope")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -572,6 +572,9 @@ def test_invalid_registrations_raise() -> None:
     for kind in (nn.Module, int, nn.Linear(2, 2), "Linear"):
         with pytest.raises(TypeError, match="is not a class of modules"):
             register(kind)
+    for option, value in (("rows", 3), ("gain", "x"), ("weight", 3), ("bias", 3)):
+        with pytest.raises(TypeError, match=rf"{option}={value!r} is not"):
+            register(Untold, **{option: value})
     with pytest.raises(ValueError, match="give one or the other"):
         register(Untold, gain=lambda module, x: x, transposed=True)
     assert match(Untold(3)) == (None, "Untold has no Kronecker factors")

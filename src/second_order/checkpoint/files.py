@@ -168,16 +168,15 @@ def load_tensors(
         FileNotFoundError: The file does not exist.
     """
     package = _safetensors()
-    device_name = str(device or "cpu")
     try:
-        tensors: dict[str, Tensor] = package.load_file(path, device=device_name)
+        tensors: dict[str, Tensor] = package.load_file(path, device="cpu")
     except OSError:
         raise
     except Exception as error:
         raise CheckpointError(
             f"{path} is not a safetensors file, or is truncated: {error}; write it again"
         ) from error
-    return tensors
+    return {name: tensor.to(device=device) for name, tensor in tensors.items()}
 
 
 def _safetensors() -> Any:

@@ -324,7 +324,8 @@ def register_layer(
         bias: Name of the bias. None: the class has no bias.
 
     Raises:
-        TypeError: If ``kind`` is not a class of modules.
+        TypeError: If ``kind`` is not a class of modules, or if another argument has the
+            wrong type.
         ValueError: If you pass ``gain`` together with ``rows`` or ``transposed``, or if
             the class is one of torch that has a rule.
 
@@ -340,6 +341,19 @@ def register_layer(
         raise TypeError(
             f"register_layer: {kind!r} is not a class of modules; pass the class itself"
         )
+
+    # The annotations do not bind the caller here either.
+    functions: dict[str, Any] = {"rows": rows, "gain": gain}
+    for option, function in functions.items():
+        if function is not None and not callable(function):
+            raise TypeError(f"register_layer: {option}={function!r} is not a function")
+    names: dict[str, Any] = {"weight": weight, "bias": bias or ""}
+    for option, parameter in names.items():
+        if not isinstance(parameter, str):
+            raise TypeError(
+                f"register_layer: {option}={parameter!r} is not the name of a parameter; "
+                f"write {option}='kernel'"
+            )
 
     # GAINS has None for torch's norms without a rule. You may register these.
     has_rule = module_class in KINDS or GAINS.get(module_class) is not None

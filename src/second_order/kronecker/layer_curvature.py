@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Real
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -332,6 +333,7 @@ class LayerCurvature:
                 is zero, the mean eigenvalue counts as 1.
 
         Raises:
+            TypeError: If the damping is not a number.
             ValueError: If the damping is not positive and finite, or if it is None and
                 either unknown or ``relative``.
         """
@@ -346,6 +348,10 @@ class LayerCurvature:
                 f"the damping of layer {self.name!r} is not known, because no optimizer has "
                 f"computed an inverse for it; write damping=0.1, relative=True for a tenth of the "
                 f"layer's mean eigenvalue, or damping=1e-3 for an absolute one"
+            )
+        if not isinstance(damping, (Real, Tensor)):
+            raise TypeError(
+                f"damping={damping!r} of layer {self.name!r} is not a number; write damping=0.1"
             )
         if not 0 < damping < math.inf:
             raise ValueError(

@@ -7,7 +7,7 @@ smaller than factors:
 
     _map, _compute_all      say what to compute with each layer
     _compute                computes it for the layers that this rank owns
-    _share                  broadcasts the results from the owners to all ranks
+    _run_and_share          broadcasts the results from the owners to all ranks
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from second_order.kronecker.saved_curvature import (
     write_index,
     write_layer,
 )
+from second_order.utils.checks import check_rank
 
 __all__ = ["KroneckerCurvature"]
 
@@ -112,7 +113,9 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         layer = self._layers[name]
         if name not in self.owners:
             return layer
-        tensors = self._share(lambda: self._compute([name], LayerCurvature.tensors))
+        tensors = self._run_and_share(
+            lambda: self._compute([name], LayerCurvature.tensors)
+        )
         if layer.stored:
             return layer
         return layer.with_tensors(tensors[name])
@@ -141,6 +144,15 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
     def __len__(self) -> int:
         return len(self._layers)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The attributes to copy or pickle, without the process groups."""
+        if self.owners:
+            raise TypeError(
+                "a curvature whose layers are on several ranks cannot be copied or pickled; call "
+                "gather() on every rank first, or use save()"
+            )
+        return self.__dict__ | {"_world": World.alone()}
+
     def __repr__(self) -> str:
         num_parameters = sum(math.prod(shape) for shape in self._param_shapes.values())
         return (
@@ -161,13 +173,10 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
                 ranks the result has no layers, and :attr:`uncovered` gives the reason.
 
         Raises:
+            TypeError: If ``to`` is not an integer.
             ValueError: If ``to`` is not a rank.
         """
-        size = self._world.size
-        if to is not None and to not in range(size):
-            raise ValueError(
-                f"to={to} is not a rank of {size} processes; use 0 to {size - 1}, or None for all"
-            )
+        check_rank("gather", to, self._world.size)
         if not self.owners:
             return self
         layers: dict[str, LayerCurvature] = {}
@@ -186,7 +195,8 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
     def apply(self, vector: Tensors) -> dict[str, Tensor]:
         """Return F v by parameter name.
 
-        Results are on the vector's device, in the factors' dtype, at least float32.
+        Results are on the vector's device, in the factors' dtype, at least float32,
+        also under autocast.
 
         Args:
             vector: Tensors by parameter name. Missing parameters count as zeros. The
@@ -280,6 +290,8 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
     def eigenvalues(self) -> Tensor:
         """Return all eigenvalues of F in descending order, one per scalar parameter."""
         by_layer = self._compute_all(lambda layer: {"values": layer.values.flatten()})
+        if not by_layer:  # gathered on another rank
+            return torch.empty(0)
         values = torch.cat([tensors["values"] for tensors in by_layer.values()])
         return values.sort(descending=True).values
 
@@ -333,8 +345,8 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
             return {}
 
         # The index marks the folder as complete, so write it after all layers.
-        self._share(write_layers)
-        self._share(write_last)
+        self._run_and_share(write_layers)
+        self._run_and_share(write_last)
 
     @classmethod
     def load(
@@ -344,8 +356,10 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
         Args:
             folder: The folder.
-            device: Device of the factors. With None, they are on the CPU, and each is
-                read from its file when used. The files must not change until then.
+            device: Device of the factors; None for the CPU. On the CPU, factors are
+                mapped into memory, and read from their files when used. The files must
+                not be modified while the curvature is in use. :meth:`save` replaces
+                them instead, which is safe.
 
         Raises:
             CheckpointError: If the folder has no index, or if a file is missing,
@@ -385,7 +399,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
                     names.append(name)
             return self._compute(names, map_layer)
 
-        return _merge(self._share(map_layers))
+        return _merge(self._run_and_share(map_layers))
 
     def _vector(self, compute: Callable[[LayerCurvature], Tensor]) -> dict[str, Tensor]:
         """Return a vector, given a function that computes the matrix of a layer."""
@@ -405,7 +419,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         self, compute: Callable[[LayerCurvature], Tensors]
     ) -> dict[str, Tensors]:
         """Return on every rank what ``compute`` returns for each layer."""
-        return self._share(lambda: self._compute(list(self), compute))
+        return self._run_and_share(lambda: self._compute(list(self), compute))
 
     def _compute(
         self, names: Sequence[str], compute: Callable[[LayerCurvature], Tensors]
@@ -432,7 +446,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         """Check the shapes of a vector, and return whether it is a stack of vectors.
 
         Raises:
-            TypeError: If the vector is not a mapping.
+            TypeError: If the vector is not a mapping to tensors.
             ValueError: If a parameter has no curvature, or a tensor has a wrong shape.
         """
         if not isinstance(vector, Mapping):
@@ -445,10 +459,16 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         stack_shapes: dict[torch.Size, str] = {}
         for name, tensor in vector.items():
             if name not in self._param_shapes:
-                unknown = "it is not a parameter of the optimizer"
+                unknown = "no layer has a parameter of this name"
                 reason = self.uncovered.get(name, unknown)
                 raise ValueError(
                     f"{name!r} has no curvature: {reason}; leave it out of the vector"
+                )
+            if not isinstance(tensor, Tensor):
+                kind = type(tensor).__name__
+                raise TypeError(
+                    f"the vector has a {kind} for {name!r}; pass tensors, and leave out a "
+                    f"parameter whose gradient is None"
                 )
             if is_dtensor(tensor):
                 raise ValueError(
@@ -473,7 +493,9 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
     # -------------------------------------------------------------------- communication
 
-    def _share(self, work: Callable[[], dict[str, Tensors]]) -> dict[str, Tensors]:
+    def _run_and_share(
+        self, work: Callable[[], dict[str, Tensors]]
+    ) -> dict[str, Tensors]:
         """Do this rank's work, and return the tensors of all ranks by layer.
 
         Collective, unless every rank has all layers. If one rank raises, all raise.
