@@ -291,7 +291,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         """Return all eigenvalues of F in descending order, one per scalar parameter."""
         by_layer = self._compute_all(lambda layer: {"values": layer.values.flatten()})
         if not by_layer:  # gathered on another rank
-            return torch.empty(0)
+            return torch.empty(0, device="cpu")
         values = torch.cat([tensors["values"] for tensors in by_layer.values()])
         return values.sort(descending=True).values
 
