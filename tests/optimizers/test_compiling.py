@@ -93,6 +93,26 @@ def test_the_model_can_be_exported_traced_scripted_and_compiled_between_steps(Sy
     assert_same_curvature(curvature_of(optimizer), curvature_of(plain))
 
 
+def hooks_of(model: torch.nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+@each_system
+def test_hooks_stay_removed_until_the_outer_block_ends(System: Any) -> None:
+    model = MLP.model()
+    optimizer = make(System, model[2:].parameters(), model=model)
+    optimizer.training.add_forward_pre_hook(lambda module, arguments: None)
+    before = hooks_of(model)
+    with optimizer.hooks_removed():
+        with optimizer.hooks_removed():
+            assert hooks_of(model) == 0
+        assert hooks_of(model) == 0
+        with pytest.raises(RuntimeError, match=r"add_param_group\(\) inside hooks_removed\(\)"):
+            optimizer.add_param_group({"params": list(model[0].parameters())})
+        assert hooks_of(model) == 0
+    assert hooks_of(model) == before
+
+
 @each_system
 def test_a_step_without_hooks_raises(System: Any) -> None:
     model = MLP.model()

@@ -639,12 +639,18 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         Raises:
             RankMismatchError: On every rank, if the ranks do not add the same group.
         """
+            RuntimeError: Inside :meth:`hooks_removed`.
         if not self._constructed:
             super().add_param_group(param_group)
             return
 
         training = self._training
         prev_groups = list(self.param_groups)
+        if self._hooks_are_removed:
+            raise RuntimeError(
+                f"{training.name}.add_param_group() inside hooks_removed() would register hooks: "
+                f"leave the block before you add a group"
+            )
         group = copy_group(param_group)
         try:
             self._add_checked_group(group)
@@ -876,13 +882,15 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         error there. Export, tracing, and inference with a compiled model do not need
         this block.
         """
-        is_nested = self._hooks_are_removed
+        if self._hooks_are_removed:  # by an outer block, which restores them
+            yield
+            return
         self._hooks_are_removed = True
         try:
             with self._curvature.hooks_removed(), self._training.pre_hooks_removed():
                 yield
         finally:
-            self._hooks_are_removed = is_nested
+            self._hooks_are_removed = False
 
     @passed_on_by_wrappers
     def close(self) -> None:
