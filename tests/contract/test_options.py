@@ -273,6 +273,7 @@ def test_an_invalid_value_raises_with_value_bound_and_remedy(
 def test_an_invalid_type_raises_with_value_and_remedy(
     System: Any, option: str, value: Any, message: str
 ) -> None:
+    ("skip_layers", {"head"}, r"skip_layers=\{'head'\} is not a sequence .*; write skip_layers="),
     with pytest.raises(TypeError, match=message):
         System(mlp(), **{"lr": 0.1, option: value})
 

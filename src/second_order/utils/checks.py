@@ -231,8 +231,11 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
 
 
 def check_patterns(value: Any, option: str = "skip_layers") -> None:
-    """Raise TypeError unless the value is a collection of strings."""
-    usable = isinstance(value, Collection) and not isinstance(value, str)
+    """Raise TypeError unless the value is a sequence of strings.
+
+    The order of a set differs between ranks, which compare the patterns.
+    """
+    usable = isinstance(value, Sequence) and not isinstance(value, str)
     patterns = tuple(value) if usable else ()
     if not usable or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(
