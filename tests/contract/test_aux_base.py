@@ -296,3 +296,21 @@ def test_the_summary_shows_the_base_of_each_parameter(System: Any) -> None:
     assert str(optimizer.summary()).endswith("\n".join(lines))
     alone = make(System, ZOO["mlp"].model())
     assert "group 0" not in str(alone.summary())
+class WithFunction(SGD):
+    def __init__(self, params: Any, lr: float, rule: Any = None) -> None:
+        super().__init__(params, lr)
+        self.defaults["rule"] = rule
+
+
+def test_ranks_do_not_compare_the_address_of_a_function() -> None:
+    """It differs between processes."""
+    described = []
+    for rule in (lambda x: x, lambda x: x):
+        optimizer = KAISA(
+            CASE.model(), lr=0.1, base=WithFunction, aux_base=AdamW, rule=rule, eps=1e-3
+        )
+        described.append(optimizer._base.description())
+    assert described[0] == described[1]
+    assert any("'eps': 0.001" in line for line in described[0])
+
+

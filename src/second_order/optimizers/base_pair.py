@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from second_order.checkpoint.saved import BASE
 from second_order.training.context import Training, base_class_names, step_without_hooks
+from second_order.optimizers.consistency import to_primitive
 from second_order.training.groups import (
     NAMES,
     group_params,
-    group_settings,
     without_names,
 )
 from second_order.utils.checks import check_flag
@@ -191,7 +191,7 @@ class BasePair(torch.optim.Optimizer):
         """Describe the classes, defaults and patterns, which all ranks must share."""
         lines = [f"layers of aux_base: {list(self._layers)}"]
         for part in self.parts:
-            settings = group_settings(part.defaults)
+            settings = {name: to_primitive(x) for name, x in part.defaults.items()}
             lines.append(f"{type(part).__name__} begins with {settings}")
         return lines
 

@@ -31,7 +31,14 @@ from second_order.training.curvature import Curvature
 from second_order.training.groups import group_params
 from second_order.utils.checks import check_debug
 
-__all__ = ["Consistency", "checksum", "fingerprint", "first_difference", "require_same"]
+__all__ = [
+    "Consistency",
+    "checksum",
+    "fingerprint",
+    "first_difference",
+    "require_same",
+    "to_primitive",
+]
 
 Facts: TypeAlias = Sequence[tuple[str, Any]]
 
@@ -233,7 +240,7 @@ def _group_settings(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]
     for i, group in enumerate(groups):
         for key, value in group.items():
             if key not in ("params", "param_names"):
-                facts.append((f"group {i}, {key}", _to_primitive(value)))
+                facts.append((f"group {i}, {key}", to_primitive(value)))
     return facts
 
 
@@ -247,7 +254,7 @@ def _group_members(training: Training) -> Iterator[tuple[str, Any]]:
             yield f"group {i}, {name}", f"{list(p.shape)}, {status}"
 
 
-def _to_primitive(value: Any) -> Any:
+def to_primitive(value: Any) -> Any:
     """Return a setting as primitives.
 
     Tensors on a device are not read, and become None.
@@ -260,7 +267,7 @@ def _to_primitive(value: Any) -> Any:
             return value.item()
         return None
     if isinstance(value, tuple | list):
-        return [_to_primitive(element) for element in value]
+        return [to_primitive(element) for element in value]
     return None
 
 
