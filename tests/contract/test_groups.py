@@ -10,6 +10,7 @@ import pytest
 import torch
 from framework_training import CASE, usual_loop
 from optimizer_cases import (
+    KRONECKER,
     Imitation,
     each_of_five,
     make,
@@ -57,6 +58,21 @@ def test_a_set_of_parameters_raises_because_its_order_differs_between_runs(Syste
     optimizer = make(System, model[2:].parameters(), model=model)
     with pytest.raises(TypeError, match=r"a set, whose order changes .*use a list"):
         optimizer.add_param_group({"params": set(model[0].parameters())})
+
+
+@each_of_five
+def test_groups_of_a_subclass_can_set_what_groups_of_the_class_can(System: Any) -> None:
+    class Decaying(System):  # type: ignore[misc]
+        def __init__(self, params: Any, lr: float, weight_decay: float = 0.1, **more: Any) -> None:
+            super().__init__(params, lr, weight_decay=weight_decay, **more)
+
+    model = MLP.model()
+    params = list(model.parameters())
+    optimizer = Decaying([{"params": params, "weight_decay": 0.0}], 0.1, model=model)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.0
+    option = "kl_clip" if System in KRONECKER else "newton_scale"
+    with pytest.raises(ValueError, match=f"has {option}=0.5, which cannot differ between groups"):
+        Decaying([{"params": params, option: 0.5}], 0.1, model=model)
 
 
 @each_of_five

@@ -82,8 +82,13 @@ def documented(*option_classes: type) -> Callable[[type[T]], type[T]]:
 
 
 def keywords_of(optimizer: type) -> list[str]:
-    """Return the names of an optimizer's own keywords, without those of its base."""
-    parameters = inspect.signature(optimizer).parameters.values()
+    """Return the names of an optimizer's own keywords, without those of its base.
+
+    Those of a user's subclass are those of the class of this package that it extends.
+    """
+    classes = optimizer.__mro__
+    own_class = next(c for c in classes if c.__module__.startswith("second_order."))
+    parameters = inspect.signature(own_class).parameters.values()
     named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
     return [p.name for p in named if p.name != "params"]
 
