@@ -36,6 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning
 
 SGD = torch.optim.SGD
 Adam = torch.optim.Adam
+from second_order.optimizers.keywords import documented
 
 
 UNKNOWN = [
@@ -92,6 +93,21 @@ OPTIONS: dict[Any, tuple[Any, ...]] = {
 OTHERWISE: dict[Any, dict[str, Any]] = {DistKFAC: {"precondition_norms": True}}
 ABSENT = {  # fields that are not keywords
     DHO2: {"aux_base"},
+def test_options_are_undocumented_if_python_has_removed_docstrings() -> None:
+    """As `python -OO` does."""
+
+    class Bare(KAISA):
+        pass
+
+    assert documented()(Bare) is Bare
+    assert Bare.__doc__ is None
+
+
+@each_system
+def test_only_optimizers_with_two_bases_document_them(System: Any) -> None:
+    assert ("aux_base" in (inspect.getdoc(System) or "")) is ("aux_base" in keywords_of(System))
+
+
     MRDHO2: {
         *("aux_base", "curvature_interval", "overhead", "lr_scale_guard", "subspace_momentum"),
         *("warm_start", "trust_region", "layout"),

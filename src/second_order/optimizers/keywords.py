@@ -66,6 +66,8 @@ def documented(*option_classes: type) -> Callable[[type[T]], type[T]]:
 
     # Append the descriptions in the order of the signature.
     def document(optimizer: type[T]) -> type[T]:
+        if optimizer.__doc__ is None:  # python -OO removes docstrings
+            return optimizer
         wrapper = textwrap.TextWrapper(
             width=88,
             initial_indent=" " * 4,
