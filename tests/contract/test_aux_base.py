@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from models import ZOO
 from optimizer_cases import KAISA, each_kronecker, make, same, take
 from torch import nn
+from torch.nn.utils import parametrizations, weight_norm
 
 from second_order import (
     AuxBase,
@@ -88,6 +89,23 @@ def in_windows() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.LayerNorm([4, 6]), nn.Linear(6, 3))
 
 
+def reparametrized() -> nn.Module:
+    """The hidden weights are three, and there are two gains."""
+    return nn.Sequential(
+        weight_norm(nn.Linear(6, 6)),
+        parametrizations.weight_norm(nn.Linear(6, 6)),
+        parametrizations.spectral_norm(nn.Linear(6, 6)),
+        parametrizations.spectral_norm(nn.Linear(6, 3)),
+    )
+
+
+REPARAMETRIZED = {
+    *("0.weight_v", "1.parametrizations.weight.original1"),
+    "2.parametrizations.weight.original",
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     ("build", "base", "layers", "hidden"),
     [
@@ -99,6 +117,8 @@ def in_windows() -> nn.Module:
         (Attention, SGD, ["Conv*", "attention"], {n for n in ATTENTION if n[:2] != "at"}),
         (ZOO["tied"].build, Muon, (), {"hidden.weight"}),
         (ZOO["mlp"].build, Muon, (), {"0.weight", "2.weight"}),
+        (reparametrized, Muon, (), REPARAMETRIZED),
+        (reparametrized, SGD, ["1"], {n for n in REPARAMETRIZED if n[0] != "1"}),
         (in_windows, Muon, (), {"0.weight"}),  # a two-dimensional gain is not a hidden weight
     ],
 )
@@ -251,6 +271,7 @@ def test_invalid_options_raise_before_anything_changes(
     ("arguments", "message"),
     [
         ({"layers": "up"}, r"layers='up' is not a sequence.*write layers="),
+        ({"layers": {"up"}}, r"layers=\{'up'\} is not a sequence.*write layers="),
         ({"kwargs": 3}, "kwargs=3 is not a mapping"),
     ],
 )
@@ -279,23 +300,6 @@ def test_keywords_reach_the_base_that_accepts_them() -> None:
     assert "betas" not in free.param_groups[0]
 
 
-def test_a_pattern_without_a_match_raises() -> None:
-    with pytest.warns(SecondOrderWarning, match="aux_base: the pattern 'haed' matches no module"):
-        KAISA(CASE.model(), lr=0.1, base=Muon, aux_base=AuxBase(AdamW, layers=["haed"]))
-
-
-@each_kronecker
-def test_the_summary_shows_the_base_of_each_parameter(System: Any) -> None:
-    optimizer = two(System, "Muon AdamW apart", CASE.model())
-    lines = [line for line in optimizer.summary().lines if line.startswith("group ")]
-    assert len(lines) == len(optimizer.param_groups)
-    assert [line for line in lines if "Muon, lr 0.02, weight_decay 0.1: " in line]
-    for name, base in trained_by(optimizer).items():
-        (line,) = [line for line in lines if name in re.split(r"[ ,]+", line)]
-        assert f": {base}, lr " in line
-    assert str(optimizer.summary()).endswith("\n".join(lines))
-    alone = make(System, ZOO["mlp"].model())
-    assert "group 0" not in str(alone.summary())
 class WithFunction(SGD):
     def __init__(self, params: Any, lr: float, rule: Any = None) -> None:
         super().__init__(params, lr)
@@ -314,3 +318,20 @@ def test_ranks_do_not_compare_the_address_of_a_function() -> None:
     assert any("'eps': 0.001" in line for line in described[0])
 
 
+def test_a_pattern_without_a_match_raises() -> None:
+    with pytest.warns(SecondOrderWarning, match="aux_base: the pattern 'haed' matches no module"):
+        KAISA(CASE.model(), lr=0.1, base=Muon, aux_base=AuxBase(AdamW, layers=["haed"]))
+
+
+@each_kronecker
+def test_the_summary_shows_the_base_of_each_parameter(System: Any) -> None:
+    optimizer = two(System, "Muon AdamW apart", CASE.model())
+    lines = [line for line in optimizer.summary().lines if line.startswith("group ")]
+    assert len(lines) == len(optimizer.param_groups)
+    assert [line for line in lines if "Muon, lr 0.02, weight_decay 0.1: " in line]
+    for name, base in trained_by(optimizer).items():
+        (line,) = [line for line in lines if name in re.split(r"[ ,]+", line)]
+        assert f": {base}, lr " in line
+    assert str(optimizer.summary()).endswith("\n".join(lines))
+    alone = make(System, ZOO["mlp"].model())
+    assert "group 0" not in str(alone.summary())

@@ -17,14 +17,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from second_order.checkpoint.saved import BASE
-from second_order.training.context import Training, base_class_names, step_without_hooks
 from second_order.optimizers.consistency import to_primitive
+from second_order.training.context import Training, base_class_names, step_without_hooks
 from second_order.training.groups import (
     NAMES,
     group_params,
@@ -169,7 +170,7 @@ class BasePair(torch.optim.Optimizer):
         excluded: set[int] = set()
         for name, module in modules.items():
             class_name = type(module).__name__
-            params = dict(module.named_parameters(recurse=False))
+            params = _own_params(module)
 
             is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
             if (
@@ -183,7 +184,10 @@ class BasePair(torch.optim.Optimizer):
 
             for key, p in params.items():
                 has_shape = p.ndim == 2 if self._only_matrices else p.ndim >= 2
-                if "weight" in key and has_shape:
+                # Weight norm has a gain with one element per row.
+                may_be_gain = key.endswith(("_g", ".original0"))
+                is_gain = may_be_gain and p.numel() == max(p.shape, default=1)
+                if "weight" in key and has_shape and not is_gain:
                     weights.add(id(p))
         return weights - excluded  # a weight tied to an embedding is excluded
 
@@ -243,6 +247,16 @@ def _build(
             if key != "params":
                 group[key] = value
     return optimizer
+
+
+def _own_params(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a module's parameters, and those that its parametrizations replaced."""
+    params = dict(module.named_parameters(recurse=False))
+    if is_parametrized(module):
+        # Their names are such as "weight.original".
+        parametrizations = cast(nn.Module, module.parametrizations)
+        params.update(parametrizations.named_parameters())
+    return params
 
 
 def own_entries(state: Mapping[Any, Any], is_aux: bool) -> dict[Any, Any]:
