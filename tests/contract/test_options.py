@@ -7,11 +7,21 @@ import inspect
 import typing
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from models import ZOO
-from optimizer_cases import SYSTEMS, asking, each_kronecker, each_system, eigenpairs_only, take
+from optimizer_cases import (
+    SYSTEMS,
+    asking,
+    each_kronecker,
+    each_system,
+    eigenpairs_only,
+    same,
+    take,
+)
 from option_tables import ALL, keywords_of, mlp, rows, takes
+from saved_states import saved_and_loaded
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
@@ -278,6 +288,30 @@ TYPES: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("System", "option", "value", "message"), rows(NUMBERS + CHOICES))
+NUMPY = [
+    ("damping", np.float32(0.5)),
+    ("inv_update_steps", np.int64(2)),
+    ("overhead", np.float32(0.5)),
+    ("newton_scale", np.float32(0.5)),
+    ("warmup_steps", np.int64(2)),
+    ("seed", np.int64(2)),
+]
+
+
+@pytest.mark.parametrize(("System", "option", "value"), rows(NUMPY))
+def test_numbers_of_numpy_are_numbers_and_checkpoints_load_without_it(
+    System: Any, option: str, value: Any
+) -> None:
+    model = mlp()
+    plain_model = mlp()
+    optimizer = System(model, **{"lr": np.float32(0.25), option: value})
+    plain = System(plain_model, **{"lr": 0.25, option: value.item()})
+    train_twice(optimizer, model)
+    train_twice(plain, plain_model)
+    assert same(model, plain_model)
+    saved_and_loaded(optimizer.state_dict())
+
+
 def test_an_invalid_value_raises_with_value_bound_and_remedy(
     System: Any, option: str, value: Any, message: str
 ) -> None:

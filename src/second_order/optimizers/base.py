@@ -108,6 +108,7 @@ from second_order.utils.checks import (
     check_group_options,
     check_learning_rate,
     check_rank,
+    python_number,
     rate_of_groups,
 )
 from second_order.utils.stages import stage
@@ -199,7 +200,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             check_base(aux.optimizer_class, SecondOrderOptimizer, "aux_base")
         shared_kwargs = dict(base_kwargs)
         if lr is not None:
-            shared_kwargs = {"lr": lr, **base_kwargs}
+            shared_kwargs = {"lr": python_number(lr), **base_kwargs}
         kwargs_by_base = split_base_keywords(
             common.base, shared_kwargs, aux, own_keywords
         )
@@ -638,19 +639,19 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
         Raises:
             RankMismatchError: On every rank, if the ranks do not add the same group.
-        """
             RuntimeError: Inside :meth:`hooks_removed`.
+        """
         if not self._constructed:
             super().add_param_group(param_group)
             return
 
         training = self._training
-        prev_groups = list(self.param_groups)
         if self._hooks_are_removed:
             raise RuntimeError(
                 f"{training.name}.add_param_group() inside hooks_removed() would register hooks: "
                 f"leave the block before you add a group"
             )
+        prev_groups = list(self.param_groups)
         group = copy_group(param_group)
         try:
             self._add_checked_group(group)

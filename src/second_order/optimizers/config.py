@@ -45,6 +45,7 @@ from second_order.utils.checks import (
     check_timeout,
     check_whole,
     is_adaptive,
+    python_number,
 )
 
 __all__ = [
@@ -273,7 +274,10 @@ def is_auto(value: Any) -> TypeGuard[str]:
 def options_from(option_class: type[T], arguments: Mapping[str, Any]) -> T:
     """Build an option dataclass from the optimizer's arguments that it declares."""
     names = {field.name for field in fields(option_class)}  # type: ignore[arg-type]
-    own = {name: value for name, value in arguments.items() if name in names}
+    own = {}
+    for name, value in arguments.items():
+        if name in names:
+            own[name] = python_number(value)
     return option_class(**own)
 
 

@@ -21,7 +21,7 @@ column    n × r/P     n              all-reduces of n: the gradient, g₁, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -30,7 +30,7 @@ from torch import nn
 from second_order.fosi.update import FOSICurvature
 from second_order.lanczos.closure import Closures, check_closure, check_curvature
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
-from second_order.optimizers.config import CommonOptions, FOSIOptions
+from second_order.optimizers.config import CommonOptions, FOSIOptions, options_from
 from second_order.optimizers.keywords import Rate, documented
 from second_order.reporting.summary import CurvatureReport
 from second_order.utils.checks import Interval, Schedule
@@ -137,43 +137,17 @@ class DHO2(EigenpairOptimizer):
         layout: Literal["row", "column"] = "row",
         seed: int = 0,
         base: type[torch.optim.Optimizer] = torch.optim.SGD,
-        model: nn.Module | Sequence[nn.Module] | None = None,
+        model: nn.Module | None = None,
         grad_scaler: Any = None,
         gradient_averaging: str | bool = "auto",
         process_group: Any = None,
         debug: bool | int = False,
         **base_kwargs: Any,
     ) -> None:
+        arguments = locals()
         check_curvature(curvature, hvp)
-        options = FOSIOptions(
-            num_largest=num_largest,
-            num_smallest=num_smallest,
-            curvature_interval=curvature_interval,
-            overhead=overhead,
-            warmup_steps=warmup_steps,
-            newton_scale=newton_scale,
-            lr_scale_clip=lr_scale_clip,
-            lr_scale_guard=lr_scale_guard,
-            subspace_momentum=subspace_momentum,
-            trust_region=trust_region,
-            lanczos_iterations=lanczos_iterations,
-            lanczos_tol=lanczos_tol,
-            lanczos_dtype=lanczos_dtype,
-            eigenvalue_floor=eigenvalue_floor,
-            warm_start=warm_start,
-            hvp=hvp,
-            curvature=curvature,
-            layout=layout,
-            seed=seed,
-        )
-        common = CommonOptions(
-            base=base,
-            model=model,
-            grad_scaler=grad_scaler,
-            gradient_averaging=gradient_averaging,
-            process_group=process_group,
-            debug=debug,
-        )
+        options = options_from(FOSIOptions, arguments)
+        common = options_from(CommonOptions, arguments)
 
         # Without K-FAC layers, parameters need no module.
         super().__init__(

@@ -29,7 +29,7 @@ from second_order.fosi.accelerator import AcceleratorCurvature, make_curvature
 from second_order.fosi.epochs import EpochCurvature
 from second_order.lanczos.closure import Closures, check_curvature
 from second_order.optimizers.base import ParamsOrModel
-from second_order.optimizers.config import CommonOptions, EpochOptions
+from second_order.optimizers.config import CommonOptions, EpochOptions, options_from
 from second_order.optimizers.dho2 import EigenpairOptimizer
 from second_order.optimizers.keywords import Rate, documented
 from second_order.reporting.summary import EpochReport
@@ -96,34 +96,10 @@ class MRDHO2(EigenpairOptimizer):
         debug: bool | int = False,
         **base_kwargs: Any,
     ) -> None:
+        arguments = {**locals(), "curvature_interval": epoch_steps}
         check_curvature(curvature, hvp)
-        options = EpochOptions(
-            helper_ranks=helper_ranks,
-            epoch_steps=epoch_steps,
-            curvature_interval=epoch_steps,
-            final_update=final_update,
-            helper_timeout=helper_timeout,
-            num_largest=num_largest,
-            num_smallest=num_smallest,
-            warmup_steps=warmup_steps,
-            newton_scale=newton_scale,
-            lr_scale_clip=lr_scale_clip,
-            lanczos_iterations=lanczos_iterations,
-            lanczos_tol=lanczos_tol,
-            lanczos_dtype=lanczos_dtype,
-            eigenvalue_floor=eigenvalue_floor,
-            hvp=hvp,
-            curvature=curvature,
-            seed=seed,
-        )
-        common = CommonOptions(
-            base=base,
-            model=model,
-            grad_scaler=grad_scaler,
-            gradient_averaging=gradient_averaging,
-            process_group=process_group,
-            debug=debug,
-        )
+        options = options_from(EpochOptions, arguments)
+        common = options_from(CommonOptions, arguments)
 
         # Without eigenpairs there is nothing that a helper rank could compute.
         has_helpers = helper_ranks > 0 and options.num_pairs > 0

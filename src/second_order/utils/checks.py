@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -38,6 +39,7 @@ __all__ = [
     "check_whole",
     "closest",
     "is_adaptive",
+    "python_number",
     "rate_of_groups",
     "scheduled",
     "value_at",
@@ -89,7 +91,8 @@ def check_number(
     remedy: str,
 ) -> None:
     """Raise TypeError unless a value is a number, ValueError unless it is in bounds."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number:
         raise TypeError(f"{name}={value!r} is not a number; {remedy}")
     above = value > low or (value == low and not open_low)
     below = value < high or (value == high and not open_high)
@@ -131,7 +134,7 @@ def check_count(name: str, value: Any, meaning: str) -> None:
 
 def check_whole(name: str, value: Any, low: int, remedy: str) -> None:
     """Raise unless ``value`` is an integer of at least ``low``."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name}={value!r} is not an integer; use {remedy}")
     if value < low:
         raise ValueError(f"{name}={value} is below {low}; use {remedy}")
@@ -325,6 +328,16 @@ def value_at(option: Any, step: int) -> Any:
     if callable(option):
         return option(step)
     return option
+
+
+def python_number(value: Any) -> Any:
+    """Convert a number of NumPy to one of Python, which every checkpoint can have.
+
+    Any other value is returned as it is.
+    """
+    if isinstance(value, numbers.Number) and hasattr(value, "item"):
+        return value.item()
+    return value
 
 
 def as_scalar(value: Scalar) -> Scalar:
