@@ -36,6 +36,7 @@ from second_order.optimizers.config import (
     KAISAOptions,
     KFACOptions,
 )
+from second_order.optimizers.keywords import documented
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +47,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning
 
 SGD = torch.optim.SGD
 Adam = torch.optim.Adam
-from second_order.optimizers.keywords import documented
 
 
 UNKNOWN = [
@@ -93,16 +93,6 @@ def test_the_docstring_describes_every_keyword(System: Any) -> None:
     )
 
 
-OPTIONS: dict[Any, tuple[Any, ...]] = {
-    KAISA: (KAISAOptions, KFACOptions, CommonOptions),
-    DPKFAC: (DPKFACOptions, KFACOptions, CommonOptions),
-    DistKFAC: (DistKFACOptions, KFACOptions, CommonOptions),
-    DHO2: (FOSIOptions, CommonOptions),
-    MRDHO2: (EpochOptions, CommonOptions),
-}
-OTHERWISE: dict[Any, dict[str, Any]] = {DistKFAC: {"precondition_norms": True}}
-ABSENT = {  # fields that are not keywords
-    DHO2: {"aux_base"},
 def test_options_are_undocumented_if_python_has_removed_docstrings() -> None:
     """As `python -OO` does."""
 
@@ -118,6 +108,16 @@ def test_only_optimizers_with_two_bases_document_them(System: Any) -> None:
     assert ("aux_base" in (inspect.getdoc(System) or "")) is ("aux_base" in keywords_of(System))
 
 
+OPTIONS: dict[Any, tuple[Any, ...]] = {
+    KAISA: (KAISAOptions, KFACOptions, CommonOptions),
+    DPKFAC: (DPKFACOptions, KFACOptions, CommonOptions),
+    DistKFAC: (DistKFACOptions, KFACOptions, CommonOptions),
+    DHO2: (FOSIOptions, CommonOptions),
+    MRDHO2: (EpochOptions, CommonOptions),
+}
+OTHERWISE: dict[Any, dict[str, Any]] = {DistKFAC: {"precondition_norms": True}}
+ABSENT = {  # fields that are not keywords
+    DHO2: {"aux_base"},
     MRDHO2: {
         *("aux_base", "curvature_interval", "overhead", "lr_scale_guard", "subspace_momentum"),
         *("warm_start", "trust_region", "layout"),
@@ -273,6 +273,7 @@ TYPES: list[tuple[str, Any, str]] = [
     ("factor_update_steps", 1.5, r"factor_update_steps=1\.5 is not an integer; use"),
     ("inv_update_steps", True, "inv_update_steps=True is not an integer; use"),
     ("skip_layers", "head", r"skip_layers='head' is not a sequence .*; write skip_layers=\['head'"),
+    ("skip_layers", {"head"}, r"skip_layers=\{'head'\} is not a sequence .*; write skip_layers="),
     ("num_smallest", None, "num_smallest=None is not an integer; use 0 for none"),
     ("subspace_momentum", True, "subspace_momentum=True is not a number; use 'average'"),
     ("grad_scaler", 1024.0, r"grad_scaler=1024\.0 has no scale\(\); pass a torch\.amp\.GradScaler"),
@@ -287,7 +288,6 @@ TYPES: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("System", "option", "value", "message"), rows(NUMBERS + CHOICES))
 NUMPY = [
     ("damping", np.float32(0.5)),
     ("inv_update_steps", np.int64(2)),
@@ -312,6 +312,7 @@ def test_numbers_of_numpy_are_numbers_and_checkpoints_load_without_it(
     saved_and_loaded(optimizer.state_dict())
 
 
+@pytest.mark.parametrize(("System", "option", "value", "message"), rows(NUMBERS + CHOICES))
 def test_an_invalid_value_raises_with_value_bound_and_remedy(
     System: Any, option: str, value: Any, message: str
 ) -> None:
@@ -323,7 +324,6 @@ def test_an_invalid_value_raises_with_value_bound_and_remedy(
 def test_an_invalid_type_raises_with_value_and_remedy(
     System: Any, option: str, value: Any, message: str
 ) -> None:
-    ("skip_layers", {"head"}, r"skip_layers=\{'head'\} is not a sequence .*; write skip_layers="),
     with pytest.raises(TypeError, match=message):
         System(mlp(), **{"lr": 0.1, option: value})
 

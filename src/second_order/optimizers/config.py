@@ -313,12 +313,14 @@ class CommonOptions:
             equal bit for bit. True: before the first step and every 100 steps. A
             number: this many steps between two checks. If they differ, every rank
             raises :class:`~second_order.RankMismatchError` with the name of the
-            parameter and the ranks. Checkpoints do not save this option.
+            parameter and the ranks. KAISA, DPKFAC and DistKFAC also verify every layer
+            at each step with statistics, on one rank as well. Checkpoints do not save
+            this option.
     """
 
     base: type[torch.optim.Optimizer] = torch.optim.SGD
     aux_base: type[torch.optim.Optimizer] | AuxBase | None = None
-    model: nn.Module | Sequence[nn.Module] | None = None
+    model: nn.Module | None = None
     grad_scaler: Any = None
     gradient_averaging: str | bool = AUTO
     process_group: Any = None
@@ -429,7 +431,8 @@ class KFACOptions:
             gradients. They match module names or class names, as in ``["head",
             "blocks.*.mlp"]``, and include all modules inside.
         max_factor_dim: Maximum number of rows of a factor. Layers with a larger A or G
-            fall back to the base, and a warning names them. Memory grows with the
+            count as unsupported layers, and a warning names those that fall back to the
+            base. Memory grows with the
             square of this number, and the time of a refresh with its cube. The A of an
             embedding is diagonal and may be larger.
         factor_dtype: Dtype in which factors are stored and sent. One of float32,
@@ -943,7 +946,8 @@ class FOSIOptions:
             :class:`second_order.lanczos.Outputs`.
         layout: How r eigenvectors of n elements are stored on P ranks. "row": n/P rows
             of them, and of the state of the base, on each rank. This works for
-            elementwise bases: SGD, Adam, AdamW, RMSprop. "column": r/P eigenvectors and
+            elementwise bases, which are all of torch's except Adafactor, Muon and
+            SparseAdam. "column": r/P eigenvectors and
             the whole state of the base, for every base.
         seed: Seed of the random start vector of the first refresh.
     """
@@ -1078,7 +1082,9 @@ class EpochOptions(FOSIOptions):
             None: 0. Without helper ranks: steps before the first eigenpairs; None:
             ``epoch_steps``.
         lanczos_iterations: m, the maximum number of Hessian-vector products per epoch.
-            None: max(4(k + l), 2 ln n).
+            None: max(4(k + l), 2 ln n). Without helper ranks, refreshes after the first
+            start from the last eigenvectors, and None is max(2k, 20) for them if that
+            is less and l is 0.
     """
 
     helper_ranks: int = 1

@@ -78,7 +78,7 @@ class DPKFAC(KroneckerOptimizer):
         overhead: float | None = None,
         base: type[torch.optim.Optimizer] = torch.optim.SGD,
         aux_base: type[torch.optim.Optimizer] | AuxBase | None = None,
-        model: nn.Module | Sequence[nn.Module] | None = None,
+        model: nn.Module | None = None,
         fisher: Fisher = "empirical",
         kfac_approx: Literal["expand", "reduce"] = "expand",
         loss_reduction: str = "auto",

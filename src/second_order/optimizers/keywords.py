@@ -41,9 +41,9 @@ CLOSURE = (
     "functions, one per micro-batch, assign the closure later, or pass it to :meth:`step`."
 )
 BASE_KWARGS = (
-    "Arguments of ``base``: ``momentum``, ``weight_decay``, ``betas`` and so on. With ``aux_base`` "
-    "an argument goes to each of the two that takes it."
+    "Arguments of ``base``: ``momentum``, ``weight_decay``, ``betas`` and so on."
 )
+FOR_BOTH = " With ``aux_base`` an argument goes to each of the two that takes it."
 RAISES = """\
 Raises:
     TypeError: For an unknown keyword (naming the closest known one) or a missing
@@ -76,7 +76,10 @@ def documented(*option_classes: type) -> Callable[[type[T]], type[T]]:
         )
         text = inspect.getdoc(optimizer) or ""
         names = ["params", *keywords_of(optimizer), "**base_kwargs"]
-        arguments = [wrapper.fill(f"{name}: {descriptions[name]}") for name in names]
+        described = dict(descriptions)
+        if "aux_base" in names:
+            described["**base_kwargs"] += FOR_BOTH
+        arguments = [wrapper.fill(f"{name}: {described[name]}") for name in names]
         optimizer.__doc__ = "\n".join([text, "\nArgs:", *arguments, "", RAISES])
         return optimizer
 

@@ -61,7 +61,7 @@ class MRDHO2(EigenpairOptimizer):
     ``process_group=optimizer.worker_group``.
 
     With one rank, or ``helper_ranks=0``, it is :class:`~second_order.DHO2` with an
-    interval of ``epoch_steps``.
+    interval of ``epoch_steps`` and ``layout="column"``.
     """
 
     _curvature: EpochCurvature
@@ -89,7 +89,7 @@ class MRDHO2(EigenpairOptimizer):
         curvature: Literal["hessian", "gauss-newton", "empirical-fisher"] = "hessian",
         seed: int = 0,
         base: type[torch.optim.Optimizer] = torch.optim.SGD,
-        model: nn.Module | Sequence[nn.Module] | None = None,
+        model: nn.Module | None = None,
         grad_scaler: Any = None,
         gradient_averaging: str | bool = "auto",
         process_group: Any = None,

@@ -123,6 +123,7 @@ class Throttle:
         self._start = end
         self.refreshes += refreshed
 
+        # After each timed refresh, and once after the tenth step without one.
         has_enough_steps = len(self._steps) == ENOUGH_STEPS and not refreshed
         if self.refreshes >= self._min_refreshes and (refreshed or has_enough_steps):
             self.interval = self._agree_on_interval()
