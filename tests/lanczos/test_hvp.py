@@ -340,8 +340,8 @@ NOT_ONCE = [
     (lambda z: z, r"shape \(7, 3\)", "mean or its sum"),
     (lambda z: "loss", "returned a str", "scalar tensor"),
     (lambda z: z.square().mean().detach(), "without a graph", "do not detach"),
-    (lambda z: (z.square().mean(), 0), "0 examples", "at least one"),
-    (lambda z: (z.square().mean(), z.detach()), r"\(loss, Tensor\)", "loss alone"),
+    (lambda z: (z.square().mean(), 0), r"the pair \(loss, 0\)", "at least one"),
+    (lambda z: (z.square().mean(), z.detach()), r"the pair \(loss, a Tensor\)", "loss alone"),
     (recomputed, "reentrant", "use_reentrant=False"),
 ]
 

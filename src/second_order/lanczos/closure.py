@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
 from second_order.errors import CurvatureError
-from second_order.utils.checks import check_choice
+from second_order.utils.checks import brief, check_choice
 
 __all__ = [
     "Closures",
@@ -251,8 +251,8 @@ def _check_examples(examples: Any) -> float:
         weight = 1.0 if examples is None else float(examples)
     if not 0.0 < weight < math.inf:
         raise CurvatureError(
-            f"the curvature closure returned (loss, {type(examples).__name__}) of {weight:g} "
-            f"examples; return the loss alone, or (loss, number of examples), at least one"
+            f"the curvature closure returned the pair (loss, {brief(examples)}); return the loss "
+            f"alone, or (loss, number of examples), at least one"
         )
     return weight
 
