@@ -404,7 +404,7 @@ def test_autocast_does_not_round_eigenvectors() -> None:
         residuals=torch.zeros(3, dtype=torch.float64),
         bounds=torch.zeros(3, dtype=torch.float64),
         num_largest=3,
-        iterations=5,
+        products=5,
         basis=torch.randn(5, 300).cuda(),
         combination=torch.randn(5, 3).cuda(),
     )

@@ -216,7 +216,7 @@ class AcceleratorCurvature(EpochCurvature):
                 worker,
                 request=message.note["request"],
                 finite=not pairs.trouble,
-                products=pairs.iterations,
+                products=pairs.products,
             )
 
     def _judge_update(self, message: Message) -> None:

@@ -396,7 +396,7 @@ class FOSICurvature(Curvature):
             del last  # so that _use_pairs() can free its vectors
             if not failed:
                 failed = not self._use_pairs(pairs, loss)
-            self.count_refresh(training.steps, pairs.iterations, failed=failed)
+            self.count_refresh(training.steps, pairs.products, failed=failed)
             self._gradient_share = None
             if failed and training.is_first_warning("refresh failed"):
                 outcome = "the last eigenpairs stay in use"

@@ -286,7 +286,7 @@ class Pairs:
     residuals: Tensor  # (r,) ‖Hv − θv‖ in exact arithmetic; float64 on the CPU
     bounds: Tensor  # (r,) on ‖Hv − θv‖: the residuals, or rounding if that is larger
     num_largest: int  # how many of the pairs are the largest ones
-    iterations: int  # number of Hessian-vector products
+    products: int  # number of Hessian-vector products
     basis: Tensor  # (m, rows) D, transposed
     combination: Tensor  # (m, r) the selected columns of U
     trouble: str = ""  # the reason, if the run gave no pairs
@@ -353,7 +353,7 @@ def extreme_pairs(
     count = len(run.diagonal)
     ritz: Ritz | None = None
     trouble = UNDECOMPOSED
-    if run.finite and count >= num_pairs:
+    if run.finite:
         ritz = agreed_ritz_pairs(space, run)
         is_finite = ritz.vectors.isfinite().all() & ritz.values.isfinite().all()
         if not bool(is_finite):
@@ -371,7 +371,7 @@ def extreme_pairs(
             residuals=empty,
             bounds=empty,
             num_largest=0,
-            iterations=count,
+            products=run.products,
             basis=run.basis,
             combination=run.basis.new_empty((count, 0)),
             trouble=trouble,
@@ -387,7 +387,7 @@ def extreme_pairs(
         residuals=residuals,
         bounds=residuals.clamp(min=rounding),
         num_largest=largest,
-        iterations=run.products,
+        products=run.products,
         basis=run.basis,
         combination=ritz.vectors[:, indices].to(start.device, start.dtype),
     )

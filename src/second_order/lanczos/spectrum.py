@@ -194,7 +194,7 @@ def eigenpairs(
         eigenvectors=vectors,
         residuals=pairs.bounds,
         converged=pairs.residuals <= tol * pairs.values.abs(),
-        products=pairs.iterations,
+        products=pairs.products,
         largest=pairs.num_largest,
     )
 
@@ -206,6 +206,7 @@ def mean_loss(
     model: nn.Module | None,
 ) -> float:
     """Return the mean loss of all processes' batches; NaN if one failed. Collective."""
+    # Differences retain no graph, and evaluate nothing on entry.
     hessian = Hessian(loss_fn, params, mode="differences", model=model)
     sums = torch.full((2,), torch.nan, dtype=torch.float64, device=params[0].device)
     try:
