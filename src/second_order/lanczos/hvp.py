@@ -169,8 +169,9 @@ class Hessian:
             which micro-batches (and processes) are weighted. Instead of the loss it may
             return :class:`~second_order.lanczos.Outputs`.
         params: The parameters to differentiate with respect to, any of the model's.
-        mode: "retained" stores one graph, and multiplies through it. "recomputed"
-            evaluates every function again at each product. "differences" takes finite
+        mode: "retained" stores the graph of each function, and multiplies through it.
+            "recomputed" evaluates every function again at each product, with one graph
+            at a time in memory. "differences" takes finite
             differences of gradients. It supports losses that cannot be differentiated
             twice, but only the Hessian. The last two reuse the random numbers of the
             first evaluation; the functions must use the same batch each time. "auto":
@@ -474,10 +475,10 @@ def row_counts(size: int, processes: int) -> list[int]:
 class RowSpace:
     """This process's rows of vectors in R^n, and the Hessian of all processes' batches.
 
-    Use it as a context manager, in which autocast is off except in the loss. If the
-    loss of one process cannot be evaluated, every process raises an error on entry. If
-    a product fails later on one process, all processes get NaN, so that no process
-    waits for it in a collective.
+    Use it as a context manager, in which autocast is off except in the loss. If one
+    process fails on entry, every process raises an error there. Only "retained" products
+    evaluate the loss on entry. If a product fails later on one process, all processes
+    get NaN, so that no process waits for it in a collective.
 
     Args:
         hessian: The Hessian of this process's batch.
@@ -517,15 +518,13 @@ class RowSpace:
         self._loss_sums: Sequence[float] = ()  # of losses and examples, if already read
 
     def __enter__(self) -> RowSpace:
-        try:
-            self._hessian.__enter__()
-        except Exception as error:  # raised next, on all processes together
-            self.error = error
-        try:
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self._hessian)
+            except Exception as error:  # raised next, on all processes together
+                self.error = error
             self.raise_together()
-        except BaseException:
-            self._hessian.__exit__()
-            raise
+            stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
