@@ -972,9 +972,9 @@ a smallest eigenvalue for a largest  <-  lanczos::a_full_run_finds_both_ends
 == lanczos/spectrum.py
 processes' losses weigh the same  <-  lanczos_ranks::a_mean_loss_is_weighted_by_examples
   - sums[0] = hessian.loss
-  -         sums[1] = hessian.examples
+  -     sums[1] = hessian.examples
   + sums[0] = hessian.loss / hessian.examples
-  +         sums[1] = 1.0
+  +     sums[1] = 1.0
 
 == measuring/accumulators.py
 each call of a layer has a square of its own

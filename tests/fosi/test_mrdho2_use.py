@@ -88,6 +88,14 @@ def one_fails_accelerator(
     model: nn.Module, optimizer: Any, rank: int, failing: int, where: str
 ) -> str:
     """Outside of what the Lanczos run agrees on itself."""
+    evaluations = 0
+
+    def loss_fn(batch: Any) -> Tensor:
+        nonlocal evaluations
+        evaluations += 1
+        if where == "judged loss" and rank == failing and evaluations == 2:
+            raise KeyError("in the judged loss")
+        return loss_of(model, batch)
 
     def batches() -> Any:
         yield CURVED[0]
@@ -101,11 +109,13 @@ def one_fails_accelerator(
     wrong = {"send": fails} if where == "delivery" and rank == failing else {}
     wrongly = replaced(optimizer._curvature.links[0], wrong)
     with pytest.raises((KeyError, SecondOrderError)) as caught, optimizer, wrongly:
-        optimizer.serve(batches(), lambda batch: loss_of(model, batch))
+        optimizer.serve(batches(), loss_fn)
     return repr(caught.value)
 
 
-@pytest.mark.parametrize(("failing", "where"), [(1, "loader"), (2, "loader"), (2, "delivery")])
+@pytest.mark.parametrize(
+    ("failing", "where"), [(1, "loader"), (2, "loader"), (2, "delivery"), (2, "judged loss")]
+)
 def test_one_failed_accelerator_shuts_down_the_others(
     world: World, failing: int, where: str
 ) -> None:
@@ -117,7 +127,10 @@ def test_one_failed_accelerator_shuts_down_the_others(
         (one_fails_worker, one_fails_accelerator),
         failing,
         where,
-        options={"helper_ranks": 2},
+        options={
+            "helper_ranks": 2,
+            "final_update": "guarded" if where == "judged loss" else "paper",
+        },
     )
     assert time.monotonic() - started < 15.0
     epochs = 1 if where == "loader" else 0

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch import Tensor
 
 from second_order.distributed.helper_link import Message, close_links, load_model
 from second_order.distributed.roles import Role, cycle_batches
@@ -32,7 +33,7 @@ from second_order.fosi.update import compute_pairs
 from second_order.lanczos.closure import Closures
 from second_order.lanczos.hvp import row_slice
 from second_order.lanczos.lanczos import Pairs
-from second_order.lanczos.spectrum import mean_loss
+from second_order.lanczos.spectrum import weighted_loss
 from second_order.optimizers.config import EpochOptions
 from second_order.training.context import Training
 from second_order.utils.stages import stage
@@ -225,14 +226,18 @@ class AcceleratorCurvature(EpochCurvature):
         assert loss_fn is not None
         (link,) = self.links
         flat_params = self.flat_params
-        world = self.training.world
         losses = []
+
+        def evaluate(*, use_point: bool) -> Tensor:
+            self._load_model(message, use_point=use_point)
+            return weighted_loss(loss_fn, flat_params.params, flat_params.model)
+
         for use_point in (False, True):
             with stage("judge"):
-                load = partial(self._load_model, message, use_point=use_point)
-                self._run_together(load)
-                loss = mean_loss(loss_fn, flat_params.params, world, flat_params.model)
-            losses.append(flat_params.sign * loss)
+                sums = self._run_together(partial(evaluate, use_point=use_point))
+                self.training.world.all_reduce([sums]).wait()
+                loss, examples = sums.tolist()
+            losses.append(flat_params.sign * loss / examples)
         for worker in self.roles.workers:
             link.send([], worker, request=message.note["request"], losses=losses)
 

@@ -26,8 +26,8 @@ __all__ = [
     "curvature_space",
     "eigenpairs",
     "lanczos_dtype",
-    "mean_loss",
     "split_by_parameter",
+    "weighted_loss",
 ]
 
 ParamsOrModel: TypeAlias = nn.Module | Iterable[Tensor]
@@ -199,27 +199,20 @@ def eigenpairs(
     )
 
 
-def mean_loss(
-    loss_fn: Closures,
-    params: Sequence[Tensor],
-    world: World,
-    model: nn.Module | None,
-) -> float:
-    """Return the mean loss of all processes' batches; NaN if one failed. Collective."""
+def weighted_loss(
+    loss_fn: Closures, params: Sequence[Tensor], model: nn.Module | None
+) -> Tensor:
+    """Return this process's loss times its number of examples, and this number.
+
+    The sum of these pairs over processes, ``(2,)`` in float64, gives their mean loss.
+    """
     # Differences retain no graph, and evaluate nothing on entry.
-    hessian = Hessian(loss_fn, params, mode="differences", model=model)
-    sums = torch.full((2,), torch.nan, dtype=torch.float64, device=params[0].device)
-    try:
-        with hessian:
-            hessian.evaluate()
-        sums[0] = hessian.loss
-        sums[1] = hessian.examples
-    except Exception:
-        # Do not raise, because the other processes wait in the all-reduce.
-        pass
-    world.all_reduce([sums]).wait()
-    loss, examples = sums.tolist()
-    return float(loss) / float(examples)
+    with Hessian(loss_fn, params, mode="differences", model=model) as hessian:
+        hessian.evaluate()
+    sums = torch.zeros(2, dtype=torch.float64, device=params[0].device)
+    sums[0] = hessian.loss
+    sums[1] = hessian.examples
+    return sums
 
 
 def lanczos_dtype(params: Sequence[Tensor]) -> torch.dtype:
