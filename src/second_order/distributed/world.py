@@ -646,13 +646,14 @@ class World:
 
     @translate_backend_errors()
     def broadcast_from_first(self, tensors: Iterable[Tensor]) -> None:
-        """Broadcast tensors from the first rank, in place, in buckets."""
+        """Broadcast tensors of any dtypes from the first rank, in place, in buckets."""
         if self.size == 1:
             return
         for bucket in _buckets(tensors):
-            flat = self._stage(flatten(bucket))
+            # Send bytes, because gloo has no float8 and no 16-bit integers.
+            flat = self._stage(flatten(bucket).view(torch.uint8))
             dist.broadcast(flat, group=self.group, group_src=0)
-            unflatten_into(flat, bucket)
+            unflatten_into(flat.view(bucket[0].dtype), bucket)
 
     @translate_backend_errors()
     def all_to_all(
