@@ -28,6 +28,7 @@ from second_order.optimizers.distkfac import DistKFAC
 from second_order.optimizers.dpkfac import DPKFAC
 from second_order.optimizers.kaisa import KAISA
 from second_order.optimizers.mrdho2 import MRDHO2
+from second_order.utils.checks import check_count
 
 __all__ = ["paper_settings"]
 
@@ -46,8 +47,8 @@ def paper_settings(
             papers give intervals in epochs.
 
     Raises:
-        TypeError: The class is not one of the five.
-        ValueError: ``epoch_steps`` is missing.
+        TypeError: The class is not one of the five, or ``epoch_steps`` is no integer.
+        ValueError: ``epoch_steps`` is missing, or below 1.
     """
     if optimizer not in SETTINGS:
         names = ", ".join(known.__name__ for known in SETTINGS)
@@ -64,6 +65,7 @@ def paper_settings(
             f"the paper of {optimizer.__name__} gives its intervals in epochs; pass "
             f"paper_settings({optimizer.__name__}, epoch_steps=len(loader))"
         )
+    check_count("epoch_steps", epoch_steps, meaning="steps")
     if optimizer is DistKFAC:
         # [B] sections 5 and 6.2: c₀ ζᵏ, where k increases every half epoch.
         half_epoch = max(epoch_steps // 2, 1)

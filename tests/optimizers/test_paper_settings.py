@@ -232,3 +232,5 @@ def test_unknown_settings_raise() -> None:
         paper_settings(torch.optim.SGD)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"paper_settings\(DHO2, epoch_steps=len\(loader\)\)"):
         paper_settings(DHO2)
+    with pytest.raises(ValueError, match="epoch_steps=0 is below 1"):
+        paper_settings(DistKFAC, epoch_steps=0)
