@@ -65,7 +65,7 @@ BELOW: dict[str, set[str]] = {
         *("training", "kfac", "fosi"),
     },
     "integrations": {"optimizers"},
-    "papers": {"optimizers"},
+    "papers": {"utils", "optimizers"},
     "": {
         *("errors", "reporting", "checkpoint", "lanczos", "kronecker", "planning", "measuring"),
         *("export", "optimizers"),
