@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from second_order import Interconnect, calibrate
+from second_order import Interconnect, Machine, calibrate
 from second_order.planning.machine import ASSUMED_NETWORKS, interpolate
 
 if TYPE_CHECKING:
@@ -53,6 +53,20 @@ def measured(rank: int, size: int) -> tuple[float, ...]:
     machine, links = calibrate(torch.device("cpu"))
     assert links.origin == "measured"
     return (*machine.matmul.values(), links.latency, links.bandwidth)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"device": "cuda:0"}, "device='cuda:0' is not one of 'cpu', 'cuda'"),
+        ({"eigh": {}}, "eigh={} does not give positive seconds"),
+        ({"matmul": {64: 0.0}}, "does not give positive seconds"),
+    ],
+)
+def test_a_machine_without_numbers_is_refused(wrong: dict[str, Any], message: str) -> None:
+    tables = {name: {64: 1e-3} for name in ("matmul", "eigh", "inverse")}
+    with pytest.raises(ValueError, match=message):
+        Machine("given", **{**tables, **wrong})
 
 
 def test_all_ranks_get_the_same_measurements(world: World) -> None:

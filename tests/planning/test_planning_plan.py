@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from second_order import Interconnect, Machine
 from second_order.planning import plan as planning
 from second_order.planning.cost import Costs, Setting
 from second_order.planning.plan import Choice, _recommended
+
+if TYPE_CHECKING:
+    from pool import World
 
 MACHINE = Machine("given", {64: 1e-6, 1024: 1e-3}, {64: 1e-3}, {64: 1e-4}, memory=1e9, device="cpu")
 LINKS = Interconnect(1e-5, 1e9)
@@ -25,6 +29,31 @@ def net() -> nn.Module:
 
 
 X = torch.randn(6, 2, 6, 6)
+
+
+class Storing(nn.Module):
+    """Stores an output, which cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.last = self.layer(torch.ones(2, 3))
+
+
+@dataclass
+class Wrapped:
+    logits: torch.Tensor
+
+
+class Wrapping(nn.Module):
+    """Returns an object that torch does not look into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> Wrapped:
+        return Wrapped(self.layer(x))
 
 
 def planned(world_size: int = 8, **arguments: Any) -> second_order.Plan:
@@ -106,6 +135,63 @@ def test_rows_and_activations_are_those_of_the_batch() -> None:
     assert found.parameter_bytes == found.trained_bytes == sum(p.nbytes for p in model.parameters())
 
 
+class Attending(nn.Module):
+    """An attention, whose out_proj it does not call, and a layer with more rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.wide = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> Any:
+        return self.attention(x, x, x, need_weights=False)[0], self.wide(z)
+
+
+class Tied(nn.Module):
+    """An embedding of ten words, and the output layer with its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.embedding(tokens))
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "expected"),
+    [
+        (Attending(), (torch.randn(3, 7, 8), torch.randn(100, 8)), [21, 21, 100]),
+        (Tied(), torch.zeros(3, 7, dtype=torch.int64), [21 + 21]),
+    ],
+    ids=["attention", "tied"],
+)
+def test_rows_of_attentions_and_tied_layers(
+    model: nn.Module, batch: Any, expected: list[int]
+) -> None:
+    found = planning.run_model(model, batch, torch.device("cpu"), (), is_timed=False)
+    assert [layer.rows for layer in found.layers] == expected
+
+
+def test_a_plan_needs_no_grad_mode() -> None:
+    with torch.no_grad():
+        assert planned().recommended is not None
+
+
+def alone(rank: int, size: int) -> str:
+    """Only one rank of a group makes a plan."""
+    if rank == 1:
+        return ""
+    return second_order.plan(net(), X, 8, systems=["DPKFAC"]).network.origin
+
+
+def test_one_rank_of_a_group_can_make_a_plan(world: World) -> None:
+    assert world.run(alone, 2) == ["assumed", ""]
+
+
 def test_a_model_on_the_meta_device() -> None:
     arguments = {"machine": MACHINE, "network": LINKS}
     here = second_order.plan(net(), X, 8, **arguments)
@@ -129,10 +215,15 @@ def test_the_machine_at_hand_is_measured() -> None:
         ({"systems": ["DHO2"]}, ValueError, "some of KAISA, DPKFAC, DistKFAC"),
         ({"systems": "KAISA"}, ValueError, "pass a list"),
         ({"inv_update_steps": 0}, ValueError, "inv_update_steps"),
+        ({"memory": "80GB"}, TypeError, "memory='80GB' is not a number; bytes"),
+        ({"memory": -5}, ValueError, "memory=-5 is outside"),
+        ({"base_state": -1.0}, ValueError, "base_state=-1.0 is outside"),
         ({"sample_batch": 3}, TypeError, "the model's arguments"),
         ({"sample_batch": torch.ones(2, 3)}, ValueError, "does not take sample_batch"),
         ({"sample_batch": (X, torch.ones(6))}, ValueError, "without targets"),
         ({"model": "net"}, TypeError, "pass a torch.nn.Module"),
+        ({"model": Storing(), "sample_batch": torch.ones(2, 3)}, ValueError, "cannot be copied"),
+        ({"model": Wrapping(), "sample_batch": torch.ones(2, 3)}, ValueError, "a Wrapped, depends"),
         ({"model": nn.ReLU()}, ValueError, "no parameter of the model requires a gradient"),
         ({"model": net().to("meta"), "machine": None}, ValueError, "pass machine="),
     ],
@@ -140,7 +231,7 @@ def test_the_machine_at_hand_is_measured() -> None:
 def test_bad_input_is_refused_before_anything_is_measured(
     arguments: dict[str, Any], kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "calibrate", None)
+    monkeypatch.setattr(planning, "measure_ranks", None)
     all_arguments = {
         "model": net(),
         "sample_batch": X,

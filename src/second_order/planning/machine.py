@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from second_order.distributed.world import World
+from second_order.utils.checks import check_choice
 
 __all__ = [
     "ASSUMED_NETWORKS",
@@ -28,6 +29,7 @@ __all__ = [
     "Machine",
     "bytes_sent",
     "calibrate",
+    "measure_ranks",
     "seconds_of",
 ]
 
@@ -44,6 +46,9 @@ class Machine:
         memory: Bytes of the device's memory. None: unknown.
         device: "cuda" or "cpu". With a GPU, threads of the host compute DistKFAC's
             inverses while training continues. On a CPU, training itself uses the cores.
+
+    Raises:
+        ValueError: For another device, or a table without positive seconds.
     """
 
     name: str
@@ -52,6 +57,16 @@ class Machine:
     inverse: Mapping[int, float]
     memory: float | None = None
     device: str = "cuda"
+
+    def __post_init__(self) -> None:
+        check_choice("device", self.device, ASSUMED_NETWORKS)
+        for name in ("matmul", "eigh", "inverse"):
+            seconds = getattr(self, name)
+            if not seconds or min(seconds.values()) <= 0.0:
+                raise ValueError(
+                    f"{name}={seconds} does not give positive seconds by size; use "
+                    f"second_order.calibrate(), which measures them"
+                )
 
     def product_seconds(self, flops: float) -> float:
         """Return the seconds of matrix products, if they are as fast as square ones."""
@@ -129,17 +144,22 @@ def calibrate(
     """Measure this machine for some seconds, and the network of a process group.
 
     If there is a process group, every rank must call this. All ranks get the first
-    rank's machine and the slowest rank's messages.
+    rank's machine and the slowest rank's messages. On one rank, the network is that of
+    ``ASSUMED_NETWORKS``.
 
     Args:
         device: The device to measure, a CPU or a CUDA device.
         group: The process group to measure. None: the default group, if any.
 
     Raises:
+        RuntimeError: If torch does not know the device.
         ValueError: For any other device.
     """
-    device = torch.device(device)
-    world = World(group)
+    return measure_ranks(torch.device(device), World(group))
+
+
+def measure_ranks(device: torch.device, world: World) -> tuple[Machine, Interconnect]:
+    """Measure the machine and the network of some ranks. Collective."""
     if device.type not in ASSUMED_NETWORKS:
         raise ValueError(f"device={device} cannot be measured; use 'cpu' or 'cuda'")
 

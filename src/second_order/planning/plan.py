@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from second_order.distributed.world import World
+from second_order.kronecker.autograd import attention_by_out_proj, is_attention
 from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.kinds import TIED_OUTPUT
 from second_order.kronecker.model_blocks import BlockRules, find_blocks
 from second_order.optimizers.config import KFACOptions
 from second_order.planning.cost import (
@@ -29,11 +33,11 @@ from second_order.planning.machine import (
     Interconnect,
     Machine,
     bytes_sent,
-    calibrate,
+    measure_ranks,
     seconds_of,
 )
 from second_order.reporting.summary import aligned
-from second_order.utils.checks import check_count
+from second_order.utils.checks import check_count, check_number
 
 __all__ = ["Choice", "Passes", "Plan", "plan", "run_model"]
 
@@ -150,7 +154,7 @@ def plan(
 
     A copy of the model runs forward and backward on ``sample_batch``, the batch of one
     rank. All else follows from the sizes of its layers: see docs/evidence/planning.md.
-    Nothing is sent, and the model stays as it is.
+    One process is enough: nothing is sent. The model stays as it is.
 
     Args:
         model: The model. It may be on the meta device if you pass ``machine``.
@@ -160,8 +164,8 @@ def plan(
         machine: The machine of each rank; the passes then take the time of their matrix
             products. None: the machine that the model is on is measured, and so are the
             passes.
-        network: The links between the ranks. None: round numbers, which the
-            documentation gives.
+        network: The links between the ranks, as :func:`calibrate` measures them. None:
+            round numbers, which the documentation gives.
         memory: Bytes that a rank may use, as 80e9. None: the machine's, if known.
         systems: Names of the optimizers.
         factor_update_steps: Steps between two updates of the factors.
@@ -171,13 +175,19 @@ def plan(
             SGD with momentum, 2.0 for AdamW.
 
     Raises:
-        TypeError: If the model is not a module, or the batch has another type.
-        ValueError: For values out of range, or a model that does not take the batch.
+        TypeError: If the model is not a module, or an argument has another type.
+        ValueError: For values out of range, a model that cannot be copied, or one that
+            does not take the batch.
     """
     # Check the arguments.
     check_count("world_size", world_size, "ranks")
     check_count("factor_update_steps", factor_update_steps, "steps")
     check_count("inv_update_steps", inv_update_steps, "steps")
+    remedy = "1.0 for SGD with momentum, 2.0 for AdamW"
+    check_number("base_state", base_state, low=0.0, open_high=True, remedy=remedy)
+    if memory is not None:
+        remedy = "bytes, as 80e9, or None for the machine's"
+        check_number("memory", memory, low=0.0, open_low=True, remedy=remedy)
     if isinstance(systems, str) or not systems or not set(systems) <= set(SYSTEMS):
         raise ValueError(
             f"systems={systems!r}; pass a list of some of {', '.join(SYSTEMS)}"
@@ -206,8 +216,8 @@ def plan(
             "no layer of the model has Kronecker factors; see docs/reference/layers.md"
         )
     if machine is None:
-        machine, assumed = calibrate(device)
-        network = network or assumed
+        # This rank measures alone, because the others need not call this.
+        machine, _ = measure_ranks(device, World.alone())
     network = network or ASSUMED_NETWORKS[machine.device]
     allowed = memory
     if allowed is None:
@@ -278,7 +288,13 @@ def run_model(
     is_timed: bool,
 ) -> Passes:
     """Run a copy of the model forward and backward, and keep generators' states."""
-    twin = copy.deepcopy(model).train()
+    try:
+        twin = copy.deepcopy(model).train()
+    except Exception as error:
+        raise ValueError(
+            f"the model cannot be copied: {type(error).__name__}: {error}; delete what a forward "
+            f"pass has stored in its modules, such as cached activations"
+        ) from error
     trained = [p for p in twin.parameters() if p.requires_grad]
     sizes = {id(p): p.numel() for p in trained}
     rules = BlockRules(max_factor_dim=KFACOptions.max_factor_dim)
@@ -291,10 +307,11 @@ def run_model(
     owned = {p.untyped_storage()._cdata for p in twin.parameters()}
     block_of = {module: block for block in blocks for module in block.modules}
 
-    def count_rows(module: nn.Module, inputs: Any, output: Any) -> None:
-        shape = block_of[module].shape
+    def count_rows(
+        layer: nn.Module, called: nn.Module, inputs: Any, output: Any
+    ) -> None:
         first = output if isinstance(output, Tensor) else output[0]
-        rows[block_of[module]] += first.numel() // (shape.groups * shape.out_dim)
+        rows[block_of[layer]] += first.numel() // row_size(block_of[layer], called)
 
     def note_saved(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -303,13 +320,19 @@ def run_model(
         return tensor
 
     # Run both passes once with these hooks, then time them without.
-    handles = [module.register_forward_hook(count_rows) for module in block_of]
+    attention_of = attention_by_out_proj(twin)
+    handles = []
+    for layer in block_of:
+        # An attention computes the product of its out_proj.
+        called = attention_of.get(layer, layer)
+        hook = partial(count_rows, layer)
+        handles.append(called.register_forward_hook(hook))
     counter = FlopCounterMode(display=False)
     hooks = torch.autograd.graph.saved_tensors_hooks(note_saved, lambda tensor: tensor)
     cuda_devices = []
     if device.type == "cuda":
         cuda_devices = [device]
-    with torch.random.fork_rng(cuda_devices):
+    with torch.random.fork_rng(cuda_devices), torch.enable_grad():
         with counter, hooks:
             try:
                 output = _forward(twin, batch)
@@ -338,6 +361,16 @@ def run_model(
     )
 
 
+def row_size(block: KroneckerBlock, module: nn.Module) -> int:
+    """Return how many elements of a module's output belong to one row of a layer."""
+    shape = block.shape
+    if is_attention(module):  # its output has the width of one of q, k and v
+        return shape.out_dim
+    if block.kinds.get(module) is TIED_OUTPUT:  # A has the entries of the embedding
+        return shape.in_dim
+    return shape.groups * shape.out_dim
+
+
 def _forward(model: nn.Module, batch: Any) -> Any:
     """Run a model on the batch."""
     if isinstance(batch, Mapping):
@@ -353,7 +386,8 @@ def _mean_square(output: Any) -> Tensor:
     outputs = [tensor for tensor in tensors if tensor.requires_grad]
     if not outputs:
         raise ValueError(
-            "no output of the model depends on a parameter that requires a gradient"
+            f"no tensor in the model's output, a {type(output).__name__}, depends on a parameter "
+            f"that requires a gradient; return a tensor, or a tuple, list or dictionary of tensors"
         )
     return torch.stack([t.float().square().mean() for t in outputs]).sum()
 
