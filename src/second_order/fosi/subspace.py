@@ -228,6 +228,9 @@ def momentum_rule(momentum: float | str, group: Mapping[str, Any]) -> MomentumRu
         momentum: The option ``subspace_momentum``: a number, or "average" or "base" for
             the momentum of the base.
         group: The base's parameter group, with the base's momentum.
+
+    Raises:
+        ValueError: If the gain is not positive.
     """
     if not isinstance(momentum, str):
         return MomentumRule(decay=float(momentum), gain=1.0 - momentum, nesterov=False)
@@ -241,6 +244,12 @@ def momentum_rule(momentum: float | str, group: Mapping[str, Any]) -> MomentumRu
         gain = 1.0
         if decay:
             gain = 1.0 - float(group.get("dampening") or 0.0)
+    if gain <= 0.0:
+        raise ValueError(
+            f"the base has momentum={decay:g}, with which the gradient has the weight {gain:g} in "
+            f"the span of the eigenvectors; it must be above 0: use a momentum and a dampening "
+            f"below 1"
+        )
     return MomentumRule(decay=decay, gain=gain, nesterov=bool(group.get("nesterov")))
 
 
