@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +13,7 @@ from ranks import agreed
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from second_order import DHO2
+from second_order import DHO2, SecondOrderWarning
 
 if TYPE_CHECKING:
     from pool import World
@@ -64,6 +65,45 @@ def test_a_warm_start_finds_curvature_outside_of_the_last_subspace() -> None:
         optimizer.step()
     expected = torch.tensor([100.0, 10.0], dtype=torch.float64)
     torch.testing.assert_close(optimizer.curvature.eigenvalues, expected, rtol=1e-3, atol=0)
+
+
+def test_the_vectors_follow_the_dtype_of_the_parameters() -> None:
+    """Otherwise, parameters would be rounded to float32 at each step."""
+    model, _ = trained()
+    x = torch.ones(4, 20)
+    y = torch.tensor([0, 1, 2, 3])
+    optimizer = DHO2(model, lr=0.1, momentum=0.9, warmup_steps=0, curvature_interval=2)
+    optimizer.curvature_closure = lambda: cross_entropy(model(x), y)
+    for step in range(4):
+        if step == 2:
+            model.double()
+            x = x.double()
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        with (
+            pytest.warns(SecondOrderWarning, match="or their dtype") if step == 2 else nullcontext()
+        ):
+            optimizer.step()
+    weight = next(model.parameters())
+    assert not torch.equal(weight, weight.float().double())
+    assert optimizer._curvature.subspace.basis.vectors.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"momentum": 1.0}, {"momentum": 0.9, "dampening": 1.0, "subspace_momentum": "base"}],
+)
+def test_a_momentum_that_ignores_the_gradient_raises(options: dict[str, Any]) -> None:
+    """At once, or at the step that a schedule has led to."""
+    model, loss = trained(1)
+    with pytest.raises(ValueError, match="the gradient has the weight 0 in the span"):
+        DHO2(model, lr=0.1, **options)
+    started = {**options, "momentum": 0.5, "dampening": 0.0}
+    optimizer = DHO2(model, lr=0.1, warmup_steps=0, curvature_closure=loss, **started)
+    optimizer.param_groups[0].update(options)
+    loss().backward()
+    with pytest.raises(ValueError, match="use a momentum and a dampening below 1"):
+        optimizer.step()
 
 
 def few_unknowns(rank: int, world_size: int, layout: str, count: int) -> list[Tensor]:

@@ -180,6 +180,23 @@ def test_unfrozen_parameters_keep_their_state_on_many_processes(world: World) ->
 # Curvature closures that fail on one rank.
 
 
+def without_elements(rank: int, world_size: int) -> list[str]:
+    """The entries of the base's state of a parameter without elements, after a reload."""
+    model = network()
+    model.register_parameter("empty", nn.Parameter(torch.empty(0, dtype=torch.float64)))
+    optimizer = spread(model, rank, world_size, layout="row", base=torch.optim.Adagrad)
+    go(model, optimizer, shards(BATCHES[:2], rank, world_size))
+    optimizer.consolidate(to=None)
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    go(model, optimizer, shards(BATCHES[2:3], rank, world_size))
+    return list(state["state"][len(state["state"]) - 1]["base"])
+
+
+def test_a_parameter_without_elements_can_be_saved_from_rows(world: World) -> None:
+    assert world.run(without_elements, 2) == [["step", "sum"]] * 2
+
+
 def fail_on_one(rank: int, world_size: int, how: str, layout: str) -> list[Any]:
     """At a first and at a later refresh."""
     model = network()

@@ -128,7 +128,7 @@ class FlatParams:
             groups.append(trainable)
         self.params = list(chain(*groups))
         self.size = sum(p.numel() for p in self.params)
-        self.dtype = self._options.lanczos_dtype or lanczos_dtype(self.params)
+        self.dtype = self._vector_dtype(self.params)
 
         world = self._training.world
         self.fsdp_sharded = any(is_dtensor(p) for p in self.params)
@@ -152,6 +152,9 @@ class FlatParams:
                 if piece.group == index:
                     stop += piece.size
             self.group_spans.append(slice(start, stop))
+
+    def _vector_dtype(self, params: Sequence[Tensor]) -> torch.dtype:
+        return self._options.lanczos_dtype or lanczos_dtype(params)
 
     def _cut_params(self, groups: Sequence[Sequence[Tensor]]) -> list[ParamPiece]:
         """Cut the parameters into the pieces of all processes, ordered by rank."""
@@ -188,7 +191,7 @@ class FlatParams:
         return sorted(pieces, key=lambda piece: piece.rank)
 
     def update_layout(self) -> bool:
-        """Lay out the vector again if other parameters train than before.
+        """Lay out the vector again if other parameters train, or if its dtype changes.
 
         This is a collective if parameters have changed.
 
@@ -196,7 +199,8 @@ class FlatParams:
             Whether parameters have changed.
         """
         trainable = self._training.trainable_params()
-        if list(map(id, trainable)) == list(map(id, self.params)):
+        same_params = list(map(id, trainable)) == list(map(id, self.params))
+        if same_params and self._vector_dtype(trainable) == self.dtype:
             return False
 
         # Gather the base's state, which is cut to the rows of the old layout.
@@ -210,8 +214,10 @@ class FlatParams:
             for p in group["params"]:
                 if p not in state:
                     continue
-                if step_on_device and "step" in state[p]:
-                    state[p]["step"] = state[p]["step"].to(p.device)
+                for key, value in state[p].items():
+                    # As in torch's load_state_dict().
+                    if isinstance(value, Tensor) and (key != "step" or step_on_device):
+                        state[p][key] = value.to(p.device)
                 self._training.base.state[p] = state[p]
         return True
 
@@ -391,7 +397,8 @@ class FlatParams:
         state = self._training.base.state
         for p in list(state):
             if p not in local_pieces:
-                if p.requires_grad:  # the state of a frozen parameter stays complete
+                # The state of a frozen parameter, or of one without elements, stays.
+                if p.requires_grad and p.numel():
                     del state[p]
                 continue
             for key, value in state[p].items():
@@ -420,12 +427,18 @@ class FlatParams:
         if world.rank not in ranks:
             return {}
 
-        # Join the pieces of each parameter, which come in order.
-        parts: dict[Tensor, dict[str, list[Any]]] = {p: {} for p in self.params}
+        # Join the pieces of each parameter, which come in order. A parameter without
+        # elements has no pieces.
+        parts: dict[Tensor, dict[str, list[Any]]] = {}
+        joined: dict[Tensor, dict[str, Any]] = {}
+        for p in self.params:
+            if p.numel():
+                parts[p] = {}
+            else:
+                joined[p] = dict(state.get(p, {}))
         for piece, entries in zip(self.pieces, chain(*states_by_rank), strict=True):
             for key, value in entries.items():
                 parts[piece.param].setdefault(key, []).append(value)
-        joined: dict[Tensor, dict[str, Any]] = {}
         for p, values_by_key in parts.items():
             joined[p] = {key: _join(values, p) for key, values in values_by_key.items()}
         return joined
