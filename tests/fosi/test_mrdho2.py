@@ -5,6 +5,7 @@ Functions that take (rank, world_size, ...) run on the pool's ranks.
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import warnings
@@ -35,8 +36,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order import EpochReport, SecondOrderWarning
+from second_order import MRDHO2, EpochReport, SecondOrderWarning
 from second_order.fosi import epochs as module
+from second_order.fosi import update
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -355,6 +357,55 @@ def test_a_distributed_checkpoint_contains_the_epochs_start_and_sum(
     assert all(map(torch.equal, (start, total), read))
 
 
+def sums_of_any(rank: int, world_size: int, path: Any) -> float:
+    """Read what a process without accelerators has saved."""
+    model = CASE.model()
+    with mrdho2(model, **MOMENTUM) as optimizer:
+        if optimizer.role == "accelerator":
+            return float(optimizer.serve(CURVED, lambda batch: loss_of(model, batch)))
+        state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=path, no_dist=True)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        assert optimizer._curvature.sums is None
+        worker(model, optimizer, 0, 1, BATCHES[:EPOCH])
+        return float(optimizer.epochs[-1].applied)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+def test_a_distributed_checkpoint_loads_with_accelerators_and_without(
+    world: World, tmp_path: Any
+) -> None:
+    model = CASE.model()
+    closure = partial(loss_of, model, CURVED[0])
+    optimizer = mrdho2(model, curvature_closure=closure, **MOMENTUM)
+    worker(model, optimizer, 0, 1, BATCHES[: EPOCH + 1])
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=tmp_path / "alone", no_dist=True)
+    assert world.run(sums_of_any, 2, tmp_path / "alone") == [1.0, 1.0]
+
+    world.run(save_by_dcp, 2, tmp_path / "with accelerators")
+    model.zero_grad()
+    optimizer = mrdho2(model, curvature_closure=closure, **MOMENTUM)
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=tmp_path / "with accelerators", no_dist=True)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    assert optimizer.training.steps == EPOCH + 2
+
+
+@pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+def test_room_for_pairs_and_sums_is_on_the_cpu() -> None:
+    """torch.distributed.checkpoint reads into it. The device may have no memory for it."""
+    curvature = MRDHO2(nn.Linear(3, 2), lr=0.1, num_largest=2)._curvature
+    on_device = [p.to("meta") for p in curvature.flat_params.params]
+    curvature.flat_params.params = on_device
+    checkpoints = {"is_checkpointing": lambda part: True}
+    with replaced(module, checkpoints), replaced(update, checkpoints):
+        tensors = [t for t in curvature.state()[on_device[0]].values() if isinstance(t, Tensor)]
+    assert len(tensors) == 9
+    assert {tensor.device.type for tensor in tensors} == {"cpu"}
+
+
 RESUMED = {"final_update": "paper", "newton_scale": 0.3, **MOMENTUM}
 SAVED_AT = {"in the middle of an epoch": 6, "at its end": 8}
 
@@ -423,3 +474,78 @@ def test_a_checkpoint_resumes_on_any_number_of_workers_and_accelerators(world: W
                 assert_same_trajectory(trajectory, whole[step:], rtol=1e-7, hint=hint)
             epochs = [1, 2] if step == 6 else [2]
             assert all(numbers == [(k, True) for k in epochs] for _, numbers in workers)
+
+
+def in_parts(
+    rank: int, world_size: int, cut: int, frozen_at: int, closed: bool
+) -> tuple[list[Tensor], list[tuple[int, bool]]]:
+    """A run of two scripts; the first one saves at step `cut`, before or after it closes."""
+    model = CASE.model()
+    first = next(model.parameters())
+    trajectory: list[Tensor] = []
+    reports: list[tuple[int, bool]] = []
+    state: Any = None
+
+    for start, stop in ((0, cut), (cut, STEPS)):
+        first.requires_grad_(True)
+        optimizer = mrdho2(model, **RESUMED)
+        if optimizer.role == "accelerator":
+            with optimizer:
+                optimizer.serve(CURVED, partial(loss_of, model))
+            continue
+
+        def change(step: int, start: int = start) -> None:
+            if start + step >= frozen_at:
+                first.requires_grad_(False)
+                first.grad = None
+
+        if state is not None:
+            change(0)
+            optimizer.load_state_dict(state)
+        with optimizer:
+            trajectory += worker(model, optimizer, 0, 1, BATCHES[start:stop], before=change)
+            state = copy.deepcopy(optimizer.state_dict())
+        if closed:
+            state = copy.deepcopy(optimizer.state_dict())
+        reports += [(report.epoch, report.applied) for report in optimizer.epochs]
+    return trajectory, reports
+
+
+@pytest.mark.filterwarnings("ignore:the parameters that train have changed")
+@pytest.mark.parametrize(
+    ("cut", "frozen_at", "closed"), [(6, STEPS, False), (6, STEPS, True), (7, 5, False)]
+)
+def test_a_run_of_two_scripts_makes_the_final_updates_of_one(
+    world: World, cut: int, frozen_at: int, closed: bool
+) -> None:
+    """The first script ends in the middle of an epoch; parameters may have been frozen in it."""
+    whole, reports = world.run(in_parts, 2, STEPS, frozen_at, False)[0]
+    assert reports == [(0, True), (1, frozen_at == STEPS), (2, True)]
+    found = world.run(in_parts, 2, cut, frozen_at, closed)[0]
+    assert found[1] == reports
+    assert_same_trajectory(found[0], whole, rtol=1e-7)
+
+
+def stepped_after_close(rank: int, world_size: int) -> list[tuple[int, bool]]:
+    """Two steps of an epoch, then two without accelerators, saved, and continued with them."""
+    model = CASE.model()
+    optimizer = mrdho2(model, **RESUMED)
+    for start, stop in ((0, 4), (4, EPOCH + 6)):
+        if start:
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer = mrdho2(model, **RESUMED)
+            if optimizer.role == "worker":
+                optimizer.load_state_dict(state)
+        with optimizer:
+            if optimizer.role == "accelerator":
+                optimizer.serve(CURVED, partial(loss_of, model))
+                continue
+            worker(model, optimizer, 0, 1, BATCHES[start : start + 2])
+            if start == 0:
+                optimizer.close()
+            worker(model, optimizer, 0, 1, BATCHES[start + 2 : stop])
+    return [(report.epoch, report.applied) for report in optimizer.epochs]
+
+
+def test_an_epoch_with_steps_after_close_has_no_final_update(world: World) -> None:
+    assert world.run(stepped_after_close, 2)[0] == [(0, False), (1, True)]

@@ -180,6 +180,28 @@ def test_non_finite_eigenpairs_are_not_sent(world: World) -> None:
 # Schedulers, copies, and parameters that change.
 
 
+def all_frozen(rank: int, world_size: int) -> Any:
+    """No parameter trains in the second of three epochs."""
+    model = CASE.model()
+    with mrdho2(model, **MOMENTUM) as optimizer:
+        if optimizer.role == "accelerator":
+            return optimizer.serve(CURVED, lambda batch: loss_of(model, batch))
+        for step, batch in enumerate(BATCHES):
+            trains = not EPOCH <= step < 2 * EPOCH
+            model.requires_grad_(trains)
+            optimizer.zero_grad()
+            if trains:
+                loss_of(model, batch).backward()
+            optimizer.step()
+        return [(report.epoch, report.applied) for report in optimizer.epochs]
+
+
+def test_an_epoch_without_trainable_parameters_has_no_final_update(world: World) -> None:
+    reports, served = world.run(all_frozen, 2)
+    assert reports == [(0, True), (1, False), (2, True)]
+    assert served == 2
+
+
 def freeze(model: nn.Module) -> None:
     first = next(model.parameters())
     first.requires_grad_(False)

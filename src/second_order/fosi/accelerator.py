@@ -236,8 +236,9 @@ class AcceleratorCurvature(EpochCurvature):
             with stage("judge"):
                 sums = self._run_together(partial(evaluate, use_point=use_point))
                 self.training.world.all_reduce([sums]).wait()
-                loss, examples = sums.tolist()
-            losses.append(flat_params.sign * loss / examples)
+                total, examples = sums.tolist()
+            loss = total / examples
+            losses.append(flat_params.sign * loss)
         for worker in self.roles.workers:
             link.send([], worker, request=message.note["request"], losses=losses)
 

@@ -39,6 +39,7 @@ from second_order.distributed.helper_link import (
 )
 from second_order.distributed.roles import Role, Roles, assign_roles, sharding_error
 from second_order.distributed.world import unflatten_into
+from second_order.fosi.flat_params import FlatParams
 from second_order.fosi.state import (
     EPOCH_START,
     GRADIENT_SUM,
@@ -77,7 +78,32 @@ LOST_CLOSE_SECONDS = 0.1  # no accelerator is left that messages could still rea
 LOST_CONTACT = "lost contact with the accelerators"
 PAIRS_NOT_FINITE = "the eigenpairs are not finite"
 UPDATE_NOT_FINITE = "the final update is not finite"
-PARAMS_CHANGED = "other parameters train now"
+LOSS_NOT_FINITE = (
+    "the loss of the accelerators' batches is not finite, without the update or with it"
+)
+NOT_FINITE = (PAIRS_NOT_FINITE, UPDATE_NOT_FINITE, LOSS_NOT_FINITE)
+NO_SUMS = (
+    "this epoch has no sum of all its gradients, because other parameters trained, or because "
+    "it continues without the sum"
+)
+
+
+@dataclass(frozen=True)
+class EpochSums:
+    """The flat vectors that an epoch's final update is computed from."""
+
+    start: Tensor  # c, the parameters at the first step
+    gradient_sum: Tensor  # p, which grows in place
+
+
+def empty_sums(flat_params: FlatParams) -> EpochSums:
+    """Return zeros of the shapes and dtypes of an epoch's sums, on the CPU."""
+    n = flat_params.size
+    start_dtype = lanczos_dtype(flat_params.params)
+    return EpochSums(
+        start=torch.zeros(n, dtype=start_dtype, device="cpu"),
+        gradient_sum=torch.zeros(n, dtype=flat_params.dtype, device="cpu"),
+    )
 
 
 class EpochCurvature(FOSICurvature):
@@ -93,6 +119,7 @@ class EpochCurvature(FOSICurvature):
         super().__init__(training, options, closure)
         self.epoch = 0  # the running epoch
         self.epoch_step = 0  # number of its steps so far
+        self.sums: EpochSums | None = None  # None: the epoch has no final update
         self.links: Sequence[HelperLink] = ()  # to the ranks of the other role
         self.reports: deque[EpochReport] = deque(maxlen=MAX_REPORTS)
 
@@ -133,8 +160,25 @@ class EpochCurvature(FOSICurvature):
         ]
 
     def counts(self) -> dict[str, float]:
-        """The counts that are saved with each parameter."""
-        return {**super().counts(), "epoch": self.epoch, "epoch_step": self.epoch_step}
+        """The counts saved with each parameter, and whether c and p are saved."""
+        return {
+            **super().counts(),
+            "epoch": self.epoch,
+            "epoch_step": self.epoch_step,
+            "epoch_sums": float(self.sums is not None),
+        }
+
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """Each parameter's counts, and c and p with the first parameter."""
+        parts = super().state()
+        sums = self.sums
+        if parts and sums is None and is_checkpointing(part=True):
+            # torch.distributed.checkpoint can only read into existing tensors.
+            sums = empty_sums(self.flat_params)
+        if parts and sums is not None:
+            first = self.flat_params.params[0]
+            parts[first] |= {EPOCH_START: sums.start, GRADIENT_SUM: sums.gradient_sum}
+        return parts
 
     def metrics(self) -> dict[str, float]:
         """Numbers to log, also about the running epoch and the last one."""
@@ -158,14 +202,6 @@ class EpochCurvature(FOSICurvature):
         self.epoch_step = counts.get("epoch_step", 0)
 
 
-@dataclass(frozen=True)
-class EpochSums:
-    """The flat vectors that an epoch's final update is computed from."""
-
-    start: Tensor  # c, the parameters at the first step
-    gradient_sum: Tensor  # p, which grows in place
-
-
 class WorkerCurvature(EpochCurvature):
     """A worker trains with the base, and updates with the accelerators' eigenpairs."""
 
@@ -175,11 +211,10 @@ class WorkerCurvature(EpochCurvature):
         self, training: Training, options: EpochOptions, closure: Closures | None
     ) -> None:
         super().__init__(training, options, closure)
-        self.sums: EpochSums | None = None  # None: the epoch has no final update
         self._last_pairs: tuple[Tensor, Tensor] | None = None  # û and residuals
-        # The last epoch whose eigenpairs have been requested.
-        self._requested_epoch = -1
-        self._request = -1  # number of the last request
+        # The last epoch that has begun, with a request for eigenpairs or without one.
+        self._begun_epoch = -1
+        self._last_request = -1  # its number
         self._num_steps = 0  # by this object; a checkpoint does not change it
 
     def eigenvalues(self) -> tuple[Tensor, Tensor]:
@@ -190,48 +225,37 @@ class WorkerCurvature(EpochCurvature):
         """Drop this epoch's final update, because other parameters train now."""
         if self.sums is not None:
             self.training.warn(
-                "the parameters that train have changed, so this epoch has no final update"
+                "the parameters that train have changed, or their dtype, so this epoch has no "
+                "final update"
             )
+            self._drop_sums()
+
+    def _drop_sums(self) -> None:
+        """Free c and p. The epoch then has no final update."""
+        if self.sums is not None:
             self.sums = None
             self.training.publish()
 
     def close(self) -> None:
         """Shut down the links to the accelerators.
 
-        The base trains alone from now on.
+        The base trains alone from now on. c and p stay until it takes a step, so that
+        a checkpoint that is saved at the end of a script continues the epoch.
         """
         self._disconnect(self.options.helper_timeout)
 
     def _disconnect(self, timeout: float) -> None:
         close_links(self.links, timeout)
         self.links = ()
-        self.sums = None
 
     # ---------------------------------------------------------------------------- state
 
-    def counts(self) -> dict[str, float]:
-        """The counts saved with each parameter, and whether c and p are saved."""
-        return {**super().counts(), "epoch_sums": float(self.sums is not None)}
-
-    def state(self) -> dict[Tensor, dict[str, Any]]:
-        """Each parameter's counts, and c and p with the first parameter."""
-        parts = super().state()
-        flat_params = self.flat_params
-        sums = self.sums
-        if parts and sums is None and is_checkpointing(part=True):
-            # torch.distributed.checkpoint can only read into existing tensors.
-            zeros = torch.zeros(
-                flat_params.size, dtype=flat_params.dtype, device=self.training.device
-            )
-            sums = EpochSums(zeros, zeros.clone())
-        if parts and sums is not None:
-            first = flat_params.params[0]
-            parts[first] |= {EPOCH_START: sums.start, GRADIENT_SUM: sums.gradient_sum}
-        return parts
-
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Load the counts, and c and p. The epoch's eigenpairs are requested again."""
-        self._requested_epoch = -1
+        """Load the counts, and c and p. The epoch's eigenpairs are requested again.
+
+        Without c and p, an epoch that has begun has no final update.
+        """
+        self._begun_epoch = -1
         self.sums = None
         super().load(saved)
         part = find_part(saved, EPOCH_START)
@@ -255,9 +279,11 @@ class WorkerCurvature(EpochCurvature):
     def precondition(self, pending: PendingAverage) -> None:
         """Begin an epoch if one is due, and add the mean gradient to p."""
         super().precondition(pending)
+        if not self.links:
+            self._drop_sums()  # p would lack the gradient of this step
         if not self.links or self._is_warming_up:
             return
-        if self._requested_epoch != self.epoch:
+        if self._begun_epoch != self.epoch:
             self._begin_epoch()
         if self.sums is not None:
             gradients = [p.grad for p in self.flat_params.local_params]
@@ -266,16 +292,19 @@ class WorkerCurvature(EpochCurvature):
     def _begin_epoch(self) -> None:
         """Request the eigenpairs at c.
 
-        An epoch that a checkpoint continues has c and p already.
+        An epoch that a checkpoint continues has c and p already. If it lacks them, or
+        if no parameter trains, the epoch has no final update.
         """
+        self._begun_epoch = self.epoch
         points = []
-        if self.sums is None or self.epoch_step == 0:
+        if self.sums is not None:
+            points = [self.sums.start]  # the parameters have moved away from c
+        elif self.epoch_step == 0 and self.flat_params.params:
             start = flatten_params(self.flat_params.params)
             gradient_sum = torch.zeros_like(start, dtype=self.flat_params.dtype)
             self.sums = EpochSums(start, gradient_sum)
         else:
-            points = [self.sums.start]  # the parameters have moved away from c
-        self._requested_epoch = self.epoch
+            return
         self._send_request(points, do="compute", epoch=self.epoch)
 
     def _send_request(self, points: Sequence[Tensor], **note: Any) -> None:
@@ -285,12 +314,12 @@ class WorkerCurvature(EpochCurvature):
             points: Parameters, ``(n,)``, that replace the model's; empty to keep them.
             note: What to do.
         """
-        self._request += 1
+        self._last_request += 1
         if self.training.world.rank != 0:
             return
         tensors = self.training.model_tensors()
         packed_model = pack_by_dtype(tensors)
-        note["request"] = self._request
+        note["request"] = self._last_request
         note["train"] = [tensor.requires_grad for tensor in tensors]
         note["size"] = self.flat_params.size
         note["model"] = len(packed_model)
@@ -316,7 +345,7 @@ class WorkerCurvature(EpochCurvature):
         with stage("final_update"), self.flat_params.without_autocast():
             report = self._update_params()
         self.reports.append(report)
-        not_finite = "not finite" in report.reason
+        not_finite = report.reason in NOT_FINITE
         if not_finite and training.is_first_warning("not finite"):
             training.warn(f"epoch {self.epoch} has no final update: {report.reason}")
 
@@ -333,15 +362,16 @@ class WorkerCurvature(EpochCurvature):
         options = self.options
         flat_params = self.flat_params
 
+        if self.sums is None:
+            return EpochReport(self.epoch, waited=0.0, applied=False, reason=NO_SUMS)
+
         # Wait for the eigenpairs at c.
         timeout = options.helper_timeout
-        answers = collect_answers(training, self.links, self._request, timeout)
+        answers = collect_answers(training, self.links, self._last_request, timeout)
         messages = answers.messages
         report = EpochReport(self.epoch, answers.waited, applied=False)
         if not messages:
             return replace(report, reason=LOST_CONTACT)
-        if self.sums is None:
-            return replace(report, reason=PARAMS_CHANGED)
         # An accelerator sends all workers the same flag.
         finite = all(message.note["finite"] for message in messages)
         products = int(messages[0].note["products"]) if finite else 0
@@ -391,7 +421,9 @@ class WorkerCurvature(EpochCurvature):
         """Add the accelerators' losses to a report, and the reason for a rejection."""
         self._send_request([after], do="judge")
         timeout = self.options.helper_timeout
-        answers = collect_answers(self.training, self.links, self._request, timeout)
+        answers = collect_answers(
+            self.training, self.links, self._last_request, timeout
+        )
         report = replace(report, waited=report.waited + answers.waited)
         if not answers.messages:
             return replace(report, reason=LOST_CONTACT)
@@ -450,12 +482,12 @@ def collect_answers(
 
 def rejection_reason(before: float, after: float) -> str:
     """Return why "guarded" rejects an update between two losses; "" if it does not."""
-    name = "the loss of the accelerators' batches"
     if not (math.isfinite(before) and math.isfinite(after)):
-        return f"{name} is not finite, without the update or with it"
+        return LOSS_NOT_FINITE
     if after < before and after <= before - MIN_LOSS_FALL * abs(before):
         return ""
-    return f"{name} would not have fallen by {MIN_LOSS_FALL:.0%}"
+    fall = f"{MIN_LOSS_FALL:.0%}"
+    return f"the loss of the accelerators' batches would not have fallen by {fall}"
 
 
 def compute_final_update(

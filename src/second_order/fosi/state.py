@@ -107,11 +107,13 @@ def gather_pairs(subspace: Subspace, flat_params: FlatParams) -> SavedPairs:
 
 
 def empty_pairs(count: int, flat_params: FlatParams) -> SavedPairs:
-    """Return zeros of the shapes of ``count`` eigenpairs."""
+    """Return zeros of the shapes of ``count`` eigenpairs, on the CPU.
+
+    Training may have no memory for them on its device.
+    """
     n = flat_params.size
     r = min(count, n)
-    device = flat_params.params[0].device
-    vectors = torch.zeros((r, n), dtype=flat_params.dtype, device=device)
+    vectors = torch.zeros((r, n), dtype=flat_params.dtype, device="cpu")
     return SavedPairs(
         eigenvectors=vectors,
         outside_momentum=vectors.new_zeros(n),

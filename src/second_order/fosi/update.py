@@ -537,8 +537,8 @@ class FOSICurvature(Curvature):
             self.subspace = None
             self.training.publish()
             self.training.warn(
-                "the parameters that train have changed, so the eigenpairs are dropped, and "
-                f"{self.training.base_name} steps alone until the next refresh"
+                "the parameters that train have changed, or their dtype, so the eigenpairs are "
+                f"dropped, and {self.training.base_name} steps alone until the next refresh"
             )
 
     def begin(self) -> None:
@@ -548,6 +548,8 @@ class FOSICurvature(Curvature):
     def replan(self) -> None:
         """Check that changed parameters and groups still make one vector."""
         check_one_vector(self.training, self.options)
+        # Raises if the gradient would have no weight in the momentum.
+        momentum_rule(self.options.subspace_momentum, self.training.groups[0])
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
         """Adopt the shards that have replaced parameters in the groups."""
@@ -586,18 +588,18 @@ class FOSICurvature(Curvature):
         for p in self.flat_params.params:
             parts[p] = dict(self.counts())
 
-        pairs = None
+        if not parts:
+            return parts
+
+        # The eigenpairs belong to all parameters. The first one has their entries.
+        first = self.flat_params.params[0]
         if self.subspace is not None:
             if self.training.world.size == 1:  # else consolidate() gathers them
                 pairs = gather_pairs(self.subspace, self.flat_params)
+                parts[first] |= pairs.entries(first.device)
         elif self.options.num_pairs > 0 and is_checkpointing(part=True):
             # torch.distributed.checkpoint can only read into existing tensors.
-            pairs = empty_pairs(self.options.num_pairs, self.flat_params)
-
-        # The eigenpairs belong to all parameters. The first one has their entries.
-        if parts and pairs is not None:
-            first = self.flat_params.params[0]
-            parts[first] |= pairs.entries(first.device)
+            parts[first] |= vars(empty_pairs(self.options.num_pairs, self.flat_params))
         return parts
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
