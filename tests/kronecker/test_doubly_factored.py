@@ -141,6 +141,19 @@ def test_18_the_factors_are_the_means_over_examples(
     near(dense_block(block.ensure_factors())[0], ref.kron(G, A, L), rtol=1e-8)
 
 
+def test_reduce_averages_the_inputs_of_an_example_before_they_are_factored() -> None:
+    _, block = doubly_factored(network(2, 3), 2, 3, lr=0.0)
+    x = torch.randn(4, 5, 6, dtype=F64)
+    d = torch.randn(4, 5, block.shape.out_dim, dtype=F64)
+    module = block.modules[0]
+    found = block.statistics(module, x, d, PairOptions(False, "reduce", full_row_mask(20)))
+    options = PairOptions(False, "expand", full_row_mask(4))
+    expected = block.statistics(module, x.mean(1), d.sum(1), options)
+    assert float(found.num_examples) == 4
+    for name, matrix in expected.factors.items():
+        near(found.factors[name], matrix)
+
+
 def test_a_non_finite_input_makes_a_non_finite() -> None:
     """The output of such an input may be masked. Its replacement in `eigh` must not count."""
     _, block = doubly_factored(network(2, 3), 2, 3, lr=0.0)

@@ -25,6 +25,7 @@ from second_order.kronecker.layers import (
     PairOptions,
     PairStatistics,
     gram,
+    linear_rows,
 )
 
 __all__ = ["DoublyFactored", "rank_one"]
@@ -78,8 +79,9 @@ class DoublyFactored(Linear):
         self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions
     ) -> PairStatistics:
         """Sum ψ ψᵀ, d dᵀ and κ κᵀ over the rows of a pair."""
+        x, d, row_mask = linear_rows(x, d, options)
         channels = x.shape[-1] // self.locations
-        maps = options.row_mask.apply(x.reshape(-1, channels, self.locations))
+        maps = x.reshape(-1, channels, self.locations)
 
         # eigh raises for non-finite inputs. Pass zeros, and restore NaN for the
         # statistics to drop.
@@ -87,10 +89,9 @@ class DoublyFactored(Linear):
         psi, kappa = rank_one(torch.where(is_finite[:, None, None], maps, 0.0))
         psi = torch.where(is_finite[:, None], psi, torch.nan)
 
-        d = d.reshape(-1, d.shape[-1])
         factors = {
             "A": gram(psi.unsqueeze(0)),
             "G": gram(d.unsqueeze(0)),
             "L": gram(kappa.unsqueeze(0)),
         }
-        return PairStatistics(factors, options.row_mask.count)
+        return PairStatistics(factors, row_mask.count)
