@@ -14,6 +14,7 @@ from second_order import KAISA, DistKFAC
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.exact import ExactBlock
 from second_order.kronecker.model_blocks import BlockRules, find_blocks
+from second_order.utils.modules import unmatched_patterns
 
 if TYPE_CHECKING:
     from second_order.kronecker.model_blocks import LeftToBase
@@ -152,6 +153,22 @@ def test_embeddings_with_sparse_gradients_fall_back_to_the_base() -> None:
     nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()
     assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+# Patterns.
+
+
+@pytest.mark.parametrize("pattern", ["first", "second", "sec*"])
+def test_a_pattern_can_match_any_name_of_a_shared_module(pattern: str) -> None:
+    model = nn.Module()
+    model.first = nn.Linear(4, 4)
+    model.second = model.first
+    model.head = nn.Linear(4, CLASSES)
+    owned = {id(p): p.numel() for p in model.parameters()}
+    blocks, left = find_blocks(model, owned, [pattern], {}, torch.float32)
+    assert [block.name for block in blocks] == ["head"]
+    assert [(row.name, row.reason) for row in left] == [("first", f"skip_layers: {pattern!r}")]
+    assert unmatched_patterns(model, [pattern, "none"]) == ["none"]
 
 
 # max_factor_dim.

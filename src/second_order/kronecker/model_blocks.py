@@ -32,7 +32,7 @@ from second_order.kronecker.layers import (
     FactorShape,
     LayerKind,
 )
-from second_order.utils.modules import first_match, plain_type
+from second_order.utils.modules import modules_inside, plain_type
 
 __all__ = ["PARAMETER", "BlockRules", "LeftToBase", "find_blocks"]
 
@@ -209,8 +209,7 @@ def find_blocks(
         rules=rules,
         excluded=excluded,
     )
-    patterns = list(skip)
-    modules = dict(model.named_modules(remove_duplicate=False))
+    skip_patterns = modules_inside(model, skip)
 
     # Go through the modules, and note the channels of a Linear's flattened input.
     channels: int | None = None  # of the last convolution, if no Linear came after it
@@ -225,9 +224,9 @@ def find_blocks(
         params = {id(p) for p in module.parameters(recurse=False)} & owned.keys()
         if not params:
             continue
-        pattern = first_match(patterns, modules, name)
-        if pattern:
-            search.exclude(name, module, f"skip_layers: {pattern!r}")
+        if module in skip_patterns:
+            reason = f"skip_layers: {skip_patterns[module]!r}"
+            search.exclude(name, module, reason)
         elif params <= excluded:
             search.exclude(name, module, EXCLUDED)
         else:

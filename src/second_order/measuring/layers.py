@@ -15,7 +15,7 @@ from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.layers import FactorShape, LayerKind, Linear
 from second_order.kronecker.model_blocks import LeftToBase, find_blocks
 from second_order.measuring.hooks import set_requires_grad
-from second_order.utils.modules import first_match, unmatched_patterns
+from second_order.utils.modules import modules_inside, unmatched_patterns
 
 __all__ = ["Layer", "Selection", "find_layers"]
 
@@ -109,15 +109,15 @@ def find_layers(
 
         # Skip the layers that do not match, and those that cannot be measured.
         names = {id(p): name for name, p in model.named_parameters()}
-        modules = dict(model.named_modules(remove_duplicate=False))
-        attentions = [module for module in modules.values() if is_attention(module)]
+        selected = modules_inside(model, patterns or ())
+        attentions = [module for module in model.modules() if is_attention(module)]
         never_called = {attention.out_proj for attention in attentions}
         layers: list[Layer] = []
         for block in blocks:
             module = block.modules[0]
             params = block.params[:1] if inputs_only else block.params
             reason = NOT_SELECTED
-            if patterns is None or _matches(block, patterns, modules):
+            if patterns is None or not selected.keys().isdisjoint(block.modules):
                 reason = _reason_to_skip(block, inputs_only, never_called)
             if reason:
                 kind = type(module).__name__
@@ -154,12 +154,6 @@ def find_layers(
     for layer, owner in zip(layers, owners, strict=True):
         owned.append(replace(layer, owner=owner))
     return Selection(owned, skipped)
-
-
-def _matches(
-    block: KroneckerBlock, patterns: Sequence[str], modules: Mapping[str, nn.Module]
-) -> bool:
-    return any(first_match(patterns, modules, name) for name in block.names)
 
 
 def _reason_to_skip(

@@ -32,7 +32,7 @@ from second_order.training.groups import (
     without_names,
 )
 from second_order.utils.checks import check_flag
-from second_order.utils.modules import first_match, unmatched_patterns
+from second_order.utils.modules import modules_inside, unmatched_patterns
 
 __all__ = [
     "AUX_BASE",
@@ -163,12 +163,12 @@ class BasePair(torch.optim.Optimizer):
 
     def _hidden_weights(self, model: nn.Module) -> set[int]:
         """Return the ids of the weights that ``base`` trains."""
-        modules = dict(model.named_modules(remove_duplicate=False))
+        aux_modules = modules_inside(model, self._layers)
         linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
         head = linears[-1] if linears else None
         weights: set[int] = set()
         excluded: set[int] = set()
-        for name, module in modules.items():
+        for module in model.modules():
             class_name = type(module).__name__
             params = _own_params(module)
 
@@ -178,7 +178,7 @@ class BasePair(torch.optim.Optimizer):
                 or is_embedding
                 or "Embedding" in class_name
                 or "norm" in class_name.lower()  # whose gain may have two dimensions
-                or first_match(self._layers, modules, name)
+                or module in aux_modules
             ):
                 excluded.update(id(p) for p in params.values())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import cast
 
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
-    "first_match",
+    "modules_inside",
     "plain_type",
     "remove_handles",
     "unmatched_patterns",
@@ -20,39 +20,35 @@ __all__ = [
 ]
 
 
-def first_match(
-    patterns: Iterable[str], everything: Mapping[str, nn.Module], name: str
-) -> str | None:
-    """Return the first pattern that matches a module or a module that contains it.
+def modules_inside(model: nn.Module, patterns: Iterable[str]) -> dict[nn.Module, str]:
+    """Return the modules that match a pattern and all modules inside them.
 
     Args:
+        model: The model. Each name of a shared module counts.
         patterns: Such as "blocks.*.mlp" (names) or "Conv*" (classes).
-        everything: All modules of the model by name. A shared module has several names.
-        name: The name of the module. Fused experts have names but no modules.
+
+    Returns:
+        By module, the first pattern that matches it or a module that contains it.
     """
-    # The module and those around it, from the outside in.
-    parts = name.split(".") if name else []
-    names = [".".join(parts[:end]) for end in range(len(parts) + 1)]
-    ancestors = {each: everything[each] for each in names if each in everything}
+    first_patterns: dict[nn.Module, str] = {}
     for pattern in patterns:
-        if any(_matches(pattern, each, module) for each, module in ancestors.items()):
-            return pattern
-    return None
+        for module in _matching(model, pattern):
+            for inner in module.modules():
+                first_patterns.setdefault(inner, pattern)
+    return first_patterns
 
 
 def unmatched_patterns(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     """Return the patterns that match no module of a model."""
-    modules = list(model.named_modules())
-    return [
-        p
-        for p in patterns
-        if not any(_matches(p, name, module) for name, module in modules)
-    ]
+    return [p for p in patterns if next(_matching(model, p), None) is None]
 
 
-def _matches(pattern: str, name: str, module: nn.Module) -> bool:
-    class_name = plain_type(module).__name__
-    return fnmatchcase(name, pattern) or fnmatchcase(class_name, pattern)
+def _matching(model: nn.Module, pattern: str) -> Iterator[nn.Module]:
+    """Yield the modules whose name or class matches a pattern."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        class_name = plain_type(module).__name__
+        if fnmatchcase(name, pattern) or fnmatchcase(class_name, pattern):
+            yield module
 
 
 def unwrapping_chain(model: nn.Module) -> list[nn.Module]:
