@@ -130,7 +130,8 @@ def _tap_blocks(x: Tensor, y: Tensor, kernel: tuple[int, int]) -> Tensor:
     """Compute the blocks of all pairs of taps, ``(k₁, k₂, C, k₁, k₂, C)``.
 
     Entry [i', j', a, i, j, b] is the sum of y[a, s + (i, j)] x[b, s + (i', j')] over s.
-    ``y`` is x with a sign per example, which is the example's weight in the sum.
+    ``y`` is x. In :func:`_row_change`, it is x with a sign per example, which is the
+    example's weight in the sum.
     """
     k1, k2 = kernel
     channels = x.shape[1]

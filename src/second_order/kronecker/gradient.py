@@ -134,7 +134,9 @@ def _block_sums(
     square_norm = square_norm.masked_fill(~is_valid, 0.0)
     examples = examples * is_valid
 
-    # Mᵀ M and N M Mᵀ. A rank that does not own a factor only needs its trace.
+    # Mᵀ M and N M Mᵀ. The latter is a mean, and statistics are divided by the number of
+    # examples later, so it is multiplied by this number. A rank that does not own a
+    # factor only needs its trace.
     factors: dict[str, Tensor] = {}
     for name, rows in (("A", matrix), ("G", matrix.mT)):
         if not block.owned_factors.includes(name):

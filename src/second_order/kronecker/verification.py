@@ -102,6 +102,8 @@ class Verification:
         """A key that is equal for layers that :func:`residuals` batches."""
         product = self.pairs[0].product
         gradient = cast(Tensor, self.gradient)
+        # Tensors of these shapes, devices and dtypes can be stacked. The elements and
+        # the dtype of the layer also determine its bound on rounding errors.
         sizes = (product.shape, self.elements, len(self.pairs), self.weight is None)
         return sizes, product.device, product.dtype, gradient.dtype, self.dtype
 
