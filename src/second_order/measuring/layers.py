@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from second_order.distributed.assignment import balance_costs
-from second_order.kronecker.autograd import is_attention
+from second_order.kronecker.autograd import attention_by_out_proj
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.layers import FactorShape, LayerKind, Linear
 from second_order.kronecker.model_blocks import LeftToBase, find_blocks
@@ -110,8 +110,7 @@ def find_layers(
         # Skip the layers that do not match, and those that cannot be measured.
         names = {id(p): name for name, p in model.named_parameters()}
         selected = modules_inside(model, patterns or ())
-        attentions = [module for module in model.modules() if is_attention(module)]
-        never_called = {attention.out_proj for attention in attentions}
+        never_called = attention_by_out_proj(model).keys()
         layers: list[Layer] = []
         for block in blocks:
             module = block.modules[0]
