@@ -374,12 +374,12 @@ class WorkerCurvature(EpochCurvature):
             return replace(report, reason=LOST_CONTACT)
         # An accelerator sends all workers the same flag.
         finite = all(message.note["finite"] for message in messages)
-        products = int(messages[0].note["products"]) if finite else 0
+        products = int(messages[0].note["products"])
+        report = replace(report, products=products)
         first_step = training.steps + 1 - options.epoch_steps
         self.count_refresh(first_step, products, failed=not finite)
         if not finite:
             return replace(report, reason=PAIRS_NOT_FINITE)
-        report = replace(report, products=products)
 
         # Each accelerator has sent some rows of this worker's vectors.
         values, residuals, _ = messages[0].tensors
