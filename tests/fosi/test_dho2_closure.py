@@ -146,4 +146,4 @@ def test_non_finite_curvature_keeps_the_last_eigenpairs() -> None:
     report = optimizer.curvature
     assert torch.equal(report.eigenvalues, values)
     assert (report.failures, report.refreshes, report.step) == (1, 2, 6)
-    assert "not finite: 1" in str(optimizer.summary())
+    assert "failed: 1" in str(optimizer.summary())

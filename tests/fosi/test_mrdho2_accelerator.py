@@ -122,13 +122,13 @@ def test_another_model_than_the_workers_raises() -> None:
     options: Any = optimizer._curvature.options
     accelerator = AcceleratorCurvature(optimizer._training, options, None)
     note = {"train": train, "size": 12, "model": 2}
-    accelerator._load_model(Message(result, note), use_point=True)
+    accelerator._load_model(Message(result, note), load_following=True)
     assert accelerator.flat_params.params == list(model.layers[0].parameters())
     assert all(bool((t == 1).all()) for t in tensors)
     with pytest.raises(
         SecondOrderError, match="train 24 parameters, but this accelerator has 12; add"
     ):
-        accelerator._load_model(Message(result, note | {"size": 24}), use_point=True)
+        accelerator._load_model(Message(result, note | {"size": 24}), load_following=True)
 
 
 def autocast_around(rank: int, world_size: int, enabled: bool) -> Any:

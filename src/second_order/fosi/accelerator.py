@@ -59,11 +59,7 @@ def make_curvature(
 
 
 class AcceleratorCurvature(EpochCurvature):
-    """An accelerator: it answers the workers' requests.
-
-    Attributes:
-        answered: Number of epochs whose eigenpairs have been computed.
-    """
+    """An accelerator: it answers the workers' requests."""
 
     role: Role = "accelerator"
     scaler_reason = ""
@@ -74,7 +70,7 @@ class AcceleratorCurvature(EpochCurvature):
         self, training: Training, options: EpochOptions, closure: Closures | None
     ) -> None:
         super().__init__(training, options, closure)
-        self.answered = 0
+        self._answered = 0  # number of epochs whose eigenpairs have been computed
         self._loss_fn: Closures | None = None  # of the last epoch
         self._prepare_calls = 0
         self._worker_steps = 0  # steps that the workers have taken
@@ -95,11 +91,11 @@ class AcceleratorCurvature(EpochCurvature):
 
         Returns the number of epochs served.
         """
-        answered_before = self.answered
+        answered_before = self._answered
         self._answer_requests(
             closure_of_epoch=closures_by_epoch(batches, loss_fn), until=lambda: False
         )
-        return self.answered - answered_before
+        return self._answered - answered_before
 
     def close(self) -> None:
         """Shut down the link to the workers."""
@@ -167,10 +163,10 @@ class AcceleratorCurvature(EpochCurvature):
             )
         return result
 
-    def _load_model(self, message: Message, *, use_point: bool) -> None:
+    def _load_model(self, message: Message, *, load_following: bool) -> None:
         """Load the model that worker 0 sent.
 
-        With ``use_point``, then load the parameters that follow it in the message.
+        With ``load_following``, then load the parameters that follow: c, or updated ones.
         """
         note = message.note
         num_model_tensors = note["model"]
@@ -182,7 +178,7 @@ class AcceleratorCurvature(EpochCurvature):
                 f"the workers train {note['size']} parameters, but this accelerator has "
                 f"{self.flat_params.size}; add the same parameter groups on every rank"
             )
-        if use_point:
+        if load_following:
             for flat in message.tensors[num_model_tensors:]:
                 unflatten_into(flat.to(self.training.device), self.flat_params.params)
 
@@ -194,7 +190,7 @@ class AcceleratorCurvature(EpochCurvature):
         epoch = message.note["epoch"]
 
         def prepare() -> Closures:
-            self._load_model(message, use_point=True)
+            self._load_model(message, load_following=True)
             return closure_of_epoch(epoch)
 
         self._loss_fn = self._run_together(prepare)
@@ -202,7 +198,7 @@ class AcceleratorCurvature(EpochCurvature):
             start = space.random(options.seed + epoch, 1.0)
             pairs = compute_pairs(space, start, options)
         self._run_together(partial(self._send_pairs, message, pairs))
-        self.answered += 1
+        self._answered += 1
 
     def _send_pairs(self, message: Message, pairs: Pairs) -> None:
         """Send each worker the eigenvalues, and the local rows of its vectors."""
@@ -228,13 +224,15 @@ class AcceleratorCurvature(EpochCurvature):
         flat_params = self.flat_params
         losses = []
 
-        def evaluate(*, use_point: bool) -> Tensor:
-            self._load_model(message, use_point=use_point)
+        def evaluate(*, load_following: bool) -> Tensor:
+            self._load_model(message, load_following=load_following)
             return weighted_loss(loss_fn, flat_params.params, flat_params.model)
 
-        for use_point in (False, True):
+        for load_following in (False, True):
             with stage("judge"):
-                sums = self._run_together(partial(evaluate, use_point=use_point))
+                sums = self._run_together(
+                    partial(evaluate, load_following=load_following)
+                )
                 self.training.world.all_reduce([sums]).wait()
                 total, examples = sums.tolist()
             loss = total / examples
@@ -248,8 +246,9 @@ def closures_by_epoch(
 ) -> ClosureOfEpoch:
     """Return a function from an epoch to the loss of its batch.
 
-    If ``batches`` has a length, epoch e gets batch e mod length, so that a resumed run
-    sees the batches of a run without interruption. Otherwise it gets the next batch.
+    If ``batches`` has a length, epoch e gets batch e mod length. If every pass has the
+    same order, a resumed run then sees the batches of a run without interruption.
+    Without a length, an epoch gets the next batch.
 
     Raises:
         ValueError: By the function, if ``batches`` is empty.

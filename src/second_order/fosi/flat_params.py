@@ -6,6 +6,14 @@
                   base's state tensors.
     complete      every process averages, and steps, the complete vector
 
+The flags of :class:`FlatParams` by case:
+
+                          row_sharded  by_rows  base_steps_rows  fsdp_sharded
+    one process           no           yes      no               no
+    layout="column"       no           no       no               no
+    layout="row"          yes          yes      yes              no
+    FSDP2, several ranks  yes          yes      no               yes
+
 The vector has the parameters group by group, each in the order of ``p.reshape(-1)``.
 This process's rows are copied to a buffer, in which they are contiguous.
 """
@@ -60,7 +68,7 @@ class ParamPiece:
 
     param: Tensor
     group: int  # index of the parameter's group
-    rank: int  # the process that has the piece
+    rank: int  # the process that has the piece; 0 if every process has all of them
     start: int  # index of the first element in the parameter
     size: int  # number of elements
     offset: int  # index of the first element in the vector of all parameters

@@ -96,7 +96,7 @@ def summary_lines(report: CurvatureReport) -> list[str]:
         listed = ", ".join(f"{value:.3g}" for value in report.eigenvalues.tolist())
         eigenvalues = f"eigenvalues at step {report.step}: {listed}"
     products = (
-        f"refreshes: {report.refreshes}, not finite: {report.failures}; Hessian-vector "
-        f"products: {report.total_products}"
+        f"refreshes: {report.refreshes}, failed: {report.failures}; Hessian-vector products: "
+        f"{report.total_products}"
     )
     return [eigenvalues, products]

@@ -68,7 +68,7 @@ TYPICAL_DECAY = 0.99
 SUMS_DECAY = 0.8
 NEAR_LIMIT = 0.75  # τ is cut above this fraction of the limit of stability
 TARGET = 0.5  # and it is cut to this fraction
-GROWTH = 1.05  # factor on τ at every step below the limit
+TAU_GROWTH = 1.05  # factor on τ at every step below the limit
 EXPLOSION = 100.0  # a step is rejected above this multiple of the limit of stability
 # Factor on τ: the rule cannot know by how much the step was too long.
 CUT_AFTER_REJECTION = 0.1
@@ -402,7 +402,7 @@ def bound_step(
     reject_previous = exploded & (previous_length > 0.0) & (alpha > 0.0)
 
     # Bound τ by that curvature.
-    grown = smaller(state.scale * GROWTH, 1.0)
+    grown = smaller(state.scale * TAU_GROWTH, 1.0)
     cut = state.scale * TARGET / larger(ratio, NEAR_LIMIT)
     scale = select(ratio > NEAR_LIMIT, cut, grown)
 
@@ -413,7 +413,7 @@ def bound_step(
     tau = scale * smaller(max_decrease / larger(scaled_decrease, TINY), 1.0) ** 0.5
     decrease = smaller(scaled_decrease, max_decrease)
 
-    # Take the step,
+    # The step, if it is taken.
     change = decrease - state.typical_decrease
     typical = state.typical_decrease + (1.0 - TYPICAL_DECAY) * change
     state_after_step = state._replace(
@@ -427,7 +427,7 @@ def bound_step(
     trust = state_after_step.to_tensor(previous.trust)
     accepted = NewtonStep(full_step * tau, -c, momentum, full_step, trust)
 
-    # or revert the previous one, or take no step at all.
+    # The step that reverts the previous one.
     state_after_rejection = TrustState(
         typical_decrease=state.typical_decrease * CUT_AFTER_REJECTION**2,
         scale=state.scale * CUT_AFTER_REJECTION,
@@ -436,6 +436,8 @@ def bound_step(
     trust = state_after_rejection.to_tensor(previous.trust)
     way_back = -previous_length / select(alpha > 0.0, alpha, 1.0) * previous.full_step
     reverted = NewtonStep(way_back, zeros, zeros, zeros, trust)
+
+    # Choose one of them, or no step.
     forward = _select_step(non_finite, no_step, accepted)
     return _select_step(reject_previous, reverted, forward), reject_previous
 
@@ -449,8 +451,9 @@ def _select_step(condition: Flag, step: NewtonStep, other: NewtonStep) -> Newton
 def trust_after_refresh(trust: Tensor, *, loss_has_risen: bool) -> Tensor:
     """Return the trust state for new eigenpairs, with twice the last scale, at most 1.
 
-    If the loss of the curvature batch has risen since the last refresh, the scale stays
-    as it is, because every step predicted that the loss would fall.
+    If the loss of the curvature batch has risen by more than a tolerance since the last
+    refresh, the scale stays as it is, because every step predicted that the loss would
+    fall.
     """
     state = TrustState(*to_numbers(trust))
     scale = state.scale

@@ -86,8 +86,8 @@ __all__ = [
 # lr_scale_guard: at a refresh, the bound on s shrinks if the loss of the curvature
 # batch has risen by more than a fraction, since a smaller rise may be chance. Otherwise
 # it grows.
-GROWTH = 1.5
-SHRINK = 0.5
+SCALE_BOUND_GROWTH = 1.5
+SCALE_BOUND_SHRINK = 0.5
 TOLERATED_RISE = 0.1
 
 # FOSI's bound on s. Adaptive optimizers scale their steps, and have 1.
@@ -427,8 +427,8 @@ class FOSICurvature(Curvature):
         Args:
             pairs: The new eigenpairs.
             loss: The loss of the batch that they were computed from, at the same
-                parameters. While it does not rise from refresh to refresh, s and the
-                Newton steps may grow.
+                parameters. While it does not rise by more than TOLERATED_RISE from
+                refresh to refresh, s and the Newton steps may grow.
 
         Returns:
             Whether the new eigenvectors are finite on all ranks. If not, there are no
@@ -437,12 +437,14 @@ class FOSICurvature(Curvature):
         training = self.training
         flat_params = self.flat_params
 
-        # Has the loss of the curvature batch risen since the last refresh?
+        # Has the loss of the curvature batch risen by more than may be chance?
         loss_has_risen = False
         if math.isfinite(self._batch_loss):
             rise = loss - self._batch_loss
             loss_has_risen = rise > TOLERATED_RISE * abs(self._batch_loss)
-            factor = SHRINK if loss_has_risen else GROWTH
+            factor = SCALE_BOUND_GROWTH
+            if loss_has_risen:
+                factor = SCALE_BOUND_SHRINK
             self._scale_bound = max(1.0, self._scale_bound * factor)
         self._batch_loss = loss
 

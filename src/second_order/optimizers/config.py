@@ -904,10 +904,10 @@ class FOSIOptions:
             longer limit them. None: the published values, 3 for SGD, and 1 for other
             bases, which scale their steps themselves.
         lr_scale_guard: Whether s starts at 1 and grows only while the loss does not
-            rise. s then grows by half at each further refresh if the loss of the
-            curvature batch did not rise, and is halved if it did. The guard exists
-            because three times the learning rate of the base alone may be too large.
-            False: s as published.
+            rise. s then grows by half at each further refresh, and is halved if the
+            loss of the curvature batch rose by more than 10 % since the last one. The
+            guard exists because three times the learning rate of the base alone may be
+            too large. False: s as published.
         lanczos_iterations: m, the maximum number of Hessian-vector products per
             refresh. None: max(4(k + l), 2 ln n), or max(2k, 20) if that is less, l is
             0, and the refresh starts from the last eigenvectors.
@@ -949,7 +949,8 @@ class FOSIOptions:
             elementwise bases, which are all of torch's except Adafactor, Muon and
             SparseAdam. "column": r/P eigenvectors and
             the whole state of the base, for every base.
-        seed: Seed of the random start vector of the first refresh.
+        seed: Seed of the random numbers in the start vectors of refreshes. Each refresh
+            adds its step, or its epoch if helper ranks compute it.
     """
 
     num_largest: int = 10

@@ -139,6 +139,8 @@ class MRDHO2(EigenpairOptimizer):
         Args:
             batches: One batch per epoch. When they end, they start again. If they have
                 a length, epoch i uses batch i modulo the length, also after a resume.
+                For the same batches as without the resume, they need the same order in
+                every pass.
             loss_fn: Returns the loss of a batch, or (loss, number of examples), without
                 calling ``backward``.
 

@@ -196,6 +196,7 @@ def predict(
     inverse_bytes: dict[int, int] = defaultdict(int)
     gradient_bytes = 0
     places = assign(layers, setting)
+    # By default, one rank inverts both factors of a layer.
     for layer, place in zip(layers, places, strict=True):
         costs = layer_costs(layer, setting.solver, machine)
         statistics[place.a_inverse_rank] += costs.statistics

@@ -19,11 +19,11 @@ def describe_share(share: float) -> str:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One line of the table.
+    """One line of the table: a layer, or with DHO2 and MRDHO2 a parameter.
 
     Attributes:
-        name: The module's name.
-        kind: The module's class.
+        name: The name of the module, or of the parameter.
+        kind: The module's class, or the parameter's shape.
         parameters: Number of parameters that the line stands for.
         status: "preconditioned", "base", or "frozen".
         detail: Sizes of the factors, or why the base trains the module.
@@ -48,7 +48,7 @@ class Summary:
 
     Attributes:
         title: The optimizer, its base and its world.
-        rows: One row for each layer.
+        rows: One row for each layer, or with DHO2 and MRDHO2 for each parameter.
         dropped: Statistics dropped so far on this process because they were not finite.
         failed: Layers whose last refresh gave no valid decomposition.
         lines: Closing lines: options, intervals, ages, and groups if several.
@@ -135,14 +135,16 @@ class CurvatureReport:
     Attributes:
         eigenvalues: ``(k + l,)`` the k largest in descending order, then the l smallest
             in ascending order; float64 on the CPU. Empty before the first refresh.
-        residuals: ``(k + l,)`` ‖Hv − θv‖ of each eigenpair.
+        residuals: ``(k + l,)`` ‖Hv − θv‖ of each eigenpair, at least its rounding.
         gradient_share: The share of the gradient that was in the subspace at the step
             of the last refresh, ‖V̂ᵀg‖² / ‖g‖², 0 to 1; None before.
         step: The step of the last refresh, -1 before the first.
         products: Number of Hessian-vector products of the last refresh.
-        total_products: Number of products of all refreshes of this process.
+        total_products: Number of products of all refreshes since this optimizer was
+            made. Accelerators make those of MRDHO2's workers.
         refreshes: Number of refreshes.
-        failures: Number of non-finite refreshes, after which old pairs are kept.
+        failures: Number of failed refreshes, whose eigenpairs are not used: the
+            curvature is not finite, has vanished, or was decomposed wrongly.
         base_scale: s, by which the base's step is stretched.
     """
 
@@ -168,7 +170,8 @@ class EpochReport:
         reason: Why not, or "".
         loss_before: Loss of the accelerators' batch before the update; only if guarded.
         loss_after: Loss of that batch with the update; only if guarded.
-        products: Number of Hessian-vector products that the accelerators made.
+        products: Number of Hessian-vector products that the accelerators made; 0 if no
+            eigenpairs arrived.
     """
 
     epoch: int
