@@ -38,7 +38,8 @@ class LayerDims:
         in_dim: Number of rows of A.
         out_dim: Number of rows of G.
         diagonal_a: Whether A is diagonal.
-        cost: Cost of the inverse: the sum of n³ over the two or three factors.
+        cost: Cost of the inverse: the sum of groups · n³ over the two or three factors.
+            A diagonal factor counts as groups · n.
     """
 
     groups: int

@@ -43,8 +43,8 @@ class Roles:
         Args:
             world: All ranks.
             helper_timeout: Largest number of seconds that helpers wait for each other
-                in a collective. The timeout of ``world`` applies to workers, and to
-                helpers as well.
+                in a collective, if it is shorter than the timeout of ``world``.
+                Otherwise, and for workers, the timeout of ``world`` applies.
         """
         # Helpers have a timeout of their own, if it is shorter than the group's.
         ranks = self.workers

@@ -165,8 +165,9 @@ class TraceRule:
 
     Attributes:
         upper: A layer is refreshed if its trace or γ changed by more than this share.
-        lower: If the trace of a layer changed by less than this share, the layer is
-            never checked or refreshed again. 0: every layer is checked each time.
+        lower: If the trace of a layer changed by less than this share, its traces are
+            not compared any more. It is then refreshed only if γ changes by more than
+            ``upper``, or if it has lost its inverse. 0: no layer stops like this.
         every: Number of steps between two checks; number or callable.
 
     Raises:
@@ -776,7 +777,8 @@ class DistKFACOptions:
             passes.
         helper_timeout: Seconds without a message until a stats worker counts as lost.
         inverse_threads: Number of threads of this process that compute inverses. None:
-            half of the cores that the process may use, at least 1 and at most 4.
+            half of the process's share of the cores, at least 1 and at most 4. The
+            processes that ``torchrun`` starts on a host share its cores equally.
         inverse_device: Where inverses are computed: "cpu", or "cuda" in its own stream.
         async_inverse: Whether inverses are computed on threads while training
             continues. False: training waits for every inverse, as with
