@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -252,6 +253,23 @@ def test_after_a_change_workers_capture_until_newer_messages_arrive() -> None:
         deliver_statistics(worker, link, sent, version)
         assert worker._curvature.stats_workers.own_passes == (i in (1, 2, 3))
     assert captured[3:] == [True, True]
+
+
+def test_statistics_from_before_a_rollback_are_discarded() -> None:
+    """They belong to parameters that load_state_dict has replaced."""
+    _, worker, link, sent = worker_with_link()
+    deliver_statistics(worker, link, sent, 0)
+    saved = copy.deepcopy(worker.state_dict())
+    assert not worker._curvature.stats_workers.own_passes
+    worker.load_state_dict(saved)
+    assert worker._curvature.stats_workers.own_passes
+    weights = []
+    for version in (0, 1):
+        deliver_statistics(worker, link, sent, version)
+        weights.append(float(worker._curvature.layers.blocks[0].factors.weight))
+        assert worker._curvature.stats_workers.own_passes == (version == 0)
+    assert weights[0] == 1.0, "only of the message before"
+    assert weights[1] > 1.0
 
 
 def serve_snapshot(model: nn.Module, stats: Any, step: int) -> Message:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ast
 import os
+import signal
 import threading
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch import nn
 
+from second_order import DistKFAC
 from second_order.kfac.async_inversion import WorkerPool
+from second_order.kronecker.storage import DeviceRead
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -159,3 +163,32 @@ def test_a_forked_child_does_not_inherit_worker_threads() -> None:
     assert in_child(child)
     assert pool.submit(lambda: 4).result() == 4
     pool.close()
+
+
+def test_a_forked_child_does_not_wait_for_the_threads_of_its_parent() -> None:
+    """An error instead, unless all work was finished before."""
+    optimizer = DistKFAC(nn.Linear(2, 2), lr=0.1)
+    inverter = optimizer._curvature.inverses.inverter
+    (block,) = optimizer._curvature.layers.blocks
+    go, ticket = blocked(inverter.pool)
+    inverter._futures[block] = ticket
+
+    def child() -> bool:
+        signal.alarm(int(SOON))  # ends a child that waits
+        with pytest.raises(RuntimeError, match="forked process has no threads"):
+            inverter.finish()
+        with pytest.raises(RuntimeError, match="forked process has no threads"):
+            inverter.collect(lambda _: True, DeviceRead())
+        return True
+
+    def finished_child() -> bool:
+        signal.alarm(int(SOON))
+        inverter.finish()
+        return True
+
+    assert in_child(child)
+    go.set()
+    inverter.finish()
+    assert in_child(finished_child)
+    inverter.clear()
+    optimizer.close()

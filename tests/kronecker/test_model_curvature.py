@@ -11,7 +11,7 @@ from layer_curvatures import dense, flat
 from models import ZOO
 from optimizer_cases import each_kronecker, make, same, take
 from ranks import shard
-from torch import nn
+from torch import Tensor, nn
 
 from second_order import DPKFAC, KAISA, DistKFAC, SecondOrderError
 
@@ -97,6 +97,30 @@ def test_solve_with_the_damping_of_training_equals_the_optimizers_step(System: A
         assert p.grad is not None
         torch.testing.assert_close(p.grad, solved[name], rtol=1e-8, atol=1e-12)
         assert not torch.allclose(p.grad, before[name], rtol=0.01)
+
+
+class ScaledLinear(nn.Linear):
+    """Has a parameter of its own, next to a layer."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(2 * self.layer(x))
+
+
+def test_parameters_of_the_model_itself_have_the_reason_of_its_summary() -> None:
+    model = ScaledLinear()
+    optimizer = make(KAISA, model)
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    reasons = {row.name: row.detail for row in optimizer.summary().rows}
+    curvature = optimizer.curvature()
+    assert set(curvature.uncovered) == {"weight", "bias"}
+    for reason in curvature.uncovered.values():
+        assert reason == f"SGD alone trains it ({reasons['(model)']})"
 
 
 def test_layers_without_curvature_are_reported() -> None:

@@ -73,6 +73,18 @@ def test_the_reported_clip_is_the_one_that_was_applied(System: Any) -> None:
         torch.testing.assert_close(short, nu * whole, rtol=1e-10, atol=1e-14)
 
 
+def test_after_close_no_step_is_clipped_or_scaled() -> None:
+    model = MLP.model()
+    optimizer = make(KAISA, model, step_scale=True)
+    for batch in BATCHES:
+        take(model, optimizer, batch, MLP.loss)
+    assert optimizer.metrics()["step_scale"] != 1.0
+    optimizer.close()
+    take(model, optimizer, BATCHES[0], MLP.loss)
+    metrics = optimizer.metrics()
+    assert (metrics["clip"], metrics["step_scale"]) == (1.0, 1.0)
+
+
 def raising(*_: Any, **__: Any) -> Any:
     raise torch.linalg.LinAlgError("no")
 

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, thread, wait
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -75,12 +75,27 @@ class WorkerPool:
         Raises:
             RuntimeError: After :meth:`close`, and in a forked child process.
         """
+        self._require_threads()
+        return self._threads.submit(_run_unless_exiting, work)
+
+    def wait_for(self, futures: Iterable[Future[Any]]) -> None:
+        """Wait for submitted work.
+
+        Raises:
+            RuntimeError: In a forked child process, if some work is not finished.
+        """
+        unfinished = [future for future in futures if not future.done()]
+        if unfinished:
+            self._require_threads()
+            wait(unfinished)
+
+    def _require_threads(self) -> None:
+        """Raise RuntimeError in a forked child process, which has no threads."""
         if os.getpid() != self._process_id:
             raise RuntimeError(
-                "a forked process has no threads to compute inverses: make the optimizer in the "
-                "process that trains"
+                "a forked process has no threads to compute inverses: train, and call "
+                "state_dict(), in the process that made the optimizer"
             )
-        return self._threads.submit(_run_unless_exiting, work)
 
     def close(self) -> None:
         """Drop queued work, wait for work that has begun, and end the threads."""
@@ -95,8 +110,9 @@ def _run_unless_exiting(work: Callable[[], T]) -> T:
 
 
 def default_num_threads() -> int:
-    """Return half of the cores of this process, at least 1 and at most MAX_THREADS.
+    """Return half of this process's share of the cores, from 1 to MAX_THREADS.
 
+    The processes of a host that ``torchrun`` has started share the cores equally.
     Training uses the other half.
     """
     cores = os.cpu_count() or 1
@@ -210,7 +226,7 @@ class ThreadedInverter:
         for block, future in list(self._futures.items()):
             if must_wait(block):
                 with stage("wait"):
-                    wait([future])
+                    self.pool.wait_for([future])
             elif self.deterministic or not future.done():
                 continue
             del self._futures[block]
@@ -238,7 +254,7 @@ class ThreadedInverter:
 
     def finish(self) -> None:
         """Wait until all jobs are finished."""
-        wait(self._futures.values())
+        self.pool.wait_for(self._futures.values())
 
     def close(self) -> None:
         """End the threads."""

@@ -149,7 +149,7 @@ class StatsWorkersInterface(Protocol):
         """Update which layers are unverified, after the messages of a step."""
 
     def restart(self) -> None:
-        """Use this rank's own passes until statistics for the new assignment arrive."""
+        """Use this rank's own passes until statistics of later snapshots arrive."""
 
     def agree(self, training: Training, /) -> None:
         """Agree with the other workers on :attr:`own_passes` and lost links.
@@ -706,8 +706,8 @@ class KFAC(LayeredCurvature):
 
     @property
     def _step_scale(self) -> float:
-        """The step scale τ; 1 if it is off."""
-        if self.step_scale is None:
+        """The step scale τ; 1 if it is off, or after close()."""
+        if self.step_scale is None or self._closed:
             return 1.0
         return self.step_scale.state.scale
 
@@ -874,6 +874,9 @@ class KFAC(LayeredCurvature):
         self.mean_curvature = numbers.mean_curvature
         self._averaged_at = numbers.averaged_at
         self.layers.schedule_all_at(numbers.newly_trainable_at)
+        if self.stats_workers is not None:
+            # Statistics that are on their way belong to other parameters.
+            self.stats_workers.restart()
         self.watch()
 
     @property

@@ -57,6 +57,7 @@ METRIC_NAMES = (
 """The names of all metrics of a K-FAC optimizer."""
 
 UNNAMED = "(not in the model)"
+ROOT_NAME = "(model)"  # of the model itself, in Layers.left_to_base
 
 
 def layer_metrics(
@@ -222,7 +223,7 @@ def _reasons_of_base(training: Training, layers: Layers) -> dict[str, str]:
     uncovered: dict[str, str] = {}
     for p in group_params(training.groups):
         name = names.get(id(p), UNNAMED)
-        module_name = name.rpartition(".")[0]
+        module_name = name.rpartition(".")[0] or ROOT_NAME
         reason = reasons.get(name, reasons.get(module_name, "it is in no layer"))
         uncovered[name] = f"{training.base_name} alone trains it ({reason})"
     return uncovered

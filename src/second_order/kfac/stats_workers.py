@@ -124,10 +124,11 @@ class StatsWorkers:
     Attributes:
         links: The links to the stats workers that are alive.
         own_passes: Whether statistics come from the training passes of the workers.
-        needs_statistics: Whether the last statistics were invalid, or none have arrived
-            since the layers changed.
-        plan_version: Number of changes of the layers. Statistics of earlier
-            versions are discarded.
+        needs_statistics: Whether no message has arrived since the last
+            :meth:`restart`, or the last one had statistics of this rank's layers and
+            all were invalid.
+        plan_version: Number of calls of :meth:`restart`. Statistics of earlier versions
+            are discarded.
     """
 
     def __init__(self, count: int, timeout: float) -> None:
@@ -208,7 +209,10 @@ class StatsWorkers:
                 block.record_capture(block.work)
 
     def restart(self) -> None:
-        """Use the training passes until statistics for the changed layers arrive."""
+        """Use the training passes until new statistics arrive.
+
+        Call this after the layers change or a checkpoint is loaded.
+        """
         if self.links:
             self.own_passes = True
             self.needs_statistics = True
