@@ -654,7 +654,7 @@ loaded factors weigh nothing  <-  contract_state::a_dcp_round_trip_continues_the
     entry.copy_(torch.as_tensor(saved[name], device=entry.device))  =>  entry.fill_(1.0)
 a frozen layer's factors of another size are loaded
   <-  checkpoint_checks::factors_of_a_frozen_layer_with_another_size_are_not_loaded
-    tuple(saved[name].shape) != shape:  =>  False:
+    tuple(size) != shape.stored_shape(name):  =>  False:
 
 == kronecker/capture.py
 forwards that checkpoints repeat are new ones

@@ -31,8 +31,10 @@ from second_order import (
     DHO2,
     KAISA,
     MRDHO2,
+    CheckpointError,
     DistKFAC,
     SecondOrderWarning,
+    TraceRule,
     export_base_state,
 )
 
@@ -163,6 +165,66 @@ def test_a_parameter_that_the_checkpoint_lacks_is_named(System: Any) -> None:
     del saved["state"][2]
     with pytest.warns(SecondOrderWarning, match=r"lacks 2\.weight: their state starts"):
         optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("A", 1.0),
+        ("average_weight", None),
+        ("examples", None),
+        ("pass_history", 1.0),
+        ("failures", 0.5),
+        ("inverse_step", torch.zeros(2)),
+        ("inverse_delay", None),
+        ("inverse_requested", None),
+        ("inverse_G", 1.0),
+        ("inverse_damping", torch.zeros(3)),
+        ("snapshot_damping", None),
+        ("snapshot_A", 1.0),
+        ("stopped", 2),
+        ("mean_curvature", torch.zeros(2)),
+        ("updated_at", -1),
+        ("newly_trainable_at", 0.5),
+        ("damping", torch.zeros(1, 2)),
+        ("last_step", 1.0),
+    ],
+)
+def test_entries_of_another_kind_raise_before_anything_changes(key: str, value: Any) -> None:
+    """None stands for an entry that is missing."""
+    model, optimizer = trained(
+        DistKFAC,
+        deterministic=True,
+        max_staleness=2,
+        inv_update_steps=TraceRule(upper=0.0, every=2),
+        solver="inverse",
+        step_scale=True,
+    )
+    saved = copy.deepcopy(optimizer.state_dict())
+    before = snapshot(model, optimizer)
+    entries = saved["state"][2]["curvature"]
+    assert key in entries
+    entries[key] = value
+    if value is None:
+        del entries[key]
+    with pytest.raises(CheckpointError, match=rf"\['{key}'\], of parameter '2.weight'"):
+        optimizer.load_state_dict(saved)
+    assert are_equal(snapshot(model, optimizer), before)
+
+
+@each_kronecker
+def test_parameters_that_only_one_side_has_are_named(System: Any) -> None:
+    """A model's frozen parameters are left out."""
+    model = MLP.model()
+    whole = make(System, model)
+    train(model, whole)
+    model[2].bias.requires_grad_(False)
+    part = make(System, model)
+    train(model, part)
+    with pytest.raises(ValueError, match=r"only the checkpoint has '2.bias': if they are frozen"):
+        part.load_state_dict(whole.state_dict())
+    with pytest.raises(ValueError, match=r"only the optimizer has '2.bias': if they were frozen"):
+        whole.load_state_dict(part.state_dict())
 
 
 @each_kronecker

@@ -6,13 +6,17 @@ shared numbers are. A training run resumes in this order:
 
     check      raises an error if the entries do not fit; nothing has been loaded yet
     load       loads the running averages and the state of throttle, drift, step scale
-               and clip, reads the remaining shared numbers, and installs the inverses
-    install    installs the saved inverses, and computes again those that were pending
-    assign     may come next, before the first step: if the script freezes layers after
-               loading, the optimizer assigns the layers to ranks again. This drops all
-               inverses, so the optimizer calls ``install`` again.
+               and clip, reads the remaining shared numbers, and calls ``install``
+    install    installs the saved inverses and the state of THOR's rule, and computes
+               again those inverses that were pending
+    assign     may come next, before the first step: if the script freezes or unfreezes
+               parameters after loading, the optimizer assigns the layers to ranks
+               again. This drops all inverses, so the optimizer calls ``install`` again.
+               If a layer's bias was frozen or unfrozen, its averages were dropped as
+               well, and ``install`` loads them if they have the new size.
     agree      at the first step, requests a refresh of each layer if any rank lacks an
-               entry that it needs for this layer
+               entry that it needs for this layer. If the averages of a layer have
+               another size, because its bias was frozen or unfrozen, they start again.
 
 ``load`` and ``install`` return a :class:`Resumption`, which the optimizer keeps until
 ``agree``. Until then, ``summary()`` and ``metrics()`` show the loaded state, because
@@ -44,6 +48,8 @@ from second_order.kfac.state import (
     factor_entries,
     inverse_entries,
     inverse_state,
+    lacks_saved_factors,
+    load_absent_factors,
     load_factors,
     load_inverses,
     read_shared_numbers,
@@ -260,6 +266,7 @@ class Checkpoints:
             The checkpoint, and the layers that lack an entry that this rank needs.
         """
         saved = resumption.saved
+        load_absent_factors(saved, plan, self._training)
         loaded = load_inverses(saved, plan, self._inverses)
         self._inverses.load(loaded)
         for block, layer in plan.items():
@@ -270,9 +277,13 @@ class Checkpoints:
 
         # Several ranks agree at the next step on the inverses to drop. A single rank
         # drops them now, so that summary() and metrics() do not count inverses that
-        # will be refreshed.
+        # will be refreshed. Those of another size may fit at the next step.
         if self._training.world.size == 1:
-            self._inverses.drop(loaded.missing)
+            self._inverses.drop(
+                block
+                for block in loaded.missing
+                if block.has_sizes_of(saved[block.weight])
+            )
         return replace(resumption, missing=loaded.missing)
 
     def agree(
@@ -282,10 +293,10 @@ class Checkpoints:
 
         Collective.
 
-        If the layers that train have changed since the checkpoint was written, refresh
-        all layers. An uninterrupted run does the same when you freeze or unfreeze
-        layers. If any rank has lost a layer's factor, the layer starts again without
-        statistics.
+        If the layers that train, or their sizes, have changed since the checkpoint was
+        written, refresh all layers. An uninterrupted run does the same when you freeze
+        or unfreeze parameters. If any rank has lost a layer's factor, or if its factors
+        have another size, the layer starts again without statistics.
 
         Args:
             resumption: The checkpoint.
@@ -293,13 +304,20 @@ class Checkpoints:
         """
         training = self._training
         blocks = self._layers.blocks
+        resized: set[KroneckerBlock] = set()
+        for block in plan:
+            part: Mapping[str, Any] = resumption.saved.get(block.weight, {})
+            if lacks_saved_factors(block, part, training):
+                resized.add(block)
         missing = resumption.missing
-        if not resumption.has_same_layers(plan):
+        if resized or not resumption.has_same_layers(plan):
             missing = plan.keys()
 
         # Does any rank lack the inverse of a layer, or has it lost a factor?
         lacks_inverse = [float(block in missing) for block in blocks]
-        lacks_factor = [float(block.has_lost_factor) for block in blocks]
+        lacks_factor = [
+            float(block.has_lost_factor or block in resized) for block in blocks
+        ]
         inverse_flags = torch.tensor(lacks_inverse, dtype=torch.float32, device="cpu")
         factor_flags = torch.tensor(lacks_factor, dtype=torch.float32, device="cpu")
         training.world.on_cpu().all_reduce_max([inverse_flags, factor_flags]).wait()
@@ -315,10 +333,18 @@ class Checkpoints:
         # Request new inverses, and restart the averages of layers that lost a factor.
         self._inverses.drop([*missing_anywhere, *lost])
         for block in lost:
-            training.warn(
+            reason = (
                 f"a factor of layer {block.name!r} is lost: the process that should store it did "
-                f"not load it, perhaps because the checkpoint was written without consolidate(); "
-                f"the layer falls back to the base optimizer until it has new statistics"
+                f"not load it, perhaps because the checkpoint was written without consolidate()"
+            )
+            if block in resized:
+                reason = (
+                    f"the factors of layer {block.name!r} are not loaded: they were saved with "
+                    f"another size, because its bias was frozen then and is not now, or the "
+                    f"reverse"
+                )
+            training.warn(
+                f"{reason}; the layer falls back to the base optimizer until it has new statistics"
             )
             block.restart_averages()
         if lost:

@@ -1,11 +1,14 @@
 """The layers' entries in a checkpoint: how they are saved, checked, loaded and sent.
 
-The entries of a layer, in the ``"curvature"`` part of its weight:
+The ``"curvature"`` part of a layer's weight has these entries:
 
 A, G, L                     the running averages that this rank stores
 average_weight, mean_eigenvalues, examples
                             the weight of the averages, their mean eigenvalues, and the
                             number of examples
+pass_history, no_statistics, statistics_due, failures
+                            what is known of the layer's statistics and refreshes
+                            (:mod:`second_order.kronecker.block`)
 inverse_step                the step of the factors that the inverse was computed from;
                             -1 if the layer has no inverse
 inverse_delay               the number of steps from inverse_step until the inverse was
@@ -16,19 +19,30 @@ inverse_A, inverse_G, ...   the tensors of the inverse, named by the solver; onl
                             gradient workers save them
 inverse_damping             four numbers, saved with these tensors: the layer's γ, the
                             mean eigenvalue of A ⊗ G + γ, the option ``damping``, and 1
-                            if the inverse is multiplied by that mean eigenvalue; all
-                            are 0 if there is no inverse
+                            if the inverse is multiplied by that mean eigenvalue
 snapshot_step               the step of the factors of a pending inverse; -1 if none is
                             pending
-snapshot_A, snapshot_G, ... these factors
+snapshot_damping, snapshot_mean_curvature
+                            its option ``damping``, and the mean curvature of all layers
+snapshot_A, snapshot_average_weight, ...
+                            its running averages
+drift_interval, ...         the drift (:mod:`second_order.kfac.schedule`)
+stopped                     1 if THOR's rule has stopped the layer
+
+A frozen layer has only the running averages and some of the numbers. If a layer has no
+inverse, or no pending one, the tensors are missing, or zeros where
+torch.distributed.checkpoint needs tensors to load into. Each parameter of a layer also
+has last_step and last_step_known, for the step scale.
 
 Shared numbers describe the whole model and not one layer, for example the step scale. A
 checkpoint has entries only for parameters, so the entries of each layer repeat the
 shared numbers.
 
-:func:`factor_entries` and :func:`inverse_entries` list the tensors and the ranks that
-have them. Saving, checking and sending use these lists. The functions that send are
-collectives: every rank calls them with the same layers.
+:data:`INTEGERS`, :data:`NUMBERS` and :data:`TENSORS` say what each entry is, and
+:func:`layer_shapes` gives the shapes of tensors. Checks and loading use these.
+:func:`factor_entries` and :func:`inverse_entries` list a layer's tensors, their dtypes
+when they are saved, and the ranks that have them. Saving and sending use these lists.
+The functions that send are collectives: every rank calls them with the same layers.
 """
 
 from __future__ import annotations
@@ -62,7 +76,8 @@ from second_order.kronecker.block import (
     LayerStatus,
 )
 from second_order.kronecker.factors import OwnedFactors
-from second_order.kronecker.solvers import INVERSE_ENTRIES
+from second_order.kronecker.layers import FactorShape
+from second_order.kronecker.solvers import INVERSE_ENTRIES, Solver
 from second_order.training.context import Training
 from second_order.training.throttle import THROTTLE_ENTRIES
 
@@ -77,6 +92,8 @@ __all__ = [
     "factor_entries",
     "inverse_entries",
     "inverse_state",
+    "lacks_saved_factors",
+    "load_absent_factors",
     "load_factors",
     "load_inverses",
     "move_factors",
@@ -107,41 +124,88 @@ NEWLY_TRAINABLE_AT = "newly_trainable_at"
 DAMPING = "damping"
 """The option γ at the last refresh, or -1 before the first."""
 
-COUNT_ENTRIES = (*DRIFT_ENTRIES, *THROTTLE_ENTRIES[:2])
-"""Entries that are integers of at least 0."""
+MAX_INTEGER = 2**53
 
-ALL_ENTRIES = (
-    *HEADER,
-    # Running averages and captured passes.
+INTEGERS: dict[str, tuple[int, int]] = {
+    # Captured passes.
+    AGREED_STATE[0]: (0, 1),
+    STATISTICS_DUE: (0, 1),
+    AGREED_STATE[2]: (0, MAX_INTEGER),
+    # Inverses, and pending ones.
+    STEP: (-1, MAX_INTEGER),
+    DELAY: (0, MAX_INTEGER),
+    REQUESTED: (0, 1),
+    STOPPED: (0, 1),
+    SNAPSHOT_STEP: (-1, MAX_INTEGER),
+    # Shared numbers.
+    UPDATED_AT: (0, MAX_INTEGER),
+    NEWLY_TRAINABLE_AT: (-1, MAX_INTEGER),
+    **dict.fromkeys(CHOSEN_WORKERS, (0, MAX_INTEGER)),
+    **dict.fromkeys(THROTTLE_ENTRIES[:2], (0, MAX_INTEGER)),
+    # The drift of a layer, and the last step of a parameter.
+    **dict.fromkeys(DRIFT_ENTRIES, (0, MAX_INTEGER)),
+    LAST_STEP_KNOWN: (0, 1),
+}
+"""Entries that are integers, with their smallest and largest value."""
+
+NUMBERS = (
+    *SNAPSHOT_NUMBERS,
+    MEAN_CURVATURE,
+    DAMPING,
+    *SCALE_ENTRIES,
+    *USUAL_CHANGE,
+    THROTTLE_ENTRIES[2],
+)
+"""Entries that are finite numbers, or tensors with one element."""
+
+TENSORS = (
     *FACTOR_NAMES,
     *AVERAGE_ENTRIES,
     PASS_HISTORY,
-    *AGREED_STATE,
-    # Inverses.
     *INVERSE_ENTRIES,
     INVERSE_DAMPING,
-    STEP,
-    DELAY,
-    REQUESTED,
-    STOPPED,
-    # Pending inverses.
-    SNAPSHOT_STEP,
-    *SNAPSHOT_NUMBERS,
     *(SNAPSHOT + name for name in (*FACTOR_NAMES, *AVERAGE_ENTRIES)),
-    # Shared numbers.
-    MEAN_CURVATURE,
-    UPDATED_AT,
-    NEWLY_TRAINABLE_AT,
-    DAMPING,
-    *CHOSEN_WORKERS,
-    *SCALE_ENTRIES,
-    *USUAL_CHANGE,
-    *THROTTLE_ENTRIES,
-    # The drift of a layer, and the last step of a parameter.
-    *DRIFT_ENTRIES,
     LAST_STEP,
-    LAST_STEP_KNOWN,
 )
+"""Entries that are finite tensors."""
+
+REQUIRED: tuple[tuple[Sequence[str], Sequence[str]], ...] = (
+    ((*FACTOR_NAMES, *AVERAGE_ENTRIES), AVERAGE_ENTRIES),
+    ((STEP,), (DELAY, REQUESTED)),
+    ((SNAPSHOT_STEP,), SNAPSHOT_NUMBERS),
+)
+"""If a part has an entry of the first names, it must have all of the second."""
+
+
+def averages_shapes(shape: FactorShape) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the running averages of a layer, by entry name."""
+    shapes: dict[str, tuple[int, ...]] = {
+        WEIGHT: (),
+        MEANS: (shape.record_size, shape.groups),
+        EXAMPLES: (),
+    }
+    for name in shape.factor_names:
+        shapes[name] = shape.stored_shape(name)
+    return shapes
+
+
+def inverse_shapes(shape: FactorShape, solver: Solver) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of a layer's inverse, by entry name."""
+    return {INVERSE_DAMPING: (4,), **solver.saved_shapes(shape)}
+
+
+def snapshot_shapes(shape: FactorShape) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the running averages of a pending inverse, by entry name."""
+    return {SNAPSHOT + name: size for name, size in averages_shapes(shape).items()}
+
+
+def layer_shapes(shape: FactorShape, solver: Solver) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors of a layer, by entry name."""
+    return {
+        **averages_shapes(shape),
+        **inverse_shapes(shape, solver),
+        **snapshot_shapes(shape),
+    }
 
 
 @dataclass(frozen=True)
@@ -175,14 +239,10 @@ def factor_entries(block: KroneckerBlock, layer: LayerPlan | None) -> list[Entry
 
     # The owner of A also has the numbers.
     number_dtype = torch.promote_types(block.factor_dtype, torch.float32)
-    means_shape = (block.shape.record_size, block.shape.groups)
-    entries = [
-        Entry(WEIGHT, (), number_dtype, owners["A"]),
-        Entry(MEANS, means_shape, number_dtype, owners["A"]),
-        Entry(EXAMPLES, (), number_dtype, owners["A"]),
-    ]
-    for name, shape in block.stored_shapes.items():
-        entries.append(Entry(name, shape, block.factor_dtype, owners[name]))
+    entries: list[Entry] = []
+    for name, shape in averages_shapes(block.shape).items():
+        dtype = block.factor_dtype if name in owners else number_dtype
+        entries.append(Entry(name, shape, dtype, owners.get(name, owners["A"])))
     return entries
 
 
@@ -404,36 +464,43 @@ def check_saved(
 ) -> None:
     """Check the entries of a checkpoint before any of them is loaded.
 
-    The shapes of a frozen layer are not checked if its factors have another size,
-    perhaps because they were saved with its bias: such factors are not loaded. Neither
-    are those of a parameter without a block.
+    A layer's factors may also have the shapes that they would have if its bias were
+    frozen, or were not. They are loaded if the layer has these shapes at the first
+    step. If the factors of a frozen layer have other shapes, they are never loaded, so
+    these shapes are not checked. Neither are those of a parameter without a block.
 
     Raises:
-        ValueError: If an entry is unknown or non-finite, or does not fit its layer.
+        ValueError: If an entry is unknown, missing, non-finite or out of bounds, or
+            does not fit its layer.
     """
     block_of: dict[Tensor, KroneckerBlock] = {block.weight: block for block in blocks}
     for p, part in saved.items():
-        part.check_known(ALL_ENTRIES)
+        part.check_known((*HEADER, *INTEGERS, *NUMBERS, *TENSORS))
+        for names, required in REQUIRED:
+            if part.keys() & set(names):
+                part.require(required)
 
         # The shapes that are known.
-        shapes: dict[str, tuple[int, ...]] = {LAST_STEP: tuple(p.shape)}
+        shapes: dict[str, tuple[int, ...]] = {
+            LAST_STEP: tuple(p.shape),
+            PASS_HISTORY: (4,),
+        }
         block = block_of.get(p)
-        if block is not None and (block.trainable or block.has_sizes_of(part)):
-            if part.keys() & {*FACTOR_NAMES, MEANS, EXAMPLES}:
-                part.require([WEIGHT, MEANS])
-            entries = factor_entries(block, None)
-            entries += inverse_entries(block, None, inverses)
-            for entry in entries:
-                shapes[entry.name] = entry.shape
+        if block is not None:
+            shape = block.saved_shape(part)
+            if shape is None and block.trainable:
+                shape = block.shape
+            if shape is not None:
+                shapes |= layer_shapes(shape, inverses.solver)
 
         # The values.
-        for key, value in part.items():
-            if key in COUNT_ENTRIES:
-                part.whole(key, 0)
-            elif isinstance(value, Tensor):
-                part.tensor(key, shapes.get(key))
-            elif key not in HEADER:
+        for key in part:
+            if key in INTEGERS:
+                part.whole(key, *INTEGERS[key])
+            elif key in NUMBERS:
                 part.number(key)
+            elif key in TENSORS:
+                part.tensor(key, shapes.get(key))
         if PASS_HISTORY in part:
             status = float(part[PASS_HISTORY][0])
             if status not in [known.value for known in LayerStatus]:
@@ -483,23 +550,46 @@ def load_factors(
     blocks: Sequence[KroneckerBlock],
     training: Training,
 ) -> None:
-    """Load the running averages of layers, in the dtypes of the checkpoint."""
+    """Load the running averages of all layers, and drop those that they had."""
     for block in blocks:
-        part: Mapping[str, Any] = saved.get(block.weight, {})
         block.staged.clear()
         block.restart_averages()
-        if training.steps == 0:
-            continue
-        if not block.has_sizes_of(part):
+        part: Mapping[str, Any] = saved.get(block.weight, {})
+        if training.steps > 0 and not block.trainable and not block.has_sizes_of(part):
             training.warn(
                 f"the factors of the frozen layer {block.name!r} are not loaded, because they "
-                f"were saved with another size, perhaps with its bias; if you unfreeze the layer, "
-                f"its running averages start again"
+                f"were saved with another size, perhaps with its bias; if you unfreeze the layer "
+                f"after the next step, its running averages start again"
             )
-        elif WEIGHT in part or part.get(STATISTICS_DUE, 0):
-            # The part may lack factors that another rank owns. If it lacks factors that
-            # this rank owns, the next refresh finds out that they are lost.
+    load_absent_factors(saved, blocks, training)
+
+
+def load_absent_factors(
+    saved: Mapping[Tensor, SavedPart],
+    blocks: Iterable[KroneckerBlock],
+    training: Training,
+) -> None:
+    """Load running averages for the layers that have none, in the dtypes of this run.
+
+    Those of another size are left out.
+    """
+    for block in blocks:
+        part: Mapping[str, Any] = saved.get(block.weight, {})
+        # The part may lack factors that another rank owns. If it lacks factors that
+        # this rank owns, the next refresh finds out that they are lost.
+        if block.has_sizes_of(part) and lacks_saved_factors(block, part, training):
             block.load_factors(part)
+
+
+def lacks_saved_factors(
+    block: KroneckerBlock, part: Mapping[str, Any], training: Training
+) -> bool:
+    """Return whether a layer has no running averages, but had some when it was saved.
+
+    All ranks get the same answer.
+    """
+    were_saved = WEIGHT in part or bool(part.get(STATISTICS_DUE, 0))
+    return training.steps > 0 and were_saved and block.factors is None
 
 
 def load_inverses(
@@ -534,10 +624,10 @@ def load_inverses(
         # The pending inverse.
         may_be_pending = layer.factors_everywhere and not inverses.waits_for_all
         if may_be_pending and part.get(SNAPSHOT_STEP, -1) >= 0:
-            names = (*AVERAGE_ENTRIES, *block.shape.factor_names)
-            if any(SNAPSHOT + name not in part for name in names):
+            if not _has_tensors(part, snapshot_shapes(block.shape)):
                 loaded.missing.add(block)
                 continue
+            names = averages_shapes(block.shape)
             snapshot = {name: part[SNAPSHOT + name] for name in names}
             loaded.pending[block] = PendingInverse(
                 step=int(part[SNAPSHOT_STEP]),
@@ -548,6 +638,16 @@ def load_inverses(
     return loaded
 
 
+def _has_tensors(
+    part: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> bool:
+    """Return whether a part has tensors of these names and shapes."""
+    return all(
+        name in part and tuple(part[name].shape) == shape
+        for name, shape in shapes.items()
+    )
+
+
 def _read_inverse(
     part: Mapping[str, Any],
     block: KroneckerBlock,
@@ -556,10 +656,11 @@ def _read_inverse(
 ) -> LoadedInverse:
     """Read the tensors of an inverse; return ``loaded`` if this run cannot use them.
 
-    It may have another solver or ``grafting``, or the checkpoint may lack the tensors.
+    It may have another solver or ``grafting``, or another size because its bias was
+    frozen or unfrozen, or the checkpoint may lack the tensors.
     """
     names = inverses.solver.saved_shapes(block.shape)
-    if not part.keys() >= {INVERSE_DAMPING, *names}:
+    if not _has_tensors(part, inverse_shapes(block.shape, inverses.solver)):
         return loaded
     damping, mean_eigenvalue, option, scaled = part[INVERSE_DAMPING].tolist()
     empty = not all(bool(part[name].any()) for name in names)  # zeros from ``fill``

@@ -467,10 +467,25 @@ class KroneckerBlock:
 
     def has_sizes_of(self, saved: Mapping[str, Any]) -> bool:
         """Whether the factors among saved entries have this layer's sizes."""
-        for name, shape in self.stored_shapes.items():
-            if name in saved and tuple(saved[name].shape) != shape:
-                return False
-        return True
+        return _fits(self.shape, saved)
+
+    def saved_shape(self, saved: Mapping[str, Any]) -> FactorShape | None:
+        """The shape of the factors among saved entries.
+
+        It may be a shape that the layer has while its bias is frozen, or while it is
+        not. None if it is no shape of this layer.
+        """
+        for shape in (self.shape, *self._other_shapes()):
+            if _fits(shape, saved):
+                return shape
+        return None
+
+    def _other_shapes(self) -> list[FactorShape]:
+        """The shapes after the bias is frozen or unfrozen."""
+        if self.bias is None:
+            return []
+        module = self.modules[0]
+        return [self.kinds[module].shape(module, not self.trains_bias)]
 
     # -------------------------------------------------------------------------- inverse
 
@@ -505,6 +520,16 @@ class KroneckerBlock:
         if self.inverse is None:
             return 0
         return sum(tensor.nbytes for tensor in self.inverse.tensors)
+
+
+def _fits(shape: FactorShape, saved: Mapping[str, Any]) -> bool:
+    """Whether the factors among saved entries are tensors with the sizes of a shape."""
+    for name in shape.factor_names:
+        if name in saved:
+            size = getattr(saved[name], "shape", None)
+            if size is None or tuple(size) != shape.stored_shape(name):
+                return False
+    return True
 
 
 # ---------------------------------------------------------------- gradients as matrices

@@ -201,7 +201,16 @@ class ExactBlock(KroneckerBlock):
         return x.shape == d.shape
 
     def _current_shape(self) -> FactorShape:
-        size = sum(p.numel() for p in self.params or self.all_params)
+        return self._shape_of_size(
+            sum(p.numel() for p in self.params or self.all_params)
+        )
+
+    def _other_shapes(self) -> list[FactorShape]:
+        """The shapes if one parameter is trainable, or all."""
+        sizes = [p.numel() for p in self.all_params]
+        return [self._shape_of_size(size) for size in (*sizes, sum(sizes))]
+
+    def _shape_of_size(self, size: int) -> FactorShape:
         if size > self.max_dim:
             return FactorShape(
                 groups=size, in_dim=1, out_dim=1, diagonal_a=True, exact=True

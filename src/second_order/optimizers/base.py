@@ -775,9 +775,11 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         the state of the base alone, the curvature starts from the beginning.
 
         Raises:
-            ValueError: If an entry does not fit, is not finite, is out of bounds or
-                unknown, or belongs to another base. The error names the entry, and
-                nothing has been loaded.
+            ValueError: If an entry does not fit, is missing, not finite, out of bounds
+                or unknown, or belongs to another base. The error names the entry. All
+                entries are checked before anything is loaded. Only a hook of yours, the
+                base's own ``__setstate__``, or a warning that you turn into an error
+                can raise after that.
         """
         check_is_state(state_dict)
         self.adopt_shards()

@@ -63,6 +63,8 @@ VERSION_DEPENDENT_SETTINGS = {
     "decoupled_weight_decay",
 }
 
+MAX_NAMES = 5  # of parameters, in an error
+
 VERSION = 1
 NOTHING_LOADED = "Nothing has been loaded"
 
@@ -215,18 +217,19 @@ def _check_groups(
     # Sizes and options.
     saved_sizes = [len(group.get("params", ())) for group in saved_groups]
     sizes = [len(group["params"]) for group in groups]
+    saved_names = [name for group in saved_groups for name in group.get(NAMES) or []]
+    names = [name for group in groups for name in group.get(NAMES) or []]
     if saved_sizes != sizes:
         raise ValueError(
             f"the checkpoint has {len(saved_sizes)} parameter groups with {saved_sizes} "
             f"parameters, but the optimizer over {base_class_names(base)} has {len(sizes)} with "
-            f"{sizes}; make the same groups before loading"
+            f"{sizes}; {_describe_extra_names(saved_names, names)}make the same groups before "
+            f"loading. {NOTHING_LOADED}"
         )
     for i, (saved_group, group) in enumerate(zip(saved_groups, groups, strict=True)):
         _check_group_options(i, saved_group, group)
 
     # Entirely different names are accepted, because a wrapper may rename everything.
-    saved_names = [name for group in saved_groups for name in group.get(NAMES) or []]
-    names = [name for group in groups for name in group.get(NAMES) or []]
     if saved_names == names or sorted(saved_names) != sorted(names):
         return
     for saved_name, name in zip(saved_names, names, strict=True):
@@ -237,6 +240,37 @@ def _check_groups(
                 f"or reorder the checkpoint with register_load_state_dict_pre_hook; nothing has "
                 f"been loaded"
             )
+
+
+def _describe_extra_names(saved_names: Sequence[str], names: Sequence[str]) -> str:
+    """Name the parameters that only one side has, as a part of an error; "" if unknown.
+
+    If you pass a model to an optimizer, it leaves out the parameters that are frozen.
+    """
+    if not set(saved_names) & set(names):
+        return ""
+    description = ""
+    only_saved = [repr(name) for name in saved_names if name not in names]
+    if only_saved:
+        description += (
+            f"only the checkpoint has {_join(only_saved)}: if they are frozen now, freeze them "
+            f"after you have made the optimizer; "
+        )
+    only_here = [repr(name) for name in names if name not in saved_names]
+    if only_here:
+        description += (
+            f"only the optimizer has {_join(only_here)}: if they were frozen when the saved run "
+            f"made its optimizer, freeze them before you make this one; "
+        )
+    return description
+
+
+def _join(names: Sequence[str]) -> str:
+    """Return a list of the first names."""
+    listed = ", ".join(names[:MAX_NAMES])
+    if len(names) > MAX_NAMES:
+        listed += f" and {len(names) - MAX_NAMES} more"
+    return listed
 
 
 def _check_group_options(
