@@ -358,7 +358,7 @@ an instrument without the owners' clip
 a frozen layer keeps its inverse  <-  kaisa::a_frozen_layer_stores_no_inverse
     block.drop_inverse()  =>  pass
 ranks' losses not compared  <-  loss_reduction::ranks_with_different_reductions_raise
-  - ("loss reduction", self.layers.losses.current()),
+  - ("loss reduction", self.layers.losses.compared),
 messages forget since the beginning
   <-  stats_workers::factors_decay_between_messages_as_in_as_many_steps
   - self.layers.update_averages(sums, decay)

@@ -209,16 +209,64 @@ def test_the_detection_hook_is_removed_with_the_optimizer() -> None:
     assert hook_count(model) == 0
 
 
-def differently(rank: int, world_size: int) -> str:
+def differently(rank: int, world_size: int, step: int) -> str:
+    """The model gets the number on one rank only, at the first step or at the second."""
     model = LossOutside()
     optimizer = make(KAISA, model)
+    for batch in BATCHES[:step]:
+        optimizer.zero_grad()
+        model(*batch).backward()
+        optimizer.step()
     more = {"num_items_in_batch": N} if rank == 0 else {}
-    model(*BATCHES[0], **more).backward()
+    model(*BATCHES[step], **more).backward()
     with pytest.raises(RankMismatchError) as error:
         optimizer.step()
     return str(error.value)
 
 
-def test_ranks_with_different_reductions_raise(world: World) -> None:
-    for messages in world.run(differently, 2):
+@pytest.mark.parametrize("step", [0, 1])
+def test_ranks_with_different_reductions_raise(world: World, step: int) -> None:
+    for messages in world.run(differently, 2, step):
         assert "step_mean" in messages
+
+
+def train_with_items(
+    rank: int, world_size: int, System: Any, idle: Sequence[int]
+) -> tuple[list[Tensor], str]:
+    """Some ranks have no batch at the first step; the whole batch has N rows."""
+    model = LossOutside()
+    optimizer = make(System, model, **SGD)
+    trajectory = []
+    for step, batch in enumerate(BATCHES):
+        working = [r for r in range(world_size) if step > 0 or r not in idle]
+        optimizer.zero_grad()
+        if rank in working:
+            n = N // len(working)
+            start = n * working.index(rank)
+            x, y = (part[start : start + n] for part in batch)
+            (world_size * model(x, y, num_items_in_batch=N)).backward()
+        optimizer.step()
+        trajectory.append(vector(model))
+    return trajectory, optimizer._curvature.layers.losses.current()
+
+
+@pytest.mark.parametrize("System", [KAISA, DistKFAC])
+@pytest.mark.parametrize("idle", [[0], [1]])
+def test_a_rank_without_a_batch_adopts_the_reduction(
+    world: World, System: Any, idle: list[int]
+) -> None:
+    ranks = world.run(train_with_items, 2, System, idle)
+    assert [reduction for _, reduction in ranks] == ["step_mean"] * 2
+    whole, _ = train_with_items(0, 1, System, [])
+    found = agreed([trajectory for trajectory, _ in ranks])
+    assert_same_trajectory(found[:1], whole[:1])
+
+
+def test_a_checkpoint_contains_that_the_model_received_the_number() -> None:
+    optimizer, _ = warnings_of(KAISA, SIZES, **SGD)
+    resumed = make(KAISA, LossOutside(), **SGD)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert resumed._curvature.layers.losses.current() == "step_mean"
+    plain = make(KAISA, LossOutside(), **SGD)
+    plain.load_state_dict(make(KAISA, LossOutside(), **SGD).state_dict())
+    assert plain._curvature.layers.losses.current() == "mean"

@@ -410,8 +410,10 @@ class KFAC(LayeredCurvature):
     def prepare(self) -> None:
         """Reassign layers to ranks if the layers that train have changed. Collective.
 
-        Call this before gradients are averaged: new owners then receive the means.
+        At the first step, the ranks also agree on the reduction of the losses. Call
+        this before gradients are averaged: new owners then receive the means.
         """
+        self.layers.losses.agree(self.training.world)
         if self.throttle is not None:
             self.throttle.begin_step()
         if self.layers.update_active():
@@ -817,7 +819,7 @@ class KFAC(LayeredCurvature):
             ("layers with a requested refresh", requested),
             ("step at which all layers are due", self.layers.newly_trainable_at),
             *scheduled(self._options, SCHEDULES, self.training.steps),
-            ("loss reduction", self.layers.losses.current()),
+            ("loss reduction", self.layers.losses.compared),
             ("step scale", self._step_scale),
         ]
 
@@ -843,6 +845,7 @@ class KFAC(LayeredCurvature):
             averaged_at=self._averaged_at,
             newly_trainable_at=self.layers.newly_trainable_at,
             num_workers=num_workers,
+            items_observed=self.layers.losses.items_observed,
         )
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
@@ -873,6 +876,8 @@ class KFAC(LayeredCurvature):
             self._set_num_workers(numbers.num_workers)
         self.mean_curvature = numbers.mean_curvature
         self._averaged_at = numbers.averaged_at
+        if numbers.items_observed:
+            self.layers.losses.resume()
         self.layers.schedule_all_at(numbers.newly_trainable_at)
         if self.stats_workers is not None:
             # Statistics that are on their way belong to other parameters.

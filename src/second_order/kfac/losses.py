@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from second_order.distributed.world import World
+from second_order.errors import RankMismatchError
 from second_order.kronecker.factors import Reduction
 from second_order.optimizers.config import KFACOptions
 from second_order.utils.checks import AUTO
@@ -45,10 +47,12 @@ class ItemsHook:
 
     Attributes:
         observed: Whether the model received the number in a pass with gradients.
+        missed: Whether the model was called without it in such a pass.
     """
 
     def __init__(self) -> None:
         self.observed = False
+        self.missed = False
         self._handle: RemovableHandle | None = None
 
     def __call__(
@@ -59,8 +63,12 @@ class ItemsHook:
         output: Any,
     ) -> None:
         """Observe a call of the model."""
-        if kwargs.get(KEYWORD) is not None and torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return
+        if kwargs.get(KEYWORD) is not None:
             self.observed = True
+        else:
+            self.missed = True
 
     def attach(self, model: nn.Module) -> None:
         """Register the hook on a model, unless it is registered already."""
@@ -94,10 +102,14 @@ class LossReduction:
 
     If ``loss_reduction="auto"`` and the model's calls can show the reduction,
     :meth:`attach` hooks the model. The hook leaves it with this object.
+
+    A rank may have no batch at the first steps. So the ranks agree on the reduction at
+    the first step at which any rank has called the model.
     """
 
     def __init__(self, model: nn.Module, options: KFACOptions) -> None:
         self._options = options
+        self._agreed = False  # whether agree() has found a call of the model
         self._hook: ItemsHook | None = None
         if options.loss_reduction == AUTO and _accepts_items(model):
             self._hook = ItemsHook()
@@ -118,6 +130,49 @@ class LossReduction:
         if self._hook is not None and self._hook.observed:
             return "step_mean"
         return "mean"
+
+    @property
+    def compared(self) -> str:
+        """What ranks compare at each step; "" if :meth:`agree` follows."""
+        if self._hook is not None and not self._agreed:
+            return ""
+        return self.current()
+
+    def agree(self, world: World) -> None:
+        """Adopt what other ranks have observed, until some rank has called the model.
+
+        Collective.
+
+        Raises:
+            RankMismatchError: On every rank, if the model received the number on some
+                ranks, and was called without it on others.
+        """
+        hook = self._hook
+        if hook is None or self._agreed or world.size == 1:
+            return
+        only_missed = hook.missed and not hook.observed
+        flags = torch.tensor([float(hook.observed), float(only_missed)], device="cpu")
+        world.on_cpu().all_reduce_max([flags]).wait()
+        observed, missed = flags.tolist()
+        if observed and missed:
+            raise RankMismatchError(
+                f"the ranks are out of sync: some have called the model with {KEYWORD} (loss "
+                f"reduction: step_mean), and others without it (mean); pass it on every rank, or "
+                f"set loss_reduction="
+            )
+        self._agreed = bool(observed or missed)
+        hook.observed = bool(observed)
+
+    @property
+    def items_observed(self) -> bool:
+        """Whether the model has received ``num_items_in_batch``."""
+        return self._hook is not None and self._hook.observed
+
+    def resume(self) -> None:
+        """Continue a run in which the model has received ``num_items_in_batch``."""
+        if self._hook is not None:
+            self._hook.observed = True
+            self._agreed = True
 
     def attach(self, model: nn.Module) -> None:
         """Register the hook on the model, if there is one."""
