@@ -22,6 +22,7 @@ from measure_cases import (
 )
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
+from transformers import BatchEncoding
 
 from second_order import (
     KroneckerCurvature,
@@ -369,6 +370,19 @@ def test_a_graph_from_before_can_still_run_backward() -> None:
     loss.backward()
 
 
+def test_the_graph_of_the_inputs_can_still_run_backward() -> None:
+    encoder = nn.Linear(5, 3)
+    features = encoder(torch.randn(6, 5)).tanh()
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    tensors = list(features.split(2))
+    mappings = [BatchEncoding({"input": x}) for x in tensors]
+    for batches in (tensors, mappings):
+        found = measure(model, batches, factors="ekfac", progress=False)
+        assert list(found) == ["0", "2"]
+    features.sum().backward()
+    assert encoder.weight.grad is not None
+
+
 # ---------------------------------------------------------------------------------- bad input
 
 
@@ -427,6 +441,7 @@ CRITERION = nn.CrossEntropyLoss(reduction="none")
         ({"loader": {"input": X, "labels": Y}}, r"looks like a single batch; write \[batch\]"),
         ({"loader": None}, "loader=NoneType.* cannot be iterated over; pass a DataLoader"),
         ({"loader": (X, Y)}, r"\(4, 2\) and \(4,\).*write \[\(x, y\)\], or DataLoader"),
+        ({"loader": [X, X[:, :1]]}, r"\(4, 2\) and \(4, 1\) looks like inputs and targets"),
     ],
 )
 def test_invalid_arguments_raise_with_the_remedy(changed: dict[str, Any], text: str) -> None:

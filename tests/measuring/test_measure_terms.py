@@ -362,6 +362,31 @@ def test_inputs_can_require_a_gradient() -> None:
     close(found["2"].G, expected["2"].G)
 
 
+class Doubled(torch.autograd.Function):
+    """A function whose node has the attribute of a leaf's node."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.variable = 2.0
+        return x * ctx.variable
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * ctx.variable
+
+
+class Doubling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        doubled: Tensor = Doubled.apply(x)
+        return doubled
+
+
+def test_custom_functions_can_have_an_attribute_variable() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), Doubling(), nn.Linear(4, 2))
+    found = quietly(model, [torch.randn(6, 3)], factors="kfac")
+    assert list(found) == ["0", "2"]
+
+
 def test_derivatives_in_a_loss_are_reported() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
 
@@ -473,6 +498,28 @@ def test_batches_keep_their_type_for_call_and_loss(kind: Callable[..., Any]) -> 
         found = quietly(nn.Linear(4, 3), [batch], factors="kfac", call=call, **options)
         assert found.report.examples == 8
     assert types == {type(batch)}
+
+
+class MovesItself:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def to(self, device: torch.device) -> None:
+        self.x = self.x.to(device)
+
+
+def test_a_batch_can_move_itself() -> None:
+    batch = MovesItself(torch.randn(8, 4))
+    options: dict[str, Any] = {"factors": "kfac", "call": lambda model, batch: model(batch.x)}
+    assert len(quietly(nn.Linear(4, 3), [batch], **options)) == 1
+
+
+def test_mappings_can_have_tensors_of_inference_mode() -> None:
+    with torch.inference_mode():
+        x = torch.randn(8, 4)
+    for batch in ({"input": x}, BatchEncoding({"input": x})):
+        assert len(quietly(nn.Linear(4, 3), [batch], factors="kfac")) == 1
+        assert batch["input"] is x
 
 
 def test_a_batch_of_unknown_type_needs_call() -> None:

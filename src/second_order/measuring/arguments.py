@@ -130,14 +130,18 @@ def _check_model_and_loader(model: Any, loader: Any) -> None:
     if not isinstance(loader, (tuple, list)) or len(loader) != 2:
         return
 
-    # Two batches of inputs have the same dtype and number of dimensions. Their other
-    # sizes may differ, such as the lengths of padded sequences.
+    # Two batches of inputs have the same dtype and number of dimensions. Rows of floats
+    # also have the same width. Other sizes may differ, such as the lengths of padded
+    # sequences.
     x, y = loader
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         return
     if x.dim() == 0 or y.dim() == 0:
         return
-    if len(x) == len(y) and (x.dtype, x.dim()) != (y.dtype, y.dim()):
+    is_alike = x.dtype == y.dtype and x.dim() == y.dim()
+    if x.is_floating_point() and x.dim() == 2:
+        is_alike = is_alike and x.shape == y.shape
+    if len(x) == len(y) and not is_alike:
         raise TypeError(
             f"loader={_describe(loader)} of tensors {tuple(x.shape)} and {tuple(y.shape)} looks "
             f"like inputs and targets, but would be two batches; write [(x, y)], or "

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -103,9 +103,20 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
         if batch.is_inference():
             # Autograd cannot save an inference tensor, but it can save a copy.
             batch = batch.clone()
+        if batch.grad_fn is not None:
+            # The user may still need the graph that computed the batch.
+            batch = batch.detach().requires_grad_()
         return batch.to(device, non_blocking=True)
     if callable(getattr(batch, "to", None)):
-        return copy.copy(batch).to(device)  # some objects move themselves
+        copied = copy.copy(batch)
+        moved = copied.to(device)
+        if moved is None:  # the object has moved itself
+            moved = copied
+        if isinstance(moved, MutableMapping):
+            for key, value in moved.items():
+                if isinstance(value, Tensor):
+                    moved[key] = move_to_device(value, device)
+        return moved
     if isinstance(batch, Mapping):
         return {key: move_to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):
@@ -232,7 +243,7 @@ def read_batch(
 
 def _valid_term_counts(masks: Sequence[Tensor]) -> frozenset[int]:
     """Return the numbers of terms that a loss may have; empty if any is valid."""
-    if all(bool(mask.all()) for mask in masks):
+    if all(map(torch.all, masks)):
         return frozenset()
     counts: set[int] = set()
     for mask in masks:
@@ -358,7 +369,7 @@ class Rows:
         if shape in self._selections:
             return self._selections[shape]
         mask = _fit_mask(self.masks, shape)
-        if mask is None and not all(bool(each.all()) for each in self.masks):
+        if mask is None and not all(map(torch.all, self.masks)):
             warn(NO_MASK_FITS.format(shape=tuple(shape)))
         selection = RowSelection(None, shape.numel())
         if mask is not None and not bool(mask.all()):

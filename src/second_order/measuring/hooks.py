@@ -178,9 +178,9 @@ def _find_leaves(loss: Tensor, model: nn.Module) -> list[Tensor]:
     visited = set(stack)
     while stack:
         node: Any = stack.pop()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and leaf not in params:
-            leaves.append(leaf)
+        # The nodes of custom functions have any attributes, so `variable` is no proof.
+        if type(node).__name__ == "AccumulateGrad" and node.variable not in params:
+            leaves.append(node.variable)
         for next_node, _ in node.next_functions:
             if next_node is not None and next_node not in visited:
                 visited.add(next_node)
