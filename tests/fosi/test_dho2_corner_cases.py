@@ -104,6 +104,7 @@ def test_a_momentum_that_ignores_the_gradient_raises(options: dict[str, Any]) ->
     loss().backward()
     with pytest.raises(ValueError, match="use a momentum and a dampening below 1"):
         optimizer.step()
+    DHO2(model, lr=0.1, num_largest=0, **options)  # without Newton steps
 
 
 def few_unknowns(rank: int, world_size: int, layout: str, count: int) -> list[Tensor]:

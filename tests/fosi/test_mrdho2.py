@@ -36,9 +36,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order import MRDHO2, EpochReport, SecondOrderWarning
+from second_order import EpochReport, SecondOrderWarning
 from second_order.fosi import epochs as module
-from second_order.fosi import update
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -391,19 +390,6 @@ def test_a_distributed_checkpoint_loads_with_accelerators_and_without(
     dcp.load(state, checkpoint_id=tmp_path / "with accelerators", no_dist=True)
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
     assert optimizer.training.steps == EPOCH + 2
-
-
-@pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-def test_room_for_pairs_and_sums_is_on_the_cpu() -> None:
-    """torch.distributed.checkpoint reads into it. The device may have no memory for it."""
-    curvature = MRDHO2(nn.Linear(3, 2), lr=0.1, num_largest=2)._curvature
-    on_device = [p.to("meta") for p in curvature.flat_params.params]
-    curvature.flat_params.params = on_device
-    checkpoints = {"is_checkpointing": lambda part: True}
-    with replaced(module, checkpoints), replaced(update, checkpoints):
-        tensors = [t for t in curvature.state()[on_device[0]].values() if isinstance(t, Tensor)]
-    assert len(tensors) == 9
-    assert {tensor.device.type for tensor in tensors} == {"cpu"}
 
 
 RESUMED = {"final_update": "paper", "newton_scale": 0.3, **MOMENTUM}

@@ -39,7 +39,7 @@ from mrdho2_training import (
 from ranks import assert_same_trajectory, replaced, vector
 from torch import Tensor, nn
 
-from second_order import SecondOrderError
+from second_order import RankMismatchError, SecondOrderError
 from second_order.fosi.state import EPOCH_START, GRADIENT_SUM
 
 if TYPE_CHECKING:
@@ -193,12 +193,13 @@ def all_frozen(rank: int, world_size: int) -> Any:
             if trains:
                 loss_of(model, batch).backward()
             optimizer.step()
-        return [(report.epoch, report.applied) for report in optimizer.epochs]
+        return [(report.applied, report.reason) for report in optimizer.epochs]
 
 
 def test_an_epoch_without_trainable_parameters_has_no_final_update(world: World) -> None:
     reports, served = world.run(all_frozen, 2)
-    assert reports == [(0, True), (1, False), (2, True)]
+    assert [applied for applied, _ in reports] == [True, False, True]
+    assert "no parameter trained" in reports[1][1]
     assert served == 2
 
 
@@ -286,6 +287,20 @@ def test_each_group_has_its_own_newton_scale_in_a_final_update(world: World) -> 
     assert_same_trajectory(found[-1:], [expected], rtol=1e-7)
 
 
+def momentum_of_one(rank: int, world_size: int) -> int:
+    model = CASE.model()
+    with mrdho2(model, momentum=1.0) as optimizer:
+        if optimizer.role == "accelerator":
+            return int(optimizer.serve(CURVED, lambda batch: loss_of(model, batch)))
+        worker(model, optimizer, 0, 1, BATCHES[:EPOCH])
+        return len(optimizer.epochs)
+
+
+def test_workers_can_have_any_momentum(world: World) -> None:
+    """Final updates have none. Newton steps would ignore the gradient with this one."""
+    assert world.run(momentum_of_one, 2) == [1, 1]
+
+
 def without_sums(state: dict[str, Any]) -> dict[str, Any]:
     """The same checkpoint, of an epoch that has no final update."""
     state = copy.deepcopy(state)
@@ -311,6 +326,26 @@ def reloaded(rank: int, world_size: int) -> Any:
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
         return found + worker(model, optimizer, 0, 1, BATCHES[6:])
+
+
+def sums_on_one(rank: int, world_size: int) -> Any:
+    """Worker 1 loads a checkpoint without sums; worker 0 keeps its own."""
+    model = CASE.model()
+    optimizer = mrdho2(model, **MOMENTUM, helper_timeout=10.0)
+    with optimizer:
+        if optimizer.role == "accelerator":
+            return optimizer.serve(CURVED, lambda batch: loss_of(model, batch))
+        worker(model, optimizer, rank, 2, BATCHES[:2])
+        if rank == 1:
+            optimizer.load_state_dict(without_sums(optimizer.state_dict()))
+        with pytest.raises(RankMismatchError, match="sum of the epoch's gradients"):
+            worker(model, optimizer, rank, 2, BATCHES[2:3])
+        return optimizer.training.steps
+
+
+def test_workers_compare_whether_they_have_sums(world: World) -> None:
+    """Only a worker with sums waits for the accelerators' answers together with the others."""
+    assert world.run(sums_on_one, 3)[:2] == [2, 2]
 
 
 def test_a_checkpoint_during_an_epoch_restores_its_start(world: World) -> None:

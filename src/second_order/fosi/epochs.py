@@ -50,7 +50,7 @@ from second_order.fosi.state import (
 from second_order.fosi.subspace import Basis, inverse_magnitudes
 from second_order.fosi.update import FOSICurvature, group_alphas
 from second_order.lanczos.closure import Closures
-from second_order.lanczos.spectrum import lanczos_dtype
+from second_order.lanczos.hvp import lanczos_dtype
 from second_order.optimizers.config import EpochOptions
 from second_order.reporting.summary import EpochReport
 from second_order.training.context import Training
@@ -83,8 +83,8 @@ LOSS_NOT_FINITE = (
 )
 NOT_FINITE = (PAIRS_NOT_FINITE, UPDATE_NOT_FINITE, LOSS_NOT_FINITE)
 NO_SUMS = (
-    "this epoch has no sum of all its gradients, because other parameters trained, or because "
-    "it continues without the sum"
+    "no gradients were summed over the whole epoch: no parameter trained, other parameters "
+    "trained, or the checkpoint that it continues has no sums"
 )
 
 
@@ -97,12 +97,14 @@ class EpochSums:
 
 
 def empty_sums(flat_params: FlatParams) -> EpochSums:
-    """Return zeros of the shapes and dtypes of an epoch's sums, on the CPU."""
+    """Return zeros of the shapes and dtypes of an epoch's sums."""
     n = flat_params.size
     start_dtype = lanczos_dtype(flat_params.params)
+    # On one device with the rest, which torch needs to load complete states.
+    device = flat_params.params[0].device
     return EpochSums(
-        start=torch.zeros(n, dtype=start_dtype, device="cpu"),
-        gradient_sum=torch.zeros(n, dtype=flat_params.dtype, device="cpu"),
+        start=torch.zeros(n, dtype=start_dtype, device=device),
+        gradient_sum=torch.zeros(n, dtype=flat_params.dtype, device=device),
     )
 
 
@@ -156,6 +158,7 @@ class EpochCurvature(FOSICurvature):
         return [
             *super().fingerprint_values(),
             ("epoch and its steps", (self.epoch, self.epoch_step)),
+            ("sum of the epoch's gradients", self.sums is not None),
             ("accelerators at work", len(self.links)),
         ]
 
@@ -222,7 +225,7 @@ class WorkerCurvature(EpochCurvature):
         return self._last_pairs or super().eigenvalues()
 
     def handle_changed_params(self) -> None:
-        """Drop this epoch's final update, because other parameters train now."""
+        """Drop this epoch's final update, because c and p are of the old vector."""
         if self.sums is not None:
             self.training.warn(
                 "the parameters that train have changed, or their dtype, so this epoch has no "

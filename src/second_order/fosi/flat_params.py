@@ -38,8 +38,14 @@ from second_order.distributed.fsdp import (
 )
 from second_order.distributed.world import World
 from second_order.lanczos.closure import Closures
-from second_order.lanczos.hvp import Hessian, RowSpace, ShardedHessian, row_slice
-from second_order.lanczos.spectrum import check_one_device, lanczos_dtype
+from second_order.lanczos.hvp import (
+    Hessian,
+    RowSpace,
+    ShardedHessian,
+    lanczos_dtype,
+    row_slice,
+)
+from second_order.lanczos.spectrum import check_one_device
 from second_order.optimizers.config import FOSIOptions
 from second_order.training.context import Training
 from second_order.training.curvature import Routed
@@ -136,7 +142,7 @@ class FlatParams:
             groups.append(trainable)
         self.params = list(chain(*groups))
         self.size = sum(p.numel() for p in self.params)
-        self.dtype = self._vector_dtype(self.params)
+        self.dtype = self._options.lanczos_dtype or lanczos_dtype(self.params)
 
         world = self._training.world
         self.fsdp_sharded = any(is_dtensor(p) for p in self.params)
@@ -160,9 +166,6 @@ class FlatParams:
                 if piece.group == index:
                     stop += piece.size
             self.group_spans.append(slice(start, stop))
-
-    def _vector_dtype(self, params: Sequence[Tensor]) -> torch.dtype:
-        return self._options.lanczos_dtype or lanczos_dtype(params)
 
     def _cut_params(self, groups: Sequence[Sequence[Tensor]]) -> list[ParamPiece]:
         """Cut the parameters into the pieces of all processes, ordered by rank."""
@@ -201,14 +204,15 @@ class FlatParams:
     def update_layout(self) -> bool:
         """Lay out the vector again if other parameters train, or if its dtype changes.
 
-        This is a collective if parameters have changed.
+        This is a collective if either has changed.
 
         Returns:
-            Whether parameters have changed.
+            Whether either has changed.
         """
         trainable = self._training.trainable_params()
         same_params = list(map(id, trainable)) == list(map(id, self.params))
-        if same_params and self._vector_dtype(trainable) == self.dtype:
+        dtype = self._options.lanczos_dtype or lanczos_dtype(trainable)
+        if same_params and dtype == self.dtype:
             return False
 
         # Gather the base's state, which is cut to the rows of the old layout.
@@ -223,7 +227,7 @@ class FlatParams:
                 if p not in state:
                     continue
                 for key, value in state[p].items():
-                    # As in torch's load_state_dict().
+                    # The devices are those of torch's load_state_dict().
                     if isinstance(value, Tensor) and (key != "step" or step_on_device):
                         state[p][key] = value.to(p.device)
                 self._training.base.state[p] = state[p]

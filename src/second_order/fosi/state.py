@@ -107,18 +107,16 @@ def gather_pairs(subspace: Subspace, flat_params: FlatParams) -> SavedPairs:
 
 
 def empty_pairs(count: int, flat_params: FlatParams) -> SavedPairs:
-    """Return zeros of the shapes of ``count`` eigenpairs, on the CPU.
-
-    Training may have no memory for them on its device.
-    """
+    """Return zeros of the shapes of ``count`` eigenpairs, on the parameters' device."""
     n = flat_params.size
     r = min(count, n)
-    vectors = torch.zeros((r, n), dtype=flat_params.dtype, device="cpu")
+    device = flat_params.params[0].device
+    vectors = torch.zeros((r, n), dtype=flat_params.dtype, device=device)
     return SavedPairs(
         eigenvectors=vectors,
         outside_momentum=vectors.new_zeros(n),
-        eigenvalues=torch.zeros(r, dtype=torch.float64, device="cpu"),
-        residuals=torch.zeros(r, dtype=torch.float64, device="cpu"),
+        eigenvalues=vectors.new_zeros(r, dtype=torch.float64),
+        residuals=vectors.new_zeros(r, dtype=torch.float64),
         subspace_momentum=vectors.new_zeros(r),
         last_step=vectors.new_zeros(r),
         trust_region=vectors.new_zeros(len(TrustState._fields)),

@@ -208,7 +208,7 @@ class FOSICurvature(Curvature):
     # --------------------------------------------------------------------------- a step
 
     def prepare(self) -> None:
-        """Adopt newly trainable parameters, and refresh the eigenpairs if due."""
+        """Adopt changed parameters, and refresh the eigenpairs if due."""
         self.adopt_params()
         if self.throttle is not None:
             self.throttle.begin_step()
@@ -526,13 +526,13 @@ class FOSICurvature(Curvature):
     # -------------------------------------------------------------------------- changes
 
     def adopt_params(self) -> None:
-        """Lay out the vector again if other parameters train than at the last step."""
+        """Lay out the vector again if the parameters that train, or its dtype, changed."""
         if self.flat_params.update_layout():
             self.handle_changed_params()
         self.flat_params.check_gradients()
 
     def handle_changed_params(self) -> None:
-        """Drop the eigenpairs of other parameters, and time refreshes again."""
+        """Drop the eigenpairs of the old vector, and time refreshes again."""
         if self.throttle is not None:
             self.throttle.restart()
         if self.subspace is not None:
@@ -550,8 +550,9 @@ class FOSICurvature(Curvature):
     def replan(self) -> None:
         """Check that changed parameters and groups still make one vector."""
         check_one_vector(self.training, self.options)
-        # Raises if the gradient would have no weight in the momentum.
-        momentum_rule(self.options.subspace_momentum, self.training.groups[0])
+        # Raises if the gradient would have no weight in the momentum of Newton steps.
+        if self.computes_pairs and self.options.num_pairs > 0:
+            momentum_rule(self.options.subspace_momentum, self.training.groups[0])
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
         """Adopt the shards that have replaced parameters in the groups."""

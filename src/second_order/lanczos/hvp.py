@@ -52,6 +52,7 @@ __all__ = [
     "ProductMode",
     "RowSpace",
     "ShardedHessian",
+    "lanczos_dtype",
     "row_counts",
     "row_slice",
 ]
@@ -472,6 +473,14 @@ def row_counts(size: int, processes: int) -> list[int]:
     return counts
 
 
+def lanczos_dtype(params: Sequence[Tensor]) -> torch.dtype:
+    """Return float64 for Lanczos vectors if a parameter has it, else float32."""
+    for p in params:
+        if p.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
+
+
 class RowSpace:
     """This process's rows of vectors in R^n, and the Hessian of all processes' batches.
 
@@ -535,7 +544,7 @@ class RowSpace:
 
         The vector depends neither on the device nor on the number of processes.
         """
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(int(seed))  # or an integer of NumPy
         vector = torch.randn(
             self.size, generator=generator, dtype=torch.float32, device="cpu"
         )

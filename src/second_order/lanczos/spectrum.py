@@ -15,7 +15,7 @@ from second_order.distributed.fsdp import is_dtensor, sharded_params
 from second_order.distributed.world import World
 from second_order.errors import CurvatureError
 from second_order.lanczos.closure import Closures, CurvatureKind
-from second_order.lanczos.hvp import Hessian, ProductMode, RowSpace
+from second_order.lanczos.hvp import Hessian, ProductMode, RowSpace, lanczos_dtype
 from second_order.lanczos.lanczos import default_iterations, extreme_pairs
 from second_order.utils.checks import check_number, check_seed, check_whole
 
@@ -25,7 +25,6 @@ __all__ = [
     "check_one_device",
     "curvature_space",
     "eigenpairs",
-    "lanczos_dtype",
     "split_by_parameter",
     "weighted_loss",
 ]
@@ -213,13 +212,6 @@ def weighted_loss(
     sums[0] = hessian.loss
     sums[1] = hessian.examples
     return sums
-
-
-def lanczos_dtype(params: Sequence[Tensor]) -> torch.dtype:
-    """Return float64 for Lanczos vectors if a parameter has it, else float32."""
-    if any(p.dtype == torch.float64 for p in params):
-        return torch.float64
-    return torch.float32
 
 
 def curvature_space(
