@@ -47,7 +47,7 @@ def paper_settings(
             papers give intervals in epochs.
 
     Raises:
-        TypeError: The class is not one of the five, or ``epoch_steps`` is no integer.
+        TypeError: The class is not one of the five, or ``epoch_steps`` is not an integer.
         ValueError: ``epoch_steps`` is missing, or below 1.
     """
     if optimizer not in SETTINGS:

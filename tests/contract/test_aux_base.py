@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from models import ZOO
 from optimizer_cases import KAISA, each_kronecker, make, same, take
 from torch import nn
-from torch.nn.utils import parametrizations, weight_norm
+from torch.nn.utils import parametrizations, parametrize, weight_norm
 
 from second_order import (
     AuxBase,
@@ -84,6 +84,23 @@ ATTENTION = {
 }
 
 
+class Scale(nn.Module):
+    """A parametrization with a parameter of two dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6, 1))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * self.scale
+
+
+def scaled() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    parametrize.register_parametrization(model[0], "weight", Scale())
+    return model
+
+
 def in_windows() -> nn.Module:
     """A LayerNorm over two dimensions between two Linears."""
     return nn.Sequential(nn.Linear(6, 6), nn.LayerNorm([4, 6]), nn.Linear(6, 3))
@@ -119,6 +136,7 @@ REPARAMETRIZED = {
         (ZOO["mlp"].build, Muon, (), {"0.weight", "2.weight"}),
         (reparametrized, Muon, (), REPARAMETRIZED),
         (reparametrized, SGD, ["1"], {n for n in REPARAMETRIZED if n[0] != "1"}),
+        (scaled, Muon, (), {"0.parametrizations.weight.original"}),
         (in_windows, Muon, (), {"0.weight"}),  # a two-dimensional gain is not a hidden weight
     ],
 )

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
+from second_order import DHO2, DPKFAC, KAISA, MRDHO2, AuxBase, DistKFAC
 from second_order.optimizers.config import (
     CommonOptions,
     DistKFACOptions,
@@ -36,6 +36,7 @@ from second_order.optimizers.config import (
     KAISAOptions,
     KFACOptions,
 )
+from second_order.optimizers.consistency import to_primitive
 from second_order.optimizers.keywords import documented
 
 if TYPE_CHECKING:
@@ -310,6 +311,20 @@ def test_numbers_of_numpy_are_numbers_and_checkpoints_load_without_it(
     train_twice(plain, plain_model)
     assert same(model, plain_model)
     saved_and_loaded(optimizer.state_dict())
+
+
+def test_numbers_of_numpy_are_numbers_in_the_bases_and_in_groups() -> None:
+    half = np.float32(0.5)
+    model = mlp()
+    base = {"base": torch.optim.AdamW, "betas": (half, 0.9), "weight_decay": half}
+    aux_base = AuxBase(torch.optim.AdamW, kwargs={"eps": half})
+    groups = [{"params": list(model.parameters()), "lr": half, "damping": half}]
+    for options in ({"model": model, **base}, {"model": model, **base, "aux_base": aux_base}):
+        optimizer = KAISA(groups, **options)
+        train_twice(optimizer, model)
+        saved_and_loaded(optimizer.state_dict())
+    for number in (half, np.int64(3)):
+        assert to_primitive(number) == number
 
 
 @pytest.mark.parametrize(("System", "option", "value", "message"), rows(NUMBERS + CHOICES))

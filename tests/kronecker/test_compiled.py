@@ -12,6 +12,7 @@ from models import ZOO
 from optimizer_cases import hook_count
 from torch import Tensor, nn
 
+from second_order import register_layer
 from second_order.kronecker.capture import Capture
 
 MLP = ZOO["mlp"]  # Linear layers "0", "2", "4"
@@ -91,6 +92,31 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.layer(x))
+
+
+class Gate(nn.Module):
+    """A product with the attributes of a router of experts."""
+
+    num_experts = 3
+    hidden_dim = 5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+def test_a_registered_class_can_have_the_attributes_of_a_router() -> None:
+    register_layer(Gate, bias=None)
+    model = nn.Sequential(nn.Linear(5, 5).double(), Gate())
+    recorder = Keeper()
+    capture = Capture(recorder)
+    capture.attach(model, [model[1]])
+    assert not capture.missed
+    backward(whole(model))
+    assert recorder.modules == [model[1]]
 
 
 def test_blocks_of_one_kind_share_a_graph() -> None:

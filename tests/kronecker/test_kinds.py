@@ -575,6 +575,8 @@ def test_invalid_registrations_raise() -> None:
     for option, value in (("rows", 3), ("gain", "x"), ("weight", 3), ("bias", 3)):
         with pytest.raises(TypeError, match=rf"{option}={value!r} is not"):
             register(Untold, **{option: value})
+    with pytest.raises(TypeError, match="write bias='bias'"):
+        register(Untold, bias=3)
     with pytest.raises(ValueError, match="give one or the other"):
         register(Untold, gain=lambda module, x: x, transposed=True)
     assert match(Untold(3)) == (None, "Untold has no Kronecker factors")

@@ -10,6 +10,7 @@ import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -272,6 +273,12 @@ def test_counts_and_seeds_must_be_integers() -> None:
     for name, value in itertools.product(("largest", "smallest", "iterations", "seed"), (2.0, "2")):
         with pytest.raises(TypeError, match=f"{name}={value!r} is not an integer; use"):
             of_quadratic(A, **{name: value})
+
+
+def test_a_seed_can_be_an_integer_of_numpy() -> None:
+    A = symmetric(range(1, 9))
+    expected = of_quadratic(A, seed=3)
+    assert torch.equal(of_quadratic(A, seed=np.int64(3)).eigenvectors, expected.eigenvectors)
 
 
 def test_params_that_are_not_tensors_raise() -> None:

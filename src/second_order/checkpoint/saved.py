@@ -28,7 +28,7 @@ HEADER = ("steps", "version", "base_class")
 class BaseState(MutableMapping[Tensor, dict[str, Any]]):
     """A view of ``state[p]["base"]`` by parameter, which the base uses as its state.
 
-    A base may also use keys that are no parameters, with values of any kind.
+    A base may also use keys other than parameters, with values of any kind.
     """
 
     def __init__(self, state: MutableMapping[Tensor, dict[str, Any]]) -> None:

@@ -170,7 +170,7 @@ def _check_counts(part: SavedPart) -> None:
     part.whole("refreshed_at", -1, part["steps"])
     # The loss is infinite before the first refresh.
     if not isinstance(part["batch_loss"], float):
-        raise part.wrong("batch_loss", "is no number")
+        raise part.wrong("batch_loss", "is not a number")
     for key in part.keys() & set(COUNTS) - {"refreshed_at", "batch_loss"}:
         part.number(key, 0.0)
 

@@ -473,7 +473,7 @@ class KroneckerBlock:
         """The shape of the factors among saved entries.
 
         It may be a shape that the layer has while its bias is frozen, or while it is
-        not. None if it is no shape of this layer.
+        not. None if it is not a shape of this layer.
         """
         for shape in (self.shape, *self._other_shapes()):
             if _fits(shape, saved):

@@ -203,6 +203,7 @@ class LayerHook(CaptureHook):
     ) -> None:
         super().__init__(capture, module)
         self.sampled = capture is not None and capture.sampled
+        self.hides_products = module is not None and hides_products(module)
         # Compiled graphs take this tensor as an input, and find the hook by it.
         self.anchor = compiled_capture.anchor_of(self)
 
@@ -223,7 +224,7 @@ class LayerHook(CaptureHook):
             return None
 
         # From here on, Dynamo traces this hook into a graph.
-        if hides_products(module):
+        if self.hides_products:
             # torch.compiler.disable(module.forward) sets an attribute of the instance.
             # Such a module runs outside of the graph, where its products are visible.
             if "forward" in vars(module):

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from second_order.kronecker.layers import (
+    KINDS,
     ROUTED,
     FactorShape,
     LayerKind,
@@ -46,9 +47,6 @@ __all__ = ["EXPERTS", "Routed", "is_experts", "is_router"]
 
 EXPERTS_ATTRIBUTES = ("has_gate", "has_bias", "is_transposed")
 """Attributes that transformers sets on a module of fused experts."""
-
-ROUTER_SIZES = ("num_experts", "hidden_dim")
-"""Attributes of a transformers router that have the sizes of its weight."""
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
@@ -64,10 +62,15 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def is_router(module: nn.Module) -> bool:
-    """Whether a module is a router of fused experts, in the form of transformers."""
+    """Whether a module is a router of fused experts, in the form of transformers.
+
+    Classes that have a kind may have the attributes of a router by chance.
+    """
+    if not KINDS.keys().isdisjoint(type(module).__mro__):
+        return False
     weight = module._parameters.get("weight")
-    sizes = [getattr(module, name, None) for name in ROUTER_SIZES]
-    return weight is not None and list(weight.shape) == sizes
+    sizes = (getattr(module, "num_experts", None), getattr(module, "hidden_dim", None))
+    return weight is not None and tuple(weight.shape) == sizes
 
 
 class ExpertRows(NamedTuple):

@@ -342,7 +342,7 @@ def register_layer(
             f"register_layer: {kind!r} is not a class of modules; pass the class itself"
         )
 
-    # The annotations do not bind the caller here either.
+    # Callers may ignore the annotations.
     functions: dict[str, Any] = {"rows": rows, "gain": gain}
     for option, function in functions.items():
         if function is not None and not callable(function):
@@ -352,7 +352,7 @@ def register_layer(
         if not isinstance(parameter, str):
             raise TypeError(
                 f"register_layer: {option}={parameter!r} is not the name of a parameter; "
-                f"write {option}='kernel'"
+                f"write {option}={option!r}"
             )
 
     # GAINS has None for torch's norms without a rule. You may register these.

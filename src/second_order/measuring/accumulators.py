@@ -264,7 +264,7 @@ class EigenvalueAccumulator(PairAccumulator):
     arrives.
 
     The first dimension of a pair has the examples, and may have several rows of each
-    one after the other. If it is no multiple of the batch size, or if it differs from
+    one after the other. If it is not a multiple of the batch size, or if it differs from
     the batch size and a later dimension has that size, each row counts as an example,
     with a warning.
 

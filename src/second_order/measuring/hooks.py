@@ -178,7 +178,7 @@ def _find_leaves(loss: Tensor, model: nn.Module) -> list[Tensor]:
     visited = set(stack)
     while stack:
         node: Any = stack.pop()
-        # The nodes of custom functions have any attributes, so `variable` is no proof.
+        # The nodes of custom functions may have any attributes, such as `variable`.
         if type(node).__name__ == "AccumulateGrad" and node.variable not in params:
             leaves.append(node.variable)
         for next_node, _ in node.next_functions:

@@ -193,9 +193,10 @@ def read_arguments(
 
 
 def check_listed_once(params: Iterable[Tensor], model: nn.Module) -> None:
-    """Raise ValueError if a parameter is listed twice, as one of two tied layers is.
+    """Raise ValueError if a parameter is listed twice.
 
-    torch only warns if a group has it twice, and then steps it twice.
+    A weight that two layers share is listed twice if you pass the parameters of both
+    layers. torch only warns if a group has it twice, and then steps it twice.
     """
     listed: set[int] = set()
     for p in params:

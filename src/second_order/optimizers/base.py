@@ -200,11 +200,13 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             check_base(aux.optimizer_class, SecondOrderOptimizer, "aux_base")
         shared_kwargs = dict(base_kwargs)
         if lr is not None:
-            shared_kwargs = {"lr": python_number(lr), **base_kwargs}
+            shared_kwargs = {"lr": lr, **base_kwargs}
         kwargs_by_base = split_base_keywords(
             common.base, shared_kwargs, aux, own_keywords
         )
         for kwargs in kwargs_by_base:
+            for keyword, value in kwargs.items():
+                kwargs[keyword] = python_number(value)
             check_learning_rate(kwargs.get("lr", 0.0))
         check_choice(
             "gradient_averaging", common.gradient_averaging, ("auto", True, False)

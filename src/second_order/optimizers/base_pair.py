@@ -170,7 +170,7 @@ class BasePair(torch.optim.Optimizer):
         excluded: set[int] = set()
         for module in model.modules():
             class_name = type(module).__name__
-            params = _own_params(module)
+            params = _original_params(module)
 
             is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
             if (
@@ -218,10 +218,11 @@ class BasePair(torch.optim.Optimizer):
     def _collect_state(self) -> None:
         """Write the states of the two to the shared one."""
         for name, part in zip((BASE, AUX_BASE), self.parts, strict=True):
-            key: Any  # the annotation of torch says Tensor
-            for key, entries in part.state.items():
-                is_param = isinstance(key, Tensor)
-                shared_key: Any = key if is_param else (name, key)
+            part_state: dict[Any, Any] = part.state  # keys may be of any type
+            for key, entries in part_state.items():
+                shared_key: Any = (name, key)
+                if isinstance(key, Tensor):
+                    shared_key = key
                 self.state[shared_key] = entries
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -249,13 +250,18 @@ def _build(
     return optimizer
 
 
-def _own_params(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a module's parameters, and those that its parametrizations replaced."""
+def _original_params(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a module's parameters, and those that its parametrizations replaced.
+
+    The parameters of the parametrizations themselves are not those of the module.
+    """
     params = dict(module.named_parameters(recurse=False))
     if is_parametrized(module):
-        # Their names are such as "weight.original".
-        parametrizations = cast(nn.Module, module.parametrizations)
-        params.update(parametrizations.named_parameters())
+        parametrizations = cast(nn.ModuleDict, module.parametrizations)
+        for name, parametrization in parametrizations.items():
+            # The keys are such as "original".
+            for key, p in parametrization.named_parameters(recurse=False):
+                params[f"{name}.{key}"] = p
     return params
 
 

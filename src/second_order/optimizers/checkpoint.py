@@ -2,7 +2,7 @@
 
     state[p]["base"]        the entries that the base stores for p, as it would alone
     state[p]["curvature"]   the entries of the curvature, and those of HEADER
-    state[key]["base"]      what the base stores under a key that is no parameter
+    state[key]["base"]      what the base stores under a key other than a parameter
     param_groups            as torch's; "aux_base" says which base trains the group
 
 Loading    ``read_checkpoint`` checks all entries, and separates the two parts.
@@ -150,7 +150,7 @@ def read_checkpoint(
 def _entries_without_parameter(
     state_dict: Mapping[str, Any],
 ) -> dict[Any, dict[str, Any]]:
-    """Return what the base stores under keys that are no parameters, as MADGRAD does."""
+    """Return what the base stores under keys other than parameters, as MADGRAD does."""
     members = _members(state_dict["param_groups"])
     entries = {}
     for key, value in state_dict["state"].items():

@@ -29,7 +29,7 @@ from second_order.errors import RankMismatchError, SecondOrderError
 from second_order.training.context import Training
 from second_order.training.curvature import Curvature
 from second_order.training.groups import group_params
-from second_order.utils.checks import check_debug
+from second_order.utils.checks import check_debug, python_number
 
 __all__ = [
     "Consistency",
@@ -259,6 +259,7 @@ def to_primitive(value: Any) -> Any:
 
     Tensors on a device are not read, and become None.
     """
+    value = python_number(value)
     if value is None or isinstance(value, int | float | str):
         return value
     if isinstance(value, Tensor):

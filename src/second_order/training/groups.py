@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from second_order.utils.checks import PEAK_LR, check_ordered
+from second_order.utils.checks import PEAK_LR, check_ordered, python_number
 
 __all__ = [
     "NAMES",
@@ -39,7 +39,8 @@ def named_trainable_params(model: nn.Module) -> list[tuple[str, Tensor]]:
 def copy_group(group: Any) -> Any:
     """Copy a group, with its parameters in a list and each name next to its parameter.
 
-    Anything that is not a dictionary is returned unchanged.
+    Numbers of NumPy become numbers of Python. Anything that is not a dictionary is
+    returned unchanged.
 
     Raises:
         TypeError: If the parameters are in a set.
@@ -49,7 +50,7 @@ def copy_group(group: Any) -> Any:
         return group
     if "params" not in group:
         raise ValueError(f"a parameter group has no 'params', only {[*group]}")
-    copied = dict(group)
+    copied = {key: python_number(value) for key, value in group.items()}
     params = copied["params"]
     check_ordered(params)
     params = [params] if isinstance(params, Tensor) else list(params)

@@ -333,8 +333,11 @@ def value_at(option: Any, step: int) -> Any:
 def python_number(value: Any) -> Any:
     """Convert a number of NumPy to one of Python, which every checkpoint can have.
 
-    Any other value is returned as it is.
+    A tuple, such as ``betas``, is converted as well. Any other value is returned as it
+    is.
     """
+    if type(value) is tuple:
+        return tuple(map(python_number, value))
     if isinstance(value, numbers.Number) and hasattr(value, "item"):
         return value.item()
     return value
