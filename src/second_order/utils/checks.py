@@ -225,12 +225,13 @@ def check_rank(method: str, to: int | None, world_size: int) -> None:
 def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``."""
     choices = list(choices)
-    # Compare the types first: 1 == True, and a comparison with a tensor is not a bool.
-    same_type = [choice for choice in choices if isinstance(value, type(choice))]
-    if not any(value == choice for choice in same_type):
-        listed = ", ".join(map(repr, choices))
-        hint = closest(str(value), map(str, choices))
-        raise ValueError(f"{name}={value!r} is not one of {listed}{hint}")
+    for choice in choices:
+        # The types come first: 1 == True, and a comparison with a tensor is not a bool.
+        if isinstance(value, type(choice)) and value == choice:
+            return
+    listed = ", ".join(map(repr, choices))
+    hint = closest(str(value), map(str, choices))
+    raise ValueError(f"{name}={value!r} is not one of {listed}{hint}")
 
 
 def check_patterns(value: Any, option: str = "skip_layers") -> None:
