@@ -215,8 +215,8 @@ class WorkerCurvature(EpochCurvature):
     ) -> None:
         super().__init__(training, options, closure)
         self._last_pairs: tuple[Tensor, Tensor] | None = None  # û and residuals
-        # The last epoch that has begun, with a request for eigenpairs or without one.
-        self._begun_epoch = -1
+        # The last epoch that has started, with a request for eigenpairs or without one.
+        self._started_epoch = -1
         self._last_request = -1  # its number
         self._num_steps = 0  # by this object; a checkpoint does not change it
 
@@ -258,7 +258,7 @@ class WorkerCurvature(EpochCurvature):
 
         Without c and p, an epoch that has begun has no final update.
         """
-        self._begun_epoch = -1
+        self._started_epoch = -1
         self.sums = None
         super().load(saved)
         part = find_part(saved, EPOCH_START)
@@ -286,7 +286,7 @@ class WorkerCurvature(EpochCurvature):
             self._drop_sums()  # p would lack the gradient of this step
         if not self.links or self._is_warming_up:
             return
-        if self._begun_epoch != self.epoch:
+        if self._started_epoch != self.epoch:
             self._begin_epoch()
         if self.sums is not None:
             gradients = [p.grad for p in self.flat_params.local_params]
@@ -298,7 +298,7 @@ class WorkerCurvature(EpochCurvature):
         An epoch that a checkpoint continues has c and p already. If it lacks them, or
         if no parameter trains, the epoch has no final update.
         """
-        self._begun_epoch = self.epoch
+        self._started_epoch = self.epoch
         points = []
         if self.sums is not None:
             points = [self.sums.start]  # the parameters have moved away from c

@@ -138,10 +138,10 @@ def _check_model_and_loader(model: Any, loader: Any) -> None:
         return
     if x.dim() == 0 or y.dim() == 0:
         return
-    is_alike = x.dtype == y.dtype and x.dim() == y.dim()
+    same_layout = x.dtype == y.dtype and x.dim() == y.dim()
     if x.is_floating_point() and x.dim() == 2:
-        is_alike = is_alike and x.shape == y.shape
-    if len(x) == len(y) and not is_alike:
+        same_layout = same_layout and x.shape == y.shape
+    if len(x) == len(y) and not same_layout:
         raise TypeError(
             f"loader={_describe(loader)} of tensors {tuple(x.shape)} and {tuple(y.shape)} looks "
             f"like inputs and targets, but would be two batches; write [(x, y)], or "
