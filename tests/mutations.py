@@ -410,14 +410,14 @@ groups that are preconditioned all the same
 == kfac/layers.py
 a group's factor_decay that does nothing
   <-  group_options::a_groups_factor_decay_applies_to_its_layers
-    if own_decays.get(block, decay) == value]  =>  if value == decay]
+    value = own_decays.get(block, decay)  =>  value = decay
 zero_grad keeps statistics  <-  contract_steps::a_step_after_zero_grad_alone_adds_no_statistics
   - block.staged.clear()
   -         self.collector.step_passes.passes.clear()
   + self.collector.step_passes.passes.clear()
 a state of averages that are slices by now
   <-  queued_statistics::the_state_refers_to_the_stacks
-    if tensors_after != tensors_before:  =>  if False:
+    if has_new_stack:  =>  if False:
 passes of a layer for those of a step
   <-  example_counts::a_layer_that_some_micro_batches_skip_is_counted
     passes = max(passes, block.staged.micro_batches)  =>  passes = block.staged.micro_batches
@@ -526,11 +526,11 @@ the damping of the landing  <-  distkfac::an_inverse_uses_the_damping_of_its_sna
     dampings.append(layer_damping.damping)  =>  dampings.append(self.damping_option)
 layers that are due when they land wait for the next interval
   <-  distkfac::a_layer_that_became_due_while_pending_is_submitted_again
-    self._submit([block for block in finished if block.solved], mean_curvature)  =>  pass
+    self._submit([block for block in overdue if block.solved], mean_curvature)  =>  pass
 a resumed run that refreshes all layers  <-  resume::a_resumed_run_equals_the_run
     in loaded.inverses.items():  =>  in ():
 layers under way are launched again  <-  distkfac::an_inverse_is_never_older_than_max_staleness
-    [b for b in due if b not in pending_before]  =>  list(due)
+    [block for block in blocks if block not in self.pending]  =>  list(blocks)
 decompositions that their solver has not rounded
   <-  exchange_dtype::all_ranks_have_equal_parameters
   -                         own[factor_name], plan.exchange_dtype
@@ -742,7 +742,7 @@ layers that are verified only at the start
     sum(step >= first for first in VERIFIED_FROM)  =>  1
 a penalty on the weight's length counted as unexplained
   <-  verification::a_weight_penalty_does_not_hide_missing_pairs
-    if first.weight is not None:  =>  if False:
+    if weights:  =>  if False:
 gradients of torch.autograd.grad counted as the weight's
   <-  verification::gradients_of_other_quantities_do_not_count
     if not is_reached(weight):  =>  if False:
@@ -766,7 +766,7 @@ statistics that overflow later
     numbers < torch.finfo(numbers.dtype).max / MAX_GROWTH  =>  numbers.isfinite()
 sums of narrow factors that travel as they were added up
   <-  invariants_factors::13_bfloat16_factors_are_divided_by_the_exact_number_of_examples
-    factor.to(dtype) for  =>  factor for
+    factor.to(staged.factor_dtype)  =>  factor
 the mean eigenvalue of G of modules used twice
   <-  invariants_factors::9_the_mean_eigenvalues_of_a_module_used_twice_are_those_of_its_factors
     (sums.factors[name], mean_eigenvalues)  =>  (sums.factors[name],)

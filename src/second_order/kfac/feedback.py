@@ -25,7 +25,7 @@ from second_order.kfac.inversion import stack_means
 from second_order.kfac.plan import StepPlan
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import KroneckerFactors, layer_mean_curvature
-from second_order.kronecker.storage import DeviceRead, Numbers
+from second_order.kronecker.storage import DeviceRead
 from second_order.training.context import Training
 from second_order.utils.checks import as_scalar
 
@@ -37,21 +37,22 @@ class Report:
     """What this rank reports of a refresh.
 
     Attributes:
-        read: The device read to which the numbers below were added.
-        slopes: Reads this rank's part of the slope, one number; none if the step scale
-            has kept no copy of the last step.
+        read: The device read to which the numbers below were added. A slice is the
+            place of numbers in it.
+        slopes: This rank's part of the slope, one number; none if the step scale has
+            kept no copy of the last step.
         layers: The layers whose mean curvature this rank reports.
-        curvatures: Reads the mean curvature of each of these layers.
+        curvatures: The mean curvature of each of these layers.
         host_rates: The learning rates on the host, of parameter groups with layers.
-        device_rates: Reads those that are on the device.
+        device_rates: Those that are on the device.
     """
 
     read: DeviceRead
-    slopes: Numbers
+    slopes: slice
     layers: Sequence[KroneckerBlock]
-    curvatures: Numbers
+    curvatures: slice
     host_rates: Sequence[float]
-    device_rates: Numbers
+    device_rates: slice
 
 
 @dataclass(frozen=True)
@@ -156,16 +157,19 @@ def share_feedback(
     """
     # Read the cosines, with one copy to the host. If the refresh has not used
     # `report.read` before, the same copy has the numbers of the report.
+    read = report.read
     compared = [block for block in step_plan.reporting if block in device_cosines]
-    read_cosines = report.read.add([device_cosines[block] for block in compared])
+    place = read.add([device_cosines[block] for block in compared])
     cosines = dict(host_cosines)
-    cosines.update(zip(compared, read_cosines(), strict=True))
+    cosines.update(zip(compared, read.numbers(place), strict=True))
 
     # Sum up what this rank reports, of layers that have an inverse.
-    slopes = report.slopes()
+    slopes = read.numbers(report.slopes)
+    curvatures = read.numbers(report.curvatures)
+    device_rates = read.numbers(report.device_rates)
     num_curvatures = 0
     sum_of_roots = 0.0
-    for block, curvature in zip(report.layers, report.curvatures(), strict=True):
+    for block, curvature in zip(report.layers, curvatures, strict=True):
         if block.solved:
             num_curvatures += 1
             sum_of_roots += math.sqrt(max(curvature, 0.0))
@@ -199,7 +203,7 @@ def share_feedback(
         mean_curvature = (total.sum_of_roots / total.num_curvatures) ** 2
     return Feedback(
         slope=total.slope if total.num_slopes > 0 else math.nan,
-        learning_rate=max([*report.host_rates, *report.device_rates()], default=0.0),
+        learning_rate=max([*report.host_rates, *device_rates], default=0.0),
         mean_curvature=mean_curvature,
         work=total.work,
         cosines=summed[len(local) :],

@@ -228,10 +228,11 @@ def stack_means(
         means = layer_factors.factor_means
         key = (means.shape, means.dtype, means.device, block.shape.exact)
         same_shape.setdefault(key, {})[block] = means
-    return [
-        (list(layer_means), torch.stack(list(layer_means.values()), dim=1))
-        for layer_means in same_shape.values()
-    ]
+    stacks: list[tuple[list[KroneckerBlock], Tensor]] = []
+    for by_layer in same_shape.values():
+        stack = torch.stack(list(by_layer.values()), dim=1)
+        stacks.append((list(by_layer), stack))
+    return stacks
 
 
 class Inverses:
@@ -342,16 +343,16 @@ class Inverses:
         """
         if self.requested:
             due = [b for b in self.step_plan.layers if b in self.requested or b in due]
-        pending_before = set(self.pending)
+        overdue = [block for block in due if block in self.pending]
         try:
             # Damp the factors of the due layers, and submit them to the inverter.
             if due:
                 self.damping_option = self._evaluate_damping_option()
-            self._submit([b for b in due if b not in pending_before], mean_curvature)
+            self._submit(due, mean_curvature)
 
             # Collect the decompositions that are finished.
             cosine_tensors = self._compare_attempts()
-            read_cosines = read.add(list(cosine_tensors.values()))
+            cosine_place = read.add(cosine_tensors.values())
             retried = self._collect(read)
 
             # Agree with all ranks on the outcomes.
@@ -363,30 +364,30 @@ class Inverses:
             ]
             decompositions = self._exchange(valid)
             previous = self._install(valid, decompositions)
+            unverified: dict[KroneckerBlock, bool] = {}
             for block, outcome in outcomes.items():
-                is_unverified = outcome is Outcome.UNVERIFIED
-                self.layers.record_verification(block, is_unverified)
+                unverified[block] = outcome is Outcome.UNVERIFIED
                 if outcome is not Outcome.VALID:
                     self._record_no_inverse(block, outcome)
 
             # Submit the layers that fell due while they were pending, which were left
             # out above. A layer that is still pending, or that has no inverse even now,
             # waits until it is due again.
-            finished = [b for b in due if b in pending_before and b not in self.pending]
-            self._submit([block for block in finished if block.solved], mean_curvature)
+            self._submit([block for block in overdue if block.solved], mean_curvature)
         except BaseException:
             # The results of pending layers may be lost, so compute everything again.
             self._forget_pending()
             self.requested = set(self.step_plan.layers)
             raise
         self.requested.clear()
-        self.layers.warn_of_no_statistics(list(outcomes))
+        self.layers.warn_of_no_statistics(unverified)
         self._raise_on_repeated_failures(outcomes)
 
         # A cosine is valid only if the attempt itself was installed, without a retry.
         cosines: dict[KroneckerBlock, float] = {}
         if cosine_tensors:
-            for block, cosine in zip(cosine_tensors, read_cosines(), strict=True):
+            values = read.numbers(cosine_place)
+            for block, cosine in zip(cosine_tensors, values, strict=True):
                 if block in previous and block not in retried:
                     cosines[block] = cosine
                     del previous[block]
@@ -417,7 +418,11 @@ class Inverses:
         return as_scalar(damping)
 
     def _submit(self, blocks: Sequence[KroneckerBlock], mean_curvature: float) -> None:
-        """Start to invert the factors of the layers that the rule selects."""
+        """Start to invert the factors of layers that are not pending.
+
+        The rule selects some of them, if there is one.
+        """
+        blocks = [block for block in blocks if block not in self.pending]
         if not blocks:
             return
         # A parameter group may have a value of ``damping=`` of its own.
@@ -426,28 +431,36 @@ class Inverses:
         for block in blocks:
             value = group_values.get(block, self.damping_option)
             due[block] = PendingInverse(self.training.steps, value, mean_curvature)
+        selected: Sequence[KroneckerBlock] = blocks
         if self._rule is not None:
-            due = {block: due[block] for block in self._rule(self, due)}
-        self.pending |= due
-        self._damp_and_submit({block: block.ensure_factors() for block in due})
+            selected = self._rule(self, due)
+        factors: dict[KroneckerBlock, KroneckerFactors] = {}
+        for block in selected:
+            self.pending[block] = due[block]
+            factors[block] = block.ensure_factors()
+        self._damp_and_submit(factors)
 
     def _damp_and_submit(
         self, factors: Mapping[KroneckerBlock, KroneckerFactors]
     ) -> None:
         """Compute this rank's γ, and submit the factors that this rank decomposes."""
-        preconditioned = [
-            block for block in factors if block in self.step_plan.preconditioned
-        ]
         # A rank decomposes factors only of layers that it preconditions.
-        inverted = [block for block in factors if block in self.step_plan.to_invert]
+        step_plan = self.step_plan
+        preconditioned = {
+            block: layer_factors
+            for block, layer_factors in factors.items()
+            if block in step_plan.preconditioned
+        }
         try:
-            pending = {block: self.pending[block] for block in preconditioned}
-            self._dampings |= self.compute_dampings(factors, pending)
-            jobs = [self._job(block, factors[block]) for block in inverted]
+            self._dampings |= self.compute_dampings(preconditioned, self.pending)
+            jobs: list[Job] = []
+            for block, layer_factors in preconditioned.items():
+                if block in step_plan.to_invert:
+                    jobs.append(self._job(block, layer_factors))
             self.inverter.submit(jobs)
         except Exception as error:  # all ranks must reach the all-reduce of outcomes
             for block in preconditioned:
-                if block in inverted or block not in self._dampings:
+                if block in step_plan.to_invert or block not in self._dampings:
                     self._results[block] = Result(block, error=describe_error(error))
 
     def compute_dampings(
@@ -455,14 +468,14 @@ class Inverses:
         factors: Mapping[KroneckerBlock, KroneckerFactors],
         pending: Mapping[KroneckerBlock, PendingInverse],
     ) -> dict[KroneckerBlock, LayerDamping]:
-        """Compute the damping of pending layers, with one computation for each shape.
+        """Compute the damping of layers, with one computation for each shape.
 
         Args:
-            factors: The factors of at least the layers in ``pending``.
-            pending: The layers, with their values of ``damping=``.
+            factors: The factors of the layers.
+            pending: At least these layers, with their values of ``damping=``.
         """
         dampings: dict[KroneckerBlock, LayerDamping] = {}
-        for blocks, means in stack_means({block: factors[block] for block in pending}):
+        for blocks, means in stack_means(factors):
             curvature = layer_mean_curvature(means).unsqueeze(-1)  # (layers, 1)
 
             # damping=: a number or a tensor, (1, 1) if all share it, else (layers, 1).
@@ -488,16 +501,17 @@ class Inverses:
                 layer_dampings = damping.expand(len(blocks), 1).squeeze(-1).unbind()
             mean_eigenvalues = (curvature + damping).squeeze(-1).unbind()
             shape = blocks[0].shape
-            added: dict[str, Sequence[Tensor]] = {}
+            added: list[dict[str, Tensor]] = [{} for _ in blocks]
             split = self.solver.split_damping(means, damping, shape.exact)
             for factor_name, numbers in zip(shape.factor_names, split, strict=True):
                 if numbers is not None:
-                    added[factor_name] = numbers.unbind()
+                    for layer_added, number in zip(added, numbers, strict=True):
+                        layer_added[factor_name] = number
             for i, block in enumerate(blocks):
                 dampings[block] = LayerDamping(
                     damping=layer_dampings[i],
                     mean_eigenvalue=mean_eigenvalues[i],
-                    added={name: numbers[i] for name, numbers in added.items()},
+                    added=added[i],
                 )
         return dampings
 

@@ -212,24 +212,24 @@ class SynchronousInverter:
         self.clear()
 
         # Add the relative errors, and the weights that are 0 without statistics.
-        read_errors = read.add(attempts.errors)
+        errors = read.add(attempts.errors)
         uncertain: list[KroneckerBlock] = []
-        weights: list[Tensor] = []
+        weight_tensors: list[Tensor] = []
         for job in jobs:
             if job.weight is not None:
                 uncertain.append(job.block)
-                weights.append(job.weight)
-        read_weights = read.add(weights)
+                weight_tensors.append(job.weight)
+        weights = read.add(weight_tensors)
 
-        # Read the device, and retry. read_weights() also reads the errors, in one copy.
+        # Read the device, in one copy, and retry.
         empty: set[KroneckerBlock] = set()
         retried: set[KroneckerBlock] = set()
         inaccurate: list[int] = []
         try:
-            for block, weight in zip(uncertain, read_weights(), strict=True):
+            for block, weight in zip(uncertain, read.numbers(weights), strict=True):
                 if not weight > 0:  # 0, or NaN
                     empty.add(block)
-            for i in attempts.find_inaccurate(read_errors()):
+            for i in attempts.find_inaccurate(read.numbers(errors)):
                 block = keys[i][0]
                 if block not in empty:
                     inaccurate.append(i)

@@ -414,25 +414,21 @@ class Layers:
             decay: Weight of the past, for layers whose groups do
                 not set ``factor_decay``.
         """
-        averages = {block: block.ensure_factors(statistics_due=True) for block in sums}
-        tensors_before = [
-            id(x) for each in averages.values() for x in each.stored.values()
-        ]
+        own_decays = values_by_layer(self._training.groups, sums, "factor_decay")
+        blocks_by_decay: dict[float, list[KroneckerBlock]] = {}
+        for block in sums:
+            value = own_decays.get(block, decay)
+            blocks_by_decay.setdefault(value, []).append(block)
 
         # Update all layers of one decay together.
-        own_decays = values_by_layer(self._training.groups, sums, "factor_decay")
-        for value in {decay, *own_decays.values()}:
-            blocks = [block for block in sums if own_decays.get(block, decay) == value]
-            update_running_averages(
-                [averages[b] for b in blocks], [sums[b] for b in blocks], value
+        has_new_stack = False
+        for value, blocks in blocks_by_decay.items():
+            averages = [block.ensure_factors(statistics_due=True) for block in blocks]
+            has_new_stack |= update_running_averages(
+                averages, [sums[block] for block in blocks], value
             )
-
-        # Factors that became slices of a stack leave tensors in ``state`` that nothing
-        # else uses.
-        tensors_after = [
-            id(x) for each in averages.values() for x in each.stored.values()
-        ]
-        if tensors_after != tensors_before:
+        if has_new_stack:
+            # ``state`` has the old factors, which nothing else uses any more.
             self._training.publish()
 
     def count_micro_batches(self, blocks: Sequence[KroneckerBlock]) -> int:
@@ -466,7 +462,7 @@ class Layers:
 
     # --------------------------------------------------------------- missing statistics
 
-    def warn_of_no_statistics(self, agreed: Sequence[KroneckerBlock]) -> None:
+    def warn_of_no_statistics(self, agreed: Mapping[KroneckerBlock, bool]) -> None:
         """Warn of each layer without valid statistics.
 
         There is one warning if no statistics arrived, and one if they are unverified.
@@ -475,9 +471,14 @@ class Layers:
         at each step.
 
         Args:
-            agreed: The layers that were due at a refresh, and whose
-                outcome all ranks know.
+            agreed: The layers that were due at a refresh, and whose outcome all ranks
+                know: whether some rank found the layer unverified.
         """
+        for block, is_unverified in agreed.items():
+            if is_unverified:
+                self._unverified.add(block.name)
+            else:
+                self._unverified.discard(block.name)
         if self._training.steps < self.newly_trainable_at:
             # Layers became trainable after the forward passes, which had no hooks for
             # them.
@@ -563,13 +564,6 @@ class Layers:
             if reason:
                 return reason
         return ""
-
-    def record_verification(self, block: KroneckerBlock, unverified: bool) -> None:
-        """Record whether some rank found a layer unverified at its last refresh."""
-        if unverified:
-            self._unverified.add(block.name)
-        else:
-            self._unverified.discard(block.name)
 
     # ------------------------------------------------------------------------ reporting
 

@@ -125,7 +125,7 @@ class TraceRefresh:
                 torch.as_tensor(number, dtype=like.dtype, device=like.device)
                 for number in layer_numbers
             ]
-        (values,) = read_numbers(numbers)
+        values = read_numbers(numbers)
 
         # Compare the traces with those of the last refresh, by THOR's two thresholds.
         decisions = dict.fromkeys(candidates, COMPUTE)

@@ -324,15 +324,15 @@ def collect_sums(
         micro_batches: The number that each pass's loss was divided by.
         terms: N of the step by layer. None stands for the number of rows of A.
     """
-    totals = [staged.total() for staged in layers]
-    factors = [dict(total.factors) for total in totals]
+    totals: list[PassSums] = []
+    keys: list[object] = []
+    for staged in layers:
+        totals.append(staged.total())
+        keys.append((staged.device, staged.shape.groups, staged.shape.record_size))
     heads: dict[int, Tensor] = {}  # by the index of a layer
+    scaled_g: dict[int, Tensor] = {}
 
     # Layers with records of one length share a stack of heads.
-    keys = [
-        (staged.device, staged.shape.groups, staged.shape.record_size)
-        for staged in layers
-    ]
     for group in group_equal(keys):
         # A head is N and then the record.
         stack = as_stack([totals[i].record for i in group])
@@ -349,16 +349,18 @@ def collect_sums(
             square = float(micro_batches**2)
             places = _places_of_means(layers[group[0]].shape, "G", before=2)
             stacked_heads[:, places].mul_(square)
-            scaled = torch._foreach_mul([factors[i]["G"] for i in group], square)
-            for i, g in zip(group, scaled, strict=True):
-                factors[i]["G"] = g
+            scaled = torch._foreach_mul([totals[i].factors["G"] for i in group], square)
+            scaled_g.update(zip(group, scaled, strict=True))
         heads.update(zip(group, stacked_heads.unbind(), strict=True))
 
     sums: list[StatisticsSums] = []
     for i, staged in enumerate(layers):
-        dtype = staged.factor_dtype
-        rounded = {name: factor.to(dtype) for name, factor in factors[i].items()}
-        sums.append(StatisticsSums(rounded, heads[i]))
+        factors: dict[str, Tensor] = {}
+        for name, total in totals[i].factors.items():
+            is_scaled = name == "G" and i in scaled_g
+            factor = scaled_g[i] if is_scaled else total
+            factors[name] = factor.to(staged.factor_dtype)
+        sums.append(StatisticsSums(factors, heads[i]))
     return sums
 
 
@@ -496,7 +498,7 @@ def layer_mean_curvature(factor_means: Tensor) -> Tensor:
 
 def update_running_averages(
     averages: Sequence[KroneckerFactors], sums: Sequence[StatisticsSums], decay: float
-) -> None:
+) -> bool:
     """Update running averages with the sums of one step.
 
     Args:
@@ -504,6 +506,9 @@ def update_running_averages(
         sums: The sums of each layer over all ranks. Their tensors may be overwritten.
         decay: β, which multiplies the weight W of all earlier updates. This update has
             weight 1.
+
+    Returns:
+        Whether factors have become slices of a new stack.
     """
     # Layers whose small tensors have one shape are updated together.
     keys: list[object] = []
@@ -514,18 +519,20 @@ def update_running_averages(
         names = frozenset(layer.entries)
         keys.append((layer.weight.device, layer.dtype, columns, names, sizes))
 
+    has_new_stack = False
     for group in group_equal(keys):
         # Among these, the factors of layers of equal shape are updated as one stack.
         shapes = [averages[i].shape for i in group]
         max_size = max_stacked_elements(averages[group[0]].weight.device)
         runs = group_equal(shapes, [shape.elements for shape in shapes], max_size)
         order = [group[i] for run in runs for i in run]
-        _update(
+        has_new_stack |= _update(
             [averages[i] for i in order],
             [sums[i] for i in order],
             run_lengths=[len(run) for run in runs],
             decay=decay,
         )
+    return has_new_stack
 
 
 def _update(
@@ -533,8 +540,11 @@ def _update(
     sums: Sequence[StatisticsSums],
     run_lengths: Sequence[int],
     decay: float,
-) -> None:
-    """Update layers with one key, in which equal shapes form consecutive runs."""
+) -> bool:
+    """Update layers with one key, in which equal shapes form consecutive runs.
+
+    Returns whether factors have become slices of a new stack.
+    """
     shape = averages[0].shape
     entries = [layer.entries for layer in averages]
     heads = as_stack([layer_sums.head for layer_sums in sums])
@@ -577,6 +587,7 @@ def _update(
     means.lerp_(new_means, steps_of_means)
 
     # The factors, (layers, groups, elements) each.
+    has_new_stack = False
     for column, name in enumerate(names):
         if name not in entries[0]:
             continue
@@ -591,6 +602,7 @@ def _update(
             run = slice(start, start + length)
             start += length
             average = stack_in_place(entries[run], name)
+            has_new_stack |= average._base is None  # a view has the old stack as base
             total = as_stack([layer_sums.factors[name] for layer_sums in sums[run]])
             # A narrow mean is rounded only once, at the end.
             mean = total.to(counts.dtype)
@@ -600,6 +612,7 @@ def _update(
             if shape.routed and name == "A":
                 mean.mul_(_expand_to(routed.scale[run], mean))
             average.lerp_(mean.to(average.dtype), steps[run])
+    return has_new_stack
 
 
 def _expand_to(numbers: Tensor, stack: Tensor) -> Tensor:

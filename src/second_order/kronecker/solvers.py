@@ -245,7 +245,7 @@ class Attempts:
 
     def finish(self) -> list[Decomposition | None]:
         """Read the errors from the device, and retry the factors with a large one."""
-        (errors,) = read_numbers(self.errors)
+        errors = read_numbers(self.errors)
         return self.retry(self.find_inaccurate(errors))
 
     def find_inaccurate(self, errors: Sequence[float]) -> list[int]:

@@ -31,9 +31,9 @@ This is not the order of ``torch.triu_indices``, which would be A B c d D f g E 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +41,6 @@ from torch import Tensor
 __all__ = [
     "GATHERED_UP_TO",
     "DeviceRead",
-    "Numbers",
     "as_stack",
     "group_equal",
     "max_stacked_elements",
@@ -96,26 +95,14 @@ def group_equal(
     return groups
 
 
-def read_numbers(*lists: Sequence[Tensor]) -> list[list[float]]:
-    """Read all numbers of several lists of tensors, with one device-to-host copy."""
-    flat = [tensor.reshape(-1) for tensors in lists for tensor in tensors]
-    if not flat:
-        return [[] for _ in lists]
-    device = flat[0].device
-    numbers = torch.cat([tensor.to(device) for tensor in flat]).tolist()
-    results: list[list[float]] = []
-    start = 0
-    for tensors in lists:
-        stop = start
-        for tensor in tensors:
-            stop += tensor.numel()
-        results.append(numbers[start:stop])
-        start = stop
-    return results
-
-
-Numbers: TypeAlias = Callable[[], list[float]]
-"""A function that returns numbers. They may still be on a device until it is called."""
+def read_numbers(tensors: Sequence[Tensor]) -> list[float]:
+    """Read the numbers of tensors on any devices, with one device-to-host copy."""
+    if not tensors:
+        return []
+    device = tensors[0].device
+    flat = torch.cat([tensor.reshape(-1).to(device) for tensor in tensors])
+    numbers: list[float] = flat.tolist()
+    return numbers
 
 
 class DeviceRead:
@@ -125,26 +112,29 @@ class DeviceRead:
 
         losses = read.add(loss_tensors)
         norms = read.add(norm_tensors)
-        losses()    # copies the numbers of both lists
-        norms()     # copies nothing
+        read.numbers(losses)    # copies the numbers of both lists
+        read.numbers(norms)     # copies nothing
     """
 
     def __init__(self) -> None:
-        self._tensors: list[Sequence[Tensor]] = []
-        self._numbers: list[list[float]] = []
+        self._unread: list[Tensor] = []
+        self._numbers: list[float] = []  # those that were read, in order
+        self._size = 0  # how many numbers were added
 
-    def add(self, tensors: Sequence[Tensor]) -> Numbers:
-        """Add tensors, and return a function that returns all their numbers."""
-        index = len(self._tensors)
-        self._tensors.append(tensors)
+    def add(self, tensors: Iterable[Tensor]) -> slice:
+        """Add tensors, and return the place of their numbers for :meth:`numbers`."""
+        start = self._size
+        for tensor in tensors:
+            self._unread.append(tensor)
+            self._size += tensor.numel()
+        return slice(start, self._size)
 
-        def numbers() -> list[float]:
-            num_read = len(self._numbers)
-            if index >= num_read:
-                self._numbers += read_numbers(*self._tensors[num_read:])
-            return self._numbers[index]
-
-        return numbers
+    def numbers(self, place: slice) -> list[float]:
+        """Return the numbers of tensors that were added."""
+        if place.stop > len(self._numbers):
+            self._numbers += read_numbers(self._unread)
+            self._unread = []
+        return self._numbers[place]
 
 
 def merge_numbers(numbers: Sequence[Tensor | float], like: Tensor) -> Tensor | float:

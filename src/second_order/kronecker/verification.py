@@ -160,12 +160,15 @@ def residuals(verifications: Sequence[Verification]) -> list[float]:
 
     All of them are computed before the host reads the device, once.
     """
-    groups = group_equal([layer.key for layer in verifications])
-    parts = [_residuals([verifications[i] for i in group]) for group in groups]
-    (values,) = read_numbers(parts)
-    order = [i for group in groups for i in group]
-    by_index = dict(zip(order, values, strict=True))
-    return [by_index[i] for i in range(len(verifications))]
+    order: list[int] = []
+    parts: list[Tensor] = []
+    for group in group_equal([layer.key for layer in verifications]):
+        order += group
+        parts.append(_residuals([verifications[i] for i in group]))
+    results = [0.0] * len(verifications)
+    for i, value in zip(order, read_numbers(parts), strict=True):
+        results[i] = value
+    return results
 
 
 def _residuals(layers: Sequence[Verification]) -> Tensor:
@@ -174,30 +177,32 @@ def _residuals(layers: Sequence[Verification]) -> Tensor:
     Its shape is ``(layers,)``.
     """
     first = layers[0]
-    sketches = [pair for layer in layers for pair in layer.pairs]
-    products = torch.stack([pair.product for pair in sketches])
-    # (layers, pairs, elements).
-    products = products.unflatten(0, (len(layers), -1)).flatten(2)
-    reproduced = products.sum(1)
-    gradient = torch.stack([cast(Tensor, layer.gradient) for layer in layers]).flatten(
-        1
-    )
+    sketches: list[Tensor] = []
+    norms: list[Tensor] = []
+    gradients: list[Tensor] = []
+    weights: list[Tensor] = []
+    for layer in layers:
+        for pair in layer.pairs:
+            sketches.append(pair.product)
+            norms += (pair.x_norm, pair.d_norm)
+        gradients.append(cast(Tensor, layer.gradient))
+        if layer.weight is not None:
+            weights.append(layer.weight)
 
-    # Γ - E, without its component along the weight.
+    # E of each pair, (layers, pairs, elements), and Γ - E without its component along
+    # the weight.
+    products = torch.stack(sketches).unflatten(0, (len(layers), -1)).flatten(2)
+    reproduced = products.sum(1)
+    gradient = torch.stack(gradients).flatten(1)
     missing = gradient - reproduced
-    if first.weight is not None:
-        weight = torch.stack([cast(Tensor, layer.weight) for layer in layers]).flatten(
-            1
-        )
+    if weights:
+        weight = torch.stack(weights).flatten(1)
         c = (missing * weight).sum(1) / weight.square().sum(1).clamp_min(1e-30)
         missing = missing - c.unsqueeze(1) * weight
 
     # What rounding may cause: in the products, in their sums, and by underflow.
     dtype_info = torch.finfo(first.dtype)
-    norms = torch.stack(
-        [norm for pair in sketches for norm in (pair.x_norm, pair.d_norm)]
-    )
-    norm_products = norms.view(len(layers), -1, 2).prod(-1).sum(1)
+    norm_products = torch.stack(norms).view(len(layers), -1, 2).prod(-1).sum(1)
     may_be_tf32 = products.device.type == "cuda" and first.dtype is torch.float32
     noise = norm_products * (TF32_ROUNDING if may_be_tf32 else ROUNDING)
     noise = noise + _norm(products, dim=-1).sum(1) * dtype_info.eps
