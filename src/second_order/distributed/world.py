@@ -429,7 +429,9 @@ class World:
 
         This is this group, or the control group if this group cannot send them.
         """
-        return self if "cpu" in self.backends else self.control_world()
+        if self.group is None or "cpu" in self.backends:
+            return self
+        return self.control_world()
 
     @property
     def _shared_groups(self) -> dict[tuple[Any, ...], dist.ProcessGroup]:

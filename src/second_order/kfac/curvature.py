@@ -193,13 +193,11 @@ class StepInfo:
 
     Attributes:
         clip_factor: ν, a scalar; None if nothing was clipped.
-        refresh_due: Whether a refresh was due at this step.
-        counts_as_refresh: Whether a layer that was due has an inverse, new or old.
+        due: The layers that were due for a refresh.
     """
 
     clip_factor: Scalar | None = None
-    refresh_due: bool = False
-    counts_as_refresh: bool = False
+    due: Sequence[KroneckerBlock] = ()
 
 
 def choose_num_workers(
@@ -498,11 +496,7 @@ class KFAC(LayeredCurvature):
         if refresh.installed and report is not None:
             self._adapt(report, refresh.cosines, result.cosines)
 
-        self._last = StepInfo(
-            clip_factor=result.clip_factor,
-            refresh_due=bool(due),
-            counts_as_refresh=any(block.solved for block in due),
-        )
+        self._last = StepInfo(clip_factor=result.clip_factor, due=due)
 
     def step_base(self, step: Callable[[], None]) -> None:
         """Run ``step``, the base optimizer's step, and scale it by τ."""
@@ -528,8 +522,9 @@ class KFAC(LayeredCurvature):
         if self.throttle is not None:
             # All ranks know which of the due layers have an inverse. If none does, the
             # throttle counts this step as one without a refresh.
-            self.throttle.end_step(refreshed=self._last.counts_as_refresh)
-        if self._last.refresh_due:
+            refreshed = any(block.solved for block in self._last.due)
+            self.throttle.end_step(refreshed=refreshed)
+        if self._last.due:
             self.layers.warn_of_dropped_statistics()
 
     def watch(self) -> None:

@@ -158,8 +158,13 @@ def share_feedback(
     # Read the cosines, with one copy to the host. If the refresh has not used
     # `report.read` before, the same copy has the numbers of the report.
     read = report.read
-    compared = [block for block in step_plan.reporting if block in device_cosines]
-    place = read.add([device_cosines[block] for block in compared])
+    compared: list[KroneckerBlock] = []
+    cosine_tensors: list[Tensor] = []
+    for block in step_plan.reporting:
+        if block in device_cosines:
+            compared.append(block)
+            cosine_tensors.append(device_cosines[block])
+    place = read.add(cosine_tensors)
     cosines = dict(host_cosines)
     cosines.update(zip(compared, read.numbers(place), strict=True))
 

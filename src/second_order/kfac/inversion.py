@@ -243,6 +243,12 @@ class Inverses:
         is_synchronous: Whether the step itself decomposes, without threads.
         waits_for_all: Whether each refresh finishes all layers that it submits. This
             also holds with threads if their staleness is 0.
+        measures_early: Whether slopes and cosines are measured before the host reads
+            the device, so that one read serves both the refresh and its report. The
+            cosines are those of attempted decompositions, which may be inaccurate. This
+            is off with several processes, because most gradient workers have no
+            decompositions before the exchange. It is off on a CPU, because reads are
+            free there and the measurement would precondition twice.
         scaled: Whether inverses are multiplied by the mean eigenvalue of A ⊗ G + γ, so
             that P is about as long as the gradient.
         requested: Layers to refresh at the next step, whether or not they are due.
@@ -282,6 +288,9 @@ class Inverses:
     def restart(self, step_plan: StepPlan) -> None:
         """Adopt a plan: drop all records of inverses, and request all of its layers."""
         self.step_plan = step_plan
+        is_single_process = self.training.world.size == 1
+        has_device = self.training.device.type != "cpu"
+        self.measures_early = self.is_synchronous and is_single_process and has_device
         self.requested: set[KroneckerBlock] = set(step_plan.layers)
         self.states: dict[KroneckerBlock, InverseState] = {}
         self._forget_pending()
@@ -300,20 +309,6 @@ class Inverses:
         self.inverter.close()
         world = self.training.world
         self.restart(StepPlan(layers={}, row=world, column=world))
-
-    @property
-    def measures_early(self) -> bool:
-        """Whether slopes and cosines are measured before the host reads the device.
-
-        If so, one device read serves both the refresh and its report. The cosines are
-        those of attempted decompositions: the host does not know yet whether they are
-        accurate. This is off with several processes, because most gradient workers have
-        no decompositions before the exchange. It is off on a CPU, because reads are
-        free there and the measurement would precondition twice.
-        """
-        is_single_process = self.training.world.size == 1
-        has_device = self.training.device.type != "cpu"
-        return self.is_synchronous and is_single_process and has_device
 
     # ---------------------------------------------------------------------- one refresh
 
@@ -748,14 +743,15 @@ class Inverses:
         # Gradient workers stack same-shape layers' decompositions into one inverse.
         previous: dict[KroneckerBlock, Inverse] = {}
         for batch in self.step_plan.batches:
-            blocks = [block for block in batch.blocks if block in decompositions]
-            if not blocks:
+            in_batch: dict[KroneckerBlock, dict[str, Decomposition]] = {}
+            for block in batch.blocks:
+                if block in decompositions:
+                    in_batch[block] = decompositions.pop(block)
+            if not in_batch:
                 continue
-            stacked = self._combine(
-                {block: decompositions.pop(block) for block in blocks}
-            )
-            inverses = stacked.split_layers(blocks[0].shape.groups)
-            for block, inverse in zip(blocks, inverses, strict=True):
+            groups = batch.blocks[0].shape.groups
+            inverses = self._combine(in_batch).split_layers(groups)
+            for block, inverse in zip(in_batch, inverses, strict=True):
                 if self._drift is not None and block.inverse is not None:
                     previous[block] = block.inverse
                 block.install_inverse(inverse)

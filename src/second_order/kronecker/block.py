@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Any, TypeAlias, cast
 
@@ -622,9 +623,10 @@ class LayerBatch:
         if self._inverse is None or layer_inverses != self._layer_inverses:
             inverses = [inverse for inverse in layer_inverses if inverse is not None]
             entries = [inverse.entries for inverse in inverses]
-            stacks = [stack_in_place(entries, name) for name in entries[0]]
-            stacks = [stack.flatten(0, 1) for stack in stacks]
-            self._inverse = inverses[0].with_tensors(stacks)
+            stacks: dict[str, Tensor] = {}
+            for name in inverses[0].entries:
+                stacks[name] = stack_in_place(entries, name).flatten(0, 1)
+            self._inverse = replace(inverses[0], entries=stacks)
             self._layer_inverses = layer_inverses
         return self._inverse
 
@@ -644,9 +646,11 @@ class LayerBatch:
             if len(blocks) == len(self.blocks):
                 return self
             inverses = [block.inverse for block in blocks if block.inverse is not None]
-        columns = zip(*(inverse.tensors for inverse in inverses), strict=True)
-        stacks = [as_stack(column).flatten(0, 1) for column in columns]
-        return LayerBatch(blocks, inverses[0].with_tensors(stacks))
+        stacks: dict[str, Tensor] = {}
+        for name in inverses[0].entries:
+            column = [inverse.entries[name] for inverse in inverses]
+            stacks[name] = as_stack(column).flatten(0, 1)
+        return LayerBatch(blocks, replace(inverses[0], entries=stacks))
 
     def gradient(self, gradient_of: Gradients | None = None) -> Tensor:
         """The layers' gradients, ``(layers x groups, out, in)``, in the work dtype.

@@ -477,7 +477,7 @@ class KroneckerFactors:
     @property
     def factor_means(self) -> Tensor:
         """The mean eigenvalues of the factors alone, ``(2 or 3, groups)``."""
-        return self.means[: len(self.shape.factor_names)]
+        return self.entries["mean_eigenvalues"][: len(self.shape.factor_names)]
 
 
 def layer_mean_curvature(factor_means: Tensor) -> Tensor:

@@ -630,6 +630,8 @@ class Layout:
         axis: The dimension along which the gradients are concatenated.
         views: The shape to which each gradient is reshaped. If the layer has one group,
             the shape has no dimension of groups.
+        sizes: The size of each gradient along the axis.
+        has_groups: The first dimension of a matrix is that of the groups.
         transposed: The last two dimensions are swapped after the concatenation.
 
     Examples:
@@ -641,33 +643,36 @@ class Layout:
 
     axis: int
     views: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+    has_groups: bool
     transposed: bool = False
-
-    @cached_property
-    def has_groups(self) -> bool:
-        """Whether the first dimension of a matrix is that of the groups."""
-        return len(self.views[0]) > 2
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """The size of each gradient along the axis."""
-        return [view[self.axis] for view in self.views]
 
 
 def matrix_layout(shape: FactorShape, sizes: Iterable[int]) -> Layout:
     """The layout of parameters with these numbers of elements, the weight first."""
-    groups = (shape.groups,) if shape.groups > 1 else ()
+    has_groups = shape.groups > 1
+    views: list[tuple[int, ...]] = []
+    sizes_along_axis: list[int] = []
 
     # An exact block is one column. If only its diagonal is stored, each entry is a
     # group.
     if shape.exact:
-        ones = (1, 1) if groups else (1,)
-        return Layout(0, tuple((size, *ones) for size in sizes))
+        ones = (1, 1) if has_groups else (1,)
+        for size in sizes:
+            sizes_along_axis.append(size)
+            views.append((size, *ones))
+        return Layout(0, tuple(views), tuple(sizes_along_axis), has_groups)
 
-    out = shape.out_dim
-    columns = [size // (shape.groups * out) for size in sizes]
-    if shape.transposed:
-        views = tuple((*groups, n, out) for n in columns)
-        return Layout(len(groups), views, transposed=True)
-    views = tuple((*groups, out, n) for n in columns)
-    return Layout(len(groups) + 1, views)
+    groups = (shape.groups,) if has_groups else ()
+    for size in sizes:
+        n = size // (shape.groups * shape.out_dim)
+        sizes_along_axis.append(n)
+        matrix = (n, shape.out_dim) if shape.transposed else (shape.out_dim, n)
+        views.append((*groups, *matrix))
+    return Layout(
+        axis=len(groups) + (not shape.transposed),
+        views=tuple(views),
+        sizes=tuple(sizes_along_axis),
+        has_groups=has_groups,
+        transposed=shape.transposed,
+    )

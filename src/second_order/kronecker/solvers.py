@@ -258,8 +258,8 @@ class Attempts:
         start = 0
         for i, problem in enumerate(self.problems):
             stop = start + len(problem.stored)
-            if not _are_small(errors[start:stop]):
-                inaccurate.append(i)
+            if not all(error < RESIDUAL_TOLERANCE for error in errors[start:stop]):
+                inaccurate.append(i)  # NaN is not small
             start = stop
         return inaccurate
 
@@ -328,7 +328,7 @@ def _decompose_in_float64(
             parts, errors = routine(_build_matrices([moved], torch.float64))
         except (RuntimeError, TypeError):  # MPS raises TypeError, as it has no float64
             continue
-        if _are_small(errors.tolist()):
+        if bool((errors < RESIDUAL_TOLERANCE).all()):
             in_dtype = _in_dtype(parts, dtype or problem.dtype)
             return tuple(part.to(stored.device) for part in in_dtype)
     return None
@@ -339,10 +339,6 @@ def _in_dtype(parts: Decomposition, dtype: torch.dtype | None) -> Decomposition:
     if dtype is None:
         return parts
     return tuple([part.to(dtype).contiguous() for part in parts])
-
-
-def _are_small(errors: Sequence[float]) -> bool:
-    return all(error < RESIDUAL_TOLERANCE for error in errors)  # NaN is not small
 
 
 def _split_into_batches(problems: Sequence[Problem]) -> list[list[int]]:
@@ -541,16 +537,15 @@ class Inverse:
         A view of a larger batch or of a message is copied first, because it would
         keep the whole memory.
         """
-        columns: list[Sequence[Tensor]] = []
-        for tensor in self.tensors:
+        by_layer: list[dict[str, Tensor]] = []
+        for name, tensor in self.entries.items():
             is_part = tensor.untyped_storage().nbytes() > tensor.nbytes
             own = tensor.clone() if is_part else tensor
-            columns.append(own.unflatten(0, (-1, groups)).unbind())
-        return [self.with_tensors(parts) for parts in zip(*columns, strict=True)]
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> Inverse:
-        """An inverse with other tensors, in the order of :attr:`tensors`."""
-        return type(self)(dict(zip(self.entries, tensors, strict=True)))
+            parts = own.unflatten(0, (-1, groups)).unbind()
+            by_layer = by_layer or [{} for _ in parts]
+            for entries, part in zip(by_layer, parts, strict=True):
+                entries[name] = part
+        return [replace(self, entries=entries) for entries in by_layer]
 
 
 class EigenInverse(Inverse):
