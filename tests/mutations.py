@@ -530,7 +530,7 @@ layers that are due when they land wait for the next interval
 a resumed run that refreshes all layers  <-  resume::a_resumed_run_equals_the_run
     in loaded.inverses.items():  =>  in ():
 layers under way are launched again  <-  distkfac::an_inverse_is_never_older_than_max_staleness
-    [block for block in blocks if block not in self.pending]  =>  list(blocks)
+    if block not in self.pending:  =>  if True:
 decompositions that their solver has not rounded
   <-  exchange_dtype::all_ranks_have_equal_parameters
   -                         own[factor_name], plan.exchange_dtype

@@ -695,11 +695,9 @@ class KFAC(LayeredCurvature):
             # The floor of γ at the next refresh.
             self.mean_curvature = feedback.mean_curvature
         if self.drift is not None:
-            cost = INVERSION_COST[self._options.solver]
-            costs = [cost * step_plan.costs[block] for block in step_plan.layers]
             # The work counts the passes of one rank. All ranks run equally many.
             work = feedback.work * self.training.world.size
-            self.drift.record(list(step_plan.layers), feedback.cosines, work, costs)
+            self.drift.record(step_plan.costs, feedback.cosines, work)
 
     @property
     def _step_scale(self) -> float:
@@ -777,6 +775,7 @@ class KFAC(LayeredCurvature):
             grid=plan.grid,
             layers=self.plan,
             exchange_dtype=self._system.exchange_dtype,
+            inversion_cost=INVERSION_COST[self._options.solver],
             has_stats_workers=self.stats_workers is not None,
         )
         self._buckets = []

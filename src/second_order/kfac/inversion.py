@@ -346,7 +346,9 @@ class Inverses:
             self._submit(due, mean_curvature)
 
             # Collect the decompositions that are finished.
-            cosine_tensors = self._compare_attempts()
+            cosine_tensors: dict[KroneckerBlock, Tensor] = {}
+            if self.measures_early and self._drift is not None:
+                cosine_tensors = self._compare_attempts()
             cosine_place = read.add(cosine_tensors.values())
             retried = self._collect(read)
 
@@ -417,16 +419,16 @@ class Inverses:
 
         The rule selects some of them, if there is one.
         """
-        blocks = [block for block in blocks if block not in self.pending]
-        if not blocks:
-            return
         # A parameter group may have a value of ``damping=`` of its own.
         group_values = values_by_layer(self.training.groups, blocks, "damping")
         due: dict[KroneckerBlock, PendingInverse] = {}
         for block in blocks:
-            value = group_values.get(block, self.damping_option)
-            due[block] = PendingInverse(self.training.steps, value, mean_curvature)
-        selected: Sequence[KroneckerBlock] = blocks
+            if block not in self.pending:
+                value = group_values.get(block, self.damping_option)
+                due[block] = PendingInverse(self.training.steps, value, mean_curvature)
+        if not due:
+            return
+        selected: Iterable[KroneckerBlock] = due
         if self._rule is not None:
             selected = self._rule(self, due)
         factors: dict[KroneckerBlock, KroneckerFactors] = {}
@@ -534,10 +536,10 @@ class Inverses:
         """Compare P by the previous inverse with P by the attempted new inverse.
 
         Returns the cosine of each layer that has both inverses and a gradient. Empty if
-        :attr:`measures_early` is false, without drift, or if parameters are sharded.
+        parameters are sharded.
         """
         cosines: dict[KroneckerBlock, Tensor] = {}
-        if self._drift is None or self.layers.sharded or not self.measures_early:
+        if self.layers.sharded:
             return cosines
         attempts = self.inverter.unchecked_decompositions()
         dtype = self._dtype

@@ -166,20 +166,19 @@ class SynchronousInverter:
 
         # Order factors by shape and name. The decompositions of layers of equal shape
         # then are consecutive in memory, and the refresh stacks them without a copy.
-        same_factors: dict[object, list[FactorKey]] = {}
-        problems: dict[FactorKey, Problem] = {}
+        by_shape: dict[object, dict[FactorKey, Problem]] = {}
         for job in jobs:
             for factor_name, problem in job.problems.items():
-                key = (job.block, factor_name)
-                problems[key] = problem
-                same_factors.setdefault((job.block.shape, factor_name), []).append(key)
-        keys: list[FactorKey] = []
-        for same_keys in same_factors.values():
-            keys += same_keys
+                same_shape = by_shape.setdefault((job.block.shape, factor_name), {})
+                same_shape[job.block, factor_name] = problem
+        problems: dict[FactorKey, Problem] = {}
+        for same_shape in by_shape.values():
+            problems |= same_shape
 
-        in_order = [problems[key] for key in keys]
-        self._attempts = attempt_all(in_order, self._solver.routine, self._dtype)
-        self._keys = keys
+        self._attempts = attempt_all(
+            list(problems.values()), self._solver.routine, self._dtype
+        )
+        self._keys = list(problems)
         self._jobs = jobs
 
     def unchecked_decompositions(

@@ -474,16 +474,18 @@ class Layers:
             agreed: The layers that were due at a refresh, and whose outcome all ranks
                 know: whether some rank found the layer unverified.
         """
+        without: list[KroneckerBlock] = []
         for block, is_unverified in agreed.items():
             if is_unverified:
                 self._unverified.add(block.name)
             else:
                 self._unverified.discard(block.name)
+            if block.no_statistics:
+                without.append(block)
         if self._training.steps < self.newly_trainable_at:
             # Layers became trainable after the forward passes, which had no hooks for
             # them.
             return
-        without = [block for block in agreed if block.no_statistics]
         if without and len(without) == len(self.active):
             self._warn_of_no_layer(without)
             return

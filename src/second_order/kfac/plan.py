@@ -331,7 +331,7 @@ class StepPlan:
         sources: For each factor that this row preconditions with, the rank that
             decomposes it and sends it to the row, by its position in the row. For
             example 1 for rank 3 in the row of ranks 2 and 3.
-        costs: The cost of each layer's inverse, as in :func:`layer_dims`.
+        costs: Operations that the inverse of each layer takes.
         batches: The layers that this rank preconditions, in batches of equal shape.
     """
 
@@ -355,11 +355,13 @@ def compile_step(
     grid: Grid,
     layers: Mapping[KroneckerBlock, LayerPlan],
     exchange_dtype: torch.dtype | None,
+    inversion_cost: float,
     has_stats_workers: bool,
 ) -> StepPlan:
     """List what this rank does. Collective: makes the groups of its row and its column.
 
-    Stats workers send the statistics of a layer only to the rank that decomposes its A.
+    To invert an n × n factor takes ``inversion_cost`` n³ operations. Stats workers send
+    the statistics of a layer only to the rank that decomposes its A.
 
     For example, let four ranks form two rows of two columns. Ranks 2 and 3 are a row:
     both precondition the layers of this row. Rank 1, in the other row, is in the column
@@ -416,7 +418,7 @@ def compile_step(
         preconditioned=set(preconditioned),
         to_invert=to_invert,
         sources=sources,
-        costs={block: layer_dims(block).cost for block in layers},
+        costs={block: inversion_cost * layer_dims(block).cost for block in layers},
         batches=batch_layers(preconditioned),
     )
 

@@ -291,22 +291,20 @@ class Drift:
 
     def record(
         self,
-        blocks: Sequence[KroneckerBlock],
+        costs: Mapping[KroneckerBlock, float],
         cosines: Sequence[float],
         work: float,
-        costs: Sequence[float],
     ) -> None:
         """Adapt the intervals to a refresh.
 
         Args:
-            blocks: All layers that train.
+            costs: All layers that train, with the operations of their refresh.
             cosines: cos(P₀, P) of each layer; NaN if it was not refreshed.
             work: Operations of a step's passes, as in :func:`cost_bounds`.
-            costs: Operations of each layer's refresh, as in :func:`cost_bounds`.
         """
         throttle_bound = self._throttle_bound()
-        new_bounds = cost_bounds(costs, work)
-        for block, cosine, new_bound in zip(blocks, cosines, new_bounds, strict=True):
+        new_bounds = cost_bounds(list(costs.values()), work)
+        for block, cosine, new_bound in zip(costs, cosines, new_bounds, strict=True):
             state = self.states.get(block, LayerDrift())
             if math.isfinite(cosine):
                 # The cosine was measured over an interval with the old cost bound.

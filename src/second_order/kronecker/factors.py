@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from second_order.kronecker.layers import FactorShape
-from second_order.kronecker.rows import next_serial
+from second_order.kronecker.rows import serials
 from second_order.kronecker.storage import (
     as_stack,
     group_equal,
@@ -138,7 +138,7 @@ class StagedStatistics:
         self.verification: Verification | None = None
         self.pairs = 0
         self.work = 0
-        self.cleared_at = next_serial()
+        self.cleared_at = next(serials)
         self._total: PassSums | None = None  # of the passes that are over
         self._open: dict[int, PassSums] = {}  # of the running passes, by number
         self._is_first: dict[int, bool] = {}  # by pass: is it a forward's first?

@@ -61,7 +61,7 @@ __all__ = [
     "RowGroup",
     "StepPasses",
     "Terms",
-    "next_serial",
+    "serials",
 ]
 
 
@@ -126,12 +126,8 @@ class _Call(NamedTuple):
     all_terms: bool  # whether a label was sampled for each of its rows
 
 
-_serials = itertools.count(1)
-
-
-def next_serial() -> int:
-    """Return a number that is larger than all numbers returned before."""
-    return next(_serials)
+serials = itertools.count(1)
+"""Numbers of passes and of cleared statistics, in the order in which they happen."""
 
 
 class BackwardPass:
@@ -154,7 +150,7 @@ class BackwardPass:
 
     def __init__(self, number: int, reduce: bool = False) -> None:
         self.number = number
-        self.serial = next_serial()
+        self.serial = next(serials)
         self.again = False
         self.layers: dict[int, Any] = {}
         self._reduce = reduce
@@ -405,7 +401,7 @@ class Terms(NamedTuple):
 class LayerStatistics(Protocol):
     """What :class:`StepPasses` needs of a layer's staged statistics."""
 
-    cleared_at: int  # from `next_serial`, when the statistics were last cleared
+    cleared_at: int  # from `serials`, when the statistics were last cleared
 
     def has_pass(self, pass_id: int) -> bool:
         """Whether the pass with this number has delivered a pair."""

@@ -401,7 +401,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             self._create_base_state()
             return loss
 
-        if DTENSORS in sys.modules:
+        if DTENSORS in sys.modules and self._param_locations.find_new_shards():
             self.adopt_shards()
         if curvature.is_helper:
             # This blocks: it sends what the last passes gave, and serves the workers
