@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -63,12 +63,12 @@ from second_order.optimizers.config import FOSIOptions, check_newton_scale
 from second_order.reporting.summary import CurvatureReport, Summary
 from second_order.training.context import Training
 from second_order.training.curvature import Curvature, PendingAverage, Routed
+from second_order.training.groups import as_scalar
 from second_order.training.throttle import Throttle
 from second_order.utils.checks import (
     AUTO,
     PEAK_LR,
     Schedule,
-    as_scalar,
     check_interval,
     scheduled,
     value_at,
@@ -194,8 +194,11 @@ class FOSICurvature(Curvature):
 
     def description(self) -> list[str]:
         """The options that must be equal on all ranks, one per line."""
-        options = vars(self.options).items()
-        shown = {name: value for name, value in options if not callable(value)}
+        shown: dict[str, Any] = {}
+        for field in fields(self.options):
+            value = getattr(self.options, field.name)
+            if not callable(value):
+                shown[field.name] = value
         return [f"options: {self.training.base_name} {shown}"]
 
     @property

@@ -27,7 +27,7 @@ from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import KroneckerFactors, layer_mean_curvature
 from second_order.kronecker.storage import DeviceRead
 from second_order.training.context import Training
-from second_order.utils.checks import as_scalar
+from second_order.training.groups import as_scalar
 
 __all__ = ["Feedback", "Report", "report_refresh", "share_feedback"]
 

@@ -71,7 +71,7 @@ from second_order.kronecker.storage import DeviceRead, as_stack, merge_numbers
 from second_order.optimizers.config import KFACOptions, check_damping
 from second_order.training.context import Training
 from second_order.training.curvature import PendingAverage
-from second_order.utils.checks import as_scalar
+from second_order.training.groups import as_scalar
 from second_order.utils.stages import stage
 
 __all__ = [

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -134,6 +134,14 @@ class Inverter(Protocol):
         """
 
 
+class Submitted(NamedTuple):
+    """The layers that were submitted last, and the attempts at their factors."""
+
+    jobs: Sequence[Job]
+    keys: list[FactorKey]  # of the factors, in the order of the attempts
+    attempts: Attempts
+
+
 class SynchronousInverter:
     """Decomposes all submitted factors together, and reads the device once.
 
@@ -154,9 +162,7 @@ class SynchronousInverter:
 
     def clear(self) -> None:
         """Drop all jobs."""
-        self._jobs: Sequence[Job] = ()
-        self._keys: list[FactorKey] = []
-        self._attempts: Attempts | None = None
+        self._submitted: Submitted | None = None
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Attempt to decompose layers' factors, those of equal size together."""
@@ -175,21 +181,21 @@ class SynchronousInverter:
         for same_shape in by_shape.values():
             problems |= same_shape
 
-        self._attempts = attempt_all(
+        attempts = attempt_all(
             list(problems.values()), self._solver.routine, self._dtype
         )
-        self._keys = list(problems)
-        self._jobs = jobs
+        self._submitted = Submitted(jobs, list(problems), attempts)
 
     def unchecked_decompositions(
         self,
     ) -> Mapping[KroneckerBlock, Mapping[str, Decomposition]]:
         """Return submitted layers' decompositions, whose accuracy is not known yet."""
-        if self._attempts is None:
+        if self._submitted is None:
             return {}
-        by_layer = _by_layer(self._keys, self._attempts.parts)
+        jobs, keys, attempts = self._submitted
+        by_layer = _by_layer(keys, attempts.parts)
         complete: dict[KroneckerBlock, Mapping[str, Decomposition]] = {}
-        for job in self._jobs:
+        for job in jobs:
             if len(by_layer[job.block]) == len(job.problems):
                 complete[job.block] = by_layer[job.block]
         return complete
@@ -203,11 +209,9 @@ class SynchronousInverter:
             must_wait: Not used, because every layer is finished.
             read: Collects the relative errors, to read them in one copy.
         """
-        attempts = self._attempts
-        if attempts is None:
+        if self._submitted is None:
             return []
-        keys = self._keys
-        jobs = self._jobs
+        jobs, keys, attempts = self._submitted
         self.clear()
 
         # Add the relative errors, and the weights that are 0 without statistics.

@@ -24,6 +24,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Literal, TypeAlias, TypeGuard, TypeVar
 
 import torch
@@ -1059,7 +1060,7 @@ class FOSIOptions:
                 f"negative eigenvalues to find; use num_smallest=0, or curvature='hessian'"
             )
 
-    @property
+    @cached_property
     def num_pairs(self) -> int:
         """Number of eigenpairs that a refresh computes, k + l."""
         return self.num_largest + self.num_smallest

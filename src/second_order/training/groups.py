@@ -1,4 +1,4 @@
-"""Parameter groups: their parameters, names, settings and peak learning rates.
+"""Parameter groups: their parameters, names, settings and learning rates.
 
 A group is a dictionary, as in ``torch.optim``. Its parameters may be tensors or
 ``(name, tensor)`` pairs. The functions here also accept bare parameters instead of
@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from second_order.utils.checks import PEAK_LR, check_ordered, python_number
+from second_order.utils.checks import PEAK_LR, Scalar, check_ordered, python_number
 
 __all__ = [
     "NAMES",
+    "as_scalar",
     "copy_group",
     "group_params",
     "group_settings",
@@ -139,6 +140,13 @@ def update_peak_rates(groups: Iterable[dict[str, Any]]) -> None:
             if name in group:
                 peak = _larger(peak, group[name])
         group[PEAK_LR] = peak
+
+
+def as_scalar(value: Scalar) -> Scalar:
+    """Return a Python number, or a scalar tensor if the value is on a GPU."""
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return value.detach().reshape(())
+    return float(value)
 
 
 def _larger(peak: Any, rate: Any) -> Any:

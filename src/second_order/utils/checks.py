@@ -19,7 +19,6 @@ __all__ = [
     "Interval",
     "Scalar",
     "Schedule",
-    "as_scalar",
     "brief",
     "check_choice",
     "check_count",
@@ -342,13 +341,6 @@ def python_number(value: Any) -> Any:
     if isinstance(value, numbers.Number) and hasattr(value, "item"):
         return value.item()
     return value
-
-
-def as_scalar(value: Scalar) -> Scalar:
-    """Return a Python number, or a scalar tensor if the value is on a GPU."""
-    if isinstance(value, Tensor) and value.device.type != "cpu":
-        return value.detach().reshape(())
-    return float(value)
 
 
 def scheduled(options: Any, names: Iterable[str], step: int) -> list[tuple[str, Any]]:
