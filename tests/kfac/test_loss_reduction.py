@@ -23,9 +23,15 @@ from optimizer_cases import (
 )
 from ranks import agreed, assert_same_trajectory, vector
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from second_order import KAISA, DistKFAC, RankMismatchError
 
@@ -262,11 +268,27 @@ def test_a_rank_without_a_batch_adopts_the_reduction(
     assert_same_trajectory(found[:1], whole[:1])
 
 
-def test_a_checkpoint_contains_that_the_model_received_the_number() -> None:
+def test_a_complete_state_loads_into_a_fresh_optimizer() -> None:
+    """The state has no entry that depends on whether the model has received the number."""
+    complete = StateDictOptions(full_state_dict=True)
     optimizer, _ = warnings_of(KAISA, SIZES, **SGD)
-    resumed = make(KAISA, LossOutside(), **SGD)
-    resumed.load_state_dict(optimizer.state_dict())
-    assert resumed._curvature.layers.losses.current() == "step_mean"
-    plain = make(KAISA, LossOutside(), **SGD)
-    plain.load_state_dict(make(KAISA, LossOutside(), **SGD).state_dict())
-    assert plain._curvature.layers.losses.current() == "mean"
+    model = optimizer.training.model
+    state = get_optimizer_state_dict(model, optimizer, options=complete)
+    fresh = LossOutside()
+    resumed = make(KAISA, fresh, **SGD)
+    set_optimizer_state_dict(fresh, resumed, state, options=complete)
+    assert resumed.training.steps == STEPS
+
+
+def test_a_graph_can_checkpoint_the_whole_model() -> None:
+    """In a graph, the forward of a checkpoint must not change attributes of a hook."""
+    model = LossOutside()
+    optimizer = make(KAISA, model)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def loss(x: Tensor, y: Tensor) -> Any:
+        return checkpoint(model, x, y, use_reentrant=False)
+
+    loss(*BATCHES[0]).backward()
+    optimizer.step()
+    assert optimizer.metrics()["layers/solved"] == 3

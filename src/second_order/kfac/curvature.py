@@ -408,10 +408,12 @@ class KFAC(LayeredCurvature):
     def prepare(self) -> None:
         """Reassign layers to ranks if the layers that train have changed. Collective.
 
-        At the first step, the ranks also agree on the reduction of the losses. Call
-        this before gradients are averaged: new owners then receive the means.
+        At the first step with passes, the ranks also agree on the reduction of the
+        losses. Call this before gradients are averaged: new owners then receive the
+        means.
         """
-        self.layers.losses.agree(self.training.world)
+        has_passes = bool(self.layers.collector.step_passes.passes)
+        self.layers.losses.agree(self.training.world, has_passes)
         if self.throttle is not None:
             self.throttle.begin_step()
         if self.layers.update_active():
@@ -839,7 +841,6 @@ class KFAC(LayeredCurvature):
             averaged_at=self._averaged_at,
             newly_trainable_at=self.layers.newly_trainable_at,
             num_workers=num_workers,
-            items_observed=self.layers.losses.items_observed,
         )
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
@@ -870,8 +871,6 @@ class KFAC(LayeredCurvature):
             self._set_num_workers(numbers.num_workers)
         self.mean_curvature = numbers.mean_curvature
         self._averaged_at = numbers.averaged_at
-        if numbers.items_observed:
-            self.layers.losses.resume()
         self.layers.schedule_all_at(numbers.newly_trainable_at)
         if self.stats_workers is not None:
             # Statistics that are on their way belong to other parameters.

@@ -47,12 +47,10 @@ class ItemsHook:
 
     Attributes:
         observed: Whether the model received the number in a pass with gradients.
-        missed: Whether the model was called without it in such a pass.
     """
 
     def __init__(self) -> None:
         self.observed = False
-        self.missed = False
         self._handle: RemovableHandle | None = None
 
     def __call__(
@@ -63,12 +61,8 @@ class ItemsHook:
         output: Any,
     ) -> None:
         """Observe a call of the model."""
-        if not torch.is_grad_enabled():
-            return
-        if kwargs.get(KEYWORD) is not None:
+        if kwargs.get(KEYWORD) is not None and torch.is_grad_enabled():
             self.observed = True
-        else:
-            self.missed = True
 
     def attach(self, model: nn.Module) -> None:
         """Register the hook on a model, unless it is registered already."""
@@ -104,12 +98,12 @@ class LossReduction:
     :meth:`attach` hooks the model. The hook leaves it with this object.
 
     A rank may have no batch at the first steps. So the ranks agree on the reduction at
-    the first step at which any rank has called the model.
+    the first step with statistics of any rank's passes.
     """
 
     def __init__(self, model: nn.Module, options: KFACOptions) -> None:
         self._options = options
-        self._agreed = False  # whether agree() has found a call of the model
+        self._agreed = False  # whether agree() has found a pass
         self._hook: ItemsHook | None = None
         if options.loss_reduction == AUTO and _accepts_items(model):
             self._hook = ItemsHook()
@@ -138,41 +132,36 @@ class LossReduction:
             return ""
         return self.current()
 
-    def agree(self, world: World) -> None:
-        """Adopt what other ranks have observed, until some rank has called the model.
+    def agree(self, world: World, has_passes: bool) -> None:
+        """Adopt what other ranks have observed, at the first step with passes.
 
         Collective.
 
+        Args:
+            world: The ranks.
+            has_passes: Whether this rank captured passes since the last step.
+
         Raises:
             RankMismatchError: On every rank, if the model received the number on some
-                ranks, and was called without it on others.
+                ranks, and has passes without it on others.
         """
         hook = self._hook
         if hook is None or self._agreed or world.size == 1:
             return
-        only_missed = hook.missed and not hook.observed
-        flags = torch.tensor([float(hook.observed), float(only_missed)], device="cpu")
+        has_number = has_passes and hook.observed
+        lacks_number = has_passes and not hook.observed
+        flags = torch.tensor([float(has_number), float(lacks_number)], device="cpu")
         world.on_cpu().all_reduce_max([flags]).wait()
-        observed, missed = flags.tolist()
-        if observed and missed:
+        has_number, lacks_number = map(bool, flags.tolist())
+        if has_number and lacks_number:
             raise RankMismatchError(
                 f"the ranks are out of sync: some have called the model with {KEYWORD} (loss "
                 f"reduction: step_mean), and others without it (mean); pass it on every rank, or "
                 f"set loss_reduction="
             )
-        self._agreed = bool(observed or missed)
-        hook.observed = bool(observed)
-
-    @property
-    def items_observed(self) -> bool:
-        """Whether the model has received ``num_items_in_batch``."""
-        return self._hook is not None and self._hook.observed
-
-    def resume(self) -> None:
-        """Continue a run in which the model has received ``num_items_in_batch``."""
-        if self._hook is not None:
-            self._hook.observed = True
+        if has_number or lacks_number:
             self._agreed = True
+            hook.observed = has_number
 
     def attach(self, model: nn.Module) -> None:
         """Register the hook on the model, if there is one."""

@@ -121,7 +121,6 @@ CHOSEN_WORKERS = ("gradient_workers", "gradient_workers_of")
 MEAN_CURVATURE = "mean_curvature"
 UPDATED_AT = "updated_at"  # the step of the last update of the running averages
 NEWLY_TRAINABLE_AT = "newly_trainable_at"
-ITEMS_OBSERVED = "num_items_observed"
 DAMPING = "damping"
 """The option γ at the last refresh, or -1 before the first."""
 
@@ -141,7 +140,6 @@ INTEGERS: dict[str, tuple[int, int]] = {
     # Shared numbers.
     UPDATED_AT: (0, MAX_INTEGER),
     NEWLY_TRAINABLE_AT: (-1, MAX_INTEGER),
-    ITEMS_OBSERVED: (0, 1),
     **dict.fromkeys(CHOSEN_WORKERS, (0, MAX_INTEGER)),
     **dict.fromkeys(THROTTLE_ENTRIES[:2], (0, MAX_INTEGER)),
     # The drift of a layer, and the last step of a parameter.
@@ -357,15 +355,12 @@ class SharedNumbers:
         num_workers: Gradient workers per layer, by the cost model. None if it does not
             choose them, or if it chose them for another number of ranks; 0 before it
             has chosen them.
-        items_observed: Whether the model has received ``num_items_in_batch``. Only then
-            there is an entry.
     """
 
     mean_curvature: float
     averaged_at: int
     newly_trainable_at: int
     num_workers: int | None
-    items_observed: bool
 
     def entries(self, world_size: int) -> dict[str, float]:
         """Return the checkpoint entries.
@@ -379,8 +374,6 @@ class SharedNumbers:
         }
         if self.num_workers is not None:
             entries |= zip(CHOSEN_WORKERS, (self.num_workers, world_size), strict=True)
-        if self.items_observed:
-            entries[ITEMS_OBSERVED] = 1
         return entries
 
 
@@ -549,7 +542,6 @@ def read_shared_numbers(
         averaged_at=int(_read_shared_number(saved, UPDATED_AT, step)),
         newly_trainable_at=int(_read_shared_number(saved, NEWLY_TRAINABLE_AT, -1)),
         num_workers=num_workers,
-        items_observed=bool(_read_shared_number(saved, ITEMS_OBSERVED, 0.0)),
     )
 
 
