@@ -6,6 +6,7 @@ The reference is dense: the gradients of all parameters, one entry of the data a
 from __future__ import annotations
 
 import warnings
+from collections import UserDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -520,6 +521,24 @@ def test_mappings_can_have_tensors_of_inference_mode() -> None:
     for batch in ({"input": x}, BatchEncoding({"input": x})):
         assert len(quietly(nn.Linear(4, 3), [batch], factors="kfac")) == 1
         assert batch["input"] is x
+
+
+class Locked(UserDict[str, Tensor]):
+    """A mapping that cannot be changed, as a locked TensorDict."""
+
+    def to(self, device: torch.device) -> Locked:
+        moved = Locked()
+        moved.data = {key: value.to(device) for key, value in self.data.items()}
+        return moved
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        raise RuntimeError("cannot modify locked mapping")
+
+
+def test_mappings_can_be_locked() -> None:
+    batch = Locked()
+    batch.data = {"input": torch.randn(8, 4)}
+    assert len(quietly(nn.Linear(4, 3), [batch], factors="kfac")) == 1
 
 
 def test_a_batch_of_unknown_type_needs_call() -> None:

@@ -113,9 +113,12 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
         if moved is None:  # the object has moved itself
             moved = copied
         if isinstance(moved, MutableMapping):
-            for key, value in moved.items():
-                if isinstance(value, Tensor):
-                    moved[key] = move_to_device(value, device)
+            for key, value in list(moved.items()):
+                if not isinstance(value, Tensor):
+                    continue
+                changed = move_to_device(value, device)
+                if changed is not value:  # the mapping may be locked
+                    moved[key] = changed
         return moved
     if isinstance(batch, Mapping):
         return {key: move_to_device(value, device) for key, value in batch.items()}
