@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import time
@@ -341,6 +342,29 @@ def test_a_stats_worker_idles_while_all_layers_are_frozen(world: World) -> None:
     assert weights.isfinite().all()
     assert served > 3
     assert quiet(results)
+
+
+def reloads_worker(model: nn.Module, optimizer: Any) -> int:
+    """Worker 1 loads a checkpoint twice, the other once."""
+    until_fed(model, optimizer)
+    optimizer.consolidate(to=None)
+    state = copy.deepcopy(optimizer.state_dict())
+    for _ in range(1 + optimizer._training.world.rank):
+        optimizer.load_state_dict(state)
+    until_fed(model, optimizer)
+    optimizer.close()
+    return int(optimizer._curvature.stats_workers.plan_version)
+
+
+def reloads_stats(model: nn.Module, optimizer: Any) -> int:
+    return ends_stats(model, optimizer, "")
+
+
+def test_one_worker_may_load_more_often_than_another(world: World) -> None:
+    scene = (reloads_worker, reloads_stats)
+    results = world.run(play, 3, scene, {}, timeout=2 * LONG)
+    versions, _ = roles_of(results)
+    assert versions[0] == versions[1]
 
 
 def ends_worker(model: nn.Module, optimizer: Any, how: str) -> str:

@@ -127,8 +127,8 @@ class StatsWorkers:
         needs_statistics: Whether no message has arrived since the last
             :meth:`restart`, or the last one had statistics of this rank's layers and
             all were invalid.
-        plan_version: Number of calls of :meth:`restart`. Statistics of earlier versions
-            are discarded.
+        plan_version: Number of calls of :meth:`restart`, the largest of any worker.
+            Statistics of earlier versions are discarded.
     """
 
     def __init__(self, count: int, timeout: float) -> None:
@@ -222,7 +222,8 @@ class StatsWorkers:
     def agree(self, training: Training) -> None:
         """Agree with the other workers on lost links and on the source of statistics.
 
-        Collective.
+        Collective. One worker may have loaded a checkpoint more often than the others,
+        so the workers also agree on the version of the plan.
 
         If one worker needs statistics, or no stats worker is left, all workers use
         their training passes.
@@ -230,10 +231,12 @@ class StatsWorkers:
         if not self.links:
             return
         is_lost = [float(link.lost or link.peer_closed) for link in self.links]
-        flags = torch.tensor([float(self.needs_statistics), *is_lost], device="cpu")
+        numbers = [float(self.needs_statistics), float(self.plan_version), *is_lost]
+        flags = torch.tensor(numbers, device="cpu")
         with stage("wait"):
             training.world.on_cpu().all_reduce_max([flags]).wait()
-        needs_statistics, *is_lost = flags.tolist()
+        needs_statistics, version, *is_lost = flags.tolist()
+        self.plan_version = int(version)
 
         lost = [link for link, flag in zip(self.links, is_lost, strict=True) if flag]
         if lost:
