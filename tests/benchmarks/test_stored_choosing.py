@@ -64,6 +64,10 @@ def test_cost_of_a_step() -> None:
     page = text_of(PAGE)
     assert f"takes {plain['plain']:.0f} ms with AdamW and {kaisa_runs['plain']:.0f} ms with" in page
     assert f"refreshes all inverses takes {kaisa_runs['full']:.0f} ms" in page
+    assert (
+        f"takes {plain['plain']:.0f} ms with AdamW and {kaisa_runs['plain']:.0f} ms with KAISA, "
+        f"or {kaisa_runs['full']:.0f} ms if it refreshes all inverses"
+    ) in text_of("README.md")
     ratios = [
         row["memory"]["ratio"] for row in stored("speed")["rows"] if row["variant"] == "inverse"
     ]

@@ -58,7 +58,7 @@ def load_other_groups(optimizer: Any, path: Path) -> None:
 
 ON_ONE_PROCESS: dict[str, Callable[[Any, Path], object]] = {
     "the file does not exist": lambda optimizer, path: load_checkpoint(path),
-    "the file is truncated, or `torch.save` did not write it": load_truncated,
+    "the file is truncated, or is not a checkpoint": load_truncated,
     "the saved state has another object than tensors and primitives": (
         lambda optimizer, path: save_checkpoint({"generator": torch.Generator()}, path)
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +40,12 @@ def test_no_script_imports_a_module_of_this_repository(script: Path) -> None:
         for path in root.glob(f"{folder}/**/*.py")
     }
     assert not imported_modules(script) & local
+
+
+def test_the_overview_names_every_script() -> None:
+    text = (EXAMPLES.parent / "docs" / "index.md").read_text("utf-8")
+    section = text.partition("## Example scripts")[2].partition("\n## ")[0]
+    assert sorted(re.findall(r"`(\w+\.py)`", section)) == [script.name for script in SCRIPTS]
 
 
 def test_a_copied_script_trains_in_an_empty_folder(tmp_path: Path, forks: Forks) -> None:
