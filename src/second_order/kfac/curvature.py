@@ -506,14 +506,12 @@ class KFAC(LayeredCurvature):
         if step_scale is None:
             step()
             return
-        # Copy the weights if τ or the next refresh needs this step. A change of layers
-        # or a loaded checkpoint may cause a refresh that cannot be predicted here. Such
-        # a refresh does not measure the slope.
+        # The next refresh measures this step. A change of layers or a loaded checkpoint
+        # may cause a refresh that cannot be predicted here. Such a refresh does not
+        # measure the slope.
         refresh_may_follow = self._schedule.refresh_may_be_due(self.training.steps + 1)
         keep_step = refresh_may_follow or bool(self.inverses.pending)
-        step_scale.keep_weights(self._step_plan.layers, keep_step)
-        step()
-        step_scale.scale_step()
+        step_scale.take_step(step, self._step_plan.layers, keep_step)
 
     def finish_step(self) -> None:
         """Send snapshots, time the step, and warn of dropped statistics."""

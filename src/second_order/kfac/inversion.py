@@ -651,14 +651,17 @@ class Inverses:
 
         Returns the decompositions of layers that this rank preconditions, by factor.
         """
-        blocks = [block for block in valid if block in self.step_plan.preconditioned]
+        preconditioned = self.step_plan.preconditioned
         decompositions: dict[KroneckerBlock, dict[str, Decomposition]] = {}
         if self.step_plan.row.size == 1 or not valid:
-            for block in blocks:
-                # Drop the result, so that the caller can free them one by one.
-                decompositions[block] = dict(self._results.pop(block).decompositions)
+            for block in valid:
+                if block in preconditioned:
+                    # Drop the result, so that the caller can free them one by one.
+                    result = self._results.pop(block)
+                    decompositions[block] = dict(result.decompositions)
             return decompositions
 
+        blocks = [block for block in valid if block in preconditioned]
         with stage("solve_exchange"):
             received = self._send_decompositions(blocks)
         for block in blocks:

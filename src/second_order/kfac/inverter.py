@@ -158,15 +158,15 @@ class SynchronousInverter:
     ) -> None:
         self._solver = solver
         self._dtype = options.inv_dtype
-        self.clear()
+        self._submitted: Submitted | None = None
 
     def clear(self) -> None:
         """Drop all jobs."""
-        self._submitted: Submitted | None = None
+        self._submitted = None
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Attempt to decompose layers' factors, those of equal size together."""
-        self.clear()  # a refresh that raised may not have collected its layers
+        self._submitted = None  # a refresh that raised may not have collected them
         if not jobs:
             return
 
@@ -212,7 +212,7 @@ class SynchronousInverter:
         if self._submitted is None:
             return []
         jobs, keys, attempts = self._submitted
-        self.clear()
+        self._submitted = None
 
         # Add the relative errors, and the weights that are 0 without statistics.
         errors = read.add(attempts.errors)

@@ -33,7 +33,7 @@ later. While τ is 1, only steps that may precede an update cost anything.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -217,10 +217,9 @@ class _Product(NamedTuple):
 class StepScale:
     """Scales the steps of preconditioned weights by τ; the same on every rank.
 
-    At each step, :meth:`keep_weights` comes before the base's step and
-    :meth:`scale_step` after it. At a refresh, :meth:`measure_slope` comes before
-    gradients are preconditioned, and :meth:`update` after the ranks have summed the
-    slopes.
+    At each step, the base steps in :meth:`take_step`. At a refresh,
+    :meth:`measure_slope` comes before gradients are preconditioned, and :meth:`update`
+    after the ranks have summed the slopes.
 
     Attributes:
         state: τ, which is ``state.scale``, and what its next value depends on.
@@ -229,8 +228,6 @@ class StepScale:
     def __init__(self, bounds: ScaleBounds) -> None:
         self._bounds = bounds
         self.state = ScaleState()
-        self._weights: dict[Tensor, Tensor] = {}  # copies from before the base's step
-        self._keep_step = False  # whether the next refresh may measure the step
         # -Δ of the last step, if it was kept.
         self._negative_step: dict[Tensor, Tensor] = {}
 
@@ -277,41 +274,43 @@ class StepScale:
                 products.append(_Product(gradient, negative_step[p].to(p.device)))
         return _sum_products(products)
 
-    def keep_weights(self, blocks: Iterable[KroneckerBlock], keep_step: bool) -> None:
-        """Copy the weights of layers with an inverse before the base's step.
+    def take_step(
+        self,
+        step: Callable[[], None],
+        blocks: Iterable[KroneckerBlock],
+        keep_step: bool,
+    ) -> None:
+        """Let the base take its step, and scale that of layers with an inverse by τ.
 
-        Nothing is copied if τ is 1 and the next refresh will not measure the step.
+        If τ is 1 and the next refresh will not measure the step, the base steps alone.
 
         Args:
+            step: The base's step.
             blocks: The layers.
             keep_step: Whether the next refresh may measure this step.
         """
         self._negative_step = {}  # of the step before, which no refresh has measured
-        self._weights = {}
-        self._keep_step = keep_step
-        if not keep_step and self.state.scale == 1.0:
-            return
+        scale = self.state.scale
         params: list[Tensor] = []
-        for block in blocks:
-            if block.solved:
-                params += block.params
-        if params:
-            # A copy of all weights, in few kernels.
-            copies = torch._foreach_mul([local_tensor(p).detach() for p in params], 1.0)
-            self._weights = dict(zip(params, copies, strict=True))
-
-    def scale_step(self) -> None:
-        """Scale the base's step by τ, and keep it if a refresh may measure it."""
-        weights = self._weights
-        self._weights = {}
-        if not weights:
+        if keep_step or scale != 1.0:
+            for block in blocks:
+                if block.solved:
+                    params += block.params
+        if not params:
+            step()
             return
+
+        # Copy all weights, in few kernels.
+        copies = torch._foreach_mul([local_tensor(p).detach() for p in params], 1.0)
+        weights = dict(zip(params, copies, strict=True))
+        step()
+
+        # Scale the step, and keep it.
         after = [local_tensor(p) for p in weights]
         before = list(weights.values())
-        scale = self.state.scale
         if scale != 1.0:
             torch._foreach_lerp_(after, before, 1.0 - scale)
-        if self._keep_step:
+        if keep_step:
             # In place, so that the values of ``weights`` are now before - after = -Δ.
             torch._foreach_sub_(before, after)
             self._negative_step = weights
@@ -346,7 +345,6 @@ class StepScale:
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Load the entries of a checkpoint. Without them, τ does not change."""
         self._negative_step = {}
-        self._weights = {}
         names = set(SCALE_ENTRIES)
         part = next((part for part in saved.values() if part.keys() >= names), None)
         if part is None:
