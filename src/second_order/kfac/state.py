@@ -75,7 +75,7 @@ from second_order.kronecker.block import (
     KroneckerBlock,
     LayerStatus,
 )
-from second_order.kronecker.factors import OwnedFactors
+from second_order.kronecker.factors import ALL_FACTORS
 from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.solvers import INVERSE_ENTRIES, Solver
 from second_order.training.context import Training
@@ -446,10 +446,9 @@ def move_factors(
                     # None if the factor is lost.
                     received[entry.name] = local.get(entry.name)
         owners = (None, world.rank)  # None: every rank owns the factor
-        owned_factors = OwnedFactors(
-            a=layer.factor_owner("A") in owners, g=layer.factor_owner("G") in owners
+        block.set_owned_factors(
+            [name for name in ALL_FACTORS if layer.factor_owner(name) in owners]
         )
-        block.set_owned_factors(owned_factors)
         if received and block.factors is not None:
             block.receive_factors(received)
 

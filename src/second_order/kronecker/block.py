@@ -13,7 +13,7 @@ number of layers:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any, TypeAlias, cast
@@ -26,7 +26,6 @@ from second_order.kronecker.autograd import params_in_pass
 from second_order.kronecker.factors import (
     ALL_FACTORS,
     KroneckerFactors,
-    OwnedFactors,
     StagedStatistics,
 )
 from second_order.kronecker.layers import (
@@ -113,7 +112,7 @@ class KroneckerBlock:
         work_dtype: The dtype of clipping and communication: float32 at least.
         staged: Statistics since the last step.
         factors: Running averages; None before the first statistics or checkpoint.
-        owned_factors: The factors that this rank owns, and therefore stores.
+        owned_factors: The names of factors that this rank owns, and therefore stores.
         inverse: The damped inverse, on ranks that precondition the layer's gradient.
         solved: Whether these ranks have an inverse.
         status: What this rank knows about the layer's statistics.
@@ -151,7 +150,7 @@ class KroneckerBlock:
 
         # Curvature.
         self.factor_dtype = factor_dtype
-        self.owned_factors = ALL_FACTORS
+        self.owned_factors: Collection[str] = ALL_FACTORS
         self.inverse: Inverse | None = None
         self.status = LayerStatus.WAITING
         self.no_statistics = False
@@ -353,7 +352,7 @@ class KroneckerBlock:
             owned=self.owned_factors,
         )
 
-    def set_owned_factors(self, owned: OwnedFactors) -> None:
+    def set_owned_factors(self, owned: Collection[str]) -> None:
         """Set the factors that this rank owns, and free the others.
 
         An owned factor is copied if it is a slice, which would keep its stack alive.
@@ -362,7 +361,7 @@ class KroneckerBlock:
         if self.factors is None:
             return
         for name, factor in self.factors.stored.items():
-            if not owned.includes(name):
+            if name not in owned:
                 del self.factors.entries[name]
             elif factor.untyped_storage().nbytes() > factor.nbytes:
                 self.factors.entries[name] = factor.clone()
@@ -376,8 +375,7 @@ class KroneckerBlock:
         """Whether this rank's averages lack a factor that it owns."""
         if self.factors is None:
             return False
-        owns = self.owned_factors.includes
-        owned = [name for name in self.shape.factor_names if owns(name)]
+        owned = set(self.shape.factor_names).intersection(self.owned_factors)
         return len(self.factors.stored) < len(owned)
 
     @property

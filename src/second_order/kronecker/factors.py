@@ -14,7 +14,7 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
@@ -36,7 +36,6 @@ from second_order.kronecker.verification import Verification
 __all__ = [
     "ALL_FACTORS",
     "KroneckerFactors",
-    "OwnedFactors",
     "PairSums",
     "PassSums",
     "Reduction",
@@ -402,18 +401,8 @@ def scale_to_one_term(
 # --------------------------------------------------------------------- running averages
 
 
-class OwnedFactors(NamedTuple):
-    """The factors of a layer that this rank owns, and therefore stores."""
-
-    a: bool  # A, and L if there is one
-    g: bool
-
-    def includes(self, name: str) -> bool:
-        """Whether a factor is among them."""
-        return self.g if name == "G" else self.a
-
-
-ALL_FACTORS = OwnedFactors(a=True, g=True)
+ALL_FACTORS = ("A", "G", "L")
+"""The names of all factors that a layer may have."""
 
 
 class KroneckerFactors:
@@ -434,7 +423,7 @@ class KroneckerFactors:
         shape: FactorShape,
         device: torch.device,
         dtype: torch.dtype,
-        owned: OwnedFactors = ALL_FACTORS,
+        owned: Collection[str] = ALL_FACTORS,
     ) -> None:
         self.shape = shape
         self.dtype = dtype
@@ -446,7 +435,7 @@ class KroneckerFactors:
             "examples": zeros(()),
         }
         for name in shape.factor_names:
-            if owned.includes(name):
+            if name in owned:
                 self.entries[name] = zeros(shape.stored_shape(name), dtype=dtype)
 
     @property

@@ -139,7 +139,7 @@ def _block_sums(
     # factor only needs its trace.
     factors: dict[str, Tensor] = {}
     for name, rows in (("A", matrix), ("G", matrix.mT)):
-        if not block.owned_factors.includes(name):
+        if name not in block.owned_factors:
             factors[name] = matrix.new_empty(0, dtype=block.factor_dtype)
             continue
         is_diagonal = name in shape.diagonals
