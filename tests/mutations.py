@@ -485,7 +485,7 @@ steps without a preconditioned layer that count
 a resumed run with another usual change  <-  resume::a_resumed_run_equals_the_run
     self.steps = int(part.number(steps_name))  =>  pass
 a clip in lr, not lr²  <-  invariants_steps::19_the_clip_uses_each_groups_learning_rate
-    stack.new_ones(()) * rate**2  =>  stack.new_ones(()) * rate
+    products.new_ones(()) * rate**2  =>  products.new_ones(()) * rate
 a clip that stretches  <-  invariants_steps::19_the_clip_bounds_the_whole_step
     torch.sqrt(kl_clip / change).clamp(max=1.0)  =>  torch.sqrt(kl_clip / change)
 

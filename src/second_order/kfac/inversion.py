@@ -598,9 +598,10 @@ class Inverses:
             The outcomes of the layers for which any rank has one.
         """
         blocks = [block for block in self.step_plan.layers if block in self.pending]
-        if self.inverter.deterministic and not any(map(self._must_wait_for, blocks)):
-            # Deterministic inverters only return layers that a step must wait for, so
-            # no rank has an outcome at this step.
+        returns_oldest = self.inverter.deterministic and not self.waits_for_all
+        if returns_oldest and not any(map(self._must_wait_for, blocks)):
+            # The inverter only returns layers that a step must wait for, so no rank has
+            # an outcome at this step.
             blocks = []
         local = [float(self._local_outcome(block)) for block in blocks]
         message = torch.tensor(local, dtype=torch.float32, device="cpu")

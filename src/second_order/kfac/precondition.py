@@ -78,7 +78,7 @@ MIN_RATIO = 4e-4  # of the bound to a change; its square root, 1/50, is the leas
 # ----------------------------------------------------------------------------- the clip
 
 
-def kl_change(products: Sequence[Tensor], learning_rates: Sequence[Scalar]) -> Tensor:
+def kl_change(products: Tensor, learning_rates: Sequence[Scalar]) -> Tensor:
     """Return Σ lr² |P·∇| over layers, an estimate of the change of predictions.
 
     lr² Σ P·∇ estimates twice the KL divergence between the model before and after the
@@ -86,17 +86,17 @@ def kl_change(products: Sequence[Tensor], learning_rates: Sequence[Scalar]) -> T
     not count.
 
     Args:
-        products: Stacks of P·∇ of one or more layers each; at least one stack.
+        products: P·∇ of each layer, ``(layers,)``; at least one.
         learning_rates: One rate per layer. This is faster if layers of one parameter
             group share the object.
     """
-    stack = torch.cat([product.to(products[0]) for product in products]).abs()
     # Square each distinct rate once. On a device, every square is a kernel launch.
     squares: dict[int, Tensor] = {}
     for rate in learning_rates:
         if id(rate) not in squares:
-            squares[id(rate)] = stack.new_ones(()) * rate**2
-    weighted = stack * torch.stack([squares[id(rate)] for rate in learning_rates])
+            squares[id(rate)] = products.new_ones(()) * rate**2
+    weights = torch.stack([squares[id(rate)] for rate in learning_rates])
+    weighted = products.abs() * weights
     return weighted.nan_to_num(0.0, posinf=0.0).sum()
 
 
@@ -182,11 +182,11 @@ class Clip:
         """Return Σ lr² |P·∇| over the batches' layers; Σ P·∇ if κ is "auto"."""
         if not batches:
             return torch.zeros((), dtype=torch.float32, device=self._training.device)
-        products = [preconditioned.products() for preconditioned in batches]
+        stacks = [preconditioned.products() for preconditioned in batches]
+        products = torch.cat([stack.to(stacks[0]) for stack in stacks])
         if self.usual is not None:
             # Inverses are positive definite, so only rounding can make P·∇ negative.
-            stack = torch.cat([product.to(products[0]) for product in products])
-            return stack.nan_to_num(0.0, posinf=0.0, neginf=0.0).sum()
+            return products.nan_to_num(0.0, posinf=0.0, neginf=0.0).sum()
 
         rates: dict[int, Scalar] = {}
         for group in self._training.groups:
