@@ -366,13 +366,17 @@ def derivatives(
         gradients: Derivatives = torch.autograd.grad(
             roots, params, cotangents, create_graph=twice, allow_unused=True
         )
-    if any(gradient is not None and gradient.is_sparse for gradient in gradients):
-        raise CurvatureError(
-            "an embedding has a sparse gradient, but vectors span all its rows; use sparse=False"
-        )
+    is_incomplete = False
+    for gradient in gradients:
+        if gradient is None:
+            is_incomplete = True
+        elif gradient.is_sparse:
+            raise CurvatureError(
+                "an embedding has a sparse gradient, but vectors span all its rows; use "
+                "sparse=False"
+            )
 
     # Some custom functions cannot be differentiated like this.
-    is_incomplete = any(gradient is None for gradient in gradients)
     if twice or is_incomplete:
         functions = _custom_functions(roots)
         if twice:

@@ -223,8 +223,14 @@ class Hessian:
         # The losses are evaluated under the autocast of the caller.
         self._autocast_enabled = torch.is_autocast_enabled(self._device.type)
         self._autocast_dtype = torch.get_autocast_dtype(self._device.type)
-        self._local_shapes = [local_tensor(p).shape for p in self.params]
-        self.size = sum(p.numel() for p in self.params)
+        self._local_shapes: list[torch.Size] = []
+        self._local_sizes: list[int] = []
+        self.size = 0
+        for p in self.params:
+            shape = local_tensor(p).shape
+            self._local_shapes.append(shape)
+            self._local_sizes.append(shape.numel())
+            self.size += p.numel()
 
         self.examples = 0.0
         self.loss: Tensor | float = 0.0
@@ -263,7 +269,7 @@ class Hessian:
             )
         # Split the vector into a direction for each parameter.
         directions = []
-        parts = v.split([shape.numel() for shape in self._local_shapes])
+        parts = v.split(self._local_sizes)
         for p, part, shape in zip(self.params, parts, self._local_shapes, strict=True):
             directions.append(part.view(shape).to(p.dtype))
         if self._mode == "differences":

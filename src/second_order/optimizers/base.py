@@ -465,11 +465,12 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 f"backward()"
             )
         training.require_process_group("step()")
-        if any(group.get("train_mode") is False for group in self.param_groups):
-            raise RuntimeError(
-                f"{name}.step() with a schedule-free base that is not in train mode: call "
-                f"optimizer.train() before training, and optimizer.eval() before evaluation"
-            )
+        for group in self.param_groups:
+            if group.get("train_mode") is False:
+                raise RuntimeError(
+                    f"{name}.step() with a schedule-free base that is not in train mode: call "
+                    f"optimizer.train() before training, and optimizer.eval() before evaluation"
+                )
         if self._hooks_are_removed:
             raise RuntimeError(
                 f"{name}.step() inside hooks_removed(), where no statistics are captured: leave "
