@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -416,28 +416,28 @@ class StepPasses:
     def count_terms(self, layers: Iterable[LayerStatistics]) -> list[Terms]:
         """N of the step's passes, for each layer's staged statistics."""
         # Layers for which the same passes come into question have the same terms.
-        by_candidates: dict[tuple[tuple[int, ...], tuple[int, ...]], Terms] = {}
+        by_passes: dict[tuple[tuple[BackwardPass, ...], ...], Terms] = {}
         terms: list[Terms] = []
         for staged in layers:
-            pass_numbers: list[int] = []
-            passes_since_clear: list[int] = []
+            reaching: list[BackwardPass] = []
+            candidates: list[BackwardPass] = []
             for number, each in self.passes.items():
-                if staged.has_pass(number):
-                    pass_numbers.append(number)
-                if each.serial > staged.cleared_at:
-                    passes_since_clear.append(number)
-            key = (tuple(pass_numbers), tuple(passes_since_clear))
-            if key not in by_candidates:
-                passes = self._select_passes(pass_numbers, passes_since_clear)
+                reaches_layer = staged.has_pass(number)
+                if reaches_layer:
+                    reaching.append(each)
+                if reaches_layer or each.serial > staged.cleared_at:
+                    candidates.append(each)
+            key = (tuple(reaching), tuple(candidates))
+            if key not in by_passes:
+                passes = self._select_passes(reaching, candidates)
                 total = _sum([each.count_terms() for each in passes])
-                serials = tuple([each.serial for each in passes])
-                by_candidates[key] = Terms(total, serials)
-            terms.append(by_candidates[key])
+                by_passes[key] = Terms(total, tuple([each.serial for each in passes]))
+            terms.append(by_passes[key])
         return terms
 
     def _select_passes(
-        self, pass_numbers: Collection[int], passes_since_clear: Collection[int]
-    ) -> list[BackwardPass]:
+        self, reaching: Sequence[BackwardPass], candidates: Sequence[BackwardPass]
+    ) -> Sequence[BackwardPass]:
         """The passes whose terms count for a layer, even if they do not reach it.
 
         Passes that have a layer in common have parts of one loss. A pass that goes
@@ -445,17 +445,13 @@ class StepPasses:
         unless there is no other pass.
 
         Args:
-            pass_numbers: The numbers of the passes that reach the layer.
-            passes_since_clear: The numbers of the passes that began after its
-                statistics were cleared.
+            reaching: The passes that reach the layer.
+            candidates: These passes, and those that began after its statistics were
+                cleared.
         """
-        candidates: list[BackwardPass] = []
-        layers: set[int] = set()  # the layers of the passes that reach this one
-        for number, backward_pass in self.passes.items():
-            if number in pass_numbers:
-                layers |= backward_pass.layers.keys()
-            if number in pass_numbers or number in passes_since_clear:
-                candidates.append(backward_pass)
+        layers: set[int] = set()
+        for each in reaching:
+            layers |= each.layers.keys()
 
         # Among these, the passes of the same loss.
         if layers:
