@@ -327,6 +327,15 @@ def test_numbers_of_numpy_are_numbers_in_the_bases_and_in_groups() -> None:
         assert to_primitive(number) == number
 
 
+def test_schedulers_can_set_numbers_of_numpy() -> None:
+    model = mlp()
+    optimizer = KAISA(model, lr=0.1)
+    train_twice(optimizer, model)
+    optimizer.param_groups[0]["lr"] = np.float64(0.05)
+    loaded = saved_and_loaded(optimizer.state_dict())
+    assert loaded["param_groups"][0]["lr"] == 0.05
+
+
 @pytest.mark.parametrize(("System", "option", "value", "message"), rows(NUMBERS + CHOICES))
 def test_an_invalid_value_raises_with_value_bound_and_remedy(
     System: Any, option: str, value: Any, message: str

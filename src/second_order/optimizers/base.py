@@ -750,6 +750,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if self.state:
             self._publish_state()
         state_dict = super().state_dict()
+        for group in state_dict["param_groups"]:
+            for key, value in group.items():  # a scheduler may set numbers of NumPy
+                group[key] = python_number(value)
         # Copy the dictionaries of the parts. Those of `state` lose their factors in
         # close(), and a checkpoint that the caller holds must not. The parts have the
         # same order on every rank, in which torch.distributed.checkpoint gathers
