@@ -159,7 +159,7 @@ def test_passes_of_a_step_are_counted_with_one_warning(System: Any) -> None:
             assert_same_factors(factors(optimizer), factors(plain), rtol=1e-9)
     (line,) = [str(w.message) for w in caught if w.category is SecondOrderWarning]
     assert "4 backward passes in a step" in line
-    assert "loss_reduction='pass_mean'" in line
+    assert "set loss_reduction='mean'" in line
 
 
 @each_kronecker

@@ -28,9 +28,10 @@ KEYWORD = "num_items_in_batch"
 
 ASSUMPTIONS: dict[Reduction, str] = {
     "mean": (
-        "this assumes that each loss was divided by their number. If the losses are added up "
-        "without a division, set loss_reduction='pass_mean'. If each is divided by the terms of "
-        "all passes, set 'step_mean'"
+        "this assumes that each loss was divided by their number. If so, set "
+        "loss_reduction='mean', and this warning does not appear. If the losses are added up "
+        "without a division, set 'pass_mean'. If each is divided by the terms of all passes, "
+        "set 'step_mean'"
     ),
     "step_mean": (
         "the model was given num_items_in_batch, so this assumes that each loss was divided by it. "
