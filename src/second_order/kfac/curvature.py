@@ -412,8 +412,9 @@ class KFAC(LayeredCurvature):
         losses. Call this before gradients are averaged: new owners then receive the
         means.
         """
-        has_passes = bool(self.layers.collector.step_passes.passes)
-        self.layers.losses.agree(self.training.world, has_passes)
+        if self.training.world.size > 1:
+            has_passes = bool(self.layers.collector.step_passes.passes)
+            self.layers.losses.agree(self.training.world, has_passes)
         if self.throttle is not None:
             self.throttle.begin_step()
         if self.layers.update_active():

@@ -147,7 +147,7 @@ class LossReduction:
                 ranks, and has passes without it on others.
         """
         hook = self._hook
-        if hook is None or self._agreed or world.size == 1:
+        if hook is None or self._agreed:
             return
         has_number = has_passes and hook.observed
         lacks_number = has_passes and not hook.observed
