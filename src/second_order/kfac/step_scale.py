@@ -296,16 +296,16 @@ class StepScale:
             for block in blocks:
                 if block.solved:
                     params += block.params
-        if not params:
-            step()
-            return
+        weights: dict[Tensor, Tensor] = {}
+        if params:
+            # A copy of all weights, in few kernels.
+            copies = torch._foreach_mul([local_tensor(p).detach() for p in params], 1.0)
+            weights = dict(zip(params, copies, strict=True))
 
-        # Copy all weights, in few kernels.
-        copies = torch._foreach_mul([local_tensor(p).detach() for p in params], 1.0)
-        weights = dict(zip(params, copies, strict=True))
+        # Take the step, scale it, and keep it.
         step()
-
-        # Scale the step, and keep it.
+        if not weights:
+            return
         after = [local_tensor(p) for p in weights]
         before = list(weights.values())
         if scale != 1.0:
