@@ -196,16 +196,16 @@ def test_a_layer_without_statistics_is_named_in_one_warning(System: Any) -> None
 
 @each_kronecker
 def test_training_a_copy_of_the_model_names_the_first_layers(System: Any) -> None:
-    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3))
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(12)))
     twin = copy.deepcopy(model)
     optimizer = make(System, model)
     with noted() as warned:
-        twin(torch.ones(4, 5)).sum().backward()
+        twin(torch.ones(4, 3)).sum().backward()
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
             p.grad = q.grad
         optimizer.step()
     (message,) = warned
-    names = "('0', '1', '2' and 1 more)"
+    names = f"({', '.join(repr(str(index)) for index in range(10))} and 2 more)"
     assert message.startswith(f"no layer gave statistics {names}: {System.__name__} now trains")
     assert "not a copy or an export of it" in message
 

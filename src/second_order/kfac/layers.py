@@ -59,7 +59,7 @@ from second_order.kronecker.verification import Verification, comparisons_due, r
 from second_order.optimizers.config import KFACOptions
 from second_order.training.context import Training
 from second_order.training.groups import group_params, group_settings
-from second_order.utils.checks import AUTO, LAYER_OPTIONS
+from second_order.utils.checks import AUTO, LAYER_OPTIONS, list_names
 from second_order.utils.modules import plain_type
 
 __all__ = [
@@ -72,7 +72,6 @@ __all__ = [
 
 Groups: TypeAlias = Sequence[Mapping[str, Any]]
 
-MAX_NAMES = 3  # of layers, in the warning that none has statistics
 DEFAULT_EXAMPLES = 64.0  # per step, if no layer has counted the examples
 
 # Reasons in warnings and in the summary.
@@ -518,9 +517,7 @@ class Layers:
         training = self._training
         if not training.is_first_warning("no statistics"):
             return
-        names = ", ".join(repr(block.name) for block in blocks[:MAX_NAMES])
-        if len(blocks) > MAX_NAMES:
-            names += f" and {len(blocks) - MAX_NAMES} more"
+        names = list_names([repr(block.name) for block in blocks])
         reason = NO_LAYER_CALLED
         for block in blocks:
             if self.missing_reason(block):

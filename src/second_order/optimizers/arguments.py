@@ -24,7 +24,7 @@ from second_order.training.groups import (
     group_params,
     named_trainable_params,
 )
-from second_order.utils.checks import brief, check_params
+from second_order.utils.checks import brief, check_params, list_names
 from second_order.utils.modules import unwrapping_chain
 
 __all__ = [
@@ -274,11 +274,10 @@ def warn_about_unowned(training: Training, groups: Sequence[Any]) -> None:
         remedy = "keep a reference to the module that has them, or pass it as model="
     if gc.get_freeze_count():
         remedy += "; gc.freeze() hides modules, so pass the model as model="
-    more = f", and {len(unowned) - 10} more" if len(unowned) > 10 else ""
     training.warn(
         f"{len(unowned)} of {len(group_params(groups))} parameters {where}, so "
         f"{training.base_name} alone trains them, without curvature: "
-        f"{', '.join(unowned[:10])}{more}; {remedy}"
+        f"{list_names(unowned)}; {remedy}"
     )
 
 
@@ -312,10 +311,9 @@ class FrozenParams:
         ]
         if left_out:
             self._references = []
-            more = f", and {len(left_out) - 10} more" if len(left_out) > 10 else ""
             training.warn(
                 f"{training.name} does not train parameters that were frozen when it was created, "
-                f"but they have gradients now: {', '.join(left_out[:10])}{more}; add them by "
+                f"but they have gradients now: {list_names(left_out)}; add them by "
                 f"add_param_group(), or pass {training.name}(model.parameters(), model=model)"
             )
 

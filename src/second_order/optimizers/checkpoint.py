@@ -35,7 +35,7 @@ from second_order.optimizers.base_pair import AUX_BASE, base_of, own_entries
 from second_order.training.context import Training, base_class_names
 from second_order.training.curvature import Curvature
 from second_order.training.groups import NAMES, group_params
-from second_order.utils.checks import LAYER_OPTIONS, PEAK_LR
+from second_order.utils.checks import LAYER_OPTIONS, PEAK_LR, list_names
 
 __all__ = [
     "VERSION",
@@ -62,8 +62,6 @@ VERSION_DEPENDENT_SETTINGS = {
     "maximize",
     "decoupled_weight_decay",
 }
-
-MAX_NAMES = 5  # of parameters, in an error
 
 VERSION = 1
 NOTHING_LOADED = "Nothing has been loaded"
@@ -253,24 +251,16 @@ def _describe_extra_names(saved_names: Sequence[str], names: Sequence[str]) -> s
     only_saved = [repr(name) for name in saved_names if name not in names]
     if only_saved:
         description += (
-            f"only the checkpoint has {_join(only_saved)}: if they are frozen now, freeze them "
-            f"after you have made the optimizer; "
+            f"only the checkpoint has {list_names(only_saved)}: if they are frozen now, freeze "
+            f"them after you have made the optimizer; "
         )
     only_here = [repr(name) for name in names if name not in saved_names]
     if only_here:
         description += (
-            f"only the optimizer has {_join(only_here)}: if they were frozen when the saved run "
-            f"made its optimizer, freeze them before you make this one; "
+            f"only the optimizer has {list_names(only_here)}: if they were frozen when the saved "
+            f"run made its optimizer, freeze them before you make this one; "
         )
     return description
-
-
-def _join(names: Sequence[str]) -> str:
-    """Return a list of the first names."""
-    listed = ", ".join(names[:MAX_NAMES])
-    if len(names) > MAX_NAMES:
-        listed += f" and {len(names) - MAX_NAMES} more"
-    return listed
 
 
 def _check_group_options(

@@ -38,6 +38,7 @@ __all__ = [
     "check_whole",
     "closest",
     "is_adaptive",
+    "list_names",
     "python_number",
     "rate_of_groups",
     "scheduled",
@@ -56,6 +57,8 @@ AUTO: Literal["auto"] = "auto"
 LONGEST_WAIT = 1e6
 
 DEBUG_STEPS = 100
+
+MAX_NAMES = 10  # in a warning or an error
 
 PEAK_LR = "peak_lr"
 """The entry of a parameter group with the largest learning rate of its schedule so far.
@@ -77,6 +80,14 @@ def closest(name: str, known: Iterable[str]) -> str:
     if not matches:
         return ""
     return f"; did you mean {matches[0]!r}?"
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Return a list of at most ten names, and how many there are more."""
+    listed = ", ".join(names[:MAX_NAMES])
+    if len(names) > MAX_NAMES:
+        listed += f" and {len(names) - MAX_NAMES} more"
+    return listed
 
 
 def check_number(
