@@ -465,8 +465,8 @@ def test_the_entries_of_a_state_have_one_order() -> None:
         assert list(entry) == ["base", "curvature"]
 
 
-def from_a_full_state(rank: int, world_size: int, run: Run) -> tuple[Tensor, Tensor]:
-    """The ends of a run, and of one that resumes it from torch's full state."""
+def from_a_full_state(rank: int, world_size: int, run: Run) -> list[Tensor]:
+    """The ends of a run, of one that resumes it from torch's full state, and of its roll-back."""
     how = StateDictOptions(full_state_dict=True)
     model = network()
     optimizer, scheduler = run.make(model)
@@ -476,19 +476,23 @@ def from_a_full_state(rank: int, world_size: int, run: Run) -> tuple[Tensor, Ten
     state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=how))
     schedule = scheduler.state_dict()
     take(model, optimizer, scheduler, 7, STEPS)
+    ends = [vector(model)]
 
     twin = network(5)
-    other, again = run.make(twin)
-    twin.load_state_dict(weights)
-    set_optimizer_state_dict(twin, other, state, options=how)
-    again.load_state_dict(schedule)
-    take(twin, other, again, 7, STEPS)
-    return vector(model), vector(twin)
+    for resuming, other, again in ((twin, *run.make(twin)), (model, optimizer, scheduler)):
+        resuming.load_state_dict(weights)
+        set_optimizer_state_dict(resuming, other, copy.deepcopy(state), options=how)
+        again.load_state_dict(schedule)
+        take(resuming, other, again, 7, STEPS)
+        ends.append(vector(resuming))
+    return ends
 
 
 def test_a_full_state_loads_if_ranks_store_different_layers(world: World) -> None:
-    for expected, found in world.run(from_a_full_state, 2, Run(DPKFAC, "AdamW")):
+    """Also into the optimizer that has trained on, to roll it back."""
+    for expected, found, back in world.run(from_a_full_state, 2, Run(DPKFAC, "AdamW")):
         assert torch.equal(found, expected)
+        assert torch.equal(back, expected)
 
 
 def test_the_state_does_not_keep_old_inverses_alive() -> None:

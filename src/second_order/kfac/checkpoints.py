@@ -33,7 +33,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from second_order.checkpoint.caller import is_checkpointing
+from second_order.checkpoint.caller import caller, is_checkpointing
 from second_order.checkpoint.saved import SavedPart
 from second_order.kfac.inversion import Inverses
 from second_order.kfac.layers import Layers
@@ -155,8 +155,8 @@ class Checkpoints:
             shared |= part.saved()
         shared |= numbers.entries(training.world.size)
 
-        # Before the first step, every rank has the same entries, because a rank that
-        # lacks a 0-d tensor makes set_optimizer_state_dict(full_state_dict=True) fail.
+        # Before the first step, every rank has the entries of all layers, because
+        # torch.distributed.checkpoint loads into existing tensors.
         is_first = training.steps == 0
         state: dict[Tensor, dict[str, Any]] = {}
         for block in self._layers.blocks:
@@ -189,6 +189,9 @@ class Checkpoints:
         inverses.inverter.finish()
         # torch.distributed.checkpoint loads in place, so zeros replace absent tensors.
         fill = is_checkpointing(part=True)
+        # set_optimizer_state_dict(full_state_dict=True) first gets this rank's state. It
+        # raises KeyError if that state lacks a 0-d tensor, even one of another rank.
+        is_loading = caller(function="_load_optim_state_dict") is not None
         damping = float(inverses.damping_option)
         if math.isnan(damping):  # there has been no refresh
             damping = -1.0
@@ -199,6 +202,8 @@ class Checkpoints:
                     state[p] = self._step_scale.saved_step(p, fill)
             entries = inverse_state(block, layer, inverses, fill)
             entries[DAMPING] = damping
+            if is_loading:
+                entries |= block.saved_factors()
             state.setdefault(block.weight, {}).update(entries)
         return state
 
