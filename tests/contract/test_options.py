@@ -317,13 +317,14 @@ def test_numbers_of_numpy_are_numbers_in_the_bases_and_in_groups() -> None:
     half = np.float32(0.5)
     model = mlp()
     base = {"base": torch.optim.AdamW, "betas": (half, 0.9), "weight_decay": half}
+    base["amsgrad"] = np.True_
     aux_base = AuxBase(torch.optim.AdamW, kwargs={"eps": half})
     groups = [{"params": list(model.parameters()), "lr": half, "damping": half}]
     for options in ({"model": model, **base}, {"model": model, **base, "aux_base": aux_base}):
         optimizer = KAISA(groups, **options)
         train_twice(optimizer, model)
         saved_and_loaded(optimizer.state_dict())
-    for number in (half, np.int64(3)):
+    for number in (half, np.int64(3), np.True_):
         assert to_primitive(number) == number
 
 

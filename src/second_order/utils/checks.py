@@ -344,12 +344,13 @@ def value_at(option: Any, step: int) -> Any:
 def python_number(value: Any) -> Any:
     """Convert a number of NumPy to one of Python, which every checkpoint can have.
 
-    A tuple, such as ``betas``, is converted as well. Any other value is returned as it
-    is.
+    A NumPy bool, and a tuple such as ``betas``, are converted as well. Any other value
+    is returned as it is.
     """
     if type(value) is tuple:
         return tuple(map(python_number, value))
-    if isinstance(value, numbers.Number) and hasattr(value, "item"):
+    is_bool = type(value).__name__ in ("bool", "bool_")  # NumPy's bool is not a Number
+    if (is_bool or isinstance(value, numbers.Number)) and hasattr(value, "item"):
         return value.item()
     return value
 
