@@ -526,7 +526,7 @@ the damping of the landing  <-  distkfac::an_inverse_uses_the_damping_of_its_sna
     dampings.append(layer_damping.damping)  =>  dampings.append(self.damping_option)
 layers that are due when they land wait for the next interval
   <-  distkfac::a_layer_that_became_due_while_pending_is_submitted_again
-    self._submit([block for block in overdue if block.solved], mean_curvature)  =>  pass
+    self._submit(resubmitted, mean_curvature)  =>  pass
 a resumed run that refreshes all layers  <-  resume::a_resumed_run_equals_the_run
     in loaded.inverses.items():  =>  in ():
 layers under way are launched again  <-  distkfac::an_inverse_is_never_older_than_max_staleness
@@ -777,7 +777,7 @@ an average that starts from zero  <-  invariants_factors::13_running_average_is_
     weight * decay + 1.0  =>  weight * decay + (1.0 - decay)
 a step without examples forgets
   <-  invariants_factors::13_a_step_without_examples_leaves_the_average_bit_for_bit
-    torch.where(present, weight * decay + 1.0, weight, out=weight)  =>  weight.mul_(decay).add_(1.0)
+    torch.where(is_updated, weight * decay + 1.0, weight, out=weight)  =>  weight.mul_(decay).add_(1.0)
 a second pass through a forward as a micro-batch
   <-  example_counts::two_losses_of_one_forward_pass_are_not_micro_batches
     or not again  =>  or True

@@ -414,7 +414,7 @@ def test_loading_accepts_only_module_classes(tmp_path: Path) -> None:
         (lambda c: c.logdet(), "damping of layer 'a/b' is not known, .* write damping="),
         (
             lambda c: c.logdet({"a": 1.0}),
-            r"is of 'a', which is not a layer; use names of \['a/b'",
+            r"has 'a', which is not a layer; use names from \['a/b'",
         ),
         (
             lambda c: replace(c["a/b"], stored={"A": c["a/b"].A}).G,

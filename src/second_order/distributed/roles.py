@@ -42,9 +42,9 @@ class Roles:
 
         Args:
             world: All ranks.
-            helper_timeout: Largest number of seconds that helpers wait for each other
-                in a collective, if it is shorter than the timeout of ``world``.
-                Otherwise, and for workers, the timeout of ``world`` applies.
+            helper_timeout: Timeout of collectives among helpers, in seconds. If the
+                timeout of ``world`` is shorter, it applies instead. Workers always use
+                the timeout of ``world``.
         """
         # Helpers have a timeout of their own, if it is shorter than the group's.
         ranks = self.workers

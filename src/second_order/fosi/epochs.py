@@ -83,8 +83,8 @@ LOSS_NOT_FINITE = (
 )
 NOT_FINITE = (PAIRS_NOT_FINITE, UPDATE_NOT_FINITE, LOSS_NOT_FINITE)
 NO_SUMS = (
-    "no gradients were summed over the whole epoch: no parameter trained, other parameters "
-    "trained, or the checkpoint that it continues has no sums"
+    "the gradients were not summed over the whole epoch: no parameter trained, the parameters "
+    "that train have changed, or the checkpoint that the epoch continues lacks the sums"
 )
 
 
@@ -100,7 +100,7 @@ def empty_sums(flat_params: FlatParams) -> EpochSums:
     """Return zeros of the shapes and dtypes of an epoch's sums."""
     n = flat_params.size
     start_dtype = lanczos_dtype(flat_params.params)
-    # On one device with the rest, which torch needs to load complete states.
+    # torch loads complete states only if all tensors are on one device.
     device = flat_params.params[0].device
     return EpochSums(
         start=torch.zeros(n, dtype=start_dtype, device=device),
@@ -225,7 +225,7 @@ class WorkerCurvature(EpochCurvature):
         return self._last_pairs or super().eigenvalues()
 
     def handle_changed_params(self) -> None:
-        """Drop this epoch's final update, because c and p are of the old vector."""
+        """Drop this epoch's final update, because c and p belong to the old vector."""
         if self.sums is not None:
             self.training.warn(
                 "the parameters that train have changed, or their dtype, so this epoch has no "

@@ -204,10 +204,10 @@ class FlatParams:
     def update_layout(self) -> bool:
         """Lay out the vector again if other parameters train, or if its dtype changes.
 
-        This is a collective if either has changed.
+        Collective, if so.
 
         Returns:
-            Whether either has changed.
+            Whether this laid out the vector again.
         """
         trainable = self._training.trainable_params()
         same_params = list(map(id, trainable)) == list(map(id, self.params))
@@ -227,7 +227,7 @@ class FlatParams:
                 if p not in state:
                     continue
                 for key, value in state[p].items():
-                    # The devices are those of torch's load_state_dict().
+                    # torch's load_state_dict() uses the same devices.
                     if isinstance(value, Tensor) and (key != "step" or step_on_device):
                         state[p][key] = value.to(p.device)
                 self._training.base.state[p] = state[p]

@@ -112,8 +112,8 @@ def _run_unless_exiting(work: Callable[[], T]) -> T:
 def default_num_threads() -> int:
     """Return half of this process's share of the cores, from 1 to MAX_THREADS.
 
-    The processes of a host that ``torchrun`` has started share the cores equally.
-    Training uses the other half.
+    The processes that ``torchrun`` starts on a host share its cores equally. Training
+    uses the other half of the share.
     """
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):

@@ -507,9 +507,9 @@ class KFAC(LayeredCurvature):
         if step_scale is None:
             step()
             return
-        # The next refresh measures this step. A change of layers or a loaded checkpoint
-        # may cause a refresh that cannot be predicted here. Such a refresh does not
-        # measure the slope.
+        # Keep this step if the next step may refresh, because the refresh measures the
+        # slope along it. A change of layers or a loaded checkpoint may cause a refresh
+        # that cannot be predicted here. Such a refresh does not measure the slope.
         refresh_may_follow = self._schedule.refresh_may_be_due(self.training.steps + 1)
         keep_step = refresh_may_follow or bool(self.inverses.pending)
         step_scale.take_step(step, self._step_plan.layers, keep_step)
@@ -872,7 +872,7 @@ class KFAC(LayeredCurvature):
         self._averaged_at = numbers.averaged_at
         self.layers.schedule_all_at(numbers.newly_trainable_at)
         if self.stats_workers is not None:
-            # Statistics that are on their way belong to other parameters.
+            # Statistics in transit were computed with other parameters.
             self.stats_workers.restart()
         self.watch()
 

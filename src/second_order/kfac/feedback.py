@@ -37,14 +37,14 @@ class Report:
     """What this rank reports of a refresh.
 
     Attributes:
-        read: The device read to which the numbers below were added. A slice is the
-            place of numbers in it.
+        read: The device read to which the numbers below were added. Each slice is the
+            place of its numbers in it.
         slopes: This rank's part of the slope, one number; none if the step scale has
             kept no copy of the last step.
         layers: The layers whose mean curvature this rank reports.
         curvatures: The mean curvature of each of these layers.
         host_rates: The learning rates on the host, of parameter groups with layers.
-        device_rates: Those that are on the device.
+        device_rates: The learning rates on the device.
     """
 
     read: DeviceRead
@@ -156,7 +156,7 @@ def share_feedback(
         device_cosines: The cosines of other layers, on the device.
     """
     # Read the cosines, with one copy to the host. If the refresh has not used
-    # `report.read` before, the same copy has the numbers of the report.
+    # `report.read` before, the same copy includes the numbers of the report.
     read = report.read
     compared: list[KroneckerBlock] = []
     cosine_tensors: list[Tensor] = []

@@ -8,10 +8,9 @@ agree      all ranks all-reduce (max) the outcome of each layer
 exchange   inverse ranks send the decompositions of valid layers to the gradient workers
 install    gradient workers combine them into inverses, which they use from this step on
 
-The inverse ranks of a layer decompose its factors. Its gradient workers precondition
-its gradient: they are one row of the grid of ranks
-(:class:`second_order.distributed.assignment.Grid`). P is the preconditioned gradient,
-(A ⊗ G + γ)⁻¹ ∇.
+The inverse ranks of a layer decompose its factors. Its gradient workers, which are one
+row of the grid of ranks (:class:`second_order.distributed.assignment.Grid`),
+precondition its gradient. P = (A ⊗ G + γ)⁻¹ ∇ is the preconditioned gradient.
 
 If a layer's factors cannot be decomposed, the layer keeps its last inverse. If it has
 none, it falls back to the base optimizer. If this happens to a layer at three refreshes
@@ -86,7 +85,7 @@ __all__ = [
     "stack_means",
 ]
 
-MAX_CONSECUTIVE_FAILURES = 3  # failed refreshes of a layer in a row that raise an error
+MAX_CONSECUTIVE_FAILURES = 3  # failed refreshes of a layer in a row, then an error
 
 DAMPING_ENTRY = "damping"
 """Key of γ and the mean eigenvalue in the exchange, whose other keys name factors."""
@@ -95,31 +94,33 @@ DAMPING_ENTRY = "damping"
 class Outcome(IntEnum):
     """The outcome of computing a layer's inverse. Ranks agree on the largest number.
 
-    A rank that decomposes no factor of the layer reports PENDING. If one rank
-    decomposes A and another one G, both report what became of their factor:
+    A rank that decomposes no factor of the layer reports PENDING, unless it found the
+    layer unverified or failed to damp it. Each other rank reports the outcome of the
+    factors that it decomposes. If the reports differ, the ranks agree on:
 
-        VALID and PENDING       VALID. The PENDING rank decomposes no factor, because
-                                synchronous ranks are never PENDING with a factor, and
-                                with threads one rank decomposes both factors.
-        VALID and FAILED        FAILED, because both factors must be valid.
-        NO_STATISTICS           never meets VALID: all ranks read the same weight of
-                                the averages.
-        UNVERIFIED on any rank  UNVERIFIED.
+        VALID and PENDING       VALID. The PENDING rank decomposes no factor: without
+                                threads, all factors are finished within the step. With
+                                threads, one rank decomposes all factors of a layer.
+        VALID and FAILED        FAILED, because all factors must be valid.
+        UNVERIFIED and any      UNVERIFIED.
+
+    NO_STATISTICS and VALID do not occur together, because all ranks read the same
+    weight of the averages.
     """
 
     PENDING = 0  # not finished yet, or not computed on this rank
     NO_STATISTICS = 1  # no example has reached the layer yet
     VALID = 2  # every factor that this rank had to decompose was decomposed
     FAILED = 3  # a factor could not be decomposed
-    # The captured pairs of some rank do not reproduce the layer's gradient.
-    UNVERIFIED = 4
+    UNVERIFIED = 4  # a rank's captured pairs do not reproduce the layer's gradient
 
 
 @dataclass(frozen=True)
 class InverseState:
     """When and with which damping a layer's installed inverse was computed.
 
-    All ranks have the steps. Only the layer's gradient workers have the other numbers.
+    All ranks have the steps. The other numbers are valid only on the layer's gradient
+    workers.
     """
 
     step: int  # the step at which its factors were submitted
@@ -148,7 +149,7 @@ class LoadedInverses:
         damping_option: ``damping=`` at the last refresh; NaN before the first.
         inverses: The inverses of layers that had one.
         pending: The inverses that were pending.
-        missing: Layers without an entry that this rank needs.
+        missing: Layers for which the checkpoint lacks an entry that this rank needs.
         requested: Layers to refresh at the next step even if they are not due.
     """
 
@@ -182,7 +183,7 @@ class PendingInverse:
     step: int  # the step at which its factors were submitted
     damping_option: Damping  # the value of ``damping=`` at that step
     mean_curvature: float  # of all layers, known at that step
-    factors: KroneckerFactors | None = None  # a copy, if a snapshot was needed
+    factors: KroneckerFactors | None = None  # copied if a checkpoint may need them
 
 
 @dataclass(frozen=True)
@@ -191,11 +192,10 @@ class Refresh:
 
     Attributes:
         installed: The layers that have a new inverse; the same on every rank.
-        cosines: The cosine between P by the previous and by the new inverse, only for
-            the layers of this rank whose cosine the refresh itself has measured.
-        previous: The previous inverses of this rank's other refreshed layers, from
-            which the caller can compute the cosine. Empty unless refresh intervals
-            follow drift.
+        cosines: The cosine between P with the previous inverse and P with the new one,
+            for the layers of this rank whose cosine the refresh measured.
+        previous: The previous inverses of this rank's other refreshed layers. The
+            caller measures their cosines. Empty unless refresh intervals follow drift.
     """
 
     installed: Sequence[KroneckerBlock] = ()
@@ -212,13 +212,18 @@ class SelectionRule(Protocol):
     def __call__(
         self, inverses: Inverses, due: Mapping[KroneckerBlock, PendingInverse]
     ) -> Sequence[KroneckerBlock]:
-        """Return the selected layers. Collective."""
+        """Return the selected layers. Collective.
+
+        Args:
+            inverses: The inverses of all layers.
+            due: The due layers, with the pending inverse that each gets if selected.
+        """
 
 
 def stack_means(
     factors: Mapping[KroneckerBlock, KroneckerFactors],
 ) -> list[tuple[list[KroneckerBlock], Tensor]]:
-    """Stack the factors' mean eigenvalues, for all layers of the same shape together.
+    """Stack the mean eigenvalues of the factors of same-shape layers.
 
     Returns:
         For each shape, its layers and a tensor ``(factors, layers, groups)``.
@@ -243,12 +248,12 @@ class Inverses:
         is_synchronous: Whether the step itself decomposes, without threads.
         waits_for_all: Whether each refresh finishes all layers that it submits. This
             also holds with threads if their staleness is 0.
-        measures_early: Whether slopes and cosines are measured before the host reads
-            the device, so that one read serves both the refresh and its report. The
-            cosines are those of attempted decompositions, which may be inaccurate. This
-            is off with several processes, because most gradient workers have no
-            decompositions before the exchange. It is off on a CPU, because reads are
-            free there and the measurement would precondition twice.
+        measures_early: Whether the slope of the loss and the cosines are measured
+            before the host reads the device. One read then serves both the refresh and
+            its report. If a decomposition turns out to be inaccurate, its cosine is
+            discarded. This is off with several processes, because most gradient workers
+            lack the decompositions before the exchange. It is off on a CPU, because
+            reads are free there and the measurement would precondition twice.
         scaled: Whether inverses are multiplied by the mean eigenvalue of A ⊗ G + γ, so
             that P is about as long as the gradient.
         requested: Layers to refresh at the next step, whether or not they are due.
@@ -293,9 +298,9 @@ class Inverses:
         self.measures_early = self.is_synchronous and is_single_process and has_device
         self.requested: set[KroneckerBlock] = set(step_plan.layers)
         self.states: dict[KroneckerBlock, InverseState] = {}
-        self._forget_pending()
+        self._drop_pending()
 
-    def _forget_pending(self) -> None:
+    def _drop_pending(self) -> None:
         """Drop the inverses that were submitted and are not installed yet."""
         self.pending: dict[KroneckerBlock, PendingInverse] = {}
         # The damping of pending layers, on their gradient workers.
@@ -338,7 +343,7 @@ class Inverses:
         """
         if self.requested:
             due = [b for b in self.step_plan.layers if b in self.requested or b in due]
-        overdue = [block for block in due if block in self.pending]
+        due_while_pending = [block for block in due if block in self.pending]
         try:
             # Damp the factors of the due layers, and submit them to the inverter.
             if due:
@@ -361,23 +366,23 @@ class Inverses:
             ]
             decompositions = self._exchange(valid)
             previous = self._install(valid, decompositions)
-            unverified: dict[KroneckerBlock, bool] = {}
+            is_unverified: dict[KroneckerBlock, bool] = {}
             for block, outcome in outcomes.items():
-                unverified[block] = outcome is Outcome.UNVERIFIED
+                is_unverified[block] = outcome is Outcome.UNVERIFIED
                 if outcome is not Outcome.VALID:
                     self._record_no_inverse(block, outcome)
 
-            # Submit the layers that fell due while they were pending, which were left
-            # out above. A layer that is still pending, or that has no inverse even now,
-            # waits until it is due again.
-            self._submit([block for block in overdue if block.solved], mean_curvature)
+            # Some due layers were still pending above. Submit those that are finished
+            # and have an inverse. The others wait until they are due again.
+            resubmitted = [block for block in due_while_pending if block.solved]
+            self._submit(resubmitted, mean_curvature)
         except BaseException:
             # The results of pending layers may be lost, so compute everything again.
-            self._forget_pending()
+            self._drop_pending()
             self.requested = set(self.step_plan.layers)
             raise
         self.requested.clear()
-        self.layers.warn_of_no_statistics(unverified)
+        self.layers.warn_of_no_statistics(is_unverified)
         self._raise_on_repeated_failures(outcomes)
 
         # A cosine is valid only if the attempt itself was installed, without a retry.
@@ -417,9 +422,9 @@ class Inverses:
     def _submit(self, blocks: Sequence[KroneckerBlock], mean_curvature: float) -> None:
         """Start to invert the factors of layers that are not pending.
 
-        The rule selects some of them, if there is one.
+        If there is a rule, it selects some of them.
         """
-        # A parameter group may have a value of ``damping=`` of its own.
+        # A parameter group may override ``damping=``.
         group_values = values_by_layer(self.training.groups, blocks, "damping")
         due: dict[KroneckerBlock, PendingInverse] = {}
         for block in blocks:
@@ -440,7 +445,7 @@ class Inverses:
     def _damp_and_submit(
         self, factors: Mapping[KroneckerBlock, KroneckerFactors]
     ) -> None:
-        """Compute this rank's γ, and submit the factors that this rank decomposes."""
+        """Compute γ of layers that this rank preconditions, and submit its factors."""
         # A rank decomposes factors only of layers that it preconditions.
         step_plan = self.step_plan
         preconditioned = {
@@ -453,7 +458,7 @@ class Inverses:
             jobs: list[Job] = []
             for block, layer_factors in preconditioned.items():
                 if block in step_plan.to_invert:
-                    jobs.append(self._job(block, layer_factors))
+                    jobs.append(self._make_job(block, layer_factors))
             self.inverter.submit(jobs)
         except Exception as error:  # all ranks must reach the all-reduce of outcomes
             for block in preconditioned:
@@ -469,7 +474,8 @@ class Inverses:
 
         Args:
             factors: The factors of the layers.
-            pending: At least these layers, with their values of ``damping=``.
+            pending: Has the value of ``damping=`` for each of these layers, and
+                possibly for others.
         """
         dampings: dict[KroneckerBlock, LayerDamping] = {}
         for blocks, means in stack_means(factors):
@@ -481,11 +487,11 @@ class Inverses:
             if isinstance(damping_option, Tensor):
                 damping_option = damping_option.to(curvature).view(-1, 1)
 
-            # γ, of the same kind; (layers, 1) if damping is relative.
+            # γ has the same type and shape; it is (layers, 1) if damping is relative.
             damping = damping_option
             if self.options.relative_damping:
-                # All of these layers were submitted at one step, so they have one
-                # floor. The pending inverses of a checkpoint come here one by one.
+                # All of these layers were submitted at one step, so they share a floor.
+                # load() submits pending inverses one by one, as their steps may differ.
                 floor = self._damping_floor * pending[blocks[0]].mean_curvature
                 # If a layer's gradients vanish, its curvature is 0. It then counts as
                 # 1, because the floor may be 0 as well.
@@ -512,8 +518,8 @@ class Inverses:
                 )
         return dampings
 
-    def _job(self, block: KroneckerBlock, factors: KroneckerFactors) -> Job:
-        """Return the damped factors of a layer that this rank decomposes."""
+    def _make_job(self, block: KroneckerBlock, factors: KroneckerFactors) -> Job:
+        """Return a layer's factors that this rank decomposes, with their damping."""
         layer_damping = self._dampings[block]
         shape = block.shape
         problems: dict[str, Problem] = {}
@@ -525,7 +531,7 @@ class Inverses:
                 added=layer_damping.added.get(factor_name),
                 is_diagonal=factor_name in shape.diagonals,
             )
-        # A layer with an inverse has had statistics. For another one, the inverter
+        # If a layer has an inverse, it has had statistics. Otherwise, the inverter
         # reads the weight of the averages, which is 0 without statistics.
         weight = None if block.solved else factors.weight
         return Job(block, problems, self.step_plan.costs[block], weight)
@@ -533,10 +539,10 @@ class Inverses:
     # -------------------------------------------------------------------------- collect
 
     def _compare_attempts(self) -> dict[KroneckerBlock, Tensor]:
-        """Compare P by the previous inverse with P by the attempted new inverse.
+        """Compare P with the previous inverse and P with the attempted new inverse.
 
         Returns the cosine of each layer that has both inverses and a gradient. Empty if
-        parameters are sharded.
+        parameters are sharded: ``precondition_rows`` then measures the cosines.
         """
         cosines: dict[KroneckerBlock, Tensor] = {}
         if self.layers.sharded:
@@ -576,8 +582,8 @@ class Inverses:
         """
         if not block.solved:
             return True
-        # If refresh intervals follow drift, wait one step before the next refresh, so
-        # that the layer is not pending when it is due.
+        # If refresh intervals follow drift, finish the inverse one step before the next
+        # refresh of the layer, so that the layer is not pending when it is due.
         age = self.training.steps - self.pending[block].step
         if self._drift is not None and age >= self._drift.interval(block) - 1:
             return True
@@ -591,15 +597,16 @@ class Inverses:
     ) -> dict[KroneckerBlock, Outcome]:
         """Agree with all ranks on the outcomes of pending layers. Collective.
 
-        The message is sent from the CPU, so the host does not synchronize with the
-        device. It overlaps with the average of the gradients, and this waits for both.
+        The ranks send a CPU tensor, so the host does not synchronize with the device.
+        The all-reduce overlaps with the average of the gradients. Both are complete
+        when this returns.
 
         Returns:
             The outcomes of the layers for which any rank has one.
         """
         blocks = [block for block in self.step_plan.layers if block in self.pending]
-        returns_oldest = self.inverter.deterministic and not self.waits_for_all
-        if returns_oldest and not any(map(self._must_wait_for, blocks)):
+        has_fixed_delay = self.inverter.deterministic and not self.waits_for_all
+        if has_fixed_delay and not any(map(self._must_wait_for, blocks)):
             # The inverter only returns layers that a step must wait for, so no rank has
             # an outcome at this step.
             blocks = []
@@ -626,9 +633,10 @@ class Inverses:
         """Return the outcome of a pending layer on this rank."""
         if block.unverified:
             return Outcome.UNVERIFIED
-        is_elsewhere = block not in self.step_plan.to_invert
-        if is_elsewhere and self.training.world.backend == "fake":
-            # torch's test backend plays the other ranks, which then report nothing.
+        inverts_layer = block in self.step_plan.to_invert
+        if not inverts_layer and self.training.world.backend == "fake":
+            # torch's fake backend has only this rank, so assume that the inverse rank
+            # would succeed.
             return Outcome.VALID
         result = self._results.get(block)
         if result is None:
@@ -657,7 +665,8 @@ class Inverses:
         if self.step_plan.row.size == 1 or not valid:
             for block in valid:
                 if block in preconditioned:
-                    # Drop the result, so that the caller can free them one by one.
+                    # Drop the result, so that the caller can free the decompositions
+                    # one by one.
                     result = self._results.pop(block)
                     decompositions[block] = dict(result.decompositions)
             return decompositions
@@ -685,11 +694,12 @@ class Inverses:
     ) -> dict[FactorKey, tuple[Tensor, ...]]:
         """Exchange decompositions with the other gradient workers of this rank's row.
 
-        If the inverter uses threads, γ and the mean eigenvalue are sent as well. If
-        stats workers compute the statistics, they send those of a layer to its inverse
-        rank only, so the other ranks cannot compute these two numbers. If the
-        communication dtype is narrower, ``pack_message`` also rounds the decompositions
-        that inverse ranks keep, so that all ranks use the same numbers.
+        If the inverter uses threads, γ and the mean eigenvalue are sent as well. The
+        other ranks may be unable to compute these two numbers, because stats workers
+        send the statistics of a layer only to its inverse rank.
+
+        If the communication dtype is narrower, ``pack_message`` also rounds the
+        decompositions that inverse ranks keep, so that all ranks use the same numbers.
         """
         # The inverse rank of a factor sends its decomposition to the whole row.
         plan = self.step_plan
@@ -703,26 +713,26 @@ class Inverses:
             result = self._results.get(block)
             own = {} if result is None else result.decompositions
             for factor_name in block.shape.factor_names:
-                item = (block, factor_name)
-                shapes[item] = self.solver.message_shapes(block.shape, factor_name)
-                routes[item] = Route(plan.sources[item], destinations)
+                key = (block, factor_name)
+                shapes[key] = self.solver.message_shapes(block.shape, factor_name)
+                routes[key] = Route(plan.sources[key], destinations)
                 if factor_name in own:
-                    local[item] = self.solver.pack_message(
+                    local[key] = self.solver.pack_message(
                         own[factor_name], plan.exchange_dtype
                     )
 
             # The inverse rank of A also sends the damping.
             if not self.is_synchronous:
-                item = (block, DAMPING_ENTRY)
-                shapes[item] = ((2,),)
-                routes[item] = routes[block, "A"]
+                key = (block, DAMPING_ENTRY)
+                shapes[key] = ((2,),)
+                routes[key] = routes[block, "A"]
                 if "A" in own and block in self._dampings:
                     layer_damping = self._dampings[block]
                     numbers = [layer_damping.damping, layer_damping.mean_eigenvalue]
                     scalars = [
                         torch.as_tensor(n, dtype=dtype, device=device) for n in numbers
                     ]
-                    local[item] = (torch.stack(scalars),)
+                    local[key] = (torch.stack(scalars),)
         return send_tensors(
             world=plan.row,
             shapes=shapes,
@@ -780,7 +790,7 @@ class Inverses:
         return previous
 
     def _take_pending(self, block: KroneckerBlock) -> PendingInverse:
-        """Remove a layer from those that are pending."""
+        """Remove and return a layer's pending inverse. Drop its job and its results."""
         # If another rank failed, a thread of this rank may still decompose its factors.
         self.inverter.forget(block)
         self._dampings.pop(block, None)
@@ -807,8 +817,8 @@ class Inverses:
                 [as_stack(tensors).flatten(0, 1) for tensors in same_part]
             )
 
-        # Stack γ and the mean eigenvalues in the same order, with the dtype and the
-        # device of the decompositions, which any of their tensors has.
+        # Stack γ and the mean eigenvalues in the same order. All tensors of the
+        # decompositions have the same dtype and device.
         dampings: list[Damping] = []
         mean_eigenvalues: list[Damping] = []
         for block in decompositions:
@@ -840,7 +850,8 @@ class Inverses:
         # The layer has no valid statistics, so its last inverse is dropped.
         self.states.pop(block, None)
         if self._drift is not None:
-            self._drift.invalidate()  # its tick depends on which layers have inverses
+            # The refresh intervals depend on which layers have inverses.
+            self._drift.invalidate()
         if outcome is Outcome.NO_STATISTICS:
             # The optimizer warns of a layer whose hooks captured no pair. If they
             # captured pairs without examples, the layer is in use.
@@ -849,7 +860,7 @@ class Inverses:
             )
             return
 
-        # Its statistics are not those of its gradient, so they are dropped as well.
+        # Its statistics do not belong to its gradient, so drop them as well.
         had_inverse = block.solved
         block.restart_averages()
         block.drop_inverse_at_refresh(no_statistics=True)
@@ -891,8 +902,8 @@ class Inverses:
     def load(self, loaded: LoadedInverses) -> None:
         """Install a checkpoint's inverses, and recompute those that were pending.
 
-        The layers have no inverses yet. Only an inverter with threads has pending
-        inverses between two steps. This waits for them.
+        Call :meth:`restart` first. Only an inverter with threads has pending inverses
+        between two steps. They are finished when this returns.
         """
         self.damping_option = loaded.damping_option
         self.requested = set(loaded.requested)

@@ -135,7 +135,7 @@ class Inverter(Protocol):
 
 
 class Submitted(NamedTuple):
-    """The layers that were submitted last, and the attempts at their factors."""
+    """The last submitted jobs, and the attempts to decompose their factors."""
 
     jobs: Sequence[Job]
     keys: list[FactorKey]  # of the factors, in the order of the attempts
@@ -166,7 +166,7 @@ class SynchronousInverter:
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Attempt to decompose layers' factors, those of equal size together."""
-        self._submitted = None  # a refresh that raised may not have collected them
+        self._submitted = None  # not collected, if the last refresh raised
         if not jobs:
             return
 

@@ -410,8 +410,8 @@ class Layers:
 
         Args:
             sums: The statistics of each layer.
-            decay: Weight of the past, for layers whose groups do
-                not set ``factor_decay``.
+            decay: Weight of the past, for layers whose groups do not set
+                ``factor_decay``.
         """
         own_decays = values_by_layer(self._training.groups, sums, "factor_decay")
         blocks_by_decay: dict[float, list[KroneckerBlock]] = {}
@@ -470,26 +470,26 @@ class Layers:
         at each step.
 
         Args:
-            agreed: The layers that were due at a refresh, and whose outcome all ranks
-                know: whether some rank found the layer unverified.
+            agreed: Whether any rank found a layer unverified, for the layers that were
+                due at a refresh and whose outcome all ranks know.
         """
-        without: list[KroneckerBlock] = []
+        without_statistics: list[KroneckerBlock] = []
         for block, is_unverified in agreed.items():
             if is_unverified:
                 self._unverified.add(block.name)
             else:
                 self._unverified.discard(block.name)
             if block.no_statistics:
-                without.append(block)
+                without_statistics.append(block)
         if self._training.steps < self.newly_trainable_at:
             # Layers became trainable after the forward passes, which had no hooks for
             # them.
             return
-        if without and len(without) == len(self.active):
-            self._warn_of_no_layer(without)
+        if without_statistics and len(without_statistics) == len(self.active):
+            self._warn_of_no_layer(without_statistics)
             return
         names: dict[str, list[str]] = {}  # by reason
-        for block in without:
+        for block in without_statistics:
             reason = self.missing_reason(block)
             if reason:
                 self._once_without.discard(block.name)

@@ -331,7 +331,7 @@ class StepPlan:
         sources: For each factor that this row preconditions with, the rank that
             decomposes it and sends it to the row, by its position in the row. For
             example 1 for rank 3 in the row of ranks 2 and 3.
-        costs: Operations that the inverse of each layer takes.
+        costs: Number of operations for the inverse of each layer.
         batches: The layers that this rank preconditions, in batches of equal shape.
     """
 
@@ -360,8 +360,8 @@ def compile_step(
 ) -> StepPlan:
     """List what this rank does. Collective: makes the groups of its row and its column.
 
-    To invert an n × n factor takes ``inversion_cost`` n³ operations. Stats workers send
-    the statistics of a layer only to the rank that decomposes its A.
+    The inverse of an n × n factor takes ``inversion_cost`` n³ operations. Stats workers
+    send the statistics of a layer only to the rank that decomposes its A.
 
     For example, let four ranks form two rows of two columns. Ranks 2 and 3 are a row:
     both precondition the layers of this row. Rank 1, in the other row, is in the column

@@ -298,7 +298,7 @@ class Drift:
         """Adapt the intervals to a refresh.
 
         Args:
-            costs: All layers that train, with the operations of their refresh.
+            costs: Number of operations of a refresh, for each layer that trains.
             cosines: cos(P₀, P) of each layer; NaN if it was not refreshed.
             work: Operations of a step's passes, as in :func:`cost_bounds`.
         """

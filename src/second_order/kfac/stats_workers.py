@@ -125,10 +125,10 @@ class StatsWorkers:
         links: The links to the stats workers that are alive.
         own_passes: Whether statistics come from the training passes of the workers.
         needs_statistics: Whether no message has arrived since the last
-            :meth:`restart`, or the last one had statistics of this rank's layers and
-            all were invalid.
-        plan_version: Number of calls of :meth:`restart`, the largest of any worker.
-            Statistics of earlier versions are discarded.
+            :meth:`restart`, or the last message had statistics of this rank's layers
+            and all of them were invalid.
+        plan_version: The number of calls of :meth:`restart`, on the worker with the
+            most calls. Statistics of earlier versions are discarded.
     """
 
     def __init__(self, count: int, timeout: float) -> None:

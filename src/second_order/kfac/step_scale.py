@@ -217,9 +217,9 @@ class _Product(NamedTuple):
 class StepScale:
     """Scales the steps of preconditioned weights by τ; the same on every rank.
 
-    At each step, the base steps in :meth:`take_step`. At a refresh,
-    :meth:`measure_slope` comes before gradients are preconditioned, and :meth:`update`
-    after the ranks have summed the slopes.
+    :meth:`take_step` takes each step of the base. At a refresh, :meth:`measure_slope`
+    comes before gradients are preconditioned, and :meth:`update` after the ranks have
+    summed the slopes.
 
     Attributes:
         state: τ, which is ``state.scale``, and what its next value depends on.
@@ -280,16 +280,17 @@ class StepScale:
         blocks: Iterable[KroneckerBlock],
         keep_step: bool,
     ) -> None:
-        """Let the base take its step, and scale that of layers with an inverse by τ.
+        """Take the base's step, and scale it by τ for layers with an inverse.
 
-        If τ is 1 and the next refresh will not measure the step, the base steps alone.
+        If τ is 1 and the next refresh will not measure the step, this only calls
+        ``step``.
 
         Args:
             step: The base's step.
             blocks: The layers.
             keep_step: Whether the next refresh may measure this step.
         """
-        self._negative_step = {}  # of the step before, which no refresh has measured
+        self._negative_step = {}  # no refresh has measured the previous step
         scale = self.state.scale
         params: list[Tensor] = []
         if keep_step or scale != 1.0:

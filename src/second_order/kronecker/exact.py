@@ -206,7 +206,7 @@ class ExactBlock(KroneckerBlock):
         )
 
     def _other_shapes(self) -> list[FactorShape]:
-        """The shapes if one parameter is trainable, or all."""
+        """The shapes if only one parameter is trainable, and if all are."""
         sizes = [p.numel() for p in self.all_params]
         return [self._shape_of_size(size) for size in (*sizes, sum(sizes))]
 

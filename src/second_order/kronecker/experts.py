@@ -64,7 +64,7 @@ def is_experts(module: nn.Module) -> bool:
 def is_router(module: nn.Module) -> bool:
     """Whether a module is a router of fused experts, in the form of transformers.
 
-    Classes that have a kind may have the attributes of a router by chance.
+    A class that has a kind is not a router, even if it has a router's attributes.
     """
     if not KINDS.keys().isdisjoint(type(module).__mro__):
         return False

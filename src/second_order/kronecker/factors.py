@@ -1,15 +1,18 @@
 """Sum a layer's statistics over one step, and average them over the steps.
 
-    pair    ``add_pairs`` adds the sums of each captured pair to those of its pass.
+    pair    ``add_pairs`` adds the sums of each captured pair, an input and an output
+            gradient of a layer, to those of its pass.
     pass    ``close_pass`` adds the sums of a pass to those of the step, when the pass
             is over and the number of its loss terms is known.
     step    ``collect_sums`` returns the sums of the step, which the ranks all-reduce.
             ``update_running_averages`` adds them to the running averages.
 
-With W = 0 at first, a statistic x updates its average X by ``W <- β W + 1`` and then
+W starts at 0. A statistic x updates its average X by ``W <- β W + 1`` and then
 ``X <- X + (x - X) / W``. X is the exponential moving average divided by 1 - βᵗ, as in
-Adam. Every decision is a tensor operation, so that no update synchronizes with the
-device.
+Adam. All conditions are tensor operations, so that the host does not synchronize with
+the device.
+
+A sums over data rows, for example one per position of a sequence. N counts loss terms.
 """
 
 from __future__ import annotations
@@ -51,9 +54,9 @@ __all__ = [
     "update_running_averages",
 ]
 
-# Bound on the growth of statistics before they are averaged: N² for N = 2 ** 20 loss
-# terms, 16 passes or ranks, and n for a factor of n = 2 ** 20 columns, because its
-# largest element is at most n times its mean eigenvalue, the number that is checked.
+# Bound on the growth of statistics before they are averaged, N² · 16 · n: N = 2 ** 20
+# loss terms, 16 passes or ranks, and n = 2 ** 20 columns of a factor. The check reads
+# the mean eigenvalue of the factor, whose largest element is at most n times larger.
 MAX_GROWTH = 2.0**64
 
 Reduction: TypeAlias = Literal["mean", "sum", "step_mean"]
@@ -67,14 +70,14 @@ class StatisticsSums:
 
     With two groups, the head of a layer without L is
 
-        [N | rows | A: group 0, group 1 | G: group 0, group 1]
+        [N | data rows | A: group 0, group 1 | G: group 0, group 1]
 
     Attributes:
         factors: By factor name, the sum over examples, stored as the average is.
         head: N, the number of loss terms. Then the number of data rows that A sums
             over. Then, for each group of A, of G and of L, the mean eigenvalue of the
-            sum. Then the number of rows of each group, if the groups have examples of
-            their own.
+            sum. Then, if the groups have examples of their own, the number of data
+            rows of each group.
     """
 
     factors: dict[str, Tensor]
@@ -83,7 +86,7 @@ class StatisticsSums:
 
 @dataclass
 class PassSums:
-    """A layer's sums of a pair, of a pass or of the passes of a step.
+    """A layer's sums over a pair, over a pass, or over the passes of a step.
 
     Attributes:
         factors: By factor name, the sum over examples, stored as the average is.
@@ -106,8 +109,8 @@ class StagedStatistics:
     """A layer's sums over the pairs of a step, until the next step averages them.
 
     The sums of a pass stay separate until it is over, when the number of its loss terms
-    is known. They are stored as the running averages are (packed), so that full
-    matrices exist only for the layers that are multiplied together at the moment.
+    is known. They are packed, as the running averages are. Full matrices exist only
+    while they are computed.
 
     Attributes:
         shape: Sizes of the layer's factors.
@@ -119,7 +122,8 @@ class StagedStatistics:
         pairs: Number of pairs since the last :meth:`clear`.
         work: Number of operations of the layer in their passes.
         verification: The comparison of the pairs with the weight's gradient, if any.
-        cleared_at: A serial number, smaller than those of passes after :meth:`clear`.
+        cleared_at: The serial number of the last :meth:`clear`. Later passes have
+            larger ones.
     """
 
     def __init__(
@@ -140,7 +144,7 @@ class StagedStatistics:
         self.cleared_at = next(serials)
         self._total: PassSums | None = None  # of the passes that are over
         self._open: dict[int, PassSums] = {}  # of the running passes, by number
-        self._is_first: dict[int, bool] = {}  # by pass: is it a forward's first?
+        self._is_first: dict[int, bool] = {}  # by pass: first of its forward?
 
     def ensure_verification(self) -> Verification:
         """Return :attr:`verification`, and create it on first use."""
@@ -184,15 +188,15 @@ class StagedStatistics:
         self.pairs += 1
 
     def open_sums(self, pass_id: int, first: PassSums) -> PassSums:
-        """The sums of a running pass. ``first`` becomes its sums if it has none."""
+        """Return the sums of a running pass. If it has none yet, they are ``first``."""
         return self._open.setdefault(pass_id, first)
 
     def end_sums(self, pass_id: int) -> tuple[PassSums | None, PassSums | None]:
-        """End a pass. The sums of the first pass become those of the step.
+        """End a pass. The caller then adds its sums to those of the step.
 
         Returns:
-            The sums of the pass; None if it has none. Then the sums of the step, to
-            which the caller adds them; None if this is the first pass with sums.
+            The sums of the pass; None if it has none. Then the sums of the step. They
+            are None at the first pass, because its sums become those of the step.
         """
         sums = self._open.pop(pass_id, None)
         if self._total is None:
@@ -202,7 +206,7 @@ class StagedStatistics:
 
     def total(self) -> PassSums:
         """Close all passes, and return the sums of the step; zeros if it has none."""
-        # The loss of a pass that is still open counts as a sum, whose N is 1.
+        # If a pass is still open, its loss counts as a sum: G is not scaled.
         for pass_id in list(self._open):
             close_pass([self], pass_id, terms=None)
         if self._total is not None:
@@ -225,20 +229,23 @@ class PairSums(NamedTuple):
 def is_far_from_overflow(numbers: Tensor) -> Tensor:
     """Return which numbers of new statistics are finite, with room to grow.
 
-    The numbers are mean eigenvalues and numbers of rows, or their sums.
-    Later they are multiplied by up to N² and n, and added over passes and ranks.
+    The numbers are mean eigenvalues and numbers of data rows, or their sums. Later they
+    are multiplied by up to N² and n, and added over passes and ranks.
     """
     return numbers < torch.finfo(numbers.dtype).max / MAX_GROWTH  # False for NaN
 
 
 def count_dropped(layers: Sequence[StagedStatistics], dropped: Tensor) -> None:
-    """Add to the layers' counts of dropped pairs, ``(layers,)``; reads no device."""
+    """Add ``dropped``, ``(layers,)``, to the layers' counts, without a device read."""
     counts = dropped.to(torch.int64).unbind()
     torch._foreach_add_([staged.dropped for staged in layers], counts)
 
 
 def add_pairs(pairs: Iterable[PairSums]) -> None:
-    """Add the sums of pairs, one per layer, to those of their passes."""
+    """Add the sums of pairs to those of their passes.
+
+    Each layer has at most one pair, because one fused operation adds all of them.
+    """
     totals: list[Tensor] = []
     added: list[Tensor] = []
     for staged, pass_id, sums in pairs:
@@ -259,34 +266,35 @@ def close_pass(
         layers: The layers that have pairs of the pass.
         pass_id: The number of the pass.
         terms: N, if the loss of the pass is a mean over N terms. The captured gradients
-            are then 1/N of one term's gradients, and G is multiplied by N².
+            are then 1/N of one term's gradients, and G is multiplied by N². None
+            leaves G as it is.
     """
     # One fused operation per device adds the sums of all its layers.
     by_device: dict[torch.device, list[StagedStatistics]] = {}
     for staged in layers:
         by_device.setdefault(staged.device, []).append(staged)
 
-    for device, layers_here in by_device.items():
+    for device, device_layers in by_device.items():
         # List the sums of gradients, which are scaled, and the totals that grow.
-        of_gradients: list[Tensor] = []
+        gradient_sums: list[Tensor] = []
         totals: list[Tensor] = []
         added: list[Tensor] = []
-        for staged in layers_here:
+        for staged in device_layers:
             sums, total = staged.end_sums(pass_id)
             if sums is None:
                 continue
             for name in _gradient_factors(staged.shape):
                 mean_eigenvalues = sums.record[_places_of_means(staged.shape, name)]
-                of_gradients += (sums.factors[name], mean_eigenvalues)
+                gradient_sums += (sums.factors[name], mean_eigenvalues)
             if total is not None:
                 totals += total.tensors
                 added += sums.tensors
 
-        # Scale G and its mean eigenvalues by N², and add. The first pass has no total
-        # to be added to: its sums, scaled in place, are the total.
-        if of_gradients and terms is not None:
+        # Scale G and its mean eigenvalues by N², and add. The sums of the first pass,
+        # scaled in place, become the total.
+        if gradient_sums and terms is not None:
             square: Tensor | float
-            dtype = of_gradients[0].dtype
+            dtype = gradient_sums[0].dtype
             if isinstance(terms, Tensor):
                 square = terms.to(device, dtype) ** 2
             elif device.type == "cpu":
@@ -294,14 +302,14 @@ def close_pass(
                 square = torch.tensor(float(terms) ** 2, dtype=dtype, device=device)
             else:
                 square = float(terms) ** 2
-            torch._foreach_mul_(of_gradients, square)
+            torch._foreach_mul_(gradient_sums, square)
         if totals:
             torch._foreach_add_(totals, added)
 
 
-def _gradient_factors(shape: FactorShape) -> str:
-    """The names of the factors that are sums of products of gradients."""
-    return "AG" if shape.gradient_factored else "G"
+def _gradient_factors(shape: FactorShape) -> tuple[str, ...]:
+    """Return the names of the factors that are computed from gradients."""
+    return ("A", "G") if shape.gradient_factored else ("G",)
 
 
 # --------------------------------------------------------- from sums to what ranks send
@@ -314,14 +322,14 @@ def collect_sums(
 ) -> list[StatisticsSums]:
     """Return the sums of a step by layer, which the caller adds over ranks.
 
-    A module that is used k times in a pass has k times as many rows, but as many terms
-    as before. Its A is then the mean over its uses, and its G their sum (the lumped
-    statistics of Ba et al. 2017, appendix C).
+    If a module is used k times in a pass, it has k times as many data rows, but the
+    same number of loss terms. Its A is then the mean over its uses, and its G their sum
+    (the lumped statistics of Ba et al. 2017, appendix C).
 
     Args:
         layers: The layers' staged statistics.
         micro_batches: The number that each pass's loss was divided by.
-        terms: N of the step by layer. None stands for the number of rows of A.
+        terms: N of the step by layer. None: the number of data rows.
     """
     totals: list[PassSums] = []
     keys: list[object] = []
@@ -342,8 +350,9 @@ def collect_sums(
         else:
             stacked_heads[:, 0] = merge_numbers([terms[i] for i in group], stack)
 
-        # Gradients of a loss that was divided by k are 1/k of the loss's own. The A of
-        # a gradient-factored layer is not scaled: its average gives it the trace 1.
+        # If a loss was divided by k, so were its gradients. If a layer is
+        # gradient-factored, its A is not scaled here, because its average is scaled to
+        # the trace 1.
         if micro_batches > 1:
             square = float(micro_batches**2)
             places = _places_of_means(layers[group[0]].shape, "G", before=2)
@@ -378,14 +387,15 @@ def _places_of_means(shape: FactorShape, factor_name: str, before: int = 1) -> s
 def scale_to_one_term(
     sums: Sequence[StatisticsSums], shapes: Sequence[FactorShape], share: Tensor | float
 ) -> list[StatisticsSums]:
-    """Scale G to one term, for losses that were divided by N of the step.
+    """Scale G to single loss terms, if losses were divided by N of the whole step.
 
     Args:
         sums: The sums over all ranks.
         shapes: The layers' factor shapes.
-        share: (N / P) / n, where gradients are averaged over P ranks, N is the number
-            of terms of the step, and the sums count n terms, which are ``head[0]``. A
-            captured gradient is P / N of one term's, so G is multiplied by (N / P)².
+        share: N / (P n). N is the number of terms of the step, P the number of ranks
+            over which gradients are averaged, and n the number of terms in the sums
+            (``head[0]``). Captured gradients are P / N of one term's gradients, so G is
+            multiplied by (N / P)².
     """
     scaled: list[StatisticsSums] = []
     for layer_sums, shape in zip(sums, shapes, strict=True):
@@ -406,16 +416,16 @@ ALL_FACTORS = ("A", "G", "L")
 
 
 class KroneckerFactors:
-    """Running averages of a layer's factors, and of their traces.
+    """Running averages of a layer's factors, and of their mean eigenvalues.
 
-    A rank stores the factors that it owns. Every rank stores the traces.
+    A rank stores the factors that it owns. Every rank stores the mean eigenvalues.
 
     Attributes:
         shape: Sizes of the layer's factors.
         dtype: The dtype in which the factors are stored.
         entries: By their names in a checkpoint: the factors that this rank owns, and
-            :attr:`weight`, :attr:`means` and :attr:`examples`. A lost factor has no
-            entry.
+            :attr:`weight`, :attr:`means` and :attr:`examples`. If a checkpoint lacked a
+            factor that this rank owns, the factor is lost and its entry is missing.
     """
 
     def __init__(
@@ -446,12 +456,12 @@ class KroneckerFactors:
 
     @property
     def weight(self) -> Tensor:
-        """W, the weight of the average (top of this file), a scalar; at first 0."""
+        """W, the weight of the average (top of this file), a scalar; initially 0."""
         return self.entries["average_weight"]
 
     @property
     def examples(self) -> Tensor:
-        """Average number of rows of A per update, a scalar; at first 0."""
+        """Average number of data rows per update, a scalar; initially 0."""
         return self.entries["examples"]
 
     @property
@@ -497,7 +507,8 @@ def update_running_averages(
             weight 1.
 
     Returns:
-        Whether factors have become slices of a new stack.
+        Whether factors were replaced by slices of a new stack. Other references to the
+        old factors, as in the optimizer's ``state``, are then out of date.
     """
     # Layers whose small tensors have one shape are updated together.
     keys: list[object] = []
@@ -515,7 +526,7 @@ def update_running_averages(
         max_size = max_stacked_elements(averages[group[0]].weight.device)
         runs = group_equal(shapes, [shape.elements for shape in shapes], max_size)
         order = [group[i] for run in runs for i in run]
-        has_new_stack |= _update(
+        has_new_stack |= _update_group(
             [averages[i] for i in order],
             [sums[i] for i in order],
             run_lengths=[len(run) for run in runs],
@@ -524,15 +535,16 @@ def update_running_averages(
     return has_new_stack
 
 
-def _update(
+def _update_group(
     averages: Sequence[KroneckerFactors],
     sums: Sequence[StatisticsSums],
     run_lengths: Sequence[int],
     decay: float,
 ) -> bool:
-    """Update layers with one key, in which equal shapes form consecutive runs.
+    """Update the averages of layers with equal keys.
 
-    Returns whether factors have become slices of a new stack.
+    Layers of equal shape are consecutive: they form a run. Returns whether factors were
+    replaced by slices of a new stack.
     """
     shape = averages[0].shape
     entries = [layer.entries for layer in averages]
@@ -552,14 +564,15 @@ def _update(
 
     # Update W, unless the step has no examples or every G so far is zero.
     weight = stack_in_place(entries, "average_weight")
-    present = (examples > 0) & torch.logical_or(summed_means[:, 1].any(1), weight)
-    torch.where(present, weight * decay + 1.0, weight, out=weight)
+    is_updated = (examples > 0) & torch.logical_or(summed_means[:, 1].any(1), weight)
+    torch.where(is_updated, weight * decay + 1.0, weight, out=weight)
 
-    # X + step (x - X). A step of 0 leaves X bit for bit.
-    step = weight.clamp_min(1.0).reciprocal_() * present
+    # X <- X + step (x - X), with the step size 1 / W. If it is 0, X does not change in
+    # any bit.
+    step = weight.clamp_min(1.0).reciprocal_() * is_updated
     stack_in_place(entries, "examples").lerp_(examples.to(weight.dtype), step)
 
-    # The mean eigenvalues. A and L are means over rows, G is a mean over terms.
+    # The mean eigenvalues. A and L are means over data rows, G is a mean over terms.
     names = shape.factor_names
     counts = torch.stack([terms if name == "G" else examples for name in names], 1)
     if shape.routed:
@@ -591,9 +604,9 @@ def _update(
             run = slice(start, start + length)
             start += length
             average = stack_in_place(entries[run], name)
-            has_new_stack |= average._base is None  # a view has the old stack as base
+            has_new_stack |= average._base is None  # a view has a base, a copy has none
             total = as_stack([layer_sums.factors[name] for layer_sums in sums[run]])
-            # A narrow mean is rounded only once, at the end.
+            # Compute the mean in a wide dtype, and round it once, at the end.
             mean = total.to(counts.dtype)
             if unit_trace is not None and name == "A":
                 mean.mul_(_expand_to(unit_trace[run], mean))
@@ -629,7 +642,8 @@ def _average_routed(shares: Tensor, new_shares: Tensor, step: Tensor) -> _Routed
         new_shares: Its share of this step's examples.
         step: The step of the average of shares, ``(layers, 1)``.
     """
-    # `after` is 0 for new examples if the step is 0: every G so far is zero.
+    # If every G so far is zero, the step is 0. `after` can then be 0 even if the expert
+    # has new examples.
     after = torch.lerp(shares, new_shares, step)
     seen = (new_shares > 0) & (after > 0)
     scale = torch.where(seen, 1.0 / new_shares.where(seen, 1.0), 0.0)

@@ -631,8 +631,8 @@ class Layout:
         views: The shape to which each gradient is reshaped. If the layer has one group,
             the shape has no dimension of groups.
         sizes: The size of each gradient along the axis.
-        has_groups: The first dimension of a matrix is that of the groups.
-        transposed: The last two dimensions are swapped after the concatenation.
+        has_groups: Whether the first dimension of a matrix has the groups.
+        transposed: Whether the last two dimensions are swapped after the concatenation.
 
     Examples:
         Linear(3, 5), weight and bias:       views (5, 3), (5, 1), axis 1

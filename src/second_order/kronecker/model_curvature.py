@@ -438,7 +438,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         for name in damping:
             if name not in self:
                 raise ValueError(
-                    f"damping= is of {name!r}, which is not a layer; use names of {list(self)}"
+                    f"damping= has {name!r}, which is not a layer; use names from {list(self)}"
                 )
         return damping.get(layer.name)
 

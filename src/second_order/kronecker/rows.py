@@ -127,7 +127,7 @@ class _Call(NamedTuple):
 
 
 serials = itertools.count(1)
-"""Numbers of passes and of cleared statistics, in the order in which they happen."""
+"""Increasing numbers, which order backward passes and clears of statistics in time."""
 
 
 class BackwardPass:
@@ -415,7 +415,7 @@ class StepPasses:
 
     def count_terms(self, layers: Iterable[LayerStatistics]) -> list[Terms]:
         """N of the step's passes, for each layer's staged statistics."""
-        # Layers for which the same passes come into question have the same terms.
+        # Layers with the same candidate passes have the same terms.
         by_passes: dict[tuple[tuple[BackwardPass, ...], ...], Terms] = {}
         terms: list[Terms] = []
         for staged in layers:

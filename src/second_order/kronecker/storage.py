@@ -1,4 +1,4 @@
-"""Tensors of many layers: equal groups, device reads, stacks, and packed triangles.
+"""Handle the tensors of many layers together, and pack symmetric matrices.
 
 **Groups and numbers.** :func:`group_equal` finds the layers that one kernel can handle
 together. :class:`DeviceRead` copies the numbers of many tensors to the host in one
@@ -57,10 +57,10 @@ __all__ = [
 
 
 def max_stacked_elements(device: torch.device) -> int:
-    """The largest number of elements of a stack that is worth its copy.
+    """Return how many elements a stack may have if tensors must be copied into it.
 
-    One kernel on a stack saves the launches of the others. The kernel of a larger
-    tensor takes much longer than a launch, so a stack would save little.
+    One kernel on a stack replaces one launch per tensor. On larger tensors, a kernel
+    takes much longer than its launch, so a stack would save little.
     """
     return 2**16 if device.type == "cpu" else 2**24
 
@@ -106,9 +106,9 @@ def read_numbers(tensors: Sequence[Tensor]) -> list[float]:
 
 
 class DeviceRead:
-    """One device-to-host copy of the numbers of many tensors, when one is needed.
+    """Collects tensors, and copies all their numbers to the host in one transfer.
 
-    The host synchronizes with the device once for all that was added until then:
+    The first call of :meth:`numbers` copies everything that was added before it:
 
         losses = read.add(loss_tensors)
         norms = read.add(norm_tensors)
@@ -118,8 +118,8 @@ class DeviceRead:
 
     def __init__(self) -> None:
         self._unread: list[Tensor] = []
-        self._numbers: list[float] = []  # those that were read, in order
-        self._size = 0  # how many numbers were added
+        self._numbers: list[float] = []  # that were read, in order
+        self._size = 0  # count of the numbers that were added
 
     def add(self, tensors: Iterable[Tensor]) -> slice:
         """Add tensors, and return the place of their numbers for :meth:`numbers`."""
@@ -130,7 +130,7 @@ class DeviceRead:
         return slice(start, self._size)
 
     def numbers(self, place: slice) -> list[float]:
-        """Return the numbers of tensors that were added."""
+        """Return the numbers at a place, and read the device if they were not read."""
         if place.stop > len(self._numbers):
             self._numbers += read_numbers(self._unread)
             self._unread = []
@@ -187,10 +187,10 @@ def as_stack(parts: Sequence[Tensor]) -> Tensor:
 def stack_in_place(owners: Sequence[MutableMapping[str, Tensor]], name: str) -> Tensor:
     """Stack the owners' tensors of a name, and give each owner its slice of the stack.
 
-    Nothing is copied or replaced if the tensors are slices of one stack already.
+    If the tensors are slices of one stack already, nothing is copied or replaced.
     """
     stack = as_stack([owner[name] for owner in owners])
-    # Views of a tensor have it as their base. The result of torch.stack has no base.
+    # A view has a base. The result of torch.stack has none.
     is_copy = stack._base is None
     if is_copy:
         for owner, part in zip(owners, stack.unbind(), strict=True):
@@ -215,9 +215,9 @@ def packed_length(dim: int) -> int:
 def pack_upper_triangular(matrix: Tensor) -> Tensor:
     """Pack symmetric matrices of shape ``(..., n, n)`` into ``(..., n (n + 1) / 2)``.
 
-    Products such as xᵀ x may be unsymmetric in the last bit. The elements above the
-    diagonal are read, except by block copies (n > GATHERED_UP_TO) in X22, where those
-    below are.
+    Products such as xᵀ x may be asymmetric in the last bit. This reads the elements
+    above the diagonal, with one exception: if n > GATHERED_UP_TO, it reads those of X22
+    below the diagonal.
     """
     dim = matrix.shape[-1]
     if dim <= GATHERED_UP_TO:
@@ -244,7 +244,7 @@ def _gather_indices(dim: int, device: torch.device) -> _GatherIndices:
     # Leave inference mode, so that the cached tensors can be used with autograd.
     with torch.inference_mode(False):
         indices = torch.arange(dim * dim, device="cpu").view(dim, dim)
-        # The smaller index of two equal elements is the one above the diagonal.
+        # An element above the diagonal has a smaller index than its mirror image.
         pack = _pack_by_blocks(torch.minimum(indices, indices.T))
         unpack = _unpack_by_blocks(torch.arange(packed_length(dim), device="cpu"), dim)
         return _GatherIndices(
@@ -263,7 +263,7 @@ def _pack_by_blocks(matrix: Tensor) -> Tensor:
 
 
 def pack_from_blocks(dim: int, block: Callable[[slice, slice], Tensor]) -> Tensor:
-    """Pack symmetric ``(..., dim, dim)``, without all blocks in memory at a time.
+    """Pack symmetric matrices ``(..., dim, dim)``, with one block in memory at a time.
 
     Args:
         dim: The dimension of the matrices.
@@ -274,7 +274,7 @@ def pack_from_blocks(dim: int, block: Callable[[slice, slice], Tensor]) -> Tenso
     last = slice(h, dim)
     x12 = block(first, last)
     packed = x12.new_empty(*x12.shape[:-2], packed_length(dim))
-    blocks = _blocks_of(packed, dim)
+    blocks = _view_blocks(packed, dim)
     blocks.x12.copy_(x12)
     del x12  # frees its memory
 
@@ -290,12 +290,12 @@ class _Blocks(NamedTuple):
     """Views of a packed triangle. The squares of X11 and X22 overlap."""
 
     x12: Tensor  # (h, m)
-    x11: Tensor  # (h, h), of which the upper triangle is X11's
-    x22: Tensor  # (m, m), of which the lower triangle is X22's
+    x11: Tensor  # (h, h); its upper triangle is that of X11
+    x22: Tensor  # (m, m); its lower triangle is that of X22
 
 
-def _blocks_of(packed: Tensor, dim: int) -> _Blocks:
-    """The views of the two rectangles in which the blocks are stored."""
+def _view_blocks(packed: Tensor, dim: int) -> _Blocks:
+    """Return views of the blocks, which are stored in two rectangles."""
     batch = packed.shape[:-1]
     h = dim // 2
     m = dim - h
@@ -326,15 +326,15 @@ def unpack_upper_triangular(packed: Tensor, dim: int) -> Tensor:
 def _gather(rows: Tensor, index: Tensor, batch: torch.Size) -> Tensor:
     """Select columns of ``(matrices, length)``, as ``(*batch, columns)``.
 
-    On a CPU, ``index_select`` is ten times slower along the last of three dimensions or
-    more.
+    The rows have two dimensions, because on a CPU ``index_select`` is ten times slower
+    along the last of three or more.
     """
     return rows.index_select(1, index).view(*batch, len(index))
 
 
 def _unpack_by_blocks(packed: Tensor, dim: int) -> Tensor:
     """Unpack by block copies: X12 twice, and X11 and X22 with mirrored triangles."""
-    x12, x11, x22 = _blocks_of(packed, dim)
+    x12, x11, x22 = _view_blocks(packed, dim)
     h = dim // 2
     matrix = packed.new_empty(*packed.shape[:-1], dim, dim)
     matrix[..., :h, h:] = x12

@@ -130,9 +130,9 @@ def _check_model_and_loader(model: Any, loader: Any) -> None:
     if not isinstance(loader, (tuple, list)) or len(loader) != 2:
         return
 
-    # Two batches of inputs have the same dtype and number of dimensions. Rows of floats
-    # also have the same width. Other sizes may differ, such as the lengths of padded
-    # sequences.
+    # Two batches of inputs have the same dtype and number of dimensions. If they are
+    # matrices of floats, they also have the same width. Other sizes may differ, such as
+    # the lengths of padded sequences.
     x, y = loader
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         return

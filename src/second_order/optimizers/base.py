@@ -781,11 +781,11 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         the state of the base alone, the curvature starts from the beginning.
 
         Raises:
-            ValueError: If an entry does not fit, is missing, not finite, out of bounds
-                or unknown, or belongs to another base. The error names the entry. All
-                entries are checked before anything is loaded. Only a hook of yours, the
-                base's own ``__setstate__``, or a warning that you turn into an error
-                can raise after that.
+            ValueError: If an entry is missing, unknown, non-finite or out of bounds,
+                does not fit, or belongs to another base. The error names the entry. All
+                entries are checked before anything is loaded. After that, only your
+                hooks, the base's own ``__setstate__``, and warnings that you turn into
+                errors can raise.
         """
         check_is_state(state_dict)
         self.adopt_shards()

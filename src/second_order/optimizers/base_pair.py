@@ -253,7 +253,7 @@ def _build(
 def _original_params(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return a module's parameters, and those that its parametrizations replaced.
 
-    The parameters of the parametrizations themselves are not those of the module.
+    The parametrizations' own parameters are left out.
     """
     params = dict(module.named_parameters(recurse=False))
     if is_parametrized(module):

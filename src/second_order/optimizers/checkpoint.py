@@ -241,9 +241,10 @@ def _check_groups(
 
 
 def _describe_extra_names(saved_names: Sequence[str], names: Sequence[str]) -> str:
-    """Name the parameters that only one side has, as a part of an error; "" if unknown.
+    """Return a part of an error, which names the parameters that only one side has.
 
-    If you pass a model to an optimizer, it leaves out the parameters that are frozen.
+    An optimizer leaves out parameters that are frozen when you pass it a model. Returns
+    "" if both sides have different names throughout, or none.
     """
     if not set(saved_names) & set(names):
         return ""

@@ -40,8 +40,8 @@ def named_trainable_params(model: nn.Module) -> list[tuple[str, Tensor]]:
 def copy_group(group: Any) -> Any:
     """Copy a group, with its parameters in a list and each name next to its parameter.
 
-    Numbers of NumPy become numbers of Python. Anything that is not a dictionary is
-    returned unchanged.
+    NumPy numbers become Python numbers. Anything that is not a dictionary is returned
+    unchanged.
 
     Raises:
         TypeError: If the parameters are in a set.

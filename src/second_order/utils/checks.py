@@ -236,7 +236,7 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``."""
     choices = list(choices)
     for choice in choices:
-        # The types come first: 1 == True, and a comparison with a tensor is not a bool.
+        # Check the type first: 1 == True, and a comparison with a tensor is not a bool.
         if isinstance(value, type(choice)) and value == choice:
             return
     listed = ", ".join(map(repr, choices))
@@ -342,10 +342,10 @@ def value_at(option: Any, step: int) -> Any:
 
 
 def python_number(value: Any) -> Any:
-    """Convert a number of NumPy to one of Python, which every checkpoint can have.
+    """Convert a NumPy number to a Python number, which every checkpoint can contain.
 
-    A NumPy bool, and a tuple such as ``betas``, are converted as well. Any other value
-    is returned as it is.
+    A NumPy bool and the entries of a tuple, such as ``betas``, are converted as well.
+    Any other value is returned as it is.
     """
     if type(value) is tuple:
         return tuple(map(python_number, value))
