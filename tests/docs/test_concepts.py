@@ -71,7 +71,9 @@ def test_numbers_of_the_page_of_dho2() -> None:
 
     for optimizer in (DHO2, MRDHO2):
         settings = paper_settings(optimizer, epoch_steps=10)
-        sentence = f"with {settings['num_largest']} eigenpairs, α = {settings['newton_scale'](0)}"
+        sentence = (
+            f"with {settings['num_largest']} eigenpairs and α = {settings['newton_scale'](0)}"
+        )
         assert sentence in text
     assert inspect.signature(MRDHO2).parameters["final_update"].default == "guarded"
 
