@@ -408,9 +408,8 @@ class KFAC(LayeredCurvature):
     def prepare(self) -> None:
         """Reassign layers to ranks if the layers that train have changed. Collective.
 
-        At the first step with passes, the ranks also agree on the reduction of the
-        losses. Call this before gradients are averaged: new owners then receive the
-        means.
+        At the first step, the ranks also agree on the reduction of the losses. Call
+        this before gradients are averaged: new owners then receive the means.
         """
         if self.training.world.size > 1:
             has_passes = bool(self.layers.collector.step_passes.passes)

@@ -98,13 +98,12 @@ class LossReduction:
     If ``loss_reduction="auto"`` and the model's calls can show the reduction,
     :meth:`attach` hooks the model. The hook leaves it with this object.
 
-    A rank may have no batch at the first steps. So the ranks agree on the reduction at
-    the first step with statistics of any rank's passes.
+    A rank may have no batch at the first step, so the ranks agree on the reduction.
     """
 
     def __init__(self, model: nn.Module, options: KFACOptions) -> None:
         self._options = options
-        self._agreed = False  # whether agree() has found a pass
+        self._agreed = False
         self._hook: ItemsHook | None = None
         if options.loss_reduction == AUTO and _accepts_items(model):
             self._hook = ItemsHook()
@@ -134,9 +133,7 @@ class LossReduction:
         return self.current()
 
     def agree(self, world: World, has_passes: bool) -> None:
-        """Adopt what other ranks have observed, at the first step with passes.
-
-        Collective.
+        """Adopt what other ranks have observed, at the first step. Collective.
 
         Args:
             world: The ranks.
@@ -149,20 +146,17 @@ class LossReduction:
         hook = self._hook
         if hook is None or self._agreed:
             return
-        has_number = has_passes and hook.observed
         lacks_number = has_passes and not hook.observed
-        flags = torch.tensor([float(has_number), float(lacks_number)], device="cpu")
+        flags = torch.tensor([float(hook.observed), float(lacks_number)], device="cpu")
         world.on_cpu().all_reduce_max([flags]).wait()
-        has_number, lacks_number = map(bool, flags.tolist())
-        if has_number and lacks_number:
+        if flags.all():
             raise RankMismatchError(
                 f"the ranks are out of sync: some have called the model with {KEYWORD} (loss "
                 f"reduction: step_mean), and others without it (mean); pass it on every rank, or "
                 f"set loss_reduction="
             )
-        if has_number or lacks_number:
-            self._agreed = True
-            hook.observed = has_number
+        self._agreed = True
+        hook.observed = bool(flags[0])
 
     def attach(self, model: nn.Module) -> None:
         """Register the hook on the model, if there is one."""
