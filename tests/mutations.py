@@ -338,9 +338,6 @@ a chosen fraction that checkpoints forget
   <-  planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks
   - entries |= zip(CHOSEN_WORKERS, (self.num_workers, world_size), strict=True)
   + pass
-statistics from before a load  <-  contract_state::statistics_captured_before_a_load_are_dropped
-  -         block.staged.clear()
-  -
 
 == kfac/curvature.py
 factors forget by the update, not by the step
@@ -366,13 +363,15 @@ messages forget since the beginning
   + self.layers.update_averages(sums, decay)
 
 == kfac/checkpoints.py
+statistics from before a load  <-  contract_state::statistics_captured_before_a_load_are_dropped
+    block.staged.clear()  =>  pass
 a factor that a checkpoint lacks is not lost
   <-  factor_exchange::a_layer_with_a_lost_factor_starts_its_averages_again
-    lost.append(block)  =>  pass
+    lost = list(itertools.compress(blocks, factor_flags))  =>  lost = []
 a resumed run that forgets its intervals  <-  drift::a_resumed_run_has_the_same_intervals
     self._drift.load(saved, blocks)  =>  pass
 inverses that one rank lacks  <-  resume::inverses_that_no_rank_has_are_refreshed
-    all_reduce_max([inverse_flags, factor_flags]).wait()  =>  all_reduce_max([])
+    all_reduce_max([flags]).wait()  =>  all_reduce_max([])
 
 == kfac/feedback.py
 a floor by the arithmetic mean  <-  step_scale::the_damping_floor_uses_all_layers
@@ -651,10 +650,10 @@ a Linear with an activation behind it taken for one
   <-  verification::a_subclass_that_computes_something_else_falls_back
     if residual > TOLERANCE:  =>  if False:
 loaded factors weigh nothing  <-  contract_state::a_dcp_round_trip_continues_the_trajectory
-    entry.copy_(torch.as_tensor(saved[name], device=entry.device))  =>  entry.fill_(1.0)
+    entry.copy_(saved[name])  =>  entry.fill_(1.0)
 a frozen layer's factors of another size are loaded
   <-  checkpoint_checks::factors_of_a_frozen_layer_with_another_size_are_not_loaded
-    tuple(size) != shape.stored_shape(name):  =>  False:
+    and saved[name].shape == entry.shape:  =>  and True:
 
 == kronecker/capture.py
 forwards that checkpoints repeat are new ones

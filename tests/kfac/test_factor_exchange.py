@@ -262,7 +262,7 @@ def test_a_layer_with_a_lost_factor_starts_its_averages_again(
         assert unsolved == [[], [], [], []]
         assert len(messages) == len(names)
         for name, message in zip(names, messages, strict=True):
-            assert f"a factor of layer {name!r} is lost" in message
+            assert f"a factor of layer {name!r} is not loaded" in message
             assert "without consolidate()" in message
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from combinations import fractional_product
 from optimizer_cases import EXACT, noted
 from placement_training import written
-from ranks import shard, vector
+from ranks import agreed, shard, vector
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -331,28 +330,21 @@ def test_reading_the_state_changes_nothing() -> None:
     assert torch.equal(*ends)
 
 
-def frozen_at(
-    run: Run, frozen: range, save: int, before: bool, part: str = "3"
-) -> tuple[Tensor, Tensor]:
-    """The ends of a run that freezes a part for some steps, and of one that resumes it.
+def frozen_at(run: Run, frozen: range, save: int, before: bool) -> tuple[Tensor, Tensor]:
+    """The ends of a run that freezes a layer for some steps, and of one that resumes it.
 
     That one freezes it ``before`` its optimizer loads the checkpoint, or when its loop continues.
     """
 
-    def freeze(model: Any, step: int) -> None:
-        name, _, parameter = part.partition(".")
-        target = getattr(model[int(name)], parameter) if parameter else model[int(name)]
-        target.requires_grad_(step not in frozen)
-
     def follow(model: Any, optimizer: Any, scheduler: Any, start: int, stop: int) -> None:
         for step in range(start, stop):
-            freeze(model, step)
+            model[3].requires_grad_(step not in frozen)
             take(model, optimizer, scheduler, step, step + 1)
 
     model = network()
     optimizer, scheduler = run.make(model)
     follow(model, optimizer, scheduler, 0, save)
-    state = torch.load(io.BytesIO(from_rank_0(saved(model, optimizer, scheduler))))
+    state = torch.load(io.BytesIO(saved(model, optimizer, scheduler)))
     follow(model, optimizer, scheduler, save, STEPS)
     optimizer.close()
 
@@ -360,7 +352,7 @@ def frozen_at(
     other, schedule = run.make(twin)
     twin.load_state_dict(state["model"])
     if before:
-        freeze(twin, save)
+        twin[3].requires_grad_(save not in frozen)
     other.load_state_dict(state["optimizer"])
     schedule.load_state_dict(state["scheduler"])
     follow(twin, other, schedule, save, STEPS)
@@ -392,67 +384,59 @@ def test_layers_can_be_frozen_before_and_after_loading(
         assert torch.equal(found, expected), save
 
 
-BIAS_RUNS = [
-    Run(KAISA, "SGD", BY_INTERVAL),
-    Run(KAISA, "SGD"),
-    Run(KAISA, "AdamW", {"solver": "eigen"}),
-    Run(DPKFAC, "AdamW"),
-    Run(DistKFAC, "SGD"),
-    Run(DistKFAC, "AdamW", BY_INTERVAL),
-]
+def frozen_bias(
+    rank: int, world_size: int, run: Run, then: bool, now: bool, before: bool
+) -> tuple[list[str], list[str], Tensor, Tensor]:
+    """Warnings and unsolved layers of a resumed run, and the ends of the run and of this one.
+
+    A bias was frozen ``then``, when it was saved, and is frozen ``now``.
+    """
+    model: Any = network()
+    optimizer, scheduler = run.make(model)
+    model[3].bias.requires_grad_(not then)
+    take(model, optimizer, scheduler, 0, 5)
+    state = torch.load(io.BytesIO(from_rank_0(saved(model, optimizer, scheduler))))
+    take(model, optimizer, scheduler, 5, STEPS)
+    optimizer.close()
+
+    twin: Any = network(5)
+    other, schedule = run.make(twin)
+    twin.load_state_dict(state["model"])
+    if before:
+        twin[3].bias.requires_grad_(not now)
+    other.load_state_dict(state["optimizer"])
+    twin[3].bias.requires_grad_(not now)
+    schedule.load_state_dict(state["scheduler"])
+    with noted() as warned:
+        take(twin, other, schedule, 5, STEPS)
+    warned = [line for line in warned if "layer '3' is not loaded" in line]
+    unsolved = [block.name for block in other._curvature.layers.blocks if not block.solved]
+    other.close()
+    return warned, unsolved, vector(model), vector(twin)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(("then", "now"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("run", [Run(KAISA, "SGD"), Run(DistKFAC, "AdamW", BY_INTERVAL)], ids=str)
+def test_a_layer_whose_bias_was_frozen_or_unfrozen_starts_its_averages_again(
+    run: Run, then: bool, now: bool, before: bool
+) -> None:
+    """Its saved factors have another size. A warning names it, and the others resume."""
+    warned, unsolved, expected, found = frozen_bias(0, 1, run, then, now, before)
+    assert len(warned) == (then is not now)
+    assert unsolved == []
+    if then is now:
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(
-    ("run", "frozen", "before"),
-    fractional_product(BIAS_RUNS, [range(10), range(3, 8)], [True, False], part=2),
-    ids=str,
+    "run", [SPREAD[1], Run(DPKFAC, "SGD"), Run(DistKFAC, "AdamW", BY_INTERVAL)], ids=str
 )
-def test_a_bias_can_be_frozen_before_and_after_loading(
-    run: Run, frozen: range, before: bool
-) -> None:
-    """A has another size then, in the checkpoint or in the run that resumes.
-
-    If the run itself freezes the bias just after the checkpoint, its averages start again too.
-    """
-    for save in (3, 5, 8):
-        expected, found = frozen_at(run, frozen, save, before, "3.bias")
-        assert torch.equal(found, expected), save
-
-
-def bias_on_ranks(rank: int, world_size: int, runs: list[Run]) -> list[str]:
-    unlike = []
-    for run, save in zip(runs, itertools.cycle([3, 5, 8]), strict=False):
-        expected, found = frozen_at(run, range(3, 8), save, save == 3, "3.bias")
-        if not torch.allclose(found, expected, rtol=1e-12, atol=1e-14):
-            unlike.append(f"{run}, saved at step {save}")
-    return unlike
-
-
-def test_a_bias_can_be_frozen_around_loading_on_two_processes(world: World) -> None:
-    """DPKFAC only stays in sync: if a layer gets another owner, it sees other batches."""
-    runs = [Run(DPKFAC, "SGD"), *SPREAD, Run(DistKFAC, "SGD", BY_INTERVAL)]
-    for unlike in world.run(bias_on_ranks, 2, runs):
-        assert [line for line in unlike if not line.startswith("DPKFAC")] == []
-
-
-def test_a_layer_whose_saved_factors_have_another_size_is_named() -> None:
-    """They are loaded if the bias is frozen as in the saved run before the next step."""
-    run = Run(KAISA, "SGD")
-    model: Any = network()
-    optimizer, scheduler = run.make(model)
-    model[3].bias.requires_grad_(False)
-    take(model, optimizer, scheduler, 0, 3)
-    data = saved(model, optimizer, scheduler)
-    for frozen in (True, False):
-        twin: Any
-        twin, other, schedule = resumed(run, data)
-        twin[3].bias.requires_grad_(not frozen)
-        with noted() as warned:
-            take(twin, other, schedule, 3, 4)
-        found = [line for line in warned if line.startswith("the factors of layer '3'")]
-        assert len(found) == (not frozen)
-        assert twin[3].weight.requires_grad
-        assert other._curvature.layers.blocks[0].solved
+def test_processes_agree_on_layers_whose_bias_was_frozen(world: World, run: Run) -> None:
+    ranks = world.run(frozen_bias, 2, run, True, False, False)
+    agreed([found for *_, found in ranks])
+    for warned, unsolved, *_ in ranks:
+        assert (len(warned), unsolved) == (1, [])
 
 
 def test_the_entries_of_a_state_have_one_order() -> None:

@@ -5,18 +5,18 @@ steps need. :mod:`second_order.kfac.state` lists the entries of a layer, and say
 shared numbers are. A training run resumes in this order:
 
     check      raises an error if the entries do not fit; nothing has been loaded yet
-    load       loads the running averages and the state of throttle, drift, step scale
-               and clip, reads the remaining shared numbers, and calls ``install``
-    install    installs the saved inverses and the state of THOR's rule, and computes
-               again those inverses that were pending
+    load       loads the state of throttle, drift, step scale and clip, reads the
+               remaining shared numbers, and calls ``install``
+    install    loads the running averages of layers that have none, installs the saved
+               inverses and the state of THOR's rule, and computes again those inverses
+               that were pending
     assign     may come next, before the first step: if the script freezes or unfreezes
                parameters after loading, the optimizer assigns the layers to ranks
                again. This drops all inverses, so the optimizer calls ``install`` again.
-               If a layer's bias was frozen or unfrozen, its averages were dropped as
-               well, and ``install`` loads them if they have the new size.
     agree      at the first step, requests a refresh of each layer if any rank lacks an
-               entry that it needs for this layer. If the averages of a layer have
-               another size, because its bias was frozen or unfrozen, they start again.
+               entry that it needs for this layer. The averages of a layer start again
+               if a factor is lost, or has another size because the layer's bias was
+               frozen or unfrozen.
 
 ``load`` and ``install`` return a :class:`Resumption`, which the optimizer keeps until
 ``agree``. Until then, ``summary()`` and ``metrics()`` show the loaded state, because
@@ -25,6 +25,7 @@ shared numbers are. A training run resumes in this order:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -48,9 +49,6 @@ from second_order.kfac.state import (
     factor_entries,
     inverse_entries,
     inverse_state,
-    lacks_saved_factors,
-    load_absent_factors,
-    load_factors,
     load_inverses,
     read_shared_numbers,
     send_entries,
@@ -247,7 +245,9 @@ class Checkpoints:
         """
         training = self._training
         blocks = self._layers.blocks
-        load_factors(saved, blocks, training)
+        for block in blocks:
+            block.staged.clear()
+            block.restart_averages()
         if self._drift is not None:
             self._drift.load(saved, blocks)
         for part in self._shared_parts:
@@ -259,7 +259,7 @@ class Checkpoints:
     def install(
         self, resumption: Resumption, plan: Mapping[KroneckerBlock, LayerPlan]
     ) -> Resumption:
-        """Install a checkpoint's inverses, and recompute those that were pending.
+        """Load averages and inverses, and recompute inverses that were pending.
 
         Call this while the layers are still without inverses.
 
@@ -271,7 +271,9 @@ class Checkpoints:
             The checkpoint, and the layers that lack an entry that this rank needs.
         """
         saved = resumption.saved
-        load_absent_factors(saved, plan, self._training)
+        if self._training.steps > 0:
+            for block in self._layers.blocks:
+                block.load_factors(saved.get(block.weight, {}))
         loaded = load_inverses(saved, plan, self._inverses)
         self._inverses.load(loaded)
         for block, layer in plan.items():
@@ -282,13 +284,9 @@ class Checkpoints:
 
         # Several ranks agree at the next step on the inverses to drop. A single rank
         # drops them now, so that summary() and metrics() do not count inverses that
-        # will be refreshed. Those of another size may fit at the next step.
+        # will be refreshed.
         if self._training.world.size == 1:
-            self._inverses.drop(
-                block
-                for block in loaded.missing
-                if block.has_sizes_of(saved[block.weight])
-            )
+            self._inverses.drop(loaded.missing)
         return replace(resumption, missing=loaded.missing)
 
     def agree(
@@ -298,10 +296,10 @@ class Checkpoints:
 
         Collective.
 
-        If the layers that train, or their sizes, have changed since the checkpoint was
-        written, refresh all layers. An uninterrupted run does the same when you freeze
-        or unfreeze parameters. If any rank has lost a layer's factor, or if its factors
-        have another size, the layer starts again without statistics.
+        If the layers that train have changed since the checkpoint was written, refresh
+        all layers. An uninterrupted run does the same when you freeze or unfreeze
+        layers. If any rank has lost a layer's factor, the layer starts again without
+        statistics.
 
         Args:
             resumption: The checkpoint.
@@ -309,47 +307,29 @@ class Checkpoints:
         """
         training = self._training
         blocks = self._layers.blocks
-        resized: set[KroneckerBlock] = set()
-        for block in plan:
-            part: Mapping[str, Any] = resumption.saved.get(block.weight, {})
-            if lacks_saved_factors(block, part, training):
-                resized.add(block)
         missing = resumption.missing
-        if resized or not resumption.has_same_layers(plan):
+        if not resumption.has_same_layers(plan):
             missing = plan.keys()
 
         # Does any rank lack the inverse of a layer, or has it lost a factor?
         lacks_inverse = [float(block in missing) for block in blocks]
-        lacks_factor = [
-            float(block.has_lost_factor or block in resized) for block in blocks
-        ]
-        inverse_flags = torch.tensor(lacks_inverse, dtype=torch.float32, device="cpu")
-        factor_flags = torch.tensor(lacks_factor, dtype=torch.float32, device="cpu")
-        training.world.on_cpu().all_reduce_max([inverse_flags, factor_flags]).wait()
-        missing_anywhere: list[KroneckerBlock] = []
-        for block, flag in zip(blocks, inverse_flags.tolist(), strict=True):
-            if flag:
-                missing_anywhere.append(block)
-        lost: list[KroneckerBlock] = []
-        for block, flag in zip(blocks, factor_flags.tolist(), strict=True):
-            if flag:
-                lost.append(block)
+        lacks_factor = [float(block.has_lost_factor) for block in blocks]
+        flags = torch.tensor(
+            [lacks_inverse, lacks_factor], dtype=torch.float32, device="cpu"
+        )
+        training.world.on_cpu().all_reduce_max([flags]).wait()
+        inverse_flags, factor_flags = flags.tolist()
+        missing_anywhere = list(itertools.compress(blocks, inverse_flags))
+        lost = list(itertools.compress(blocks, factor_flags))
 
         # Request new inverses, and restart the averages of layers that lost a factor.
         self._inverses.drop([*missing_anywhere, *lost])
         for block in lost:
-            reason = (
-                f"a factor of layer {block.name!r} is lost: the process that should store it did "
-                f"not load it, perhaps because the checkpoint was written without consolidate()"
-            )
-            if block in resized:
-                reason = (
-                    f"the factors of layer {block.name!r} are not loaded: they were saved with "
-                    f"another size, because its bias was frozen then and is not now, or the "
-                    f"reverse"
-                )
             training.warn(
-                f"{reason}; the layer falls back to the base optimizer until it has new statistics"
+                f"a factor of layer {block.name!r} is not loaded, so its running averages start "
+                f"again. Either the layer's bias was frozen or unfrozen since the factor was "
+                f"saved, which changes its size, or the checkpoint lacks the factor, perhaps "
+                f"because it was written without consolidate()"
             )
             block.restart_averages()
         if lost:

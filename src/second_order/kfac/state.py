@@ -78,7 +78,6 @@ from second_order.kronecker.block import (
 from second_order.kronecker.factors import ALL_FACTORS
 from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.solvers import INVERSE_ENTRIES, Solver
-from second_order.training.context import Training
 from second_order.training.throttle import THROTTLE_ENTRIES
 
 __all__ = [
@@ -92,9 +91,6 @@ __all__ = [
     "factor_entries",
     "inverse_entries",
     "inverse_state",
-    "lacks_saved_factors",
-    "load_absent_factors",
-    "load_factors",
     "load_inverses",
     "move_factors",
     "read_shared_numbers",
@@ -189,23 +185,13 @@ def averages_shapes(shape: FactorShape) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def inverse_shapes(shape: FactorShape, solver: Solver) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors of a layer's inverse, by entry name."""
-    return {INVERSE_DAMPING: (4,), **solver.saved_shapes(shape)}
-
-
-def snapshot_shapes(shape: FactorShape) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the running averages of a pending inverse, by entry name."""
-    return {SNAPSHOT + name: size for name, size in averages_shapes(shape).items()}
-
-
 def layer_shapes(shape: FactorShape, solver: Solver) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors of a layer, by entry name."""
-    return {
-        **averages_shapes(shape),
-        **inverse_shapes(shape, solver),
-        **snapshot_shapes(shape),
-    }
+    averages = averages_shapes(shape)
+    shapes = {**averages, INVERSE_DAMPING: (4,), **solver.saved_shapes(shape)}
+    for name, size in averages.items():
+        shapes[SNAPSHOT + name] = size
+    return shapes
 
 
 @dataclass(frozen=True)
@@ -463,10 +449,8 @@ def check_saved(
 ) -> None:
     """Check the entries of a checkpoint before any of them is loaded.
 
-    A layer's factors may also have the shapes that they would have if its bias were
-    frozen, or were not. They are loaded if the layer has these shapes at the first
-    step. If the factors of a frozen layer have other shapes, they are never loaded, so
-    these shapes are not checked. Neither are those of a parameter without a block.
+    A layer's tensors may also have the shapes that they would have if its bias were
+    frozen, or were not. The shapes of a parameter without a block are not checked.
 
     Raises:
         ValueError: If an entry is unknown, missing, non-finite or out of bounds, or
@@ -486,11 +470,11 @@ def check_saved(
         }
         block = block_of.get(p)
         if block is not None:
-            shape = block.saved_shape(part)
-            if shape is None and block.trainable:
-                shape = block.shape
-            if shape is not None:
-                shapes |= layer_shapes(shape, inverses.solver)
+            shapes |= layer_shapes(block.shape, inverses.solver)
+            for possible in block.possible_shapes():
+                for key, size in layer_shapes(possible, inverses.solver).items():
+                    if getattr(part.get(key), "shape", None) == size:
+                        shapes[key] = size
 
         # The values.
         for key in part:
@@ -544,59 +528,15 @@ def read_shared_numbers(
     )
 
 
-def load_factors(
-    saved: Mapping[Tensor, SavedPart],
-    blocks: Sequence[KroneckerBlock],
-    training: Training,
-) -> None:
-    """Load the running averages of all layers, and drop those that they had."""
-    for block in blocks:
-        block.staged.clear()
-        block.restart_averages()
-        part: Mapping[str, Any] = saved.get(block.weight, {})
-        if training.steps > 0 and not block.trainable and not block.has_sizes_of(part):
-            training.warn(
-                f"the factors of the frozen layer {block.name!r} are not loaded, because they "
-                f"were saved with another size, perhaps with its bias; if you unfreeze the layer "
-                f"after the next step, its running averages start again"
-            )
-    load_absent_factors(saved, blocks, training)
-
-
-def load_absent_factors(
-    saved: Mapping[Tensor, SavedPart],
-    blocks: Iterable[KroneckerBlock],
-    training: Training,
-) -> None:
-    """Load running averages for the layers that have none, in the dtypes of this run.
-
-    Those of another size are left out.
-    """
-    for block in blocks:
-        part: Mapping[str, Any] = saved.get(block.weight, {})
-        # The part may lack factors that another rank owns. If it lacks factors that
-        # this rank owns, the next refresh finds out that they are lost.
-        if block.has_sizes_of(part) and lacks_saved_factors(block, part, training):
-            block.load_factors(part)
-
-
-def lacks_saved_factors(
-    block: KroneckerBlock, part: Mapping[str, Any], training: Training
-) -> bool:
-    """Return whether a layer has no running averages, but had some when it was saved.
-
-    All ranks get the same answer.
-    """
-    were_saved = WEIGHT in part or bool(part.get(STATISTICS_DUE, 0))
-    return training.steps > 0 and were_saved and block.factors is None
-
-
 def load_inverses(
     saved: Mapping[Tensor, SavedPart],
     plan: Mapping[KroneckerBlock, LayerPlan],
     inverses: Inverses,
 ) -> LoadedInverses:
-    """Read the inverses of the trainable layers, and those that were pending."""
+    """Read the inverses of the trainable layers, and those that were pending.
+
+    If a layer's factors have another size, so may its inverse. Both are dropped later.
+    """
     rank = inverses.training.world.rank
     damping = _read_shared_number(saved, DAMPING, -1.0)
     if damping < 0:  # there has been no refresh
@@ -623,10 +563,10 @@ def load_inverses(
         # The pending inverse.
         may_be_pending = layer.factors_everywhere and not inverses.waits_for_all
         if may_be_pending and part.get(SNAPSHOT_STEP, -1) >= 0:
-            if not _has_tensors(part, snapshot_shapes(block.shape)):
+            names = averages_shapes(block.shape)
+            if any(SNAPSHOT + name not in part for name in names):
                 loaded.missing.add(block)
                 continue
-            names = averages_shapes(block.shape)
             snapshot = {name: part[SNAPSHOT + name] for name in names}
             loaded.pending[block] = PendingInverse(
                 step=int(part[SNAPSHOT_STEP]),
@@ -637,16 +577,6 @@ def load_inverses(
     return loaded
 
 
-def _has_tensors(
-    part: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
-) -> bool:
-    """Return whether a part has tensors of these names and shapes."""
-    return all(
-        name in part and tuple(part[name].shape) == shape
-        for name, shape in shapes.items()
-    )
-
-
 def _read_inverse(
     part: Mapping[str, Any],
     block: KroneckerBlock,
@@ -655,11 +585,10 @@ def _read_inverse(
 ) -> LoadedInverse:
     """Read the tensors of an inverse; return ``loaded`` if this run cannot use them.
 
-    It may have another solver or ``grafting``, or another size because its bias was
-    frozen or unfrozen, or the checkpoint may lack the tensors.
+    It may have another solver or ``grafting``, or the checkpoint may lack the tensors.
     """
     names = inverses.solver.saved_shapes(block.shape)
-    if not _has_tensors(part, inverse_shapes(block.shape, inverses.solver)):
+    if not part.keys() >= {INVERSE_DAMPING, *names}:
         return loaded
     damping, mean_eigenvalue, option, scaled = part[INVERSE_DAMPING].tolist()
     empty = not all(bool(part[name].any()) for name in names)  # zeros from ``fill``

@@ -100,7 +100,7 @@ def unpack_statistics(
     for name in names:
         block = owned[name]
         head = next(tensors)
-        factors = {factor_name: next(tensors) for factor_name in block.stored_shapes}
+        factors = {key: next(tensors) for key in block.shape.factor_names}
         is_finite = all(
             bool(tensor.isfinite().all()) for tensor in (head, *factors.values())
         )

@@ -12,6 +12,7 @@ number of layers:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -166,7 +167,7 @@ class KroneckerBlock:
     def _reset(self, dropped: Tensor | int) -> None:
         """Drop statistics, averages and inverse, and adopt the trainable parameters."""
         device = self.weight.device
-        self.shape: FactorShape = self._current_shape()
+        self.shape: FactorShape = self._shape_if(self.training)
         self.trains_bias = self._bias_is_trainable()
         self.work_dtype = torch.promote_types(self.weight.dtype, torch.float32)
         self.staged = StagedStatistics(self.shape, device, self.factor_dtype)
@@ -210,11 +211,6 @@ class KroneckerBlock:
         return sum(p.numel() for p in self.params)
 
     @property
-    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
-        """By factor name, the shape in which this or another rank stores the factor."""
-        return {name: self.shape.stored_shape(name) for name in self.shape.factor_names}
-
-    @property
     def layout(self) -> Layout:
         """Where the gradients of :attr:`params` are in the layer's matrix."""
         return matrix_layout(self.shape, [p.numel() for p in self.params])
@@ -236,9 +232,15 @@ class KroneckerBlock:
     def _bias_is_trainable(self) -> bool:
         return self.bias is not None and self.bias.requires_grad
 
-    def _current_shape(self) -> FactorShape:
+    def _shape_if(self, training: Sequence[bool]) -> FactorShape:
+        """The sizes of the factors if these of the parameters are trainable."""
         module = self.modules[0]
-        return self.kinds[module].shape(module, self._bias_is_trainable())
+        return self.kinds[module].shape(module, any(training[1:]))
+
+    def possible_shapes(self) -> list[FactorShape]:
+        """The sizes that the factors have, depending on which parameters are frozen."""
+        cases = itertools.product((True, False), repeat=len(self.all_params))
+        return [self._shape_if(training) for training in cases]
 
     # ----------------------------------------------------------------------- statistics
 
@@ -442,15 +444,20 @@ class KroneckerBlock:
         return dict(factors.entries)
 
     def load_factors(self, saved: Mapping[str, Any]) -> None:
-        """Load saved averages. A factor that is missing in ``saved`` counts as lost."""
-        self.factors = self.read_factors(saved)
+        """Load averages, if they were saved and the layer has none.
+
+        A factor that is missing in ``saved``, or has another size, counts as lost.
+        """
+        were_saved = "average_weight" in saved or bool(saved.get("statistics_due"))
+        if were_saved and self.factors is None:
+            self.factors = self.read_factors(saved)
 
     def read_factors(self, saved: Mapping[str, Any]) -> KroneckerFactors:
         """Return a copy of saved averages, with the factors that this rank owns."""
         factors = self._new_factors()
         for name, entry in list(factors.entries.items()):
-            if name in saved:
-                entry.copy_(torch.as_tensor(saved[name], device=entry.device))
+            if name in saved and saved[name].shape == entry.shape:
+                entry.copy_(saved[name])
             elif name in self.shape.factor_names:
                 del factors.entries[name]
         return factors
@@ -463,28 +470,6 @@ class KroneckerBlock:
                 factors.entries[name] = value
             else:
                 factors.entries.pop(name, None)
-
-    def has_sizes_of(self, saved: Mapping[str, Any]) -> bool:
-        """Whether the factors among saved entries have this layer's sizes."""
-        return _fits(self.shape, saved)
-
-    def saved_shape(self, saved: Mapping[str, Any]) -> FactorShape | None:
-        """The shape of the factors among saved entries.
-
-        It may be a shape that the layer has while its bias is frozen, or while it is
-        not. None if it is not a shape of this layer.
-        """
-        for shape in (self.shape, *self._other_shapes()):
-            if _fits(shape, saved):
-                return shape
-        return None
-
-    def _other_shapes(self) -> list[FactorShape]:
-        """The shapes after the bias is frozen or unfrozen."""
-        if self.bias is None:
-            return []
-        module = self.modules[0]
-        return [self.kinds[module].shape(module, not self.trains_bias)]
 
     # -------------------------------------------------------------------------- inverse
 
@@ -519,16 +504,6 @@ class KroneckerBlock:
         if self.inverse is None:
             return 0
         return sum(tensor.nbytes for tensor in self.inverse.tensors)
-
-
-def _fits(shape: FactorShape, saved: Mapping[str, Any]) -> bool:
-    """Whether the factors among saved entries are tensors with the sizes of a shape."""
-    for name in shape.factor_names:
-        if name in saved:
-            size = getattr(saved[name], "shape", None)
-            if size is None or tuple(size) != shape.stored_shape(name):
-                return False
-    return True
 
 
 # ---------------------------------------------------------------- gradients as matrices

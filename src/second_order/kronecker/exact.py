@@ -13,6 +13,7 @@ or ``(d, 1, 1)`` for a diagonal.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -200,17 +201,9 @@ class ExactBlock(KroneckerBlock):
             return True
         return x.shape == d.shape
 
-    def _current_shape(self) -> FactorShape:
-        return self._shape_of_size(
-            sum(p.numel() for p in self.params or self.all_params)
-        )
-
-    def _other_shapes(self) -> list[FactorShape]:
-        """The shapes if only one parameter is trainable, and if all are."""
-        sizes = [p.numel() for p in self.all_params]
-        return [self._shape_of_size(size) for size in (*sizes, sum(sizes))]
-
-    def _shape_of_size(self, size: int) -> FactorShape:
+    def _shape_if(self, training: Sequence[bool]) -> FactorShape:
+        included = training if any(training) else [True] * len(training)
+        size = sum(itertools.compress((p.numel() for p in self.all_params), included))
         if size > self.max_dim:
             return FactorShape(
                 groups=size, in_dim=1, out_dim=1, diagonal_a=True, exact=True

@@ -73,7 +73,7 @@ class GradientBlock(KroneckerBlock):
         super().__init__([name], [module], None, factor_dtype, params=[parameter])
         self.hooked_modules = []
 
-    def _current_shape(self) -> FactorShape:
+    def _shape_if(self, training: Sequence[bool]) -> FactorShape:
         rows, columns = matrix_shape(self.weight.shape)
         is_transposed = False
         is_diagonal = self.max_dim is not None and max(rows, columns) > self.max_dim
